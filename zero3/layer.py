@@ -1,0 +1,704 @@
+r"""
+# ZeRO-3: parameters, gradients and optimizer states in shards
+
+`Zero3Layer` wraps a layer of a model so that each rank *rests* with $\frac{1}{N}$ of it, and has
+the whole layer only while it computes with it.
+
+Plain data parallelism keeps the same model $N$ times. ZeRO's observation is that a rank needs a
+layer's parameters only while that layer computes, and never needs the other ranks' optimizer
+states. So each layer is flattened into one vector and cut into $N$ equal shards, and a rank owns
+one of them, with its gradient and its optimizer state. Before a layer computes, forward and again
+backward, the ranks *unshard* it (all-gather); right after, they *reshard* it (free the memory).
+Once its gradients are there, a reduce-scatter gives each rank the mean gradient of its own shard
+and of nothing else. Each rank then steps its shard with an ordinary optimizer.
+
+$$\underbrace{\Big\lceil \frac{P_\ell}{N} \Big\rceil}_{\text{elements at rest, per layer}}
+\qquad
+\underbrace{3\Psi\,\frac{N-1}{N}}_{\text{elements sent, per rank and step}}$$
+
+Two all-gathers and one reduce-scatter send $\Psi\frac{N-1}{N}$ elements each; the all-reduce of
+plain data parallelism sends $2\Psi\frac{N-1}{N}$. Half as much traffic again buys $N$ times less
+memory.
+
+> 1.5x communication volume compared to the baseline DP
+
+[ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models](https://arxiv.org/abs/1910.02054), sections 5.3 and 7.2.2.
+
+| symbol | meaning |
+|---|---|
+| $\Psi$ | parameters of the model |
+| $P_\ell$ | parameters of layer $\ell$; trainable and frozen ones are sharded, and counted, apart |
+| $N$, $r$ | `world_size`, the number of ranks, and `rank`, this one |
+| $K$ | optimizer bytes per parameter |
+
+**Run this**: `make train` trains a small transformer on two ranks, and compares what each rank held
+and sent with these formulas.
+
+**Not covered, and what that costs**: shards rest on the device that computes. Outside a
+`Zero3Sequential` a layer does not know its neighbours, so its unshard starts when it is called, and
+nothing hides the wait. Process subgroups, double backward (`create_graph=True`) and sparse
+gradients raise errors. A tensor is watched in tuples, lists, dicts, dataclasses and attributes of
+modules; one that needs a gradient and leaves a layer by another way brings backward to a freed
+layer.
+
+Names are labml's where labml has one, and say the standard term. The order to read in: shard,
+unshard, reshard, forward, backward, reduce, wiring.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero3.ledger import Ledger, Silence, Transfer, Wire, in_backward
+
+# What a freed parameter still answers: whatever does not read or write its elements.
+_PROPERTIES = ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf")
+_METADATA = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES}
+
+
+# What to do about a parameter that is not where somebody looks for it.
+_CURE = ("wrap each module once, put modules that share a parameter into one Zero3Layer, and build "
+         "the optimizer on `get_trainable_chunk()` after wrapping")
+
+
+class FreedParameter(nn.Parameter):
+    """
+    ## A parameter whose memory is given back
+
+    Its storage has no bytes, so an operation on it would read address zero and end the interpreter.
+    While a layer is sharded, the *class* of each of its parameters is a subclass of this one. The
+    object stays the same, in the module and wherever else somebody holds it, and whoever touches
+    its elements gets an error with its name.
+    """
+
+    name: str
+    layer: weakref.ref
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        use = "a use in the layer's forward, or in `with layer.full_params():`"
+        cls.layer().expect(False, f"freed `{cls.name}`", use, f"`{func.__name__}` outside", _CURE)
+
+    def __repr__(self, *, tensor_contents=None):
+        return f"<`{self.name}`, sharded by {self.layer().label}>"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slot:
+    """
+    ## Where one parameter lies in the flat parameter
+    """
+
+    param: nn.Parameter
+    names: tuple[str, ...]  # several where the layer ties a parameter to itself
+    offset: int  # elements
+    view: torch.Tensor  # of the flat parameter, in the parameter's shape
+    freed_class: type  # a `FreedParameter` that knows its name
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat[self.offset : self.offset + self.view.numel()].view(self.view.shape)
+
+
+@dataclasses.dataclass
+class _Group:
+    """
+    ## A flat parameter, and its shard
+
+    All parameters of a layer that have one data type and are either all trainable or all frozen.
+    """
+
+    slots: list[_Slot]
+    full: torch.Tensor  # (world_size * shard_numel,), device; its storage has no bytes at rest
+    shard: nn.Parameter  # (shard_numel,), device; what rests
+    grad: Any = None  # as `full`; from the first gradient to the end of the reduce
+    ready: set[tuple[str, ...]] = dataclasses.field(default_factory=set)  # names of what `grad` has
+
+
+class _Call:
+    """
+    ## One forward call
+
+    Only the hooks that the call left in the graph refer to it, so it lives as long as the graph.
+    """
+
+    inputs = outputs = 0  # tensors that need a gradient and came in, and went out
+
+
+class Zero3Layer(nn.Module):
+    """
+    ## Zero3 layer
+
+    Wrap each layer of a model, or a few consecutive ones, in this module.
+    """
+
+    def __init__(self, module: nn.Module, rank: int | None = None, world_size: int | None = None,
+                 device: torch.device | str | None = None, dtype: torch.dtype | None = None):
+        """
+        ### Shard a module
+
+        All ranks call this in the same order. Rank 0's values become everybody's. Buffers stay
+        whole.
+
+        * `module` is the layer to wrap, whole, on `device`
+        * `rank` and `world_size` default to those of the process group; without one, to 0 and 1
+        * `device` defaults to where the parameters are
+        * `dtype` is what all parameters must be; left out, a layer may mix data types
+
+        Raises `RuntimeError` where the module is sharded already, shares a parameter with another
+        layer, is elsewhere or of another dtype, or differs between ranks.
+        ZeRO, section 5.3. Keeps I2 and I5.
+        """
+        super().__init__()
+        self.module = module
+        self.wire = Wire(rank, world_size)
+        # Neighbours and place in forward order; `Zero3Sequential` sets them.
+        self.prev_layer: list[Zero3Layer] = []
+        self.next_layer: list[Zero3Layer] = []
+        self.layer_idx, self.label = -1, type(module).__name__
+        self.ledger: Ledger | Silence = Silence()
+        # An unshard has started, and is complete once the transfer that does it was waited for.
+        self.is_fetched = False
+        self._gather: Transfer | None = None
+        self._reduce: Transfer | None = None
+        self._full_elsewhere = False  # inside `full_params`
+        # Calls that still go backward, and the one for whose backward the last layer stays full.
+        self._pending: weakref.WeakSet[_Call] = weakref.WeakSet()
+        self._kept: weakref.ref | None = None
+        # In this `backward()`: the calls that went, the input gradients that they owe, and whether
+        # its end will settle the layer.
+        self._entered: set[_Call] = set()
+        self._inputs_left, self._settling = 0, False
+
+        found = self._find_params(module)
+        self.device = self.wire.open(self, found, device, dtype)
+        # Trainable first, as labml has it.
+        self.groups: list[_Group] = []
+        self.chunk = nn.ParameterList()
+        kinds = dict.fromkeys((not p.requires_grad, p.dtype) for p in found)
+        for kind in sorted(kinds, key=lambda kind: kind[0]):
+            self._shard({p: n for p, n in found.items() if (not p.requires_grad, p.dtype) == kind})
+        self._look_at(None)
+        for _, owner in _own_modules(module):
+            # From now on a plain attribute: the module finds the parameter by the same name, and
+            # `parameters()` yields the shards alone.
+            vars(owner).update(owner._parameters)
+            owner._parameters.clear()
+            for buffer in owner._buffers.values():
+                self.wire.broadcast(buffer)
+
+    # -------------------------------------------------------------------------------------- shard
+
+    def _find_params(self, module: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
+        """
+        #### Find each parameter once, with its names
+
+        Those inside of a further `Zero3Layer` in the module are that layer's affair.
+        """
+        self.expect(not isinstance(module, Zero3Layer), "is given", "a plain module", module, _CURE)
+        found: dict[nn.Parameter, tuple[str, ...]] = {}
+        for prefix, owner in _own_modules(module):
+            for name, p in (*vars(owner).items(), *owner._parameters.items()):
+                self.expect(not isinstance(p, FreedParameter), f"cannot shard `{prefix}{name}`",
+                            "a parameter of this layer alone", p, _CURE)
+            for name, p in owner._parameters.items():
+                if p is not None:
+                    found[p] = (*found.get(p, ()), prefix + name)
+        return found
+
+    @torch.no_grad()
+    def _shard(self, params: dict[nn.Parameter, tuple[str, ...]]) -> None:
+        """
+        #### Shard: make parameters views of one flat buffer, keep $1/N$ of it, free it
+        """
+        flat = self._merge_and_pad_params(list(params))  # (world_size * shard_numel,), device
+        rest = self._empty(len(flat) // self.wire.world_size, flat.dtype)  # (shard_numel,), device
+        self.wire.scatter(rest, flat)
+        group, offset = _Group([], flat, nn.Parameter(rest, next(iter(params)).requires_grad)), 0
+        for p, names in params.items():
+            named = {"name": names[0], "layer": weakref.ref(self)}
+            view = flat[offset : offset + p.numel()].view(p.shape)
+            slot = _Slot(p, names, offset, view, type("FreedParameter", (FreedParameter,), named))
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(partial(self._post_backward_hook, group, slot))
+            group.slots.append(slot)
+            offset += view.numel()
+        flat.untyped_storage().resize_(0)
+        self.groups.append(group)
+        self.chunk.append(group.shard)
+
+    def _merge_and_pad_params(self, params: list[nn.Parameter]) -> torch.Tensor:
+        r"""
+        #### Merge parameters, and pad so that the length is divisible by `world_size`
+
+        Returns $N \lceil P_\ell/N \rceil$ elements. The padding is zero and stays zero: its
+        gradient is zero, so an elementwise optimizer does not move it, and it adds nothing to a
+        norm. Memory that nobody wrote could hold a NaN, and clipping by the global norm would then
+        turn every gradient of the model into NaN.
+        """
+        numel = sum(p.numel() for p in params)
+        padding = self._empty(-numel % self.wire.world_size, params[0].dtype).zero_()
+        return torch.cat([*(p.detach().reshape(-1) for p in params), padding])
+
+    def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """
+        #### A vector that nobody wrote yet
+        """
+        return torch.empty(numel, device=self.device, dtype=dtype)
+
+    def get_trainable_chunk(self) -> list[nn.Parameter]:
+        """
+        ### This rank's trainable shards
+
+        1-D parameters, one per data type, for this rank's optimizer. An elementwise optimizer does
+        to a shard what it would do to the parameters, for it does not ask where an element belongs.
+        """
+        return [g.shard for g in self.groups if g.shard.requires_grad and len(g.shard)]
+
+    # ------------------------------------------------------------------------------------ unshard
+
+    @torch.no_grad()
+    def fetch_params(self) -> None:
+        r"""
+        ### Unshard (all-gather)
+
+        Starts it and returns; `_wait_params` completes it. All ranks must call it. A rank sends its
+        shard to each other one, $(N-1)\lceil P_\ell/N \rceil$ elements.
+
+        The gather writes into the flat buffer that the parameters view, and into the *same storage*
+        as every time, so what autograd saved in forward is valid again in backward. A gather into
+        fresh memory and a copy from there would hold the layer twice.
+        """
+        if self.is_fetched or self._full_elsewhere or not self.groups:
+            return
+        self._enter_backward()
+        # Its messages may still be coming in, into this very buffer.
+        self._finish_reduce()
+        self.is_fetched = True
+        self._gather = self.wire.all_gather(self, [(g.full, g.shard.detach()) for g in self.groups])
+
+    def _wait_params(self) -> None:
+        """
+        #### Complete the unshard
+
+        The compute stream waits for the fetch stream; on the CPU, this thread for the messages.
+        """
+        if self._gather is not None:
+            gather, self._gather = self._gather, None
+            gather.wait()
+            for slot in self._slots():
+                slot.param.__class__ = nn.Parameter
+
+    @contextmanager
+    def full_params(self, writeback: bool = False) -> Iterator[dict[str, nn.Parameter]]:
+        """
+        ### The full parameters, by their original names
+
+        All ranks enter and leave. Inside, the layer may be read, called and written to. With
+        `writeback=True` what rank 0 wrote is sharded at the end, unless that is an exception.
+        Afterwards the parameters are freed again: `clone` what should stay.
+        """
+        self._cleanup_params()
+        # Into a buffer of its own: a view of it that somebody keeps stays valid.
+        with torch.inference_mode(False), torch.no_grad():
+            fulls = [self._empty(len(g.full), g.full.dtype) for g in self.groups]
+            pairs = [(full, g.shard.detach()) for full, g in zip(fulls, self.groups, strict=True)]
+            self.wire.all_gather(self, pairs).wait()
+        self._look_at(fulls)
+        try:
+            yield {name: slot.param for slot in self._slots() for name in slot.names}
+            for full, shard in pairs if writeback else ():
+                self.wire.scatter(shard, full)
+        finally:
+            self._look_at(None)
+
+    @torch.no_grad()
+    def _look_at(self, fulls: list[torch.Tensor] | None) -> None:
+        """
+        #### Point the parameters at these buffers, or back at their own, freed one
+        """
+        self._full_elsewhere = fulls is not None
+        with torch.inference_mode(False):
+            for i, g in enumerate(self.groups):
+                for slot in g.slots:
+                    # The object stays, and looks elsewhere: whatever refers to it goes on working.
+                    slot.param.__class__ = nn.Parameter
+                    slot.param.data = slot.of(fulls[i]) if fulls else slot.view
+                    slot.param.__class__ = nn.Parameter if fulls else slot.freed_class
+
+    # ------------------------------------------------------------------------------------ reshard
+
+    def _cleanup_params(self) -> None:
+        """
+        #### Reshard (free)
+
+        Resizes the storage to nothing. To let go of the tensors would not do: autograd holds views
+        of them for backward, and every layer would stay full until then.
+        """
+        self._kept = None
+        if not self.is_fetched:
+            return
+        self._wait_params()
+        self.is_fetched = False
+        for slot in self._slots():
+            slot.param.__class__ = slot.freed_class
+        for g in self.groups:
+            g.full.untyped_storage().resize_(0)
+        self.ledger.record(self, "free", sum(g.full.nbytes for g in self.groups))
+
+    # ------------------------------------------------------------------------------------ forward
+
+    def forward(self, *args, **kwargs):
+        """
+        ### Forward pass
+
+        Unshard, compute, reshard. Tensors that need a gradient are watched as they come in and go
+        out: the gradient of an output announces that this layer's backward begins, those of the
+        inputs that it has ended.
+        """
+        # A forward inside of `backward()` is activation checkpointing, which computes the layer
+        # again. Its backward follows, so the layer stays full until then and recomputation sends
+        # nothing.
+        recompute = in_backward()
+        if self._kept and not recompute:
+            # Full since a forward whose backward did not come; an optimizer may have stepped since.
+            self._cleanup_params()
+        self._enter_backward()
+        self.fetch_params()
+        self._wait_params()
+        self.ledger.record(self, "compute")
+        call = _Call()
+        try:
+            args = tuple(self._watch_input(call, value) for value in args)
+            kwargs = {name: self._watch_input(call, value) for name, value in kwargs.items()}
+            output = self.module(*args, **kwargs)
+            self._watch_output(call, output)
+        except BaseException:
+            # Checkpointing ends a recomputation by an exception too, and then backward goes on.
+            if not recompute:
+                self._cleanup_params()
+            raise
+        self.ledger.record(self, "computed")
+        if self.layer_idx >= 0 and not self.next_layer and call.outputs and not recompute:
+            # Backward begins where forward ends: the last layer stays full, which saves one gather.
+            # A graph that is dropped without backward takes the call along, and that frees the
+            # layer.
+            self._kept = weakref.ref(call, lambda _: self._cleanup_params())
+        elif not recompute:
+            self._cleanup_params()
+        return output
+
+    def _watch_input(self, call: _Call, value: Any) -> Any:
+        """
+        #### Have an input say when its gradient is complete
+
+        The module gets a view. Its gradient is complete once *this layer* has added all it will.
+        That of the tensor itself also waits for everybody else who uses it, and the layer stays
+        full until then: this is what a tensor inside of a container costs, for the container is not
+        ours.
+        """
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            value = value.view_as(value)
+        for tensor in _tensors_in(value):
+            if tensor.requires_grad and torch.is_grad_enabled():
+                call.inputs += 1
+                tensor.register_hook(partial(self._backward_event, call))
+        return value
+
+    def _watch_output(self, call: _Call, output: Any) -> None:
+        """
+        #### Have an output announce the backward pass
+
+        So may a tensor that a module keeps as an attribute, an auxiliary loss for instance.
+        """
+        for tensor in _tensors_in((output, self.module)):
+            ours = {g.full.untyped_storage().data_ptr() for g in self.groups if len(g.full)}
+            self.expect(tensor.untyped_storage().data_ptr() not in ours, "puts out freed memory",
+                        "a tensor of its own", f"a view of a parameter, {tensor.shape}", "clone it")
+            if tensor.requires_grad and torch.is_grad_enabled():
+                call.outputs += 1
+                self._pending.add(call)
+                tensor.register_hook(partial(self._pre_backward_hook, call))
+
+    # ----------------------------------------------------------------------------------- backward
+
+    def _enter_backward(self) -> None:
+        """
+        #### Have the end of this `backward()` settle the layer
+        """
+        if in_backward() and not self._settling:
+            self._settling = True
+            torch.autograd.Variable._execution_engine.queue_callback(_Settle(self))
+
+    def _pre_backward_hook(self, call: _Call, *_) -> None:
+        """
+        #### A gradient of an output is here: this layer's backward begins
+
+        Unshard again, and start with the previous layer, for autograd will come to it next.
+        """
+        self._enter_backward()
+        if call not in self._entered:
+            self._entered.add(call)
+            self._pending.discard(call)
+            self._inputs_left += call.inputs
+            self.ledger.record(self, "compute")
+        self.fetch_params()
+        for layer in self.prev_layer:
+            # Below the first layer that trains nothing goes backward, and nothing is fetched.
+            if layer._pending:
+                layer.fetch_params()
+        self._wait_params()
+
+    @torch.no_grad()
+    def _post_backward_hook(self, group: _Group, slot: _Slot, param: nn.Parameter) -> None:
+        """
+        #### A parameter's gradient is complete: move it into the flat gradient
+
+        In one pass, and then its own memory is gone: a layer does not hold its gradients twice.
+        """
+        grad: Any = param.grad
+        self.expect(grad.layout == torch.strided and not grad.requires_grad, "cannot reduce a "
+                    "gradient", "a dense one without a graph", f"{grad.layout}, `{slot.names[0]}`",
+                    "use `sparse=False`, and backward without `create_graph`")
+        self._enter_backward()
+        if group.grad is None:
+            group.grad = self._empty(len(group.full), group.full.dtype)
+            self.ledger.record(self, "gradients", group.grad.nbytes)
+        # The mean over ranks, here and nowhere else. A rank's loss is the mean over its own batch,
+        # so the gradient of the mean over all batches is the mean of the ranks' gradients. To
+        # divide before the sum is taken keeps the sum of half-precision numbers within their range.
+        mean = 1 / self.wire.world_size
+        if slot.names not in group.ready:
+            torch.mul(grad, mean, out=slot.of(group.grad))
+        else:
+            # Reentrant checkpointing brings a gradient in parts.
+            slot.of(group.grad).add_(grad, alpha=mean)
+        group.ready.add(slot.names)
+        param.grad = None
+        self._backward_event()
+
+    def _backward_event(self, call: _Call | None = None, *_) -> None:
+        """
+        #### Another gradient is complete, a parameter's or an input's
+
+        With the last one the layer's backward is over. The parameters' own do not tell: a frozen
+        weight below the last trainable one is still needed for the gradient of the input.
+        """
+        if call in self._entered:
+            self._inputs_left -= 1
+        missing = any(len(g.ready) < len(g.slots) for g in self.groups if g.shard.requires_grad)
+        if self._inputs_left <= 0 and not missing:
+            self._backup_grads()
+
+    # ------------------------------------------------------------------------------------- reduce
+
+    @torch.no_grad()
+    def _backup_grads(self) -> None:
+        r"""
+        #### Reshard, and reduce-scatter the gradients
+
+        Starts it and returns; `_finish_reduce` completes it. All ranks must call it. A rank sends
+        each other one its share of the flat gradient, $(N-1)\lceil P_\ell/N \rceil$ elements.
+        """
+        self._cleanup_params()
+        # One reduce in flight: that of the layer above ends before this one begins.
+        if self.wire.reducing:
+            self.wire.reducing._finish_reduce()
+        groups = [g for g in self.groups if g.grad is not None]
+        if not groups:
+            return
+        for g in groups:
+            # Where no gradient arrived, and in the padding, it is zero and not what the memory
+            # held.
+            for slot in g.slots:
+                if slot.names not in g.ready:
+                    slot.of(g.grad).zero_()
+            g.grad[g.slots[-1].offset + g.slots[-1].view.numel() :].zero_()
+            g.ready.clear()
+        # Messages arrive where the full parameters were, which need the memory no more.
+        self._reduce = self.wire.reduce_scatter(self, [(g.grad, g.full) for g in groups])
+        self.wire.reducing = self
+        if self.layer_idx < 0:
+            # A layer that stands alone has no neighbour to end it before the pass does.
+            self._finish_reduce()
+
+    @torch.no_grad()
+    def _finish_reduce(self) -> None:
+        """
+        #### Add the reduced gradients to the shards'
+
+        A second backward adds: $k$ micro-batches give the gradient of one batch $k$ times as large.
+        """
+        if self._reduce is None:
+            return
+        reduce, self._reduce, self.wire.reducing = self._reduce, None, None
+        groups = [g for g in self.groups if g.grad is not None]
+        for g, total in zip(groups, reduce.wait(), strict=True):
+            # `total` is (shard_numel,), the mean over ranks; the compute stream has waited for it.
+            g.shard.grad = total if g.shard.grad is None else g.shard.grad.add_(total)
+        self.ledger.record(self, "reduced", sum(g.shard.nbytes for g in groups))
+        for g in groups:
+            g.grad = None
+            g.full.untyped_storage().resize_(0)
+        self.ledger.record(self, "free", sum(2 * g.full.nbytes for g in groups))
+
+    def _settle(self, raised: bool = False) -> None:
+        """
+        #### End a `backward()`
+
+        What did not fire is settled before it returns, so the optimizer can step at once:
+        parameters that were not used, inputs that got no gradient, layers fetched in vain. After an
+        exception the gradients that were not reduced are dropped; the others stay until
+        `zero_grad()`.
+        """
+        self._entered.clear()
+        self._inputs_left, self._settling = 0, False
+        if raised:
+            self._finish_reduce()
+            for g in self.groups:
+                g.grad = None
+                g.ready.clear()
+        self._backup_grads()
+        self._finish_reduce()
+
+    # ------------------------------------------------------------------------------------- wiring
+
+    def expect(self, good: bool, what: str, expected: Any, got: Any, cure: str) -> None:
+        """
+        ### Raise an error that says where, what was expected, what was found, and what to do
+        """
+        if not good:
+            raise RuntimeError(f"rank {self.wire.rank}: {self.label} {what}. Expected: {expected}. "
+                               f"Got: {got}. What to do: {cure}.")
+
+    def _slots(self) -> Iterator[_Slot]:
+        return (slot for g in self.groups for slot in g.slots)
+
+
+class Zero3Sequential(nn.Module):
+    """
+    ## A chain of layers, each unsharded while the one before computes
+    """
+
+    def __init__(self, modules: list[Zero3Layer]):
+        """
+        * `modules` are `Zero3Layer`s, in forward order
+
+        Raises `TypeError` for anything else.
+        """
+        super().__init__()
+        for i, m in enumerate(modules):
+            if not isinstance(m, Zero3Layer):
+                raise TypeError(f"Zero3Sequential, element {i}. Expected: a Zero3Layer. Got: "
+                                f"{type(m)}. What to do: wrap it, with parameters or without.")
+            m.layer_idx, m.label = i, f"layer {i} ({m.label})"
+        # Layers without parameters have nothing to fetch; the chain passes over them.
+        sharded = [m for m in modules if m.groups]
+        for before, after in pairwise(sharded):
+            before.next_layer.append(after)
+            after.prev_layer.append(before)
+            # One wire: its streams are shared, and it knows whose reduce is in flight.
+            after.wire = before.wire
+        self.module_list: Any = nn.ModuleList(modules)
+
+    def get_trainable_chunk(self) -> list[nn.Parameter]:
+        """
+        ### This rank's trainable shards, of all layers
+        """
+        return [chunk for m in self.module_list for chunk in m.get_trainable_chunk()]
+
+    def __iter__(self) -> Iterator[Zero3Layer]:
+        """
+        ### Walk the layers, one unshard ahead
+
+        The next layer's starts before this one computes. `forward` walks so; do it yourself where
+        layers take more than one tensor: `for layer in model: x = layer(x, mask)`.
+        """
+        try:
+            for layer in self.module_list:
+                for ahead in (layer, *layer.next_layer):
+                    ahead.fetch_params()
+                yield layer
+        finally:
+            # A walk that ends early, by `break` or by an exception, has fetched a layer in vain.
+            for layer in self.module_list:
+                if not layer._kept and not in_backward():
+                    layer._cleanup_params()
+
+    def forward(self, *args, **kwargs):
+        """
+        ### Forward pass
+
+        The first layer takes the arguments, each other one the output of the layer before it.
+        """
+        with closing(iter(self)) as walk:
+            for layer in walk:
+                args, kwargs = (layer(*args, **kwargs),), {}
+        return args[0]
+
+    @contextmanager
+    def full_params(self, writeback: bool = False) -> Iterator[dict[str, nn.Parameter]]:
+        """
+        ### The full parameters of all layers at once, named as in an `nn.Sequential`
+
+        This holds the whole model; `Zero3Layer.full_params` holds one layer.
+        """
+        with ExitStack() as stack:
+            every = [stack.enter_context(m.full_params(writeback)) for m in self.module_list]
+            yield {f"{i}.{name}": p for i, layer in enumerate(every) for name, p in layer.items()}
+
+
+class _Settle:
+    """
+    ## The end of a `backward()`
+
+    The engine calls it when all gradients are complete. If backward raises, the engine drops it
+    uncalled, and the layer is reset so that a good step can follow.
+    """
+
+    def __init__(self, layer: Zero3Layer):
+        self.layer: Any = layer
+
+    def __call__(self) -> None:
+        layer, self.layer = self.layer, None
+        layer._settle()
+
+    def __del__(self) -> None:
+        if self.layer is not None:
+            self.layer._settle(raised=True)
+
+
+def _own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """
+    #### The module and those in it, down to the next `Zero3Layer`
+    """
+    if not isinstance(module, Zero3Layer):
+        yield prefix, module
+        for name, child in module.named_children():
+            yield from _own_modules(child, f"{prefix}{name}.")
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """
+    #### Every tensor in a nest of tuples, lists, dicts, dataclasses and attributes of modules
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        value = [v for m in value.modules() for v in vars(m).values() if type(v) is torch.Tensor]
+    elif isinstance(value, dict):
+        value = list(value.values())
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, f.name) for f in dataclasses.fields(value)]
+    for item in value if isinstance(value, (list, tuple)) else ():
+        yield from _tensors_in(item)

@@ -1,0 +1,458 @@
+r"""
+# The wire and the tape
+
+`Wire` carries what ranks tell each other, and `Ledger` records what they send and hold, so that
+every figure in the text can be measured on a real run.
+
+A sharded layer promises bytes: so many at rest, so many at the peak, so many on the wire. A promise
+like this is checked where the bytes are. All traffic of the package goes through one class, `Wire`,
+which counts it as it starts; and at every event the `Ledger` adds up the storages that the model
+then really holds, instead of believing what each event says of itself.
+
+$$\text{live} = \sum_{\text{distinct storages } s} \text{bytes}(s)
+\qquad \text{peak} = \max_{\text{events}} \text{live}$$
+
+**Run this**: `make train`; its table and `tape.png` are drawn from a `Ledger`.
+
+**Not covered, and what that costs**: activations are not the model's and are not counted; memory
+that one event takes and gives back before it is recorded is not seen; on an accelerator the bytes
+sent are what the collective's algorithm needs, while the transport may send more.
+"""
+
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+# torch 2.13 renames these two; 2.11 has only the old names.
+_NEW = hasattr(dist, "all_gather_single")
+_all_gather = getattr(dist, "all_gather_single" if _NEW else "all_gather_into_tensor")
+_reduce_scatter = getattr(dist, "reduce_scatter_single" if _NEW else "reduce_scatter_tensor")
+
+# Flat buffers, each with a shard or an inbox.
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+# What a rank may be about to do, as a number that fits into a message.
+_ACTIONS = ("gather", "reduce")
+# The tag of the messages that announce it. Data has tags of its own, from 2 up.
+_ORDER_TAG = 1
+
+
+@dataclass
+class Transfer:
+    """
+    ## Messages that have started, and what they put on the wire
+    """
+
+    wire: "Wire"
+    layer: Any
+    action: str  # "gather" or "reduce"
+    stream: Any
+    pairs: Pairs
+    order: torch.Tensor | None = None  # (world_size, 3) int64: what each rank is about to do
+    order_works: list[Any] = field(default_factory=list)
+    works: list[Any] = field(default_factory=list)
+    sent_bytes: int = 0  # of parameters or gradients, by this rank
+    messages: int = 0
+    order_bytes: int = 0
+
+    def wait(self) -> list[torch.Tensor]:
+        """
+        ### Wait for the messages
+
+        The compute stream waits for the stream of the transfer; on the CPU this thread waits.
+        Returns what a reduce gives: per pair the sum over ranks of this rank's share,
+        `(shard_numel,)`.
+
+        Raises `RuntimeError` where another rank is about to do something else (I6), or is gone.
+        """
+        with self.wire.on(self.stream):
+            try:
+                for work in self.order_works:
+                    work.wait()
+                diverged = self._diverged()
+                for work in self.works if not diverged else ():
+                    work.wait()
+            except (RuntimeError, ValueError) as error:
+                raise RuntimeError(
+                    f"rank {self.wire.rank}: {self.layer.label} lost the other ranks. Expected: "
+                    f"their part of a {self.action}. Got: {error}. What to do: look for the first "
+                    "error on another rank."
+                ) from error
+            if diverged:
+                raise RuntimeError(diverged)
+            reduced = self.pairs if self.action == "reduce" else []
+            totals = [self.wire.total(*pair) for pair in reduced]
+        self.wire.current_stream().wait_stream(self.stream)
+        if self.action == "gather":
+            self.layer.ledger.record(self.layer, "gathered", sum(f.nbytes for f, _ in self.pairs))
+        return totals
+
+    def _diverged(self) -> str:
+        """
+        #### What another rank does instead, if it does
+        """
+        rows = self.order.tolist() if self.order is not None else []
+        for other, row in enumerate(rows):
+            if row != rows[self.wire.rank]:
+                here, there = (
+                    f"{_ACTIONS[action]} of layer {index}, {n} bytes"
+                    for index, action, n in (rows[self.wire.rank], row)
+                )
+                return (
+                    f"rank {self.wire.rank}: the ranks diverged at {self.layer.label}. Expected: "
+                    f"{here}, on all ranks, as here. Got: {there}, on rank {other}. What to do: "
+                    "call the same layers in the same order on all ranks."
+                )
+        return ""
+
+
+class Wire:
+    r"""
+    ## The seam between CPU and GPU
+
+    On an accelerator the collectives are NCCL's, and streams put them beside the computation.
+    On the CPU each is $N-1$ messages out and $N-1$ in, carried by a thread of gloo's while this one
+    computes; streams are absent there, torch's CPU module has no-ops by the same names.
+
+    Messages rather than gloo's collectives, because its reduce-scatter sends what an all-reduce
+    sends, $4\Psi$ a step instead of $3\Psi$, and its all-gather takes longer than the same bytes
+    sent plainly. `comm` in the benchmark measures both.
+    """
+
+    def __init__(self, rank: int | None = None, world_size: int | None = None):
+        """
+        * `rank` and `world_size` are the process group's, and default to them; without one, to 0
+          and 1
+
+        Raises `RuntimeError` where there is no process group of this rank and size.
+        """
+        up = dist.is_available() and dist.is_initialized()
+        here = (dist.get_rank(), dist.get_world_size()) if up else (0, 1)
+        self.rank = here[0] if rank is None else rank
+        self.world_size = here[1] if world_size is None else world_size
+        if (self.rank, self.world_size) != (here if self.world_size > 1 else (0, 1)):
+            raise RuntimeError(
+                f"rank {self.rank}: no such rank. Expected: rank {here[0]} of {here[1]}, as the "
+                f"process group says. Got: rank {self.rank} of {self.world_size}. What to do: "
+                "start with torchrun, call `torch.distributed.init_process_group` first, and pass "
+                "its numbers or leave them out."
+            )
+        # The layer whose reduce is in flight: at most one is.
+        self.reducing: Any = None
+
+    def open(self, layer: Any, params: dict[nn.Parameter, tuple[str, ...]],
+             device: torch.device | str | None, dtype: torch.dtype | None) -> torch.device:
+        """
+        ### Make sure that all ranks will send the same things, and open the streams
+
+        * `params` are the layer's, with their names; `device` and `dtype` are what they must be on
+          and of, where given
+
+        Returns the device. Ranks whose parameters differ in order or shape would gather noise.
+        """
+        at = torch.device(device or next((p.device for p in params), "cpu"))
+        for p, (name, *_) in params.items():
+            what = f"cannot shard `{name}`"
+            layer.expect(type(p) is nn.Parameter and not p.is_meta, what, "a Parameter with values",
+                         f"{type(p).__name__} on {p.device}", "initialise the module first")
+            layer.expect(p.device.type == at.type and at.index in (None, p.device.index), what,
+                         f"device {at}", p.device, "move the module with `.to(device)` first")
+            layer.expect(dtype in (None, p.dtype), what, dtype, p.dtype, "convert the module with "
+                         "`.to(dtype)` first, or leave `dtype` out to mix data types")
+            at = p.device
+        layout = [(n, tuple(p.shape), p.dtype, p.requires_grad) for p, n in params.items()]
+        layouts: list[Any] = [layout] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(layouts, layout)
+        for rank, theirs in enumerate(layouts):
+            for i in range(max(len(layout), len(theirs))):
+                here, there = layout[i : i + 1] or "none", theirs[i : i + 1] or "none"
+                layer.expect(here == there, f"differs between ranks at parameter {i}",
+                             f"{here}, as here", f"{there} on rank {rank}",
+                             "build the same module, in the same order, on all ranks")
+        backend = torch.get_device_module(at)
+        self.fetch_stream, self.backup_stream = backend.Stream(), backend.Stream()
+        self.current_stream, self._stream = backend.current_stream, backend.stream
+        self.by_messages = at.type == "cpu"
+        return at
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        """
+        ### Work on a stream, which first waits for the current one
+
+        Whatever this stream reads has then been written, and whatever memory it reuses has been
+        read. That is why no tensor here needs `record_stream`: a block is freed by the host as soon
+        as its last reader is queued, and the next writer waits for that reader.
+        """
+        stream.wait_stream(self.current_stream())
+        with self._stream(stream):
+            yield
+
+    def rows(self, flat: torch.Tensor) -> torch.Tensor:
+        """
+        ### A flat buffer as one row per rank: `(world_size, shard_numel)`
+        """
+        return flat.view(self.world_size, len(flat) // self.world_size)
+
+    def all_gather(self, layer: Any, pairs: Pairs) -> Transfer:
+        """
+        ### Start to gather each shard into its flat buffer
+
+        * `pairs` are of `(world_size * shard_numel,)` to write, which gets its memory here, and
+          `(shard_numel,)` to send
+
+        All ranks must call it. Sends $N-1$ times the shards' bytes.
+        """
+        # The fetch stream waits for the compute stream: there the optimizer wrote the shards, and
+        # there the memory that is handed out now had its last reader.
+        with self.on(self.fetch_stream):
+            transfer = self._begin(layer, "gather", self.fetch_stream, pairs)
+            for full, shard in pairs:
+                layer.expect(full.dtype == shard.dtype and full.device == shard.device,
+                             "cannot gather", f"{full.dtype} on {full.device}, as wrapped",
+                             f"a shard of {shard.dtype} on {shard.device}",
+                             "convert or move the module before wrapping it, not after")
+                full.untyped_storage().resize_(full.nbytes)
+                if self.world_size > 1 and not self.by_messages:
+                    self._collective(transfer, _all_gather, full, shard)
+                    continue
+                self._exchange(transfer, self.rows(full), [shard] * self.world_size)
+                self.rows(full)[self.rank].copy_(shard)
+        layer.ledger.record(layer, "fetch", sum(full.nbytes for full, _ in pairs), transfer)
+        return transfer
+
+    def reduce_scatter(self, layer: Any, pairs: Pairs) -> Transfer:
+        """
+        ### Start to reduce-scatter each flat gradient
+
+        * `pairs` are of the gradient and an inbox, both `(world_size * shard_numel,)`; the inbox
+          gets its memory here, where messages need it
+
+        All ranks must call it. Sends $N-1$ times the shards' bytes. `Transfer.wait` adds them up.
+        """
+        # The backup stream waits for the compute stream, which wrote the gradients.
+        with self.on(self.backup_stream):
+            transfer = self._begin(layer, "reduce", self.backup_stream, pairs)
+            for grad, inbox in pairs:
+                if self.world_size > 1 and self.by_messages:
+                    inbox.untyped_storage().resize_(inbox.nbytes)
+                    self._exchange(transfer, self.rows(inbox), self.rows(grad))
+                elif self.world_size > 1:
+                    # In place: the sum replaces this rank's own row.
+                    self._collective(transfer, _reduce_scatter, self.rows(grad)[self.rank], grad)
+        layer.ledger.record(layer, "reduce", sum(grad.nbytes for grad, _ in pairs), transfer)
+        return transfer
+
+    def total(self, grad: torch.Tensor, inbox: torch.Tensor) -> torch.Tensor:
+        """
+        ### This rank's share of the sum over ranks: `(shard_numel,)`
+
+        Added in rank order, so that every run adds alike.
+        """
+        if self.world_size == 1:
+            return grad
+        mine = self.rows(grad)[self.rank]
+        if not self.by_messages:
+            return mine.clone()
+        rows = [mine if k == self.rank else row for k, row in enumerate(self.rows(inbox))]
+        total = rows[0] + rows[1]
+        for row in rows[2:]:
+            total += row
+        return total
+
+    def scatter(self, shard: torch.Tensor, full: torch.Tensor) -> None:
+        """
+        ### Give each rank its share of what rank 0 has
+
+        * `shard` is `(shard_numel,)` to write, `full` is `(world_size * shard_numel,)`
+        """
+        if self.world_size == 1:
+            shard.copy_(full)
+        elif len(shard):
+            rows = [_bytes(row) for row in self.rows(full)] if self.rank == 0 else None
+            dist.scatter(_bytes(shard), rows)
+
+    def broadcast(self, tensor: torch.Tensor | None) -> None:
+        """
+        ### Give each rank rank 0's tensor
+        """
+        if self.world_size > 1 and tensor is not None and tensor.numel():
+            whole = tensor.detach().contiguous()
+            dist.broadcast(_bytes(whole), 0)
+            tensor.detach().copy_(whole)
+
+    def _begin(self, layer: Any, action: str, stream: Any, pairs: list) -> Transfer:
+        """
+        #### Announce what this rank is about to transfer
+
+        24 bytes to each other rank, ahead of the data and without waiting. Ranks that took
+        different branches would otherwise exchange different layers: where the sizes are the same,
+        the model turns to noise; where they are not, gloo ends the process.
+        """
+        transfer = Transfer(self, layer, action, stream, pairs)
+        if self.by_messages and self.world_size > 1:
+            nbytes = sum(full.nbytes for full, _ in pairs)
+            transfer.order = torch.empty(self.world_size, 3, dtype=torch.int64)
+            announced = [layer.layer_idx, _ACTIONS.index(action), nbytes]
+            transfer.order[self.rank] = torch.tensor(announced)
+            mine = [transfer.order[self.rank]] * self.world_size
+            transfer.order_works = self._send(transfer.order, mine, _ORDER_TAG)
+            transfer.order_bytes = mine[0].nbytes * (self.world_size - 1)
+        return transfer
+
+    def _exchange(self, transfer: Transfer, inbox: Any, outbox: Any) -> None:
+        """
+        #### Send each other rank its row, and receive one from each
+
+        The tag names the transfer, so messages of ranks that diverged never meet.
+        """
+        if transfer.order is None or not len(outbox[0]):
+            return
+        name = f"{transfer.order[self.rank].tolist()} {len(transfer.works)}"
+        tag = _ORDER_TAG + 1 + zlib.crc32(name.encode()) % (1 << 30)
+        transfer.works += self._send(inbox, outbox, tag)
+        self._count(transfer, outbox[0])
+
+    def _send(self, inbox: Any, outbox: Any, tag: int) -> list[Any]:
+        # Each rank starts with its right-hand neighbour, or all would queue at rank 0.
+        peers = [(self.rank + k) % self.world_size for k in range(1, self.world_size)]
+        works = [dist.irecv(inbox[k], k, tag=tag) for k in peers]
+        return works + [dist.isend(outbox[k], k, tag=tag) for k in peers]
+
+    def _collective(self, transfer: Transfer, collective: Callable, output, data) -> None:
+        transfer.works.append(collective(output, data, async_op=True))
+        self._count(transfer, min(output, data, key=len))
+
+    def _count(self, transfer: Transfer, row: torch.Tensor) -> None:
+        transfer.sent_bytes += (self.world_size - 1) * row.nbytes
+        transfer.messages += self.world_size - 1
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    # gloo's collectives do not know every data type, but they know bytes.
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def in_backward() -> bool:
+    """
+    ## Whether the autograd engine runs, on this thread
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+@dataclass(frozen=True)
+class Event:
+    """
+    ## One entry on the tape
+    """
+
+    time_s: float  # since the tape began
+    rank: int
+    layer: str
+    phase: str  # "forward" or "backward"
+    event: str  # what happened, see `Ledger`
+    tier: str  # where the bytes lie
+    bytes: int  # that the event is about
+    live_bytes: int  # that model and optimizer hold after it
+    sent_bytes: int  # of parameters or gradients that it put on the wire
+
+
+class Ledger:
+    """
+    ## The tape
+
+    `with Ledger(model, optimizer) as tape:` records what every sharded layer in the model does, on
+    this rank. Outside the context a layer asks once per event whether somebody listens, and goes
+    on.
+
+    | event | when |
+    |---|---|
+    | fetch | an unshard starts: the buffer is there, the messages are under way |
+    | gathered | the unshard is complete |
+    | compute, computed | the module starts and ends; in backward, the first gradient arrives |
+    | gradients | the buffer for the layer's flat gradient is there |
+    | reduce | a reduce-scatter starts |
+    | reduced | the shard's gradient is there |
+    | free | full parameters, or the buffers of a reduce, are given back |
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None):
+        """
+        * `model` holds `Zero3Layer`s, at any depth
+        * `optimizer` has its states counted among the live bytes, where given
+        """
+        self.model, self.optimizer = model, optimizer
+        self.events: list[Event] = []
+        self.messages = self.sent_bytes = self.order_bytes = self.peak_live_bytes = 0
+
+    def __enter__(self) -> "Ledger":
+        self._start_s = time.perf_counter()
+        self.peak_live_bytes = held_bytes(self.model, self.optimizer)
+        self._listen(self)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._listen(Silence())
+
+    def _listen(self, ledger: "Ledger | Silence") -> None:
+        for module in self.model.modules():
+            if hasattr(module, "ledger"):
+                vars(module)["ledger"] = ledger
+
+    def record(
+        self, layer: Any, event: str, nbytes: int = 0, transfer: Transfer | None = None
+    ) -> None:
+        """
+        ### Add an event, and look at what is alive
+        """
+        live_bytes = held_bytes(self.model, self.optimizer)
+        self.peak_live_bytes = max(self.peak_live_bytes, live_bytes)
+        sent_bytes = transfer.sent_bytes if transfer else 0
+        self.sent_bytes += sent_bytes
+        self.messages += transfer.messages if transfer else 0
+        self.order_bytes += transfer.order_bytes if transfer else 0
+        now_s = time.perf_counter() - self._start_s
+        phase = "backward" if in_backward() else "forward"
+        self.events.append(Event(now_s, layer.wire.rank, layer.label, phase, event, "device",
+                                 nbytes, live_bytes, sent_bytes))
+
+
+class Silence:
+    """
+    ## The ledger of a layer to which nobody listens
+    """
+
+    def record(self, *args: Any) -> None:
+        """
+        ### Do nothing
+        """
+
+
+def held_bytes(*holders: nn.Module | torch.optim.Optimizer | None) -> int:
+    """
+    ## Bytes of the distinct storages that modules and optimizers hold
+
+    Parameters, gradients and buffers of modules, the flat buffers of sharded layers, and the
+    tensors in an optimizer's state.
+    """
+    tensors: list[torch.Tensor | None] = []
+    for holder in holders:
+        if isinstance(holder, torch.optim.Optimizer):
+            for state in holder.state.values():
+                tensors += (t for t in state.values() if isinstance(t, torch.Tensor))
+            continue
+        for module in holder.modules() if holder is not None else ():
+            tensors += module._buffers.values()
+            for param in module._parameters.values():
+                tensors += (param, param.grad) if param is not None else ()
+            for group in vars(module).get("groups", ()):
+                tensors += (group.full, group.grad)
+    storages = [t.untyped_storage() for t in tensors if t is not None]
+    return sum({s._cdata: s.nbytes() for s in storages}.values())
