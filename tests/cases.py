@@ -36,6 +36,13 @@ class Case:
         self.loss(model, x).backward()
 
 
+def chain(model):
+    """
+    ## The layers of a chain, sharded or plain
+    """
+    return getattr(model, "module_list", model)
+
+
 def linear(inputs=WIDTH, outputs=WIDTH):
     return nn.Linear(inputs, outputs)
 
@@ -104,7 +111,7 @@ class CalledTwice(Case):
         return [linear(), linear(), linear()]
 
     def loss(self, model, x):
-        first, second, third = model
+        first, second, third = chain(model)
         h = first(x)
         return third(second(torch.tanh(second(h))) + second(h)).square().mean()
 
@@ -244,7 +251,7 @@ class CheckpointAround(Case):
         return [linear(), nn.Sequential(linear(), nn.Tanh(), linear()), linear()]
 
     def loss(self, model, x):
-        for layer in model:
+        for layer in model.walk():
             x = checkpoint(layer, x, use_reentrant=self.reentrant)
         return x.square().mean()
 
@@ -265,7 +272,7 @@ class CheckpointAroundSeveral(Case):
         return [linear(), nn.Tanh(), linear(), linear(), linear(), linear()]
 
     def loss(self, model, x):
-        a, b, c, d, e, f = model
+        a, b, c, d, e, f = chain(model)
         x = a(x)
         x = checkpoint(lambda x: e(d(c(b(x)))), x, use_reentrant=False)
         return f(x).square().mean()
@@ -290,8 +297,7 @@ class SideDoor(Case):
 
     def loss(self, model, x):
         out = model(x).square().mean()
-        layers = model.module_list if isinstance(model, Zero3Sequential) else model
-        modules = (getattr(layer, "module", layer) for layer in layers)
+        modules = (getattr(layer, "module", layer) for layer in chain(model))
         return out + sum(m.loss for m in modules if isinstance(m, Auxiliary))
 
 
@@ -340,7 +346,7 @@ class Detached(Case):
         return [linear(), linear(), linear()]
 
     def loss(self, model, x):
-        first, second, third = model
+        first, second, third = chain(model)
         return third(second(first(x).detach())).square().mean()
 
 
@@ -408,7 +414,7 @@ class OutputIsInput(Case):
         return [linear(), SeveralOutputs(), linear()]
 
     def loss(self, model, x):
-        first, second, third = model
+        first, second, third = chain(model)
         one, _, same, _ = second(first(x))
         return (third(one) + same).square().mean()
 
@@ -421,7 +427,7 @@ class Softmax(Case):
 
     def loss(self, model, x):
         prompt = nn.Parameter(torch.full((WIDTH,), 0.3, dtype=x.dtype))
-        first, second = model
+        first, second = chain(model)
         out = second(first(x + prompt), [prompt]).square().mean()
         (grad,) = torch.autograd.grad(out, prompt, retain_graph=True)
         return out + grad.abs().sum()
@@ -451,6 +457,9 @@ class PlainChain(nn.ModuleList):
     """
     ## The same chain in plain PyTorch
     """
+
+    def walk(self):
+        return iter(self)
 
     def forward(self, *args, **kwargs):
         for layer in self:
@@ -483,14 +492,14 @@ def train_both(name, steps=3, check=None):
         x = torch.randn(
             ROWS * world_size, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.double
         )
-        for optimizer, chain, rows in (
+        for optimizer, trained, rows in (
             (adam[0], plain, x),
             (adam[1], model, x[rank * ROWS : (rank + 1) * ROWS]),
         ):
             # To zeros and to nothing by turns.
             optimizer.zero_grad(set_to_none=bool(step % 2))
-            case.backward(chain, rows)
-            if chain is model and check:
+            case.backward(trained, rows)
+            if trained is model and check:
                 check(model)
             optimizer.step()
         worst = max(worst, difference(plain, model))

@@ -25,8 +25,8 @@ layer full to the end of the pass.
 import argparse
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
 
 # Bytes per parameter of half-precision training with Adam: parameters, gradients, optimizer states
 # ($K$).
@@ -92,14 +92,14 @@ class Prediction:
         return self.param_bytes + self.optimizer_bytes + self.buffer_bytes
 
 
-def describe(layers: Iterable[nn.Module]) -> list[LayerSpec]:
+def describe(layers: Any) -> list[LayerSpec]:
     """
     ## Describe layers, sharded already or not
 
-    * `layers` is a `Zero3Sequential`, or the modules that will be wrapped one by one
+    * `layers` is a `Zero3Sequential`, or a list of the modules that will be wrapped one by one
     """
     specs = []
-    for layer in layers:
+    for layer in getattr(layers, "module_list", layers):
         kinds: dict[tuple[bool, object], list[int]] = {}
         groups = vars(layer).get("groups")
         if groups is not None:

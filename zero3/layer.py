@@ -484,7 +484,7 @@ class Zero3Layer(nn.Module):
             # Reentrant checkpointing brings a gradient in parts.
             slot.of(group.grad).add_(grad, alpha=mean)
         group.ready.add(slot.names)
-        param.grad = None
+        param.grad = grad = None
         self._backward_event()
 
     def _backward_event(self, call: _Call | None = None, *_) -> None:
@@ -617,12 +617,12 @@ class Zero3Sequential(nn.Module):
         """
         return [chunk for m in self.module_list for chunk in m.get_trainable_chunk()]
 
-    def __iter__(self) -> Iterator[Zero3Layer]:
+    def walk(self) -> Iterator[Zero3Layer]:
         """
         ### Walk the layers, one unshard ahead
 
         The next layer's starts before this one computes. `forward` walks so; do it yourself where
-        layers take more than one tensor: `for layer in model: x = layer(x, mask)`.
+        layers take more than one tensor: `for layer in model.walk(): x = layer(x, mask)`.
         """
         try:
             for layer in self.module_list:
@@ -641,8 +641,8 @@ class Zero3Sequential(nn.Module):
 
         The first layer takes the arguments, each other one the output of the layer before it.
         """
-        with closing(iter(self)) as walk:
-            for layer in walk:
+        with closing(self.walk()) as layers:
+            for layer in layers:
                 args, kwargs = (layer(*args, **kwargs),), {}
         return args[0]
 

@@ -89,8 +89,11 @@ class Transfer:
             reduced = self.pairs if self.action == "reduce" else []
             totals = [self.wire.total(*pair) for pair in reduced]
         self.wire.current_stream().wait_stream(self.stream)
+        # They hold the buffers, which would outlive the moment at which the layer frees them.
+        self.works, self.order_works = [], []
         if self.action == "gather":
             self.layer.ledger.record(self.layer, "gathered", sum(f.nbytes for f, _ in self.pairs))
+        self.pairs = []
         return totals
 
     def _diverged(self) -> str:
