@@ -3,6 +3,7 @@
 """
 
 import multiprocessing
+import pickle
 import tempfile
 import traceback
 from datetime import timedelta
@@ -51,7 +52,7 @@ def _answer(pipe, rank, timeout_s):
     if not pipe.poll(timeout_s):
         return False, f"rank {rank}: no answer after {timeout_s} s"
     try:
-        return pipe.recv()
+        return pickle.loads(pipe.recv_bytes())
     except EOFError:
         return False, f"rank {rank}: the process ended without an answer"
 
@@ -69,7 +70,8 @@ def _rank(worker, rank, world_size, store, pipe, args):
         answer = (True, worker(*args))
     except BaseException:
         answer = (False, f"rank {rank}:\n{traceback.format_exc()}")
-    pipe.send(answer)
+    # Pickled here: the pipe would pass tensors on as shared memory, which ends with this process.
+    pipe.send_bytes(pickle.dumps(answer))
     # Nobody leaves before all have answered: a rank that is gone takes the others' messages along.
     pipe.close()
     if answer[0]:

@@ -467,6 +467,7 @@ class Zero3Layer(nn.Module):
         In one pass, and then its own memory is gone: a layer does not hold its gradients twice.
         """
         grad: Any = param.grad
+        param.grad = None
         self.expect(grad.layout == torch.strided and not grad.requires_grad, "cannot reduce a "
                     "gradient", "a dense one without a graph", f"{grad.layout}, `{slot.names[0]}`",
                     "use `sparse=False`, and backward without `create_graph`")
@@ -484,7 +485,7 @@ class Zero3Layer(nn.Module):
             # Reentrant checkpointing brings a gradient in parts.
             slot.of(group.grad).add_(grad, alpha=mean)
         group.ready.add(slot.names)
-        param.grad = grad = None
+        grad = None
         self._backward_event()
 
     def _backward_event(self, call: _Call | None = None, *_) -> None:
@@ -674,7 +675,7 @@ class _Settle:
         layer._settle()
 
     def __del__(self) -> None:
-        if self.layer is not None:
+        if self.layer is not None and not self.layer.wire.broken:
             self.layer._settle(raised=True)
 
 

@@ -72,46 +72,43 @@ class Transfer:
         Raises `RuntimeError` where another rank is about to do something else (I6), or is gone.
         """
         with self.wire.on(self.stream):
-            try:
-                for work in self.order_works:
-                    work.wait()
-                diverged = self._diverged()
-                for work in self.works if not diverged else ():
-                    work.wait()
-            except (RuntimeError, ValueError) as error:
-                raise RuntimeError(
-                    f"rank {self.wire.rank}: {self.layer.label} lost the other ranks. Expected: "
-                    f"their part of a {self.action}. Got: {error}. What to do: look for the first "
-                    "error on another rank."
-                ) from error
-            if diverged:
-                raise RuntimeError(diverged)
+            # What once broke stays so: the messages that others sent since then fit nothing here.
+            self.wire.broken = self.wire.broken or self._complete()
+            if self.wire.broken:
+                raise RuntimeError(self.wire.broken)
             reduced = self.pairs if self.action == "reduce" else []
             totals = [self.wire.total(*pair) for pair in reduced]
         self.wire.current_stream().wait_stream(self.stream)
-        # They hold the buffers, which would outlive the moment at which the layer frees them.
-        self.works, self.order_works = [], []
         if self.action == "gather":
             self.layer.ledger.record(self.layer, "gathered", sum(f.nbytes for f, _ in self.pairs))
-        self.pairs = []
+        # They hold the buffers, which would outlive the moment at which the layer frees them.
+        self.works, self.order_works, self.pairs = [], [], []
         return totals
 
-    def _diverged(self) -> str:
+    def _complete(self) -> str:
         """
-        #### What another rank does instead, if it does
+        #### Wait, or say why not
         """
-        rows = self.order.tolist() if self.order is not None else []
-        for other, row in enumerate(rows):
-            if row != rows[self.wire.rank]:
-                here, there = (
-                    f"{_ACTIONS[action]} of layer {index}, {n} bytes"
-                    for index, action, n in (rows[self.wire.rank], row)
-                )
-                return (
-                    f"rank {self.wire.rank}: the ranks diverged at {self.layer.label}. Expected: "
-                    f"{here}, on all ranks, as here. Got: {there}, on rank {other}. What to do: "
-                    "call the same layers in the same order on all ranks."
-                )
+        where = f"rank {self.wire.rank}: {self.layer.label}"
+        try:
+            for work in self.order_works:
+                work.wait()
+            rows = self.order.tolist() if self.order is not None else []
+            for other, row in enumerate(rows):
+                mine = rows[self.wire.rank]
+                if row != mine:
+                    return (
+                        f"{where}: the ranks diverged. Expected: {_announced(mine)}, on all ranks, "
+                        f"as here. Got: {_announced(row)}, on rank {other}. What to do: call the "
+                        "same layers in the same order on all ranks, and start again."
+                    )
+            for work in self.works:
+                work.wait()
+        except (RuntimeError, ValueError) as error:
+            return (
+                f"{where}: the other ranks are lost. Expected: their part of a {self.action}. Got: "
+                f"{error}. What to do: look for the first error on another rank, and start again."
+            )
         return ""
 
 
@@ -148,6 +145,8 @@ class Wire:
             )
         # The layer whose reduce is in flight: at most one is.
         self.reducing: Any = None
+        # Why nothing can be sent any more, once that is so.
+        self.broken = ""
 
     def open(self, layer: Any, params: dict[nn.Parameter, tuple[str, ...]],
              device: torch.device | str | None, dtype: torch.dtype | None) -> torch.device:
@@ -336,6 +335,10 @@ class Wire:
     def _count(self, transfer: Transfer, row: torch.Tensor) -> None:
         transfer.sent_bytes += (self.world_size - 1) * row.nbytes
         transfer.messages += self.world_size - 1
+
+
+def _announced(row: list[int]) -> str:
+    return f"{_ACTIONS[row[1]]} of layer {row[0]}, {row[2]} bytes"
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
