@@ -146,8 +146,8 @@ class Frozen(Case):
     """Frozen layers below, between and above trainable ones"""
 
     def layers(self):
-        return [freeze(linear()), linear(), freeze(nn.Sequential(linear(), nn.Tanh())), linear(),
-                freeze(linear())]
+        between = freeze(nn.Sequential(linear(), nn.Tanh()))
+        return [freeze(linear()), linear(), between, linear(), freeze(linear())]
 
 
 class LowRank(nn.Module):
@@ -489,9 +489,8 @@ def train_both(name, steps=3, check=None):
     ]
     worst = 0.0
     for step in range(steps):
-        x = torch.randn(
-            ROWS * world_size, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.double
-        )
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(ROWS * world_size, WIDTH, generator=generator, dtype=torch.double)
         for optimizer, trained, rows in (
             (adam[0], plain, x),
             (adam[1], model, x[rank * ROWS : (rank + 1) * ROWS]),

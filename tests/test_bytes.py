@@ -3,6 +3,8 @@
 """
 
 import gc
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -80,7 +82,8 @@ def elements_sent():
 
 def test_a_step_sends_three_times_the_model_less_the_last_layers_second_gather():
     """
-    I4 in elements: $3\\Psi(N-1)/N$ minus $P_L(N-1)/N$. Breaks where the last layer is freed after forward.
+    I4 in elements: 3 Psi (N-1)/N, minus the last layer's share of that for one gather. Breaks where
+    the last layer is freed after forward.
     """
     for world_size in (2, 4):
         psi, last = 400, 100
@@ -236,7 +239,9 @@ def test_the_bases_are_16_18_and_20_bytes():
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.integers(0, 50), st.sampled_from([2, 4, 8]), st.booleans()), min_size=1, max_size=6
+        st.tuples(st.integers(0, 50), st.sampled_from([2, 4, 8]), st.booleans()),
+        min_size=1,
+        max_size=6,
     ),
     st.integers(1, 9),
 )
@@ -252,3 +257,15 @@ def test_sharding_never_predicts_more_than_data_parallelism_and_its_padding(part
     padded = sum(layer.shard_bytes(world_size) for layer in layers)
     assert p.sent_bytes <= 3 * (world_size - 1) * padded
     assert p.peak_bytes >= p.rest_bytes
+
+
+def test_the_command_line_prints_the_three_stages_with_their_bases():
+    """
+    ZeRO's own example: 7.5 billion parameters on 64 ranks take 120, 31.4, 16.6 and 1.9 GB.
+    """
+    command = [sys.executable, "-m", "zero3.estimate", "--ranks", "64", "--params"]
+    text = subprocess.run([*command, "7.5e9"], capture_output=True, text=True, check=True).stdout
+    rows = [[float(x) for x in line.split()[-3:]] for line in text.splitlines() if line[1:2] == ":"]
+    assert rows == [[120, 135, 150], [31.41, 46.41, 31.88], [16.64, 16.88, 17.11], [1.88, 2.11, 2.34]]
+    wrong = subprocess.run([*command, "-1"], capture_output=True, text=True)
+    assert wrong.returncode == 2 and "expected at least one parameter" in wrong.stderr

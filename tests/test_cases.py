@@ -35,7 +35,7 @@ def worker(name):
 def test_a_sharded_model_trains_like_a_plain_one_on_the_global_batch(name, world_size):
     """
     Weights after each step agree with plain PyTorch, and after every backward and every step only
-    shards are left, with zeros for padding. Breaks with a sum for the mean in `_post_backward_hook`,
-    or with any line of `_settle` left out.
+    shards are left, with zeros for padding. Breaks with a sum for the mean in
+    `_post_backward_hook`, or with any line of `_settle` left out.
     """
     assert max(run(worker, world_size, name)) <= TOLERANCE.get(name, 1e-10)

@@ -27,7 +27,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-
 # Bytes per parameter of half-precision training with Adam: parameters, gradients, optimizer states
 # ($K$).
 #
@@ -101,9 +100,8 @@ def describe(layers: Any) -> list[LayerSpec]:
     specs = []
     for layer in getattr(layers, "module_list", layers):
         kinds: dict[tuple[bool, object], list[int]] = {}
-        groups = vars(layer).get("groups")
-        if groups is not None:
-            for i, g in enumerate(groups):
+        if hasattr(layer, "ledger"):
+            for i, g in enumerate(layer.groups):
                 numels = [slot.view.numel() for slot in g.slots]
                 kinds[g.shard.requires_grad, i] = [g.shard.element_size(), *numels]
         else:

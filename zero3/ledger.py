@@ -458,7 +458,8 @@ def held_bytes(*holders: nn.Module | torch.optim.Optimizer | None) -> int:
             tensors += module._buffers.values()
             for param in module._parameters.values():
                 tensors += (param, param.grad) if param is not None else ()
-            for group in vars(module).get("groups", ()):
-                tensors += (group.full, group.grad)
+            if hasattr(module, "ledger"):
+                groups: Any = module.groups
+                tensors += (t for group in groups for t in (group.full, group.grad))
     storages = [t.untyped_storage() for t in tensors if t is not None]
     return sum({s._cdata: s.nbytes() for s in storages}.values())

@@ -1,0 +1,43 @@
+# Two commands to begin with: `make train` and `make test`. Each sets up what it needs.
+.DEFAULT_GOAL := help
+.PHONY: help setup train test check bench clean
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+# One rank per GPU where there are GPUs, two on a CPU. `nvidia-smi -L` prints a line for each GPU.
+NPROC ?= $(shell n=$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU'); [ "$$n" -gt 0 ] && echo $$n || echo 2)
+# Ranks share the cores. torchrun would choose one thread for each too, with a warning.
+ONE_THREAD = $(if $(filter-out 1,$(NPROC)),OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1})
+# What to hand on: `make train ARGS="--steps 200"`, `make test ARGS="-k order"`.
+ARGS ?=
+
+help: ## Show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+setup: $(STAMP) ## Make .venv and install the package in it (PYTHON=python3.12 chooses another Python)
+
+# torch first and alone, from the pin: an open range takes the newest build, with gigabytes of CUDA.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "zero3 needs Python 3.10 or newer, and $(PYTHON) is %d.%d. Set PYTHON=..." % sys.version_info[:2])'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[tests]'
+	@touch $@
+
+train: $(STAMP) ## Train a small GPT in shards, NPROC=2 ranks (ARGS="--help" lists the options)
+	$(ONE_THREAD) $(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) -m zero3.train $(ARGS)
+
+test: $(STAMP) ## Run the tests (ARGS="-k order" chooses some)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP) ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(STAMP) ## Measure against plain data parallelism and FSDP2
+	$(BIN)/python -m tests.bench $(ARGS)
+
+clean: ## Remove the environment and everything that runs left behind
+	rm -rf .venv build *.egg-info runs logs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,170 @@
+"""
+The main job, as a reader starts it: under torchrun, on two ranks.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from zero3.ledger import Event
+from zero3.report import spans
+from zero3.train import Ranks, lr_at, main
+
+SMALL = ["--d-model", "16", "--layers", "2", "--seq-len", "16", "--batch", "4"]
+
+
+def run_train(out, *options: str) -> subprocess.CompletedProcess:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    return subprocess.run(
+        [*torchrun, "-m", "zero3.train", "--device", "cpu", *SMALL, "--out", str(out), *options],
+        capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.fixture
+def one_thread():
+    # Matrices this small only wait for a second thread, long where the machine is busy.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """
+    A run of six steps on two ranks, and the folder that it wrote to
+    """
+    out = tmp_path_factory.mktemp("train")
+    run = run_train(out, "--steps", "6", "--eval-every", "3", "--sample", "5", "--prompt", "Zero")
+    assert run.returncode == 0, run.stderr
+    return run, out, json.loads((out / "metrics.json").read_text())
+
+
+def test_each_rank_holds_and_sends_exactly_what_was_predicted(finished):
+    """
+    The promise of the main job, to the byte. Breaks where `estimate.py` and `layer.py` drift apart.
+    """
+    run, _, metrics = finished
+    assert [row["rank"] for row in metrics["measured"]] == [0, 1]
+    for row in metrics["measured"]:
+        for column in ("rest_bytes", "peak_bytes", "sent_bytes", "messages", "order_bytes"):
+            assert row[column] == metrics["predicted"][column], column
+    measured = [line for line in run.stdout.splitlines() if "measured" in line]
+    assert len(measured) == 2
+    assert all(line.count("equal") == 3 for line in measured)
+
+
+def test_a_run_leaves_pictures_and_figures(finished):
+    """
+    Breaks where a picture is not written, or losses are lost between evaluations.
+    """
+    _, out, metrics = finished
+    for picture in ("loss.png", "tape.png"):
+        assert (out / picture).read_bytes().startswith(b"\x89PNG")
+    assert len(metrics["losses"]) == 6
+    assert metrics["losses"][0] == pytest.approx(8, abs=0.2)
+    assert [step for step, _ in metrics["held_out"]] == [3, 6]
+    assert metrics["ranks"] == 2
+    assert metrics["tokens_per_s"] > 0
+
+
+def test_a_pipe_gets_plain_lines_from_rank_0_alone(finished):
+    """
+    Breaks where labml's screen writes escape codes into a file, or every rank prints.
+    """
+    run, _, _ = finished
+    assert "\x1b" not in run.stdout and "\r" not in run.stdout
+    assert [line[:11] for line in run.stdout.splitlines()[:2]] == ["step 3 of 6", "step 6 of 6"]
+    assert run.stdout.count("\nZero") == 1
+
+
+def test_one_rank_needs_no_torchrun_and_sees_the_same_batches(finished, tmp_path, one_thread):
+    """
+    The losses of two ranks are those of one, because the global batch is the same. Not bit for bit:
+    a mean of two means rounds differently. Breaks where a rank takes the wrong rows, or the loss is
+    not averaged over ranks.
+    """
+    options = ["--steps", "6", "--eval-every", "6", "--sample", "1"]
+    assert main([*SMALL, "--device", "cpu", "--out", str(tmp_path), *options]) == 0
+    alone = json.loads((tmp_path / "metrics.json").read_text())
+    assert alone["losses"] == pytest.approx(finished[2]["losses"], rel=1e-4)
+    assert alone["measured"][0]["sent_bytes"] == alone["predicted"]["sent_bytes"] == 0
+
+
+def test_what_cannot_work_is_one_line_from_rank_0(tmp_path):
+    """
+    Breaks where each rank complains, or rank 1 leaves first and torchrun ends rank 0 before it has
+    spoken.
+    """
+    run = run_train(tmp_path, "--batch", "3")
+    assert run.returncode != 0
+    assert run.stderr.count("zero3.train: ") == 1
+    assert run.stderr.count("Expected: a multiple of 2 ranks. Got: --batch 3.") == 1
+    assert run.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--text", "nowhere.txt"], "Expected: a file. Got: nowhere.txt."),
+        (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
+        (["--heads", "3"], "Expected: a multiple of 3 heads. Got: d_model = 16."),
+        (["--steps", "1"], "--steps is too small. Expected: at least 2. Got: 1."),
+        (["--prompt", ""], "Expected: a prompt of at least one byte."),
+        (["--seq-len", "1000000"], "the text is too short. Expected: at least 10000010 bytes"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, capsys, options, error):
+    """
+    Breaks where an option is first looked at when the model is built.
+    """
+    assert main([*SMALL, "--device", "cpu", "--out", str(tmp_path), *options]) == 2
+    assert error in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_more_ranks_than_gpus_is_an_error(monkeypatch):
+    """
+    Breaks where two ranks share a GPU and NCCL reports it in its own words.
+    """
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match=r"at most 2 ranks.*Got: 3.*--nproc_per_node=2"):
+        Ranks.find("auto")
+    assert Ranks.find("cpu").device.type == "cpu"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert str(Ranks.find("auto").device) == "cuda:1"
+
+
+def test_the_learning_rate_warms_up_and_comes_down():
+    """
+    Breaks where warm-up and cosine do not meet, or a short run never leaves the warm-up.
+    """
+    rates = [lr_at(step, 100, 1.0) for step in range(100)]
+    assert rates[0] == pytest.approx(1 / 30)
+    assert rates[29] == rates[30] == max(rates) == 1
+    assert rates[30:] == sorted(rates[30:], reverse=True)
+    assert 0.05 < rates[-1] < 0.06
+    assert lr_at(1, 2, 1.0) == 1
+
+
+def test_the_tape_is_cut_into_spans_of_what_a_layer_holds():
+    """
+    What the picture draws. Breaks where the `free` after a reduce is taken for that of the
+    parameters.
+    """
+    names = "fetch gathered compute computed free fetch compute gradients free reduce reduced free"
+    events = [
+        Event(i, 0, "a", "forward", name, "device", 0, 0, 0) for i, name in enumerate(names.split())
+    ]
+    assert sorted(spans(events)) == [
+        ("a", "computing", 2, 3), ("a", "computing", 6, 8), ("a", "full", 0, 4),
+        ("a", "full", 5, 8), ("a", "gradients", 7, 11),
+    ]

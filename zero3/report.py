@@ -1,0 +1,176 @@
+"""
+# The report of a run
+
+A table that holds measured bytes against predicted ones, the loss curve, and the memory tape: what
+each rank held after every event of one step, and which layer was the cause.
+
+All come from what a run recorded. The tape shows ZeRO-3 at a glance: the staircase up where
+a layer is gathered, down where it is freed, the level between two steps, and under each step of
+the stairs the layer that it belongs to.
+
+**Run this**: `make train` prints the table, and writes `loss.png` and `tape.png`.
+
+**Not covered, and what that costs**: the axis of the tape is the order of events, not time, so
+that short ones can be seen; how long they took is on the tape itself, in `Event.time_s`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+# Figures without `pyplot`: nothing global, and no screen needed.
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from zero3.estimate import Prediction
+from zero3.ledger import Event
+
+MIB = 2**20
+# Of what a layer holds: colour, height of the bar, and how far below the middle of its row.
+STYLES = {
+    "full": ("#9ecae1", 0.8, 0.0),
+    "computing": ("#2171b5", 0.8, 0.0),
+    "gradients": ("#fd8d3c", 0.3, 0.25),
+}
+LEGEND = ("parameters are whole", "and the layer computes", "gradients, until they are reduced")
+# More ranks than this are not drawn: their tapes look the same.
+MOST_RANKS = 4
+
+
+def table(predicted: Prediction, plain: Prediction, measured: list[dict[str, int]]) -> str:
+    """
+    ## What each rank held and sent, beside what was predicted
+
+    A measured figure is followed by `equal`, or by how far it is off.
+    """
+    columns = ("rest_bytes", "peak_bytes", "sent_bytes")
+    heads = ("at rest", "at the peak", "sent in a step")
+    lines = ["bytes of each rank".ljust(26) + "".join(f"{head:>16}      " for head in heads)]
+    for name, row in (("data parallel, predicted", plain), ("ZeRO-3, predicted", predicted)):
+        cells = [f"{getattr(row, column):>16,}      " for column in columns]
+        lines.append(name.ljust(26) + "".join(cells))
+    for held in measured:
+        off = {column: held[column] - getattr(predicted, column) for column in columns}
+        cells = [f"{held[c]:>16,} {f'{off[c]:+,}' if off[c] else 'equal':5}" for c in columns]
+        lines.append(f"ZeRO-3, rank {held['rank']} measured".ljust(26) + "".join(cells))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def as_dict(prediction: Prediction) -> dict[str, int]:
+    return {"rest_bytes": prediction.rest_bytes, **asdict(prediction)}
+
+
+def draw_loss(losses: list[float], held_out: list[tuple[int, float]], caption: str) -> Figure:
+    """
+    ## The loss curve
+
+    * `losses` are of each step, in bits per byte
+    * `held_out` has pairs of step and bits per byte
+    """
+    steps, reach = range(1, len(losses) + 1), len(losses) // 80
+    around = [losses[max(0, i - reach) : i + reach + 1] for i in range(len(losses))]
+    smooth = [sum(part) / len(part) for part in around]
+    fig = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    ax = fig.subplots()
+    ax.plot(steps, losses, color="#9ecae1", linewidth=0.7, label="training, each step")
+    ax.plot(steps, smooth, color="#2171b5", linewidth=2, label=f"training, mean of {2 * reach + 1}")
+    ax.plot(*zip(*held_out, strict=True), "o-", color="#d94801", markersize=4, label="held out")
+    ax.set(xlabel="step", ylabel="loss (bits per byte)", ylim=(0, None), xlim=(0, len(losses) + 1))
+    ax.set_title(caption, fontsize=9, loc="left")
+    ax.grid(alpha=0.3)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(frameon=False)
+    return fig
+
+
+def spans(events: list[Event]) -> Iterator[tuple[str, str, int, int]]:
+    """
+    ## When which layer was whole, computed, and held gradients
+
+    Yields layer, what it was, and the indices of the first and the last event of that. A layer
+    frees its whole parameters before the buffers of its reduce, so a `free` ends the one that is
+    there.
+    """
+    begins = {"fetch": "full", "compute": "computing", "gradients": "gradients"}
+    begun: dict[tuple[str, str], int] = {}
+    for i, e in enumerate(events):
+        if e.event in begins:
+            begun.setdefault((e.layer, begins[e.event]), i)
+        ends = []
+        if e.event == "computed":
+            ends = ["computing"]
+        elif e.event == "free":
+            ends = ["full", "computing"] if (e.layer, "full") in begun else ["gradients"]
+        for what in ends:
+            if (e.layer, what) in begun:
+                yield e.layer, what, begun.pop((e.layer, what)), i
+
+
+def draw_tape(
+    tapes: list[list[Event]], predicted: Prediction, plain: Prediction, caption: str
+) -> Figure:
+    """
+    ## The memory tape of one step
+
+    * `tapes` are the events of each rank
+    * `predicted` and `plain` are what ZeRO-3 and plain data parallelism need
+
+    Above, what each rank holds after each event. Below, on the same axis, what the layers of rank
+    0 hold.
+    """
+    shown, events = tapes[:MOST_RANKS], tapes[0]
+    heights = [2.4] * len(shown) + [0.8 + 0.3 * len({e.layer for e in events})]  # inches
+    fig = Figure(figsize=(11, sum(heights) + 0.5), dpi=150, layout="constrained")
+    axes = fig.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    for ax, tape in zip(axes, shown, strict=False):
+        _draw_memory(ax, tape, predicted, plain)
+    _draw_layers(axes[-1], events)
+    turn = next((i for i, e in enumerate(events) if e.phase == "backward"), len(events))
+    for ax in axes:
+        ax.axvspan(turn + 1, len(events) + 1, color="#fff5eb", zorder=0)
+        ax.spines[["top", "right"]].set_visible(False)
+    for phase, at in (("forward", turn / 2), ("backward", (turn + len(events)) / 2)):
+        axes[0].text(at, 1.02, phase, transform=axes[0].get_xaxis_transform(), ha="center")
+    fig.suptitle(caption, fontsize=9)
+    return fig
+
+
+def _draw_memory(ax: Any, tape: list[Event], predicted: Prediction, plain: Prediction) -> None:
+    """
+    #### What one rank holds, and the levels that were predicted
+    """
+    rest = predicted.rest_bytes
+    live = [held / MIB for held in (rest, *(e.live_bytes for e in tape), rest)]
+    at = range(len(live))
+    ax.fill_between(at, live[0], color="#c7e9c0", linewidth=0)
+    ax.fill_between(at, live, live[0], step="post", color="#6baed6", linewidth=0)
+    ax.text(1, live[0] / 2, "shards and optimizer states", fontsize=8, va="center")
+    ax.step(at, live, where="post", color="#08519c", linewidth=1.3)
+    for level, text, color in (
+        (plain.peak_bytes, "data parallel\npeak", "#737373"),
+        (predicted.peak_bytes, "predicted peak", "#cb181d"),
+        (predicted.rest_bytes, "predicted at rest", "#238b45"),
+    ):
+        ax.axhline(level / MIB, color=color, linewidth=1.1, linestyle="--")
+        ax.text(1.005, level / MIB, text, color=color, fontsize=8, va="center",
+                transform=ax.get_yaxis_transform())
+    ax.set(ylabel=f"rank {tape[0].rank}\nMiB held", ylim=(0, plain.peak_bytes / MIB * 1.08))
+
+
+def _draw_layers(ax: Any, events: list[Event]) -> None:
+    """
+    #### Which layers are whole, compute, or hold gradients
+    """
+    layers = list(dict.fromkeys(e.layer for e in events))
+    for layer, what, first, last in spans(events):
+        color, height, below = STYLES[what]
+        order = list(STYLES).index(what)
+        ax.barh(layers.index(layer) + below, last - first, left=first + 1, height=height,
+                color=color, zorder=2 + order)
+    ax.set_yticks(range(len(layers)), layers, fontsize=8)
+    ax.invert_yaxis()
+    ax.set(xlabel="events of one step, in order", xlim=(0, len(events) + 1))
+    ax.legend(
+        [Patch(color=color) for color, *_ in STYLES.values()], LEGEND,
+        loc="lower left", ncols=1, fontsize=8, frameon=False,
+    )

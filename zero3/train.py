@@ -1,0 +1,427 @@
+r"""
+# The main job: train a sharded GPT, and check the bytes
+
+Trains the byte-level GPT of `gpt.py` over all ranks, each layer in a `Zero3Layer`, then holds what
+every rank kept and sent against what the formulas say.
+
+The loop is an ordinary PyTorch loop. What differs from plain data parallelism is two lines: the
+layers are wrapped, and the optimizer is built on this rank's shards. The comparison is the point:
+`estimate.py` predicts from the shapes alone, `ledger.py` records one real step, and for each rank
+the table says whether they are equal, to the byte.
+
+$$\text{predicted} = \text{measured} \qquad \text{at rest, at the peak, and on the wire}$$
+
+**Run this**: `make train`, or `torchrun --nproc_per_node=2 -m zero3.train --help` for the options;
+one rank needs no torchrun. It prints losses, a sample and the table, and writes `loss.png`,
+`tape.png` and `metrics.json`.
+
+**Not covered, and what that costs**: nothing is saved but the figures, so a run that is cut off
+begins again; weight decay also reaches norms and biases, because a shard does not know which of
+its elements they are; bf16 trains without fp32 master weights, and stops learning sooner.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zero3 import gpt
+from zero3.estimate import data_parallel, describe, predict
+from zero3.layer import Zero3Layer, Zero3Sequential
+from zero3.ledger import Ledger, held_bytes
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Cross-entropy comes in nats.
+BITS = 1 / math.log(2)
+# Windows for one evaluation, in batches; always the same ones.
+EVAL_BATCHES = 4
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """
+    ## The options
+    """
+    parser = argparse.ArgumentParser(
+        prog="zero3.train",
+        description="Train a byte-level GPT, sharded over all ranks.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--d-model", type=int, default=128, help="features of a position")
+    add("--layers", type=int, default=4, help="transformer blocks")
+    add("--heads", type=int, default=2, help="attention heads of a block")
+    add("--seq-len", type=int, default=64, help="bytes in a sequence")
+    add("--batch", type=int, default=16, help="sequences in a step, of all ranks together")
+    add("--steps", type=int, default=650, help="optimizer steps")
+    add("--lr", type=float, default=4e-3, help="highest learning rate")
+    add("--seed", type=int, default=0, help="of weights, batches and sample")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to train")
+    add("--dtype", choices=list(DTYPES), default="fp32", help="of parameters and computation")
+    add("--text", metavar="FILE", help="text to train on, instead of Python's own reference")
+    add("--out", default="runs/train", help="folder for pictures and figures")
+    add("--eval-every", type=int, default=50, help="steps from one evaluation to the next")
+    add("--sample", type=int, default=300, help="bytes to write after training")
+    add("--prompt", default="The ", help="what the sample begins with")
+    return parser.parse_args(argv)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """
+    ## The ranks of this run, and this one's place among them
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @classmethod
+    def find(cls, wanted: str) -> "Ranks":
+        """
+        ### Read what torchrun says
+
+        Each rank of a machine takes the GPU of its number. Raises `ValueError` if there are too
+        few.
+        """
+        rank, world_size, local, here = (
+            int(os.environ.get(name, default))
+            for name, default in (
+                ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)
+            )
+        )
+        gpus = torch.cuda.device_count()
+        if wanted == "cpu" or (wanted == "auto" and not gpus):
+            return cls(rank, world_size, torch.device("cpu"))
+        if here > gpus:
+            fewer = f"start with --nproc_per_node={gpus}, or " if gpus else ""
+            raise ValueError(
+                f"there are more ranks than GPUs. Expected: at most {gpus} ranks on this machine. "
+                f"Got: {here}. What to do: {fewer}train with --device cpu."
+            )
+        return cls(rank, world_size, torch.device("cuda", local))
+
+    def connect(self) -> None:
+        """
+        ### Join the process group: NCCL between GPUs, gloo between CPUs
+        """
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if self.world_size > 1:
+            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+            # Ranks share the cores; more threads than cores would wait for each other.
+            torch.set_num_threads(1)
+
+    def rows(self, batch: torch.Tensor) -> torch.Tensor:
+        """
+        ### This rank's rows of the global batch, on its device
+        """
+        return batch.chunk(self.world_size)[self.rank].to(self.device)
+
+    def mean(self, values: list[torch.Tensor]) -> list[float]:
+        """
+        ### The mean over ranks, of each value (all-reduce; all ranks must call it)
+        """
+        total = torch.stack(values).double().to(self.device)
+        if self.world_size > 1:
+            dist.all_reduce(total)
+        return (total / self.world_size).tolist()
+
+    def gather(self, thing: Any) -> list[Any]:
+        """
+        ### What each rank has (all-gather; all ranks must call it)
+        """
+        things = [thing] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(things, thing)
+        return things
+
+
+def check_options(args: argparse.Namespace, ranks: Ranks) -> None:
+    """
+    ## Refuse what cannot work, before anything starts
+    """
+    if args.batch < 1 or args.batch % ranks.world_size:
+        raise ValueError(
+            "the batch does not split over the ranks. Expected: a multiple of "
+            f"{ranks.world_size} ranks. Got: --batch {args.batch}. What to do: change either."
+        )
+    least = {"steps": 2, "layers": 1, "heads": 1, "d_model": 1, "seq_len": 1, "eval_every": 1}
+    for name, value in least.items():
+        if getattr(args, name) < value:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"{option} is too small. Expected: at least {value}. Got: {getattr(args, name)}. "
+                f"What to do: raise {option}."
+            )
+    if not args.prompt:
+        raise ValueError(
+            "there is nothing to continue. Expected: a prompt of at least one byte. "
+            "Got: an empty one. What to do: pass --prompt."
+        )
+
+
+def lr_at(step: int, steps: int, lr: float) -> float:
+    """
+    ## The learning rate of a step
+
+    A straight warm-up over at most 30 steps, then half a cosine down to a twentieth.
+    """
+    warmup = min(30, steps // 2)
+    if step < warmup:
+        return lr * (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)
+    return lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def build(
+    config: gpt.GPTConfig, args: argparse.Namespace, ranks: Ranks
+) -> tuple[Zero3Sequential, torch.optim.Optimizer]:
+    """
+    ## The sharded model and its optimizer
+
+    Wrapped one by one, so that no rank ever has more than one whole layer beside the shards on its
+    GPU.
+    """
+    torch.manual_seed(args.seed)
+    dtype = DTYPES[args.dtype]
+    place = (ranks.rank, ranks.world_size, ranks.device, dtype)
+    layers = [Zero3Layer(m.to(ranks.device, dtype), *place) for m in gpt.gpt_layers(config)]
+    model = Zero3Sequential(layers)
+    # Elementwise, as AdamW is, an optimizer does not notice that it has a shard instead of a
+    # matrix. Fused, because the loop over parameters costs more than the arithmetic.
+    optimizer = torch.optim.AdamW(
+        model.get_trainable_chunk(), betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+    return model, optimizer
+
+
+@dataclasses.dataclass
+class Run:
+    """
+    ## What a run leaves behind
+    """
+
+    losses: list[float] = dataclasses.field(default_factory=list)  # bits per byte, one per step
+    held_out: list[tuple[int, float]] = dataclasses.field(default_factory=list)  # step, bits/byte
+    train_s: float = 0.0  # without evaluation
+    tape: Ledger | None = None  # of the last step
+    rest_bytes: int = 0  # after it
+
+
+@torch.no_grad()
+def evaluate(model: Zero3Sequential, data: torch.Tensor, args, ranks: Ranks) -> float:
+    """
+    ## Bits per byte on text that no step has seen, as a mean over ranks
+    """
+    model.eval()
+    losses = []
+    for i in range(EVAL_BATCHES):
+        windows = ranks.rows(gpt.global_batch(data, i, args.batch, args.seq_len))
+        losses.append(gpt.next_byte_loss(model, windows))
+    model.train()
+    return sum(ranks.mean(losses)) / EVAL_BATCHES * BITS
+
+
+def train(model, optimizer, text, held_out, args, ranks: Ranks, show) -> Run:
+    """
+    ## The loop
+
+    The last step is recorded: by then the optimizer has its states, so it is a step like all but
+    the first.
+    """
+    run, losses, start_s = Run(), [], time.perf_counter()
+    for step in range(args.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = lr_at(step, args.steps, args.lr)
+        last = step + 1 == args.steps
+        windows = ranks.rows(gpt.global_batch(text, step, args.batch, args.seq_len, args.seed))
+        with Ledger(model, optimizer) if last else contextlib.nullcontext() as run.tape:
+            loss = gpt.next_byte_loss(model, windows)
+            loss.backward()
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.detach())
+
+        if last or (step + 1) % args.eval_every == 0:
+            # A loss is this rank's, the mean of its rows; the mean over ranks is that of the
+            # global batch.
+            means = [value * BITS for value in ranks.mean(losses)]
+            run.train_s += time.perf_counter() - start_s
+            run.losses += means
+            run.held_out.append((step + 1, evaluate(model, held_out, args, ranks)))
+            rate = args.batch * args.seq_len * (step + 1) / run.train_s
+            show(step + 1, sum(means) / len(means), run.held_out[-1][1], rate)
+            losses, start_s = [], time.perf_counter()
+    run.rest_bytes = held_bytes(model, optimizer)
+    return run
+
+
+@contextlib.contextmanager
+def progress(ranks: Ranks, steps: int) -> Iterator[Callable]:
+    """
+    ## Show how the run goes, on rank 0
+
+    With labml where somebody looks at a terminal; its screen is full of escape codes, so a pipe or
+    a file gets plain lines.
+    """
+    if ranks.rank:
+        yield lambda *values: None
+    elif sys.stdout.isatty():
+        from labml import experiment, tracker
+
+        def track(step, *values):
+            names = ("loss.train", "loss.held_out", "bytes_per_s")
+            tracker.save(step, dict(zip(names, values, strict=True)))
+            tracker.new_line()
+
+        experiment.create(name="zero3", writers={"screen", "file"})
+        with experiment.start():
+            yield track
+    else:
+        yield lambda step, train, held_out, rate: say(
+            f"step {step:>{len(str(steps))}} of {steps}   train {train:.3f}   "
+            f"held out {held_out:.3f} bits/byte   {rate:,.0f} bytes/s"
+        )
+
+
+def say(line: str) -> None:
+    # One write per line: ranks share the output, and two writes could have another rank's line
+    # between them.
+    print(f"{line}\n", end="", flush=True)
+
+
+def measure(run: Run, ranks: Ranks) -> list[dict[str, int]]:
+    """
+    ## What each rank held and sent (all ranks must call it)
+    """
+    tape = run.tape
+    assert tape is not None
+    mine = {
+        "rank": ranks.rank,
+        "rest_bytes": run.rest_bytes,
+        "peak_bytes": tape.peak_live_bytes,
+        "sent_bytes": tape.sent_bytes,
+        "messages": tape.messages,
+        "order_bytes": tape.order_bytes,
+    }
+    return ranks.gather(mine)
+
+
+def finish(model: Zero3Sequential, config: gpt.GPTConfig, args, ranks: Ranks, run: Run) -> None:
+    """
+    ## Sample, compare, and write it all down
+
+    All ranks call it; rank 0 prints and writes.
+    """
+    drawn = torch.Generator().manual_seed(args.seed)
+    prompt = args.prompt.encode()
+    text = gpt.sample(model, prompt, args.sample, args.seq_len, 0.5, drawn, ranks.device).decode(
+        errors="replace"
+    )
+    layers, on_cpu = describe(model), ranks.device.type == "cpu"
+    predicted = predict(layers, ranks.world_size, by_messages=on_cpu)
+    plain = data_parallel(layers, ranks.world_size)
+    measured, tapes = measure(run, ranks), ranks.gather(run.tape.events if run.tape else [])
+    if ranks.rank:
+        return
+    # Here, because matplotlib takes a second to import, and only rank 0 draws.
+    from zero3 import report
+
+    say(f"\n{text}\n")
+    say(report.table(predicted, plain, measured))
+    device, version, out = device_name(ranks.device), torch.__version__, Path(args.out)
+    metrics = {
+        "options": vars(args),
+        "config": dataclasses.asdict(config),
+        "ranks": ranks.world_size,
+        "device": device,
+        "torch": version,
+        "tokens_per_s": args.batch * args.seq_len * args.steps / run.train_s,
+        "loss_unit": "bits per byte",
+        "losses": run.losses,
+        "held_out": run.held_out,
+        "sample": text,
+        "measured": measured,
+        "predicted": report.as_dict(predicted),
+        "data_parallel": report.as_dict(plain),
+    }
+    (out / "metrics.json").write_text(json.dumps(metrics, indent=1))
+    caption = f"ranks: {ranks.world_size}   {device}   torch {version}"
+    report.draw_loss(run.losses, run.held_out, caption).savefig(out / "loss.png")
+    report.draw_tape(tapes, predicted, plain, caption).savefig(out / "tape.png")
+    say(f"\nwrote loss.png, tape.png and metrics.json to {out}")
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU {platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+
+
+def prepare(argv: list[str] | None) -> tuple[Any, gpt.GPTConfig, Ranks, tuple[torch.Tensor, ...]]:
+    """
+    ## Options, sizes, ranks and text, or an error before anything starts
+    """
+    args = parse_args(argv)
+    ranks = Ranks.find(args.device)
+    check_options(args, ranks)
+    config = gpt.GPTConfig(
+        seq_len=args.seq_len, d_model=args.d_model, n_heads=args.heads, n_layers=args.layers,
+        d_ff=2 * args.d_model,
+    )
+    texts = gpt.split(gpt.load_bytes(args.text), args.seq_len)
+    try:
+        Path(args.out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"there is no place to write to. Expected: a folder. Got: {error}. "
+            "What to do: pass --out."
+        ) from error
+    return args, config, ranks, texts
+
+
+def main(argv: list[str] | None = None) -> int:
+    """
+    ## Train, and say how it went
+    """
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    try:
+        # argparse writes to the screen by itself, and would do so on every rank.
+        with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as quiet:
+            if rank:
+                quiet.enter_context(contextlib.redirect_stdout(nowhere))
+                quiet.enter_context(contextlib.redirect_stderr(nowhere))
+            args, config, ranks, (text, held_out) = prepare(argv)
+    except (ValueError, SystemExit) as error:
+        code = error.code if isinstance(error, SystemExit) else 2
+        if isinstance(error, ValueError) and not rank:
+            print(f"zero3.train: {error}", file=sys.stderr, flush=True)
+        if code and world_size > 1:
+            # torchrun ends all ranks with the first that fails. None leaves before rank 0 has
+            # spoken.
+            dist.init_process_group("gloo")
+            dist.barrier()
+        return int(code or 0)
+    ranks.connect()
+    model, optimizer = build(config, args, ranks)
+    with progress(ranks, args.steps) as show:
+        run = train(model, optimizer, text, held_out, args, ranks, show)
+    finish(model, config, args, ranks, run)
+    if ranks.world_size > 1:
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
