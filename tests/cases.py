@@ -181,8 +181,8 @@ class Half(nn.Module):
 class Unused(Case):
     """Parameters and whole layers that no gradient reaches"""
 
-    # Plain AdamW skips a parameter without a gradient, and with it the decay. A shard holds used and
-    # unused parameters, whose gradient is zero then, and decays all.
+    # Plain AdamW skips a parameter without a gradient, and with it the decay. A shard holds used
+    # and unused parameters, whose gradient is zero then, and decays all.
     weight_decay = 0.0
 
     def layers(self):

@@ -266,6 +266,7 @@ def test_the_command_line_prints_the_three_stages_with_their_bases():
     command = [sys.executable, "-m", "zero3.estimate", "--ranks", "64", "--params"]
     text = subprocess.run([*command, "7.5e9"], capture_output=True, text=True, check=True).stdout
     rows = [[float(x) for x in line.split()[-3:]] for line in text.splitlines() if line[1:2] == ":"]
-    assert rows == [[120, 135, 150], [31.41, 46.41, 31.88], [16.64, 16.88, 17.11], [1.88, 2.11, 2.34]]
+    assert rows[:2] == [[120, 135, 150], [31.41, 46.41, 31.88]]
+    assert rows[2:] == [[16.64, 16.88, 17.11], [1.88, 2.11, 2.34]]
     wrong = subprocess.run([*command, "-1"], capture_output=True, text=True)
     assert wrong.returncode == 2 and "expected at least one parameter" in wrong.stderr

@@ -72,8 +72,8 @@ def sharded_and_plain_on_rank_0():
 def test_any_number_of_ranks_trains_like_one_process_on_the_global_batch(world_size):
     """
     On one rank bit for bit. On more, the mean over the batch is a mean of means, added in another
-    order: a gradient differs in its last bits, about 1e-7 of its size, and so do weights and losses.
-    A sum in place of the mean moves the losses by 0.1 and the weights by half.
+    order: a gradient differs in its last bits, about 1e-7 of its size, and so do weights and
+    losses. A sum in place of the mean moves the losses by 0.1 and the weights by half.
     """
     (losses, weights), (expected, plain) = run(sharded_and_plain_on_rank_0, world_size)[0]
     bound = 0 if world_size == 1 else 1e-5

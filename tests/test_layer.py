@@ -427,7 +427,7 @@ def test_full_params_reads_and_writes_and_gives_back(world_size):
     assert all(run(read_and_write, world_size))
 
 
-# ------------------------------------------------------------------------------- same code everywhere
+# ------------------------------------------------------------------------- same code everywhere
 
 
 def native(collectives):

@@ -224,9 +224,9 @@ def stages(params: float, ranks: int, basis: int = 16) -> list[float]:
 
     * `params` is $\Psi$, `ranks` is $N$; `basis` is one of `BASES`
 
-    > $4\Psi + \frac{K\Psi}{N_d}$, $2\Psi + \frac{(2+K)\Psi}{N_d}$, $\frac{(4+K)\Psi}{N_d}$
+    $$4\Psi + \frac{K\Psi}{N} \qquad 2\Psi + \frac{(2+K)\Psi}{N} \qquad \frac{(4+K)\Psi}{N}$$
 
-    ZeRO, section 5 and Table 1, where $K = 12$.
+    ZeRO, section 5 and Table 1, where $K = 12$ and the basis is 16.
     """
     p, g, k = BASES[basis]
     return [

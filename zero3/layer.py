@@ -16,14 +16,11 @@ $$\underbrace{\Big\lceil \frac{P_\ell}{N} \Big\rceil}_{\text{elements at rest, p
 \qquad
 \underbrace{3\Psi\,\frac{N-1}{N}}_{\text{elements sent, per rank and step}}$$
 
-Two all-gathers and one reduce-scatter send $\Psi\frac{N-1}{N}$ elements each; the all-reduce of
-plain data parallelism sends $2\Psi\frac{N-1}{N}$. Half as much traffic again buys $N$ times less
-memory.
-
-> 1.5x communication volume compared to the baseline DP
-
-[ZeRO: Memory Optimizations Toward Training Trillion
-Parameter Models](https://arxiv.org/abs/1910.02054), sections 5.3 and 7.2.2.
+Two all-gathers and one reduce-scatter send $\Psi\frac{N-1}{N}$ elements each, where the all-reduce
+of plain data parallelism sends $2\Psi\frac{N-1}{N}$: half as much traffic again buys $N$ times less
+memory. The paper is [ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models](https://arxiv.org/abs/1910.02054); partitioned parameters are its section 5.3, their traffic
+is 7.2.2.
 
 | symbol | meaning |
 |---|---|
@@ -62,8 +59,6 @@ from zero3.ledger import Ledger, Silence, Transfer, Wire, in_backward
 # What a freed parameter still answers: whatever does not read or write its elements.
 _PROPERTIES = ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf")
 _METADATA = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES}
-
-
 # What to do about a parameter that is not where somebody looks for it.
 _CURE = ("wrap each module once, put modules that share a parameter into one Zero3Layer, and build "
          "the optimizer on `get_trainable_chunk()` after wrapping")
@@ -139,7 +134,19 @@ class Zero3Layer(nn.Module):
     """
     ## Zero3 layer
 
-    Wrap each layer of a model, or a few consecutive ones, in this module.
+    Wrap each layer of a model, or a few consecutive ones, in this module. Called, it does what the
+    module does. Through one training step a layer of the model goes through these states:
+
+    | phase | event | full parameters | full gradients |
+    |---|---|---|---|
+    | rest | | freed | none |
+    | forward | the layer before begins: *unshard* | arriving | none |
+    | | it computes | whole | none |
+    | | it is done: *reshard* | freed | none |
+    | backward | the layer after begins: *unshard* | arriving | none |
+    | | its own gradients arrive | whole | filling |
+    | | the last one is here: *reshard*, *reduce* | freed | leaving |
+    | | the layer before has all of its own | freed | freed: the shard has its gradient |
     """
 
     def __init__(self, module: nn.Module, rank: int | None = None, world_size: int | None = None,

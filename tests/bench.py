@@ -1,0 +1,459 @@
+r"""
+# Benchmark: beside DDP and FSDP2, in alternating rounds
+
+Trains the same toy GPT three ways and measures what each costs: time, memory, processor time, bytes
+on the wire.
+
+The peers are our `Zero3Sequential`, `DistributedDataParallel`, which holds everything whole, and
+FSDP2's `fully_shard` on each layer, which shards as we do. They get the same weights, batches and
+AdamW. A machine that does other things too is faster in one minute than in the next, so each round
+runs every peer once, in fresh processes, and ratios are taken within a round. Bytes on the wire are
+the loopback's own count, also in units in which the ring all-reduce of data parallelism is 2 and
+ZeRO-3 is 3:
+
+$$\text{sent} \Big/ \Psi\frac{N-1}{N}$$
+
+**Run this**: `make bench`; `python -m tests.bench --comm` compares `Wire`'s messages with gloo's
+collectives for the same bytes.
+
+**Not covered, and what that costs**: more than one machine, mixed precision, checkpointing. Ranks
+that share a few cores gain nothing from transfers beside the computation, so a CPU shows what
+sharding costs and not what overlap wins back. Memory is what the system counts, with activations
+and with what the allocator keeps. It needs Linux, for `/proc`.
+"""
+
+import argparse
+import ctypes
+import fcntl
+import gc
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from pathlib import Path
+from pydoc_data.topics import topics
+from statistics import mean, median
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from tests.ranks import run
+from zero3 import Zero3Layer, Zero3Sequential
+from zero3.ledger import Ledger, _all_gather, _reduce_scatter
+
+PEERS = ("zero3", "ddp", "fsdp2")
+# What a run is measured by: its heading, its format, and what to divide by.
+COLUMNS = {
+    "tokens_per_s": ("tokens/s", ",.0f", 1),
+    "peak_bytes": ("peak MiB", ",.1f", 2**20),
+    "rest_bytes": ("rest MiB", ",.1f", 2**20),
+    "cpu_s": ("CPU s/step", ",.3f", 1),
+    "wire_bytes": ("wire MiB", ",.2f", 2**20),
+    "wire_psi": ("in Psi", ".3f", 1),
+    "loss": ("loss", ".5f", 1),
+    "loss_off": ("off DDP's", ".1e", 1),
+}
+REPEATS = 7
+
+
+def options(argv=None):
+    """
+    ## The options
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench", description="Zero3Sequential beside DDP and FSDP2.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add, gpus = parser.add_argument, torch.cuda.device_count()
+    add("--dim", type=int, default=384, help="features of a position")
+    add("--blocks", type=int, default=6, help="transformer blocks")
+    add("--heads", type=int, default=6, help="attention heads of a block")
+    add("--seq", type=int, default=256, help="bytes in a sequence")
+    add("--batch", type=int, default=4, help="sequences of a rank in a step")
+    add("--warmup", type=int, default=2, help="steps that are not measured")
+    add("--steps", type=int, default=8, help="steps that are")
+    add("--rounds", type=int, default=3, help="how often each peer runs")
+    add("--ranks", type=int, default=gpus or 2, help="one per GPU, or processes on the CPU")
+    add("--peers", nargs="+", choices=PEERS, default=PEERS, help="who takes part")
+    add("--comm", action="store_true", help="measure the collectives alone")
+    add("--mib", type=float, default=64, help="with --comm: the size of the whole buffer")
+    add("--out", type=Path, default=argparse.SUPPRESS,
+        help="results file (default: runs/bench.json, or runs/comm.json)")
+    add("--own-network", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    args.out = getattr(args, "out", Path("runs", "comm.json" if args.comm else "bench.json"))
+    args.gpu = gpus > 0
+    if not 1 + args.comm <= args.ranks <= (gpus or args.ranks) or (args.comm and gpus):
+        parser.error("expected one rank per GPU or fewer; for --comm two or more, and no GPU")
+    return args
+
+
+# ------------------------------------------------------------------------------------------- model
+
+
+class Embed(nn.Module):
+    def __init__(self, dim, seq):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(256, dim), nn.Embedding(seq, dim)
+
+    def forward(self, x):  # [batch, seq] int64
+        return self.tokens(x) + self.places.weight[: x.shape[1]]
+
+
+class Block(nn.Module):
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.heads, self.norm, self.norm_ff = heads, nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.ff = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+
+    def forward(self, x):  # [batch, seq, dim]
+        qkv = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(*qkv, is_causal=True)  # [batch, heads, seq, dim/heads]
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.ff(self.norm_ff(x))
+
+
+def gpt(dim, blocks, heads, seq):
+    """
+    ## The layers of the toy GPT, with the same weights wherever they are made
+    """
+    torch.manual_seed(0)
+    head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 256))
+    return [Embed(dim, seq), *(Block(dim, heads) for _ in range(blocks)), head]
+
+
+def wrap(peer, layers, device):
+    """
+    ## A peer's model and its optimizer
+    """
+    layers, whole = [layer.to(device) for layer in layers], nn.Sequential(*layers)
+    if peer == "zero3":
+        model = Zero3Sequential([Zero3Layer(layer) for layer in layers])
+    elif peer == "ddp":
+        model = nn.parallel.DistributedDataParallel(whole, gradient_as_bucket_view=True)
+    else:
+        from torch.distributed.fsdp import fully_shard
+
+        # The head's logits are a view; nothing here writes into them.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
+        for module in (*layers, whole):
+            model = fully_shard(module, reshard_after_forward=True)
+    params = model.get_trainable_chunk() if peer == "zero3" else model.parameters()
+    # With the usual eps of 1e-8 Adam hardly sees how long a gradient is, and a sum in place of a
+    # mean would give nearly the same losses.
+    return model, torch.optim.AdamW(params, lr=1e-3, eps=1e-3, fused=True)
+
+
+def batches(args, device):
+    """
+    ## This rank's rows of the global batches, without end
+    """
+    text = torch.frombuffer(bytearray("".join(topics.values()), "utf-8"), dtype=torch.uint8)
+    rows = torch.Generator().manual_seed(1)
+    while True:
+        starts = torch.randint(len(text) - args.seq, (args.ranks, args.batch), generator=rows)
+        places = starts[dist.get_rank()][:, None] + torch.arange(args.seq + 1)
+        yield text[places].long().to(device)  # [batch, seq + 1] int64
+
+
+def train_step(model, optimizer, windows):
+    loss = F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()  # and a GPU has then done all of the above
+
+
+# ----------------------------------------------------------------------------------------- meters
+
+
+class Memory:
+    """
+    ## Bytes that this rank holds, above those at the start
+
+    On the CPU the anonymous resident memory, looked at every 10 ms by a thread; on a GPU what the
+    caching allocator has handed out.
+    """
+
+    def __init__(self, device):
+        self.gpu = torch.cuda if device.type == "cuda" else None
+        self.start_bytes = self.peak_bytes = 0
+        self.start_bytes = self.rest()
+
+    def now(self):
+        status = "" if self.gpu else Path("/proc/self/status").read_text().split("RssAnon:")[1]
+        held = int(status.split()[0]) * 1024 if status else self.gpu.memory_allocated()
+        return held - self.start_bytes
+
+    def rest(self):
+        gc.collect()
+        # What was freed goes back to the system; glibc would keep some of it.
+        ctypes.CDLL(None).malloc_trim(0)
+        return self.now()
+
+    def watch(self):
+        while not self.done.wait(0.01):
+            self.peak_bytes = max(self.peak_bytes, self.now())
+
+    def __enter__(self):
+        self.rest()
+        self.done, self.thread = threading.Event(), threading.Thread(target=self.watch)
+        self.gpu.reset_peak_memory_stats() if self.gpu else self.thread.start()
+
+    def __exit__(self, *exception):
+        self.done.set()
+        if self.gpu:
+            self.peak_bytes = self.gpu.max_memory_allocated() - self.start_bytes
+        else:
+            self.thread.join()
+
+
+def loopback_bytes():
+    """
+    ## Bytes that all ranks have sent so far, headers included
+
+    All ranks call it: between the two barriers nobody sends anything.
+    """
+    dist.barrier()
+    counters = Path("/proc/net/dev").read_text().partition(" lo:")[2].split()
+    dist.barrier()
+    return int(counters[8])
+
+
+def own_network(args):
+    """
+    ## Begin again in a network of our own, where that is permitted
+
+    There the loopback carries nothing but our ranks' messages, and its count is exact.
+    """
+    if args.own_network:
+        with socket.socket() as control:
+            # SIOCSIFFLAGS: a new network's loopback is down. IFF_UP is 1.
+            fcntl.ioctl(control, 0x8914, struct.pack("16sh14x", b"lo", 1))
+        return
+    for command in ("unshare --net", "unshare --net --map-root-user"):
+        attempt = f"{command} '{sys.executable}' -c ''"
+        if not args.gpu and subprocess.getstatusoutput(attempt)[0] == 0:
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+            again = [sys.executable, "-m", "tests.bench", *sys.argv[1:], "--own-network"]
+            os.execvp("unshare", [*command.split(), *again])
+
+
+# ------------------------------------------------------------------------------------------ rounds
+
+
+def measure(peer, args, store):
+    """
+    ## What one rank of one peer measures
+    """
+    device = torch.device("cuda", dist.get_rank()) if args.gpu else torch.device("cpu")
+    if args.gpu:
+        rank = dist.get_rank()
+        dist.destroy_process_group()
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", f"file://{store}", rank=rank, world_size=args.ranks)
+    windows = batches(args, device)
+    # Thrown away: what a first step imports and opens is not the model's memory.
+    train_step(*wrap(peer, gpt(8 * args.heads, 1, args.heads, args.seq), device), next(windows))
+    memory = Memory(device)
+    layers = gpt(args.dim, args.blocks, args.heads, args.seq)
+    psi_bytes = sum(p.nbytes for layer in layers for p in layer.parameters())
+    model, optimizer = wrap(peer, layers, device)
+    losses = [train_step(model, optimizer, next(windows)) for _ in range(args.warmup)]
+    sent_bytes, step_s = loopback_bytes(), []
+    with memory:
+        cpu_s = time.process_time()
+        for _ in range(args.steps):
+            start_s = time.perf_counter()
+            losses.append(train_step(model, optimizer, next(windows)))
+            step_s.append(time.perf_counter() - start_s)
+        cpu_s = time.process_time() - cpu_s
+    found = {"step_s": step_s, "losses": losses, "psi_bytes": psi_bytes, "cpu_s": cpu_s,
+             "loopback_bytes": loopback_bytes() - sent_bytes,
+             "peak_bytes": memory.peak_bytes, "rest_bytes": memory.rest()}
+    if peer == "zero3":
+        # To listen takes time, so the ledger gets a step of its own.
+        with Ledger(model, optimizer) as tape:
+            train_step(model, optimizer, next(windows))
+        found["ledger_bytes"] = tape.sent_bytes + tape.order_bytes
+    return found
+
+
+def summarize(ranks, args):
+    """
+    ## One run in one row: the slowest and the fullest rank
+    """
+    step_s, tokens = max(median(r["step_s"]) for r in ranks), args.ranks * args.batch * args.seq
+    losses = zip(*(r["losses"] for r in ranks), strict=True)
+    row = {
+        "tokens_per_s": tokens / step_s,
+        "peak_bytes": max(r["peak_bytes"] for r in ranks),
+        "rest_bytes": max(r["rest_bytes"] for r in ranks),
+        "cpu_s": sum(r["cpu_s"] for r in ranks) / args.steps,
+        "losses": [mean(step) for step in losses],
+    }
+    row["loss"] = row["losses"][-1]
+    if not args.gpu and args.ranks > 1:
+        row["wire_bytes"] = ranks[0]["loopback_bytes"] / args.ranks / args.steps
+        row["wire_psi"] = row["wire_bytes"] / ranks[0]["psi_bytes"] * args.ranks / (args.ranks - 1)
+    return {**row, "ranks": ranks}
+
+
+def play(args):
+    """
+    ## The rounds
+
+    Each begins with another peer, so that none always runs after the same one.
+    """
+    rounds = []
+    for i in range(args.rounds):
+        rounds.append(done := {})
+        for k in range(len(args.peers)):
+            peer = args.peers[(i + k) % len(args.peers)]
+            with tempfile.TemporaryDirectory() as folder:
+                ranks = run(measure, args.ranks, peer, args, f"{folder}/store", timeout_s=1800)
+            done[peer] = summarize(ranks, args)
+            print(f"round {i + 1} of {args.rounds}   {peer}", flush=True)
+        for row in done.values() if "ddp" in done else ():
+            pairs = zip(row["losses"], done["ddp"]["losses"], strict=True)
+            row["loss_off"] = max(abs(a - b) for a, b in pairs)
+    return rounds
+
+
+def compare(rounds, peers):
+    """
+    ## Medians over the rounds, and ratios of ours to each other's within a round
+    """
+    ratios, medians = {}, {}
+    for peer in peers:
+        known = [c for c in COLUMNS if c in rounds[0][peer]]
+        medians[peer] = {c: median(r[peer][c] for r in rounds) for c in known}
+    for other in medians.keys() - {"zero3"} if "zero3" in medians else ():
+        for c in list(COLUMNS)[:5]:
+            # A run of a few milliseconds ends before its memory is looked at.
+            if medians[other].get(c, 0) > 0:
+                each = [r["zero3"][c] / r[other][c] for r in rounds if r[other][c] > 0]
+                ratios.setdefault(f"zero3/{other}", {})[c] = median(each), min(each), max(each)
+    return {"medians": medians, "ratios": dict(sorted(ratios.items()))}
+
+
+def table(medians, ratios):
+    columns = [c for c in COLUMNS if any(c in row for row in medians.values())]
+    lines = [f"{'median':12s}" + "".join(f"{COLUMNS[c][0]:>18}" for c in columns)]
+    for peer, row in medians.items():
+        cells = (format(row[c] / COLUMNS[c][2], COLUMNS[c][1]) if c in row else "" for c in columns)
+        lines.append(f"{peer:12s}" + "".join(f"{cell:>18}" for cell in cells))
+    for name, row in ratios.items():
+        # Median, and in brackets the lowest and the highest.
+        cells = ("{:.2f} ({:.2f}-{:.2f})".format(*row[c]) if c in row else "" for c in columns)
+        lines.append(f"{name:12s}" + "".join(f"{cell:>18}" for cell in cells))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+# ------------------------------------------------------------------------------------- collectives
+
+
+def measure_comm(args):
+    """
+    ## gloo's collectives and `Wire`'s messages, one after the other, again and again
+
+    Returns of each its milliseconds and the bytes that all ranks sent, per repetition.
+    """
+    layer, n = Zero3Layer(nn.Linear(1, 1)), args.ranks
+    shard = torch.full((int(args.mib * 2**18) // n,), 1.0 + dist.get_rank())
+    full, grad, inbox, mine = shard.repeat(n), shard.repeat(n), shard.repeat(n), shard.clone()
+    ways = {
+        "all-gather, gloo": lambda: _all_gather(full, shard),
+        "all-gather, Wire": lambda: layer.wire.all_gather(layer, [(full, shard)]).wait(),
+        "reduce-scatter, gloo": lambda: _reduce_scatter(mine, grad),
+        "reduce-scatter, Wire": lambda: layer.wire.reduce_scatter(layer, [(grad, inbox)]).wait(),
+    }
+    found = {name: [] for name in ways}  # of (milliseconds, bytes)
+    for repeat in range(REPEATS + 1):
+        for name, way in ways.items():
+            before, start_s = loopback_bytes(), time.perf_counter()
+            way()
+            took_ms = (time.perf_counter() - start_s) * 1e3
+            sent = loopback_bytes() - before
+            if repeat:  # the first connects, and touches the memory
+                found[name].append((took_ms, sent))
+    return found
+
+
+def compare_comm(ranks, args):
+    """
+    ## Medians of the slowest rank, and what a rank sends
+
+    In place of the parameters, the unit is made of the whole buffer.
+    """
+    rows = {}
+    print(f"\n{args.mib:g} MiB on {args.ranks} ranks, median of {REPEATS}\n"
+          f"{'':22s}{'ms':>12}{'MiB sent':>12}{'in Psi':>12}")
+    for name in ranks[0]:
+        sent_mib = median(sent for _, sent in ranks[0][name]) / args.ranks / 2**20
+        repeats = zip(*(r[name] for r in ranks), strict=True)
+        slowest = [max(ms for ms, _ in repeat) for repeat in repeats]
+        rows[name] = {"ms": median(slowest), "wire_mib": sent_mib,
+                      "wire_psi": sent_mib / args.mib * args.ranks / (args.ranks - 1)}
+        print(f"{name:22s}" + "".join(f"{value:12.3f}" for value in rows[name].values()))
+    return rows
+
+
+# -------------------------------------------------------------------------------------------- main
+
+
+def machine(args):
+    """
+    ## Where the figures come from
+    """
+    # The hash, with `-dirty` behind it where tracked files have changed since.
+    failed, commit = subprocess.getstatusoutput("git describe --always --dirty --exclude='*'")
+    cpu = Path("/proc/cpuinfo").read_text().partition("model name")[2].partition("\n")[0]
+    return {
+        "cpu": cpu.strip("\t :") or os.uname().machine,
+        "cores": len(os.sched_getaffinity(0)),
+        "gpu": torch.cuda.get_device_name() if args.gpu else None,
+        "load": os.getloadavg(),
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "commit": None if failed else commit,
+    }
+
+
+def main():
+    """
+    ## The command line
+    """
+    args = options()
+    own_network(args)
+    facts = machine(args)
+    print(f"{facts['gpu'] or facts['cpu']}, {facts['cores']} cores, load {facts['load'][0]:.1f}, "
+          f"torch {facts['torch']}, {args.ranks} ranks")
+    results = {"machine": facts, "settings": vars(args), "wire_is_exact": args.own_network}
+    if args.comm:
+        ranks = run(measure_comm, args.ranks, args, timeout_s=600)
+        results |= {"ranks": ranks, "medians": compare_comm(ranks, args)}
+    else:
+        rounds = play(args)
+        results |= {"rounds": rounds, **compare(rounds, args.peers)}
+        print("\n" + table(results["medians"], results["ratios"]))
+        if "zero3" in args.peers:
+            count = rounds[0]["zero3"]["ranks"][0]["ledger_bytes"]
+            print(f"\nzero3's ledger counts {count / 2**20:,.2f} MiB sent by a rank in a step.")
+    if not args.gpu and not args.own_network:
+        print("No network of our own: bytes on the wire include other programs' local traffic.")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(results, indent=1, default=str) + "\n")
+    print(f"Wrote {args.out}")
+
+
+if __name__ == "__main__":
+    main()
