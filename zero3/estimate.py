@@ -204,7 +204,7 @@ def data_parallel(layers: list[LayerSpec], world_size: int, *, moments: int = 2)
     ## The same for plain data parallelism
 
     Everything whole on every rank, and a ring all-reduce, which sends twice what a reduce-scatter
-    does.
+    does. The optimizer's count of steps for each tensor is left out.
     """
     parts = [p for layer in layers for p in layer.parts]
     params = sum(p.shard_bytes(1) for p in parts)

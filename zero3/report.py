@@ -14,8 +14,11 @@ the stairs the layer that it belongs to.
 that short ones can be seen; how long they took is on the tape itself, in `Event.time_s`.
 """
 
+import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 # Figures without `pyplot`: nothing global, and no screen needed.
@@ -54,6 +57,17 @@ def table(predicted: Prediction, plain: Prediction, measured: list[dict[str, int
         cells = [f"{held[c]:>16,} {f'{off[c]:+,}' if off[c] else 'equal':5}" for c in columns]
         lines.append(f"ZeRO-3, rank {held['rank']} measured".ljust(26) + "".join(cells))
     return "\n".join(line.rstrip() for line in lines)
+
+
+def commit() -> str:
+    """
+    ## The commit that a figure comes from, `-dirty` where files differ from it
+    """
+    if shutil.which("git") is None:
+        return "unknown"
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    done = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
 
 
 def as_dict(prediction: Prediction) -> dict[str, int]:

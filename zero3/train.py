@@ -347,6 +347,7 @@ def finish(model: Zero3Sequential, config: gpt.GPTConfig, args, ranks: Ranks, ru
         "ranks": ranks.world_size,
         "device": device,
         "torch": version,
+        "commit": report.commit(),
         "tokens_per_s": args.batch * args.seq_len * args.steps / run.train_s,
         "loss_unit": "bits per byte",
         "losses": run.losses,
@@ -357,7 +358,7 @@ def finish(model: Zero3Sequential, config: gpt.GPTConfig, args, ranks: Ranks, ru
         "data_parallel": report.as_dict(plain),
     }
     (out / "metrics.json").write_text(json.dumps(metrics, indent=1))
-    caption = f"ranks: {ranks.world_size}   {device}   torch {version}"
+    caption = f"{ranks.world_size} ranks, {device}, torch {version}, commit {metrics['commit']}"
     report.draw_loss(run.losses, run.held_out, caption).savefig(out / "loss.png")
     report.draw_tape(tapes, predicted, plain, caption).savefig(out / "tape.png")
     say(f"\nwrote loss.png, tape.png and metrics.json to {out}")
