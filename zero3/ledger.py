@@ -5,9 +5,9 @@ r"""
 every figure in the text can be measured on a real run.
 
 A sharded layer promises bytes: so many at rest, so many at the peak, so many on the wire. A promise
-like this is checked where the bytes are. All traffic of the package goes through one class, `Wire`,
-which counts it as it starts; and at every event the `Ledger` adds up the storages that the model
-then really holds, instead of believing what each event says of itself.
+like this is checked where the bytes are. All that sharded layers send goes through one class,
+`Wire`, which counts it as it starts; and at every event the `Ledger` adds up the storages that the
+model then really holds, instead of believing what each event says of itself.
 
 $$\text{live} = \sum_{\text{distinct storages } s} \text{bytes}(s)
 \qquad \text{peak} = \max_{\text{events}} \text{live}$$
@@ -47,6 +47,8 @@ _ORDER_TAG = 1
 class Transfer:
     """
     ## Messages that have started, and what they put on the wire
+
+    Started early and waited for late: what a layer computes in between hides the time they take.
     """
 
     wire: "Wire"
@@ -121,8 +123,8 @@ class Wire:
     computes; streams are absent there, torch's CPU module has no-ops by the same names.
 
     Messages rather than gloo's collectives, because its reduce-scatter sends what an all-reduce
-    sends, $4\Psi$ a step instead of $3\Psi$, and its all-gather takes longer than the same bytes
-    sent plainly. `comm` in the benchmark measures both.
+    sends: a step would send $4\Psi$ instead of $3\Psi$. `python -m tests.bench --comm` measures
+    both.
     """
 
     def __init__(self, rank: int | None = None, world_size: int | None = None):
@@ -296,7 +298,8 @@ class Wire:
 
         24 bytes to each other rank, ahead of the data and without waiting. Ranks that took
         different branches would otherwise exchange different layers: where the sizes are the same,
-        the model turns to noise; where they are not, gloo ends the process.
+        the model turns to noise; where they are not, gloo ends the process. NCCL is not asked: to
+        look at what came, the host would have to wait for the device each time.
         """
         transfer = Transfer(self, layer, action, stream, pairs)
         if self.by_messages and self.world_size > 1:
