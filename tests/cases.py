@@ -285,8 +285,10 @@ class Auxiliary(nn.Module):
         self.loss = None
 
     def forward(self, x):
+        out = self.main(x)
+        # Computed last, so that backward comes to it first.
         self.loss = self.gate(x).sigmoid().mean()
-        return self.main(x)
+        return out
 
 
 class SideDoor(Case):

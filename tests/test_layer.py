@@ -3,6 +3,7 @@
 """
 
 import gc
+import os
 
 import pytest
 import torch
@@ -250,6 +251,26 @@ def test_ranks_that_diverge_get_an_error_that_names_both_sides(where):
         assert text.index(mine) < text.index(theirs)
 
 
+def leave(path):
+    model = three()
+    if dist.get_rank() == 1:
+        os._exit(1)
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(ROWS, WIDTH))
+    path.write_text(str(caught.value))
+    os._exit(0)
+
+
+def test_a_rank_that_is_gone_is_an_error_on_the_others_and_not_a_hang(tmp_path):
+    """
+    I6: the rank that waits says for what, and where to look.
+    """
+    with pytest.raises(AssertionError, match="rank 1: the process ended"):
+        run(leave, 2, tmp_path / "error")
+    text = (tmp_path / "error").read_text()
+    assert "rank 0: layer 0 (Linear)" in text and "their part of a gather" in text
+
+
 # ------------------------------------------------------------------------------------- exceptions
 
 
@@ -287,6 +308,10 @@ def fail(when):
     after_error = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     model(x).sum().backward()
+    alone = Zero3Layer(Fails(when))
+    with pytest.raises(KeyError, match=when):
+        alone(x).sum().backward()
+    at_rest(alone)
     return all(torch.equal(a, p.grad) for a, p in zip(after_error, model.parameters(), strict=True))
 
 
@@ -294,8 +319,9 @@ def fail(when):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_after_an_exception_nothing_is_left_and_the_next_step_is_good(when, world_size):
     """
-    I2 after an exception in the middle of a pass; the gradients of the next step are those of an
-    undisturbed one. Breaks without `_Settle.__del__`, or the `except` in `forward`.
+    I2 after an exception in the middle of a pass, in a chain and in a layer that stands alone; the
+    gradients of the next step are those of an undisturbed one. Breaks without `_Settle.__del__`, or
+    the `except` in `forward`.
     """
     assert all(run(fail, world_size, when))
 
