@@ -150,6 +150,7 @@ def test_what_cannot_be_sharded_is_refused_with_the_cure():
     assert "once" in message(lambda: Zero3Layer(layer))
     wrong = message(lambda: Zero3Layer(linear(), 0, 1, torch.device("cpu"), torch.float16))
     assert "`weight`" in wrong and "torch.float16" in wrong and "torch.float32" in wrong
+    Zero3Layer(linear(), 0, 1, torch.device("cpu", 0), torch.float32)
     assert "meta" in message(lambda: Zero3Layer(nn.Linear(2, 2, device="meta"), device="cpu"))
     assert "Uninitialized" in message(lambda: Zero3Layer(nn.LazyLinear(2)))
     assert "process group" in message(lambda: Zero3Layer(linear(), 0, 2))
@@ -162,6 +163,7 @@ def test_a_layer_that_was_converted_after_wrapping_is_refused():
     assert "torch.bfloat16" in message(lambda: layer(torch.ones(1, WIDTH)))
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
 def test_gradients_that_cannot_be_reduced_are_refused():
     """
     Sparse gradients and double backward; a good step with the same layer follows.

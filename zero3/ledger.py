@@ -165,8 +165,8 @@ class Wire:
             what = f"cannot shard `{name}`"
             layer.expect(type(p) is nn.Parameter and not p.is_meta, what, "a Parameter with values",
                          f"{type(p).__name__} on {p.device}", "initialise the module first")
-            layer.expect(p.device.type == at.type and at.index in (None, p.device.index), what,
-                         f"device {at}", p.device, "move the module with `.to(device)` first")
+            here = p.device.type == at.type and at.index in (None, p.device.index or 0)
+            layer.expect(here, what, f"device {at}", p.device, "move the module there first")
             layer.expect(dtype in (None, p.dtype), what, dtype, p.dtype, "convert the module with "
                          "`.to(dtype)` first, or leave `dtype` out to mix data types")
             at = p.device
