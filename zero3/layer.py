@@ -600,6 +600,8 @@ class Zero3Sequential(nn.Module):
 
     def __init__(self, modules: list[Zero3Layer]):
         """
+        ### Link the layers
+
         * `modules` are `Zero3Layer`s, in forward order
 
         Raises `TypeError` for anything else.
@@ -645,7 +647,7 @@ class Zero3Sequential(nn.Module):
 
     def forward(self, *args, **kwargs):
         """
-        ### Forward pass
+        ### Forward pass of the chain
 
         The first layer takes the arguments, each other one the output of the layer before it.
         """

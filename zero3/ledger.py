@@ -129,6 +129,8 @@ class Wire:
 
     def __init__(self, rank: int | None = None, world_size: int | None = None):
         """
+        ### Take a place among the ranks
+
         * `rank` and `world_size` are the process group's, and default to them; without one, to 0
           and 1
 
@@ -165,8 +167,8 @@ class Wire:
             what = f"cannot shard `{name}`"
             layer.expect(type(p) is nn.Parameter and not p.is_meta, what, "a Parameter with values",
                          f"{type(p).__name__} on {p.device}", "initialise the module first")
-            here = p.device.type == at.type and at.index in (None, p.device.index or 0)
-            layer.expect(here, what, f"device {at}", p.device, "move the module there first")
+            matches = p.device.type == at.type and at.index in (None, p.device.index or 0)
+            layer.expect(matches, what, f"device {at}", p.device, "move the module there first")
             layer.expect(dtype in (None, p.dtype), what, dtype, p.dtype, "convert the module with "
                          "`.to(dtype)` first, or leave `dtype` out to mix data types")
             at = p.device
