@@ -421,7 +421,7 @@ class OutputIsInput(Case):
         return (third(one) + same).square().mean()
 
 
-class Softmax(Case):
+class Prompt(Case):
     """A leaf that needs a gradient comes in from outside, directly and in a list"""
 
     def layers(self):
@@ -450,7 +450,7 @@ CASES = {
         Chain, IntegerInput, Nested, CalledTwice, TwoGraphs, Accumulated, Frozen, Adapters, Unused,
         Tiny, CheckpointInside, CheckpointInsideReentrant, CheckpointAround,
         CheckpointAroundReentrant, CheckpointAroundSeveral, SideDoor, DataTypes, TiedInside,
-        Detached, InPlace, Library, LayerInLayer, OutputIsInput, Softmax,
+        Detached, InPlace, Library, LayerInLayer, OutputIsInput, Prompt,
     )
 }
 

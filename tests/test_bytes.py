@@ -5,6 +5,7 @@
 import gc
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
@@ -51,6 +52,10 @@ def measure(name, moments):
             grads = sum(shard.grad.nbytes for shard in shards)
             optimizer.step()
             optimizer.zero_grad()
+        for before, event in pairwise(tape.events):
+            # What an event says of itself is what the storages say.
+            if event.event in ("fetch", "gradients", "free"):
+                assert abs(event.live_bytes - before.live_bytes) == event.bytes, event
         if moments == 0 or step == 1:
             # Adam's moments are born in its first step.
             return (held_bytes(model, optimizer), tape.peak_live_bytes, grads, tape.sent_bytes,

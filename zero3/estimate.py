@@ -149,13 +149,20 @@ def predict(
     return Prediction(params, grads, states, buffers, peak, sent, messages, order)
 
 
+def _first_trainable(chain: list[LayerSpec]) -> int:
+    """
+    ### Where backward ends: nothing below waits for a gradient
+    """
+    return next((i for i, layer in enumerate(chain) if layer.trains), len(chain))
+
+
 def _transfers(chain: list[LayerSpec]) -> list[tuple[LayerSpec, int, int]]:
     """
     ### How often each layer is gathered and reduced in a step
 
     Backward goes down to the first layer that trains; the last layer is still full from forward.
     """
-    first = next((i for i, layer in enumerate(chain) if layer.trains), len(chain))
+    first = _first_trainable(chain)
     return [
         (layer, 2 if first <= i < len(chain) - 1 else 1, int(layer.trains))
         for i, layer in enumerate(chain)
@@ -170,7 +177,7 @@ def _moments(chain: list[LayerSpec], world_size: int, inbox: bool) -> Iterable[i
     """
     full = [world_size * layer.shard_bytes(world_size) for layer in chain]
     shard = [layer.shard_bytes(world_size, trainable_only=True) for layer in chain]
-    first = next((i for i, layer in enumerate(chain) if layer.trains), len(chain))
+    first = _first_trainable(chain)
     live = sum(full[:1])
     yield live
     for i in range(len(chain)):

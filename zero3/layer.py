@@ -56,7 +56,7 @@ from torch import nn
 
 from zero3.ledger import Ledger, Silence, Transfer, Wire, in_backward
 
-# What a freed parameter still answers: whatever does not read or write its elements.
+# What a freed parameter still answers, because no element is read for it.
 _PROPERTIES = ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf")
 _METADATA = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES}
 # What to do about a parameter that is not where somebody looks for it.
@@ -558,7 +558,7 @@ class Zero3Layer(nn.Module):
         for g in groups:
             g.grad = None
             g.full.untyped_storage().resize_(0)
-        self.ledger.record(self, "free", sum(2 * g.full.nbytes for g in groups))
+        self.ledger.record(self, "free", None)
 
     def _settle(self, raised: bool = False) -> None:
         """

@@ -396,6 +396,8 @@ class Ledger:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None):
         """
+        ### Choose whom to listen to
+
         * `model` holds `Zero3Layer`s, at any depth
         * `optimizer` has its states counted among the live bytes, where given
         """
@@ -418,12 +420,16 @@ class Ledger:
                 vars(module)["ledger"] = ledger
 
     def record(
-        self, layer: Any, event: str, nbytes: int = 0, transfer: Transfer | None = None
+        self, layer: Any, event: str, nbytes: int | None = 0, transfer: Transfer | None = None
     ) -> None:
         """
         ### Add an event, and look at what is alive
+
+        * `nbytes` is what the event is about; `None` stands for what went since the event before
         """
         live_bytes = held_bytes(self.model, self.optimizer)
+        if nbytes is None:
+            nbytes = self.events[-1].live_bytes - live_bytes
         self.peak_live_bytes = max(self.peak_live_bytes, live_bytes)
         sent_bytes = transfer.sent_bytes if transfer else 0
         self.sent_bytes += sent_bytes
