@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 # What every rank imports, imported once; the optimizers import torch._dynamo in their first step.
-multiprocessing.set_forkserver_preload(["torch._dynamo", "tests.cases", "zero3.gpt"])
+multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed", "tests.cases"])
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 

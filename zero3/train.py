@@ -420,9 +420,15 @@ def main(argv: list[str] | None = None) -> int:
         run = train(model, optimizer, text, held_out, args, ranks, show)
     finish(model, config, args, ranks, run)
     if ranks.world_size > 1:
-        dist.destroy_process_group()
+        # Nobody leaves while rank 0 still draws.
+        dist.barrier()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # At once: now and then a thread of the process group's would still ask for an interpreter that
+    # is shutting down, and abort a run that is done.
+    os._exit(code)
