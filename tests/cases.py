@@ -469,11 +469,12 @@ class PlainChain(nn.ModuleList):
         return args[0]
 
 
-def train_both(name, steps=3, check=None):
+def train_both(name, steps=3, check=None, optimizer=None):
     """
     ## Train a case plain and sharded; return the largest difference of any parameter
 
     * `check(model)` is called after every backward and after every step
+    * `optimizer(model, **options)` makes the sharded model's, in place of AdamW on its shards
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     case = CASES[name]()
@@ -484,25 +485,28 @@ def train_both(name, steps=3, check=None):
     wrap = getattr(case, "wrap", Zero3Layer)
     model = Zero3Sequential([wrap(layer.double()) for layer in case.layers()])
     # An epsilon of this size lets a wrong scale of the gradient show in the weights.
+    options = {"lr": 0.05, "eps": 1e-3, "weight_decay": case.weight_decay}
     adam = [
-        torch.optim.AdamW(ps, lr=0.05, eps=1e-3, weight_decay=case.weight_decay)
+        torch.optim.AdamW(ps, **options)
         for ps in ([p for p in plain.parameters() if p.requires_grad],
                    [p for p in model.parameters() if p.requires_grad])
     ]
+    if optimizer:
+        adam[1] = optimizer(model, **options)
     worst = 0.0
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(ROWS * world_size, WIDTH, generator=generator, dtype=torch.double)
-        for optimizer, trained, rows in (
+        for stepped, trained, rows in (
             (adam[0], plain, x),
             (adam[1], model, x[rank * ROWS : (rank + 1) * ROWS]),
         ):
             # To zeros and to nothing by turns.
-            optimizer.zero_grad(set_to_none=bool(step % 2))
+            stepped.zero_grad(set_to_none=bool(step % 2))
             case.backward(trained, rows)
             if trained is model and check:
                 check(model)
-            optimizer.step()
+            stepped.step()
         worst = max(worst, difference(plain, model))
         if check:
             check(model)

@@ -23,8 +23,9 @@ layer full to the end of the pass.
 """
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import Any
 
 # Bytes per parameter of half-precision training with Adam: parameters, gradients, optimizer states
@@ -45,9 +46,32 @@ class Part:
     numel: int
     element_bytes: int
     trainable: bool
+    runs: tuple[int, ...] = ()  # elements of one param group after the other, where there are some
+
+    def shard_numel(self, world_size: int) -> int:
+        return -(-self.numel // world_size)
 
     def shard_bytes(self, world_size: int) -> int:
-        return -(-self.numel // world_size) * self.element_bytes
+        return self.shard_numel(world_size) * self.element_bytes
+
+    @property
+    def master_bytes(self) -> int:
+        """
+        ### Of an element, where the optimizer steps it
+        """
+        return max(4, self.element_bytes)
+
+    def pieces(self, world_size: int, rank: int) -> int:
+        """
+        ### How many pieces the param groups cut a rank's shard into
+
+        The padding goes with what is before it.
+        """
+        numel = self.shard_numel(world_size)
+        ends = [*accumulate(self.runs[:-1]), world_size * numel]
+        begins = [0, *ends[:-1]]
+        spans = zip(begins, ends, strict=True)
+        return sum(max(b, rank * numel) < min(e, (rank + 1) * numel) for b, e in spans)
 
 
 @dataclass(frozen=True)
@@ -59,9 +83,15 @@ class LayerSpec:
     parts: tuple[Part, ...]
     buffer_bytes: int = 0
 
-    def shard_bytes(self, world_size: int, trainable_only: bool = False) -> int:
-        parts = (p for p in self.parts if p.trainable or not trainable_only)
-        return sum(p.shard_bytes(world_size) for p in parts)
+    def shard_bytes(self, world_size: int) -> int:
+        return sum(p.shard_bytes(world_size) for p in self.parts)
+
+    def grad_bytes(self, world_size: int, width: int | None = None) -> int:
+        """
+        ### Of the shards' gradients, of `width` bytes for an element or the parameters' own
+        """
+        trainable = (p for p in self.parts if p.trainable)
+        return sum(p.shard_numel(world_size) * (width or p.element_bytes) for p in trainable)
 
     @property
     def trains(self) -> bool:
@@ -76,7 +106,8 @@ class Prediction:
 
     param_bytes: int  # the shards, trainable and frozen
     grad_bytes: int  # the gradients of the shards, from backward to `zero_grad()`
-    optimizer_bytes: int
+    master_bytes: int  # fp32 copies of the trainable shards
+    optimizer_bytes: int  # moments and counts
     buffer_bytes: int  # of the modules, which stay whole
     peak_bytes: int  # the highest moment of a step that begins without gradients
     sent_bytes: int  # parameters and gradients put on the wire by a training step
@@ -88,122 +119,214 @@ class Prediction:
         """
         ### Between steps, after `zero_grad()`
         """
-        return self.param_bytes + self.optimizer_bytes + self.buffer_bytes
+        rests = self.param_bytes, self.master_bytes, self.optimizer_bytes, self.buffer_bytes
+        return sum(rests)
 
 
-def describe(layers: Any) -> list[LayerSpec]:
+def describe(layers: Any, group_by: Callable[[str, Any], Any] | None = None) -> list[LayerSpec]:
     """
     ## Describe layers, sharded already or not
 
     * `layers` is a `Zero3Sequential`, or a list of the modules that will be wrapped one by one
+    * `group_by` is what `Zero3Optimizer` gets to make param groups
     """
     specs = []
-    for layer in getattr(layers, "module_list", layers):
-        kinds: dict[tuple[bool, object], list[int]] = {}
-        if hasattr(layer, "ledger"):
-            for i, g in enumerate(layer.groups):
-                numels = [slot.view.numel() for slot in g.slots]
-                kinds[g.shard.requires_grad, i] = [g.shard.element_size(), *numels]
-        else:
-            for p in layer.parameters():
-                kinds.setdefault((p.requires_grad, p.dtype), [p.element_size()]).append(p.numel())
-        parts = (Part(sum(n), width, trains) for (trains, _), (width, *n) in kinds.items())
+    for i, layer in enumerate(getattr(layers, "module_list", layers)):
+        # Of each kind of parameters: bytes of an element; then elements and param group of each.
+        kinds: dict[Any, tuple[int, list[tuple[int, Any]]]] = {}
+        for kind, width, numel, name, param in _parameters(layer):
+            group = group_by(f"{i}.{name}", param) if group_by else None
+            kinds.setdefault(kind, (width, []))[1].append((numel, group))
+        parts = []
+        for (trains, _), (width, each) in kinds.items():
+            runs = [sum(n for n, _ in run) for _, run in groupby(each, key=lambda one: one[1])]
+            parts.append(Part(sum(runs), width, trains, tuple(runs)))
         buffers = sum(b.nbytes for b in layer.buffers())
         specs.append(LayerSpec(tuple(sorted(parts, key=lambda part: not part.trainable)), buffers))
     return specs
+
+
+def _parameters(layer: Any) -> Iterator[tuple[tuple[bool, Any], int, int, str, Any]]:
+    """
+    ### Of each parameter: whether it trains and its kind, width, elements, name, itself
+    """
+    if hasattr(layer, "ledger"):
+        for i, g in enumerate(layer.groups):
+            for slot in g.slots:
+                kind, width = (g.shard.requires_grad, i), g.shard.element_size()
+                yield kind, width, slot.view.numel(), slot.names[0], slot.param
+    else:
+        for name, p in layer.named_parameters():
+            yield (p.requires_grad, p.dtype), p.element_size(), p.numel(), name, p
 
 
 def predict(
     layers: list[LayerSpec],
     world_size: int,
     *,
+    rank: int = 0,
     moments: int = 2,
     step_bytes: int = 4,
     by_messages: bool = True,
+    stage3: bool = False,
+    reduce_bytes: int | None = None,
+    micro_batches: int = 1,
+    no_sync: bool = False,
+    bucket_bytes: int = 0,
 ) -> Prediction:
     r"""
     ## Predict one rank's bytes, in a chain of layers
 
+    * `rank` matters where param groups cut the shards, for the cuts are elsewhere on each
     * `moments` is how many tensors of the shard's size the optimizer keeps: 2 for Adam
-    * `step_bytes` is what it keeps beside them for each trainable shard: torch's Adam counts steps
-      in an fp32 number
+    * `step_bytes` is what it keeps beside them for each piece of a trainable shard: torch's Adam
+      counts steps in an fp32 number
     * `by_messages` says that a reduce receives into a buffer of the layer's size, as it does on the
       CPU
+    * `stage3` says that the optimizer is a `Zero3Optimizer`: masters and moments are fp32 at least,
+      param groups cut the shards, and the ranks tell each other norms
+    * `reduce_bytes` are of an element of the reduced gradients; left out, the parameters'
+    * `micro_batches` are in a step, all but the last without a reduce if `no_sync`
+    * `bucket_bytes` of full gradients are reduced together
     """
     trainable = [p for layer in layers for p in layer.parts if p.trainable and p.numel]
-    states = sum(moments * p.shard_bytes(world_size) + step_bytes for p in trainable)
     params = sum(layer.shard_bytes(world_size) for layer in layers)
-    grads = sum(p.shard_bytes(world_size) for p in trainable)
+    grads = sum(layer.grad_bytes(world_size, reduce_bytes) for layer in layers)
     buffers = sum(layer.buffer_bytes for layer in layers)
-    chain = [layer for layer in layers if layer.parts]
-    sent = messages = order = 0
-    for layer, gathers, reduces in _transfers(chain):
-        for p in layer.parts:
-            times = gathers + (reduces and p.trainable)
-            sent += times * (world_size - 1) * p.shard_bytes(world_size)
-            messages += times * (world_size - 1) * bool(p.numel)
-        # Each transfer is announced by three 8-byte numbers to each other rank.
-        order += (gathers + reduces) * (world_size - 1) * 24
-    rest = params + states + buffers
-    peak = rest + max(_moments(chain, world_size, by_messages and world_size > 1), default=0)
-    return Prediction(params, grads, states, buffers, peak, sent, messages, order)
+    masters = states = widened = 0
+    for p in trainable:
+        wide = p.shard_numel(world_size) * (p.master_bytes if stage3 else p.element_bytes)
+        masters += wide if wide > p.shard_bytes(world_size) else 0
+        states += moments * wide + step_bytes * (p.pieces(world_size, rank) if stage3 else 1)
+        # Of one shard at a time the gradient is copied into the master's data type.
+        if stage3 and p.master_bytes != (reduce_bytes or p.element_bytes):
+            widened = max(widened, wide)
+    rest = params + masters + states + buffers
+    step = _Step([layer for layer in layers if layer.parts], world_size, reduce_bytes, bucket_bytes,
+                 packs=stage3, inbox=by_messages)
+    for i in range(micro_batches):
+        step.micro_batch(hold=no_sync and i + 1 < micro_batches)
+    step.add(widened)
+    if stage3:
+        # The squared norm of each shard's gradient, in fp64.
+        step.send(8 * len(trainable), 1)
+    # Each transfer is announced by three 8-byte numbers; NCCL's are not.
+    order = 24 * step.transfers * by_messages
+    return Prediction(params, grads, masters, states, buffers, rest + step.peak, step.sent_bytes,
+                      step.messages, order)
 
 
-def _first_trainable(chain: list[LayerSpec]) -> int:
+class _Step:
     """
-    ### Where backward ends: nothing below waits for a gradient
+    ### A step, moment by moment: bytes above rest, and what is sent
+
+    The order of the lines is the order of events in the heart. Layers are numbers here.
     """
-    return next((i for i, layer in enumerate(chain) if layer.trains), len(chain))
 
+    def __init__(self, chain: list[LayerSpec], world_size: int, width: int | None,
+                 bucket_bytes: int, packs: bool, inbox: bool):
+        self.chain, self.world_size, self.width = chain, world_size, width
+        self.bucket_bytes, self.packs, self.inbox = bucket_bytes, packs, inbox
+        self.grad = [layer.grad_bytes(world_size, width) for layer in chain]  # of the shard
+        # Backward goes down to the first layer that trains.
+        self.first = next((i for i, layer in enumerate(chain) if layer.trains), len(chain))
+        self.held: set[int] = set()  # layers with a full gradient
+        self.reduced: set[int] = set()  # layers whose shard has a gradient
+        self.waiting: list[int] = []
+        self.in_flight: list[int] = []
+        self.packed_bytes = self.inbox_bytes = self.live = self.peak = 0
+        self.sent_bytes = self.messages = self.transfers = 0
 
-def _transfers(chain: list[LayerSpec]) -> list[tuple[LayerSpec, int, int]]:
-    """
-    ### How often each layer is gathered and reduced in a step
+    def add(self, nbytes: int) -> None:
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
 
-    Backward goes down to the first layer that trains; the last layer is still full from forward.
-    """
-    first = _first_trainable(chain)
-    return [
-        (layer, 2 if first <= i < len(chain) - 1 else 1, int(layer.trains))
-        for i, layer in enumerate(chain)
-    ]
+    def send(self, nbytes: int, messages: int) -> None:
+        peers = self.world_size - 1
+        self.sent_bytes += peers * nbytes
+        self.messages += peers * messages
+        self.transfers += peers
 
+    def fetch(self, i: int) -> None:
+        """
+        #### A layer becomes whole
+        """
+        if i < len(self.chain):
+            shard_bytes = self.chain[i].shard_bytes(self.world_size)
+            self.send(shard_bytes, sum(p.numel > 0 for p in self.chain[i].parts))
+            self.add(self.world_size * shard_bytes)
 
-def _moments(chain: list[LayerSpec], world_size: int, inbox: bool) -> Iterable[int]:
-    """
-    ### Bytes above rest, moment by moment through a step
+    def free(self, i: int) -> None:
+        self.add(-self.world_size * self.chain[i].shard_bytes(self.world_size))
 
-    The order of the lines is the order of events in the heart.
-    """
-    full = [world_size * layer.shard_bytes(world_size) for layer in chain]
-    shard = [layer.shard_bytes(world_size, trainable_only=True) for layer in chain]
-    first = _first_trainable(chain)
-    live = sum(full[:1])
-    yield live
-    for i in range(len(chain)):
-        # Forward: this layer and the next are full. The last stays so if there is a backward.
-        live += sum(full[i + 1 : i + 2])
-        yield live
-        live -= full[i] if i + 1 < len(chain) or first == len(chain) else 0
-    in_flight = None
-    for i in reversed(range(first, len(chain))):
-        # Backward: this layer and the one before are full.
-        live += full[i - 1] if i > first else 0
-        yield live
-        # Its flat gradient is filled, and then it is full no more.
-        live += world_size * shard[i]
-        yield live
-        live -= full[i]
-        # The layer above ends its reduce: its shard has a gradient, and its buffers go.
-        if in_flight is not None:
-            live += shard[in_flight] if world_size > 1 else 0
-            yield live
-            live -= world_size * shard[in_flight] * (1 + inbox) if world_size > 1 else 0
-        # This one's begins.
-        live += world_size * shard[i] if inbox else 0
-        in_flight = i if chain[i].trains else None
-        yield live
-    yield live + (shard[in_flight] if in_flight is not None and world_size > 1 else 0)
+    def micro_batch(self, hold: bool) -> None:
+        """
+        #### Forward and backward
+
+        With `hold` the full gradients stay where they are.
+        """
+        last = len(self.chain) - 1
+        self.fetch(0)
+        for i in range(last + 1):
+            # This layer and the next are whole. The last stays so if there is a backward.
+            self.fetch(i + 1)
+            if i < last or self.first > last:
+                self.free(i)
+        for i in range(last, self.first - 1, -1):
+            # This layer and the one before are whole, and its flat gradient is filled.
+            if i > self.first:
+                self.fetch(i - 1)
+            if self.chain[i].trains and i not in self.held:
+                self.held.add(i)
+                self.add(self.world_size * self.grad[i])
+            self.free(i)
+            if self.chain[i].trains and not hold:
+                self.waiting.append(i)
+                full_bytes = self.world_size * sum(self.grad[i] for i in self.waiting)
+                if full_bytes >= self.bucket_bytes or self.world_size == 1:
+                    self.reduce()
+        if self.waiting:
+            self.reduce()
+        self.finish()
+
+    def reduce(self) -> None:
+        """
+        #### The bucket leaves, and the one before it has arrived
+
+        Gradients of one data type are packed into one message; data types of one width are taken
+        for one.
+        """
+        self.finish()
+        self.in_flight, self.waiting = self.waiting, []
+        alike: dict[int, list[int]] = {}
+        for i in self.in_flight:
+            for p in self.chain[i].parts:
+                if p.trainable and p.numel:
+                    width = self.width or p.element_bytes
+                    alike.setdefault(width, []).append(width * p.shard_numel(self.world_size))
+        shares = sum(sum(same) for same in alike.values())
+        messages = len(alike) if self.packs else sum(len(same) for same in alike.values())
+        self.send(shares, messages)
+        # A gradient that is alone goes as it is.
+        packed = sum(sum(same) for same in alike.values() if len(same) > 1) * self.packs
+        self.packed_bytes = self.world_size * packed
+        self.inbox_bytes = self.world_size * shares * (self.inbox and self.world_size > 1)
+        self.add(self.packed_bytes + self.inbox_bytes)
+
+    def finish(self) -> None:
+        """
+        #### The bucket in flight has arrived: shards have gradients, and its buffers go
+        """
+        self.add(-self.packed_bytes)
+        for i in self.in_flight:
+            # One rank alone has its shard's first gradient already: the full one is it.
+            if self.world_size > 1 or i in self.reduced:
+                self.add(self.grad[i] * (i not in self.reduced))
+                self.add(-self.world_size * self.grad[i])
+        self.add(-self.inbox_bytes)
+        self.reduced.update(self.in_flight)
+        self.held.difference_update(self.in_flight)
+        self.in_flight, self.packed_bytes, self.inbox_bytes = [], 0, 0
 
 
 def data_parallel(layers: list[LayerSpec], world_size: int, *, moments: int = 2) -> Prediction:
@@ -220,7 +343,7 @@ def data_parallel(layers: list[LayerSpec], world_size: int, *, moments: int = 2)
     states = moments * grads
     peak = params + grads + states + buffers
     sent = 2 * (world_size - 1) * grads // world_size
-    return Prediction(params, grads, states, buffers, peak, sent, 2 * (world_size - 1), 0)
+    return Prediction(params, grads, 0, states, buffers, peak, sent, 2 * (world_size - 1), 0)
 
 
 def stages(params: float, ranks: int, basis: int = 16) -> list[float]:

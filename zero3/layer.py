@@ -177,14 +177,14 @@ class Zero3Layer(nn.Module):
         # An unshard has started, and is complete once the transfer that does it was waited for.
         self.is_fetched = False
         self._gather: Transfer | None = None
-        self._reduce: Transfer | None = None
         self._full_elsewhere = False  # inside `full_params`
         # Calls that still go backward, and the one for whose backward the last layer stays full.
         self._pending: weakref.WeakSet[_Call] = weakref.WeakSet()
         self._kept: weakref.ref | None = None
-        # In this `backward()`: the calls that went, the input gradients that they owe, and whether
-        # its end will settle the layer.
+        # In this `backward()`: the calls that went, the parameters whose gradients are here, the
+        # input gradients that the calls owe, and whether its end will settle the layer.
         self._entered: set[_Call] = set()
+        self._arrived: set[tuple[str, ...]] = set()
         self._inputs_left, self._settling = 0, False
 
         found = self._find_params(module)
@@ -257,7 +257,7 @@ class Zero3Layer(nn.Module):
         padding = self._empty(-numel % self.wire.world_size, params[0].dtype).zero_()
         return torch.cat([*(p.detach().reshape(-1) for p in params), padding])
 
-    def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def _empty(self, numel: int, dtype: torch.dtype | None) -> torch.Tensor:
         """
         #### A vector that nobody wrote yet
         """
@@ -290,7 +290,7 @@ class Zero3Layer(nn.Module):
             return
         self._enter_backward()
         # Its messages may still be coming in, into this very buffer.
-        self._finish_reduce()
+        self.wire.reducer.finish(self)
         self.is_fetched = True
         self._gather = self.wire.all_gather(self, [(g.full, g.shard.detach()) for g in self.groups])
 
@@ -480,8 +480,10 @@ class Zero3Layer(nn.Module):
                     "use `sparse=False`, and backward without `create_graph`")
         self._enter_backward()
         if group.grad is None:
-            group.grad = self._empty(len(group.full), group.full.dtype)
+            # Of the parameters' data type, unless the optimizer wants the shard's to be wider.
+            group.grad = self._empty(len(group.full), group.shard.grad_dtype)
             self.ledger.record(self, "gradients", group.grad.nbytes)
+        grad = grad.to(group.grad.dtype)
         # The mean over ranks, here and nowhere else. A rank's loss is the mean over its own batch,
         # so the gradient of the mean over all batches is the mean of the ranks' gradients. To
         # divide before the sum is taken keeps the sum of half-precision numbers within their range.
@@ -489,9 +491,11 @@ class Zero3Layer(nn.Module):
         if slot.names not in group.ready:
             torch.mul(grad, mean, out=slot.of(group.grad))
         else:
-            # Reentrant checkpointing brings a gradient in parts.
+            # Reentrant checkpointing brings a gradient in parts; a micro-batch that was not reduced
+            # has left its own.
             slot.of(group.grad).add_(grad, alpha=mean)
         group.ready.add(slot.names)
+        self._arrived.add(slot.names)
         grad = None
         self._backward_event()
 
@@ -504,8 +508,8 @@ class Zero3Layer(nn.Module):
         """
         if call in self._entered:
             self._inputs_left -= 1
-        missing = any(len(g.ready) < len(g.slots) for g in self.groups if g.shard.requires_grad)
-        if self._inputs_left <= 0 and not missing:
+        trainable = sum(len(g.slots) for g in self.groups if g.shard.requires_grad)
+        if self._inputs_left <= 0 and len(self._arrived) == trainable:
             self._backup_grads()
 
     # ------------------------------------------------------------------------------------- reduce
@@ -515,50 +519,56 @@ class Zero3Layer(nn.Module):
         r"""
         #### Reshard, and reduce-scatter the gradients
 
-        Starts it and returns; `_finish_reduce` completes it. All ranks must call it. A rank sends
-        each other one its share of the flat gradient, $(N-1)\lceil P_\ell/N \rceil$ elements.
+        The reducer starts it and returns, and later hands the sums to `_add_reduced`. All ranks
+        must come here. A rank sends each other one its share of the flat gradient,
+        $(N-1)\lceil P_\ell/N \rceil$ elements.
         """
         self._cleanup_params()
-        # One reduce in flight: that of the layer above ends before this one begins.
-        if self.wire.reducing:
-            self.wire.reducing._finish_reduce()
+        self.wire.reducer.finish(self)
+        self._arrived.clear()
         groups = [g for g in self.groups if g.grad is not None]
-        if not groups:
-            return
         for g in groups:
             # Where no gradient arrived, and in the padding, it is zero and not what the memory
             # held.
             for slot in g.slots:
                 if slot.names not in g.ready:
                     slot.of(g.grad).zero_()
+                    g.ready.add(slot.names)
             g.grad[g.slots[-1].offset + g.slots[-1].view.numel() :].zero_()
-            g.ready.clear()
-        # Messages arrive where the full parameters were, which need the memory no more.
-        self._reduce = self.wire.reduce_scatter(self, [(g.grad, g.full) for g in groups])
-        self.wire.reducing = self
+        if groups:
+            # Messages arrive where the full parameters were, which need the memory no more.
+            self.wire.reducer.add(self, [(g.grad, g.full) for g in groups])
         if self.layer_idx < 0:
             # A layer that stands alone has no neighbour to end it before the pass does.
-            self._finish_reduce()
+            self.wire.reducer.finish(self)
 
     @torch.no_grad()
-    def _finish_reduce(self) -> None:
+    def _add_reduced(self, totals: list[torch.Tensor]) -> None:
         """
         #### Add the reduced gradients to the shards'
 
+        * `totals` are the sums over ranks, `(shard_numel,)`, one for each flat gradient
+
         A second backward adds: $k$ micro-batches give the gradient of one batch $k$ times as large.
         """
-        if self._reduce is None:
-            return
-        reduce, self._reduce, self.wire.reducing = self._reduce, None, None
         groups = [g for g in self.groups if g.grad is not None]
-        for g, total in zip(groups, reduce.wait(), strict=True):
-            # `total` is (shard_numel,), the mean over ranks; the compute stream has waited for it.
+        for g, total in zip(groups, totals, strict=True):
+            # The sum of what each rank divided: the mean. The compute stream has waited for it.
             g.shard.grad = total if g.shard.grad is None else g.shard.grad.add_(total)
-        self.ledger.record(self, "reduced", sum(g.shard.nbytes for g in groups))
+        self.ledger.record(self, "reduced", sum(t.nbytes for t in totals))
+        self._drop_grads()
         for g in groups:
-            g.grad = None
             g.full.untyped_storage().resize_(0)
         self.ledger.record(self, "free", None)
+
+    def _drop_grads(self) -> None:
+        """
+        #### Forget the full gradients
+        """
+        self._arrived.clear()
+        for g in self.groups:
+            g.grad = None
+            g.ready.clear()
 
     def _settle(self, raised: bool = False) -> None:
         """
@@ -572,12 +582,10 @@ class Zero3Layer(nn.Module):
         self._entered.clear()
         self._inputs_left, self._settling = 0, False
         if raised:
-            self._finish_reduce()
-            for g in self.groups:
-                g.grad = None
-                g.ready.clear()
+            self.wire.reducer.finish(self)
+            self._drop_grads()
         self._backup_grads()
-        self._finish_reduce()
+        self.wire.reducer.finish(self)
 
     # ------------------------------------------------------------------------------------- wiring
 
@@ -617,7 +625,7 @@ class Zero3Sequential(nn.Module):
         for before, after in pairwise(sharded):
             before.next_layer.append(after)
             after.prev_layer.append(before)
-            # One wire: its streams are shared, and it knows whose reduce is in flight.
+            # One wire: its streams are shared, and it knows whose reduces are in flight.
             after.wire = before.wire
         self.module_list: Any = nn.ModuleList(modules)
 

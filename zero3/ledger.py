@@ -38,7 +38,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single" if _NEW else "reduce_sca
 # Flat buffers, each with a shard or an inbox.
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 # What a rank may be about to do, as a number that fits into a message.
-_ACTIONS = ("gather", "reduce")
+_ACTIONS = ("gather", "reduce", "norm")
 # The tag of the messages that announce it. Data has tags of its own, from 2 up.
 _ORDER_TAG = 1
 
@@ -53,7 +53,7 @@ class Transfer:
 
     wire: "Wire"
     layer: Any
-    action: str  # "gather" or "reduce"
+    action: str  # one of `_ACTIONS`
     stream: Any
     pairs: Pairs
     order: torch.Tensor | None = None  # (world_size, 3) int64: what each rank is about to do
@@ -147,8 +147,8 @@ class Wire:
                 "start with torchrun, call `torch.distributed.init_process_group` first, and pass "
                 "its numbers or leave them out."
             )
-        # The layer whose reduce is in flight: at most one is.
-        self.reducing: Any = None
+        self.reducer = Reducer(self)
+        self.reducing: Transfer | None = None  # one reduce at most is in flight
         # Why nothing can be sent any more, once that is so.
         self.broken = ""
 
@@ -234,27 +234,58 @@ class Wire:
         layer.ledger.record(layer, "fetch", sum(full.nbytes for full, _ in pairs), transfer)
         return transfer
 
-    def reduce_scatter(self, layer: Any, pairs: Pairs) -> Transfer:
+    def reduce_scatter(self, layer: Any, pairs: Pairs) -> None:
         """
         ### Start to reduce-scatter each flat gradient
 
-        * `pairs` are of the gradient and an inbox, both `(world_size * shard_numel,)`; the inbox
-          gets its memory here, where messages need it
+        * `pairs` are of the gradient, `(world_size * shard_numel,)`, and of any buffer: where
+          messages need an inbox, its storage becomes one
 
-        All ranks must call it. Sends $N-1$ times the shards' bytes. `Transfer.wait` adds them up.
+        All ranks must call it. Sends $N-1$ times the shards' bytes. `reduced` ends it.
         """
         # The backup stream waits for the compute stream, which wrote the gradients.
         with self.on(self.backup_stream):
-            transfer = self._begin(layer, "reduce", self.backup_stream, pairs)
-            for grad, inbox in pairs:
+            self.reducing = transfer = self._begin(layer, "reduce", self.backup_stream, pairs)
+            for i, (grad, buffer) in enumerate(pairs):
                 if self.world_size > 1 and self.by_messages:
-                    inbox.untyped_storage().resize_(inbox.nbytes)
+                    memory = buffer.untyped_storage()
+                    memory.resize_(grad.nbytes)
+                    # The gradients may be of another length and data type than the buffer was.
+                    inbox = grad.new_empty(0).set_(memory, 0, grad.shape, (1,))
+                    transfer.pairs[i] = (grad, inbox)
                     self._exchange(transfer, self.rows(inbox), self.rows(grad))
                 elif self.world_size > 1:
                     # In place: the sum replaces this rank's own row.
                     self._collective(transfer, _reduce_scatter, self.rows(grad)[self.rank], grad)
         layer.ledger.record(layer, "reduce", sum(grad.nbytes for grad, _ in pairs), transfer)
-        return transfer
+
+    def numbers(self, layer: Any, mine: torch.Tensor) -> torch.Tensor:
+        """
+        ### Tell each other a few numbers
+
+        * `mine` are this rank's, `(n,)`
+
+        All ranks must call it, with as many. Sends $N-1$ times their bytes. Returns every rank's,
+        `(world_size, n)`, so that all ranks can come to the same conclusion.
+        """
+        rows = mine.repeat(self.world_size, 1)
+        with self.on(self.fetch_stream):
+            transfer = self._begin(layer, "norm", self.fetch_stream, [(rows, mine)])
+            if self.world_size > 1 and not self.by_messages:
+                self._collective(transfer, _all_gather, rows.view(-1), mine)
+            else:
+                self._exchange(transfer, rows, [mine] * self.world_size)
+        layer.ledger.record(layer, "norm", rows.nbytes, transfer)
+        transfer.wait()
+        return rows
+
+    def reduced(self) -> list[torch.Tensor]:
+        """
+        ### End the reduce in flight: this rank's shares of the sums
+        """
+        assert self.reducing is not None
+        transfer, self.reducing = self.reducing, None
+        return transfer.wait()
 
     def total(self, grad: torch.Tensor, inbox: torch.Tensor) -> torch.Tensor:
         """
@@ -342,6 +373,39 @@ class Wire:
         transfer.messages += self.world_size - 1
 
 
+class Reducer:
+    """
+    ## When gradients are reduced: each layer's as soon as they are there
+
+    It is in flight beside the backward of the layer below.
+    """
+
+    def __init__(self, wire: Wire):
+        self.wire = wire
+        self.layers: list[Any] = []  # whose gradients are in flight
+
+    def add(self, layer: Any, pairs: Pairs) -> None:
+        """
+        ### A layer's flat gradients are complete
+
+        * `pairs` are as for `Wire.reduce_scatter`
+        """
+        for before in self.layers:
+            self.finish(before)
+        self.layers = [layer]
+        self.wire.reduce_scatter(layer, pairs)
+
+    def finish(self, layer: Any) -> None:
+        """
+        ### End the reduce of a layer's gradients, if there is one
+
+        `layer._add_reduced` gets the sums.
+        """
+        if layer in self.layers:
+            self.layers = []
+            layer._add_reduced(self.wire.reduced())
+
+
 def _announced(row: list[int]) -> str:
     return f"{_ACTIONS[row[1]]} of layer {row[0]}, {row[2]} bytes"
 
@@ -367,7 +431,7 @@ class Event:
     time_s: float  # since the tape began
     rank: int
     layer: str
-    phase: str  # "forward" or "backward"
+    phase: str  # "forward", "backward" or "step"
     event: str  # what happened, see `Ledger`
     tier: str  # where the bytes lie
     bytes: int  # that the event is about
@@ -392,6 +456,8 @@ class Ledger:
     | reduce | a reduce-scatter starts |
     | reduced | the shard's gradient is there |
     | free | full parameters, or the buffers of a reduce, are given back |
+    | norm | the ranks tell each other the norms of their gradients |
+    | step | a shard is updated |
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None):
@@ -399,7 +465,7 @@ class Ledger:
         ### Choose whom to listen to
 
         * `model` holds `Zero3Layer`s, at any depth
-        * `optimizer` has its states counted among the live bytes, where given
+        * `optimizer` has what it holds counted among the live bytes, where given
         """
         self.model, self.optimizer = model, optimizer
         self.events: list[Event] = []
@@ -415,9 +481,9 @@ class Ledger:
         self._listen(Silence())
 
     def _listen(self, ledger: "Ledger | Silence") -> None:
-        for module in self.model.modules():
-            if hasattr(module, "ledger"):
-                vars(module)["ledger"] = ledger
+        for speaker in (*self.model.modules(), self.optimizer):
+            if hasattr(speaker, "ledger"):
+                vars(speaker)["ledger"] = ledger
 
     def record(
         self, layer: Any, event: str, nbytes: int | None = 0, transfer: Transfer | None = None
@@ -437,6 +503,8 @@ class Ledger:
         self.order_bytes += transfer.order_bytes if transfer else 0
         now_s = time.perf_counter() - self._start_s
         phase = "backward" if in_backward() else "forward"
+        if event in ("norm", "step"):
+            phase = "step"
         self.events.append(Event(now_s, layer.wire.rank, layer.label, phase, event, "device",
                                  nbytes, live_bytes, sent_bytes))
 
@@ -456,14 +524,16 @@ def held_bytes(*holders: nn.Module | torch.optim.Optimizer | None) -> int:
     """
     ## Bytes of the distinct storages that modules and optimizers hold
 
-    Parameters, gradients and buffers of modules, the flat buffers of sharded layers, and the
-    tensors in an optimizer's state.
+    Parameters, gradients and buffers of modules, the flat buffers of sharded layers and what they
+    have in flight, and the parameters, gradients and states of an optimizer.
     """
     tensors: list[torch.Tensor | None] = []
     for holder in holders:
         if isinstance(holder, torch.optim.Optimizer):
             for state in holder.state.values():
                 tensors += (t for t in state.values() if isinstance(t, torch.Tensor))
+            for param in (p for group in holder.param_groups for p in group["params"]):
+                tensors += (param, param.grad)
             continue
         for module in holder.modules() if holder is not None else ():
             tensors += module._buffers.values()
@@ -472,5 +542,8 @@ def held_bytes(*holders: nn.Module | torch.optim.Optimizer | None) -> int:
             if hasattr(module, "ledger"):
                 groups: Any = module.groups
                 tensors += (t for group in groups for t in (group.full, group.grad))
+                wire: Any = module.wire
+                for pair in wire.reducing.pairs if wire.reducing else ():
+                    tensors += pair
     storages = [t.untyped_storage() for t in tensors if t is not None]
     return sum({s._cdata: s.nbytes() for s in storages}.values())

@@ -1,0 +1,426 @@
+"""
+# The Stage 3 optimizer: the same numbers as plain PyTorch, in the bytes that the formulas say
+"""
+
+import math
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from tests.cases import CASES, WIDTH, PlainChain, difference, freeze, train_both
+from tests.ranks import run
+from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential
+from zero3.estimate import predict
+from zero3.gpt import GPTConfig, global_batch, gpt_layers, load_bytes, next_byte_loss
+from zero3.ledger import Ledger, held_bytes
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def chain(dtype=torch.double):
+    """Unequal layers, of which no size is divisible by 2 or 3."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, 11), nn.Tanh(), nn.Sequential(nn.Linear(11, 5), nn.LayerNorm(5)),
+              nn.Linear(5, 3)]
+    return [layer.to(dtype) for layer in layers]
+
+
+def shard(layers):
+    return Zero3Sequential([Zero3Layer(layer) for layer in layers])
+
+
+def batch(rows, step=0, dtype=torch.double):
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(step), dtype=dtype)
+
+
+def mine(x):
+    return x.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def decay(name, p):
+    return {"weight_decay": 0.1 if p.ndim > 1 else 0.0}
+
+
+# ---------------------------------------------------------------------------------- same numbers
+
+
+def plain_bf16(layers, shares, steps, lr):
+    """
+    Plain PyTorch, one process: bf16 layers, and fp32 masters that AdamW steps. The gradient is the
+    mean over `shares` equal parts of the batch, in bf16 as well, added one after the other.
+    """
+    model = nn.Sequential(*layers)
+    params = list(model.parameters())
+    masters = [nn.Parameter(p.detach().float()) for p in params]
+    optimizer, losses, data = torch.optim.AdamW(masters, lr, fused=False), [], load_bytes()
+    for step in range(steps):
+        grads, parts = [0] * len(params), global_batch(data, step, 12, 16).chunk(shares)
+        losses.append(0.0)
+        for rows in parts:
+            loss = next_byte_loss(model, rows)
+            found = torch.autograd.grad(loss, params)
+            grads = [grad + part * (1 / shares) for grad, part in zip(grads, found, strict=True)]
+            losses[-1] += loss.item() / shares
+        for master, grad in zip(masters, grads, strict=True):
+            master.grad = grad.float()
+        optimizer.step()
+        for p, master in zip(params, masters, strict=True):
+            p.data.copy_(master)
+    return losses, [master.detach() for master in masters]
+
+
+def sharded_bf16(steps, lr, fused):
+    torch.manual_seed(0)
+    model = shard([layer.to(BF16) for layer in gpt_layers(GPTConfig(d_model=32, n_layers=2))])
+    optimizer = Zero3Optimizer(model, lr=lr, fused=fused)
+    data, losses = load_bytes(), []
+    for step in range(steps):
+        loss = next_byte_loss(model, mine(global_batch(data, step, 12, 16)))
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    losses = torch.stack(losses)
+    dist.all_reduce(losses)
+    # The masters of a layer, one shard after the other, are its parameters and the padding.
+    masters = []
+    for owned in optimizer.owned:
+        rows = optimizer.wire.numbers(optimizer, owned.master).flatten()
+        for group in owned.layer.groups:
+            masters += [slot.of(rows).clone() for slot in group.slots]
+    return (losses / dist.get_world_size()).tolist(), masters
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_bf16_with_masters_follows_one_process_with_masters(world_size):
+    """
+    Every loss and every master is equal, bit for bit: a rank's gradient is divided in bf16 and the
+    ranks' are added in rank order, which plain PyTorch can do too. Breaks where the bf16 shard is
+    stepped, or the gradient is rounded once more. With torch's plain AdamW: the fused one computes
+    eight elements at a time and rounds the few at a tensor's end otherwise, and a shard ends
+    elsewhere.
+    """
+    steps, lr = 30, 1e-3
+    torch.manual_seed(0)
+    layers = [layer.to(BF16) for layer in gpt_layers(GPTConfig(d_model=32, n_layers=2))]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    expected, masters = plain_bf16(layers, world_size, steps, lr)
+    torch.set_num_threads(threads)
+    assert expected[-1] < expected[0] - 0.3
+    for losses, got in run(sharded_bf16, world_size, steps, lr, False):
+        assert losses == pytest.approx(expected, abs=1e-6, rel=0)
+        assert all(torch.equal(a, b) for a, b in zip(got, masters, strict=True))
+
+
+def accumulate(k, clip, hold, options):
+    """Train on k micro-batches a step, beside plain PyTorch on the global batch."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    plain, model = PlainChain(chain()), shard(chain())
+    adam = {"lr": 0.05, "eps": 1e-3, "weight_decay": 0.1}
+    reference = torch.optim.AdamW(plain.parameters(), **adam)
+    optimizer = Zero3Optimizer(model, **adam, clip_grad_norm=clip, **options)
+    worst, norms = 0.0, []
+    for step in range(4):
+        # As many rows for each micro-batch of each rank; 3 is odd.
+        x = batch(3 * k * world_size, step)
+        plain(x).square().mean().backward()
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), clip or math.inf).item()
+        reference.step()
+        reference.zero_grad()
+        parts = x.chunk(k * world_size)[rank * k : (rank + 1) * k]
+        for i, part in enumerate(parts):
+            with optimizer.no_sync() if hold and i + 1 < k else nullcontext():
+                optimizer.backward(model(part).square().mean() / k)
+        norms.append((optimizer.step(), expected))
+        optimizer.zero_grad(set_to_none=bool(step % 2))
+        worst = max(worst, difference(plain, model))
+    return worst, norms
+
+
+def accumulate_all():
+    return [(case, accumulate(*case)) for case in (
+        (k, clip, hold, options) for k in (1, 2, 4) for clip in (None, 0.05)
+        for hold, options in ((False, {}), (True, {"bucket_bytes": 0}),
+                              (True, {"loss_scale": 1024.0})))]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_k_micro_batches_equal_one_batch_k_times_as_large(world_size):
+    """
+    I7, with clipping and without, reduced each time or at the end, in buckets or one by one, with a
+    scale or none, for k = 1, 2 and 4. In fp64, where sums in another order differ by 1e-15 and a
+    real difference is larger than 1e-10. A norm per rank, a second backward that assigns, a clip
+    before the unscale, or one that counts a parameter on each rank break it.
+    """
+    for rank in run(accumulate_all, world_size):
+        for case, (worst, norms) in rank:
+            assert worst < 1e-10, case
+            for got, expected in norms:
+                # Long enough to be clipped.
+                assert got == pytest.approx(expected, rel=1e-9) and expected > 0.1
+
+
+def all_cases():
+    def build(model, **options):
+        return Zero3Optimizer(model, bucket_bytes=800, **options)
+
+    return {name: train_both(name, optimizer=build) for name in CASES}
+
+
+def test_every_trap_of_the_heart_is_none_for_the_optimizer():
+    """
+    The models of `tests/cases.py`: mixed data types, frozen and unused parameters, layers called
+    twice, checkpointing of each kind, and buckets that hold two or three of their layers.
+    """
+    for worst in run(all_cases, 3):
+        # One has parameters in fp32.
+        assert worst.pop("DataTypes") < 1e-6
+        assert max(worst.values()) < 1e-10, worst
+
+
+# --------------------------------------------------------------------------------------- the bytes
+
+
+def sizes():
+    """Chains of bf16 layers whose sizes need padding; all take 6 columns."""
+    line = nn.Linear
+    mixed = nn.Sequential(line(9, 5), line(5, 9))
+    chains = {
+        "padding": [line(6, 13), nn.ReLU(), line(13, 5), line(5, 3)],
+        "frozen": [freeze(line(6, 20)), line(20, 9), freeze(line(9, 30)),
+                   nn.Sequential(freeze(line(30, 4)), line(4, 5))],
+        "little": [line(6, 6), line(6, 6), line(6, 5), line(5, 100), line(100, 2), line(2, 1)],
+        "alternating": [line(6, 64), freeze(line(64, 3)), line(3, 64), freeze(line(64, 3))],
+        "mixed": [line(6, 9), mixed, line(9, 2)],
+    }
+    chains = {name: [layer.to(BF16) for layer in layers] for name, layers in chains.items()}
+    mixed[1].float()
+    mixed.forward = lambda x: mixed[1](mixed[0](x).float()).to(BF16)
+    return chains
+
+
+BYTES = {  # optimizer class and options, micro-batches, and whether all but one are held back
+    "plain": (torch.optim.AdamW, {}, 1, False),
+    "fp32 gradients": (torch.optim.AdamW, {"reduce_dtype": FP32}, 2, False),
+    "groups": (torch.optim.AdamW, {"group_by": decay, "fused": False}, 1, False),
+    "buckets": (torch.optim.SGD, {"bucket_bytes": 600, "momentum": 0.9}, 2, False),
+    "fp32 buckets": (torch.optim.NAdam, {"bucket_bytes": 900, "reduce_dtype": FP32}, 1, False),
+    "held": (torch.optim.Adam, {"amsgrad": True}, 3, True),
+    "held buckets": (torch.optim.AdamW, {"bucket_bytes": 1 << 20, "clip_grad_norm": 1.0}, 2, True),
+}
+
+
+def measured_bytes(name):
+    found = []
+    for optimizer_class, options, k, hold in BYTES.values():
+        model = shard(sizes()[name])
+        optimizer = Zero3Optimizer(model, optimizer_class, **{"bucket_bytes": 0, **options})
+        for _ in range(2):
+            with Ledger(model, optimizer) as tape:
+                for i in range(k):
+                    with optimizer.no_sync() if hold and i + 1 < k else nullcontext():
+                        optimizer.backward(model(batch(4).to(BF16)).float().square().mean() / k)
+                grads = sum(owned.shard.grad.nbytes for owned in optimizer.owned)
+                optimizer.step()
+            optimizer.zero_grad()
+        p = optimizer.predict(micro_batches=k, no_sync=hold)
+        got = (held_bytes(model, optimizer), tape.peak_live_bytes, grads, tape.sent_bytes,
+               tape.messages, tape.order_bytes)
+        found.append((got, (p.rest_bytes, p.peak_bytes, p.grad_bytes, p.sent_bytes, p.messages,
+                            p.order_bytes)))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", sizes())
+def test_the_formulas_cover_masters_moments_and_gradients_of_both_widths(name, world_size):
+    """
+    To the byte, on each rank, in the second step: rest, peak, gradients, sent bytes, messages and
+    announcements. Breaks with any buffer that lives longer, any copy of a gradient, any message.
+    """
+    for rank, found in enumerate(run(measured_bytes, world_size, name)):
+        for what, (got, predicted) in zip(BYTES, found, strict=True):
+            assert got == predicted, (rank, what)
+
+
+def rests_after_backward(dtype):
+    model = shard([layer.to(dtype) for layer in gpt_layers(GPTConfig(d_model=32, n_layers=2))])
+    optimizer = Zero3Optimizer(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        optimizer.backward(next_byte_loss(model, global_batch(load_bytes(), 0, 2, 16)))
+        optimizer.step()
+    steps = sum(state["step"].nbytes for state in optimizer.state.values())
+    before = held_bytes(model, optimizer)
+    optimizer.zero_grad()
+    padded = sum(len(shard) for shard in model.get_trainable_chunk())
+    return before - steps, held_bytes(model, optimizer) - steps, padded, len(optimizer.owned)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_rank_holds_16_bytes_for_each_parameter_of_its_shards(world_size):
+    """
+    ZeRO's 2 + 2 + 12 after backward, 14 after `zero_grad()`, for bf16 and for fp16; for fp32, where
+    the shard is its own master, the same 16 and 12. Beside that 4 bytes for each shard, in which
+    torch's Adam counts its steps.
+    """
+    numels = [sum(p.numel() for p in layer.parameters())
+              for layer in gpt_layers(GPTConfig(d_model=32, n_layers=2))]
+    psi_n = sum(-(-numel // world_size) for numel in numels)
+    for dtype, less in ((BF16, 2), (torch.half, 2), (FP32, 4)):
+        for before, after, padded, _ in run(rests_after_backward, world_size, dtype):
+            assert (before, after, padded) == (16 * psi_n, (16 - less) * psi_n, psi_n)
+
+
+def no_sync_traffic(hold):
+    model = shard([nn.Linear(8, 8) for _ in range(4)])
+    optimizer = Zero3Optimizer(model, bucket_bytes=0)
+    with Ledger(model, optimizer) as tape:
+        for i in range(3):
+            with optimizer.no_sync() if hold and i < 2 else nullcontext():
+                optimizer.backward(model(torch.ones(2, 8)).sum() / 3)
+            held = sum(g.grad.nbytes for m in model.module_list for g in m.groups
+                       if g.grad is not None)
+            assert held == (4 * 72 * 4 if hold and i < 2 else 0)
+    return tape.sent_bytes
+
+
+def test_no_sync_saves_a_reduce_of_the_model_for_each_micro_batch_and_keeps_full_gradients():
+    """
+    Of three micro-batches two send no gradient: (k-1) Psi (N-1)/N elements less.
+    """
+    (sent, _), (less, _) = run(no_sync_traffic, 2, False), run(no_sync_traffic, 2, True)
+    assert sent - less == 2 * 4 * 72 // 2 * 4
+
+
+# ------------------------------------------------------------------------------------- loss scale
+
+
+def snapshot(optimizer):
+    owned = optimizer.owned
+    states = [t.clone() for state in optimizer.state.values() for t in state.values()]
+    return [o.shard.detach().clone() for o in owned] + [o.master.clone() for o in owned] + states
+
+
+def overflow(dtype):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = shard(chain(dtype))
+    optimizer = Zero3Optimizer(model, loss_scale="dynamic", scale_window=3)
+    history, same = [], []
+    for step in range(9):
+        x = batch(2, step, FP32).to(dtype)
+        if step == 2 and rank == 1:
+            x[0, 0] = math.inf
+        before = snapshot(optimizer)
+        optimizer.backward(model(x).float().square().mean())
+        norm = optimizer.step()
+        optimizer.zero_grad()
+        same.append(all(torch.equal(a, b) for a, b in zip(before, snapshot(optimizer), strict=True))
+                    if step else False)
+        history.append((norm is None, optimizer.loss_scale))
+    return history, same, optimizer.skipped_steps
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_infinity_on_one_rank_skips_the_step_on_all(world_size, dtype):
+    """
+    Step 2 meets an infinity on rank 1 only. No rank steps, nothing changes by a bit, the scale
+    halves; three good steps later it doubles, and again. Breaks where each rank judges by its own
+    shards.
+    """
+    top = 65536.0
+    scales = [top, top, top / 2, top / 2, top / 2, top, top, top, 2 * top]
+    for history, same, skipped in run(overflow, world_size, dtype):
+        assert history == [(step == 2, scale) for step, scale in enumerate(scales)]
+        assert same == [step == 2 for step in range(9)] and skipped == 1
+
+
+class Explodes(nn.Module):
+    def __init__(self, when):
+        super().__init__()
+        self.linear, self.when = nn.Linear(WIDTH, WIDTH), when
+
+    def forward(self, x):
+        y = self.linear(x)
+        # The value is good, the gradient is not.
+        return y + (y * 0).abs().sqrt() if self.when() else y
+
+
+def floor(loss_scale):
+    here = []
+    layers = [nn.Linear(WIDTH, WIDTH), Explodes(lambda: here and dist.get_rank() == 1),
+              nn.Linear(WIDTH, WIDTH)]
+    model = shard(layers)
+    optimizer = Zero3Optimizer(model, loss_scale=loss_scale, scale_floor=16384.0)
+    scales, text, before = [], "", snapshot(optimizer)
+    here.append(True)
+    for _ in range(4):
+        optimizer.zero_grad()
+        optimizer.backward(model(batch(2, dtype=FP32)).square().mean())
+        try:
+            assert optimizer.step() is None
+        except RuntimeError as error:
+            text = str(error)
+            break
+        scales.append(optimizer.loss_scale)
+    assert all(torch.equal(a, b) for a, b in zip(before, snapshot(optimizer), strict=True))
+    here.clear()
+    optimizer.zero_grad()
+    optimizer.backward(model(batch(2, dtype=FP32)).square().mean())
+    return scales, text, optimizer.step()
+
+
+def test_at_its_floor_the_scale_raises_and_names_the_layer_and_the_ranks():
+    """
+    Layer 1's backward makes a NaN on rank 1; layer 0's gradient is NaN by consequence, layer 2's is
+    good. Without a scale there is nothing to lower, so the first time raises. A fixed scale skips.
+    Afterwards training goes on.
+    """
+    for rank, (scales, text, norm) in enumerate(run(floor, 2, "dynamic")):
+        assert scales == [32768.0, 16384.0] and norm > 0
+        assert text.startswith(f"rank {rank}: the optimizer cannot step.") and "16384" in text
+        # A gradient is the sum over ranks: all ranks' shards of the layer have it.
+        assert "layer 1 (Explodes), on ranks [0, 1]" in text
+    for scales, text, norm in run(floor, 2, None):
+        assert scales == [] and "layer 1 (Explodes)" in text and norm > 0
+    for scales, text, norm in run(floor, 2, 8.0):
+        assert scales == [8.0] * 4 and text == "" and norm > 0
+
+
+def zeros_in_fp16(loss_scale):
+    torch.manual_seed(0)
+    model = shard([layer.half() for layer in gpt_layers(GPTConfig(d_model=32, n_layers=2))])
+    optimizer = Zero3Optimizer(model, loss_scale=loss_scale)
+    optimizer.backward(next_byte_loss(model, global_batch(load_bytes(), 0, 8, 32)))
+    return sum((g := o.shard.grad).numel() - g.count_nonzero().item() for o in optimizer.owned)
+
+
+def test_a_loss_scale_saves_gradients_that_fp16_rounds_to_zero():
+    """
+    Of one batch of a small GPT: with a scale of 65536, far fewer gradients are zero. Those that are
+    left belong to bytes that do not occur.
+    """
+    (without, _), (scaled, _) = run(zeros_in_fp16, 2, None), run(zeros_in_fp16, 2, 65536.0)
+    assert scaled < without / 2, (without, scaled)
+
+
+def test_half_precision_loses_a_step_that_its_master_takes():
+    """
+    The numbers of the chapter: a thousand steps of 0.001 leave bf16 at 1, steps of 0.0002 fp16; the
+    neighbours of 1 in bf16 are 1 + 1/128 and 1 - 1/256.
+    """
+    for dtype, step in ((BF16, 0.001), (torch.half, 0.0002)):
+        narrow, master = torch.ones((), dtype=dtype), torch.ones(())
+        for _ in range(round(1 / step)):
+            narrow -= step
+            master -= step
+        assert narrow == 1 and abs(master) < 1e-4
+    one, inf = torch.ones((), dtype=BF16).view(torch.int16), 1
+    assert (one + inf).view(BF16) == 1 + 1 / 128 and (one - inf).view(BF16) == 1 - 1 / 256
+    assert torch.tensor(2.0**-24).half() > 0 and torch.tensor(2.0**-26).half() == 0
