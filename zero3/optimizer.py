@@ -143,7 +143,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         options: list[dict[str, Any]] = []
         self.owned = [self._own(layer, group, layers[layer], options) for layer in self.layers
                       for group in layer.groups if group.shard.requires_grad and len(group.shard)]
-        self.expect(bool(self.owned), "has nothing to do", "a trainable Zero3Layer", model,
+        self.expect(bool(self.owned), "has nothing to do", "a trainable Zero3Layer", "none",
                     "wrap the model first, and leave some parameter trainable")
         self.device = self.owned[0].shard.device
         self._scratch_bytes = max(o.master.nbytes * (o.shard.grad_dtype != o.master.dtype)
@@ -332,10 +332,11 @@ class Zero3Optimizer(torch.optim.Optimizer):
         bad = ~squares.isfinite()
         last = int(bad.any(dim=0).nonzero().max())
         ranks = bad[:, last].nonzero().flatten().tolist()
+        label = self.owned[last].layer.label
         lower = self.scaled and (not self.dynamic or self.loss_scale / 2 >= self.scale_floor)
         scaled = f"at a loss scale of {self.loss_scale:g}, which cannot go lower"
         self.expect(lower, "cannot step", f"a finite gradient {scaled if self.scaled else ''}",
-                    f"inf or nan in {self.owned[last].layer.label}, on ranks {ranks}",
+                    f"inf or nan in {label}, in the shards of ranks {ranks}",
                     "look at what that layer computes, lower the learning rate, or "
                     "`zero_grad()` and go on")
         self.skipped_steps += 1
