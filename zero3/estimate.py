@@ -281,23 +281,30 @@ class _Step:
                 self.add(self.world_size * self.grad[i])
             self.free(i)
             if self.chain[i].trains and not hold:
-                self.waiting.append(i)
-                full_bytes = self.world_size * sum(self.grad[i] for i in self.waiting)
-                if full_bytes >= self.bucket_bytes or self.world_size == 1:
-                    self.reduce()
+                if self.fills([i]):
+                    self.reduce([i])
+                else:
+                    self.waiting.append(i)
+                if self.fills(self.waiting):
+                    self.reduce(self.waiting)
         if self.waiting:
-            self.reduce()
+            self.reduce(self.waiting)
         self.finish()
 
-    def reduce(self) -> None:
+    def fills(self, layers: list[int]) -> bool:
+        full_bytes = self.world_size * sum(self.grad[i] for i in layers)
+        return bool(layers) and (full_bytes >= self.bucket_bytes or self.world_size == 1)
+
+    def reduce(self, layers: list[int]) -> None:
         """
-        #### The bucket leaves, and the one before it has arrived
+        #### Gradients leave, and those before them have arrived
 
         Gradients of one data type are packed into one message; data types of one width are taken
         for one.
         """
         self.finish()
-        self.in_flight, self.waiting = self.waiting, []
+        self.in_flight = list(layers)
+        layers.clear()
         alike: dict[int, list[int]] = {}
         for i in self.in_flight:
             for p in self.chain[i].parts:

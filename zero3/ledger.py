@@ -315,6 +315,8 @@ class Wire:
         elif len(shard):
             rows = [_bytes(row) for row in self.rows(full)] if self.rank == 0 else None
             dist.scatter(_bytes(shard), rows)
+            # A collective writes past autograd, and who keeps a copy of the shard looks there.
+            torch.autograd.graph.increment_version(shard)
 
     def broadcast(self, tensor: torch.Tensor | None) -> None:
         """

@@ -61,6 +61,8 @@ _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 # Elements whose squares fp32 adds up with a relative error of 1e-7. Over ten million of them it
 # would be 1e-4, for the sum becomes too large to notice its next term.
 _BLOCK_NUMEL = 1 << 16
+# A layer, which of its gradients, the gradient, and a buffer that may become its inbox.
+_Gradient = tuple[Any, int, torch.Tensor, torch.Tensor]
 
 
 @dataclass
@@ -98,7 +100,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
     def __init__(self, model: nn.Module, optimizer_class: Any = torch.optim.AdamW, *,
                  group_by: Callable[[str, nn.Parameter], dict[str, Any]] | None = None,
                  loss_scale: float | str | None = None, clip_grad_norm: float | None = None,
-                 reduce_dtype: torch.dtype | None = None, bucket_bytes: int = 1 << 17,
+                 reduce_dtype: torch.dtype | None = None, bucket_bytes: int = 1 << 18,
                  scale_window: int = 1000, scale_floor: float = 1.0, **kwargs):
         """
         ### Take over the shards of a model
@@ -116,7 +118,8 @@ class Zero3Optimizer(torch.optim.Optimizer):
           overflows, doubles after `scale_window` steps without, and never goes below `scale_floor`
         * `clip_grad_norm` is the greatest norm that the mean gradient of the whole model may have
         * `reduce_dtype` is of the gradients on their way and in the shard; left out, the layer's
-        * `bucket_bytes` of full gradients wait for each other, to be reduced in one message
+        * `bucket_bytes` of full gradients wait for each other, to be reduced in one message; a
+          layer that has as many does not wait
 
         Raises `RuntimeError` where parameters are not sharded, the optimizer is not elementwise, or
         an argument is out of its range. ZeRO, section 3.1. Keeps I1, I2 and I5.
@@ -438,14 +441,13 @@ class Bucket(Reducer):
     ## Gradients of small layers wait for each other
 
     A message costs its bytes and a fixed time beside. Many little layers would pay that time once
-    for each; here they fill a bucket, and what is in it goes out as one message to each rank.
+    for each; here they fill a bucket, which goes out as one message to each rank.
     """
 
     def __init__(self, wire: Wire, bucket_bytes: int):
         super().__init__(wire)
         self.bucket_bytes, self.hold = bucket_bytes, False
-        # Layer, which of its gradients, the gradient, and the buffer that may become its inbox.
-        self.waiting: list[tuple[Zero3Layer, int, torch.Tensor, torch.Tensor]] = []
+        self.waiting: list[_Gradient] = []
         # Of the bucket in flight, message by message: layer, which, and elements of the share.
         self.parts: list[list[tuple[Zero3Layer, int, int]]] = []
 
@@ -455,25 +457,32 @@ class Bucket(Reducer):
         """
         if self.hold:
             return
-        self.waiting += [(layer, i, *pair) for i, pair in enumerate(pairs)]
-        waiting_bytes = sum(grad.nbytes for _, _, grad, _ in self.waiting)
-        if waiting_bytes >= self.bucket_bytes or self.wire.world_size == 1:
-            self._send()
+        new = [(layer, i, *pair) for i, pair in enumerate(pairs)]
+        if self._fills(new) or self.wire.world_size == 1:
+            # Large enough to go alone; to copy it would cost more than a message does.
+            self._send(new)
+            return
+        self.waiting += new
+        if self._fills(self.waiting):
+            self._send(self.waiting)
 
-    def _send(self) -> None:
+    def _fills(self, gradients: list[_Gradient]) -> bool:
+        return sum(grad.nbytes for _, _, grad, _ in gradients) >= self.bucket_bytes
+
+    def _send(self, gradients: list[_Gradient]) -> None:
         """
-        #### Send the bucket
+        #### Send these, in one message to each rank
 
-        One is in flight: that before it ends first. Gradients lie in it in the layers' order and
-        not in that of their arrival, which may differ between ranks; those of one data type are
-        one message.
+        What is in flight ends first. Gradients lie in the message in the layers' order and not in
+        that of their arrival, which may differ between ranks. Each data type has its own message.
         """
         for before in self.layers[:1]:
             self.finish(before)
         alike: dict[torch.dtype, list] = {}
-        for one in sorted(self.waiting, key=lambda one: -one[0].layer_idx):
+        for one in sorted(gradients, key=lambda one: -one[0].layer_idx):
             alike.setdefault(one[2].dtype, []).append(one)
-        self.waiting, self.parts, pairs, rows = [], [], [], self.wire.rows
+        gradients.clear()
+        self.parts, pairs, rows = [], [], self.wire.rows
         for same in alike.values():
             self.parts.append([(layer, i, rows(grad).shape[1]) for layer, i, grad, _ in same])
             *_, grad, buffer = same[0]
@@ -489,7 +498,7 @@ class Bucket(Reducer):
         ### End the reduce of a layer's bucket, if there is one
         """
         if any(layer is waiting for waiting, *_ in self.waiting):
-            self._send()
+            self._send(self.waiting)
         if layer in self.layers:
             totals: dict[Any, dict[int, torch.Tensor]] = {layer: {} for layer in self.layers}
             self.layers = []
