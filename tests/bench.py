@@ -13,7 +13,8 @@ ZeRO-3 is 3:
 
 $$\text{sent} \Big/ \Psi\frac{N-1}{N}$$
 
-**Run this**: `make bench`; `python -m tests.bench --comm` compares `Wire`'s messages with gloo's
+**Run this**: `make bench`; `python -m tests.bench --step` compares a step of `Zero3Optimizer` with
+one of FSDP2's optimizer, `python -m tests.bench --comm` compares `Wire`'s messages with gloo's
 collectives for the same bytes.
 
 **Not covered, and what that costs**: more than one machine, mixed precision, checkpointing. FSDP2
@@ -37,6 +38,7 @@ import tempfile
 import threading
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 from statistics import mean, median
@@ -47,7 +49,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.ranks import run
-from zero3 import Zero3Layer, Zero3Sequential
+from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential
 from zero3.ledger import Ledger, _all_gather, _reduce_scatter
 from zero3.report import commit
 
@@ -84,16 +86,19 @@ def options(argv=None):
     add("--rounds", type=int, default=3, help="how often each peer runs")
     add("--ranks", type=int, default=gpus or 2, help="one per GPU, or processes on the CPU")
     add("--peers", nargs="+", choices=PEERS, default=PEERS, help="who takes part")
+    add("--step", action="store_true", help="measure the optimizers alone")
     add("--comm", action="store_true", help="measure the collectives alone")
     add("--mib", type=float, default=64, help="with --comm: the size of the whole buffer")
     add("--out", type=Path, default=argparse.SUPPRESS,
-        help="results file (default: runs/bench.json, or runs/comm.json)")
+        help="results file (default: bench.json, step.json or comm.json in runs)")
     add("--own-network", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    args.out = getattr(args, "out", Path("runs", "comm.json" if args.comm else "bench.json"))
-    args.gpu = gpus > 0
-    if not 1 + args.comm <= args.ranks <= (gpus or args.ranks) or (args.comm and gpus):
-        parser.error("expected one rank per GPU or fewer; for --comm two or more, and no GPU")
+    name = "comm.json" if args.comm else "step.json" if args.step else "bench.json"
+    args.out = getattr(args, "out", Path("runs", name))
+    args.gpu, alone = gpus > 0, args.comm or args.step
+    if not 1 + args.comm <= args.ranks <= (gpus or args.ranks) or (alone and gpus):
+        parser.error("expected one rank per GPU or fewer; for --comm two or more; for --comm and "
+                     "--step no GPU")
     return args
 
 
@@ -148,10 +153,11 @@ def wrap(peer, layers, device):
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
         for module in (*layers, whole):
             model = fully_shard(module, reshard_after_forward=True)
-    params = model.get_trainable_chunk() if peer == "zero3" else model.parameters()
     # With the usual eps of 1e-8 Adam hardly sees how long a gradient is, and a sum in place of a
     # mean would give nearly the same losses.
-    return model, torch.optim.AdamW(params, lr=1e-3, eps=1e-3, fused=True)
+    if peer == "zero3":
+        return model, Zero3Optimizer(model, lr=1e-3, eps=1e-3)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3, fused=True)
 
 
 def batches(args, device):
@@ -409,6 +415,66 @@ def compare_comm(ranks, args):
     return rows
 
 
+# ------------------------------------------------------------------------------------------ steps
+
+
+def measure_step(args):
+    """
+    ## Our step and FSDP2's, one after the other, again and again
+
+    Returns the milliseconds of each. All have a model of the same size with gradients. Ours always
+    takes the norm of the gradient, over all ranks; FSDP2's only where it clips.
+    """
+    device, steps = torch.device("cpu"), {}
+    windows = next(batches(args, device))
+    for name, peer, options, clip in (
+        ("Zero3Optimizer", "zero3", {}, None),
+        ("FSDP2, foreach", "fsdp2", {"foreach": True}, None),
+        ("FSDP2, fused", "fsdp2", {"fused": True}, None),
+        ("Zero3Optimizer, clips", "zero3", {"clip_grad_norm": 1e-3}, 1e-3),
+        ("FSDP2, foreach, clips", "fsdp2", {"foreach": True}, 1e-3),
+    ):
+        model, _ = wrap(peer, gpt(args.dim, args.blocks, args.heads, args.seq), device)
+        F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten()).backward()
+        if peer == "zero3":
+            steps[name] = Zero3Optimizer(model, **options).step
+            continue
+        adam = torch.optim.AdamW(model.parameters(), **options)
+        steps[name] = partial(fsdp2_step, model, adam, clip)
+    found = {name: [] for name in steps}
+    for repeat in range(4 * REPEATS + 1):
+        for name, step in steps.items():
+            dist.barrier()
+            start_s = time.perf_counter()
+            step()
+            if repeat:  # in the first the moments are born
+                found[name].append((time.perf_counter() - start_s) * 1e3)
+    return found
+
+
+def fsdp2_step(model, adam, clip):
+    if clip:
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+    adam.step()
+
+
+def compare_step(ranks):
+    """
+    ## Medians of the slower rank, and ratios to ours within a repetition
+    """
+    slowest = {name: [max(each) for each in zip(*(r[name] for r in ranks), strict=True)]
+               for name in ranks[0]}
+    rows = {}
+    for name, took in slowest.items():
+        ours = slowest["Zero3Optimizer, clips" if "clips" in name else "Zero3Optimizer"]
+        rows[name] = {"ms": median(took),
+                      "times_ours": median(a / b for a, b in zip(took, ours, strict=True))}
+    print(f"\nmedian of {4 * REPEATS} steps\n{'':24s}{'ms':>10}{'times ours':>14}")
+    for name, row in rows.items():
+        print(f"{name:24s}{row['ms']:10.1f}{row['times_ours']:14.2f}")
+    return rows
+
+
 # -------------------------------------------------------------------------------------------- main
 
 
@@ -441,6 +507,9 @@ def main():
     if args.comm:
         ranks = run(measure_comm, args.ranks, args, timeout_s=600)
         results |= {"ranks": ranks, "medians": compare_comm(ranks, args)}
+    elif args.step:
+        ranks = run(measure_step, args.ranks, args, timeout_s=600)
+        results |= {"ranks": ranks, "medians": compare_step(ranks)}
     else:
         rounds = play(args)
         results |= {"rounds": rounds, **compare(rounds, args.peers)}

@@ -308,7 +308,7 @@ def snapshot(optimizer):
 
 
 def overflow(dtype):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     model = shard(chain(dtype))
     optimizer = Zero3Optimizer(model, loss_scale="dynamic", scale_window=3)
     history, same = [], []
@@ -554,8 +554,8 @@ def bucketed(bucket_bytes):
 
 def test_small_layers_share_a_message_and_train_the_same():
     """
-    Eight layers of 84 parameters: 336 bytes of gradients each, so that a bucket of 1000 takes three.
-    The reduces become 3 messages in place of 8, of the same bytes, and weights are equal bit for
+    Eight layers of 84 parameters: 336 bytes of gradients each, so a bucket of 1000 takes three. The
+    reduces become 3 messages in place of 8, of the same bytes, and weights are equal bit for
     bit, though gradients arrive in another order on rank 1. Breaks where a bucket is filled in the
     order of arrival, or a share is cut at the wrong place.
     """
@@ -565,9 +565,8 @@ def test_small_layers_share_a_message_and_train_the_same():
     ):
         assert (messages - fewer, same) == (8 - 3, sent)
         assert all(torch.equal(a, b) for a, b in zip(shards, equal, strict=True))
-        reduces = [layer.split()[1] for layer, event in events if event == "reduce"]
-        assert reduces == ["7", "4", "1"]
-        assert [layer.split()[1] for layer, event in events if event == "reduced"] == list("76543210")
+        for event, layers in (("reduce", "741"), ("reduced", "76543210")):
+            assert "".join(layer.split()[1] for layer, e in events if e == event) == layers
     assert together[0][2] == together[1][2]
 
 
@@ -641,7 +640,7 @@ def test_padding_stays_zero_in_masters_moments_and_gradients():
     """
     I5. Layers of 77 and 70 elements have padding on the last of three ranks: its last element.
     """
-    first, second, last = run(padding, 3)
+    _, second, last = run(padding, 3)
     # Three steps, of which the first has no moments yet.
     assert last == [0.0] * (2 * (3 + 5 + 5)) and 0 not in second
 
@@ -667,7 +666,7 @@ def test_what_cannot_work_is_refused_by_name(what, make):
     """
     Each error names rank, what was expected, what was found and what to do.
     """
-    with pytest.raises(RuntimeError, match="rank 0: the optimizer .*Expected.*Got.*What to do"):
+    with pytest.raises(RuntimeError, match=r"rank 0: the optimizer .*Expected.*Got.*What to do"):
         make(Zero3Layer(nn.Linear(2, 2)))
 
 

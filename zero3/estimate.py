@@ -336,21 +336,28 @@ class _Step:
         self.in_flight, self.packed_bytes, self.inbox_bytes = [], 0, 0
 
 
-def data_parallel(layers: list[LayerSpec], world_size: int, *, moments: int = 2) -> Prediction:
+def data_parallel(
+    layers: list[LayerSpec], world_size: int, *, moments: int = 2, mixed: bool = False
+) -> Prediction:
     """
     ## The same for plain data parallelism
 
     Everything whole on every rank, and a ring all-reduce, which sends twice what a reduce-scatter
     does. The optimizer's count of steps for each tensor is left out.
+
+    * `mixed` says that parameters in half precision have masters and moments in fp32
     """
     parts = [p for layer in layers for p in layer.parts]
-    params = sum(p.shard_bytes(1) for p in parts)
-    grads = sum(p.shard_bytes(1) for p in parts if p.trainable)
+    trainable = [p for p in parts if p.trainable]
+    params, grads = sum(p.shard_bytes(1) for p in parts), sum(p.shard_bytes(1) for p in trainable)
     buffers = sum(layer.buffer_bytes for layer in layers)
-    states = moments * grads
-    peak = params + grads + states + buffers
+    wide = sum(p.numel * (p.master_bytes if mixed else p.element_bytes) for p in trainable)
+    narrow = sum(p.numel for p in trainable if mixed and p.master_bytes > p.element_bytes)
+    masters, states = 4 * narrow, moments * wide
+    peak = params + grads + masters + states + buffers
     sent = 2 * (world_size - 1) * grads // world_size
-    return Prediction(params, grads, 0, states, buffers, peak, sent, 2 * (world_size - 1), 0)
+    messages = 2 * (world_size - 1)
+    return Prediction(params, grads, masters, states, buffers, peak, sent, messages, 0)
 
 
 def stages(params: float, ranks: int, basis: int = 16) -> list[float]:

@@ -27,10 +27,11 @@ $1 + \frac{1}{128}$ and $1 - \frac{1}{256}$. A step of 0.001 from 1 is rounded a
 thousand of them, one after the other; an fp32 master arrives at 0. fp16 has 11 bits, and loses a
 step of 0.0002 in the same way.
 
-**Why the loss is scaled.** fp16 has no positive number below $2^{-24}$, and many gradients are
-smaller. The gradient of $S$ times the loss is $S$ times the gradient, so they move up into the range, and
-the fp32 gradient is divided by $S$ again. `make train` draws the picture from its own gradients,
-`gradients.png`. bf16 has the range of fp32 and needs no scale.
+**Why the loss is scaled.** Below $2^{-14}$ fp16 has fewer and fewer digits, and below $2^{-24}$ no
+number at all; many gradients are smaller than the one, some than the other. The gradient of $S$
+times the loss is $S$ times the gradient, so they move up to where the digits are, and the fp32
+gradient is divided by $S$ again. `make train` draws where its own gradients lie, `gradients.png`.
+bf16 has the range of fp32 and needs no scale.
 
 **Run this**: `make train ARGS="--dtype bf16 --loss-scale dynamic --accumulate 4 --clip 1.0"`.
 
@@ -155,9 +156,8 @@ class Zero3Optimizer(torch.optim.Optimizer):
         if "fused" in inspect.signature(optimizer_class).parameters and not ways & kwargs.keys():
             # One loop over memory in place of one for each operation of the formula.
             kwargs["fused"] = True
-        param_groups = [{**each, "params": self._pieces(i, self.owned)}
-                        for i, each in enumerate(options)]
-        self.inner, self.options = optimizer_class(param_groups, **kwargs), (optimizer_class, kwargs)
+        pieces = [{**each, "params": self._pieces(i, self.owned)} for i, each in enumerate(options)]
+        self.inner, self.options = optimizer_class(pieces, **kwargs), (optimizer_class, kwargs)
         # Param groups and states are one thing with two owners: a scheduler that sets a learning
         # rate here sets it there.
         super().__init__(self.inner.param_groups, self.inner.defaults)
@@ -434,6 +434,22 @@ class Zero3Optimizer(torch.optim.Optimizer):
             by_messages=self.wire.by_messages, stage3=True, micro_batches=micro_batches,
             no_sync=no_sync, bucket_bytes=self.bucket_bytes,
             reduce_bytes=self.reduce_dtype.itemsize if self.reduce_dtype else None)
+
+
+    def table(self, micro_batches: int = 1) -> str:
+        """
+        ### What this rank will hold, kind by kind, before it holds it
+        """
+        p, widths = self.predict(micro_batches), {o.shard.dtype for o in self.owned}
+        narrow = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in widths))
+        wide = ", ".join(sorted({str(o.master.dtype).removeprefix("torch.") for o in self.owned}))
+        reduced = str(self.reduce_dtype or narrow).removeprefix("torch.")
+        rows = (("parameters", narrow, p.param_bytes), ("gradients", reduced, p.grad_bytes),
+                ("masters", wide, p.master_bytes), ("moments and counts", wide, p.optimizer_bytes),
+                ("buffers", "", p.buffer_bytes), ("all of them, with gradients", "",
+                 p.rest_bytes + p.grad_bytes), ("at the peak of a step", "", p.peak_bytes))
+        return "\n".join([f"{f'rank {self.wire.rank} will hold':30}{'':12}{'bytes':>16}",
+                          *(f"{name:30}{dtype:12}{nbytes:>16,}" for name, dtype, nbytes in rows)])
 
 
 class Bucket(Reducer):

@@ -1,14 +1,15 @@
 """
 # The report of a run
 
-A table that holds measured bytes against predicted ones, the loss curve, and the memory tape: what
-each rank held after every event of one step, and which layer was the cause.
+A table that holds measured bytes against predicted ones, the loss curve, the memory tape, which
+shows what each rank held after every event of one step and which layer was the cause, and where
+the gradients lie in the range of fp16.
 
 All come from what a run recorded. The tape shows ZeRO-3 at a glance: the staircase up where
 a layer is gathered, down where it is freed, the level between two steps, and under each step of
 the stairs the layer that it belongs to.
 
-**Run this**: `make train` prints the table, and writes `loss.png` and `tape.png`.
+**Run this**: `make train` prints the table, and writes `loss.png`, `tape.png` and `gradients.png`.
 
 **Not covered, and what that costs**: the axis of the tape is the order of events, not time, so
 that short ones can be seen; how long they took is on the tape itself, in `Event.time_s`.
@@ -16,8 +17,10 @@ that short ones can be seen; how long they took is on the tape itself, in `Event
 
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -34,28 +37,35 @@ STYLES = {
     "full": ("#9ecae1", 0.8, 0.0),
     "computing": ("#2171b5", 0.8, 0.0),
     "gradients": ("#fd8d3c", 0.3, 0.25),
+    "step": ("#31a354", 0.8, 0.0),
 }
-LEGEND = ("parameters are whole", "and the layer computes", "gradients, until they are reduced")
+LEGEND = ("parameters whole", "layer computes", "full gradients", "optimizer steps")
+# Behind the phases of a step.
+SHADES = {"forward": "#ffffff", "backward": "#fff5eb", "step": "#edf8e9"}
 # More ranks than this are not drawn: their tapes look the same.
 MOST_RANKS = 4
 
 
-def table(predicted: Prediction, plain: Prediction, measured: list[dict[str, int]]) -> str:
+def table(predicted: list[Prediction], plain: Prediction, measured: list[dict[str, int]]) -> str:
     """
-    ## What each rank held and sent, beside what was predicted
+    ## What each rank held and sent, beside what was predicted for it
 
     A measured figure is followed by `equal`, or by how far it is off.
     """
     columns = ("rest_bytes", "peak_bytes", "sent_bytes")
     heads = ("at rest", "at the peak", "sent in a step")
     lines = ["bytes of each rank".ljust(26) + "".join(f"{head:>16}      " for head in heads)]
-    for name, row in (("data parallel, predicted", plain), ("ZeRO-3, predicted", predicted)):
+
+    def add(name: str, row: Prediction) -> None:
         cells = [f"{getattr(row, column):>16,}      " for column in columns]
         lines.append(name.ljust(26) + "".join(cells))
-    for held in measured:
-        off = {column: held[column] - getattr(predicted, column) for column in columns}
+
+    add("data parallel, predicted", plain)
+    for held, expected in zip(measured, predicted, strict=True):
+        add(f"ZeRO-3, rank {held['rank']} predicted", expected)
+        off = {column: held[column] - getattr(expected, column) for column in columns}
         cells = [f"{held[c]:>16,} {f'{off[c]:+,}' if off[c] else 'equal':5}" for c in columns]
-        lines.append(f"ZeRO-3, rank {held['rank']} measured".ljust(26) + "".join(cells))
+        lines.append("measured".rjust(24).ljust(26) + "".join(cells))
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -113,6 +123,8 @@ def spans(events: list[Event]) -> Iterator[tuple[str, str, int, int]]:
         ends = []
         if e.event == "computed":
             ends = ["computing"]
+        elif e.event in ("norm", "step"):
+            yield e.layer, "step", i - 1, i
         elif e.event == "free":
             ends = ["full", "computing"] if (e.layer, "full") in begun else ["gradients"]
         for what in ends:
@@ -121,7 +133,7 @@ def spans(events: list[Event]) -> Iterator[tuple[str, str, int, int]]:
 
 
 def draw_tape(
-    tapes: list[list[Event]], predicted: Prediction, plain: Prediction, caption: str
+    tapes: list[list[Event]], predicted: list[Prediction], plain: Prediction, caption: str
 ) -> Figure:
     """
     ## The memory tape of one step
@@ -136,15 +148,18 @@ def draw_tape(
     heights = [2.4] * len(shown) + [0.8 + 0.3 * len({e.layer for e in events})]  # inches
     fig = Figure(figsize=(11, sum(heights) + 0.5), dpi=150, layout="constrained")
     axes = fig.subplots(len(heights), 1, sharex=True, height_ratios=heights)
-    for ax, tape in zip(axes, shown, strict=False):
-        _draw_memory(ax, tape, predicted, plain)
+    for ax, tape, expected in zip(axes, shown, predicted, strict=False):
+        _draw_memory(ax, tape, expected, plain)
     _draw_layers(axes[-1], events)
-    turn = next((i for i, e in enumerate(events) if e.phase == "backward"), len(events))
+    end = 0.5
+    for phase, run in groupby(events, key=lambda e: e.phase):
+        begin, end = end, end + len(list(run))
+        for ax in axes:
+            ax.axvspan(begin, end, color=SHADES[phase], zorder=0)
+        axes[0].text((begin + end) / 2, 1.02, phase, transform=axes[0].get_xaxis_transform(),
+                     ha="center", fontsize=8)
     for ax in axes:
-        ax.axvspan(turn + 1, len(events) + 1, color="#fff5eb", zorder=0)
         ax.spines[["top", "right"]].set_visible(False)
-    for phase, at in (("forward", turn / 2), ("backward", (turn + len(events)) / 2)):
-        axes[0].text(at, 1.02, phase, transform=axes[0].get_xaxis_transform(), ha="center")
     fig.suptitle(caption, fontsize=9)
     return fig
 
@@ -186,5 +201,49 @@ def _draw_layers(ax: Any, events: list[Event]) -> None:
     ax.set(xlabel="events of one step, in order", xlim=(0, len(events) + 1))
     ax.legend(
         [Patch(color=color) for color, *_ in STYLES.values()], LEGEND,
-        loc="lower left", ncols=1, fontsize=8, frameon=False,
+        loc="lower left", bbox_to_anchor=(1, 0), fontsize=8, frameon=False,
     )
+
+
+def merged(gradients: list[dict[int, int]]) -> dict[int, int]:
+    """
+    ## The counts of all ranks, by power of two
+    """
+    total: Counter[int] = Counter()
+    for counts in gradients:
+        total.update(counts)
+    return dict(sorted(total.items()))
+
+
+def draw_gradients(gradients: list[dict[int, int]], caption: str) -> Figure:
+    """
+    ## Where gradients lie, and where a loss scale moves them
+
+    * `gradients` say for each rank how many lie between a power of two and the next
+
+    Shaded is what fp16 cannot do: it has fewer and fewer digits below the 14th negative power of
+    two, and no number below the 24th.
+    """
+    counts = merged(gradients)
+    total = sum(counts.values()) or 1
+    fig = Figure(figsize=(8, 4), dpi=150, layout="constrained")
+    ax = fig.subplots()
+    for scale, color, name in ((0, "#9ecae1", "as they are"), (16, "#2171b5", "times 65536")):
+        few = sum(n for e, n in counts.items() if e + scale < -14) / total
+        label = f"{name}, {few:.1%} shaded"
+        ax.bar([e + scale + 0.5 for e in counts], [100 * n / total for n in counts.values()],
+               width=0.9, color=color, alpha=0.8, label=label)
+    low, high = min(-30, *counts, 0), max(16, *(e + 17 for e in counts))
+    ax.axvspan(low, -24, color="#fcbba1", zorder=0)
+    ax.axvspan(-24, -14, color="#fee5d9", zorder=0)
+    ax.text(-24.3, 0.97, "zero in fp16", ha="right", va="top", fontsize=8,
+            transform=ax.get_xaxis_transform())
+    ax.text(-14.3, 0.97, "fewer digits", ha="right", va="top", fontsize=8,
+            transform=ax.get_xaxis_transform())
+    ax.set(xlabel="gradient, as a power of two", ylabel="of the gradients of a step (%)",
+           xlim=(low, high))
+    ax.margins(y=0.25)
+    ax.set_title(caption, fontsize=9, loc="left")
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(frameon=False, loc="upper right", ncols=2)
+    return fig

@@ -5,7 +5,7 @@ Trains the byte-level GPT of `gpt.py` over all ranks, each layer in a `Zero3Laye
 every rank kept and sent against what the formulas say.
 
 The loop is an ordinary PyTorch loop. What differs from plain data parallelism is two lines: the
-layers are wrapped, and the optimizer is built on this rank's shards. The comparison is the point:
+layers are wrapped, and a `Zero3Optimizer` is built on the model. The comparison is the point:
 `estimate.py` predicts from the shapes alone, `ledger.py` records one real step, and for each rank
 the table says whether they are equal, to the byte.
 
@@ -13,11 +13,10 @@ $$\text{predicted} = \text{measured} \qquad \text{at rest, at the peak, and on t
 
 **Run this**: `make train`, or `torchrun --nproc_per_node=2 -m zero3.train --help` for the options;
 one rank needs no torchrun. It prints losses, a sample and the table, and writes `loss.png`,
-`tape.png` and `metrics.json`.
+`tape.png`, `gradients.png` and `metrics.json`.
 
 **Not covered, and what that costs**: nothing is saved but the figures, so a run that is cut off
-begins again; weight decay also reaches norms and biases, because a shard does not know which of
-its elements they are; bf16 trains without fp32 master weights, and stops learning sooner.
+begins again.
 """
 
 import argparse
@@ -37,11 +36,12 @@ import torch
 import torch.distributed as dist
 
 from zero3 import gpt
-from zero3.estimate import data_parallel, describe, predict
+from zero3.estimate import data_parallel, describe
 from zero3.layer import Zero3Layer, Zero3Sequential
-from zero3.ledger import Ledger, held_bytes
+from zero3.ledger import Event, Ledger, held_bytes
+from zero3.optimizer import Zero3Optimizer
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Cross-entropy comes in nats.
 BITS = 1 / math.log(2)
 # Windows for one evaluation, in batches; always the same ones.
@@ -63,17 +63,26 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--heads", type=int, default=2, help="attention heads of a block")
     add("--seq-len", type=int, default=64, help="bytes in a sequence")
     add("--batch", type=int, default=16, help="sequences in a step, of all ranks together")
+    add("--accumulate", type=int, default=1, help="micro-batches that a batch is cut into")
     add("--steps", type=int, default=650, help="optimizer steps")
     add("--lr", type=float, default=4e-3, help="highest learning rate")
     add("--seed", type=int, default=0, help="of weights, batches and sample")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to train")
     add("--dtype", choices=list(DTYPES), default="fp32", help="of parameters and computation")
+    add("--reduce-dtype", choices=list(DTYPES), help="of gradients between ranks and in shards")
+    add("--loss-scale", type=loss_scale, metavar="S", help='a number, or "dynamic"')
+    add("--clip", type=float, metavar="C", help="greatest norm of the gradient")
+    add("--table", action="store_true", help="first say what each rank will hold")
     add("--text", metavar="FILE", help="text to train on, instead of Python's own reference")
     add("--out", default="runs/train", help="folder for pictures and figures")
     add("--eval-every", type=int, default=50, help="steps from one evaluation to the next")
     add("--sample", type=int, default=300, help="bytes to write after training")
     add("--prompt", default="The ", help="what the sample begins with")
     return parser.parse_args(argv)
+
+
+def loss_scale(text: str) -> float | str:
+    return text if text == "dynamic" else float(text)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,19 +160,22 @@ def check_options(args: argparse.Namespace, ranks: Ranks) -> None:
     """
     ## Refuse what cannot work, before anything starts
     """
-    if args.batch < 1 or args.batch % ranks.world_size:
-        raise ValueError(
-            "the batch does not split over the ranks. Expected: a multiple of "
-            f"{ranks.world_size} ranks. Got: --batch {args.batch}. What to do: change either."
-        )
-    least = {"steps": 2, "layers": 1, "heads": 1, "d_model": 1, "seq_len": 1, "eval_every": 1}
+    least = {"steps": 2, "layers": 1, "heads": 1, "d_model": 1, "seq_len": 1, "eval_every": 1,
+             "accumulate": 1, "clip": 1e-6, "loss_scale": 1e-6}
     for name, value in least.items():
-        if getattr(args, name) < value:
+        given = getattr(args, name)
+        if given not in (None, "dynamic") and not given >= value:
             option = f"--{name.replace('_', '-')}"
             raise ValueError(
-                f"{option} is too small. Expected: at least {value}. Got: {getattr(args, name)}. "
+                f"{option} is too small. Expected: at least {value}. Got: {given}. "
                 f"What to do: raise {option}."
             )
+    if args.batch < 1 or args.batch % (ranks.world_size * args.accumulate):
+        raise ValueError(
+            "the batch does not split. Expected: a multiple of "
+            f"{ranks.world_size} ranks times {args.accumulate} micro-batches. "
+            f"Got: --batch {args.batch}. What to do: change one of the three."
+        )
     if not args.prompt:
         raise ValueError(
             "there is nothing to continue. Expected: a prompt of at least one byte. "
@@ -186,7 +198,7 @@ def lr_at(step: int, steps: int, lr: float) -> float:
 
 def build(
     config: gpt.GPTConfig, args: argparse.Namespace, ranks: Ranks
-) -> tuple[Zero3Sequential, torch.optim.Optimizer]:
+) -> tuple[Zero3Sequential, Zero3Optimizer]:
     """
     ## The sharded model and its optimizer
 
@@ -198,10 +210,11 @@ def build(
     place = (ranks.rank, ranks.world_size, ranks.device, dtype)
     layers = [Zero3Layer(m.to(ranks.device, dtype), *place) for m in gpt.gpt_layers(config)]
     model = Zero3Sequential(layers)
-    # Elementwise, as AdamW is, an optimizer does not notice that it has a shard instead of a
-    # matrix. Fused, because the loop over parameters costs more than the arithmetic.
-    optimizer = torch.optim.AdamW(
-        model.get_trainable_chunk(), betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    optimizer = Zero3Optimizer(
+        model, betas=(0.9, 0.95), loss_scale=args.loss_scale, clip_grad_norm=args.clip,
+        reduce_dtype=DTYPES.get(args.reduce_dtype),
+        # Decay keeps matrices small. Norms and biases have a size for a reason.
+        group_by=lambda name, p: {"weight_decay": 0.1 if p.ndim > 1 else 0.0},
     )
     return model, optimizer
 
@@ -215,8 +228,10 @@ class Run:
     losses: list[float] = dataclasses.field(default_factory=list)  # bits per byte, one per step
     held_out: list[tuple[int, float]] = dataclasses.field(default_factory=list)  # step, bits/byte
     train_s: float = 0.0  # without evaluation
-    tape: Ledger | None = None  # of the last step
-    rest_bytes: int = 0  # after it
+    # Of the last step: its events, what this rank held and sent, and how long its gradients are.
+    events: list[Event] = dataclasses.field(default_factory=list)
+    measured: dict[str, int] = dataclasses.field(default_factory=dict)
+    exponents: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -240,18 +255,21 @@ def train(model, optimizer, text, held_out, args, ranks: Ranks, show) -> Run:
     The last step is recorded: by then the optimizer has its states, so it is a step like all but
     the first.
     """
-    run, losses, start_s = Run(), [], time.perf_counter()
+    run, losses, tape, start_s = Run(), [], Ledger(model, optimizer), time.perf_counter()
     for step in range(args.steps):
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step, args.steps, args.lr)
         last = step + 1 == args.steps
         windows = ranks.rows(gpt.global_batch(text, step, args.batch, args.seq_len, args.seed))
-        with Ledger(model, optimizer) if last else contextlib.nullcontext() as run.tape:
-            loss = gpt.next_byte_loss(model, windows)
-            loss.backward()
+        losses.append(torch.zeros((), device=ranks.device))
+        with tape if last else contextlib.nullcontext():
+            for part in windows.chunk(args.accumulate):
+                loss = gpt.next_byte_loss(model, part) / args.accumulate
+                optimizer.backward(loss)
+                losses[-1] += loss.detach()
+            run.exponents = exponents(optimizer) if last else {}
             optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.detach())
+        optimizer.zero_grad()
 
         if last or (step + 1) % args.eval_every == 0:
             # A loss is this rank's, the mean of its rows; the mean over ranks is that of the
@@ -263,8 +281,24 @@ def train(model, optimizer, text, held_out, args, ranks: Ranks, show) -> Run:
             rate = args.batch * args.seq_len * (step + 1) / run.train_s
             show(step + 1, sum(means) / len(means), run.held_out[-1][1], rate)
             losses, start_s = [], time.perf_counter()
-    run.rest_bytes = held_bytes(model, optimizer)
+    run.events, run.measured = tape.events, {
+        "rank": ranks.rank, "rest_bytes": held_bytes(model, optimizer),
+        "peak_bytes": tape.peak_live_bytes, "sent_bytes": tape.sent_bytes,
+        "messages": tape.messages, "order_bytes": tape.order_bytes,
+    }
     return run
+
+
+def exponents(optimizer: Zero3Optimizer) -> dict[int, int]:
+    r"""
+    ## How many gradients of this rank lie between $2^e$ and $2^{e+1}$, for each $e$
+
+    Without the loss scale, and without those that are zero.
+    """
+    grads = [owned.shard.grad for owned in optimizer.owned]
+    flat = torch.cat([g.float().flatten() / optimizer.loss_scale for g in grads if g is not None])
+    found, counts = flat[flat != 0].abs().log2().floor().unique(return_counts=True)
+    return dict(zip(found.int().tolist(), counts.tolist(), strict=True))
 
 
 @contextlib.contextmanager
@@ -301,24 +335,7 @@ def say(line: str) -> None:
     print(f"{line}\n", end="", flush=True)
 
 
-def measure(run: Run, ranks: Ranks) -> list[dict[str, int]]:
-    """
-    ## What each rank held and sent (all ranks must call it)
-    """
-    tape = run.tape
-    assert tape is not None
-    mine = {
-        "rank": ranks.rank,
-        "rest_bytes": run.rest_bytes,
-        "peak_bytes": tape.peak_live_bytes,
-        "sent_bytes": tape.sent_bytes,
-        "messages": tape.messages,
-        "order_bytes": tape.order_bytes,
-    }
-    return ranks.gather(mine)
-
-
-def finish(model: Zero3Sequential, config: gpt.GPTConfig, args, ranks: Ranks, run: Run) -> None:
+def finish(model, optimizer, config: gpt.GPTConfig, args, ranks: Ranks, run: Run) -> None:
     """
     ## Sample, compare, and write it all down
 
@@ -329,10 +346,10 @@ def finish(model: Zero3Sequential, config: gpt.GPTConfig, args, ranks: Ranks, ru
     text = gpt.sample(model, prompt, args.sample, args.seq_len, 0.5, drawn, ranks.device).decode(
         errors="replace"
     )
-    layers, on_cpu = describe(model), ranks.device.type == "cpu"
-    predicted = predict(layers, ranks.world_size, by_messages=on_cpu)
-    plain = data_parallel(layers, ranks.world_size)
-    measured, tapes = measure(run, ranks), ranks.gather(run.tape.events if run.tape else [])
+    # Ranks differ by a few bytes: param groups cut their shards in other places.
+    predicted = ranks.gather(optimizer.predict(args.accumulate))
+    plain = data_parallel(describe(model), ranks.world_size, mixed=True)
+    measured, tapes, gradients = map(ranks.gather, (run.measured, run.events, run.exponents))
     if ranks.rank:
         return
     # Here, because matplotlib takes a second to import, and only rank 0 draws.
@@ -354,14 +371,18 @@ def finish(model: Zero3Sequential, config: gpt.GPTConfig, args, ranks: Ranks, ru
         "held_out": run.held_out,
         "sample": text,
         "measured": measured,
-        "predicted": report.as_dict(predicted),
+        "skipped_steps": optimizer.skipped_steps,
+        "loss_scale": optimizer.loss_scale,
+        "gradients": report.merged(gradients),
+        "predicted": [report.as_dict(p) for p in predicted],
         "data_parallel": report.as_dict(plain),
     }
     (out / "metrics.json").write_text(json.dumps(metrics, indent=1))
     caption = f"{ranks.world_size} ranks, {device}, torch {version}, commit {metrics['commit']}"
     report.draw_loss(run.losses, run.held_out, caption).savefig(out / "loss.png")
     report.draw_tape(tapes, predicted, plain, caption).savefig(out / "tape.png")
-    say(f"\nwrote loss.png, tape.png and metrics.json to {out}")
+    report.draw_gradients(gradients, caption).savefig(out / "gradients.png")
+    say(f"\nwrote loss.png, tape.png, gradients.png and metrics.json to {out}")
 
 
 def device_name(device: torch.device) -> str:
@@ -416,9 +437,11 @@ def main(argv: list[str] | None = None) -> int:
         return int(code or 0)
     ranks.connect()
     model, optimizer = build(config, args, ranks)
+    if args.table and not ranks.rank:
+        say(optimizer.table(args.accumulate) + "\n")
     with progress(ranks, args.steps) as show:
         run = train(model, optimizer, text, held_out, args, ranks, show)
-    finish(model, config, args, ranks, run)
+    finish(model, optimizer, config, args, ranks, run)
     if ranks.world_size > 1:
         # Nobody leaves while rank 0 still draws.
         dist.barrier()
