@@ -165,6 +165,45 @@ def test_k_micro_batches_equal_one_batch_k_times_as_large(world_size):
                 assert got == pytest.approx(expected, rel=1e-9) and expected > 0.1
 
 
+def reduced_in(param_dtype, reduce_dtype):
+    """The gradient of three micro-batches in each shard, and what it has to be."""
+    rank, world_size, k = dist.get_rank(), dist.get_world_size(), 3
+    layers = chain(param_dtype)
+    plain, optimizer = PlainChain(copy.deepcopy(layers)), Zero3Optimizer(
+        shard(layers), reduce_dtype=reduce_dtype)
+    dtype = reduce_dtype or param_dtype
+    expected = [0] * len(optimizer.owned)
+    for step in range(k):
+        parts = batch(2 * world_size, step).to(param_dtype).chunk(world_size)
+        optimizer.backward(optimizer.model(parts[rank]).float().square().mean())
+        total = [0] * len(expected)
+        for part in parts:
+            plain.zero_grad()
+            plain(part).float().square().mean().backward()
+            for i, layer in enumerate(layer for layer in plain if [*layer.parameters()]):
+                flat = torch.cat([p.grad.flatten() for p in layer.parameters()])
+                flat = F.pad(flat, (0, -len(flat) % world_size)).chunk(world_size)[rank]
+                total[i] = total[i] + flat.to(dtype) * (1 / world_size)
+        expected = [a + b for a, b in zip(expected, total, strict=True)]
+    grads = [owned.shard.grad for owned in optimizer.owned]
+    assert all(grad.dtype == dtype for grad in grads)
+    return all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True)), grads
+
+
+def test_gradients_are_divided_summed_and_accumulated_in_reduce_dtype():
+    """
+    Bit for bit, on three ranks, over three micro-batches: bf16 gradients in fp32, and fp32
+    gradients in bf16, which halves what is sent. Breaks where a gradient is divided before it is
+    widened, or the shard adds in the parameter's data type.
+    """
+    for param_dtype, reduce_dtype in ((BF16, FP32), (BF16, None), (FP32, BF16)):
+        found = run(reduced_in, 3, param_dtype, reduce_dtype)
+        assert [same for same, _ in found] == [True] * 3
+        if reduce_dtype is FP32:
+            # And it makes a difference.
+            assert any((grad != grad.bfloat16()).any() for grad in found[0][1])
+
+
 def all_cases():
     def build(model, **options):
         return Zero3Optimizer(model, bucket_bytes=800, **options)
@@ -514,6 +553,19 @@ def elementwise():
     return worst
 
 
+def test_the_fused_loop_is_taken_where_there_is_one_unless_another_is_asked_for():
+    """
+    Breaks where an optimizer without one gets the argument, or a choice is overruled.
+    """
+    layer = Zero3Layer(nn.Linear(2, 2))
+    for optimizer_class, options, fused in (
+        (torch.optim.AdamW, {}, True), (torch.optim.SGD, {}, True), (torch.optim.RMSprop, {}, None),
+        (torch.optim.AdamW, {"foreach": True}, None), (torch.optim.AdamW, {"fused": False}, False),
+    ):
+        optimizer = Zero3Optimizer(layer, optimizer_class, **options)
+        assert optimizer.param_groups[0].get("fused") == fused
+
+
 def test_any_elementwise_optimizer_does_to_shards_what_it_does_to_parameters():
     """
     torch's and labml's, in fp64. Adam's step divides by the root of what may be nearly zero, so
@@ -538,9 +590,10 @@ class Flips(nn.Module):
         return first(x).tanh() + second(x).sin()
 
 
-def bucketed(bucket_bytes):
+def bucketed(bucket_bytes, by_messages=True):
     torch.manual_seed(0)
     model = shard([Flips() for _ in range(8)])
+    model.module_list[0].wire.by_messages = by_messages
     optimizer = Zero3Optimizer(model, lr=0.01, bucket_bytes=bucket_bytes)
     for step in range(4):
         with Ledger(model, optimizer) as tape:
@@ -570,7 +623,18 @@ def test_small_layers_share_a_message_and_train_the_same():
     assert together[0][2] == together[1][2]
 
 
-# -------------------------------------------------------------------------------------- trespassers
+def test_native_collectives_give_the_same_as_messages():
+    """
+    The lines that NCCL runs, here over gloo: buckets and norms, in two orders of addition, which
+    for two ranks are one.
+    """
+    for (*_, shards), (*_, same) in zip(
+        run(bucketed, 2, 1000), run(bucketed, 2, 1000, False), strict=True
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(shards, same, strict=True))
+
+
+# ----------------------------------------------------------------------------------- what remains
 
 
 def stops_and_goes_on():

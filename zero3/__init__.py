@@ -8,7 +8,7 @@ Read the chapters in this order; each stands on those before it.
 | chapter | file | what it holds |
 |---|---|---|
 | 1 | `layer.py` | the heart: `Zero3Layer`, `Zero3Sequential` |
-| 3 | `optimizer.py` | `Zero3Optimizer`: fp32 masters, loss scale, clipping, accumulation, buckets |
+| 3 | `optimizer.py` | `Zero3Optimizer`: fp32 masters, loss scale, clipping, buckets |
 | tools | `ledger.py` | the wire, over which ranks send, and the tape of what they sent and held |
 | tools | `estimate.py` | the papers' formulas for the same bytes, and a command line to ask them |
 | app | `gpt.py`, `train.py`, `report.py` | a byte-level GPT, the main job, its table and pictures |

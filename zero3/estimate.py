@@ -5,8 +5,9 @@ r"""
 ZeRO's Table 1 as a function.
 
 What a layer rests with, holds at its peak and sends follows from four numbers: how many elements it
-has, how wide they are, which of them train, and $N$. Nothing here runs a model. The tests run one,
-with the `Ledger` listening, and demand equality.
+has, how wide they are, which of them train, and $N$. Nothing here runs a model: `_Step` walks
+through a step and adds up numbers where the heart moves tensors. The tests run a model, with the
+`Ledger` listening, and demand equality.
 
 $$\text{rest} = \sum_\ell \Big\lceil \frac{P_\ell}{N} \Big\rceil \, (b + K)
 \qquad
@@ -19,7 +20,8 @@ layer, and one below the first trainable layer) and $t_\ell = 1$ where it trains
 
 **Not covered, and what that costs**: activations, which do not depend on the sharding and have to
 be added; layers outside a `Zero3Sequential`; parameters that no gradient reaches, which keep their
-layer full to the end of the pass.
+layer full to the end of the pass; buckets that hold two half-precision data types, whose messages
+are counted as one.
 """
 
 import argparse

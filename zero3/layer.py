@@ -10,7 +10,8 @@ states. So each layer is flattened into one vector and cut into $N$ equal shards
 one of them, with its gradient and its optimizer state. Before a layer computes, forward and again
 backward, the ranks *unshard* it (all-gather); right after, they *reshard* it (free the memory).
 Once its gradients are there, a reduce-scatter gives each rank the mean gradient of its own shard
-and of nothing else. Each rank then steps its shard with an ordinary optimizer.
+and of nothing else. Each rank then steps its shards with an ordinary optimizer, or with
+`Zero3Optimizer`, which adds mixed precision and what needs the whole model's gradient.
 
 $$\underbrace{\Big\lceil \frac{P_\ell}{N} \Big\rceil}_{\text{elements at rest, per layer}}
 \qquad
@@ -58,7 +59,8 @@ from zero3.ledger import Ledger, Silence, Transfer, Wire, in_backward
 
 # What a freed parameter still answers, because no element is read for it.
 _PROPERTIES = ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf")
-_METADATA = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES}
+_METADATA = {torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.size,
+             *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES)}
 # What to do about a parameter that is not where somebody looks for it.
 _CURE = ("wrap each module once, put modules that share a parameter into one Zero3Layer, and build "
          "the optimizer on `get_trainable_chunk()` after wrapping")
@@ -480,7 +482,7 @@ class Zero3Layer(nn.Module):
                     "use `sparse=False`, and backward without `create_graph`")
         self._enter_backward()
         if group.grad is None:
-            # Of the parameters' data type, unless the optimizer wants the shard's to be wider.
+            # Of the parameters' data type, unless an optimizer has asked the shard for another.
             group.grad = self._empty(len(group.full), group.shard.grad_dtype)
             self.ledger.record(self, "gradients", group.grad.nbytes)
         grad = grad.to(group.grad.dtype)
@@ -519,9 +521,9 @@ class Zero3Layer(nn.Module):
         r"""
         #### Reshard, and reduce-scatter the gradients
 
-        The reducer starts it and returns, and later hands the sums to `_add_reduced`. All ranks
-        must come here. A rank sends each other one its share of the flat gradient,
-        $(N-1)\lceil P_\ell/N \rceil$ elements.
+        The wire's reducer starts it, or lets small layers wait for each other, and returns; later
+        it hands the sums to `_add_reduced`. All ranks must come here. A rank sends each other one
+        its share of the flat gradient, $(N-1)\lceil P_\ell/N \rceil$ elements.
         """
         self._cleanup_params()
         self.wire.reducer.finish(self)
@@ -565,7 +567,6 @@ class Zero3Layer(nn.Module):
         """
         #### Forget the full gradients
         """
-        self._arrived.clear()
         for g in self.groups:
             g.grad = None
             g.ready.clear()

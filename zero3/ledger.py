@@ -1,8 +1,8 @@
 r"""
 # The wire and the tape
 
-`Wire` carries what ranks tell each other, and `Ledger` records what they send and hold, so that
-every figure in the text can be measured on a real run.
+`Wire` carries what ranks tell each other, `Reducer` says when, and `Ledger` records what they send
+and hold, so that every figure in the text can be measured on a real run.
 
 A sharded layer promises bytes: so many at rest, so many at the peak, so many on the wire. A promise
 like this is checked where the bytes are. All that sharded layers send goes through one class,

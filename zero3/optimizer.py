@@ -4,12 +4,11 @@ r"""
 `Zero3Optimizer` lets a model compute in 16 bits and learn in 32: it keeps fp32 *master weights*
 and moments of this rank's shards, scales the loss, clips, and steps.
 
-Half-precision layers take half the memory and half the traffic, and on a GPU compute several times
-as fast. But a sum of many small steps needs more digits than one product does. So the optimizer
-keeps an fp32 copy of every shard, steps that one, and rounds the result into the shard that the
-layer gathers. All of it is elementwise, so a rank does it for its own shards and sends nothing. Two
-things concern the whole model and cost one small message: whether any gradient anywhere is infinite
-or NaN, and how long the gradient is.
+Layers in half precision take half the memory and half the traffic. But a sum of many small steps
+needs more digits than one product does. So the optimizer keeps an fp32 copy of every shard, steps
+that one, and rounds the result into the shard that the layer gathers. All of this is elementwise: a
+rank does it for its own shards and sends nothing. Two things concern the whole model, and cost one
+small message: how long its gradient is, and whether any of it is infinite or NaN.
 
 $$g = \frac{1}{S} \min\!\Big(1, \frac{c}{\lVert g_S \rVert / S}\Big)\, g_S
 \qquad w_{32} \leftarrow w_{32} - \eta\, \text{Adam}(g)
@@ -38,7 +37,8 @@ bf16 has the range of fp32 and needs no scale.
 **Not covered, and what that costs**: optimizers that look at more than one element at a time. A
 shard has no rows and columns, and its norm is not the layer's: LAMB and LARS divide by the norm of
 each matrix, Adafactor and Muon need its shape, L-BFGS takes products of the whole gradient. They
-would train something else, and those of torch's are refused.
+would train something else; those that torch has are refused. A squared norm above fp32's range,
+gradients of $10^{19}$, counts as an overflow too.
 """
 
 import inspect
@@ -94,8 +94,8 @@ class Zero3Optimizer(torch.optim.Optimizer):
     | round | master | shard |
     """
 
+    # To the wire and the ledger it is one layer more.
     expect: Any = Zero3Layer.expect
-    # It takes part in what ranks send each other as if it were a layer.
     label, layer_idx = "the optimizer", -1
 
     def __init__(self, model: nn.Module, optimizer_class: Any = torch.optim.AdamW, *,
@@ -339,7 +339,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         lower = self.scaled and (not self.dynamic or self.loss_scale / 2 >= self.scale_floor)
         scaled = f"at a loss scale of {self.loss_scale:g}, which cannot go lower"
         self.expect(lower, "cannot step", f"a finite gradient {scaled if self.scaled else ''}",
-                    f"inf or nan in {label}, in the shards of ranks {ranks}",
+                    f"a norm of inf or nan in {label}, in the shards of ranks {ranks}",
                     "look at what that layer computes, lower the learning rate, or "
                     "`zero_grad()` and go on")
         self.skipped_steps += 1
