@@ -15,7 +15,7 @@ TOLERANCE = {"DataTypes": 1e-5}
 def at_rest(model):
     """No full parameter, no full gradient, and shards of the length that the formula gives."""
     for layer in (m for m in model.modules() if hasattr(m, "groups")):
-        assert not layer.is_fetched and not layer._entered and not layer._settling
+        assert not layer.is_fetched and not layer._entered and not layer.wire.unsettled
         for g in layer.groups:
             numel = sum(slot.view.numel() for slot in g.slots)
             assert len(g.shard) == -(-numel // layer.wire.world_size)

@@ -579,15 +579,16 @@ def test_any_elementwise_optimizer_does_to_shards_what_it_does_to_parameters():
 
 
 class Flips(nn.Module):
-    """On one rank the gradients arrive in the other order."""
+    """On one rank the gradients arrive in the other order, or not all of them."""
 
-    def __init__(self):
+    def __init__(self, rank=None, skips=False):
         super().__init__()
         self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.rank, self.skips = dist.get_rank() if rank is None else rank, skips
 
     def forward(self, x):
-        first, second = (self.one, self.two) if dist.get_rank() else (self.two, self.one)
-        return first(x).tanh() + second(x).sin()
+        first, second = (self.one, self.two) if self.rank else (self.two, self.one)
+        return first(x).tanh() + (0 if self.skips and self.rank else second(x).sin())
 
 
 def bucketed(bucket_bytes, by_messages=True):
@@ -609,8 +610,8 @@ def test_small_layers_share_a_message_and_train_the_same():
     """
     Eight layers of 84 parameters: 336 bytes of gradients each, so a bucket of 1000 takes three. The
     reduces become 3 messages in place of 8, of the same bytes, and weights are equal bit for
-    bit, though gradients arrive in another order on rank 1. Breaks where a bucket is filled in the
-    order of arrival, or a share is cut at the wrong place.
+    bit, though gradients arrive in another order on rank 1. Breaks where a share is cut at the
+    wrong place.
     """
     alone, together = run(bucketed, 2, 0), run(bucketed, 2, 1000)
     for (messages, sent, _, shards), (fewer, same, events, equal) in zip(
@@ -621,6 +622,37 @@ def test_small_layers_share_a_message_and_train_the_same():
         for event, layers in (("reduce", "741"), ("reduced", "76543210")):
             assert "".join(layer.split()[1] for layer, e in events if e == event) == layers
     assert together[0][2] == together[1][2]
+
+
+def flips(rank):
+    torch.manual_seed(0)
+    return [Flips(rank, skips=i == 2) for i in range(4)]
+
+
+def skipped():
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    optimizer = Zero3Optimizer(shard(flips(rank)))
+    optimizer.backward(optimizer.model(batch(2, rank, FP32)).square().mean())
+    expected = [0.0] * 4
+    for other in range(world_size):
+        plain = PlainChain(flips(other))
+        plain(batch(2, other, FP32)).square().mean().backward()
+        for i, layer in enumerate(plain):
+            flat = torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.flatten()
+                              for p in layer.parameters()])
+            expected[i] = expected[i] + flat.chunk(world_size)[rank] / world_size
+    return [(owned.shard.grad - grad).abs().max().item()
+            for owned, grad in zip(optimizer.owned, expected, strict=True)]
+
+
+def test_a_gradient_that_is_missing_on_one_rank_is_zero_there_and_delays_nobody():
+    """
+    Rank 1 does not use half of layer 2, so that layer is done at the end of backward only, after
+    layers 1 and 0. In a bucket all have their place by number, and the sums are right. Breaks where
+    a bucket is filled in the order of arrival.
+    """
+    for off in run(skipped, 2):
+        assert max(off) < 1e-6
 
 
 def test_native_collectives_give_the_same_as_messages():

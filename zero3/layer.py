@@ -183,11 +183,11 @@ class Zero3Layer(nn.Module):
         # Calls that still go backward, and the one for whose backward the last layer stays full.
         self._pending: weakref.WeakSet[_Call] = weakref.WeakSet()
         self._kept: weakref.ref | None = None
-        # In this `backward()`: the calls that went, the parameters whose gradients are here, the
-        # input gradients that the calls owe, and whether its end will settle the layer.
+        # In this `backward()`: the calls that went, the parameters whose gradients are here, and
+        # the input gradients that the calls owe.
         self._entered: set[_Call] = set()
         self._arrived: set[tuple[str, ...]] = set()
-        self._inputs_left, self._settling = 0, False
+        self._inputs_left = 0
 
         found = self._find_params(module)
         self.device = self.wire.open(self, found, device, dtype)
@@ -445,8 +445,8 @@ class Zero3Layer(nn.Module):
         """
         #### Have the end of this `backward()` settle the layer
         """
-        if in_backward() and not self._settling:
-            self._settling = True
+        if in_backward() and self not in self.wire.unsettled:
+            self.wire.unsettled.add(self)
             torch.autograd.Variable._execution_engine.queue_callback(_Settle(self))
 
     def _pre_backward_hook(self, call: _Call, *_) -> None:
@@ -484,6 +484,7 @@ class Zero3Layer(nn.Module):
         if group.grad is None:
             # Of the parameters' data type, unless an optimizer has asked the shard for another.
             group.grad = self._empty(len(group.full), group.shard.grad_dtype)
+            group.grad[group.slots[-1].offset + group.slots[-1].view.numel() :].zero_()
             self.ledger.record(self, "gradients", group.grad.nbytes)
         grad = grad.to(group.grad.dtype)
         # The mean over ranks, here and nowhere else. A rank's loss is the mean over its own batch,
@@ -508,8 +509,7 @@ class Zero3Layer(nn.Module):
         With the last one the layer's backward is over. The parameters' own do not tell: a frozen
         weight below the last trainable one is still needed for the gradient of the input.
         """
-        if call in self._entered:
-            self._inputs_left -= 1
+        self._inputs_left -= call in self._entered
         trainable = sum(len(g.slots) for g in self.groups if g.shard.requires_grad)
         if self._inputs_left <= 0 and len(self._arrived) == trainable:
             self._backup_grads()
@@ -526,17 +526,14 @@ class Zero3Layer(nn.Module):
         its share of the flat gradient, $(N-1)\lceil P_\ell/N \rceil$ elements.
         """
         self._cleanup_params()
-        self.wire.reducer.finish(self)
         self._arrived.clear()
         groups = [g for g in self.groups if g.grad is not None]
         for g in groups:
-            # Where no gradient arrived, and in the padding, it is zero and not what the memory
-            # held.
             for slot in g.slots:
                 if slot.names not in g.ready:
+                    # No gradient arrived: it is zero, and not what the memory held.
                     slot.of(g.grad).zero_()
                     g.ready.add(slot.names)
-            g.grad[g.slots[-1].offset + g.slots[-1].view.numel() :].zero_()
         if groups:
             # Messages arrive where the full parameters were, which need the memory no more.
             self.wire.reducer.add(self, [(g.grad, g.full) for g in groups])
@@ -576,17 +573,19 @@ class Zero3Layer(nn.Module):
         #### End a `backward()`
 
         What did not fire is settled before it returns, so the optimizer can step at once:
-        parameters that were not used, inputs that got no gradient, layers fetched in vain. After an
-        exception the gradients that were not reduced are dropped; the others stay until
-        `zero_grad()`.
+        parameters that were not used, inputs that got no gradient, layers fetched in vain. The last
+        layer ends all reduces. After an exception the gradients that were not reduced are dropped;
+        the others stay until `zero_grad()`.
         """
         self._entered.clear()
-        self._inputs_left, self._settling = 0, False
+        self._inputs_left = 0
         if raised:
             self.wire.reducer.finish(self)
             self._drop_grads()
         self._backup_grads()
-        self.wire.reducer.finish(self)
+        self.wire.unsettled.discard(self)
+        if not self.wire.unsettled:
+            self.wire.reducer.end()
 
     # ------------------------------------------------------------------------------------- wiring
 

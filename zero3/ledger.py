@@ -148,6 +148,7 @@ class Wire:
                 "its numbers or leave them out."
             )
         self.reducer = Reducer(self)
+        self.unsettled: set[Any] = set()  # layers that the end of this `backward()` will settle
         self.reducing: Transfer | None = None  # one reduce at most is in flight
         # Why nothing can be sent any more, once that is so.
         self.broken = ""
@@ -392,10 +393,10 @@ class Reducer:
 
         * `pairs` are as for `Wire.reduce_scatter`
         """
-        for before in self.layers:
-            self.finish(before)
-        self.layers = [layer]
-        self.wire.reduce_scatter(layer, pairs)
+        if layer not in self.layers:
+            self.end()
+            self.layers = [layer]
+            self.wire.reduce_scatter(layer, pairs)
 
     def finish(self, layer: Any) -> None:
         """
@@ -406,6 +407,13 @@ class Reducer:
         if layer in self.layers:
             self.layers = []
             layer._add_reduced(self.wire.reduced())
+
+    def end(self) -> None:
+        """
+        ### End all reduces
+        """
+        for layer in self.layers:
+            self.finish(layer)
 
 
 def _announced(row: list[int]) -> str:

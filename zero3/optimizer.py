@@ -274,7 +274,8 @@ class Zero3Optimizer(torch.optim.Optimizer):
         for layer in reversed(self.layers):
             # What `no_sync` has held back, where no other micro-batch took it along.
             layer._backup_grads()
-            layer.wire.reducer.finish(layer)
+        for bucket in self.buckets:
+            bucket.end()
         held = any(group.grad is not None for layer in self.layers for group in layer.groups)
         self.expect(not held, "cannot step", "gradients that are reduced", "some that are held "
                     "back", "leave `no_sync()` first")
@@ -471,7 +472,7 @@ class Bucket(Reducer):
         """
         ### Put a layer's gradients in, and send the bucket if it is full
         """
-        if self.hold:
+        if self.hold or layer in self.layers or self._waits(layer):
             return
         new = [(layer, i, *pair) for i, pair in enumerate(pairs)]
         if self._fills(new) or self.wire.world_size == 1:
@@ -481,6 +482,9 @@ class Bucket(Reducer):
         self.waiting += new
         if self._fills(self.waiting):
             self._send(self.waiting)
+
+    def _waits(self, layer: Zero3Layer) -> bool:
+        return any(layer is waiting for waiting, *_ in self.waiting)
 
     def _fills(self, gradients: list[_Gradient]) -> bool:
         return sum(grad.nbytes for _, _, grad, _ in gradients) >= self.bucket_bytes
@@ -492,8 +496,7 @@ class Bucket(Reducer):
         What is in flight ends first. Gradients lie in the message in the layers' order and not in
         that of their arrival, which may differ between ranks. Each data type has its own message.
         """
-        for before in self.layers[:1]:
-            self.finish(before)
+        super().end()
         alike: dict[torch.dtype, list] = {}
         for one in sorted(gradients, key=lambda one: -one[0].layer_idx):
             alike.setdefault(one[2].dtype, []).append(one)
@@ -513,7 +516,7 @@ class Bucket(Reducer):
         """
         ### End the reduce of a layer's bucket, if there is one
         """
-        if any(layer is waiting for waiting, *_ in self.waiting):
+        if self._waits(layer):
             self._send(self.waiting)
         if layer in self.layers:
             totals: dict[Any, dict[int, torch.Tensor]] = {layer: {} for layer in self.layers}
@@ -524,3 +527,11 @@ class Bucket(Reducer):
                     totals[owner][i] = share
             for owner, own in totals.items():
                 owner._add_reduced([own[i] for i in sorted(own)])
+
+    def end(self) -> None:
+        """
+        ### End all reduces, of layers that wait too
+        """
+        if self.waiting:
+            self._send(self.waiting)
+        super().end()
