@@ -144,7 +144,7 @@ def accumulate(k, clip, hold, options):
 
 def accumulate_all():
     return [(case, accumulate(*case)) for case in (
-        (k, clip, hold, options) for k in (1, 2, 4) for clip in (None, 0.05)
+        (k, clip, hold, options) for k in (1, 2, 4) for clip in (None, 0.05, 50.0)
         for hold, options in ((False, {}), (True, {"bucket_bytes": 0}),
                               (True, {"loss_scale": 1024.0})))]
 
@@ -152,17 +152,17 @@ def accumulate_all():
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_k_micro_batches_equal_one_batch_k_times_as_large(world_size):
     """
-    I7, with clipping and without, reduced each time or at the end, in buckets or one by one, with a
-    scale or none, for k = 1, 2 and 4. In fp64, where sums in another order differ by 1e-15 and a
-    real difference is larger than 1e-10. A norm per rank, a second backward that assigns, a clip
-    before the unscale, or one that counts a parameter on each rank break it.
+    I7, with a clip that shortens, one that does not, and none; reduced each time or at the end, in
+    buckets or one by one, with a scale or without, for k = 1, 2 and 4. In fp64, where sums in
+    another order differ by 1e-15 and a real difference is larger than 1e-10. A norm per rank, a
+    second backward that assigns, a clip before the unscale, or one that counts a parameter on each
+    rank break it.
     """
     for rank in run(accumulate_all, world_size):
         for case, (worst, norms) in rank:
             assert worst < 1e-10, case
             for got, expected in norms:
-                # Long enough to be clipped.
-                assert got == pytest.approx(expected, rel=1e-9) and expected > 0.1
+                assert got == pytest.approx(expected, rel=1e-9) and 0.1 < expected < 50
 
 
 def reduced_in(param_dtype, reduce_dtype):
@@ -778,3 +778,27 @@ def test_a_step_inside_no_sync_is_refused_and_loses_nothing():
             optimizer.step()
     # The gradient is 1 in each of four weights and two biases.
     assert optimizer.step() == pytest.approx(6**0.5)
+
+
+def test_zero_grad_also_drops_what_no_sync_held_back():
+    """
+    Breaks where the next step begins with another's gradients.
+    """
+    layer = Zero3Layer(nn.Linear(2, 2))
+    optimizer = Zero3Optimizer(layer)
+    with optimizer.no_sync():
+        optimizer.backward(layer(torch.ones(1, 2)).sum())
+    optimizer.zero_grad()
+    optimizer.backward(layer(torch.ones(1, 2)).sum())
+    assert optimizer.step() == pytest.approx(6**0.5)
+
+
+@pytest.mark.parametrize("loss_scale, after", [(None, 1.0), (8.0, 8.0), ("dynamic", 131072.0)])
+def test_only_a_dynamic_scale_grows(loss_scale, after):
+    """
+    After one good step with a window of one.
+    """
+    layer = Zero3Layer(nn.Linear(2, 2))
+    optimizer = Zero3Optimizer(layer, loss_scale=loss_scale, scale_window=1)
+    optimizer.backward(layer(torch.ones(1, 2)).sum())
+    assert optimizer.step() == pytest.approx(6**0.5) and optimizer.loss_scale == after

@@ -533,7 +533,6 @@ class Zero3Layer(nn.Module):
                 if slot.names not in g.ready:
                     # No gradient arrived: it is zero, and not what the memory held.
                     slot.of(g.grad).zero_()
-                    g.ready.add(slot.names)
         if groups:
             # Messages arrive where the full parameters were, which need the memory no more.
             self.wire.reducer.add(self, [(g.grad, g.full) for g in groups])

@@ -303,7 +303,8 @@ class Zero3Optimizer(torch.optim.Optimizer):
         #### The gradient in the master's data type
 
         A copy where that is another one. All shards share the memory for it, one after the other:
-        fp32 gradients of all of them would be 4 more bytes per parameter.
+        fp32 gradients of all of them would be 4 more bytes per parameter, and fresh memory for each
+        takes longer to get than to fill.
         """
         grad: Any = owned.shard.grad
         if grad.dtype == owned.master.dtype:
@@ -361,7 +362,8 @@ class Zero3Optimizer(torch.optim.Optimizer):
             piece.grad = grad[where]
         every = [group["params"] for group in self.param_groups]
         try:
-            # The class sees this shard alone, and its gradient can go before the next one's comes.
+            # A step for each shard, so that its gradient can go before the next one's comes; and
+            # with its pieces alone in sight, or each step would look at those of all shards.
             for i, group in enumerate(self.param_groups):
                 group["params"] = self._pieces(i, [owned])
             self.inner.step()

@@ -242,8 +242,8 @@ def draw_gradients(gradients: list[dict[int, int]], caption: str) -> Figure:
             transform=ax.get_xaxis_transform())
     ax.set(xlabel="gradient, as a power of two", ylabel="of the gradients of a step (%)",
            xlim=(low, high))
-    ax.margins(y=0.25)
+    ax.margins(y=0.35)
     ax.set_title(caption, fontsize=9, loc="left")
     ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(frameon=False, loc="upper right", ncols=2)
+    ax.legend(frameon=False, loc="upper right")
     return fig

@@ -293,11 +293,12 @@ def exponents(optimizer: Zero3Optimizer) -> dict[int, int]:
     r"""
     ## How many gradients of this rank lie between $2^e$ and $2^{e+1}$, for each $e$
 
-    Without the loss scale, and without those that are zero.
+    Without the loss scale, and without those that are zero or overflow.
     """
     grads = [owned.shard.grad for owned in optimizer.owned]
-    flat = torch.cat([g.float().flatten() / optimizer.loss_scale for g in grads if g is not None])
-    found, counts = flat[flat != 0].abs().log2().floor().unique(return_counts=True)
+    sizes = torch.cat([g.float().abs() / optimizer.loss_scale for g in grads if g is not None])
+    found, counts = sizes.log2().floor().unique(return_counts=True)
+    found, counts = found[found.isfinite()], counts[found.isfinite()]
     return dict(zip(found.int().tolist(), counts.tolist(), strict=True))
 
 
