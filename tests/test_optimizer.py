@@ -780,6 +780,17 @@ def test_a_step_inside_no_sync_is_refused_and_loses_nothing():
     assert optimizer.step() == pytest.approx(6**0.5)
 
 
+def test_the_norm_of_millions_of_gradients_has_six_digits():
+    """
+    Breaks where fp32 adds up all squares of a shard in one go.
+    """
+    layer = Zero3Layer(nn.Linear(3000, 3000))
+    optimizer = Zero3Optimizer(layer, torch.optim.SGD, lr=0.0)
+    (shard,) = layer.get_trainable_chunk()
+    shard.grad = torch.randn(len(shard), generator=torch.Generator().manual_seed(0))
+    assert optimizer.step() == pytest.approx(shard.grad.double().norm().item(), rel=1e-6)
+
+
 def test_zero_grad_also_drops_what_no_sync_held_back():
     """
     Breaks where the next step begins with another's gradients.

@@ -59,8 +59,8 @@ from zero3.ledger import Ledger, Pairs, Reducer, Silence, Wire
 
 # Optimizers of torch's that look at more than one element at a time.
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
-# Elements whose squares fp32 adds up with a relative error of 1e-7. Over ten million of them it
-# would be 1e-4, for the sum becomes too large to notice its next term.
+# Elements whose squares fp32 adds up at once; the blocks' sums are added afterwards. One sum over
+# millions is too large to notice its next term, and would be wrong in the fourth digit.
 _BLOCK_NUMEL = 1 << 16
 # A layer, which of its gradients, the gradient, and a buffer that may become its inbox.
 _Gradient = tuple[Any, int, torch.Tensor, torch.Tensor]
