@@ -695,6 +695,18 @@ def test_a_state_dict_is_all_that_the_next_run_needs():
     assert run(stops_and_goes_on, 2) == [True, True]
 
 
+def test_a_state_of_another_model_is_refused_and_changes_nothing():
+    """
+    Breaks where the moments are loaded before the sizes are looked at.
+    """
+    one, other = (Zero3Optimizer(Zero3Layer(nn.Linear(2, n)), lr=n) for n in (2, 3))
+    with pytest.raises(RuntimeError, match=r"Expected: shards of \[6\].*Got: \[9\]"):
+        one.load_state_dict(other.state_dict())
+    assert one.param_groups[0]["lr"] == 2
+    with pytest.raises(RuntimeError, match=r"Expected: a Zero3Sequential. Got: Zero3Layer"):
+        one.predict()
+
+
 def written():
     model = shard([layer.to(BF16) for layer in chain()])
     optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=1.0)

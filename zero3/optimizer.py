@@ -405,8 +405,14 @@ class Zero3Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """
         ### Go on from there
+
+        Raises `RuntimeError`, before anything is changed, where the shards are of other sizes.
         """
         own = dict(state_dict)
+        sizes, mine = [[len(m) for m in masters] for masters in (
+            own["masters"], (owned.master for owned in self.owned))]
+        self.expect(sizes == mine, "cannot load this state", f"shards of {mine} elements",
+                    f"{sizes}", "load it into the same model on as many ranks, on the same rank")
         self.inner.load_state_dict({key: own.pop(key) for key in ("state", "param_groups")})
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         for owned, master in zip(self.owned, own.pop("masters"), strict=True):
@@ -420,7 +426,11 @@ class Zero3Optimizer(torch.optim.Optimizer):
         ### The bytes of this rank, from the formulas
 
         * `micro_batches` are in a step; `no_sync` says that all but the last ran in `no_sync()`
+
+        Raises `RuntimeError` where the model is not a `Zero3Sequential`.
         """
+        self.expect(hasattr(self.model, "module_list"), "cannot predict", "a Zero3Sequential",
+                    type(self.model).__name__, "put the layers into one, or measure with `Ledger`")
         # How many tensors of an element's width the class keeps, and how many bytes beside them,
         # it says itself: it takes a step with two elements.
         optimizer_class, kwargs = self.options
@@ -437,7 +447,6 @@ class Zero3Optimizer(torch.optim.Optimizer):
             by_messages=self.wire.by_messages, stage3=True, micro_batches=micro_batches,
             no_sync=no_sync, bucket_bytes=self.bucket_bytes,
             reduce_bytes=self.reduce_dtype.itemsize if self.reduce_dtype else None)
-
 
     def table(self, micro_batches: int = 1) -> str:
         """
