@@ -415,17 +415,16 @@ def floor(loss_scale):
     return scales, text, optimizer.step()
 
 
-def test_at_its_floor_the_scale_raises_and_names_the_layer_and_the_ranks():
+def test_at_its_floor_the_scale_raises_and_names_the_layer():
     """
     Layer 1's backward makes a NaN on rank 1; layer 0's gradient is NaN by consequence, layer 2's is
-    good. Without a scale there is nothing to lower, so the first time raises. A fixed scale skips.
-    Afterwards training goes on.
+    good. All ranks name the same layer. Without a scale there is nothing to lower, so the first
+    time raises. A fixed scale skips. Afterwards training goes on.
     """
     for rank, (scales, text, norm) in enumerate(run(floor, 2, "dynamic")):
         assert scales == [32768.0, 16384.0] and norm > 0
         assert text.startswith(f"rank {rank}: the optimizer cannot step.") and "16384" in text
-        # A gradient is the sum over ranks: all ranks' shards of the layer have it.
-        assert "layer 1 (Explodes), in the shards of ranks [0, 1]" in text
+        assert "Got: a norm of inf or nan in layer 1 (Explodes)." in text
     for scales, text, norm in run(floor, 2, None):
         assert scales == [] and "layer 1 (Explodes)" in text and norm > 0
     for scales, text, norm in run(floor, 2, 8.0):
@@ -655,6 +654,55 @@ def test_a_gradient_that_is_missing_on_one_rank_is_zero_there_and_delays_nobody(
         assert max(off) < 1e-6
 
 
+def late():
+    """Layer 6 of eight is late on rank 1, and a bucket is full before it comes."""
+    torch.manual_seed(0)
+    model = shard([Flips(skips=i == 6) for i in range(8)])
+    optimizer = Zero3Optimizer(model, bucket_bytes=1000)
+    try:
+        optimizer.backward(model(batch(2, 0, FP32)).square().mean())
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_buckets_with_other_layers_on_another_rank_are_an_error_and_not_a_sum():
+    """
+    Rank 0 packs layers 7, 6 and 5, rank 1 packs 7, 5 and 4: as many bytes, with the same first
+    layer. Breaks where the announcement does not say which layers are in the bucket.
+    """
+    for rank, text in enumerate(run(late, 2)):
+        assert text and text.startswith(f"rank {rank}: layer ") and "the ranks diverged" in text
+        assert f"on rank {1 - rank}" in text and "1008 bytes" in text
+
+
+def raises_while_waiting():
+    model = shard([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Explodes(lambda: False)])
+    optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.0)
+    x = batch(2, dtype=FP32).requires_grad_()
+
+    def stop(grad):
+        raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop"):
+        y = model.module_list[0](x)
+        y.register_hook(stop)
+        optimizer.backward(model.module_list[2](model.module_list[1](y)).square().mean())
+    left = [bool(b.waiting or b.layers) for b in optimizer.buckets]
+    grads = [owned.shard.grad for owned in optimizer.owned]
+    optimizer.backward(model(x).square().mean())
+    norm = optimizer.step()
+    optimizer.zero_grad()
+    optimizer.backward(model(x).square().mean())
+    return left, grads, norm == optimizer.step()
+
+
+def test_gradients_that_wait_are_dropped_when_backward_raises():
+    """
+    Nothing is sent from the ruins of a backward, and the next one begins from nothing.
+    """
+    assert run(raises_while_waiting, 2) == [([False], [None] * 3, True)] * 2
+
+
 def test_native_collectives_give_the_same_as_messages():
     """
     The lines that NCCL runs, here over gloo: buckets and norms, in two orders of addition, which
@@ -705,6 +753,33 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing():
     assert one.param_groups[0]["lr"] == 2
     with pytest.raises(RuntimeError, match=r"Expected: a Zero3Sequential. Got: Zero3Layer"):
         one.predict()
+
+
+def test_a_state_does_not_decide_whether_to_scale():
+    """
+    A dynamic scale goes on from the state's; a run without one, or with a fixed one, keeps its own.
+    """
+    state = Zero3Optimizer(Zero3Layer(nn.Linear(2, 2)), loss_scale=1024.0).state_dict()
+    for loss_scale, after in ((None, 1.0), (8.0, 8.0), ("dynamic", 1024.0)):
+        layer = Zero3Layer(nn.Linear(2, 2))
+        optimizer = Zero3Optimizer(layer, loss_scale=loss_scale)
+        optimizer.load_state_dict(copy.deepcopy(state))
+        optimizer.backward(layer(torch.ones(1, 2)).sum())
+        assert optimizer.loss_scale == after and optimizer.step() == pytest.approx(6**0.5)
+
+
+def test_a_second_optimizer_has_its_own_reduce_dtype():
+    """
+    Breaks where the first one's choice stays with the shard. Gradients that are left are refused.
+    """
+    layer = Zero3Layer(nn.Linear(2, 2))
+    for reduce_dtype in (BF16, None):
+        optimizer = Zero3Optimizer(layer, reduce_dtype=reduce_dtype)
+        optimizer.backward(layer(torch.ones(1, 2)).sum())
+        assert optimizer.owned[0].shard.grad.dtype == (reduce_dtype or FP32)
+        with pytest.raises(RuntimeError, match="call `zero_grad"):
+            Zero3Optimizer(layer)
+        optimizer.zero_grad()
 
 
 def written():
@@ -766,6 +841,9 @@ class Stray(nn.Module):
     "clip at infinity": lambda m: Zero3Optimizer(m, clip_grad_norm=math.inf),
     "integer gradients": lambda m: Zero3Optimizer(m, reduce_dtype=torch.int32),
     "negative bucket": lambda m: Zero3Optimizer(m, bucket_bytes=-1),
+    "clip of zero": lambda m: Zero3Optimizer(m, clip_grad_norm=0.0),
+    "floor above the start": lambda m: Zero3Optimizer(m, loss_scale="dynamic", scale_floor=1e6),
+    "half a window": lambda m: Zero3Optimizer(m, scale_window=1.5),
     "not wrapped": lambda m: Zero3Optimizer(nn.Linear(2, 2)),
     "frozen": lambda m: Zero3Optimizer(Zero3Layer(freeze(nn.Linear(2, 2)))),
     "stray parameter": lambda m: Zero3Optimizer(Stray()),

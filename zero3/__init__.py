@@ -3,15 +3,28 @@ r"""
 
 ZeRO-3 with every claim tested: a small implementation to read, and to train with.
 
-Read the chapters in this order; each stands on those before it.
+Read the chapters in this order, and the tools where a chapter uses them: `Wire` and `Reducer`
+before chapter 3.
 
 | chapter | file | what it holds |
 |---|---|---|
 | 1 | `layer.py` | the heart: `Zero3Layer`, `Zero3Sequential` |
-| 3 | `optimizer.py` | `Zero3Optimizer`: fp32 masters, loss scale, clipping, buckets |
+| 3 | `optimizer.py` | `Zero3Optimizer`: masters, loss scale, clipping, micro-batches, buckets |
 | tools | `ledger.py` | the wire, over which ranks send, and the tape of what they sent and held |
 | tools | `estimate.py` | the papers' formulas for the same bytes, and a command line to ask them |
 | app | `gpt.py`, `train.py`, `report.py` | a byte-level GPT, the main job, its table and pictures |
+
+What the code keeps at all times has a number, and a test that fails without it:
+
+| invariant | what it says |
+|---|---|
+| I1, numbers | fp32 training equals plain PyTorch on the global batch, on two ranks DDP's bits |
+| I2, rest | between steps a rank has $\lceil P_\ell/N \rceil$ elements of a layer, nothing whole |
+| I3, peak | in a step the computing layer and the next are whole, and gradients on their way |
+| I4, traffic | a layer has an unshard forward, one backward, a reduce-scatter; the last saves one |
+| I5, padding | is zero in weights, gradients, moments and norms |
+| I6, order | all ranks send the same in the same order, or get an error that names both sides |
+| I7, micro-batches | a second backward adds: $k$ of them are one batch $k$ times as large |
 
 The same three steps run through code, tests and the main job: predict (`estimate`), run and measure
 (`ledger`), compare.

@@ -9,12 +9,15 @@ has, how wide they are, which of them train, and $N$. Nothing here runs a model:
 through a step and adds up numbers where the heart moves tensors. The tests run a model, with the
 `Ledger` listening, and demand equality.
 
-$$\text{rest} = \sum_\ell \Big\lceil \frac{P_\ell}{N} \Big\rceil \, (b + K)
+$$\text{rest} = \sum_\ell \Big\lceil \frac{P_\ell}{N} \Big\rceil \, (b + K t_\ell)
 \qquad
-\text{sent} = (N-1) \sum_\ell \Big\lceil \frac{P_\ell}{N} \Big\rceil \, b \, (g_\ell + t_\ell)$$
+\text{sent} = (N-1) \sum_\ell \Big\lceil \frac{P_\ell}{N} \Big\rceil
+\, (b \, g_\ell + b_g \, t_\ell)$$
 
-with $b$ bytes per element, $g_\ell$ unshards of layer $\ell$ in a step (two, but one for the last
-layer, and one below the first trainable layer) and $t_\ell = 1$ where it trains.
+with $b$ bytes per element of the parameters and $b_g$ of their gradients on the way, $K$ bytes that
+the optimizer keeps for each, $g_\ell$ unshards of layer $\ell$ (two, but one for the last layer,
+and one below the first trainable layer) and $t_\ell = 1$ where it trains. Micro-batches send as
+much each time, and `Zero3Optimizer` 8 bytes for each trainable shard once in a step.
 
 **Run this**: `python -m zero3.estimate --params 7.5e9 --ranks 64`.
 
@@ -108,11 +111,11 @@ class Prediction:
 
     param_bytes: int  # the shards, trainable and frozen
     grad_bytes: int  # the gradients of the shards, from backward to `zero_grad()`
-    master_bytes: int  # fp32 copies of the trainable shards
+    master_bytes: int  # fp32 copies of the trainable shards in half precision
     optimizer_bytes: int  # moments and counts
     buffer_bytes: int  # of the modules, which stay whole
     peak_bytes: int  # the highest moment of a step that begins without gradients
-    sent_bytes: int  # parameters and gradients put on the wire by a training step
+    sent_bytes: int  # parameters, gradients and norms put on the wire by a training step
     messages: int
     order_bytes: int  # of the announcements that make sure of the order
 
@@ -123,6 +126,22 @@ class Prediction:
         """
         rests = self.param_bytes, self.master_bytes, self.optimizer_bytes, self.buffer_bytes
         return sum(rests)
+
+    def table(self, dtypes: list[str]) -> str:
+        """
+        ### Kind by kind, to be read
+
+        * `dtypes` are of parameters, of gradients, and of masters and moments
+        """
+        of_params, of_grads, of_masters = dtypes
+        rows = (("parameters", of_params, self.param_bytes),
+                ("gradients", of_grads, self.grad_bytes),
+                ("masters", of_masters, self.master_bytes),
+                ("moments and counts", of_masters, self.optimizer_bytes),
+                ("buffers", "", self.buffer_bytes),
+                ("all, with gradients", "", self.rest_bytes + self.grad_bytes),
+                ("at the peak of a step", "", self.peak_bytes))
+        return "\n".join(f"{name:24}{dtype:20}{nbytes:>16,}" for name, dtype, nbytes in rows)
 
 
 def describe(layers: Any, group_by: Callable[[str, Any], Any] | None = None) -> list[LayerSpec]:
@@ -183,8 +202,8 @@ def predict(
     * `moments` is how many tensors of the shard's size the optimizer keeps: 2 for Adam
     * `step_bytes` is what it keeps beside them for each piece of a trainable shard: torch's Adam
       counts steps in an fp32 number
-    * `by_messages` says that a reduce receives into a buffer of the layer's size, as it does on the
-      CPU
+    * `by_messages` says that a reduce receives into a buffer as large as what it sends from, as it
+      does on the CPU
     * `stage3` says that the optimizer is a `Zero3Optimizer`: masters and moments are fp32 at least,
       param groups cut the shards, and the ranks tell each other norms
     * `reduce_bytes` are of an element of the reduced gradients; left out, the parameters'
@@ -212,8 +231,8 @@ def predict(
     if stage3:
         # The squared norm of each shard's gradient, in fp64.
         step.send(8 * len(trainable), 1)
-    # Each transfer is announced by three 8-byte numbers; NCCL's are not.
-    order = 24 * step.transfers * by_messages
+    # Each transfer is announced by four 8-byte numbers; NCCL's are not.
+    order = 32 * step.transfers * by_messages
     return Prediction(params, grads, masters, states, buffers, rest + step.peak, step.sent_bytes,
                       step.messages, order)
 

@@ -118,7 +118,7 @@ class _Group:
     slots: list[_Slot]
     full: torch.Tensor  # (world_size * shard_numel,), device; its storage has no bytes at rest
     shard: nn.Parameter  # (shard_numel,), device; what rests
-    grad: Any = None  # as `full`; from the first gradient to the end of the reduce
+    grad: Any = None  # as long; of the shard's `grad_dtype`; until the end of the reduce
     ready: set[tuple[str, ...]] = dataclasses.field(default_factory=set)  # names of what `grad` has
 
 
@@ -147,8 +147,8 @@ class Zero3Layer(nn.Module):
     | | it is done: *reshard* | freed | none |
     | backward | the layer after begins: *unshard* | arriving | none |
     | | its own gradients arrive | whole | filling |
-    | | the last one is here: *reshard*, *reduce* | freed | leaving |
-    | | the layer before has all of its own | freed | freed: the shard has its gradient |
+    | | the last one is here: *reshard*, *reduce* | freed | leaving, or waiting in a bucket |
+    | | the next reduce begins, or the pass ends | freed | freed: the shard has its gradient |
     """
 
     def __init__(self, module: nn.Module, rank: int | None = None, world_size: int | None = None,
@@ -291,7 +291,7 @@ class Zero3Layer(nn.Module):
         if self.is_fetched or self._full_elsewhere or not self.groups:
             return
         self._enter_backward()
-        # Its messages may still be coming in, into this very buffer.
+        # Gradients may still be coming in, into this very buffer.
         self.wire.reducer.finish(self)
         self.is_fetched = True
         self._gather = self.wire.all_gather(self, [(g.full, g.shard.detach()) for g in self.groups])
@@ -473,7 +473,7 @@ class Zero3Layer(nn.Module):
         """
         #### A parameter's gradient is complete: move it into the flat gradient
 
-        In one pass, and then its own memory is gone: a layer does not hold its gradients twice.
+        In one pass, and then its own memory is gone: a layer does not collect its gradients twice.
         """
         grad: Any = param.grad
         param.grad = None
@@ -534,7 +534,8 @@ class Zero3Layer(nn.Module):
                     # No gradient arrived: it is zero, and not what the memory held.
                     slot.of(g.grad).zero_()
         if groups:
-            # Messages arrive where the full parameters were, which need the memory no more.
+            # Messages arrive where the full parameters were, which need the memory no more. Those
+            # of a bucket arrive where its first layer's were.
             self.wire.reducer.add(self, [(g.grad, g.full) for g in groups])
         if self.layer_idx < 0:
             # A layer that stands alone has no neighbour to end it before the pass does.
@@ -572,14 +573,14 @@ class Zero3Layer(nn.Module):
         #### End a `backward()`
 
         What did not fire is settled before it returns, so the optimizer can step at once:
-        parameters that were not used, inputs that got no gradient, layers fetched in vain. The last
-        layer ends all reduces. After an exception the gradients that were not reduced are dropped;
-        the others stay until `zero_grad()`.
+        parameters that were not used, inputs that got no gradient, layers fetched in vain. The one
+        that comes last ends all reduces. After an exception the gradients whose reduce has not
+        begun are dropped; the others stay until `zero_grad()`.
         """
         self._entered.clear()
         self._inputs_left = 0
         if raised:
-            self.wire.reducer.finish(self)
+            self.wire.reducer.drop(self)
             self._drop_grads()
         self._backup_grads()
         self.wire.unsettled.discard(self)
@@ -624,7 +625,7 @@ class Zero3Sequential(nn.Module):
         for before, after in pairwise(sharded):
             before.next_layer.append(after)
             after.prev_layer.append(before)
-            # One wire: its streams are shared, and it knows whose reduces are in flight.
+            # One wire: its streams and its reducer are shared, and one reduce is in flight.
             after.wire = before.wire
         self.module_list: Any = nn.ModuleList(modules)
 

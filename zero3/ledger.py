@@ -56,10 +56,10 @@ class Transfer:
     action: str  # one of `_ACTIONS`
     stream: Any
     pairs: Pairs
-    order: torch.Tensor | None = None  # (world_size, 3) int64: what each rank is about to do
+    order: torch.Tensor | None = None  # (world_size, 4) int64: what each rank is about to do
     order_works: list[Any] = field(default_factory=list)
     works: list[Any] = field(default_factory=list)
-    sent_bytes: int = 0  # of parameters or gradients, by this rank
+    sent_bytes: int = 0  # of parameters, gradients or norms, by this rank
     messages: int = 0
     order_bytes: int = 0
 
@@ -149,7 +149,8 @@ class Wire:
             )
         self.reducer = Reducer(self)
         self.unsettled: set[Any] = set()  # layers that the end of this `backward()` will settle
-        self.reducing: Transfer | None = None  # one reduce at most is in flight
+        # One reduce at most is in flight, of a layer or of a bucket of them.
+        self.reducing: Any = None
         # Why nothing can be sent any more, once that is so.
         self.broken = ""
 
@@ -220,7 +221,7 @@ class Wire:
         # The fetch stream waits for the compute stream: there the optimizer wrote the shards, and
         # there the memory that is handed out now had its last reader.
         with self.on(self.fetch_stream):
-            transfer = self._begin(layer, "gather", self.fetch_stream, pairs)
+            transfer = self._begin([layer], "gather", self.fetch_stream, pairs)
             for full, shard in pairs:
                 layer.expect(full.dtype == shard.dtype and full.device == shard.device,
                              "cannot gather", f"{full.dtype} on {full.device}, as wrapped",
@@ -235,10 +236,11 @@ class Wire:
         layer.ledger.record(layer, "fetch", sum(full.nbytes for full, _ in pairs), transfer)
         return transfer
 
-    def reduce_scatter(self, layer: Any, pairs: Pairs) -> None:
+    def reduce_scatter(self, layers: list[Any], pairs: Pairs) -> None:
         """
         ### Start to reduce-scatter each flat gradient
 
+        * `layers` are those whose gradients these are; it is recorded under the first one's name
         * `pairs` are of the gradient, `(world_size * shard_numel,)`, and of any buffer: where
           messages need an inbox, its storage becomes one
 
@@ -246,7 +248,7 @@ class Wire:
         """
         # The backup stream waits for the compute stream, which wrote the gradients.
         with self.on(self.backup_stream):
-            self.reducing = transfer = self._begin(layer, "reduce", self.backup_stream, pairs)
+            self.reducing = transfer = self._begin(layers, "reduce", self.backup_stream, pairs)
             for i, (grad, buffer) in enumerate(pairs):
                 if self.world_size > 1 and self.by_messages:
                     memory = buffer.untyped_storage()
@@ -258,7 +260,8 @@ class Wire:
                 elif self.world_size > 1:
                     # In place: the sum replaces this rank's own row.
                     self._collective(transfer, _reduce_scatter, self.rows(grad)[self.rank], grad)
-        layer.ledger.record(layer, "reduce", sum(grad.nbytes for grad, _ in pairs), transfer)
+        nbytes = sum(grad.nbytes for grad, _ in pairs)
+        layers[0].ledger.record(layers[0], "reduce", nbytes, transfer)
 
     def numbers(self, layer: Any, mine: torch.Tensor) -> torch.Tensor:
         """
@@ -271,7 +274,7 @@ class Wire:
         """
         rows = mine.repeat(self.world_size, 1)
         with self.on(self.fetch_stream):
-            transfer = self._begin(layer, "norm", self.fetch_stream, [(rows, mine)])
+            transfer = self._begin([layer], "norm", self.fetch_stream, [(rows, mine)])
             if self.world_size > 1 and not self.by_messages:
                 self._collective(transfer, _all_gather, rows.view(-1), mine)
             else:
@@ -284,7 +287,6 @@ class Wire:
         """
         ### End the reduce in flight: this rank's shares of the sums
         """
-        assert self.reducing is not None
         transfer, self.reducing = self.reducing, None
         return transfer.wait()
 
@@ -328,21 +330,23 @@ class Wire:
             dist.broadcast(_bytes(whole), 0)
             tensor.detach().copy_(whole)
 
-    def _begin(self, layer: Any, action: str, stream: Any, pairs: list) -> Transfer:
+    def _begin(self, layers: list[Any], action: str, stream: Any, pairs: list) -> Transfer:
         """
         #### Announce what this rank is about to transfer
 
-        24 bytes to each other rank, ahead of the data and without waiting. Ranks that took
+        32 bytes to each other rank, ahead of the data and without waiting. Ranks that took
         different branches would otherwise exchange different layers: where the sizes are the same,
         the model turns to noise; where they are not, gloo ends the process. NCCL is not asked: to
         look at what came, the host would have to wait for the device each time.
         """
-        transfer = Transfer(self, layer, action, stream, pairs)
+        transfer = Transfer(self, layers[0], action, stream, pairs)
         if self.by_messages and self.world_size > 1:
             nbytes = sum(full.nbytes for full, _ in pairs)
-            transfer.order = torch.empty(self.world_size, 3, dtype=torch.int64)
-            announced = [layer.layer_idx, _ACTIONS.index(action), nbytes]
-            transfer.order[self.rank] = torch.tensor(announced)
+            transfer.order = torch.empty(self.world_size, 4, dtype=torch.int64)
+            numbers = [layer.layer_idx for layer in layers]
+            # A checksum, for two buckets may begin with the same layer and have as many bytes.
+            transfer.order[self.rank] = torch.tensor([
+                numbers[0], _ACTIONS.index(action), nbytes, zlib.crc32(str(numbers).encode())])
             mine = [transfer.order[self.rank]] * self.world_size
             transfer.order_works = self._send(transfer.order, mine, _ORDER_TAG)
             transfer.order_bytes = mine[0].nbytes * (self.world_size - 1)
@@ -380,7 +384,8 @@ class Reducer:
     """
     ## When gradients are reduced: each layer's as soon as they are there
 
-    It is in flight beside the backward of the layer below.
+    A reduce is in flight beside the backward of the layer below. `Zero3Optimizer` puts a reducer in
+    place of this one that lets small layers wait for each other.
     """
 
     def __init__(self, wire: Wire):
@@ -396,7 +401,7 @@ class Reducer:
         if layer not in self.layers:
             self.end()
             self.layers = [layer]
-            self.wire.reduce_scatter(layer, pairs)
+            self.wire.reduce_scatter(self.layers, pairs)
 
     def finish(self, layer: Any) -> None:
         """
@@ -412,12 +417,18 @@ class Reducer:
         """
         ### End all reduces
         """
-        for layer in self.layers:
+        for layer in self.layers[:1]:
             self.finish(layer)
+
+    def drop(self, layer: Any) -> None:
+        """
+        ### Forget a layer's gradients, or end their reduce if it has begun
+        """
+        self.finish(layer)
 
 
 def _announced(row: list[int]) -> str:
-    return f"{_ACTIONS[row[1]]} of layer {row[0]}, {row[2]} bytes"
+    return f"{_ACTIONS[row[1]]} of layer {row[0]}, {row[2]} bytes, layers' checksum {row[3]}"
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -446,7 +457,7 @@ class Event:
     tier: str  # where the bytes lie
     bytes: int  # that the event is about
     live_bytes: int  # that model and optimizer hold after it
-    sent_bytes: int  # of parameters or gradients that it put on the wire
+    sent_bytes: int  # of parameters, gradients or norms that it put on the wire
 
 
 class Ledger:
@@ -463,8 +474,8 @@ class Ledger:
     | gathered | the unshard is complete |
     | compute, computed | the module starts and ends; in backward, the first gradient arrives |
     | gradients | the buffer for the layer's flat gradient is there |
-    | reduce | a reduce-scatter starts |
-    | reduced | the shard's gradient is there |
+    | reduce | a reduce-scatter starts; that of a bucket has its first layer's name |
+    | reduced | the shard's gradient is there, of each layer of a bucket |
     | free | full parameters, or the buffers of a reduce, are given back |
     | norm | the ranks tell each other the norms of their gradients |
     | step | a shard is updated |
@@ -513,8 +524,7 @@ class Ledger:
         self.order_bytes += transfer.order_bytes if transfer else 0
         now_s = time.perf_counter() - self._start_s
         phase = "backward" if in_backward() else "forward"
-        if event in ("norm", "step"):
-            phase = "step"
+        phase = "step" if event in ("norm", "step") else phase
         self.events.append(Event(now_s, layer.wire.rank, layer.label, phase, event, "device",
                                  nbytes, live_bytes, sent_bytes))
 

@@ -19,26 +19,35 @@ with $g_S$ the gradient of a loss that was multiplied by the scale $S$, and $c$ 
 Master weights, momentum and variance are $K = 12$ bytes per parameter
 ([ZeRO](https://arxiv.org/abs/1910.02054), section 3.1). With half-precision parameters and
 gradients a rank has $\frac{(2 + 2 + K)\Psi}{N} = \frac{16\Psi}{N}$ bytes of model states after
-backward, and $\frac{14\Psi}{N}$ once `zero_grad()` has dropped the gradients.
+backward, and $\frac{14\Psi}{N}$ once `zero_grad()` has dropped the gradients; beside that padding,
+and for each shard 4 bytes in which torch's Adam counts its steps.
 
 **Why the masters are fp32.** bf16 has 8 significant bits: the neighbours of 1 are
 $1 + \frac{1}{128}$ and $1 - \frac{1}{256}$. A step of 0.001 from 1 is rounded away, and so are a
-thousand of them, one after the other; an fp32 master arrives at 0. fp16 has 11 bits, and loses a
-step of 0.0002 in the same way.
+thousand of them, one after the other; an fp32 master arrives at 0, to four digits. fp16 has 11
+bits, and loses a step of 0.0002 in the same way.
 
 **Why the loss is scaled.** Below $2^{-14}$ fp16 has fewer and fewer digits, and below $2^{-24}$ no
 number at all; many gradients are smaller than the one, some than the other. The gradient of $S$
 times the loss is $S$ times the gradient, so they move up to where the digits are, and the fp32
 gradient is divided by $S$ again. `make train` draws where its own gradients lie, `gradients.png`.
-bf16 has the range of fp32 and needs no scale.
+bf16 has the range of fp32 and needs no scale. The idea is section 3.2 of [Mixed Precision
+Training](https://arxiv.org/abs/1710.03740).
 
-**Run this**: `make train ARGS="--dtype bf16 --loss-scale dynamic --accumulate 4 --clip 1.0"`.
+**Why small layers wait.** A message costs its bytes and a fixed time beside. Gradients of layers
+smaller than a bucket wait until they fill it, and go as one message. Micro-batches add up in the
+shard or, where `no_sync()` says so, in the full gradient.
+
+**Run this**: `make train ARGS="--dtype fp16 --loss-scale dynamic --accumulate 4 --clip 1.0"`, and
+with `bf16` for the same without a need for the scale.
 
 **Not covered, and what that costs**: optimizers that look at more than one element at a time. A
 shard has no rows and columns, and its norm is not the layer's: LAMB and LARS divide by the norm of
 each matrix, Adafactor and Muon need its shape, L-BFGS takes products of the whole gradient. They
-would train something else; those that torch has are refused. A squared norm above fp32's range,
-gradients of $10^{19}$, counts as an overflow too.
+would train something else; those that torch has are refused. So would one that counts its steps in
+the param group, for it steps each shard by itself. A squared norm above fp32's range, of scaled
+gradients around $10^{19}$, counts as an overflow. Layers that end their backward in another order
+on another rank, with a full bucket in between, raise an error.
 """
 
 import inspect
@@ -47,7 +56,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -57,13 +66,11 @@ from zero3 import estimate
 from zero3.layer import Zero3Layer, _Group
 from zero3.ledger import Ledger, Pairs, Reducer, Silence, Wire
 
-# Optimizers of torch's that look at more than one element at a time.
+# Optimizers of torch's that a flat, dense shard cannot serve.
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 # Elements whose squares fp32 adds up at once; the blocks' sums are added afterwards. One sum over
 # millions is too large to notice its next term, and would be wrong in the fourth digit.
 _BLOCK_NUMEL = 1 << 16
-# A layer, which of its gradients, the gradient, and a buffer that may become its inbox.
-_Gradient = tuple[Any, int, torch.Tensor, torch.Tensor]
 
 
 @dataclass
@@ -76,25 +83,28 @@ class _Owned:
     shard: nn.Parameter  # (shard_numel,), what the layer gathers
     master: torch.Tensor  # (shard_numel,), fp32; or the shard itself, where that is wide enough
     pieces: list[tuple[int, slice, nn.Parameter]]  # param group, where in the master, a view of it
-    version: int  # of the shard, when the two were last the same
+    # torch counts what is written into a tensor in its `_version`. This is the shard's, when it and
+    # its master were last the same.
+    version: int
 
 
 class Zero3Optimizer(torch.optim.Optimizer):
     """
     ## Zero3 optimizer
 
-    A step goes through each shard twice:
+    A step goes through all shards for the norm of the gradient, and then, shard by shard, through
+    the rest:
 
     | | reads | writes |
     |---|---|---|
-    | norm | gradient | one number |
+    | norm | gradient, widened to fp32 | one number |
     | | | *the ranks tell each other their numbers* |
-    | unscale and clip | gradient | gradient in fp32, of one shard at a time |
+    | unscale and clip | gradient | gradient in fp32 |
     | step | gradient in fp32, master, moments | master, moments |
     | round | master | shard |
     """
 
-    # To the wire and the ledger it is one layer more.
+    # What the wire and the ledger ask of a layer; the message with the norms goes by this name.
     expect: Any = Zero3Layer.expect
     label, layer_idx = "the optimizer", -1
 
@@ -106,27 +116,31 @@ class Zero3Optimizer(torch.optim.Optimizer):
         """
         ### Take over the shards of a model
 
-        All ranks call this alike, after wrapping.
+        All ranks call this alike, after wrapping. From now on the layers' gradients are reduced in
+        buckets, and in `reduce_dtype`.
 
         * `model` is a `Zero3Sequential`, or any module whose parameters are all in `Zero3Layer`s
-        * `optimizer_class` is an elementwise one of `torch.optim` or like it; `kwargs` are its
-          arguments, and `fused=True` is added where it knows that
+        * `optimizer_class` is an elementwise one of `torch.optim` or like it, which keeps what it
+          knows of a parameter in that parameter's state; `kwargs` are its arguments, and
+          `fused=True` is added where it knows that
         * `group_by` says what is special about a parameter: it gets its name and the parameter,
           which has a shape but no values, and returns the options in which it differs. Parameters
           with equal options become a param group; `lambda name, p: {"weight_decay": 0.1 * (p.ndim
           > 1)}` decays matrices only
         * `loss_scale` is a number, or "dynamic": it starts at 65536, halves when a gradient
-          overflows, doubles after `scale_window` steps without, and never goes below `scale_floor`
+          overflows, doubles after `scale_window` steps without that, and never goes below
+          `scale_floor`
         * `clip_grad_norm` is the greatest norm that the mean gradient of the whole model may have
         * `reduce_dtype` is of the gradients on their way and in the shard; left out, the layer's
-        * `bucket_bytes` of full gradients wait for each other, to be reduced in one message; a
-          layer that has as many does not wait
+        * `bucket_bytes` of full gradients, those of all ranks' shards, wait for each other to be
+          reduced in one message; a layer that has as many does not wait
 
         Raises `RuntimeError` where parameters are not sharded, the optimizer is not elementwise, or
-        an argument is out of its range. ZeRO, section 3.1. Keeps I1, I2 and I5.
+        an argument is out of its range. ZeRO, section 3.1. Keeps I1, I2, I5, I6 and I7.
         """
         layers = {m: name for name, m in model.named_modules() if isinstance(m, Zero3Layer)}
         self.model, self.layers = model, [layer for layer in layers if layer.groups]
+        # Without layers there is an error to come, and it names the rank.
         self.wire = self.layers[0].wire if self.layers else Wire()
         self.ledger: Ledger | Silence = Silence()
         self.group_by = group_by or (lambda name, param: {})
@@ -138,12 +152,14 @@ class Zero3Optimizer(torch.optim.Optimizer):
         self.bucket_bytes = bucket_bytes
         self._check(model, optimizer_class)
 
-        # One reducer for each wire: the layers of a chain share one.
-        wires = {layer.wire: Bucket(layer.wire, bucket_bytes) for layer in self.layers}
-        for wire, bucket in wires.items():
-            wire.reducer = bucket
-        self.buckets = list(wires.values())
+        # One for each wire: the layers of a chain share one.
+        wires = dict.fromkeys(layer.wire for layer in self.layers)
+        self.buckets = [Bucket(wire, bucket_bytes) for wire in wires]
+        for bucket in self.buckets:
+            bucket.wire.reducer = bucket
 
+        # Of each param group, filled by `_own`. One of which this rank has no piece stays, empty,
+        # so that the groups are the same on all ranks.
         options: list[dict[str, Any]] = []
         self.owned = [self._own(layer, group, layers[layer], options) for layer in self.layers
                       for group in layer.groups if group.shard.requires_grad and len(group.shard)]
@@ -157,7 +173,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
             # One loop over memory in place of one for each operation of the formula.
             kwargs["fused"] = True
         pieces = [{**each, "params": self._pieces(i, self.owned)} for i, each in enumerate(options)]
-        self.inner, self.options = optimizer_class(pieces, **kwargs), (optimizer_class, kwargs)
+        self.inner, self.made_by = optimizer_class(pieces, **kwargs), (optimizer_class, kwargs)
         # Param groups and states are one thing with two owners: a scheduler that sets a learning
         # rate here sets it there.
         super().__init__(self.inner.param_groups, self.inner.defaults)
@@ -176,33 +192,39 @@ class Zero3Optimizer(torch.optim.Optimizer):
         stray = [n for n, p in model.named_parameters() if p.requires_grad and p not in shards]
         self.expect(not stray, "would miss parameters", "all in Zero3Layers, which take the mean "
                     "of their gradients", stray, "wrap the modules that they are in")
-        for what, value, least in (("loss_scale", self.loss_scale, 2.0**-149),
-                                   ("clip_grad_norm", self.clip_grad_norm, 2.0**-149),
-                                   ("scale_floor", self.scale_floor, 2.0**-149),
-                                   ("scale_window", self.scale_window, 1),
-                                   ("bucket_bytes", self.bucket_bytes, 0)):
-            number = isinstance(value, (int, float)) and math.isfinite(value) and value >= least
-            optional = what == "clip_grad_norm" and value is None
-            self.expect(number or optional, f"cannot use `{what}`", f"a number, {least:g} or more",
-                        value, "pass another, or leave it out")
-        dtype = self.reduce_dtype or torch.float32
-        self.expect(isinstance(dtype, torch.dtype) and dtype.is_floating_point, "cannot use "
-                    "`reduce_dtype`", "a floating data type", dtype, "pass torch.float32, or none")
+        lowest, clip = (self.scale_floor if self.dynamic else 1e-30), self.clip_grad_norm
+        for what, value, least, kinds in (
+            ("scale_floor", self.scale_floor, 1e-30, (int, float)),
+            ("loss_scale", self.loss_scale, lowest, (int, float)),
+            ("clip_grad_norm", 1.0 if clip is None else clip, 1e-30, (int, float)),
+            ("scale_window", self.scale_window, 1, int),
+            ("bucket_bytes", self.bucket_bytes, 0, int),
+        ):
+            self.expect(isinstance(value, kinds) and least <= value < math.inf,
+                        f"cannot use `{what}`", f"a number, {least:g} or more", value,
+                        "pass another, or leave it out")
+        dtype = self.reduce_dtype
+        floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        self.expect(dtype is None or floating, "cannot use `reduce_dtype`", "a floating data type",
+                    dtype, "pass torch.float32, or leave it out")
+        for layer in self.layers:
+            left = any(shard.grad is not None for shard in layer.chunk)
+            layer.expect(not left, "has gradients", "none that another optimizer has left",
+                         "some", "call `zero_grad()` first")
 
     @torch.no_grad()
     def _own(self, layer: Zero3Layer, group: _Group, path: str, options: list) -> _Owned:
         """
         #### Make a shard's master, and cut it where one param group ends and another begins
 
-        Not only a matrix but its biases too are in a shard, one after the other, and the shard may
-        begin in the middle of either. The padding goes with what is before it.
+        A shard holds matrices and biases one after the other, and may begin or end inside of one.
+        Each param group gets views of its pieces. The padding goes with what is before it.
         """
         shard = group.shard
-        if self.reduce_dtype:
-            # The layer asks the shard what its gradients should be.
-            shard.grad_dtype = self.reduce_dtype
+        # torch lets `.grad` be of this type, and the layer makes its flat gradient of it.
+        shard.grad_dtype = self.reduce_dtype or shard.dtype
         master = shard.float() if shard.element_size() < 4 else shard.detach()
-        # Names as in `full_params()`.
+        # Names as in `full_params()`, where the wrappers' own attributes are no part of a name.
         prefix = "".join(f"{part}." for part in path.split(".")
                          if part not in ("", "module", "module_list"))
         indices = []
@@ -233,10 +255,12 @@ class Zero3Optimizer(torch.optim.Optimizer):
         """
         ### Backward pass of the scaled loss
 
-        All ranks call it. For $k$ micro-batches that shall count as one batch pass
-        `loss / k` of each; gradients add up until `zero_grad()`.
+        * `loss` is a scalar, the mean over this rank's rows, computed in fp32: on its way into an
+          fp16 loss the scale itself would overflow
+
+        All ranks call it. For $k$ micro-batches that shall count as one batch pass `loss / k` of
+        each; gradients add up until `zero_grad()`. Keeps I7.
         """
-        # In fp32, where a loss in fp16 could overflow.
         scaled = loss.float() * self.loss_scale if self.scaled else loss
         scaled.backward()
 
@@ -245,9 +269,10 @@ class Zero3Optimizer(torch.optim.Optimizer):
         r"""
         ### Accumulate full gradients, and send none
 
-        For all micro-batches but the last one. Each layer then keeps its full gradient,
-        $N \lceil P_\ell/N \rceil$ elements, from the first micro-batch into the last: memory that
-        sharding has saved, for $(k-1)\Psi\frac{N-1}{N}$ elements that are not sent.
+        For all micro-batches but the last one, on all ranks alike. Each layer then keeps its full
+        gradient, $N \lceil P_\ell/N \rceil$ elements, from the first micro-batch into the last.
+        This gives back memory that sharding has saved, and saves $(k-1)\Psi\frac{N-1}{N}$ elements
+        that a rank would send. Keeps I7, suspends I2.
         """
         for bucket in self.buckets:
             bucket.hold = True
@@ -264,35 +289,39 @@ class Zero3Optimizer(torch.optim.Optimizer):
         """
         ### Update the shards
 
-        All ranks call it. Returns the norm of the mean gradient of the whole model, before
-        clipping and without the scale; or `None` where a gradient overflowed and no rank has
-        stepped. Keeps I1 and I5.
+        All ranks call it, and `zero_grad()` before the next backward. Returns the norm of the mean
+        gradient of the whole model, before clipping and without the scale; or `None` where a
+        gradient overflowed and no rank has stepped. Keeps I1 and I5.
 
-        Raises `RuntimeError` with the layer's name where a gradient is infinite or NaN and the loss
-        scale cannot go lower. Nothing is changed then: `zero_grad()`, and go on.
+        Raises `RuntimeError` with the layer's name where a gradient is infinite or NaN and there is
+        no loss scale, or a dynamic one is at its floor; with a fixed scale it skips the step. It
+        also raises inside of `no_sync()`. Weights and states are then as before: `zero_grad()`, and
+        go on.
         """
+        self.expect(not any(bucket.hold for bucket in self.buckets), "cannot step", "gradients "
+                    "that are reduced", "some that are held back", "leave `no_sync()` first")
         for layer in reversed(self.layers):
-            # What `no_sync` has held back, where no other micro-batch took it along.
+            # What `no_sync` has held back, where no other micro-batch took it along; in backward's
+            # order, which is the same on all ranks.
             layer._backup_grads()
         for bucket in self.buckets:
             bucket.end()
-        held = any(group.grad is not None for layer in self.layers for group in layer.groups)
-        self.expect(not held, "cannot step", "gradients that are reduced", "some that are held "
-                    "back", "leave `no_sync()` first")
+        # (bytes of the largest master,), device; each shard's gradient in turn is widened there.
         scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self.device)
         # The heart has taken the mean over ranks already, so this is the norm of what plain
-        # training on the global batch would have. A norm for each rank, averaged, would not be: in
-        # the mean a part of what ranks disagree on cancels.
-        squares = self._squares(scratch)  # (world_size, shards) fp64
+        # training on the global batch would have. The mean of the ranks' norms would not be: with a
+        # gradient of 1 on one rank and of -1 on the other that is 1, and the norm of their mean 0.
+        squares = self._squares(scratch)
         norm = squares.sum().sqrt().item() / self.loss_scale
         if not math.isfinite(norm):
             self._overflow(squares)
             return None
         # Unscale and clip in one multiplication. The 1e-6 is that of `clip_grad_norm_`.
         clip = self.clip_grad_norm / (norm + 1e-6) if self.clip_grad_norm else 1.0
+        factor = min(clip, 1.0) / self.loss_scale
         for owned in self.owned:
             if owned.shard.grad is not None:
-                self._update(owned, min(clip, 1.0) / self.loss_scale, scratch)
+                self._update(owned, factor, scratch)
         self.good_steps += 1
         if self.dynamic and self.good_steps % self.scale_window == 0:
             self.loss_scale *= 2
@@ -315,33 +344,29 @@ class Zero3Optimizer(torch.optim.Optimizer):
         """
         #### The squared norm of each shard's gradient, on each rank
 
-        Parameters are in exactly one shard and the padding is zero, so their sum is that of the
-        whole model. A number for each shard, and not one alone, so that an infinity has an address.
-        All ranks add them up in the same order, and come to the same bits.
+        An element is in exactly one shard and the padding is zero, so these numbers add up to the
+        square of the whole model's norm. A number for each shard, and not one alone, so that an
+        infinity has an address. All-gather: all ranks call it, and send 8 bytes for each shard to
+        each other one. Returns `(world_size, shards)` fp64, the same bits on all ranks.
         """
-        norms = []
-        for owned in self.owned:
-            if owned.shard.grad is None:
-                norms.append(torch.zeros((), device=self.device))
-            else:
-                norms.append(get_total_norm(self._widen(owned, scratch).split(_BLOCK_NUMEL)))
+        zero = torch.zeros((), device=self.device)
+        norms = [zero if owned.shard.grad is None else
+                 get_total_norm(self._widen(owned, scratch).split(_BLOCK_NUMEL))
+                 for owned in self.owned]
         return self.wire.numbers(self, torch.stack([n.double() for n in norms]).square())
 
     def _overflow(self, squares: torch.Tensor) -> None:
         """
         #### Skip the step, on all ranks, and scale less
 
-        Backward comes to the last layer first, and what is infinite there is infinite in all layers
-        below: the last one is where it began.
+        Backward comes to the last layer first, and what is infinite there spreads to the layers
+        below: the last one that has it is where it began.
         """
-        bad = ~squares.isfinite()
-        last = int(bad.any(dim=0).nonzero().max())
-        ranks = bad[:, last].nonzero().flatten().tolist()
-        label = self.owned[last].layer.label
-        lower = self.scaled and (not self.dynamic or self.loss_scale / 2 >= self.scale_floor)
-        scaled = f"at a loss scale of {self.loss_scale:g}, which cannot go lower"
-        self.expect(lower, "cannot step", f"a finite gradient {scaled if self.scaled else ''}",
-                    f"a norm of inf or nan in {label}, in the shards of ranks {ranks}",
+        last = int((~squares.isfinite()).any(dim=0).nonzero().max())
+        may_skip = self.scaled and (not self.dynamic or self.loss_scale / 2 >= self.scale_floor)
+        scaled = f" at a loss scale of {self.loss_scale:g}, the lowest" if self.scaled else ""
+        self.expect(may_skip, "cannot step", f"a finite gradient{scaled}",
+                    f"a norm of inf or nan in {self.owned[last].layer.label}",
                     "look at what that layer computes, lower the learning rate, or "
                     "`zero_grad()` and go on")
         self.skipped_steps += 1
@@ -354,6 +379,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         """
         grad = self._widen(owned, scratch)
         if factor != 1:
+            # In place: a gradient that was wide enough is spent after this.
             grad.mul_(factor)
         if owned.version != owned.shard._version:
             # Somebody else has written into the shard, `full_params(writeback=True)` for instance.
@@ -373,6 +399,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         if owned.master.dtype != owned.shard.dtype:
             owned.shard.copy_(owned.master)
         owned.version = owned.shard._version
+        # While the pieces still hold the widened gradient, or the tape would not count it.
         owned.layer.ledger.record(owned.layer, "step", owned.shard.nbytes)
         for *_, piece in owned.pieces:
             piece.grad = None
@@ -380,6 +407,8 @@ class Zero3Optimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """
         ### Drop the gradients, also those that `no_sync` holds back
+
+        Or, without `set_to_none`, those of the shards to zeros, which keeps their memory.
         """
         for layer in self.layers:
             layer._drop_grads()
@@ -395,7 +424,8 @@ class Zero3Optimizer(torch.optim.Optimizer):
         """
         ### This rank's masters, moments, param groups and loss scale
 
-        For a run with as many ranks. The masters are the model: a shard is one, rounded.
+        For the same rank of a run with as many ranks. The masters are the model: a shard is one,
+        rounded. Tensors are those in use, and not copies.
         """
         own = {"masters": [owned.master for owned in self.owned], "loss_scale": self.loss_scale,
                "good_steps": self.good_steps, "skipped_steps": self.skipped_steps}
@@ -404,13 +434,15 @@ class Zero3Optimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """
-        ### Go on from there
+        ### Load masters, moments, param groups and loss scale
 
-        Raises `RuntimeError`, before anything is changed, where the shards are of other sizes.
+        * `state_dict` is what `state_dict()` gave
+
+        Raises `RuntimeError`, before anything is changed, where the shards are of other sizes, and
+        torch's `ValueError` where the param groups are others.
         """
-        own = dict(state_dict)
-        sizes, mine = [[len(m) for m in masters] for masters in (
-            own["masters"], (owned.master for owned in self.owned))]
+        own, mine = dict(state_dict), [len(owned.master) for owned in self.owned]
+        sizes = [len(master) for master in own["masters"]]
         self.expect(sizes == mine, "cannot load this state", f"shards of {mine} elements",
                     f"{sizes}", "load it into the same model on as many ranks, on the same rank")
         self.inner.load_state_dict({key: own.pop(key) for key in ("state", "param_groups")})
@@ -419,7 +451,10 @@ class Zero3Optimizer(torch.optim.Optimizer):
             owned.master.copy_(master)
             owned.shard.copy_(master)
             owned.version = owned.shard._version
-        vars(self).update(own)
+        self.good_steps, self.skipped_steps = own["good_steps"], own["skipped_steps"]
+        if self.dynamic:
+            # This run has chosen whether to scale; a dynamic scale goes on from where it was.
+            self.loss_scale = own["loss_scale"]
 
     def predict(self, micro_batches: int = 1, no_sync: bool = False) -> estimate.Prediction:
         """
@@ -427,13 +462,15 @@ class Zero3Optimizer(torch.optim.Optimizer):
 
         * `micro_batches` are in a step; `no_sync` says that all but the last ran in `no_sync()`
 
+        Of a step that has its states, as all but the first have.
+
         Raises `RuntimeError` where the model is not a `Zero3Sequential`.
         """
         self.expect(hasattr(self.model, "module_list"), "cannot predict", "a Zero3Sequential",
                     type(self.model).__name__, "put the layers into one, or measure with `Ledger`")
-        # How many tensors of an element's width the class keeps, and how many bytes beside them,
-        # it says itself: it takes a step with two elements.
-        optimizer_class, kwargs = self.options
+        # What the class keeps, it says itself, by a step with two elements: each state that then
+        # has two is a moment, the others are counted in bytes.
+        optimizer_class, kwargs = self.made_by
         two = nn.Parameter(torch.zeros(2, device=self.device))
         two.grad = torch.zeros_like(two)
         probe = optimizer_class([two], **kwargs)
@@ -451,83 +488,100 @@ class Zero3Optimizer(torch.optim.Optimizer):
     def table(self, micro_batches: int = 1) -> str:
         """
         ### What this rank will hold, kind by kind, before it holds it
+
+        For a step of so many `micro_batches`. Raises as `predict` does.
         """
-        p, widths = self.predict(micro_batches), {o.shard.dtype for o in self.owned}
-        narrow = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in widths))
-        wide = ", ".join(sorted({str(o.master.dtype).removeprefix("torch.") for o in self.owned}))
-        reduced = str(self.reduce_dtype or narrow).removeprefix("torch.")
-        rows = (("parameters", narrow, p.param_bytes), ("gradients", reduced, p.grad_bytes),
-                ("masters", wide, p.master_bytes), ("moments and counts", wide, p.optimizer_bytes),
-                ("buffers", "", p.buffer_bytes), ("all of them, with gradients", "",
-                 p.rest_bytes + p.grad_bytes), ("at the peak of a step", "", p.peak_bytes))
-        return "\n".join([f"{f'rank {self.wire.rank} will hold':30}{'':12}{'bytes':>16}",
-                          *(f"{name:30}{dtype:12}{nbytes:>16,}" for name, dtype, nbytes in rows)])
+        dtypes = [sorted({str(dtype).removeprefix("torch.") for dtype in of}) for of in (
+            (o.shard.dtype for o in self.owned), (o.shard.grad_dtype for o in self.owned),
+            (o.master.dtype for o in self.owned))]
+        rows = self.predict(micro_batches).table([", ".join(names) for names in dtypes])
+        return f"rank {self.wire.rank} will hold, in bytes\n{rows}"
+
+
+class _Gradient(NamedTuple):
+    """
+    ## A flat gradient, and where it comes from
+    """
+
+    layer: Any
+    which: int  # of the layer's gradients
+    grad: torch.Tensor  # (world_size * shard_numel,), device
+    buffer: torch.Tensor  # as many elements; its memory may become the inbox of a message
 
 
 class Bucket(Reducer):
     """
     ## Gradients of small layers wait for each other
 
-    A message costs its bytes and a fixed time beside. Many little layers would pay that time once
-    for each; here they fill a bucket, which goes out as one message to each rank.
+    Many little layers would pay the fixed time of a message once for each; here they fill a bucket,
+    which goes out as one message to each rank. Until then their full gradients stay, and while they
+    are in flight they lie in memory twice, packed and unpacked.
     """
 
     def __init__(self, wire: Wire, bucket_bytes: int):
         super().__init__(wire)
-        self.bucket_bytes, self.hold = bucket_bytes, False
+        self.bucket_bytes = bucket_bytes
+        self.hold = False  # inside of `no_sync()`: send nothing
         self.waiting: list[_Gradient] = []
         # Of the bucket in flight, message by message: layer, which, and elements of the share.
-        self.parts: list[list[tuple[Zero3Layer, int, int]]] = []
+        self.parts: list[list[tuple[Any, int, int]]] = []
 
     def add(self, layer: Any, pairs: Pairs) -> None:
         """
         ### Put a layer's gradients in, and send the bucket if it is full
+
+        * `pairs` are as for `Wire.reduce_scatter`
         """
-        if self.hold or layer in self.layers or self._waits(layer):
+        if self.hold or layer in self.layers or layer in [g.layer for g in self.waiting]:
+            # Held back; or in flight or waiting already, for the end of a pass offers all again.
             return
-        new = [(layer, i, *pair) for i, pair in enumerate(pairs)]
+        new = [_Gradient(layer, i, *pair) for i, pair in enumerate(pairs)]
         if self._fills(new) or self.wire.world_size == 1:
-            # Large enough to go alone; to copy it would cost more than a message does.
+            # Large enough to go alone, past those that wait: to copy it costs more than a message.
+            # One rank alone sends none, and does not wait.
             self._send(new)
             return
         self.waiting += new
         if self._fills(self.waiting):
             self._send(self.waiting)
 
-    def _waits(self, layer: Zero3Layer) -> bool:
-        return any(layer is waiting for waiting, *_ in self.waiting)
-
     def _fills(self, gradients: list[_Gradient]) -> bool:
-        return sum(grad.nbytes for _, _, grad, _ in gradients) >= self.bucket_bytes
+        return sum(g.grad.nbytes for g in gradients) >= self.bucket_bytes
 
     def _send(self, gradients: list[_Gradient]) -> None:
         """
-        #### Send these, in one message to each rank
+        #### Send these (reduce-scatter), and empty the list
 
-        What is in flight ends first. Gradients lie in the message in the layers' order and not in
-        that of their arrival, which may differ between ranks. Each data type has its own message.
+        What is in flight ends first. One message to each rank for each data type, of the rank's
+        share of all of them. In it they lie in the layers' order and not in that of their arrival,
+        which may differ between ranks. All ranks must come here with the same ones.
         """
+        # Not `self.end()`, which would send what waits, and come here again.
         super().end()
-        alike: dict[torch.dtype, list] = {}
-        for one in sorted(gradients, key=lambda one: -one[0].layer_idx):
-            alike.setdefault(one[2].dtype, []).append(one)
+        alike: dict[torch.dtype, list[_Gradient]] = {}
+        for one in sorted(gradients, key=lambda one: -one.layer.layer_idx):
+            alike.setdefault(one.grad.dtype, []).append(one)
         gradients.clear()
         self.parts, pairs, rows = [], [], self.wire.rows
         for same in alike.values():
-            self.parts.append([(layer, i, rows(grad).shape[1]) for layer, i, grad, _ in same])
-            *_, grad, buffer = same[0]
+            self.parts.append([(g.layer, g.which, rows(g.grad).shape[1]) for g in same])
+            grad = same[0].grad
             if len(same) > 1:
-                # A rank's shares of all of them become its share of the whole.
-                grad = torch.cat([rows(grad) for *_, grad, _ in same], dim=1).view(-1)
-            pairs.append((grad, buffer))
+                # (world_size * all their shard_numel,): a rank's shares become one share.
+                grad = torch.cat([rows(g.grad) for g in same], dim=1).view(-1)
+            # The first one's buffer becomes the inbox of all.
+            pairs.append((grad, same[0].buffer))
         self.layers = list(dict.fromkeys(layer for part in self.parts for layer, *_ in part))
-        self.wire.reduce_scatter(self.layers[0], pairs)
+        self.wire.reduce_scatter(self.layers, pairs)
 
     def finish(self, layer: Any) -> None:
         """
         ### End the reduce of a layer's bucket, if there is one
+
+        If it still waits, it is sent first. All its layers get their sums, by `_add_reduced`, as
+        views of one tensor.
         """
-        if self._waits(layer):
+        if layer in [g.layer for g in self.waiting]:
             self._send(self.waiting)
         if layer in self.layers:
             totals: dict[Any, dict[int, torch.Tensor]] = {layer: {} for layer in self.layers}
@@ -538,6 +592,13 @@ class Bucket(Reducer):
                     totals[owner][i] = share
             for owner, own in totals.items():
                 owner._add_reduced([own[i] for i in sorted(own)])
+
+    def drop(self, layer: Any) -> None:
+        """
+        ### Forget a layer's gradients, if they wait
+        """
+        self.waiting = [g for g in self.waiting if g.layer is not layer]
+        self.finish(layer)
 
     def end(self) -> None:
         """

@@ -4,8 +4,9 @@ r"""
 Trains the byte-level GPT of `gpt.py` over all ranks, each layer in a `Zero3Layer`, then holds what
 every rank kept and sent against what the formulas say.
 
-The loop is an ordinary PyTorch loop. What differs from plain data parallelism is two lines: the
-layers are wrapped, and a `Zero3Optimizer` is built on the model. The comparison is the point:
+The loop is an ordinary PyTorch loop. What differs from plain data parallelism is three lines: the
+layers are wrapped, a `Zero3Optimizer` is built on the model, and it calls backward. The comparison
+is the point:
 `estimate.py` predicts from the shapes alone, `ledger.py` records one real step, and for each rank
 the table says whether they are equal, to the byte.
 
@@ -253,7 +254,7 @@ def train(model, optimizer, text, held_out, args, ranks: Ranks, show) -> Run:
     ## The loop
 
     The last step is recorded: by then the optimizer has its states, so it is a step like all but
-    the first.
+    the first, unless it overflows and is skipped.
     """
     run, losses, tape, start_s = Run(), [], Ledger(model, optimizer), time.perf_counter()
     for step in range(args.steps):
@@ -295,11 +296,10 @@ def exponents(optimizer: Zero3Optimizer) -> dict[int, int]:
 
     Without the loss scale, and without those that are zero or overflow.
     """
-    grads = [owned.shard.grad for owned in optimizer.owned]
-    sizes = torch.cat([g.float().abs() / optimizer.loss_scale for g in grads if g is not None])
-    found, counts = sizes.log2().floor().unique(return_counts=True)
-    found, counts = found[found.isfinite()], counts[found.isfinite()]
-    return dict(zip(found.int().tolist(), counts.tolist(), strict=True))
+    grads = [owned.shard.grad for owned in optimizer.owned if owned.shard.grad is not None]
+    sizes = torch.cat([grad.float().abs() / optimizer.loss_scale for grad in grads])
+    found, counts = sizes[sizes > 0].log2().floor().unique(return_counts=True)
+    return {int(e): n for e, n in zip(found.tolist(), counts.tolist(), strict=True) if e < 128}
 
 
 @contextlib.contextmanager
@@ -372,8 +372,7 @@ def finish(model, optimizer, config: gpt.GPTConfig, args, ranks: Ranks, run: Run
         "held_out": run.held_out,
         "sample": text,
         "measured": measured,
-        "skipped_steps": optimizer.skipped_steps,
-        "loss_scale": optimizer.loss_scale,
+        "skipped_steps": optimizer.skipped_steps, "loss_scale": optimizer.loss_scale,
         "gradients": report.merged(gradients),
         "predicted": [report.as_dict(p) for p in predicted],
         "data_parallel": report.as_dict(plain),
