@@ -33,6 +33,8 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any
 
+import torch
+
 # Bytes per parameter of half-precision training with Adam: parameters, gradients, optimizer states
 # ($K$).
 #
@@ -156,7 +158,7 @@ def describe(layers: Any, group_by: Callable[[str, Any], Any] | None = None) -> 
         # Of each kind of parameters: bytes of an element; then elements and param group of each.
         kinds: dict[Any, tuple[int, list[tuple[int, Any]]]] = {}
         for kind, width, numel, name, param in _parameters(layer):
-            group = group_by(f"{i}.{name}", param) if group_by else None
+            group = group_by(f"{i}.{name}", param) if group_by and kind[0] else None
             kinds.setdefault(kind, (width, []))[1].append((numel, group))
         parts = []
         for (trains, _), (width, each) in kinds.items():
@@ -179,6 +181,23 @@ def _parameters(layer: Any) -> Iterator[tuple[tuple[bool, Any], int, int, str, A
     else:
         for name, p in layer.named_parameters():
             yield (p.requires_grad, p.dtype), p.element_size(), p.numel(), name, p
+
+
+def states(
+    optimizer_class: Any, kwargs: dict[str, Any], group: dict[str, Any], two: torch.Tensor
+) -> tuple[int, int]:
+    """
+    ## What an optimizer keeps for a parameter: tensors of its size, and bytes beside them
+
+    It says so itself, by a step with `two` elements: each state that then has two is a moment.
+    """
+    param = torch.nn.Parameter(two)
+    param.grad = torch.zeros_like(two)
+    optimizer = optimizer_class([{**group, "params": [param]}], **kwargs)
+    optimizer.step()
+    found = [t for t in optimizer.state[param].values() if isinstance(t, torch.Tensor)]
+    moments = sum(t.shape == two.shape for t in found)
+    return moments, sum(t.nbytes for t in found) - moments * two.nbytes
 
 
 def predict(

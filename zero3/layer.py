@@ -574,8 +574,8 @@ class Zero3Layer(nn.Module):
 
         What did not fire is settled before it returns, so the optimizer can step at once:
         parameters that were not used, inputs that got no gradient, layers fetched in vain. The one
-        that comes last ends all reduces. After an exception the gradients whose reduce has not
-        begun are dropped; the others stay until `zero_grad()`.
+        that comes last ends all reduces. After an exception the layers that backward had reached
+        drop the gradients whose reduce has not begun; the others stay until `zero_grad()`.
         """
         self._entered.clear()
         self._inputs_left = 0

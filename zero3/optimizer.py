@@ -19,8 +19,8 @@ with $g_S$ the gradient of a loss that was multiplied by the scale $S$, and $c$ 
 Master weights, momentum and variance are $K = 12$ bytes per parameter
 ([ZeRO](https://arxiv.org/abs/1910.02054), section 3.1). With half-precision parameters and
 gradients a rank has $\frac{(2 + 2 + K)\Psi}{N} = \frac{16\Psi}{N}$ bytes of model states after
-backward, and $\frac{14\Psi}{N}$ once `zero_grad()` has dropped the gradients; beside that padding,
-and for each shard 4 bytes in which torch's Adam counts its steps.
+backward, once the first step has made the moments, and $\frac{14\Psi}{N}$ after `zero_grad()`;
+beside that padding, and for each shard 4 bytes in which torch's Adam counts its steps.
 
 **Why the masters are fp32.** bf16 has 8 significant bits: the neighbours of 1 are
 $1 + \frac{1}{128}$ and $1 - \frac{1}{256}$. A step of 0.001 from 1 is rounded away, and so are a
@@ -46,8 +46,8 @@ shard has no rows and columns, and its norm is not the layer's: LAMB and LARS di
 each matrix, Adafactor and Muon need its shape, L-BFGS takes products of the whole gradient. They
 would train something else; those that torch has are refused. So would one that counts its steps in
 the param group, for it steps each shard by itself. A squared norm above fp32's range, of scaled
-gradients around $10^{19}$, counts as an overflow. Layers that end their backward in another order
-on another rank, with a full bucket in between, raise an error.
+gradients around $10^{19}$, counts as an overflow. A gradient that is missing on one rank only is
+zero there while its layer waits in a bucket; where the layer does not, the ranks raise an error.
 """
 
 import inspect
@@ -80,6 +80,7 @@ class _Owned:
     """
 
     layer: Zero3Layer
+    name: str  # of the layer
     shard: nn.Parameter  # (shard_numel,), what the layer gathers
     master: torch.Tensor  # (shard_numel,), fp32; or the shard itself, where that is wide enough
     pieces: list[tuple[int, slice, nn.Parameter]]  # param group, where in the master, a view of it
@@ -128,7 +129,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
           with equal options become a param group; `lambda name, p: {"weight_decay": 0.1 * (p.ndim
           > 1)}` decays matrices only
         * `loss_scale` is a number, or "dynamic": it starts at 65536, halves when a gradient
-          overflows, doubles after `scale_window` steps without that, and never goes below
+          overflows, doubles after `scale_window` steps without that, and is never below
           `scale_floor`
         * `clip_grad_norm` is the greatest norm that the mean gradient of the whole model may have
         * `reduce_dtype` is of the gradients on their way and in the shard; left out, the layer's
@@ -145,8 +146,9 @@ class Zero3Optimizer(torch.optim.Optimizer):
         self.ledger: Ledger | Silence = Silence()
         self.group_by = group_by or (lambda name, param: {})
         self.dynamic, self.scaled = loss_scale == "dynamic", loss_scale is not None
-        self.loss_scale: Any = 65536.0 if self.dynamic else loss_scale if self.scaled else 1.0
         self.scale_window, self.scale_floor = scale_window, scale_floor
+        start = max(65536.0, scale_floor) if self.dynamic else loss_scale
+        self.loss_scale: Any = start if self.scaled else 1.0
         self.good_steps = self.skipped_steps = 0
         self.clip_grad_norm, self.reduce_dtype = clip_grad_norm, reduce_dtype
         self.bucket_bytes = bucket_bytes
@@ -192,25 +194,15 @@ class Zero3Optimizer(torch.optim.Optimizer):
         stray = [n for n, p in model.named_parameters() if p.requires_grad and p not in shards]
         self.expect(not stray, "would miss parameters", "all in Zero3Layers, which take the mean "
                     "of their gradients", stray, "wrap the modules that they are in")
-        lowest, clip = (self.scale_floor if self.dynamic else 1e-30), self.clip_grad_norm
-        for what, value, least, kinds in (
-            ("scale_floor", self.scale_floor, 1e-30, (int, float)),
-            ("loss_scale", self.loss_scale, lowest, (int, float)),
-            ("clip_grad_norm", 1.0 if clip is None else clip, 1e-30, (int, float)),
-            ("scale_window", self.scale_window, 1, int),
-            ("bucket_bytes", self.bucket_bytes, 0, int),
-        ):
-            self.expect(isinstance(value, kinds) and least <= value < math.inf,
-                        f"cannot use `{what}`", f"a number, {least:g} or more", value,
-                        "pass another, or leave it out")
+        for what in ("loss_scale", "clip_grad_norm", "scale_floor", "scale_window"):
+            value = getattr(self, what)
+            good = isinstance(value, (int, float)) and 0 < value < math.inf
+            self.expect(good or (what == "clip_grad_norm" and value is None), f"cannot use "
+                        f"`{what}`", "a positive number", value, "pass another, or leave it out")
         dtype = self.reduce_dtype
         floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
         self.expect(dtype is None or floating, "cannot use `reduce_dtype`", "a floating data type",
                     dtype, "pass torch.float32, or leave it out")
-        for layer in self.layers:
-            left = any(shard.grad is not None for shard in layer.chunk)
-            layer.expect(not left, "has gradients", "none that another optimizer has left",
-                         "some", "call `zero_grad()` first")
 
     @torch.no_grad()
     def _own(self, layer: Zero3Layer, group: _Group, path: str, options: list) -> _Owned:
@@ -221,6 +213,8 @@ class Zero3Optimizer(torch.optim.Optimizer):
         Each param group gets views of its pieces. The padding goes with what is before it.
         """
         shard = group.shard
+        layer.expect(shard.grad is None, "has gradients", "none from before there is an optimizer",
+                     "some", "call `zero_grad()` first")
         # torch lets `.grad` be of this type, and the layer makes its flat gradient of it.
         shard.grad_dtype = self.reduce_dtype or shard.dtype
         master = shard.float() if shard.element_size() < 4 else shard.detach()
@@ -241,7 +235,8 @@ class Zero3Optimizer(torch.optim.Optimizer):
             where = slice(max(begin - first, 0), min(end - first, len(shard)))
             if where.start < where.stop:
                 pieces.append((index, where, nn.Parameter(master[where])))
-        return _Owned(layer, shard, master, pieces, shard._version)
+        name = layer.label if layer.layer_idx >= 0 or not path else f"{path} ({layer.label})"
+        return _Owned(layer, name, shard, master, pieces, shard._version)
 
     def _pieces(self, index: int, owned: list[_Owned]) -> list[nn.Parameter]:
         """
@@ -255,14 +250,18 @@ class Zero3Optimizer(torch.optim.Optimizer):
         """
         ### Backward pass of the scaled loss
 
-        * `loss` is a scalar, the mean over this rank's rows, computed in fp32: on its way into an
-          fp16 loss the scale itself would overflow
+        * `loss` is a scalar, the mean over this rank's rows, computed in fp32
 
         All ranks call it. For $k$ micro-batches that shall count as one batch pass `loss / k` of
         each; gradients add up until `zero_grad()`. Keeps I7.
+
+        Raises `RuntimeError` where the loss is in fp16 and the scale is not a number of fp16, for
+        then each gradient would be infinite.
         """
-        scaled = loss.float() * self.loss_scale if self.scaled else loss
-        scaled.backward()
+        self.expect(self.loss_scale <= torch.finfo(loss.dtype).max, "cannot scale the loss", "one "
+                    f"in fp32, at a scale of {self.loss_scale:g}", loss.dtype, "call `.float()` on "
+                    "what it is computed from")
+        (loss * self.loss_scale if self.scaled else loss).backward()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -272,15 +271,16 @@ class Zero3Optimizer(torch.optim.Optimizer):
         For all micro-batches but the last one, on all ranks alike. Each layer then keeps its full
         gradient, $N \lceil P_\ell/N \rceil$ elements, from the first micro-batch into the last.
         This gives back memory that sharding has saved, and saves $(k-1)\Psi\frac{N-1}{N}$ elements
-        that a rank would send. Keeps I7, suspends I2.
+        that a rank would send. Keeps I7, suspends I2. After an exception call `zero_grad()`: layers
+        that backward had reached have dropped what they held, the others have not.
         """
         for bucket in self.buckets:
-            bucket.hold = True
+            bucket.holds += 1
         try:
             yield
         finally:
             for bucket in self.buckets:
-                bucket.hold = False
+                bucket.holds -= 1
 
     # ---------------------------------------------------------------------------------------- step
 
@@ -298,7 +298,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         also raises inside of `no_sync()`. Weights and states are then as before: `zero_grad()`, and
         go on.
         """
-        self.expect(not any(bucket.hold for bucket in self.buckets), "cannot step", "gradients "
+        self.expect(not any(bucket.holds for bucket in self.buckets), "cannot step", "gradients "
                     "that are reduced", "some that are held back", "leave `no_sync()` first")
         for layer in reversed(self.layers):
             # What `no_sync` has held back, where no other micro-batch took it along; in backward's
@@ -360,13 +360,14 @@ class Zero3Optimizer(torch.optim.Optimizer):
         #### Skip the step, on all ranks, and scale less
 
         Backward comes to the last layer first, and what is infinite there spreads to the layers
-        below: the last one that has it is where it began.
+        below: in a chain, the last one that has it is where it began.
         """
-        last = int((~squares.isfinite()).any(dim=0).nonzero().max())
+        worst = squares.sum(dim=0).nan_to_num(math.inf)
+        last = int((worst == worst.max()).nonzero().max())
         may_skip = self.scaled and (not self.dynamic or self.loss_scale / 2 >= self.scale_floor)
         scaled = f" at a loss scale of {self.loss_scale:g}, the lowest" if self.scaled else ""
         self.expect(may_skip, "cannot step", f"a finite gradient{scaled}",
-                    f"a norm of inf or nan in {self.owned[last].layer.label}",
+                    f"a norm of inf or nan in {self.owned[last].name}",
                     "look at what that layer computes, lower the learning rate, or "
                     "`zero_grad()` and go on")
         self.skipped_steps += 1
@@ -381,9 +382,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         if factor != 1:
             # In place: a gradient that was wide enough is spent after this.
             grad.mul_(factor)
-        if owned.version != owned.shard._version:
-            # Somebody else has written into the shard, `full_params(writeback=True)` for instance.
-            owned.master.copy_(owned.shard)
+        self._follow(owned)
         for _, where, piece in owned.pieces:
             piece.grad = grad[where]
         every = [group["params"] for group in self.param_groups]
@@ -404,6 +403,16 @@ class Zero3Optimizer(torch.optim.Optimizer):
         for *_, piece in owned.pieces:
             piece.grad = None
 
+    def _follow(self, owned: _Owned) -> None:
+        """
+        #### Take over what somebody else has written into the shard
+
+        `full_params(writeback=True)` for instance.
+        """
+        if owned.version != owned.shard._version:
+            owned.master.copy_(owned.shard)
+            owned.version = owned.shard._version
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """
         ### Drop the gradients, also those that `no_sync` holds back
@@ -420,6 +429,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
 
     # -------------------------------------------------------------------------------- bookkeeping
 
+    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """
         ### This rank's masters, moments, param groups and loss scale
@@ -427,6 +437,8 @@ class Zero3Optimizer(torch.optim.Optimizer):
         For the same rank of a run with as many ranks. The masters are the model: a shard is one,
         rounded. Tensors are those in use, and not copies.
         """
+        for owned in self.owned:
+            self._follow(owned)
         own = {"masters": [owned.master for owned in self.owned], "loss_scale": self.loss_scale,
                "good_steps": self.good_steps, "skipped_steps": self.skipped_steps}
         return {**self.inner.state_dict(), **own}
@@ -464,23 +476,19 @@ class Zero3Optimizer(torch.optim.Optimizer):
 
         Of a step that has its states, as all but the first have.
 
-        Raises `RuntimeError` where the model is not a `Zero3Sequential`.
+        Raises `RuntimeError` where the model is not a `Zero3Sequential`, has layers inside of
+        layers, or where param groups keep different states.
         """
-        self.expect(hasattr(self.model, "module_list"), "cannot predict", "a Zero3Sequential",
-                    type(self.model).__name__, "put the layers into one, or measure with `Ledger`")
-        # What the class keeps, it says itself, by a step with two elements: each state that then
-        # has two is a moment, the others are counted in bytes.
-        optimizer_class, kwargs = self.made_by
-        two = nn.Parameter(torch.zeros(2, device=self.device))
-        two.grad = torch.zeros_like(two)
-        probe = optimizer_class([two], **kwargs)
-        probe.step()
-        states = [t for t in probe.state[two].values() if isinstance(t, torch.Tensor)]
-        moments = sum(t.shape == two.shape for t in states)
+        two = torch.zeros(2, device=self.device)
+        kept = {estimate.states(*self.made_by, group, two) for group in self.param_groups}
+        chain = [m for m in getattr(self.model, "module_list", ()) if m.groups]
+        self.expect(chain == self.layers and len(kept) == 1, "cannot predict", "a Zero3Sequential "
+                    "of plain layers, with as many states in each param group",
+                    f"a {type(self.model).__name__}, {len(kept)} kinds", "measure with `Ledger`")
+        ((moments, step_bytes),) = kept
         return estimate.predict(
             estimate.describe(self.model, self.group_by), self.wire.world_size,
-            rank=self.wire.rank, moments=moments,
-            step_bytes=sum(t.nbytes for t in states) - moments * two.nbytes,
+            rank=self.wire.rank, moments=moments, step_bytes=step_bytes,
             by_messages=self.wire.by_messages, stage3=True, micro_batches=micro_batches,
             no_sync=no_sync, bucket_bytes=self.bucket_bytes,
             reduce_bytes=self.reduce_dtype.itemsize if self.reduce_dtype else None)
@@ -521,7 +529,7 @@ class Bucket(Reducer):
     def __init__(self, wire: Wire, bucket_bytes: int):
         super().__init__(wire)
         self.bucket_bytes = bucket_bytes
-        self.hold = False  # inside of `no_sync()`: send nothing
+        self.holds = 0  # how many `no_sync()` it is inside of: it sends nothing
         self.waiting: list[_Gradient] = []
         # Of the bucket in flight, message by message: layer, which, and elements of the share.
         self.parts: list[list[tuple[Any, int, int]]] = []
@@ -532,7 +540,7 @@ class Bucket(Reducer):
 
         * `pairs` are as for `Wire.reduce_scatter`
         """
-        if self.hold or layer in self.layers or layer in [g.layer for g in self.waiting]:
+        if self.holds or layer in self.layers or layer in [g.layer for g in self.waiting]:
             # Held back; or in flight or waiting already, for the end of a pass offers all again.
             return
         new = [_Gradient(layer, i, *pair) for i, pair in enumerate(pairs)]
