@@ -112,7 +112,7 @@ def test_bf16_with_masters_ends_where_fp32_does(tmp_path):
         assert run.stdout.count(" equal") == 6
     assert losses[1] == pytest.approx(losses[0], rel=0.02) and losses[0] < 6
     table = run.stdout.partition("\nstep")[0].splitlines()
-    told = {line[:30].strip(): int(line.split()[-1].replace(",", "")) for line in table[1:] if line}
+    told = {line[:24].strip(): int(line.split()[-1].replace(",", "")) for line in table[1:] if line}
     predicted = metrics["predicted"][0]
     assert told["masters"] == predicted["master_bytes"] == 2 * told["parameters"]
     assert told["at the peak of a step"] == metrics["measured"][0]["peak_bytes"]
