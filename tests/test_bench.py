@@ -38,3 +38,19 @@ def test_the_benchmark_trains_three_peers_alike_and_ours_sends_less_than_fsdp2(t
         assert sent["zero3"] < sent["fsdp2"]
         # Headers and barriers come on top of what the ledger counts.
         assert sent["zero3"] > only["zero3"]["ranks"][0]["ledger_bytes"]
+
+
+def test_the_benchmark_of_steps_times_ours_and_fsdp2s_on_the_same_model(tmp_path):
+    """
+    It says nothing of speed here, for the model is tiny. Breaks where a peer cannot step twice.
+    """
+    out = tmp_path / "step.json"
+    sizes = "--dim 32 --blocks 1 --heads 2 --seq 32 --batch 2"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bench", "--step", *sizes.split(), "--out", str(out)],
+        cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(out.read_text())["medians"]
+    assert rows["Zero3Optimizer"]["times_ours"] == 1 and rows["Zero3Optimizer"]["ms"] > 0
+    assert {name.split(",")[0] for name in rows} == {"Zero3Optimizer", "FSDP2"} and len(rows) == 5

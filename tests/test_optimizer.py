@@ -768,15 +768,18 @@ def test_a_state_does_not_decide_whether_to_scale():
 
 def test_a_second_optimizer_has_its_own_reduce_dtype():
     """
-    Breaks where the first one's choice stays with the shard. Gradients that are left are refused.
+    Breaks where the first one's choice stays with the shard. Gradients of the other data type are
+    refused, those of the same are taken over.
     """
     layer = Zero3Layer(nn.Linear(2, 2))
-    for reduce_dtype in (BF16, None):
+    for reduce_dtype, other in ((BF16, None), (None, BF16)):
         optimizer = Zero3Optimizer(layer, reduce_dtype=reduce_dtype)
         optimizer.backward(layer(torch.ones(1, 2)).sum())
         assert optimizer.owned[0].shard.grad.dtype == (reduce_dtype or FP32)
         with pytest.raises(RuntimeError, match="call `zero_grad"):
-            Zero3Optimizer(layer)
+            Zero3Optimizer(layer, reduce_dtype=other)
+        optimizer = Zero3Optimizer(layer, reduce_dtype=reduce_dtype)
+        assert optimizer.step() == pytest.approx(6**0.5)
         optimizer.zero_grad()
 
 

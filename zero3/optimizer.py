@@ -212,11 +212,11 @@ class Zero3Optimizer(torch.optim.Optimizer):
         A shard holds matrices and biases one after the other, and may begin or end inside of one.
         Each param group gets views of its pieces. The padding goes with what is before it.
         """
-        shard = group.shard
-        layer.expect(shard.grad is None, "has gradients", "none from before there is an optimizer",
-                     "some", "call `zero_grad()` first")
+        shard, dtype = group.shard, self.reduce_dtype or group.shard.dtype
+        layer.expect(shard.grad is None or shard.grad.dtype == dtype, "has gradients", f"{dtype}",
+                     shard.grad_dtype, "call `zero_grad()` of the optimizer before this one first")
         # torch lets `.grad` be of this type, and the layer makes its flat gradient of it.
-        shard.grad_dtype = self.reduce_dtype or shard.dtype
+        shard.grad_dtype = dtype
         master = shard.float() if shard.element_size() < 4 else shard.detach()
         # Names as in `full_params()`, where the wrappers' own attributes are no part of a name.
         prefix = "".join(f"{part}." for part in path.split(".")
