@@ -172,8 +172,12 @@ def batches(args, device):
         yield text[places].long().to(device)  # [batch, seq + 1] int64
 
 
+def loss_of(model, windows):
+    return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+
+
 def train_step(model, optimizer, windows):
-    loss = F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+    loss = loss_of(model, windows)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -435,7 +439,7 @@ def measure_step(args):
         ("FSDP2, foreach, clips", "fsdp2", {"foreach": True}, 1e-3),
     ):
         model, _ = wrap(peer, gpt(args.dim, args.blocks, args.heads, args.seq), device)
-        F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten()).backward()
+        loss_of(model, windows).backward()
         if peer == "zero3":
             steps[name] = Zero3Optimizer(model, **options).step
             continue

@@ -41,6 +41,13 @@ def mine(x):
     return x.chunk(dist.get_world_size())[dist.get_rank()]
 
 
+def share_of_gradient(layer):
+    """What this rank's shard of a plain layer's gradient is; zero where there is none."""
+    flat = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten()
+                      for p in layer.parameters()])
+    return mine(F.pad(flat, (0, -len(flat) % dist.get_world_size())))
+
+
 def decay(name, p):
     return {"weight_decay": 0.1 if p.ndim > 1 else 0.0}
 
@@ -181,9 +188,7 @@ def reduced_in(param_dtype, reduce_dtype):
             plain.zero_grad()
             plain(part).float().square().mean().backward()
             for i, layer in enumerate(layer for layer in plain if [*layer.parameters()]):
-                flat = torch.cat([p.grad.flatten() for p in layer.parameters()])
-                flat = F.pad(flat, (0, -len(flat) % world_size)).chunk(world_size)[rank]
-                total[i] = total[i] + flat.to(dtype) * (1 / world_size)
+                total[i] = total[i] + share_of_gradient(layer).to(dtype) * (1 / world_size)
         expected = [a + b for a, b in zip(expected, total, strict=True)]
     grads = [owned.shard.grad for owned in optimizer.owned]
     assert all(grad.dtype == dtype for grad in grads)
@@ -433,7 +438,6 @@ def test_at_its_floor_the_scale_raises_and_names_the_layer():
 
 def off_by_a_tenth(loss_scale):
     """The share of gradients in fp16 that miss those of fp32 by more than a tenth."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     layers = [layer.half() for layer in gpt_layers(GPTConfig(d_model=64, n_layers=2))]
     windows, plain = global_batch(load_bytes(), 0, 16, 64), nn.Sequential(*copy.deepcopy(layers))
@@ -442,11 +446,10 @@ def off_by_a_tenth(loss_scale):
     optimizer.backward(next_byte_loss(optimizer.model, mine(windows)))
     off = total = 0
     for owned, layer in zip(optimizer.owned, plain, strict=True):
-        whole = torch.cat([p.grad.flatten() for p in layer.parameters()])
-        whole = F.pad(whole, (0, -len(whole) % world_size)).chunk(world_size)[rank]
+        right = share_of_gradient(layer)
         got = owned.shard.grad.float() / optimizer.loss_scale
-        off += ((got - whole).abs() > whole.abs() / 10).sum().item()
-        total += whole.count_nonzero().item()
+        off += ((got - right).abs() > right.abs() / 10).sum().item()
+        total += right.count_nonzero().item()
     return off / total
 
 
@@ -478,6 +481,16 @@ def test_half_precision_loses_a_step_that_its_master_takes():
 # ------------------------------------------------------------------------------------ param groups
 
 
+def step_both(plain, reference, model, optimizer, step):
+    """A step of plain PyTorch on the global batch, and of ours on this rank's rows."""
+    x = batch(2 * dist.get_world_size(), step)
+    plain(x).square().mean().backward()
+    optimizer.backward(model(mine(x)).square().mean())
+    for o in (reference, optimizer):
+        o.step()
+        o.zero_grad()
+
+
 def special(name, p):
     """Decay for matrices only, and a learning rate of its own for the last layer."""
     return {"weight_decay": 0.1 if p.ndim > 1 else 0.0, **({"lr": 0.2} if name[0] == "3" else {})}
@@ -498,12 +511,7 @@ def grouped():
             lambda o: torch.optim.lr_scheduler.OneCycleLR(o, [0.1, 0.2, 0.3, 0.4], total_steps=9),
         )]
     for step in range(8):
-        x = batch(2 * dist.get_world_size(), step)
-        plain(x).square().mean().backward()
-        optimizer.backward(model(mine(x)).square().mean())
-        for o in (reference, optimizer):
-            o.step()
-            o.zero_grad()
+        step_both(plain, reference, model, optimizer, step)
         for scheduler in schedulers:
             scheduler.step()
         worst = max(worst, difference(plain, model))
@@ -542,12 +550,7 @@ def elementwise():
         reference = optimizer_class(plain.parameters(), **options)
         optimizer = Zero3Optimizer(model, optimizer_class, **options)
         for step in range(8):
-            x = batch(2 * dist.get_world_size(), step)
-            plain(x).square().mean().backward()
-            optimizer.backward(model(mine(x)).square().mean())
-            for o in (reference, optimizer):
-                o.step()
-                o.zero_grad()
+            step_both(plain, reference, model, optimizer, step)
         worst[name] = difference(plain, model)
     return worst
 
@@ -637,9 +640,7 @@ def skipped():
         plain = PlainChain(flips(other))
         plain(batch(2, other, FP32)).square().mean().backward()
         for i, layer in enumerate(plain):
-            flat = torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.flatten()
-                              for p in layer.parameters()])
-            expected[i] = expected[i] + flat.chunk(world_size)[rank] / world_size
+            expected[i] = expected[i] + share_of_gradient(layer) / world_size
     return [(owned.shard.grad - grad).abs().max().item()
             for owned, grad in zip(optimizer.owned, expected, strict=True)]
 
@@ -930,6 +931,27 @@ def test_a_step_inside_no_sync_is_refused_and_loses_nothing():
             optimizer.step()
     # The gradient is 1 in each of four weights and two biases.
     assert optimizer.step() == pytest.approx(6**0.5)
+
+
+class Counts(torch.optim.SGD):
+    """Keeps its count of steps where Schedule-Free and Prodigy do."""
+
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+
+
+def test_what_the_chapter_says_is_not_covered_is_so():
+    """
+    A count in the param group goes up by one for each shard; gradients of 1e20, whose squares fp32
+    does not hold, count as an overflow.
+    """
+    optimizer = Zero3Optimizer(shard([nn.Linear(2, 2), nn.Linear(2, 2)]), Counts, loss_scale=1.0)
+    optimizer.backward(optimizer.model(torch.ones(1, 2)).sum())
+    assert optimizer.step() > 0 and optimizer.param_groups[0]["k"] == 2
+    optimizer.owned[0].shard.grad.fill_(1e20)
+    assert optimizer.step() is None and optimizer.skipped_steps == 1
 
 
 def test_the_norm_of_millions_of_gradients_has_six_digits():

@@ -44,10 +44,11 @@ with `bf16` for the same without a need for the scale.
 **Not covered, and what that costs**: optimizers that look at more than one element at a time. A
 shard has no rows and columns, and its norm is not the layer's: LAMB and LARS divide by the norm of
 each matrix, Adafactor and Muon need its shape, L-BFGS takes products of the whole gradient. They
-would train something else; those that torch has are refused. So would one that counts its steps in
-the param group, for it steps each shard by itself. A squared norm above fp32's range, of scaled
-gradients around $10^{19}$, counts as an overflow. A gradient that is missing on one rank only is
-zero there while its layer waits in a bucket; where the layer does not, the ranks raise an error.
+would train something else; those that torch has are refused. One that counts its steps in the
+param group counts one for each shard, for each is stepped by itself. A squared norm above fp32's
+range, of scaled gradients around $10^{19}$, counts as an overflow. A gradient that is missing on
+one rank only is zero there while its layer waits in a bucket; where the layer does not, the ranks
+raise an error.
 """
 
 import inspect
@@ -69,7 +70,7 @@ from zero3.ledger import Ledger, Pairs, Reducer, Silence, Wire
 # Optimizers of torch's that a flat, dense shard cannot serve.
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 # Elements whose squares fp32 adds up at once; the blocks' sums are added afterwards. One sum over
-# millions is too large to notice its next term, and would be wrong in the fourth digit.
+# millions is too large to notice its next term.
 _BLOCK_NUMEL = 1 << 16
 
 
@@ -87,6 +88,23 @@ class _Owned:
     # torch counts what is written into a tensor in its `_version`. This is the shard's, when it and
     # its master were last the same.
     version: int
+
+    def follow(self) -> None:
+        """
+        #### Take over what somebody else has written into the shard
+
+        `full_params(writeback=True)` for instance.
+        """
+        if self.version != self.shard._version:
+            self.master.copy_(self.shard)
+
+    def round(self) -> None:
+        """
+        #### Round the master into the shard
+        """
+        if self.master.dtype != self.shard.dtype:
+            self.shard.copy_(self.master)
+        self.version = self.shard._version
 
 
 class Zero3Optimizer(torch.optim.Optimizer):
@@ -151,7 +169,6 @@ class Zero3Optimizer(torch.optim.Optimizer):
         self.loss_scale: Any = start if self.scaled else 1.0
         self.good_steps = self.skipped_steps = 0
         self.clip_grad_norm, self.reduce_dtype = clip_grad_norm, reduce_dtype
-        self.bucket_bytes = bucket_bytes
         self._check(model, optimizer_class)
 
         # One for each wire: the layers of a chain share one.
@@ -333,7 +350,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
 
         A copy where that is another one. All shards share the memory for it, one after the other:
         fp32 gradients of all of them would be 4 more bytes per parameter, and fresh memory for each
-        takes longer to get than to fill.
+        would have to be got from the system anew.
         """
         grad: Any = owned.shard.grad
         if grad.dtype == owned.master.dtype:
@@ -382,7 +399,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         if factor != 1:
             # In place: a gradient that was wide enough is spent after this.
             grad.mul_(factor)
-        self._follow(owned)
+        owned.follow()
         for _, where, piece in owned.pieces:
             piece.grad = grad[where]
         every = [group["params"] for group in self.param_groups]
@@ -395,23 +412,11 @@ class Zero3Optimizer(torch.optim.Optimizer):
         finally:
             for group, params in zip(self.param_groups, every, strict=True):
                 group["params"] = params
-        if owned.master.dtype != owned.shard.dtype:
-            owned.shard.copy_(owned.master)
-        owned.version = owned.shard._version
+        owned.round()
         # While the pieces still hold the widened gradient, or the tape would not count it.
         owned.layer.ledger.record(owned.layer, "step", owned.shard.nbytes)
         for *_, piece in owned.pieces:
             piece.grad = None
-
-    def _follow(self, owned: _Owned) -> None:
-        """
-        #### Take over what somebody else has written into the shard
-
-        `full_params(writeback=True)` for instance.
-        """
-        if owned.version != owned.shard._version:
-            owned.master.copy_(owned.shard)
-            owned.version = owned.shard._version
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """
@@ -438,7 +443,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         rounded. Tensors are those in use, and not copies.
         """
         for owned in self.owned:
-            self._follow(owned)
+            owned.follow()
         own = {"masters": [owned.master for owned in self.owned], "loss_scale": self.loss_scale,
                "good_steps": self.good_steps, "skipped_steps": self.skipped_steps}
         return {**self.inner.state_dict(), **own}
@@ -453,20 +458,20 @@ class Zero3Optimizer(torch.optim.Optimizer):
         Raises `RuntimeError`, before anything is changed, where the shards are of other sizes, and
         torch's `ValueError` where the param groups are others.
         """
-        own, mine = dict(state_dict), [len(owned.master) for owned in self.owned]
-        sizes = [len(master) for master in own["masters"]]
+        masters, mine = state_dict["masters"], [len(owned.master) for owned in self.owned]
+        sizes = [len(master) for master in masters]
         self.expect(sizes == mine, "cannot load this state", f"shards of {mine} elements",
                     f"{sizes}", "load it into the same model on as many ranks, on the same rank")
-        self.inner.load_state_dict({key: own.pop(key) for key in ("state", "param_groups")})
+        self.inner.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
-        for owned, master in zip(self.owned, own.pop("masters"), strict=True):
+        for owned, master in zip(self.owned, masters, strict=True):
             owned.master.copy_(master)
-            owned.shard.copy_(master)
-            owned.version = owned.shard._version
-        self.good_steps, self.skipped_steps = own["good_steps"], own["skipped_steps"]
+            owned.round()
+        self.good_steps, self.skipped_steps = (
+            state_dict[key] for key in ("good_steps", "skipped_steps"))
         if self.dynamic:
             # This run has chosen whether to scale; a dynamic scale goes on from where it was.
-            self.loss_scale = own["loss_scale"]
+            self.loss_scale = state_dict["loss_scale"]
 
     def predict(self, micro_batches: int = 1, no_sync: bool = False) -> estimate.Prediction:
         """
@@ -490,7 +495,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
             estimate.describe(self.model, self.group_by), self.wire.world_size,
             rank=self.wire.rank, moments=moments, step_bytes=step_bytes,
             by_messages=self.wire.by_messages, stage3=True, micro_batches=micro_batches,
-            no_sync=no_sync, bucket_bytes=self.bucket_bytes,
+            no_sync=no_sync, bucket_bytes=self.buckets[0].bucket_bytes,
             reduce_bytes=self.reduce_dtype.itemsize if self.reduce_dtype else None)
 
     def table(self, micro_batches: int = 1) -> str:
@@ -545,8 +550,8 @@ class Bucket(Reducer):
             return
         new = [_Gradient(layer, i, *pair) for i, pair in enumerate(pairs)]
         if self._fills(new) or self.wire.world_size == 1:
-            # Large enough to go alone, past those that wait: to copy it costs more than a message.
-            # One rank alone sends none, and does not wait.
+            # Large enough to go alone, past those that wait, and without a copy. One rank alone
+            # sends none, and does not wait.
             self._send(new)
             return
         self.waiting += new
