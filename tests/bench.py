@@ -50,8 +50,9 @@ from torch.nn import functional as F
 
 from tests.ranks import run
 from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential
-from zero3.ledger import Ledger, _all_gather, _reduce_scatter
+from zero3.ledger import Ledger
 from zero3.report import commit
+from zero3.wire import _all_gather, _reduce_scatter
 
 PEERS = ("zero3", "ddp", "fsdp2")
 # What a run is measured by: its heading, its format, and what to divide by.

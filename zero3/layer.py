@@ -55,7 +55,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero3.ledger import Ledger, Silence, Transfer, Wire, in_backward
+from zero3.ledger import Ledger, Silence, in_backward
+from zero3.wire import Transfer, Wire
 
 # What a freed parameter still answers, because no element is read for it.
 _PROPERTIES = ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf")

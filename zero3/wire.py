@@ -1,0 +1,546 @@
+r"""
+# The wire
+
+`Wire` carries what ranks tell each other, and `Reducer` and `Bucket` say when gradients go.
+
+All that sharded layers and their optimizer send goes through one class. It starts a transfer and
+returns, so that what is computed in between hides the time it takes; it counts what it sends; and
+it announces each transfer, so that ranks which diverged learn it from each other.
+
+| transfer | sends to each other rank | starts | is waited for |
+|---|---|---|---|
+| gather | this rank's shard | while the layer before computes | before the layer computes |
+| reduce | that rank's share of the gradient | when a layer has its gradients | with the next one |
+| norm | a number for each shard | in the optimizer's step | at once |
+
+**Run this**: `make bench ARGS=--comm` measures messages against gloo's collectives.
+
+**Not covered, and what that costs**: process subgroups; on an accelerator the bytes counted are
+what the collective's algorithm needs, while the transport may send more.
+"""
+
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+# torch 2.13 renames these two; 2.11 has only the old names.
+_NEW = hasattr(dist, "all_gather_single")
+_all_gather = getattr(dist, "all_gather_single" if _NEW else "all_gather_into_tensor")
+_reduce_scatter = getattr(dist, "reduce_scatter_single" if _NEW else "reduce_scatter_tensor")
+
+# Flat buffers, each with a shard or an inbox.
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+# What a rank may be about to do, as a number that fits into a message.
+_ACTIONS = ("gather", "reduce", "norm")
+# The tag of the messages that announce it. Data has tags of its own, from 2 up.
+_ORDER_TAG = 1
+
+
+@dataclass
+class Transfer:
+    """
+    ## Messages that have started, and what they put on the wire
+
+    Started early and waited for late: what a layer computes in between hides the time they take.
+    """
+
+    wire: "Wire"
+    layer: Any
+    action: str  # one of `_ACTIONS`
+    stream: Any
+    pairs: Pairs
+    order: torch.Tensor | None = None  # (world_size, 4) int64: what each rank is about to do
+    order_works: list[Any] = field(default_factory=list)
+    works: list[Any] = field(default_factory=list)
+    sent_bytes: int = 0  # of parameters, gradients or norms, by this rank
+    messages: int = 0
+    order_bytes: int = 0
+
+    def wait(self) -> list[torch.Tensor]:
+        """
+        ### Wait for the messages
+
+        The compute stream waits for the stream of the transfer; on the CPU this thread waits.
+        Returns what a reduce gives: per pair the sum over ranks of this rank's share,
+        `(shard_numel,)`.
+
+        Raises `RuntimeError` where another rank is about to do something else (I6), or is gone.
+        """
+        with self.wire.on(self.stream):
+            # What once broke stays so: the messages that others sent since then fit nothing here.
+            self.wire.broken = self.wire.broken or self._complete()
+            if self.wire.broken:
+                raise RuntimeError(self.wire.broken)
+            reduced = self.pairs if self.action == "reduce" else []
+            totals = [self.wire.total(*pair) for pair in reduced]
+        self.wire.current_stream().wait_stream(self.stream)
+        if self.action == "gather":
+            self.layer.ledger.record(self.layer, "gathered", sum(f.nbytes for f, _ in self.pairs))
+        # They hold the buffers, which would outlive the moment at which the layer frees them.
+        self.works, self.order_works, self.pairs = [], [], []
+        return totals
+
+    def _complete(self) -> str:
+        """
+        #### Wait, or say why not
+        """
+        where = f"rank {self.wire.rank}: {self.layer.label}"
+        try:
+            for work in self.order_works:
+                work.wait()
+            rows = self.order.tolist() if self.order is not None else []
+            for other, row in enumerate(rows):
+                mine = rows[self.wire.rank]
+                if row != mine:
+                    return (
+                        f"{where}: the ranks diverged. Expected: {_announced(mine)}, on all ranks, "
+                        f"as here. Got: {_announced(row)}, on rank {other}. What to do: call the "
+                        "same layers in the same order on all ranks, and start again."
+                    )
+            for work in self.works:
+                work.wait()
+        except (RuntimeError, ValueError) as error:
+            return (
+                f"{where}: the other ranks are lost. Expected: their part of a {self.action}. Got: "
+                f"{error}. What to do: look for the first error on another rank, and start again."
+            )
+        return ""
+
+
+class Wire:
+    r"""
+    ## The seam between CPU and GPU
+
+    On an accelerator the collectives are NCCL's, and streams put them beside the computation.
+    On the CPU each is $N-1$ messages out and $N-1$ in, carried by a thread of gloo's while this one
+    computes; streams are absent there, torch's CPU module has no-ops by the same names.
+
+    Messages rather than gloo's collectives, because its reduce-scatter sends what an all-reduce
+    sends: a step would send $4\Psi$ instead of $3\Psi$. `python -m tests.bench --comm` measures
+    both.
+    """
+
+    def __init__(self, rank: int | None = None, world_size: int | None = None):
+        """
+        ### Take a place among the ranks
+
+        * `rank` and `world_size` are the process group's, and default to them; without one, to 0
+          and 1
+
+        Raises `RuntimeError` where there is no process group of this rank and size.
+        """
+        up = dist.is_available() and dist.is_initialized()
+        here = (dist.get_rank(), dist.get_world_size()) if up else (0, 1)
+        self.rank = here[0] if rank is None else rank
+        self.world_size = here[1] if world_size is None else world_size
+        if (self.rank, self.world_size) != (here if self.world_size > 1 else (0, 1)):
+            raise RuntimeError(
+                f"rank {self.rank}: no such rank. Expected: rank {here[0]} of {here[1]}, as the "
+                f"process group says. Got: rank {self.rank} of {self.world_size}. What to do: "
+                "start with torchrun, call `torch.distributed.init_process_group` first, and pass "
+                "its numbers or leave them out."
+            )
+        self.reducer = Reducer(self)
+        self.unsettled: set[Any] = set()  # layers that the end of this `backward()` will settle
+        # One reduce at most is in flight, of a layer or of a bucket of them.
+        self.reducing: Any = None
+        # Why nothing can be sent any more, once that is so.
+        self.broken = ""
+
+    def open(self, layer: Any, params: dict[nn.Parameter, tuple[str, ...]],
+             device: torch.device | str | None, dtype: torch.dtype | None) -> torch.device:
+        """
+        ### Make sure that all ranks will send the same things, and open the streams
+
+        * `params` are the layer's, with their names; `device` and `dtype` are what they must be on
+          and of, where given
+
+        Returns the device. Ranks whose parameters differ in order or shape would gather noise.
+        """
+        at = torch.device(device or next((p.device for p in params), "cpu"))
+        for p, (name, *_) in params.items():
+            what = f"cannot shard `{name}`"
+            layer.expect(type(p) is nn.Parameter and not p.is_meta, what, "a Parameter with values",
+                         f"{type(p).__name__} on {p.device}", "initialise the module first")
+            matches = p.device.type == at.type and at.index in (None, p.device.index or 0)
+            layer.expect(matches, what, f"device {at}", p.device, "move the module there first")
+            layer.expect(dtype in (None, p.dtype), what, dtype, p.dtype, "convert the module with "
+                         "`.to(dtype)` first, or leave `dtype` out to mix data types")
+            at = p.device
+        layout = [(n, tuple(p.shape), p.dtype, p.requires_grad) for p, n in params.items()]
+        layouts: list[Any] = [layout] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(layouts, layout)
+        for rank, theirs in enumerate(layouts):
+            for i in range(max(len(layout), len(theirs))):
+                here, there = layout[i : i + 1] or "none", theirs[i : i + 1] or "none"
+                layer.expect(here == there, f"differs between ranks at parameter {i}",
+                             f"{here}, as here", f"{there} on rank {rank}",
+                             "build the same module, in the same order, on all ranks")
+        backend = torch.get_device_module(at)
+        self.fetch_stream, self.backup_stream = backend.Stream(), backend.Stream()
+        self.current_stream, self._stream = backend.current_stream, backend.stream
+        self.by_messages = at.type == "cpu"
+        return at
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        """
+        ### Work on a stream, which first waits for the current one
+
+        Whatever this stream reads has then been written, and whatever memory it reuses has been
+        read. That is why no tensor here needs `record_stream`: a block is freed by the host as soon
+        as its last reader is queued, and the next writer waits for that reader.
+        """
+        stream.wait_stream(self.current_stream())
+        with self._stream(stream):
+            yield
+
+    def rows(self, flat: torch.Tensor) -> torch.Tensor:
+        """
+        ### A flat buffer as one row per rank: `(world_size, shard_numel)`
+        """
+        return flat.view(self.world_size, len(flat) // self.world_size)
+
+    def all_gather(self, layer: Any, pairs: Pairs) -> Transfer:
+        """
+        ### Start to gather each shard into its flat buffer
+
+        * `pairs` are of `(world_size * shard_numel,)` to write, which gets its memory here, and
+          `(shard_numel,)` to send
+
+        All ranks must call it. Sends $N-1$ times the shards' bytes.
+        """
+        # The fetch stream waits for the compute stream: there the optimizer wrote the shards, and
+        # there the memory that is handed out now had its last reader.
+        with self.on(self.fetch_stream):
+            transfer = self._begin([layer], "gather", self.fetch_stream, pairs)
+            for full, shard in pairs:
+                layer.expect(full.dtype == shard.dtype and full.device == shard.device,
+                             "cannot gather", f"{full.dtype} on {full.device}, as wrapped",
+                             f"a shard of {shard.dtype} on {shard.device}",
+                             "convert or move the module before wrapping it, not after")
+                full.untyped_storage().resize_(full.nbytes)
+                if self.world_size > 1 and not self.by_messages:
+                    self._collective(transfer, _all_gather, full, shard)
+                    continue
+                self._exchange(transfer, self.rows(full), [shard] * self.world_size)
+                self.rows(full)[self.rank].copy_(shard)
+        layer.ledger.record(layer, "fetch", sum(full.nbytes for full, _ in pairs), transfer)
+        return transfer
+
+    def reduce_scatter(self, layers: list[Any], pairs: Pairs) -> None:
+        """
+        ### Start to reduce-scatter each flat gradient
+
+        * `layers` are those whose gradients these are; it is recorded under the first one's name
+        * `pairs` are of the gradient, `(world_size * shard_numel,)`, and of any buffer: where
+          messages need an inbox, its storage becomes one
+
+        All ranks must call it. Sends $N-1$ times the shards' bytes. `reduced` ends it.
+        """
+        # The backup stream waits for the compute stream, which wrote the gradients.
+        with self.on(self.backup_stream):
+            self.reducing = transfer = self._begin(layers, "reduce", self.backup_stream, pairs)
+            for i, (grad, buffer) in enumerate(pairs):
+                if self.world_size > 1 and self.by_messages:
+                    memory = buffer.untyped_storage()
+                    memory.resize_(grad.nbytes)
+                    # The gradients may be of another length and data type than the buffer was.
+                    inbox = grad.new_empty(0).set_(memory, 0, grad.shape, (1,))
+                    transfer.pairs[i] = (grad, inbox)
+                    self._exchange(transfer, self.rows(inbox), self.rows(grad))
+                elif self.world_size > 1:
+                    # In place: the sum replaces this rank's own row.
+                    self._collective(transfer, _reduce_scatter, self.rows(grad)[self.rank], grad)
+        nbytes = sum(grad.nbytes for grad, _ in pairs)
+        layers[0].ledger.record(layers[0], "reduce", nbytes, transfer)
+
+    def numbers(self, layer: Any, mine: torch.Tensor) -> torch.Tensor:
+        """
+        ### Tell each other a few numbers
+
+        * `mine` are this rank's, `(n,)`
+
+        All ranks must call it, with as many. Sends $N-1$ times their bytes. Returns every rank's,
+        `(world_size, n)`, so that all ranks can come to the same conclusion.
+        """
+        rows = mine.repeat(self.world_size, 1)
+        with self.on(self.fetch_stream):
+            transfer = self._begin([layer], "norm", self.fetch_stream, [(rows, mine)])
+            if self.world_size > 1 and not self.by_messages:
+                self._collective(transfer, _all_gather, rows.view(-1), mine)
+            else:
+                self._exchange(transfer, rows, [mine] * self.world_size)
+        layer.ledger.record(layer, "norm", rows.nbytes, transfer)
+        transfer.wait()
+        return rows
+
+    def reduced(self) -> list[torch.Tensor]:
+        """
+        ### End the reduce in flight: this rank's shares of the sums
+        """
+        transfer, self.reducing = self.reducing, None
+        return transfer.wait()
+
+    def total(self, grad: torch.Tensor, inbox: torch.Tensor) -> torch.Tensor:
+        """
+        ### This rank's share of the sum over ranks: `(shard_numel,)`
+
+        Added in rank order, so that every run adds alike.
+        """
+        if self.world_size == 1:
+            return grad
+        mine = self.rows(grad)[self.rank]
+        if not self.by_messages:
+            return mine.clone()
+        rows = [mine if k == self.rank else row for k, row in enumerate(self.rows(inbox))]
+        total = rows[0] + rows[1]
+        for row in rows[2:]:
+            total += row
+        return total
+
+    def scatter(self, shard: torch.Tensor, full: torch.Tensor) -> None:
+        """
+        ### Give each rank its share of what rank 0 has
+
+        * `shard` is `(shard_numel,)` to write, `full` is `(world_size * shard_numel,)`
+        """
+        if self.world_size == 1:
+            shard.copy_(full)
+        elif len(shard):
+            rows = [_bytes(row) for row in self.rows(full)] if self.rank == 0 else None
+            dist.scatter(_bytes(shard), rows)
+            # A collective writes past autograd, and who keeps a copy of the shard looks there.
+            torch.autograd.graph.increment_version(shard)
+
+    def broadcast(self, tensor: torch.Tensor | None) -> None:
+        """
+        ### Give each rank rank 0's tensor
+        """
+        if self.world_size > 1 and tensor is not None and tensor.numel():
+            whole = tensor.detach().contiguous()
+            dist.broadcast(_bytes(whole), 0)
+            tensor.detach().copy_(whole)
+
+    def _begin(self, layers: list[Any], action: str, stream: Any, pairs: list) -> Transfer:
+        """
+        #### Announce what this rank is about to transfer
+
+        32 bytes to each other rank, ahead of the data and without waiting. Ranks that took
+        different branches would otherwise exchange different layers: where the sizes are the same,
+        the model turns to noise; where they are not, gloo ends the process. NCCL is not asked: to
+        look at what came, the host would have to wait for the device each time.
+        """
+        transfer = Transfer(self, layers[0], action, stream, pairs)
+        if self.by_messages and self.world_size > 1:
+            nbytes = sum(full.nbytes for full, _ in pairs)
+            transfer.order = torch.empty(self.world_size, 4, dtype=torch.int64)
+            numbers = [layer.layer_idx for layer in layers]
+            # A checksum, for two buckets may begin with the same layer and have as many bytes.
+            transfer.order[self.rank] = torch.tensor([
+                numbers[0], _ACTIONS.index(action), nbytes, zlib.crc32(str(numbers).encode())])
+            mine = [transfer.order[self.rank]] * self.world_size
+            transfer.order_works = self._send(transfer.order, mine, _ORDER_TAG)
+            transfer.order_bytes = mine[0].nbytes * (self.world_size - 1)
+        return transfer
+
+    def _exchange(self, transfer: Transfer, inbox: Any, outbox: Any) -> None:
+        """
+        #### Send each other rank its row, and receive one from each
+
+        The tag names the transfer, so messages of ranks that diverged never meet.
+        """
+        if transfer.order is None or not len(outbox[0]):
+            return
+        name = f"{transfer.order[self.rank].tolist()} {len(transfer.works)}"
+        tag = _ORDER_TAG + 1 + zlib.crc32(name.encode()) % (1 << 30)
+        transfer.works += self._send(inbox, outbox, tag)
+        self._count(transfer, outbox[0])
+
+    def _send(self, inbox: Any, outbox: Any, tag: int) -> list[Any]:
+        # Each rank starts with its right-hand neighbour, or all would queue at rank 0.
+        peers = [(self.rank + k) % self.world_size for k in range(1, self.world_size)]
+        works = [dist.irecv(inbox[k], k, tag=tag) for k in peers]
+        return works + [dist.isend(outbox[k], k, tag=tag) for k in peers]
+
+    def _collective(self, transfer: Transfer, collective: Callable, output, data) -> None:
+        transfer.works.append(collective(output, data, async_op=True))
+        self._count(transfer, min(output, data, key=len))
+
+    def _count(self, transfer: Transfer, row: torch.Tensor) -> None:
+        transfer.sent_bytes += (self.world_size - 1) * row.nbytes
+        transfer.messages += self.world_size - 1
+
+
+class Reducer:
+    """
+    ## When gradients are reduced: each layer's as soon as they are there
+
+    A reduce is in flight beside the backward of the layer below. `Zero3Optimizer` puts a reducer in
+    place of this one that lets small layers wait for each other.
+    """
+
+    def __init__(self, wire: Wire):
+        self.wire = wire
+        self.layers: list[Any] = []  # whose gradients are in flight
+
+    def add(self, layer: Any, pairs: Pairs) -> None:
+        """
+        ### A layer's flat gradients are complete
+
+        * `pairs` are as for `Wire.reduce_scatter`
+        """
+        if layer not in self.layers:
+            self.end()
+            self.layers = [layer]
+            self.wire.reduce_scatter(self.layers, pairs)
+
+    def finish(self, layer: Any) -> None:
+        """
+        ### End the reduce of a layer's gradients, if there is one
+
+        `layer._add_reduced` gets the sums.
+        """
+        if layer in self.layers:
+            self.layers = []
+            layer._add_reduced(self.wire.reduced())
+
+    def end(self) -> None:
+        """
+        ### End all reduces
+        """
+        for layer in self.layers[:1]:
+            self.finish(layer)
+
+    def drop(self, layer: Any) -> None:
+        """
+        ### Forget a layer's gradients, or end their reduce if it has begun
+        """
+        self.finish(layer)
+
+
+class _Gradient(NamedTuple):
+    """
+    ## A flat gradient, and where it comes from
+    """
+
+    layer: Any
+    which: int  # of the layer's gradients
+    grad: torch.Tensor  # (world_size * shard_numel,), device
+    buffer: torch.Tensor  # as many elements; its memory may become the inbox of a message
+
+
+class Bucket(Reducer):
+    """
+    ## Gradients of small layers wait for each other
+
+    Many little layers would pay the fixed time of a message once for each; here they fill a bucket,
+    which goes out as one message to each rank. Until then their full gradients stay, and while they
+    are in flight they lie in memory twice, packed and unpacked.
+    """
+
+    def __init__(self, wire: Wire, bucket_bytes: int):
+        super().__init__(wire)
+        self.bucket_bytes = bucket_bytes
+        self.holds = 0  # how many `no_sync()` it is inside of: it sends nothing
+        self.waiting: list[_Gradient] = []
+        # Of the bucket in flight, message by message: layer, which, and elements of the share.
+        self.parts: list[list[tuple[Any, int, int]]] = []
+
+    def add(self, layer: Any, pairs: Pairs) -> None:
+        """
+        ### Put a layer's gradients in, and send the bucket if it is full
+
+        * `pairs` are as for `Wire.reduce_scatter`
+        """
+        if self.holds or layer in self.layers or layer in [g.layer for g in self.waiting]:
+            # Held back; or in flight or waiting already, for the end of a pass offers all again.
+            return
+        new = [_Gradient(layer, i, *pair) for i, pair in enumerate(pairs)]
+        if self._fills(new) or self.wire.world_size == 1:
+            # Large enough to go alone, past those that wait, and without a copy. One rank alone
+            # sends none, and does not wait.
+            self._send(new)
+            return
+        self.waiting += new
+        if self._fills(self.waiting):
+            self._send(self.waiting)
+
+    def _fills(self, gradients: list[_Gradient]) -> bool:
+        return sum(g.grad.nbytes for g in gradients) >= self.bucket_bytes
+
+    def _send(self, gradients: list[_Gradient]) -> None:
+        """
+        #### Send these (reduce-scatter), and empty the list
+
+        What is in flight ends first. One message to each rank for each data type, of the rank's
+        share of all of them. In it they lie in the layers' order and not in that of their arrival,
+        which may differ between ranks. All ranks must come here with the same ones.
+        """
+        # Not `self.end()`, which would send what waits, and come here again.
+        super().end()
+        alike: dict[torch.dtype, list[_Gradient]] = {}
+        for one in sorted(gradients, key=lambda one: -one.layer.layer_idx):
+            alike.setdefault(one.grad.dtype, []).append(one)
+        gradients.clear()
+        self.parts, pairs, rows = [], [], self.wire.rows
+        for same in alike.values():
+            self.parts.append([(g.layer, g.which, rows(g.grad).shape[1]) for g in same])
+            grad = same[0].grad
+            if len(same) > 1:
+                # (world_size * all their shard_numel,): a rank's shares become one share.
+                grad = torch.cat([rows(g.grad) for g in same], dim=1).view(-1)
+            # The first one's buffer becomes the inbox of all.
+            pairs.append((grad, same[0].buffer))
+        self.layers = list(dict.fromkeys(layer for part in self.parts for layer, *_ in part))
+        self.wire.reduce_scatter(self.layers, pairs)
+
+    def finish(self, layer: Any) -> None:
+        """
+        ### End the reduce of a layer's bucket, if there is one
+
+        If it still waits, it is sent first. All its layers get their sums, by `_add_reduced`, as
+        views of one tensor.
+        """
+        if layer in [g.layer for g in self.waiting]:
+            self._send(self.waiting)
+        if layer in self.layers:
+            totals: dict[Any, dict[int, torch.Tensor]] = {layer: {} for layer in self.layers}
+            self.layers = []
+            for part, total in zip(self.parts, self.wire.reduced(), strict=True):
+                shares = total.split([numel for *_, numel in part])
+                for (owner, i, _), share in zip(part, shares, strict=True):
+                    totals[owner][i] = share
+            for owner, own in totals.items():
+                owner._add_reduced([own[i] for i in sorted(own)])
+
+    def drop(self, layer: Any) -> None:
+        """
+        ### Forget a layer's gradients, if they wait
+        """
+        self.waiting = [g for g in self.waiting if g.layer is not layer]
+        self.finish(layer)
+
+    def end(self) -> None:
+        """
+        ### End all reduces, of layers that wait too
+        """
+        if self.waiting:
+            self._send(self.waiting)
+        super().end()
+
+
+def _announced(row: list[int]) -> str:
+    return f"{_ACTIONS[row[1]]} of layer {row[0]}, {row[2]} bytes, layers' checksum {row[3]}"
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    # gloo's collectives do not know every data type, but they know bytes.
+    return tensor.reshape(-1).view(torch.uint8)
