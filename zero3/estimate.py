@@ -185,19 +185,20 @@ def _parameters(layer: Any) -> Iterator[tuple[tuple[bool, Any], int, int, str, A
 
 def states(
     optimizer_class: Any, kwargs: dict[str, Any], group: dict[str, Any], two: torch.Tensor
-) -> tuple[int, int]:
+) -> tuple[list[str], int]:
     """
     ## What an optimizer keeps for a parameter: tensors of its size, and bytes beside them
 
     It says so itself, by a step with `two` elements: each state that then has two is a moment.
+    Returns the moments' names.
     """
     param = torch.nn.Parameter(two)
     param.grad = torch.zeros_like(two)
     optimizer = optimizer_class([{**group, "params": [param]}], **kwargs)
     optimizer.step()
-    found = [t for t in optimizer.state[param].values() if isinstance(t, torch.Tensor)]
-    moments = sum(t.shape == two.shape for t in found)
-    return moments, sum(t.nbytes for t in found) - moments * two.nbytes
+    found = {k: t for k, t in optimizer.state[param].items() if isinstance(t, torch.Tensor)}
+    moments = [key for key, t in found.items() if t.shape == two.shape]
+    return moments, sum(t.nbytes for t in found.values()) - len(moments) * two.nbytes
 
 
 def predict(

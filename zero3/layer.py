@@ -33,12 +33,11 @@ is 7.2.2.
 **Run this**: `make train` trains a small transformer on two ranks, and compares what each rank held
 and sent with these formulas.
 
-**Not covered, and what that costs**: shards rest on the device that computes. Outside a
-`Zero3Sequential` a layer does not know its neighbours, so its unshard starts when it is called, and
-nothing hides the wait. Process subgroups, double backward (`create_graph=True`) and sparse
-gradients raise errors. A tensor is watched in tuples, lists, dicts, dataclasses and attributes of
-modules; one that needs a gradient and leaves a layer by another way brings backward to a freed
-layer.
+**Not covered, and what that costs**: outside a `Zero3Sequential` a layer does not know its
+neighbours, so its unshard starts when it is called, and nothing hides the wait. Process subgroups,
+double backward (`create_graph=True`) and sparse gradients raise errors. A tensor is watched in
+tuples, lists, dicts, dataclasses and attributes of modules; one that needs a gradient and leaves a
+layer by another way brings backward to a freed layer.
 
 Names are labml's where labml has one, and say the standard term. The order to read in: shard,
 unshard, reshard, forward, backward, reduce, wiring.
@@ -56,40 +55,13 @@ import torch
 from torch import nn
 
 from zero3.ledger import Ledger, Silence, in_backward
+from zero3.offload import FreedParameter, InFile, InMemory, Offload
 from zero3.wire import Transfer, Wire
 
-# What a freed parameter still answers, because no element is read for it.
-_PROPERTIES = ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf")
-_METADATA = {torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.size,
-             *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES)}
-# What to do about a parameter that is not where somebody looks for it.
+# Where to look at a freed parameter, and what to do about one that is looked for elsewhere.
+_USE = "a use in the layer's forward, or in `with layer.full_params():`"
 _CURE = ("wrap each module once, put modules that share a parameter into one Zero3Layer, and build "
          "the optimizer on `get_trainable_chunk()` after wrapping")
-
-
-class FreedParameter(nn.Parameter):
-    """
-    ## A parameter whose memory is given back
-
-    Its storage has no bytes, so an operation on it would read address zero and end the interpreter.
-    While a layer is sharded, the *class* of each of its parameters is a subclass of this one. The
-    object stays the same, in the module and wherever else somebody holds it, and whoever touches
-    its elements gets an error with its name.
-    """
-
-    name: str
-    layer: weakref.ref
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        use = "a use in the layer's forward, or in `with layer.full_params():`"
-        cls.layer().expect(False, f"freed `{cls.name}`", use, f"`{func.__name__}` outside", _CURE)
-
-    def __repr__(self, *, tensor_contents=None):
-        return f"<`{self.name}`, sharded by {self.layer().label}>"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,9 +90,19 @@ class _Group:
 
     slots: list[_Slot]
     full: torch.Tensor  # (world_size * shard_numel,), device; its storage has no bytes at rest
-    shard: nn.Parameter  # (shard_numel,), device; what rests
+    home: InMemory | InFile  # where the shard rests
+    shard: nn.Parameter  # (shard_numel,), what rests
     grad: Any = None  # as long; of the shard's `grad_dtype`; until the end of the reduce
     ready: set[tuple[str, ...]] = dataclasses.field(default_factory=set)  # names of what `grad` has
+
+    def add_grad(self, total: torch.Tensor) -> None:
+        """
+        #### Add to the shard's gradient
+
+        `Zero3Optimizer` replaces this where the master rests elsewhere: there the gradient goes.
+        """
+        total = total.to(self.shard.device)
+        self.shard.grad = total if self.shard.grad is None else self.shard.grad.add_(total)
 
 
 class _Call:
@@ -153,7 +135,8 @@ class Zero3Layer(nn.Module):
     """
 
     def __init__(self, module: nn.Module, rank: int | None = None, world_size: int | None = None,
-                 device: torch.device | str | None = None, dtype: torch.dtype | None = None):
+                 device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+                 offload: Offload | None = None):
         """
         ### Shard a module
 
@@ -164,23 +147,24 @@ class Zero3Layer(nn.Module):
         * `rank` and `world_size` default to those of the process group; without one, to 0 and 1
         * `device` defaults to where the parameters are
         * `dtype` is what all parameters must be; left out, a layer may mix data types
+        * `offload` says where the shards rest; left out, on the device
 
         Raises `RuntimeError` where the module is sharded already, shares a parameter with another
-        layer, is elsewhere or of another dtype, or differs between ranks.
+        layer, is elsewhere or of another dtype, or differs between ranks; and where there is no
+        room for the shards.
         ZeRO, section 5.3. Keeps I2 and I5.
         """
         super().__init__()
         self.module = module
-        self.wire = Wire(rank, world_size)
+        self.wire, self.offload = Wire(rank, world_size), offload or Offload()
         # Neighbours and place in forward order; `Zero3Sequential` sets them.
         self.prev_layer: list[Zero3Layer] = []
         self.next_layer: list[Zero3Layer] = []
         self.layer_idx, self.label = -1, type(module).__name__
         self.ledger: Ledger | Silence = Silence()
         # An unshard has started, and is complete once the transfer that does it was waited for.
-        self.is_fetched = False
+        self.is_fetched = self._full_elsewhere = False  # the latter inside `full_params`
         self._gather: Transfer | None = None
-        self._full_elsewhere = False  # inside `full_params`
         # Calls that still go backward, and the one for whose backward the last layer stays full.
         self._pending: weakref.WeakSet[_Call] = weakref.WeakSet()
         self._kept: weakref.ref | None = None
@@ -234,11 +218,11 @@ class Zero3Layer(nn.Module):
         flat = self._merge_and_pad_params(list(params))  # (world_size * shard_numel,), device
         rest = self._empty(len(flat) // self.wire.world_size, flat.dtype)  # (shard_numel,), device
         self.wire.scatter(rest, flat)
-        group, offset = _Group([], flat, nn.Parameter(rest, next(iter(params)).requires_grad)), 0
+        home = self.offload.shard(self, rest, next(iter(params)).requires_grad)
+        group, offset = _Group([], flat, home, home.param), 0
         for p, names in params.items():
-            named = {"name": names[0], "layer": weakref.ref(self)}
             view = flat[offset : offset + p.numel()].view(p.shape)
-            slot = _Slot(p, names, offset, view, type("FreedParameter", (FreedParameter,), named))
+            slot = _Slot(p, names, offset, view, FreedParameter.kind(self, names[0], _USE, _CURE))
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(partial(self._post_backward_hook, group, slot))
             group.slots.append(slot)
@@ -277,7 +261,6 @@ class Zero3Layer(nn.Module):
 
     # ------------------------------------------------------------------------------------ unshard
 
-    @torch.no_grad()
     def fetch_params(self) -> None:
         r"""
         ### Unshard (all-gather)
@@ -295,7 +278,26 @@ class Zero3Layer(nn.Module):
         # Gradients may still be coming in, into this very buffer.
         self.wire.reducer.finish(self)
         self.is_fetched = True
-        self._gather = self.wire.all_gather(self, [(g.full, g.shard.detach()) for g in self.groups])
+        self._gather = self._all_gather([g.full for g in self.groups])
+        # What will be fetched next is read while this layer is on its way and the one before
+        # computes. Training turns round at the last layer.
+        back = in_backward() or (not self.next_layer and torch.is_grad_enabled())
+        for layer in self.prev_layer if back else self.next_layer:
+            for g in layer.groups if layer._pending or not in_backward() else ():
+                g.home.read_async()
+
+    @torch.no_grad()
+    def _all_gather(self, fulls: list[torch.Tensor]) -> Transfer:
+        """
+        #### Bring the shards, and start to gather them
+
+        A shard in CPU memory or in a file is copied to its place among the others first.
+        """
+        pairs = [(full, g.home.load()) for full, g in zip(fulls, self.groups, strict=True)]
+        gather = self.wire.all_gather(self, pairs)
+        for g in self.groups:
+            g.home.release(self.wire.fetch_stream)
+        return gather
 
     def _wait_params(self) -> None:
         """
@@ -322,13 +324,13 @@ class Zero3Layer(nn.Module):
         # Into a buffer of its own: a view of it that somebody keeps stays valid.
         with torch.inference_mode(False), torch.no_grad():
             fulls = [self._empty(len(g.full), g.full.dtype) for g in self.groups]
-            pairs = [(full, g.shard.detach()) for full, g in zip(fulls, self.groups, strict=True)]
-            self.wire.all_gather(self, pairs).wait()
+            self._all_gather(fulls).wait()
         self._look_at(fulls)
         try:
             yield {name: slot.param for slot in self._slots() for name in slot.names}
-            for full, shard in pairs if writeback else ():
-                self.wire.scatter(shard, full)
+            for full, g in zip(fulls, self.groups, strict=True) if writeback else ():
+                self.wire.scatter(g.home.load(), full)
+                g.home.save()
         finally:
             self._look_at(None)
 
@@ -554,7 +556,7 @@ class Zero3Layer(nn.Module):
         groups = [g for g in self.groups if g.grad is not None]
         for g, total in zip(groups, totals, strict=True):
             # The sum of what each rank divided: the mean. The compute stream has waited for it.
-            g.shard.grad = total if g.shard.grad is None else g.shard.grad.add_(total)
+            g.add_grad(total)
         self.ledger.record(self, "reduced", sum(t.nbytes for t in totals))
         self._drop_grads()
         for g in groups:

@@ -46,7 +46,7 @@ class Event:
     layer: str
     phase: str  # "forward", "backward" or "step"
     event: str  # what happened, see `Ledger`
-    tier: str  # where the bytes lie
+    tier: str  # "device", "cpu" or "nvme": where the bytes lie
     bytes: int  # that the event is about
     live_bytes: int  # that model and optimizer hold after it
     sent_bytes: int  # of parameters, gradients or norms that it put on the wire
@@ -71,6 +71,9 @@ class Ledger:
     | free | full parameters, or the buffers of a reduce, are given back |
     | norm | the ranks tell each other the norms of their gradients |
     | step | a shard is updated |
+    | read, arrived | reading from a file starts; what was read is here |
+    | write, written | writing to a file starts; it is done |
+    | buffers | the buffers between files and memory are made, larger than any before |
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None):
@@ -83,6 +86,7 @@ class Ledger:
         self.model, self.optimizer = model, optimizer
         self.events: list[Event] = []
         self.messages = self.sent_bytes = self.order_bytes = self.peak_live_bytes = 0
+        self.read_bytes = self.written_bytes = 0  # from files and to files
 
     def __enter__(self) -> "Ledger":
         self._start_s = time.perf_counter()
@@ -99,12 +103,14 @@ class Ledger:
                 vars(speaker)["ledger"] = ledger
 
     def record(
-        self, layer: Any, event: str, nbytes: int | None = 0, transfer: Transfer | None = None
+        self, layer: Any, event: str, nbytes: int | None = 0, transfer: Transfer | None = None,
+        tier: str = "device", phase: str = "forward",
     ) -> None:
         """
         ### Add an event, and look at what is alive
 
         * `nbytes` is what the event is about; `None` stands for what went since the event before
+        * `tier` is where they lie, and `phase` what is going on outside of backward
         """
         live_bytes = held_bytes(self.model, self.optimizer)
         if nbytes is None:
@@ -115,9 +121,10 @@ class Ledger:
         self.messages += transfer.messages if transfer else 0
         self.order_bytes += transfer.order_bytes if transfer else 0
         now_s = time.perf_counter() - self._start_s
-        phase = "backward" if in_backward() else "forward"
-        phase = "step" if event in ("norm", "step") else phase
-        self.events.append(Event(now_s, layer.wire.rank, layer.label, phase, event, "device",
+        self.read_bytes += nbytes * (event == "read")
+        self.written_bytes += nbytes * (event == "write")
+        phase = "backward" if in_backward() else phase
+        self.events.append(Event(now_s, layer.wire.rank, layer.label, phase, event, tier,
                                  nbytes, live_bytes, sent_bytes))
 
 
@@ -126,7 +133,7 @@ class Silence:
     ## The ledger of a layer to which nobody listens
     """
 
-    def record(self, *args: Any) -> None:
+    def record(self, *args: Any, **kwargs: Any) -> None:
         """
         ### Do nothing
         """
@@ -141,6 +148,12 @@ def held_bytes(*holders: nn.Module | torch.optim.Optimizer | None) -> int:
     """
     tensors: list[torch.Tensor | None] = []
     for holder in holders:
+        part: Any
+        for part in holder.modules() if isinstance(holder, nn.Module) else (holder,):
+            if hasattr(part, "offload"):
+                tensors += part.offload.memory()
+            # Where a master is not the shard's neighbour, the gradient is the master's.
+            tensors += (owned.grad for owned in getattr(part, "owned", ()))
         if isinstance(holder, torch.optim.Optimizer):
             for state in holder.state.values():
                 tensors += (t for t in state.values() if isinstance(t, torch.Tensor))

@@ -55,57 +55,21 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import get_total_norm
 
 from zero3 import estimate
 from zero3.layer import Zero3Layer, _Group
 from zero3.ledger import Ledger, Silence
+from zero3.offload import Offload
+from zero3.states import Owned, norm_of
 from zero3.wire import Bucket, Wire
 
 # Optimizers of torch's that a flat, dense shard cannot serve.
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
-# Elements whose squares fp32 adds up at once; the blocks' sums are added afterwards. One sum over
-# millions is too large to notice its next term.
-_BLOCK_NUMEL = 1 << 16
-
-
-@dataclass
-class _Owned:
-    """
-    ## A trainable shard of this rank, and its master
-    """
-
-    layer: Zero3Layer
-    name: str  # of the layer
-    shard: nn.Parameter  # (shard_numel,), what the layer gathers
-    master: torch.Tensor  # (shard_numel,), fp32; or the shard itself, where that is wide enough
-    pieces: list[tuple[int, slice, nn.Parameter]]  # param group, where in the master, a view of it
-    # torch counts what is written into a tensor in its `_version`. This is the shard's, when it and
-    # its master were last the same.
-    version: int
-
-    def follow(self) -> None:
-        """
-        #### Take over what somebody else has written into the shard
-
-        `full_params(writeback=True)` for instance.
-        """
-        if self.version != self.shard._version:
-            self.master.copy_(self.shard)
-
-    def round(self) -> None:
-        """
-        #### Round the master into the shard
-        """
-        if self.master.dtype != self.shard.dtype:
-            self.shard.copy_(self.master)
-        self.version = self.shard._version
 
 
 class Zero3Optimizer(torch.optim.Optimizer):
@@ -132,6 +96,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
                  group_by: Callable[[str, nn.Parameter], dict[str, Any]] | None = None,
                  loss_scale: float | str | None = None, clip_grad_norm: float | None = None,
                  reduce_dtype: torch.dtype | None = None, bucket_bytes: int = 1 << 18,
+                 offload: Offload | None = None,
                  scale_window: int = 1000, scale_floor: float = 1.0, **kwargs):
         """
         ### Take over the shards of a model
@@ -154,6 +119,8 @@ class Zero3Optimizer(torch.optim.Optimizer):
         * `reduce_dtype` is of the gradients on their way and in the shard; left out, the layer's
         * `bucket_bytes` of full gradients, those of all ranks' shards, wait for each other to be
           reduced in one message; a layer that has as many does not wait
+        * `offload` says where masters, moments and the shards' gradients rest, and with that where
+          the step is computed; left out, on the device
 
         Raises `RuntimeError` where parameters are not sharded, the optimizer is not elementwise, or
         an argument is out of its range. ZeRO, section 3.1. Keeps I1, I2, I5, I6 and I7.
@@ -178,6 +145,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             bucket.wire.reducer = bucket
 
+        self.offload = offload or Offload()
         # Of each param group, filled by `_own`. One of which this rank has no piece stays, empty,
         # so that the groups are the same on all ranks.
         options: list[dict[str, Any]] = []
@@ -185,13 +153,24 @@ class Zero3Optimizer(torch.optim.Optimizer):
                       for group in layer.groups if group.shard.requires_grad and len(group.shard)]
         self.expect(bool(self.owned), "has nothing to do", "a trainable Zero3Layer", "none",
                     "wrap the model first, and leave some parameter trainable")
-        self.device = self.owned[0].shard.device
-        self._scratch_bytes = max(o.master.nbytes * (o.shard.grad_dtype != o.master.dtype)
-                                  for o in self.owned)
+        self.device = self.owned[0].layer.device
+        if self.offload.tier != "device":
+            self.device = torch.device("cpu")
         ways = {"fused", "foreach", "differentiable"}
         if "fused" in inspect.signature(optimizer_class).parameters and not ways & kwargs.keys():
             # One loop over memory in place of one for each operation of the formula.
             kwargs["fused"] = True
+        two = torch.zeros(2, device=self.device)
+        kept = [estimate.states(optimizer_class, kwargs, each, two) for each in options]
+        self.moments = list(dict.fromkeys(key for keys, _ in kept for key in keys))
+        for owned in self.owned:
+            owned.rest(self.offload, self.device, self.moments)
+        # The states that a step begins with are read when all but their gradients are here.
+        first = self.offload.buffers - 1
+        for owned in self.owned[first : first + 1]:
+            owned.ahead = self.owned[:first]
+        self._scratch_bytes = max(len(o.shard) * o.wide.itemsize * (o.grad_dtype != o.wide)
+                                  for o in self.owned)
         pieces = [{**each, "params": self._pieces(i, self.owned)} for i, each in enumerate(options)]
         self.inner, self.made_by = optimizer_class(pieces, **kwargs), (optimizer_class, kwargs)
         # Param groups and states are one thing with two owners: a scheduler that sets a learning
@@ -223,9 +202,9 @@ class Zero3Optimizer(torch.optim.Optimizer):
                     dtype, "pass torch.float32, or leave it out")
 
     @torch.no_grad()
-    def _own(self, layer: Zero3Layer, group: _Group, path: str, options: list) -> _Owned:
+    def _own(self, layer: Zero3Layer, group: _Group, path: str, options: list) -> Owned:
         """
-        #### Make a shard's master, and cut it where one param group ends and another begins
+        #### Cut a shard where one param group ends and another begins
 
         A shard holds matrices and biases one after the other, and may begin or end inside of one.
         Each param group gets views of its pieces. The padding goes with what is before it.
@@ -235,7 +214,6 @@ class Zero3Optimizer(torch.optim.Optimizer):
                      shard.grad_dtype, "call `zero_grad()` of the optimizer before this one first")
         # torch lets `.grad` be of this type, and the layer makes its flat gradient of it.
         shard.grad_dtype = dtype
-        master = shard.float() if shard.element_size() < 4 else shard.detach()
         # Names as in `full_params()`, where the wrappers' own attributes are no part of a name.
         prefix = "".join(f"{part}." for part in path.split(".")
                          if part not in ("", "module", "module_list"))
@@ -252,11 +230,12 @@ class Zero3Optimizer(torch.optim.Optimizer):
             begin, end = end, [*run][-1][1]
             where = slice(max(begin - first, 0), min(end - first, len(shard)))
             if where.start < where.stop:
-                pieces.append((index, where, nn.Parameter(master[where])))
+                wide = torch.promote_types(shard.dtype, torch.float32)
+                pieces.append((index, where, nn.Parameter(torch.empty(0, dtype=wide))))
         name = layer.label if layer.layer_idx >= 0 or not path else f"{path} ({layer.label})"
-        return _Owned(layer, name, shard, master, pieces, shard._version)
+        return Owned(layer, name, group, dtype, pieces)
 
-    def _pieces(self, index: int, owned: list[_Owned]) -> list[nn.Parameter]:
+    def _pieces(self, index: int, owned: list[Owned]) -> list[nn.Parameter]:
         """
         #### What a param group has of these shards
         """
@@ -324,12 +303,10 @@ class Zero3Optimizer(torch.optim.Optimizer):
             layer._backup_grads()
         for bucket in self.buckets:
             bucket.end()
-        # (bytes of the largest master,), device; each shard's gradient in turn is widened there.
-        scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self.device)
         # The heart has taken the mean over ranks already, so this is the norm of what plain
         # training on the global batch would have. The mean of the ranks' norms would not be: with a
         # gradient of 1 on one rank and of -1 on the other that is 1, and the norm of their mean 0.
-        squares = self._squares(scratch)
+        squares = self._squares()
         norm = squares.sum().sqrt().item() / self.loss_scale
         if not math.isfinite(norm):
             self._overflow(squares)
@@ -337,28 +314,21 @@ class Zero3Optimizer(torch.optim.Optimizer):
         # Unscale and clip in one multiplication. The 1e-6 is that of `clip_grad_norm_`.
         clip = self.clip_grad_norm / (norm + 1e-6) if self.clip_grad_norm else 1.0
         factor = min(clip, 1.0) / self.loss_scale
-        for owned in self.owned:
-            if owned.shard.grad is not None:
-                self._update(owned, factor, scratch)
+        # (bytes of the largest master,); each shard's gradient in turn is widened there.
+        scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self.device)
+        todo = [owned for owned in self.owned if owned.has_grad]
+        for i, owned in enumerate(todo):
+            # A pipeline, where states rest in files: the next shard's are read and the last one's
+            # written while this one is stepped.
+            for ahead in todo[i : i + self.offload.buffers - 1]:
+                ahead.read_async()
+            self._update(owned, factor, scratch)
         self.good_steps += 1
         if self.dynamic and self.good_steps % self.scale_window == 0:
             self.loss_scale *= 2
         return norm
 
-    def _widen(self, owned: _Owned, scratch: torch.Tensor) -> torch.Tensor:
-        """
-        #### The gradient in the master's data type
-
-        A copy where that is another one. All shards share the memory for it, one after the other:
-        fp32 gradients of all of them would be 4 more bytes per parameter, and fresh memory for each
-        would have to be got from the system anew.
-        """
-        grad: Any = owned.shard.grad
-        if grad.dtype == owned.master.dtype:
-            return grad
-        return scratch[: owned.master.nbytes].view(owned.master.dtype).copy_(grad)
-
-    def _squares(self, scratch: torch.Tensor) -> torch.Tensor:
+    def _squares(self) -> torch.Tensor:
         """
         #### The squared norm of each shard's gradient, on each rank
 
@@ -368,10 +338,10 @@ class Zero3Optimizer(torch.optim.Optimizer):
         each other one. Returns `(world_size, shards)` fp64, the same bits on all ranks.
         """
         zero = torch.zeros((), device=self.device)
-        norms = [zero if owned.shard.grad is None else
-                 get_total_norm(self._widen(owned, scratch).split(_BLOCK_NUMEL))
-                 for owned in self.owned]
-        return self.wire.numbers(self, torch.stack([n.double() for n in norms]).square())
+        norms = [owned.norm if owned.norm is not None else
+                 norm_of(owned.grad) if owned.grad is not None else zero for owned in self.owned]
+        squares = torch.stack([norm.double() for norm in norms]).square()
+        return self.wire.numbers(self, squares.to(self.layers[0].device))
 
     def _overflow(self, squares: torch.Tensor) -> None:
         """
@@ -392,32 +362,37 @@ class Zero3Optimizer(torch.optim.Optimizer):
         if self.dynamic:
             self.loss_scale, self.good_steps = self.loss_scale / 2, 0
 
-    def _update(self, owned: _Owned, factor: float, scratch: torch.Tensor) -> None:
+    def _update(self, owned: Owned, factor: float, scratch: torch.Tensor) -> None:
         """
         #### Unscale, clip, step and round one shard
         """
-        grad = self._widen(owned, scratch)
-        if factor != 1:
-            # In place: a gradient that was wide enough is spent after this.
-            grad.mul_(factor)
-        owned.follow()
-        for _, where, piece in owned.pieces:
-            piece.grad = grad[where]
-        every = [group["params"] for group in self.param_groups]
-        try:
-            # A step for each shard, so that its gradient can go before the next one's comes; and
-            # with its pieces alone in sight, or each step would look at those of all shards.
-            for i, group in enumerate(self.param_groups):
-                group["params"] = self._pieces(i, [owned])
-            self.inner.step()
-        finally:
-            for group, params in zip(self.param_groups, every, strict=True):
-                group["params"] = params
-        owned.round()
-        # While the pieces still hold the widened gradient, or the tape would not count it.
-        owned.layer.ledger.record(owned.layer, "step", owned.shard.nbytes)
-        for *_, piece in owned.pieces:
-            piece.grad = None
+        with owned.here(self.state) as (master, grad):
+            if grad.dtype != master.dtype:
+                # All shards share the memory for this, one after the other: fp32 gradients of all
+                # of them would be 4 more bytes per parameter, and fresh memory for each would have
+                # to be got from the system anew.
+                grad = scratch[: master.nbytes].view(master.dtype).copy_(grad)
+            if factor != 1:
+                # In place: a gradient that was wide enough is spent after this.
+                grad.mul_(factor)
+            for _, where, piece in owned.pieces:
+                piece.grad = grad[where]
+            every = [group["params"] for group in self.param_groups]
+            try:
+                # A step for each shard, so that its gradient can go before the next one's comes;
+                # and with its pieces alone in sight, or each step would look at those of all
+                # shards.
+                for i, group in enumerate(self.param_groups):
+                    group["params"] = self._pieces(i, [owned])
+                self.inner.step()
+            finally:
+                for group, params in zip(self.param_groups, every, strict=True):
+                    group["params"] = params
+            # While the pieces still hold the widened gradient, or the tape would not count it.
+            tier = "device" if self.device == owned.layer.device else "cpu"
+            owned.layer.ledger.record(owned.layer, "step", grad.nbytes, tier=tier, phase="step")
+            for *_, piece in owned.pieces:
+                piece.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """
@@ -428,10 +403,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         for layer in self.layers:
             layer._drop_grads()
         for owned in self.owned:
-            if set_to_none:
-                owned.shard.grad = None
-            elif owned.shard.grad is not None:
-                owned.shard.grad.zero_()
+            owned.drop_grad(set_to_none)
 
     # -------------------------------------------------------------------------------- bookkeeping
 
@@ -441,13 +413,23 @@ class Zero3Optimizer(torch.optim.Optimizer):
         ### This rank's masters, moments, param groups and loss scale
 
         For the same rank of a run with as many ranks. The masters are the model: a shard is one,
-        rounded. Tensors are those in use, and not copies.
+        rounded. Tensors are those in use, and not copies; of those in files they are copies, all in
+        memory at once.
         """
+        masters, states = [], {}
         for owned in self.owned:
-            owned.follow()
-        own = {"masters": [owned.master for owned in self.owned], "loss_scale": self.loss_scale,
+            with owned.here(self.state, write=False) as (master, _):
+                masters.append(master.clone() if owned.states is not None else master)
+                for _, _, piece in owned.pieces:
+                    states[piece] = {
+                        key: value.clone() if owned.states is not None and key in self.moments
+                        else value for key, value in self.state[piece].items()}
+        own = {"masters": masters, "loss_scale": self.loss_scale,
                "good_steps": self.good_steps, "skipped_steps": self.skipped_steps}
-        return {**self.inner.state_dict(), **own}
+        found = self.inner.state_dict()
+        every = [piece for group in self.param_groups for piece in group["params"]]
+        found["state"] = {i: states[every[i]] for i in found["state"]}
+        return {**found, **own}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -459,15 +441,15 @@ class Zero3Optimizer(torch.optim.Optimizer):
         Raises `RuntimeError`, before anything is changed, where the shards are of other sizes, and
         torch's `ValueError` where the param groups are others.
         """
-        masters, mine = state_dict["masters"], [len(owned.master) for owned in self.owned]
+        masters, own = state_dict["masters"], [len(owned.shard) for owned in self.owned]
         sizes = [len(master) for master in masters]
-        self.expect(sizes == mine, "cannot load this state", f"shards of {mine} elements",
+        self.expect(sizes == own, "cannot load this state", f"shards of {own} elements",
                     f"{sizes}", "load it into the same model on as many ranks, on the same rank")
         self.inner.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         for owned, master in zip(self.owned, masters, strict=True):
-            owned.master.copy_(master)
-            owned.round()
+            with owned.here(self.state) as (mine, _):
+                mine.copy_(master)
         self.good_steps, self.skipped_steps = (
             state_dict[key] for key in ("good_steps", "skipped_steps"))
         if self.dynamic:
@@ -486,7 +468,8 @@ class Zero3Optimizer(torch.optim.Optimizer):
         layers, or where param groups keep different states.
         """
         two = torch.zeros(2, device=self.device)
-        kept = {estimate.states(*self.made_by, group, two) for group in self.param_groups}
+        kept = {(len(keys), count_bytes) for keys, count_bytes in
+                (estimate.states(*self.made_by, group, two) for group in self.param_groups)}
         chain = [m for m in getattr(self.model, "module_list", ()) if m.groups]
         self.expect(chain == self.layers and len(kept) == 1, "cannot predict", "a Zero3Sequential "
                     "of plain layers, with as many states in each param group",
@@ -506,7 +489,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         For a step of so many `micro_batches`. Raises as `predict` does.
         """
         dtypes = [sorted({str(dtype).removeprefix("torch.") for dtype in of}) for of in (
-            (o.shard.dtype for o in self.owned), (o.shard.grad_dtype for o in self.owned),
-            (o.master.dtype for o in self.owned))]
+            (o.shard.dtype for o in self.owned), (o.grad_dtype for o in self.owned),
+            (o.wide for o in self.owned))]
         rows = self.predict(micro_batches).table([", ".join(names) for names in dtypes])
         return f"rank {self.wire.rank} will hold, in bytes\n{rows}"

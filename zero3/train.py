@@ -296,7 +296,7 @@ def exponents(optimizer: Zero3Optimizer) -> dict[int, int]:
 
     Without the loss scale, and without those that are zero or overflow.
     """
-    grads = [owned.shard.grad for owned in optimizer.owned if owned.shard.grad is not None]
+    grads = [owned.grad for owned in optimizer.owned if owned.grad is not None]
     sizes = torch.cat([grad.float().abs() / optimizer.loss_scale for grad in grads])
     found, counts = sizes[sizes > 0].log2().floor().unique(return_counts=True)
     return {int(e): n for e, n in zip(found.tolist(), counts.tolist(), strict=True) if e < 128}

@@ -37,7 +37,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single" if _NEW else "reduce_sca
 # Flat buffers, each with a shard or an inbox.
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 # What a rank may be about to do, as a number that fits into a message.
-_ACTIONS = ("gather", "reduce", "norm")
+_ACTIONS = ("gather", "reduce", "norm", "fault")
 # The tag of the messages that announce it. Data has tags of its own, from 2 up.
 _ORDER_TAG = 1
 
@@ -153,6 +153,37 @@ class Wire:
         # Why nothing can be sent any more, once that is so.
         self.broken = ""
 
+    def agree(self, layer: Any, what: str, expected: str, problem: str, cure: str) -> None:
+        """
+        ### Raise an error on all ranks, if one of them has a problem
+
+        * `problem` is this rank's, or empty
+
+        All ranks must call it.
+        """
+        problems: list[Any] = [problem] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(problems, problem)
+        for rank, theirs in enumerate(problems):
+            layer.expect(not theirs, what, expected, f"{theirs}, on rank {rank}", cure)
+
+    def fail(self, layer: Any, what: str, expected: str, got: Any, cure: str) -> None:
+        """
+        ### Raise an error, and have the other ranks raise one where they would wait for this one
+
+        Raises `RuntimeError`, here and again in whatever is called next.
+        """
+        try:
+            layer.expect(False, what, expected, got, cure)
+        except RuntimeError as error:
+            if self.by_messages and not self.broken:
+                # In place of what the others expect to be announced.
+                row = torch.tensor([layer.layer_idx, _ACTIONS.index("fault"), 0, 0])
+                self.last_words = [(dist.isend(row, k, tag=_ORDER_TAG), row)
+                                   for k in range(self.world_size) if k != self.rank]
+            self.broken = self.broken or str(error)
+            raise
+
     def open(self, layer: Any, params: dict[nn.Parameter, tuple[str, ...]],
              device: torch.device | str | None, dtype: torch.dtype | None) -> torch.device:
         """
@@ -213,7 +244,7 @@ class Wire:
         ### Start to gather each shard into its flat buffer
 
         * `pairs` are of `(world_size * shard_numel,)` to write, which gets its memory here, and
-          `(shard_numel,)` to send
+          `(shard_numel,)` to send, on the same device or in CPU memory
 
         All ranks must call it. Sends $N-1$ times the shards' bytes.
         """
@@ -222,16 +253,20 @@ class Wire:
         with self.on(self.fetch_stream):
             transfer = self._begin([layer], "gather", self.fetch_stream, pairs)
             for full, shard in pairs:
-                layer.expect(full.dtype == shard.dtype and full.device == shard.device,
+                places = full.device, torch.device("cpu")
+                layer.expect(full.dtype == shard.dtype and shard.device in places,
                              "cannot gather", f"{full.dtype} on {full.device}, as wrapped",
                              f"a shard of {shard.dtype} on {shard.device}",
                              "convert or move the module before wrapping it, not after")
                 full.untyped_storage().resize_(full.nbytes)
+                # From wherever it rests to where it will be needed, and from there to the others:
+                # what it was read into is then free for the next one.
+                mine = self.rows(full)[self.rank]
+                mine.copy_(shard, non_blocking=True)
                 if self.world_size > 1 and not self.by_messages:
-                    self._collective(transfer, _all_gather, full, shard)
-                    continue
-                self._exchange(transfer, self.rows(full), [shard] * self.world_size)
-                self.rows(full)[self.rank].copy_(shard)
+                    self._collective(transfer, _all_gather, full, mine)
+                else:
+                    self._exchange(transfer, self.rows(full), [mine] * self.world_size)
         layer.ledger.record(layer, "fetch", sum(full.nbytes for full, _ in pairs), transfer)
         return transfer
 
@@ -278,7 +313,7 @@ class Wire:
                 self._collective(transfer, _all_gather, rows.view(-1), mine)
             else:
                 self._exchange(transfer, rows, [mine] * self.world_size)
-        layer.ledger.record(layer, "norm", rows.nbytes, transfer)
+        layer.ledger.record(layer, "norm", rows.nbytes, transfer, phase="step")
         transfer.wait()
         return rows
 
@@ -538,6 +573,8 @@ class Bucket(Reducer):
 
 
 def _announced(row: list[int]) -> str:
+    if _ACTIONS[row[1]] == "fault":
+        return f"a fault in layer {row[0]}, of which its own error tells"
     return f"{_ACTIONS[row[1]]} of layer {row[0]}, {row[2]} bytes, layers' checksum {row[3]}"
 
 

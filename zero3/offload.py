@@ -1,0 +1,565 @@
+r"""
+# Offload: where a shard rests
+
+`Offload` lets shards rest on the device, in CPU memory or in files, and brings them back while
+something else computes.
+
+A rank needs a shard twice in a step to gather it, and once to update it; optimizer states it needs
+once. In between they may lie where memory is cheaper, as long as they are back in time. A *tier* is
+such a place: the device that computes, CPU memory (pinned, so that a GPU copies it by itself while
+it computes), or files on an NVMe disk. What travels goes through a few buffers that are made once
+and used again and again, so what rests in files costs no memory but theirs.
+
+$$\text{efficiency} = \frac{\text{ait} \cdot \text{bw}}{\text{ait} \cdot \text{bw} + \text{peak}}$$
+
+is what remains of the computation's speed $\text{peak}$ (flop/s) where nothing hides a transfer at
+$\text{bw}$ bytes per second, with $\text{ait}$ flops computed for each byte moved. The papers are
+[ZeRO-Offload](https://arxiv.org/abs/2101.06840) for the CPU and
+[ZeRO-Infinity](https://arxiv.org/abs/2104.07857) for NVMe; the formula is the latter's equation 6,
+and `estimate.py` answers with it.
+
+| | the file is | the page cache |
+|---|---|---|
+| `direct=False` | mapped into memory; reading it is copying a tensor | holds it a second time |
+| `direct=True` | read and written past the cache, in blocks, by a few threads | is left alone |
+
+The first way is the one to understand, the second the one to use. They do the same through the same
+three calls, which the rest of the package does not tell apart: `read_async`, `wait`, `write_async`.
+
+**Run this**: `python -m zero3.offload bench --folder DIR` measures a disk both ways; `make train
+ARGS="--offload-params nvme --offload-optimizer nvme"` trains from files.
+
+**Not covered, and what that costs**: files are scratch and end with the run, so a run that is cut
+off begins again. They have no name in their folder from the moment they are made: the system gives
+their space back however the run ends, nobody else opens them, and several runs may share a folder;
+but `ls` does not show them, `df` does. Activations stay where they are computed. A shard in a file
+has no elements that an optimizer of torch's could step: that takes `Zero3Optimizer`.
+"""
+
+import concurrent.futures
+import errno
+import fcntl
+import os
+import tempfile
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+TIERS = ("device", "cpu", "nvme")
+# Direct reads and writes want memory, offset and length to be multiples of the disk's block.
+ALIGN_BYTES = 4096
+# What a freed parameter still answers, because no element is read for it.
+_PROPERTIES = ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn",
+               "grad_dtype", "_version")
+_METHODS = ("dim", "numel", "size", "__len__", "element_size", "untyped_storage")
+_METADATA = {*(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
+             *(getattr(torch.Tensor, name) for name in _METHODS),
+             vars(torch._C.TensorBase)["grad_dtype"].__set__}
+
+
+class FreedParameter(nn.Parameter):
+    """
+    ## A parameter whose memory is given back
+
+    Its storage has no bytes, so an operation on it would read address zero and end the interpreter.
+    While a layer is sharded, the *class* of each of its parameters is a subclass of this one, and
+    so is that of a shard while it rests in a file. The object stays the same, in the module and
+    wherever else somebody holds it, and whoever touches its elements gets an error with its name.
+    """
+
+    name: str
+    layer: weakref.ref
+    use: str  # what would be all right
+    cure: str
+
+    @classmethod
+    def kind(cls, layer: Any, name: str, use: str, cure: str) -> type["FreedParameter"]:
+        """
+        ### The class for one parameter
+        """
+        known = {"layer": weakref.ref(layer), "name": name, "use": use, "cure": cure}
+        return type("FreedParameter", (cls,), known)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        what = f"freed `{cls.name}`"
+        cls.layer().expect(False, what, cls.use, f"`{func.__name__}` outside", cls.cure)
+
+    def __repr__(self, *, tensor_contents=None):
+        return f"<`{self.name}`, sharded by {self.layer().label}>"
+
+
+@dataclass(eq=False)
+class Offload:
+    """
+    ## A tier, and what it has in use
+
+    Pass one object to all layers of a model, so that they share its buffers. The optimizer may have
+    the same one, or another.
+
+    * `tier` is "device", "cpu" or "nvme"
+    * `folder` is where files go, on a disk of this machine; each rank has files of its own
+    * `max_in_cpu` bytes of a rank stay in CPU memory before files are used
+    * `direct` reads and writes past the page cache, where the file system lets it
+    * `queue_depth` requests are with the disk at once, from as many threads
+    * `block_bytes` are in a request
+    * `buffers` is how many shards' optimizer states are in memory at once
+
+    Raises `ValueError` where these do not fit together. ZeRO-Infinity, section 5. Keeps I8.
+    """
+
+    tier: str = "device"
+    folder: str | os.PathLike | None = None
+    max_in_cpu: int = 0
+    direct: bool = True
+    queue_depth: int = 4
+    block_bytes: int = 8 << 20
+    buffers: int = 4
+    stores: dict[str, "Store"] = field(default_factory=dict, init=False, repr=False)
+    in_cpu_bytes: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        for good, expected, got in (
+            (self.tier in TIERS, f"a tier of {TIERS}", self.tier),
+            ((self.tier == "nvme") == (self.folder is not None), "a folder with the nvme tier, and "
+             "with no other", f"tier {self.tier}, folder {self.folder}"),
+            (self.max_in_cpu >= 0, "at least 0 bytes in CPU memory", self.max_in_cpu),
+            (self.queue_depth > 0, "at least 1 request at once", self.queue_depth),
+            (self.buffers >= 3, "at least 3 buffers, to read into, to step and to write from",
+             self.buffers),
+            (self.block_bytes > 0 and self.block_bytes % ALIGN_BYTES == 0,
+             f"blocks of a multiple of {ALIGN_BYTES} bytes", self.block_bytes),
+        ):
+            if not good:
+                raise ValueError(f"Offload. Expected: {expected}. Got: {got}. "
+                                 "What to do: pass what is expected.")
+
+    def place(self, nbytes: int) -> str:
+        """
+        ### The tier for the next so many bytes
+        """
+        if self.tier == "nvme" and self.in_cpu_bytes + nbytes <= self.max_in_cpu:
+            self.in_cpu_bytes += nbytes
+            return "cpu"
+        return self.tier
+
+    def shard(self, owner: Any, values: torch.Tensor, trains: bool) -> "InMemory | InFile":
+        """
+        ### Put a layer's shard where it shall rest
+
+        * `values` are `(shard_numel,)`, on the device
+
+        All ranks call it alike.
+        """
+        tier = self.place(values.nbytes)
+        if tier == "nvme" and values.numel():
+            # One is read into while another is copied from; a layer may have more shards at once.
+            store = self.store("params", owner, max(2, len(owner.groups) + 1))
+            home = InFile(store, owner, {"shard": values})
+            home.become_parameter(values, trains)
+            home.replace(values)
+            return home
+        if tier == "cpu" and owner.device.type != "cpu":
+            values = copy_to(torch.device("cpu"), values, values.dtype, owner.device)
+        return InMemory(nn.Parameter(values, trains), tier)
+
+    def store(self, purpose: str, owner: Any, buffers: int) -> "Store":
+        """
+        ### The files and buffers for one purpose, opened with the first use
+        """
+        if purpose not in self.stores:
+            self.stores[purpose] = Store(self, owner)
+        store = self.stores[purpose]
+        store.buffers = max(store.buffers, buffers)
+        return store
+
+    def memory(self) -> list[torch.Tensor]:
+        """
+        ### The memory of all buffers
+        """
+        return [memory for store in self.stores.values() for memory in store.memory]
+
+
+class Store:
+    """
+    ## The files of one rank, and the buffers between them and everything else
+
+    A buffer holds the largest shard, rounded up to whole blocks of the disk. There are as many as
+    are in use at once and no more, so who wants one may have to wait until a write is done.
+    """
+
+    def __init__(self, offload: Offload, owner: Any):
+        self.offload, self.buffers, self.buffer_bytes = offload, 0, 0
+        self.pinned = owner.device.type != "cpu"
+        self.event = torch.get_device_module(owner.device).Event
+        self.memory: list[torch.Tensor] = []  # all buffers
+        self.free: list[tuple[torch.Tensor, Any]] = []  # with the event after which it may be used
+        self.lent: list[InFile] = []  # to whom, the latest used last
+        self.workers = concurrent.futures.ThreadPoolExecutor(offload.queue_depth, "zero3-offload")
+
+    def file(self, owner: Any, nbytes: int) -> "File":
+        """
+        ### Make a file, or say on all ranks why not
+
+        All of its space is taken now: a disk that is too small says so before training starts.
+        """
+        folder, made, problem = Path(self.offload.folder or "."), None, ""
+        try:
+            made = File(folder, nbytes, self.offload.direct)
+        except OSError as error:
+            problem = f"{error.strerror}"
+            if error.errno == errno.ENOSPC:
+                problem += f" with {os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize:,} "
+                problem += "bytes left"
+        owner.wire.agree(owner, f"cannot offload to {folder}", f"a folder that takes {nbytes:,} "
+                         "bytes more from each rank", problem, "make the folder, let this user "
+                         "write to it, or choose one on a larger disk")
+        return made  # type: ignore[return-value]
+
+    def take(self, user: "InFile") -> torch.Tensor:
+        """
+        ### Lend a buffer: `(buffer_bytes,)` uint8, aligned
+
+        If none is free, the one that was used longest ago comes back, after its write is done.
+        """
+        if self.buffer_bytes < user.nbytes or len(self.memory) < self.buffers:
+            self._grow(user)
+        if not self.free:
+            next(lender for lender in self.lent if not lender.held).release()
+        buffer, event = self.free.pop(0)
+        event.synchronize()
+        return buffer
+
+    def _grow(self, user: "InFile") -> None:
+        """
+        #### Make the buffers, as large as the largest shard
+
+        While a model is built, each shard larger than those before it brings new ones.
+        """
+        for lender in [*self.lent]:
+            lender.release()
+        self.buffer_bytes = max(self.buffer_bytes, user.nbytes)
+        self.free.clear()
+        self.memory.clear()
+        for _ in range(self.buffers):
+            memory = torch.empty(self.buffer_bytes + ALIGN_BYTES, dtype=torch.uint8,
+                                 pin_memory=self.pinned)
+            first = -memory.data_ptr() % ALIGN_BYTES
+            self.memory.append(memory)
+            self.free.append((memory[first : first + self.buffer_bytes], self.event()))
+        user.record("buffers", sum(memory.nbytes for memory in self.memory))
+
+
+class File:
+    """
+    ## A file without a name
+
+    It is its owner's alone, and it is gone with the last process that has it open.
+    """
+
+    def __init__(self, folder: Path, nbytes: int, direct: bool):
+        """
+        ### Take space for it
+
+        Raises `OSError` if there is none.
+        """
+        self.handle = tempfile.TemporaryFile(dir=folder, buffering=0)
+        self.fd, self.nbytes = self.handle.fileno(), nbytes
+        self.users: list[InFile] = []  # who has tensors in it
+        os.posix_fallocate(self.fd, 0, nbytes)
+        self.mapped: torch.Tensor | None = None
+        if direct:
+            self._past_the_cache(True)
+        else:
+            name = f"/proc/self/fd/{self.fd}"
+            self.mapped = torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8)
+
+    def _past_the_cache(self, direct: bool) -> None:
+        flags = fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT
+        try:
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, flags | os.O_DIRECT * direct)
+        except OSError:
+            # A file system that knows no other way than through the cache.
+            pass
+
+    def move(self, write: bool, memory: torch.Tensor, offset: int) -> None:
+        """
+        ### Read a block of the file into memory, or write it
+
+        Called by the store's threads; both ways let other threads run meanwhile.
+
+        Raises `OSError` where the system does, or where the file has become too short.
+        """
+        if self.mapped is not None:
+            # To touch a page that the file no longer has would end the process.
+            if os.fstat(self.fd).st_size < self.nbytes:
+                raise OSError(f"the file has been cut to {os.fstat(self.fd).st_size} bytes")
+            there = self.mapped[offset : offset + len(memory)]
+            there.copy_(memory) if write else memory.copy_(there)
+            return
+        call: Any = os.pwritev if write else os.preadv
+        bytes_left = memory.numpy()
+        while len(bytes_left):
+            try:
+                done = call(self.fd, [bytes_left], offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                # This disk wants blocks larger than ours. Through the cache any block is right.
+                self._past_the_cache(False)
+                done = call(self.fd, [bytes_left], offset)
+            if done == 0:
+                raise OSError(f"the file ends at byte {offset}")
+            bytes_left, offset = bytes_left[done:], offset + done
+
+
+@dataclass
+class InMemory:
+    """
+    ## A shard that rests on the device or in CPU memory
+
+    It is where it is used, or where the device copies it from.
+    """
+
+    param: nn.Parameter  # (shard_numel,)
+    tier: str
+
+    def read_async(self) -> None:
+        """
+        ### Nothing has to come
+        """
+
+    def load(self) -> torch.Tensor:
+        """
+        ### The shard: `(shard_numel,)`
+        """
+        return self.param.detach()
+
+    def save(self) -> None:
+        """
+        ### What was written is where it rests
+        """
+
+    def replace(self, values: torch.Tensor) -> None:
+        """
+        ### Take over these values, rounded
+        """
+        self.param.detach().copy_(values)
+
+    def release(self, stream: Any = None) -> None:
+        """
+        ### Nothing was lent
+        """
+
+
+class InFile:
+    """
+    ## Tensors that rest in a file
+
+    They lie one after the other, each from the beginning of a block, in the file as in the buffer
+    that they come into. There may be several, so that what is used together is read in one go. What
+    is in the buffer still is not read again.
+    """
+
+    tier = "nvme"
+
+    def __init__(self, store: Store, owner: Any, like: dict[str, torch.Tensor],
+                 phase: str = "forward"):
+        """
+        ### Take space in a file
+
+        * `owner` is the layer whose they are, `phase` when they are used outside of backward
+        * `like` has a tensor of the length and data type of each
+        """
+        self.store, self.owner, self.phase = store, owner, phase
+        self.where: dict[str, tuple[int, int, torch.dtype]] = {}  # offset, bytes, data type
+        self.nbytes = 0
+        for name, tensor in like.items():
+            self.where[name] = (self.nbytes, tensor.nbytes, tensor.dtype)
+            self.nbytes += _whole_blocks(tensor.nbytes)
+        self.file = store.file(owner, self.nbytes)
+        self.file.users.append(self)
+        self.param: Any = None
+        self.buffer: torch.Tensor | None = None
+        self.present: set[str] = set()  # what of it has been read, or will have been
+        self.held = False  # somebody looks into the buffer
+        self.moving: dict[str, list[concurrent.futures.Future]] = {"read": [], "write": []}
+
+    def read_async(self, *names: str) -> None:
+        """
+        ### Begin to read these tensors, or all
+
+        Returns at once.
+        """
+        self._borrow()
+        missing = [name for name in names or self.where if name not in self.present]
+        if missing:
+            for user in self.file.users:
+                # What another is writing is not in the file yet.
+                user._end("write")
+            self._start("read", missing)
+
+    def wait(self, *names: str) -> dict[str, torch.Tensor]:
+        """
+        ### Wait until these tensors are here, or all: views of the buffer, by name
+
+        They may be written to. The buffer stays until `write_async` or `release`.
+        """
+        self.read_async(*names)
+        return self._views()
+
+    def blank(self, *names: str) -> dict[str, torch.Tensor]:
+        """
+        ### The same without reading, to be filled
+        """
+        self._borrow()
+        self.present.update(names)
+        return self._views()
+
+    def write_async(self, *names: str) -> None:
+        """
+        ### Begin to write these tensors
+
+        Returns at once. The buffer may go when that is done.
+        """
+        self._start("write", names)
+        self.held = False
+        for user in self.file.users:
+            if user is not self:
+                # What it has read ahead is no longer what the file says.
+                user.release()
+
+    def release(self, stream: Any = None) -> None:
+        """
+        ### Give the buffer back
+
+        Once what moves has arrived; and `stream`, where given, has copied it.
+        """
+        if self.buffer is not None:
+            self._end("read")
+            self._end("write")
+            event = self.store.event()
+            if stream is not None:
+                event.record(stream)
+            self.store.free.append((self.buffer, event))
+            self.store.lent.remove(self)
+            self.buffer, self.held = None, False
+            self.present.clear()
+
+    def share(self, file: File) -> None:
+        """
+        ### Rest in another file from now on, at its beginning
+        """
+        self.release()
+        self.file = file
+        file.users.append(self)
+
+    @torch.no_grad()
+    def become_parameter(self, values: torch.Tensor, trains: bool) -> None:
+        """
+        ### A parameter without elements, for whoever asks what there is to train
+        """
+        ghost = torch.empty(len(values), dtype=values.dtype)
+        ghost.untyped_storage().resize_(0)
+        self.param = nn.Parameter(ghost, trains)
+        self.param.__class__ = FreedParameter.kind(
+            self.owner, "shard", "a use by its layer or by `Zero3Optimizer`, for it rests in a "
+            "file", "build a `Zero3Optimizer`, and look at values in `with layer.full_params():`")
+
+    def load(self) -> torch.Tensor:
+        """
+        ### The shard, in a buffer: `(shard_numel,)`
+        """
+        return self.wait("shard")["shard"]
+
+    def save(self) -> None:
+        """
+        ### Write the shard back
+        """
+        self.write_async("shard")
+        torch.autograd.graph.increment_version(self.param)
+
+    def replace(self, values: torch.Tensor) -> None:
+        """
+        ### Take over these values, rounded, without reading what was there
+        """
+        self.blank("shard")["shard"].copy_(values)
+        self.save()
+
+    def record(self, event: str, nbytes: int) -> None:
+        self.owner.ledger.record(self.owner, event, nbytes, tier=self.tier, phase=self.phase)
+
+    def _borrow(self) -> None:
+        """
+        #### Have a buffer, and be the last to give it back
+        """
+        if self.buffer is None:
+            self.buffer = self.store.take(self)
+        else:
+            self.store.lent.remove(self)
+        self.store.lent.append(self)
+
+    def _views(self) -> dict[str, torch.Tensor]:
+        self._end("read")
+        # Or what is about to change would be changed under the eyes of the writing threads.
+        self._end("write")
+        self.held, buffer = True, self.buffer
+        return {name: buffer[first : first + nbytes].view(dtype)  # type: ignore[index]
+                for name, (first, nbytes, dtype) in self.where.items()}
+
+    def _start(self, event: str, names: Iterable[str]) -> None:
+        """
+        #### Hand blocks to the threads
+
+        All between the first and the last of these tensors.
+        """
+        spans = [self.where[name][:2] for name in names]
+        begin, end = spans[0][0], spans[-1][0] + _whole_blocks(spans[-1][1])
+        block, buffer = self.store.offload.block_bytes, self.buffer
+        self.moving[event] += [
+            self.store.workers.submit(self.file.move, event == "write",
+                                      buffer[at : min(at + block, end)], at)  # type: ignore[index]
+            for at in range(begin, end, block)]
+        self.present.update(names)
+        self.record(event, end - begin)
+
+    def _end(self, event: str) -> None:
+        """
+        #### Wait for what moves
+
+        Raises `RuntimeError`, here and on all other ranks with their next transfer, where a block
+        did not arrive. Nobody takes what is in the file for whole then, for nothing goes on.
+        """
+        if self.moving[event]:
+            concurrent.futures.wait(self.moving[event])
+            for block in self.moving[event]:
+                if error := block.exception():
+                    self.owner.wire.fail(
+                        self.owner, f"could not {event} what rests in a file",
+                        f"{self.nbytes:,} bytes in {self.store.offload.folder}", error,
+                        "look after the disk, and start again")
+            self.moving[event] = []
+            self.record({"read": "arrived", "write": "written"}[event], 0)
+
+
+def _whole_blocks(nbytes: int) -> int:
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def copy_to(at: torch.device, values: torch.Tensor, dtype: torch.dtype,
+            device: torch.device) -> torch.Tensor:
+    """
+    ## A copy, elsewhere or of another data type
+
+    In CPU memory it is pinned, where there is a `device` that can copy from there by itself.
+    """
+    pinned = at.type == "cpu" and device.type != "cpu"
+    return torch.empty(len(values), dtype=dtype, device=at, pin_memory=pinned).copy_(values)

@@ -1,0 +1,251 @@
+r"""
+# The states of a shard: master, moments, gradient, and where they rest
+
+`Owned` is all that this rank keeps of one trainable shard, wherever it is: on the device, in CPU
+memory or in a file.
+
+A step needs a shard's states once, all together, and then not before the next step. So where they
+rest in a file they lie side by side and come in one go, into one of a few buffers; the optimizer
+asks for the next ones before it steps these, and does not wait for the last ones to be back.
+
+$$\underbrace{4}_{\text{master}} + \underbrace{4 + 4}_{\text{moments}}
++ \underbrace{b_g}_{\text{gradient}} \quad \text{bytes per element of a shard}$$
+
+for Adam, with gradients of $b_g$ bytes. An fp32 shard that rests where it is stepped is its own
+master and is not kept twice: in the same memory, or in the same file, of which the layer reads the
+beginning.
+
+The gradient goes where the master is as soon as it is reduced. In backward the disk has little to
+do, so by the time the last gradients arrive, the states that the step begins with are read.
+
+**Run this**: `make train ARGS="--offload-optimizer nvme"`; `tape.png` shows the reads and writes.
+
+**Not covered, and what that costs**: a step reads and writes all states of a shard, also where a
+parameter group of it has nothing to do. With several micro-batches, states are read ahead for each
+of them, and used for the last.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.linalg import vector_norm
+
+from zero3.layer import Zero3Layer, _Group
+from zero3.offload import InFile, Offload, copy_to
+
+# Elements whose squares fp32 adds up at once; the blocks' sums are added afterwards. One sum over
+# millions is too large to notice its next term.
+_BLOCK_NUMEL = 1 << 16
+
+
+@dataclass(eq=False)
+class Owned:
+    """
+    ## A trainable shard of this rank, with its master, moments and gradient
+    """
+
+    layer: Zero3Layer
+    name: str  # of the layer
+    group: _Group
+    grad_dtype: torch.dtype
+    pieces: list[tuple[int, slice, nn.Parameter]]  # param group, where in the master, a view of it
+    # (shard_numel,), fp32 or wider, in memory; or the shard itself; or nothing, and it is in a file
+    master: Any = None
+    own: bool = False  # the shard is its own master
+    holder: nn.Parameter | None = None  # whose `.grad` the gradient is, where that is in memory
+    states: InFile | None = None  # the file
+    norm: torch.Tensor | None = None  # of the gradient in the file
+    ahead: list["Owned"] = field(default_factory=list)  # to be read once this gradient is here
+    # torch counts what is written into a tensor in its `_version`. This is the shard's, when it and
+    # its master were last the same.
+    version: int = 0
+
+    @property
+    def shard(self) -> nn.Parameter:
+        return self.group.shard
+
+    @property
+    def wide(self) -> torch.dtype:
+        """
+        ### The data type of the master
+        """
+        return torch.promote_types(self.shard.dtype, torch.float32)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """
+        ### The gradient, where it rests in memory
+        """
+        return self.holder.grad if self.holder is not None else None
+
+    @property
+    def has_grad(self) -> bool:
+        return self.norm is not None or self.grad is not None
+
+    # ---------------------------------------------------------------------------------------- rest
+
+    @torch.no_grad()
+    def rest(self, offload: Offload, device: torch.device, moments: list[str]) -> None:
+        """
+        ### Choose where the states rest
+
+        * `offload` says where; `device` is where they are stepped
+        * `moments` are the names of the tensors that the optimizer keeps for each parameter
+
+        All ranks call it alike.
+        """
+        layer, shard, home, wide = self.layer, self.shard, self.group.home, self.wide
+        values = home.load()  # (shard_numel,)
+        element_bytes = (1 + len(moments)) * wide.itemsize + self.grad_dtype.itemsize
+        tier = offload.place(len(values) * element_bytes)
+        near = tier == "nvme" if isinstance(home, InFile) else shard.device == device
+        self.own = near and shard.dtype == wide
+        if self.own and not isinstance(home, InFile):
+            self.master = values
+        elif tier != "nvme":
+            self.master = copy_to(device, values, wide, layer.device)
+
+        if tier == "nvme":
+            one = torch.empty(1, dtype=wide).expand(len(values))
+            names = moments if self.master is not None else ["master", *moments]
+            like = {name: one for name in names} | {"grad": one.to(self.grad_dtype)}
+            store = offload.store("states", layer, offload.buffers)
+            self.states = InFile(store, layer, like, phase="step")
+            if self.master is None:
+                self.states.blank("master")["master"].copy_(values)
+                self.states.write_async("master")
+            if self.own and isinstance(home, InFile):
+                home.share(self.states.file)
+        elif shard.device == device and not isinstance(home, InFile):
+            self.holder = shard
+        else:
+            self.holder = nn.Parameter(self.master)
+            self.holder.grad_dtype = self.grad_dtype
+        home.release()
+        if self.holder is not shard:
+            self.group.add_grad = self.add_grad  # type: ignore[method-assign]
+        if self.states is None:
+            for _, where, piece in self.pieces:
+                piece.data = self.master[where]
+        self.version = shard._version
+
+    # ------------------------------------------------------------------------------------ gradient
+
+    @torch.no_grad()
+    def add_grad(self, total: torch.Tensor) -> None:
+        """
+        ### Add to the gradient, where the master rests
+
+        * `total` is the reduced gradient, `(shard_numel,)`, on the device
+
+        Its norm is taken while it is in memory, or a step would have to read it twice.
+        """
+        if self.states is None:
+            holder: Any = self.holder
+            total = total.to(holder.device)
+            holder.grad = total if holder.grad is None else holder.grad.add_(total)
+            return
+        if self.norm is None:
+            grad = self.states.blank("grad")["grad"].copy_(total)
+        else:
+            grad = self.states.wait("grad")["grad"].add_(total.cpu())
+        self.norm = norm_of(grad)
+        self.states.write_async("grad")
+        for first in self.ahead:
+            first.read_async(*first._kept())
+
+    def drop_grad(self, set_to_none: bool = True) -> None:
+        """
+        ### Forget the gradient, or make it zero
+
+        In a file it is forgotten both ways.
+        """
+        self.norm = None
+        if self.holder is not None and set_to_none:
+            self.holder.grad = None
+        elif self.grad is not None:
+            self.grad.zero_()
+
+    # ---------------------------------------------------------------------------------------- step
+
+    def _kept(self) -> list[str]:
+        """
+        #### What a step writes
+        """
+        return [name for name in self.states.where if name != "grad"] if self.states else []
+
+    def read_async(self, *names: str) -> None:
+        """
+        ### Begin to read these states, or all, where they rest in a file
+        """
+        if self.states is not None:
+            self.states.read_async(*names)
+
+    @contextmanager
+    def here(self, state: Any, write: bool = True) -> Iterator[tuple[torch.Tensor, Any]]:
+        """
+        ### Have master, moments and gradient in memory
+
+        * `state` is the optimizer's, of all pieces
+        * `write` says that the master and the moments will be written to
+
+        Yields the master and the gradient. Afterwards the master is rounded into the shard, and
+        what rests in a file is on its way there; after an exception the file is as it was.
+        """
+        views = self.states.wait() if self.states is not None else {}
+        master = views.get("master", self.master)
+        if self.version != self.shard._version and not self.own:
+            # Somebody has written into the shard, `full_params(writeback=True)` for instance.
+            master.copy_(self.group.home.load())
+            self.group.home.release()
+        if self.states is None:
+            yield master, self.grad
+        else:
+            for moment, there in self._moments(state, views):
+                if not moment.numel():
+                    moment.data = there
+            for _, where, piece in self.pieces:
+                piece.data = master[where]
+            try:
+                yield master, views["grad"]
+                for moment, there in self._moments(state, views):
+                    if moment.data_ptr() != there.data_ptr():
+                        # Born in this step.
+                        there.copy_(moment)
+                        moment.data = there
+                if write and self._kept():
+                    self.states.write_async(*self._kept())
+            finally:
+                # The buffer will be another's.
+                for moment, there in self._moments(state, views):
+                    if moment.data_ptr() == there.data_ptr():
+                        moment.data = moment.new_empty(0)
+                for _, _, piece in self.pieces:
+                    piece.data = piece.new_empty(0)
+                if self.states.held:
+                    self.states.release()
+        if write and not self.own:
+            self.group.home.replace(master)
+        self.version = self.shard._version
+
+    def _moments(self, state: Any, views: dict[str, torch.Tensor]) -> Iterator[tuple]:
+        """
+        #### Each moment of a piece, and where it lies in the buffer
+        """
+        for _, where, piece in self.pieces:
+            for key, value in state[piece].items():
+                if key in views and isinstance(value, torch.Tensor):
+                    yield value, views[key][where]
+
+
+def norm_of(grad: torch.Tensor) -> torch.Tensor:
+    """
+    ## The norm of a gradient, in fp32 or wider
+    """
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    norms = [vector_norm(block.to(wide)) for block in grad.split(_BLOCK_NUMEL)]
+    return vector_norm(torch.stack(norms))
