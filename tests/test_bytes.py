@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from tests.cases import freeze
 from tests.ranks import run
 from zero3 import Zero3Layer, Zero3Sequential
-from zero3.estimate import LayerSpec, Part, data_parallel, describe, predict, stages
+from zero3.estimate import LayerSpec, Part, describe, stages
 from zero3.ledger import Ledger, held_bytes
+from zero3.predict import data_parallel, predict
 
 
 def models():

@@ -10,9 +10,10 @@ import sys
 import pytest
 import torch
 
+from zero3.gpt import lr_at
 from zero3.ledger import Event
 from zero3.report import spans
-from zero3.train import Ranks, lr_at, main
+from zero3.train import Ranks, main
 
 SMALL = ["--d-model", "16", "--layers", "2", "--seq-len", "16", "--batch", "4"]
 

@@ -30,7 +30,16 @@ The same three steps run through code, tests and the main job: predict (`estimat
 (`ledger`), compare.
 """
 
-from zero3.layer import Zero3Layer, Zero3Sequential
-from zero3.optimizer import Zero3Optimizer
+from importlib import import_module
+from typing import Any
 
-__all__ = ["Zero3Layer", "Zero3Optimizer", "Zero3Sequential"]
+_HOMES = {"Zero3Layer": "layer", "Zero3Sequential": "layer", "Offload": "offload",
+          "Zero3Optimizer": "optimizer"}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    # Only what is asked for is imported: `python -m zero3.estimate` needs no model.
+    if name in _HOMES:
+        return getattr(import_module(f"zero3.{_HOMES[name]}"), name)
+    raise AttributeError(f"module `zero3` has no attribute `{name}`")

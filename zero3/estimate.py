@@ -1,39 +1,33 @@
 r"""
-# Estimate: the same bytes from formulas
+# Estimate: the papers' formulas
 
-`predict` says what a sharded model will hold and send before it runs, to the byte; `stages` is
-ZeRO's Table 1 as a function.
+`stages` is ZeRO's Table 1, `efficiency` is ZeRO-Infinity's, and `places` says what a model needs in
+each tier.
 
-What a layer rests with, holds at its peak and sends follows from four numbers: how many elements it
-has, how wide they are, which of them train, and $N$. Nothing here runs a model: `_Step` walks
-through a step and adds up numbers where the heart moves tensors. The tests run a model, with the
-`Ledger` listening, and demand equality.
+A number on the back of an envelope decides whether a model can be trained on a machine at all, and
+with which of its memories. What it needs at rest follows from its parameters and the ranks; what
+moves in a step follows from where that rests; and whether anybody notices depends on how much is
+computed for each byte that moves.
 
-$$\text{rest} = \sum_\ell \Big\lceil \frac{P_\ell}{N} \Big\rceil \, (b + K t_\ell)
-\qquad
-\text{sent} = (N-1) \sum_\ell \Big\lceil \frac{P_\ell}{N} \Big\rceil
-\, (b \, g_\ell + b_g \, t_\ell)$$
+$$\text{efficiency} = \frac{\text{ait} \cdot \text{bw}}{\text{ait} \cdot \text{bw} +
+\text{peak}} \qquad \text{ait} = T \text{ for parameters and gradients, } \frac{T}{4}
+\text{ for optimizer states}$$
 
-with $b$ bytes per element of the parameters and $b_g$ of their gradients on the way, $K$ bytes that
-the optimizer keeps for each, $g_\ell$ unshards of layer $\ell$ (two, but one for the last layer,
-and one below the first trainable layer) and $t_\ell = 1$ where it trains. Micro-batches send as
-much each time, and `Zero3Optimizer` 8 bytes for each trainable shard once in a step.
+with $T$ tokens of a rank in a step, and $\text{ait}$ (arithmetic intensity) in flops per byte.
 
-**Run this**: `python -m zero3.estimate --params 7.5e9 --ranks 64`.
+**Run this**: `python -m zero3.estimate --params 7.5e9 --ranks 64`, or `python -m zero3.estimate
+--model 8b --ranks 1 --gpu 80GB --cpu 128GB --nvme 1TB`.
 
-**Not covered, and what that costs**: activations, which do not depend on the sharding and have to
-be added; layers outside a `Zero3Sequential`; parameters that no gradient reaches, which keep their
-layer full to the end of the pass; buckets that hold two half-precision data types, whose messages
-are counted as one.
+**Not covered, and what that costs**: activations, which come on top on the device. The papers' data
+types and Adam are taken for granted; `predict.py` takes nothing for granted, and is exact.
 """
 
 import argparse
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any
-
-import torch
 
 # Bytes per parameter of half-precision training with Adam: parameters, gradients, optimizer states
 # ($K$).
@@ -105,47 +99,6 @@ class LayerSpec:
         return any(p.trainable for p in self.parts)
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """
-    ## Bytes of one rank
-    """
-
-    param_bytes: int  # the shards, trainable and frozen
-    grad_bytes: int  # the gradients of the shards, from backward to `zero_grad()`
-    master_bytes: int  # fp32 copies of the trainable shards in half precision
-    optimizer_bytes: int  # moments and counts
-    buffer_bytes: int  # of the modules, which stay whole
-    peak_bytes: int  # the highest moment of a step that begins without gradients
-    sent_bytes: int  # parameters, gradients and norms put on the wire by a training step
-    messages: int
-    order_bytes: int  # of the announcements that make sure of the order
-
-    @property
-    def rest_bytes(self) -> int:
-        """
-        ### Between steps, after `zero_grad()`
-        """
-        rests = self.param_bytes, self.master_bytes, self.optimizer_bytes, self.buffer_bytes
-        return sum(rests)
-
-    def table(self, dtypes: list[str]) -> str:
-        """
-        ### Kind by kind, to be read
-
-        * `dtypes` are of parameters, of gradients, and of masters and moments
-        """
-        of_params, of_grads, of_masters = dtypes
-        rows = (("parameters", of_params, self.param_bytes),
-                ("gradients", of_grads, self.grad_bytes),
-                ("masters", of_masters, self.master_bytes),
-                ("moments and counts", of_masters, self.optimizer_bytes),
-                ("buffers", "", self.buffer_bytes),
-                ("all, with gradients", "", self.rest_bytes + self.grad_bytes),
-                ("at the peak of a step", "", self.peak_bytes))
-        return "\n".join(f"{name:24}{dtype:20}{nbytes:>16,}" for name, dtype, nbytes in rows)
-
-
 def describe(layers: Any, group_by: Callable[[str, Any], Any] | None = None) -> list[LayerSpec]:
     """
     ## Describe layers, sharded already or not
@@ -183,224 +136,6 @@ def _parameters(layer: Any) -> Iterator[tuple[tuple[bool, Any], int, int, str, A
             yield (p.requires_grad, p.dtype), p.element_size(), p.numel(), name, p
 
 
-def states(
-    optimizer_class: Any, kwargs: dict[str, Any], group: dict[str, Any], two: torch.Tensor
-) -> tuple[list[str], int]:
-    """
-    ## What an optimizer keeps for a parameter: tensors of its size, and bytes beside them
-
-    It says so itself, by a step with `two` elements: each state that then has two is a moment.
-    Returns the moments' names.
-    """
-    param = torch.nn.Parameter(two)
-    param.grad = torch.zeros_like(two)
-    optimizer = optimizer_class([{**group, "params": [param]}], **kwargs)
-    optimizer.step()
-    found = {k: t for k, t in optimizer.state[param].items() if isinstance(t, torch.Tensor)}
-    moments = [key for key, t in found.items() if t.shape == two.shape]
-    return moments, sum(t.nbytes for t in found.values()) - len(moments) * two.nbytes
-
-
-def predict(
-    layers: list[LayerSpec],
-    world_size: int,
-    *,
-    rank: int = 0,
-    moments: int = 2,
-    step_bytes: int = 4,
-    by_messages: bool = True,
-    stage3: bool = False,
-    reduce_bytes: int | None = None,
-    micro_batches: int = 1,
-    no_sync: bool = False,
-    bucket_bytes: int = 0,
-) -> Prediction:
-    r"""
-    ## Predict one rank's bytes, in a chain of layers
-
-    * `rank` matters where param groups cut the shards, for the cuts are elsewhere on each
-    * `moments` is how many tensors of the shard's size the optimizer keeps: 2 for Adam
-    * `step_bytes` is what it keeps beside them for each piece of a trainable shard: torch's Adam
-      counts steps in an fp32 number
-    * `by_messages` says that a reduce receives into a buffer as large as what it sends from, as it
-      does on the CPU
-    * `stage3` says that the optimizer is a `Zero3Optimizer`: masters and moments are fp32 at least,
-      param groups cut the shards, and the ranks tell each other norms
-    * `reduce_bytes` are of an element of the reduced gradients; left out, the parameters'
-    * `micro_batches` are in a step, all but the last without a reduce if `no_sync`
-    * `bucket_bytes` of full gradients are reduced together
-    """
-    trainable = [p for layer in layers for p in layer.parts if p.trainable and p.numel]
-    params = sum(layer.shard_bytes(world_size) for layer in layers)
-    grads = sum(layer.grad_bytes(world_size, reduce_bytes) for layer in layers)
-    buffers = sum(layer.buffer_bytes for layer in layers)
-    masters = states = widened = 0
-    for p in trainable:
-        wide = p.shard_numel(world_size) * (p.master_bytes if stage3 else p.element_bytes)
-        masters += wide if wide > p.shard_bytes(world_size) else 0
-        states += moments * wide + step_bytes * (p.pieces(world_size, rank) if stage3 else 1)
-        # Of one shard at a time the gradient is copied into the master's data type.
-        if stage3 and p.master_bytes != (reduce_bytes or p.element_bytes):
-            widened = max(widened, wide)
-    rest = params + masters + states + buffers
-    step = _Step([layer for layer in layers if layer.parts], world_size, reduce_bytes, bucket_bytes,
-                 packs=stage3, inbox=by_messages)
-    for i in range(micro_batches):
-        step.micro_batch(hold=no_sync and i + 1 < micro_batches)
-    step.add(widened)
-    if stage3:
-        # The squared norm of each shard's gradient, in fp64.
-        step.send(8 * len(trainable), 1)
-    # Each transfer is announced by four 8-byte numbers; NCCL's are not.
-    order = 32 * step.transfers * by_messages
-    return Prediction(params, grads, masters, states, buffers, rest + step.peak, step.sent_bytes,
-                      step.messages, order)
-
-
-class _Step:
-    """
-    ### A step, moment by moment: bytes above rest, and what is sent
-
-    The order of the lines is the order of events in the heart. Layers are numbers here.
-    """
-
-    def __init__(self, chain: list[LayerSpec], world_size: int, width: int | None,
-                 bucket_bytes: int, packs: bool, inbox: bool):
-        self.chain, self.world_size, self.width = chain, world_size, width
-        self.bucket_bytes, self.packs, self.inbox = bucket_bytes, packs, inbox
-        self.grad = [layer.grad_bytes(world_size, width) for layer in chain]  # of the shard
-        # Backward goes down to the first layer that trains.
-        self.first = next((i for i, layer in enumerate(chain) if layer.trains), len(chain))
-        self.held: set[int] = set()  # layers with a full gradient
-        self.reduced: set[int] = set()  # layers whose shard has a gradient
-        self.waiting: list[int] = []
-        self.in_flight: list[int] = []
-        self.packed_bytes = self.inbox_bytes = self.live = self.peak = 0
-        self.sent_bytes = self.messages = self.transfers = 0
-
-    def add(self, nbytes: int) -> None:
-        self.live += nbytes
-        self.peak = max(self.peak, self.live)
-
-    def send(self, nbytes: int, messages: int) -> None:
-        peers = self.world_size - 1
-        self.sent_bytes += peers * nbytes
-        self.messages += peers * messages
-        self.transfers += peers
-
-    def fetch(self, i: int) -> None:
-        """
-        #### A layer becomes whole
-        """
-        if i < len(self.chain):
-            shard_bytes = self.chain[i].shard_bytes(self.world_size)
-            self.send(shard_bytes, sum(p.numel > 0 for p in self.chain[i].parts))
-            self.add(self.world_size * shard_bytes)
-
-    def free(self, i: int) -> None:
-        self.add(-self.world_size * self.chain[i].shard_bytes(self.world_size))
-
-    def micro_batch(self, hold: bool) -> None:
-        """
-        #### Forward and backward
-
-        With `hold` the full gradients stay where they are.
-        """
-        last = len(self.chain) - 1
-        self.fetch(0)
-        for i in range(last + 1):
-            # This layer and the next are whole. The last stays so if there is a backward.
-            self.fetch(i + 1)
-            if i < last or self.first > last:
-                self.free(i)
-        for i in range(last, self.first - 1, -1):
-            # This layer and the one before are whole, and its flat gradient is filled.
-            if i > self.first:
-                self.fetch(i - 1)
-            if self.chain[i].trains and i not in self.held:
-                self.held.add(i)
-                self.add(self.world_size * self.grad[i])
-            self.free(i)
-            if self.chain[i].trains and not hold:
-                if self.fills([i]):
-                    self.reduce([i])
-                else:
-                    self.waiting.append(i)
-                if self.fills(self.waiting):
-                    self.reduce(self.waiting)
-        if self.waiting:
-            self.reduce(self.waiting)
-        self.finish()
-
-    def fills(self, layers: list[int]) -> bool:
-        full_bytes = self.world_size * sum(self.grad[i] for i in layers)
-        return bool(layers) and (full_bytes >= self.bucket_bytes or self.world_size == 1)
-
-    def reduce(self, layers: list[int]) -> None:
-        """
-        #### Gradients leave, and those before them have arrived
-
-        Gradients of one data type are packed into one message; data types of one width are taken
-        for one.
-        """
-        self.finish()
-        self.in_flight = list(layers)
-        layers.clear()
-        alike: dict[int, list[int]] = {}
-        for i in self.in_flight:
-            for p in self.chain[i].parts:
-                if p.trainable and p.numel:
-                    width = self.width or p.element_bytes
-                    alike.setdefault(width, []).append(width * p.shard_numel(self.world_size))
-        shares = sum(sum(same) for same in alike.values())
-        messages = len(alike) if self.packs else sum(len(same) for same in alike.values())
-        self.send(shares, messages)
-        # A gradient that is alone goes as it is.
-        packed = sum(sum(same) for same in alike.values() if len(same) > 1) * self.packs
-        self.packed_bytes = self.world_size * packed
-        self.inbox_bytes = self.world_size * shares * (self.inbox and self.world_size > 1)
-        self.add(self.packed_bytes + self.inbox_bytes)
-
-    def finish(self) -> None:
-        """
-        #### The bucket in flight has arrived: shards have gradients, and its buffers go
-        """
-        self.add(-self.packed_bytes)
-        for i in self.in_flight:
-            # One rank alone has its shard's first gradient already: the full one is it.
-            if self.world_size > 1 or i in self.reduced:
-                self.add(self.grad[i] * (i not in self.reduced))
-                self.add(-self.world_size * self.grad[i])
-        self.add(-self.inbox_bytes)
-        self.reduced.update(self.in_flight)
-        self.held.difference_update(self.in_flight)
-        self.in_flight, self.packed_bytes, self.inbox_bytes = [], 0, 0
-
-
-def data_parallel(
-    layers: list[LayerSpec], world_size: int, *, moments: int = 2, mixed: bool = False
-) -> Prediction:
-    """
-    ## The same for plain data parallelism
-
-    Everything whole on every rank, and a ring all-reduce, which sends twice what a reduce-scatter
-    does. The optimizer's count of steps for each tensor is left out.
-
-    * `mixed` says that parameters in half precision have masters and moments in fp32
-    """
-    parts = [p for layer in layers for p in layer.parts]
-    trainable = [p for p in parts if p.trainable]
-    params, grads = sum(p.shard_bytes(1) for p in parts), sum(p.shard_bytes(1) for p in trainable)
-    buffers = sum(layer.buffer_bytes for layer in layers)
-    wide = sum(p.numel * (p.master_bytes if mixed else p.element_bytes) for p in trainable)
-    narrow = sum(p.numel for p in trainable if mixed and p.master_bytes > p.element_bytes)
-    masters, states = 4 * narrow, moments * wide
-    peak = params + grads + masters + states + buffers
-    sent = 2 * (world_size - 1) * grads // world_size
-    messages = 2 * (world_size - 1)
-    return Prediction(params, grads, masters, states, buffers, peak, sent, messages, 0)
-
-
 def stages(params: float, ranks: int, basis: int = 16) -> list[float]:
     r"""
     ## ZeRO's Table 1: bytes of model states per rank
@@ -422,29 +157,175 @@ def stages(params: float, ranks: int, basis: int = 16) -> list[float]:
     ]
 
 
+def efficiency(ait: float, bandwidth: float, peak: float) -> float:
+    """
+    ## What is left of the computation's speed, where nothing hides a transfer
+
+    * `ait` is the arithmetic intensity: flops computed for each byte moved; `tokens` of a rank in a
+      step for parameters and gradients, a quarter of that for optimizer states
+    * `bandwidth` is in bytes per second, `peak` in flops per second, of a rank
+
+    ZeRO-Infinity, section 4, equations 6, 9 and 10.
+    """
+    return ait * bandwidth / (ait * bandwidth + peak)
+
+
+def bandwidth_for(part: float, ait: float, peak: float) -> float:
+    """
+    ## The same from the other side: bytes per second for an efficiency between 0 and 1
+    """
+    return part / (1 - part) * peak / ait
+
+
+@dataclass(frozen=True)
+class Place:
+    """
+    ## Where parameters and optimizer states rest, and what a rank then needs
+
+    In bytes, in half precision with Adam: 2 for a parameter, 2 for its gradient, 12 for master and
+    moments. Gradients rest where the masters do.
+    """
+
+    params_in: str  # "device", "cpu" or "nvme"
+    states_in: str
+    needs: dict[str, float]  # bytes of each tier
+    step_bytes: dict[str, float]  # that a step moves to the device and back, of each tier
+
+    def fits(self, has: dict[str, float]) -> bool:
+        return all(self.needs[tier] <= has.get(tier, 0.0) for tier in self.needs)
+
+
+def places(params: float, ranks: int, layers: int = 32) -> list[Place]:
+    r"""
+    ## What a model needs in each tier, for each choice of tiers, the fastest first
+
+    * `params` is $\Psi$, `ranks` is $N$, `layers` are as large as each other
+
+    On the device there are at least two whole layers, and the full gradient of one with its inbox.
+    Files need buffers in CPU memory: two of a layer's shard, and four of its optimizer states.
+
+    With the states in CPU memory a step moves $4\Psi/N$ bytes, the gradients there and the
+    parameters back, which is the least that offload can move (ZeRO-Offload, section 3). Parameters
+    that rest there too are read twice more.
+    """
+    shard, layer = params / ranks, params / layers
+    found = []
+    for params_in, states_in in (("device", "device"), ("device", "cpu"), ("cpu", "cpu"),
+                                 ("device", "nvme"), ("cpu", "nvme"), ("nvme", "nvme")):
+        needs = {"device": 4 * 2 * layer, "cpu": 0.0, "nvme": 0.0}
+        moves = {"cpu": 0.0, "nvme": 0.0}
+        needs[params_in] += 2 * shard
+        needs[states_in] += 14 * shard
+        if states_in != "device":
+            moves[states_in] += 4 * shard
+        if params_in != "device":
+            moves[params_in] += 4 * shard
+        if states_in == "nvme":
+            # Master and moments are read and written, the gradient is read once more.
+            moves["nvme"] += 26 * shard
+            needs["cpu"] += 4 * 14 * layer / ranks
+        needs["cpu"] += 2 * 2 * layer / ranks * (params_in == "nvme")
+        found.append(Place(params_in, states_in, needs, moves))
+    return found
+
+
+def advise(params: float, ranks: int, has: dict[str, float], layers: int = 32) -> Place | None:
+    """
+    ## The fastest place that fits, if there is one
+
+    * `has` are the bytes of each tier: of a device, and of the machine's CPU memory and disk, which
+      all ranks share
+    """
+    mine = {tier: n if tier == "device" else n / ranks for tier, n in has.items()}
+    return next((place for place in places(params, ranks, layers) if place.fits(mine)), None)
+
+
 def main() -> None:
     """
     ## The command line
     """
     parser = argparse.ArgumentParser(
-        prog="python -m zero3.estimate", description="Memory for model states, stage by stage."
-    )
-    parser.add_argument("--params", type=float, required=True, help="of the model: 7.5e9")
-    parser.add_argument("--ranks", type=int, required=True, help="ranks that share it")
+        prog="python -m zero3.estimate",
+        description="Memory for model states, stage by stage; with --gpu, tier by tier.")
+    add = parser.add_argument
+    add("--params", "--model", type=number, required=True, help="of the model: 7.5e9, or 8b")
+    add("--ranks", type=int, required=True, help="ranks that share it")
+    add("--gpu", type=number, help="memory of each rank's device: 80GB")
+    add("--cpu", type=number, default=0.0, help="memory of the machine, all ranks' together: 128GB")
+    add("--nvme", type=number, default=0.0, help="space on its disk: 1TB")
+    add("--layers", type=int, default=32, help="layers of the model, taken to be equally large")
+    add("--tokens", type=float, default=8192.0, help="of a rank in a step")
+    add("--tflops", type=float, default=70.0, help="that a device reaches, in 1e12 flops a second")
     args = parser.parse_args()
-    if args.params <= 0 or args.ranks < 1:
-        parser.error(
-            f"expected at least one parameter and one rank, got {args.params:g} and {args.ranks}"
-        )
-    print(f"{args.params:,.0f} parameters on {args.ranks} ranks, in half precision with Adam.")
+    if min(args.params, args.tokens, args.tflops) <= 0 or min(args.ranks, args.layers) < 1:
+        parser.error("expected parameters, ranks, layers, tokens and flops above zero, got "
+                     f"{args.params:g}, {args.ranks}, {args.layers}, {args.tokens:g} and "
+                     f"{args.tflops:g}")
+    if args.gpu is None:
+        show_stages(args.params, args.ranks)
+    else:
+        show_places(args, {"device": args.gpu, "cpu": args.cpu, "nvme": args.nvme})
+
+
+def number(text: str) -> float:
+    """
+    ## Read 7.5e9, 8b, 80GB or 1TB
+
+    Powers of 1000. Raises `ValueError` for anything else.
+    """
+    text = text.strip().lower()
+    text = text[:-1] if text[-2:] in ("kb", "mb", "gb", "tb") else text
+    power = "kmgt".find(text[-1:].replace("b", "g")) + 1
+    value = float(text[:-1] if power else text) * 1000**power
+    if not 0 <= value < math.inf:
+        raise ValueError(f"expected a number from 0 up, got {text}")
+    return value
+
+
+def show_stages(params: float, ranks: int) -> None:
+    """
+    ## ZeRO's Table 1, for these
+    """
+    print(f"{params:,.0f} parameters on {ranks} ranks, in half precision with Adam.")
     print("Model states per rank in GB (1e9 bytes), by bytes counted per parameter:\n")
     print(f"{'':26s}" + "".join(f"{basis:>12d}" for basis in BASES))
     names = ("0: data parallelism", "1: + optimizer states", "2: + gradients", "3: + parameters")
     for stage, name in enumerate(names):
-        row = (stages(args.params, args.ranks, basis)[stage] / 1e9 for basis in BASES)
+        row = (stages(params, ranks, basis)[stage] / 1e9 for basis in BASES)
         print(f"{name:26s}" + "".join(f"{gigabytes:12,.2f}" for gigabytes in row))
     print("\n16: ZeRO, 2 parameter + 2 gradient + 12 Adam.  18: DeepSpeed's estimator, 2 + 4 + 12.")
     print("20: ZeRO-Infinity, 2 + 2 + 16.  Activations come on top.")
+
+
+def show_places(args: argparse.Namespace, has: dict[str, float]) -> None:
+    """
+    ## Will it fit here, and where
+    """
+    best = advise(args.params, args.ranks, has, args.layers)
+    print(f"{args.params:,.0f} parameters in {args.layers} layers on {args.ranks} ranks of one "
+          "machine, in half precision with Adam,\n16 bytes per parameter. GB (1e9 bytes) that a "
+          "rank needs, without activations:\n")
+    print(f"{'parameters':12}{'optimizer':12}{'device':>12}{'cpu':>12}{'nvme':>12}")
+    for place in places(args.params, args.ranks, args.layers):
+        cells = "".join(f"{place.needs[tier] / 1e9:12,.1f}" for tier in has)
+        chosen = "   <- the fastest that fits" if place == best else ""
+        print(f"{place.params_in:12}{place.states_in:12}{cells}{chosen}")
+    share = [n / 1e9 / (1 if tier == "device" else args.ranks) for tier, n in has.items()]
+    print(f"{'a rank has':24}" + "".join(f"{n:12,.1f}" for n in share))
+    if best is None:
+        print("\nIt does not fit. More ranks need less each; a larger disk is the cheapest tier.")
+        return
+    for tier, moved in best.step_bytes.items():
+        if moved:
+            print(f"\nA step moves {moved / 1e9:,.1f} GB between a rank and its {tier} tier.")
+    if best.states_in != "device":
+        states, peak = args.tokens / 4, args.tflops * 1e12
+        print(f"\nWith {args.tokens:,.0f} tokens of a rank in a step, at {args.tflops:g} Tflop/s, "
+              "what a rank needs for 90 % of that\nspeed if nothing hides the transfer "
+              "(ZeRO-Infinity, equation 6): "
+              f"{bandwidth_for(0.9, states, peak) / 1e9:,.0f} GB/s to its optimizer states"
+              + (f",\n{bandwidth_for(0.9, args.tokens, peak) / 1e9:,.0f} GB/s to its parameters."
+                 if best.params_in != "device" else "."))
 
 
 if __name__ == "__main__":

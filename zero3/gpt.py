@@ -256,3 +256,16 @@ def global_batch(
     generator = torch.Generator().manual_seed(1_000_003 * seed + step)
     starts = torch.randint(len(data) - seq_len, (rows,), generator=generator)
     return data.unfold(0, seq_len + 1, 1)[starts].long()
+
+
+def lr_at(step: int, steps: int, lr: float) -> float:
+    """
+    ## The learning rate of a step
+
+    A straight warm-up over at most 30 steps, then half a cosine down to a twentieth.
+    """
+    warmup = min(30, steps // 2)
+    if step < warmup:
+        return lr * (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)
+    return lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))

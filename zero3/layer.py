@@ -58,8 +58,7 @@ from zero3.ledger import Ledger, Silence, in_backward
 from zero3.offload import FreedParameter, InFile, InMemory, Offload
 from zero3.wire import Transfer, Wire
 
-# Where to look at a freed parameter, and what to do about one that is looked for elsewhere.
-_USE = "a use in the layer's forward, or in `with layer.full_params():`"
+# What to do about a parameter that is not where somebody looks for it.
 _CURE = ("wrap each module once, put modules that share a parameter into one Zero3Layer, and build "
          "the optimizer on `get_trainable_chunk()` after wrapping")
 
@@ -222,7 +221,7 @@ class Zero3Layer(nn.Module):
         group, offset = _Group([], flat, home, home.param), 0
         for p, names in params.items():
             view = flat[offset : offset + p.numel()].view(p.shape)
-            slot = _Slot(p, names, offset, view, FreedParameter.kind(self, names[0], _USE, _CURE))
+            slot = _Slot(p, names, offset, view, FreedParameter.kind(self, names[0], _CURE))
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(partial(self._post_backward_hook, group, slot))
             group.slots.append(slot)

@@ -18,7 +18,9 @@ $$\text{live} = \sum_{\text{distinct storages } s} \text{bytes}(s)
 that one event takes and gives back before it is recorded is not seen.
 """
 
+import os
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,13 +106,13 @@ class Ledger:
 
     def record(
         self, layer: Any, event: str, nbytes: int | None = 0, transfer: Transfer | None = None,
-        tier: str = "device", phase: str = "forward",
+        tier: str = "device",
     ) -> None:
         """
         ### Add an event, and look at what is alive
 
         * `nbytes` is what the event is about; `None` stands for what went since the event before
-        * `tier` is where they lie, and `phase` what is going on outside of backward
+        * `tier` is where they lie
         """
         live_bytes = held_bytes(self.model, self.optimizer)
         if nbytes is None:
@@ -123,7 +125,7 @@ class Ledger:
         now_s = time.perf_counter() - self._start_s
         self.read_bytes += nbytes * (event == "read")
         self.written_bytes += nbytes * (event == "write")
-        phase = "backward" if in_backward() else phase
+        phase = "step" if layer.wire.stepping else "backward" if in_backward() else "forward"
         self.events.append(Event(now_s, layer.wire.rank, layer.label, phase, event, tier,
                                  nbytes, live_bytes, sent_bytes))
 
@@ -163,7 +165,9 @@ def held_bytes(*holders: nn.Module | torch.optim.Optimizer | None) -> int:
         for module in holder.modules() if holder is not None else ():
             tensors += module._buffers.values()
             for param in module._parameters.values():
-                tensors += (param, param.grad) if param is not None else ()
+                # One that rests in a file has no bytes here, and raises where its gradient is.
+                if param is not None and param.untyped_storage().nbytes():
+                    tensors += (param, param.grad)
             if hasattr(module, "ledger"):
                 groups: Any = module.groups
                 tensors += (t for group in groups for t in (group.full, group.grad))
@@ -172,3 +176,30 @@ def held_bytes(*holders: nn.Module | torch.optim.Optimizer | None) -> int:
                     tensors += pair
     storages = [t.untyped_storage() for t in tensors if t is not None]
     return sum({s._cdata: s.nbytes() for s in storages}.values())
+
+
+def disk_bytes(*holders: Any) -> int:
+    """
+    ## Bytes of the files in which modules and optimizers have something at rest
+    """
+    offloads: set[Any] = {part.offload for holder in holders for part in
+                          (holder.modules() if isinstance(holder, nn.Module) else (holder,))
+                          if hasattr(part, "offload")}
+    return sum(os.fstat(file.fd).st_size for offload in offloads
+               for store in offload.stores.values() for file in store.files)
+
+
+def exponents(optimizer: Any) -> dict[int, int]:
+    r"""
+    ## How many gradients of this rank lie between $2^e$ and $2^{e+1}$, for each $e$
+
+    Of a `Zero3Optimizer`, between backward and its step. Without the loss scale, and without those
+    that are zero or overflow.
+    """
+    found: Counter[int] = Counter()
+    for owned in optimizer.owned:
+        if owned.has_grad:
+            sizes = owned.read_grad().float().abs() / optimizer.loss_scale
+            powers, counts = sizes[sizes > 0].log2().floor().unique(return_counts=True)
+            found.update(dict(zip(powers.int().tolist(), counts.tolist(), strict=True)))
+    return {e: n for e, n in sorted(found.items()) if e < 128}

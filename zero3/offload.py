@@ -23,8 +23,9 @@ and `estimate.py` answers with it.
 | `direct=False` | mapped into memory; reading it is copying a tensor | holds it a second time |
 | `direct=True` | read and written past the cache, in blocks, by a few threads | is left alone |
 
-The first way is the one to understand, the second the one to use. They do the same through the same
-three calls, which the rest of the package does not tell apart: `read_async`, `wait`, `write_async`.
+The first way is the one to understand, the second the one to use; `disk.py` has both. They do the
+same through the same three calls, and nobody else can tell them apart: `read_async`, `wait`,
+`write_async`.
 
 **Run this**: `python -m zero3.offload bench --folder DIR` measures a disk both ways; `make train
 ARGS="--offload-params nvme --offload-optimizer nvme"` trains from files.
@@ -36,11 +37,11 @@ but `ls` does not show them, `df` does. Activations stay where they are computed
 has no elements that an optimizer of torch's could step: that takes `Zero3Optimizer`.
 """
 
+import argparse
 import concurrent.futures
 import errno
-import fcntl
 import os
-import tempfile
+import resource
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -50,11 +51,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero3.disk import ALIGN_BYTES, File, aligned, show
+
 TIERS = ("device", "cpu", "nvme")
-# Direct reads and writes want memory, offset and length to be multiples of the disk's block.
-ALIGN_BYTES = 4096
 # What a freed parameter still answers, because no element is read for it.
-_PROPERTIES = ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn",
+_PROPERTIES = ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad_fn",
                "grad_dtype", "_version")
 _METHODS = ("dim", "numel", "size", "__len__", "element_size", "untyped_storage")
 _METADATA = {*(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
@@ -74,15 +75,14 @@ class FreedParameter(nn.Parameter):
 
     name: str
     layer: weakref.ref
-    use: str  # what would be all right
     cure: str
 
     @classmethod
-    def kind(cls, layer: Any, name: str, use: str, cure: str) -> type["FreedParameter"]:
+    def kind(cls, layer: Any, name: str, cure: str) -> type["FreedParameter"]:
         """
         ### The class for one parameter
         """
-        known = {"layer": weakref.ref(layer), "name": name, "use": use, "cure": cure}
+        known = {"layer": weakref.ref(layer), "name": name, "cure": cure}
         return type("FreedParameter", (cls,), known)
 
     @classmethod
@@ -90,8 +90,8 @@ class FreedParameter(nn.Parameter):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        what = f"freed `{cls.name}`"
-        cls.layer().expect(False, what, cls.use, f"`{func.__name__}` outside", cls.cure)
+        cls.layer().expect(False, f"freed `{cls.name}`", "a use in the layer's forward, or in "
+                           "`with layer.full_params():`", f"`{func.__name__}` outside", cls.cure)
 
     def __repr__(self, *, tensor_contents=None):
         return f"<`{self.name}`, sharded by {self.layer().label}>"
@@ -151,14 +151,30 @@ class Offload:
             return "cpu"
         return self.tier
 
+    def check(self, owner: Any, what: str, nbytes: int, at: torch.device) -> None:
+        """
+        ### Make sure that there is memory, before it is taken
+
+        Raises `RuntimeError` on all ranks if one has too little, and says which tier would do.
+        """
+        left_bytes, other = room(at), "nvme"
+        if at.type != "cpu" and room(torch.device("cpu")) > nbytes:
+            other = "cpu"
+        problem = f"{left_bytes:,} bytes left" if left_bytes < nbytes else ""
+        owner.wire.agree(owner, f"has no room for {what}", f"{nbytes:,} bytes on {at}", problem,
+                         f"the {other} tier would do: `offload=Offload({other!r}"
+                         + (", folder=...)`" if other == "nvme" else ")`"))
+
     def shard(self, owner: Any, values: torch.Tensor, trains: bool) -> "InMemory | InFile":
         """
         ### Put a layer's shard where it shall rest
 
         * `values` are `(shard_numel,)`, on the device
 
-        All ranks call it alike.
+        All ranks call it alike. Raises `RuntimeError` where memory or disk are too small.
         """
+        # In backward it is whole, as is the one below, and so are its gradient and its inbox.
+        self.check(owner, "a step", 4 * owner.wire.world_size * values.nbytes, owner.device)
         tier = self.place(values.nbytes)
         if tier == "nvme" and values.numel():
             # One is read into while another is copied from; a layer may have more shards at once.
@@ -203,6 +219,7 @@ class Store:
         self.memory: list[torch.Tensor] = []  # all buffers
         self.free: list[tuple[torch.Tensor, Any]] = []  # with the event after which it may be used
         self.lent: list[InFile] = []  # to whom, the latest used last
+        self.files: weakref.WeakSet[File] = weakref.WeakSet()
         self.workers = concurrent.futures.ThreadPoolExecutor(offload.queue_depth, "zero3-offload")
 
     def file(self, owner: Any, nbytes: int) -> "File":
@@ -214,6 +231,7 @@ class Store:
         folder, made, problem = Path(self.offload.folder or "."), None, ""
         try:
             made = File(folder, nbytes, self.offload.direct)
+            self.files.add(made)
         except OSError as error:
             problem = f"{error.strerror}"
             if error.errno == errno.ENOSPC:
@@ -250,75 +268,10 @@ class Store:
         self.free.clear()
         self.memory.clear()
         for _ in range(self.buffers):
-            memory = torch.empty(self.buffer_bytes + ALIGN_BYTES, dtype=torch.uint8,
-                                 pin_memory=self.pinned)
-            first = -memory.data_ptr() % ALIGN_BYTES
+            memory, buffer = aligned(self.buffer_bytes, self.pinned)
             self.memory.append(memory)
-            self.free.append((memory[first : first + self.buffer_bytes], self.event()))
+            self.free.append((buffer, self.event()))
         user.record("buffers", sum(memory.nbytes for memory in self.memory))
-
-
-class File:
-    """
-    ## A file without a name
-
-    It is its owner's alone, and it is gone with the last process that has it open.
-    """
-
-    def __init__(self, folder: Path, nbytes: int, direct: bool):
-        """
-        ### Take space for it
-
-        Raises `OSError` if there is none.
-        """
-        self.handle = tempfile.TemporaryFile(dir=folder, buffering=0)
-        self.fd, self.nbytes = self.handle.fileno(), nbytes
-        self.users: list[InFile] = []  # who has tensors in it
-        os.posix_fallocate(self.fd, 0, nbytes)
-        self.mapped: torch.Tensor | None = None
-        if direct:
-            self._past_the_cache(True)
-        else:
-            name = f"/proc/self/fd/{self.fd}"
-            self.mapped = torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8)
-
-    def _past_the_cache(self, direct: bool) -> None:
-        flags = fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT
-        try:
-            fcntl.fcntl(self.fd, fcntl.F_SETFL, flags | os.O_DIRECT * direct)
-        except OSError:
-            # A file system that knows no other way than through the cache.
-            pass
-
-    def move(self, write: bool, memory: torch.Tensor, offset: int) -> None:
-        """
-        ### Read a block of the file into memory, or write it
-
-        Called by the store's threads; both ways let other threads run meanwhile.
-
-        Raises `OSError` where the system does, or where the file has become too short.
-        """
-        if self.mapped is not None:
-            # To touch a page that the file no longer has would end the process.
-            if os.fstat(self.fd).st_size < self.nbytes:
-                raise OSError(f"the file has been cut to {os.fstat(self.fd).st_size} bytes")
-            there = self.mapped[offset : offset + len(memory)]
-            there.copy_(memory) if write else memory.copy_(there)
-            return
-        call: Any = os.pwritev if write else os.preadv
-        bytes_left = memory.numpy()
-        while len(bytes_left):
-            try:
-                done = call(self.fd, [bytes_left], offset)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                # This disk wants blocks larger than ours. Through the cache any block is right.
-                self._past_the_cache(False)
-                done = call(self.fd, [bytes_left], offset)
-            if done == 0:
-                raise OSError(f"the file ends at byte {offset}")
-            bytes_left, offset = bytes_left[done:], offset + done
 
 
 @dataclass
@@ -371,15 +324,14 @@ class InFile:
 
     tier = "nvme"
 
-    def __init__(self, store: Store, owner: Any, like: dict[str, torch.Tensor],
-                 phase: str = "forward"):
+    def __init__(self, store: Store, owner: Any, like: dict[str, torch.Tensor]):
         """
         ### Take space in a file
 
-        * `owner` is the layer whose they are, `phase` when they are used outside of backward
+        * `owner` is the layer whose they are
         * `like` has a tensor of the length and data type of each
         """
-        self.store, self.owner, self.phase = store, owner, phase
+        self.store, self.owner = store, owner
         self.where: dict[str, tuple[int, int, torch.dtype]] = {}  # offset, bytes, data type
         self.nbytes = 0
         for name, tensor in like.items():
@@ -471,8 +423,7 @@ class InFile:
         ghost.untyped_storage().resize_(0)
         self.param = nn.Parameter(ghost, trains)
         self.param.__class__ = FreedParameter.kind(
-            self.owner, "shard", "a use by its layer or by `Zero3Optimizer`, for it rests in a "
-            "file", "build a `Zero3Optimizer`, and look at values in `with layer.full_params():`")
+            self.owner, "shard", "step it with `Zero3Optimizer`, for it rests in a file")
 
     def load(self) -> torch.Tensor:
         """
@@ -485,6 +436,8 @@ class InFile:
         ### Write the shard back
         """
         self.write_async("shard")
+        # Buffers of shards go round: which of them still have what they had is left to nobody.
+        self.present.clear()
         torch.autograd.graph.increment_version(self.param)
 
     def replace(self, values: torch.Tensor) -> None:
@@ -495,7 +448,7 @@ class InFile:
         self.save()
 
     def record(self, event: str, nbytes: int) -> None:
-        self.owner.ledger.record(self.owner, event, nbytes, tier=self.tier, phase=self.phase)
+        self.owner.ledger.record(self.owner, event, nbytes, tier=self.tier)
 
     def _borrow(self) -> None:
         """
@@ -563,3 +516,56 @@ def copy_to(at: torch.device, values: torch.Tensor, dtype: torch.dtype,
     """
     pinned = at.type == "cpu" and device.type != "cpu"
     return torch.empty(len(values), dtype=dtype, device=at, pin_memory=pinned).copy_(values)
+
+
+def room(at: torch.device) -> int:
+    """
+    ## Bytes of memory that this process can still get
+
+    On an accelerator, what is free there. On the CPU, the least of what the machine has available
+    and of what limits leave: `ulimit -d`, `ulimit -v` and control groups.
+    """
+    if at.type != "cpu":
+        return torch.get_device_module(at).mem_get_info(at)[0]
+    left, kib = [1 << 62], {}
+    for name in ("/proc/self/status", "/proc/meminfo"):
+        if os.path.exists(name):
+            rows = (line.split() for line in Path(name).read_text().splitlines())
+            kib.update({row[0]: int(row[1]) << 10 for row in rows if row[-1] == "kB"})
+    left.append(kib.get("MemAvailable:", left[0]))
+    for limit, used in ((resource.RLIMIT_DATA, "VmData:"), (resource.RLIMIT_AS, "VmSize:")):
+        soft = resource.getrlimit(limit)[0]
+        left += [soft - kib.get(used, 0)] if soft != resource.RLIM_INFINITY else []
+    for folder, most, used in (("", "memory.max", "memory.current"),
+                               ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")):
+        files = [Path("/sys/fs/cgroup", folder, name) for name in (most, used)]
+        if all(file.exists() for file in files) and files[0].read_text().strip() != "max":
+            left.append(int(files[0].read_text()) - int(files[1].read_text()))
+    return max(0, min(left))
+
+
+def main() -> None:
+    """
+    ## The command line
+    """
+    parser = argparse.ArgumentParser(prog="python -m zero3.offload")
+    bench = parser.add_subparsers(required=True).add_parser(
+        "bench", help="measure how fast a disk reads and writes",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    bench.add_argument("--folder", type=Path, required=True, help="on the disk to measure")
+    bench.add_argument("--mib", type=int, default=1024, help="size of the file that is written")
+    bench.add_argument("--rounds", type=int, default=3, help="how often everything is measured")
+    bench.add_argument("--out", type=Path, default=Path("runs/disk.png"), help="the picture")
+    args = parser.parse_args()
+    nbytes = args.mib << 20
+    if args.rounds < 1 or nbytes < 64 << 20 or nbytes % (32 << 20):
+        parser.error("expected at least one round, and a file of 64 MiB or another multiple of 32, "
+                     f"got {args.rounds} and {args.mib} MiB")
+    try:
+        show(args.folder, nbytes, args.rounds, args.out)
+    except OSError as error:
+        parser.error(f"expected a folder with room for {args.mib} MiB, got {error}")
+
+
+if __name__ == "__main__":
+    main()

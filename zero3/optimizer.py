@@ -61,11 +61,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero3 import estimate
+from zero3.estimate import describe
 from zero3.layer import Zero3Layer, _Group
 from zero3.ledger import Ledger, Silence
 from zero3.offload import Offload
-from zero3.states import Owned, norm_of
+from zero3.predict import Prediction, predict
+from zero3.states import Owned, moments_of, norm_of
 from zero3.wire import Bucket, Wire
 
 # Optimizers of torch's that a flat, dense shard cannot serve.
@@ -161,8 +162,11 @@ class Zero3Optimizer(torch.optim.Optimizer):
             # One loop over memory in place of one for each operation of the formula.
             kwargs["fused"] = True
         two = torch.zeros(2, device=self.device)
-        kept = [estimate.states(optimizer_class, kwargs, each, two) for each in options]
+        kept = [moments_of(optimizer_class, kwargs, each, two) for each in options]
         self.moments = list(dict.fromkeys(key for keys, _ in kept for key in keys))
+        in_memory = sum(owned.nbytes(self.moments) for owned in self.owned)
+        if self.offload.tier != "nvme":
+            self.offload.check(self, "masters, moments and gradients", in_memory, self.device)
         for owned in self.owned:
             owned.rest(self.offload, self.device, self.moments)
         # The states that a step begins with are read when all but their gradients are here.
@@ -210,7 +214,8 @@ class Zero3Optimizer(torch.optim.Optimizer):
         Each param group gets views of its pieces. The padding goes with what is before it.
         """
         shard, dtype = group.shard, self.reduce_dtype or group.shard.dtype
-        layer.expect(shard.grad is None or shard.grad.dtype == dtype, "has gradients", f"{dtype}",
+        grad = shard.grad if group.home.tier != "nvme" else None
+        layer.expect(grad is None or grad.dtype == dtype, "has gradients", f"{dtype}",
                      shard.grad_dtype, "call `zero_grad()` of the optimizer before this one first")
         # torch lets `.grad` be of this type, and the layer makes its flat gradient of it.
         shard.grad_dtype = dtype
@@ -303,6 +308,17 @@ class Zero3Optimizer(torch.optim.Optimizer):
             layer._backup_grads()
         for bucket in self.buckets:
             bucket.end()
+            bucket.wire.stepping = True
+        try:
+            return self._step()
+        finally:
+            for bucket in self.buckets:
+                bucket.wire.stepping = False
+
+    def _step(self) -> float | None:
+        """
+        #### Step all shards, if the gradient is finite
+        """
         # The heart has taken the mean over ranks already, so this is the norm of what plain
         # training on the global batch would have. The mean of the ranks' norms would not be: with a
         # gradient of 1 on one rank and of -1 on the other that is 1, and the norm of their mean 0.
@@ -390,7 +406,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
                     group["params"] = params
             # While the pieces still hold the widened gradient, or the tape would not count it.
             tier = "device" if self.device == owned.layer.device else "cpu"
-            owned.layer.ledger.record(owned.layer, "step", grad.nbytes, tier=tier, phase="step")
+            owned.layer.ledger.record(owned.layer, "step", grad.nbytes, tier=tier)
             for *_, piece in owned.pieces:
                 piece.grad = None
 
@@ -456,7 +472,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
             # This run has chosen whether to scale; a dynamic scale goes on from where it was.
             self.loss_scale = state_dict["loss_scale"]
 
-    def predict(self, micro_batches: int = 1, no_sync: bool = False) -> estimate.Prediction:
+    def predict(self, micro_batches: int = 1, no_sync: bool = False) -> Prediction:
         """
         ### The bytes of this rank, from the formulas
 
@@ -469,18 +485,19 @@ class Zero3Optimizer(torch.optim.Optimizer):
         """
         two = torch.zeros(2, device=self.device)
         kept = {(len(keys), count_bytes) for keys, count_bytes in
-                (estimate.states(*self.made_by, group, two) for group in self.param_groups)}
+                (moments_of(*self.made_by, group, two) for group in self.param_groups)}
         chain = [m for m in getattr(self.model, "module_list", ()) if m.groups]
         self.expect(chain == self.layers and len(kept) == 1, "cannot predict", "a Zero3Sequential "
                     "of plain layers, with as many states in each param group",
                     f"a {type(self.model).__name__}, {len(kept)} kinds", "measure with `Ledger`")
         ((moments, step_bytes),) = kept
-        return estimate.predict(
-            estimate.describe(self.model, self.group_by), self.wire.world_size,
+        return predict(
+            describe(self.model, self.group_by), self.wire.world_size,
             rank=self.wire.rank, moments=moments, step_bytes=step_bytes,
             by_messages=self.wire.by_messages, stage3=True, micro_batches=micro_batches,
             no_sync=no_sync, bucket_bytes=self.buckets[0].bucket_bytes,
-            reduce_bytes=self.reduce_dtype.itemsize if self.reduce_dtype else None)
+            reduce_bytes=self.reduce_dtype.itemsize if self.reduce_dtype else None,
+            params_in=chain[0].offload, states_in=self.offload)
 
     def table(self, micro_batches: int = 1) -> str:
         """

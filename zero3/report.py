@@ -15,7 +15,10 @@ the stairs the layer that it belongs to.
 that short ones can be seen; how long they took is on the tape itself, in `Event.time_s`.
 """
 
+import os
+import platform
 import shutil
+import statistics
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -24,12 +27,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import torch
+
 # Figures without `pyplot`: nothing global, and no screen needed.
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from zero3.estimate import Prediction
+from zero3.disk import Speed
 from zero3.ledger import Event
+from zero3.predict import Prediction
 
 MIB = 2**20
 # Of what a layer holds: colour, height of the bar, and how far below the middle of its row.
@@ -38,8 +44,11 @@ STYLES = {
     "computing": ("#2171b5", 0.8, 0.0),
     "gradients": ("#fd8d3c", 0.3, 0.25),
     "step": ("#31a354", 0.8, 0.0),
+    "reading": ("#756bb1", 0.15, -0.45),
+    "writing": ("#e7298a", 0.15, -0.3),
 }
-LEGEND = ("parameters whole", "layer computes", "full gradients", "optimizer steps")
+LEGEND = ("parameters whole", "layer computes", "full gradients", "optimizer steps",
+          "reading from files", "writing to files")
 # Behind the phases of a step.
 SHADES = {"forward": "#ffffff", "backward": "#fff5eb", "step": "#edf8e9"}
 # More ranks than this are not drawn: their tapes look the same.
@@ -52,8 +61,12 @@ def table(predicted: list[Prediction], plain: Prediction, measured: list[dict[st
 
     A measured figure is followed by `equal`, or by how far it is off.
     """
-    columns = ("rest_bytes", "peak_bytes", "sent_bytes")
-    heads = ("at rest", "at the peak", "sent in a step")
+    columns = ["rest_bytes", "peak_bytes", "sent_bytes"]
+    heads = ["at rest", "at the peak", "sent in a step"]
+    if any(row.disk_bytes for row in predicted):
+        heads[:2] = "at rest in memory", "at its peak"
+        columns += ["disk_bytes", "read_bytes", "written_bytes"]
+        heads += ["in files", "read in a step", "written in a step"]
     lines = ["bytes of each rank".ljust(26) + "".join(f"{head:>16}      " for head in heads)]
 
     def add(name: str, row: Prediction) -> None:
@@ -78,6 +91,12 @@ def commit() -> str:
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     done = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True)
     return done.stdout.strip() or "unknown"
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU {platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
 def as_dict(prediction: Prediction) -> dict[str, int]:
@@ -115,21 +134,25 @@ def spans(events: list[Event]) -> Iterator[tuple[str, str, int, int]]:
     frees its whole parameters before the buffers of its reduce, so a `free` ends the one that is
     there.
     """
-    begins = {"fetch": "full", "compute": "computing", "gradients": "gradients"}
+    begins = {"fetch": "full", "compute": "computing", "gradients": "gradients",
+              "read": "reading", "write": "writing"}
+    over = {"computed": ["computing"], "arrived": ["reading"], "written": ["writing"]}
     begun: dict[tuple[str, str], int] = {}
     for i, e in enumerate(events):
         if e.event in begins:
             begun.setdefault((e.layer, begins[e.event]), i)
-        ends = []
-        if e.event == "computed":
-            ends = ["computing"]
-        elif e.event in ("norm", "step"):
+        ends = over.get(e.event, [])
+        if e.event in ("norm", "step"):
             yield e.layer, "step", i - 1, i
         elif e.event == "free":
             ends = ["full", "computing"] if (e.layer, "full") in begun else ["gradients"]
         for what in ends:
             if (e.layer, what) in begun:
                 yield e.layer, what, begun.pop((e.layer, what)), i
+    for (layer, what), first in begun.items():
+        # What is being written when the step ends is waited for in the next one.
+        if what == "writing":
+            yield layer, what, first, len(events)
 
 
 def draw_tape(
@@ -173,17 +196,21 @@ def _draw_memory(ax: Any, tape: list[Event], predicted: Prediction, plain: Predi
     at = range(len(live))
     ax.fill_between(at, live[0], color="#c7e9c0", linewidth=0)
     ax.fill_between(at, live, live[0], step="post", color="#6baed6", linewidth=0)
-    ax.text(1, live[0] / 2, "shards and optimizer states", fontsize=8, va="center")
+    what = "shards and optimizer states"
+    if predicted.disk_bytes:
+        what = f"buffers; {predicted.disk_bytes / MIB:.1f} MiB rest in files"
+    ax.text(1, live[0] / 2, what, fontsize=8, va="center")
     ax.step(at, live, where="post", color="#08519c", linewidth=1.3)
-    for level, text, color in (
-        (plain.peak_bytes, "data parallel\npeak", "#737373"),
-        (predicted.peak_bytes, "predicted peak", "#cb181d"),
-        (predicted.rest_bytes, "predicted at rest", "#238b45"),
+    for level, text, color, side in (
+        (plain.peak_bytes, "data parallel\npeak", "#737373", "bottom"),
+        (predicted.peak_bytes, "predicted peak", "#cb181d", "top"),
+        (predicted.rest_bytes, "predicted at rest", "#238b45", "top"),
     ):
         ax.axhline(level / MIB, color=color, linewidth=1.1, linestyle="--")
-        ax.text(1.005, level / MIB, text, color=color, fontsize=8, va="center",
+        ax.text(1.005, level / MIB, text, color=color, fontsize=8, va=side,
                 transform=ax.get_yaxis_transform())
-    ax.set(ylabel=f"rank {tape[0].rank}\nMiB held", ylim=(0, plain.peak_bytes / MIB * 1.08))
+    top = max(plain.peak_bytes, predicted.peak_bytes) / MIB
+    ax.set(ylabel=f"rank {tape[0].rank}\nMiB held", ylim=(0, top * 1.08))
 
 
 def _draw_layers(ax: Any, events: list[Event]) -> None:
@@ -199,8 +226,9 @@ def _draw_layers(ax: Any, events: list[Event]) -> None:
     ax.set_yticks(range(len(layers)), layers, fontsize=8)
     ax.invert_yaxis()
     ax.set(xlabel="events of one step, in order", xlim=(0, len(events) + 1))
+    shown = len(STYLES) - 2 * all(e.tier != "nvme" for e in events)
     ax.legend(
-        [Patch(color=color) for color, *_ in STYLES.values()], LEGEND,
+        [Patch(color=color) for color, *_ in list(STYLES.values())[:shown]], LEGEND[:shown],
         loc="lower left", bbox_to_anchor=(1, 0), fontsize=8, frameon=False,
     )
 
@@ -246,4 +274,32 @@ def draw_gradients(gradients: list[dict[int, int]], caption: str) -> Figure:
     ax.set_title(caption, fontsize=9, loc="left")
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False, loc="upper right")
+    return fig
+
+
+def draw_disk(found: list[tuple[Speed, ...]], caption: str) -> Figure:
+    """
+    ## How fast a disk is, by the way of asking
+
+    * `found` has for each way what the rounds gave
+
+    A bar is the median, a dot is a round. Where the page cache had a part in it, there is neither.
+    """
+    fig = Figure(figsize=(9, 4.5), dpi=150, layout="constrained")
+    axes = fig.subplots(1, 2, sharey=True)
+    names = [f"{'direct' if rows[0].direct else 'mapped'}, {rows[0].block_bytes >> 20} MiB x "
+             f"{rows[0].queue_depth}" for rows in found]
+    for ax, what in zip(axes, ("write_gb_s", "read_gb_s"), strict=True):
+        for i, rows in enumerate(found):
+            speeds = [getattr(row, what) for row in rows]
+            if None not in speeds:
+                color = "#2171b5" if rows[0].direct else "#fdae6b"
+                ax.barh(i, statistics.median(speeds), color=color)
+                ax.plot(speeds, [i] * len(speeds), ".", color="#252525", markersize=4)
+        ax.set(xlabel=f"{what.split('_')[0]} (GB/s)", xlim=(0, None))
+        ax.grid(axis="x", alpha=0.3)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0].set_yticks(range(len(names)), names, fontsize=8)
+    axes[0].invert_yaxis()
+    fig.suptitle(caption, fontsize=9)
     return fig

@@ -75,6 +75,13 @@ class Owned:
         """
         return torch.promote_types(self.shard.dtype, torch.float32)
 
+    def nbytes(self, moments: list[str]) -> int:
+        """
+        ### Of master, moments and gradient, where none is the shard itself
+        """
+        return len(self.shard) * ((1 + len(moments)) * self.wide.itemsize
+                                  + self.grad_dtype.itemsize)
+
     @property
     def grad(self) -> torch.Tensor | None:
         """
@@ -100,8 +107,7 @@ class Owned:
         """
         layer, shard, home, wide = self.layer, self.shard, self.group.home, self.wide
         values = home.load()  # (shard_numel,)
-        element_bytes = (1 + len(moments)) * wide.itemsize + self.grad_dtype.itemsize
-        tier = offload.place(len(values) * element_bytes)
+        tier = offload.place(self.nbytes(moments))
         near = tier == "nvme" if isinstance(home, InFile) else shard.device == device
         self.own = near and shard.dtype == wide
         if self.own and not isinstance(home, InFile):
@@ -114,7 +120,7 @@ class Owned:
             names = moments if self.master is not None else ["master", *moments]
             like = {name: one for name in names} | {"grad": one.to(self.grad_dtype)}
             store = offload.store("states", layer, offload.buffers)
-            self.states = InFile(store, layer, like, phase="step")
+            self.states = InFile(store, layer, like)
             if self.master is None:
                 self.states.blank("master")["master"].copy_(values)
                 self.states.write_async("master")
@@ -157,6 +163,16 @@ class Owned:
         self.states.write_async("grad")
         for first in self.ahead:
             first.read_async(*first._kept())
+
+    def read_grad(self) -> torch.Tensor | None:
+        """
+        ### The gradient, wherever it rests; from a file, a copy
+        """
+        if self.states is None:
+            return self.grad
+        grad = self.states.wait("grad")["grad"].clone()
+        self.states.release()
+        return grad
 
     def drop_grad(self, set_to_none: bool = True) -> None:
         """
@@ -249,3 +265,21 @@ def norm_of(grad: torch.Tensor) -> torch.Tensor:
     wide = torch.promote_types(grad.dtype, torch.float32)
     norms = [vector_norm(block.to(wide)) for block in grad.split(_BLOCK_NUMEL)]
     return vector_norm(torch.stack(norms))
+
+
+def moments_of(
+    optimizer_class: Any, kwargs: dict[str, Any], group: dict[str, Any], two: torch.Tensor
+) -> tuple[list[str], int]:
+    """
+    ## What an optimizer keeps for a parameter: tensors of its size, and bytes beside them
+
+    It says so itself, by a step with `two` elements: each state that then has two is a moment.
+    Returns the moments' names.
+    """
+    param = torch.nn.Parameter(two)
+    param.grad = torch.zeros_like(two)
+    optimizer = optimizer_class([{**group, "params": [param]}], **kwargs)
+    optimizer.step()
+    found = {k: t for k, t in optimizer.state[param].items() if isinstance(t, torch.Tensor)}
+    moments = [key for key, t in found.items() if t.shape == two.shape]
+    return moments, sum(t.nbytes for t in found.values()) - len(moments) * two.nbytes

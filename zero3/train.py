@@ -26,7 +26,6 @@ import dataclasses
 import json
 import math
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -37,10 +36,12 @@ import torch
 import torch.distributed as dist
 
 from zero3 import gpt
-from zero3.estimate import data_parallel, describe
+from zero3.estimate import describe
 from zero3.layer import Zero3Layer, Zero3Sequential
-from zero3.ledger import Event, Ledger, held_bytes
+from zero3.ledger import Event, Ledger, disk_bytes, exponents, held_bytes
+from zero3.offload import TIERS, Offload
 from zero3.optimizer import Zero3Optimizer
+from zero3.predict import data_parallel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Cross-entropy comes in nats.
@@ -73,6 +74,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--reduce-dtype", choices=list(DTYPES), help="of gradients between ranks and in shards")
     add("--loss-scale", type=loss_scale, metavar="S", help='a number, or "dynamic"')
     add("--clip", type=float, metavar="C", help="greatest norm of the gradient")
+    add("--offload-params", choices=TIERS, default="device", help="where parameters rest")
+    add("--offload-optimizer", choices=TIERS, default="device", help="where its states rest")
+    add("--offload-folder", metavar="DIR", help="for files; left out, the one of --out")
     add("--table", action="store_true", help="first say what each rank will hold")
     add("--text", metavar="FILE", help="text to train on, instead of Python's own reference")
     add("--out", default="runs/train", help="folder for pictures and figures")
@@ -184,19 +188,6 @@ def check_options(args: argparse.Namespace, ranks: Ranks) -> None:
         )
 
 
-def lr_at(step: int, steps: int, lr: float) -> float:
-    """
-    ## The learning rate of a step
-
-    A straight warm-up over at most 30 steps, then half a cosine down to a twentieth.
-    """
-    warmup = min(30, steps // 2)
-    if step < warmup:
-        return lr * (step + 1) / warmup
-    done = (step - warmup) / max(1, steps - warmup)
-    return lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
-
-
 def build(
     config: gpt.GPTConfig, args: argparse.Namespace, ranks: Ranks
 ) -> tuple[Zero3Sequential, Zero3Optimizer]:
@@ -209,10 +200,15 @@ def build(
     torch.manual_seed(args.seed)
     dtype = DTYPES[args.dtype]
     place = (ranks.rank, ranks.world_size, ranks.device, dtype)
-    layers = [Zero3Layer(m.to(ranks.device, dtype), *place) for m in gpt.gpt_layers(config)]
+    params_in, states_in = (
+        Offload(tier, args.offload_folder or args.out if tier == "nvme" else None)
+        for tier in (args.offload_params, args.offload_optimizer))
+    layers = [Zero3Layer(m.to(ranks.device, dtype), *place, params_in)
+              for m in gpt.gpt_layers(config)]
     model = Zero3Sequential(layers)
     optimizer = Zero3Optimizer(
         model, betas=(0.9, 0.95), loss_scale=args.loss_scale, clip_grad_norm=args.clip,
+        offload=states_in,
         reduce_dtype=DTYPES.get(args.reduce_dtype),
         # Decay keeps matrices small. Norms and biases have a size for a reason.
         group_by=lambda name, p: {"weight_decay": 0.1 if p.ndim > 1 else 0.0},
@@ -259,7 +255,7 @@ def train(model, optimizer, text, held_out, args, ranks: Ranks, show) -> Run:
     run, losses, tape, start_s = Run(), [], Ledger(model, optimizer), time.perf_counter()
     for step in range(args.steps):
         for group in optimizer.param_groups:
-            group["lr"] = lr_at(step, args.steps, args.lr)
+            group["lr"] = gpt.lr_at(step, args.steps, args.lr)
         last = step + 1 == args.steps
         windows = ranks.rows(gpt.global_batch(text, step, args.batch, args.seq_len, args.seed))
         losses.append(torch.zeros((), device=ranks.device))
@@ -268,7 +264,9 @@ def train(model, optimizer, text, held_out, args, ranks: Ranks, show) -> Run:
                 loss = gpt.next_byte_loss(model, part) / args.accumulate
                 optimizer.backward(loss)
                 losses[-1] += loss.detach()
-            run.exponents = exponents(optimizer) if last else {}
+            if step + 2 == args.steps:
+                # Off the tape: to look at gradients in files, they have to be read.
+                run.exponents = exponents(optimizer)
             optimizer.step()
         optimizer.zero_grad()
 
@@ -286,20 +284,10 @@ def train(model, optimizer, text, held_out, args, ranks: Ranks, show) -> Run:
         "rank": ranks.rank, "rest_bytes": held_bytes(model, optimizer),
         "peak_bytes": tape.peak_live_bytes, "sent_bytes": tape.sent_bytes,
         "messages": tape.messages, "order_bytes": tape.order_bytes,
+        "read_bytes": tape.read_bytes, "written_bytes": tape.written_bytes,
+        "disk_bytes": disk_bytes(model, optimizer),
     }
     return run
-
-
-def exponents(optimizer: Zero3Optimizer) -> dict[int, int]:
-    r"""
-    ## How many gradients of this rank lie between $2^e$ and $2^{e+1}$, for each $e$
-
-    Without the loss scale, and without those that are zero or overflow.
-    """
-    grads = [owned.grad for owned in optimizer.owned if owned.grad is not None]
-    sizes = torch.cat([grad.float().abs() / optimizer.loss_scale for grad in grads])
-    found, counts = sizes[sizes > 0].log2().floor().unique(return_counts=True)
-    return {int(e): n for e, n in zip(found.tolist(), counts.tolist(), strict=True) if e < 128}
 
 
 @contextlib.contextmanager
@@ -358,7 +346,7 @@ def finish(model, optimizer, config: gpt.GPTConfig, args, ranks: Ranks, run: Run
 
     say(f"\n{text}\n")
     say(report.table(predicted, plain, measured))
-    device, version, out = device_name(ranks.device), torch.__version__, Path(args.out)
+    device, version, out = report.device_name(ranks.device), torch.__version__, Path(args.out)
     metrics = {
         "options": vars(args),
         "config": dataclasses.asdict(config),
@@ -383,12 +371,6 @@ def finish(model, optimizer, config: gpt.GPTConfig, args, ranks: Ranks, run: Run
     report.draw_tape(tapes, predicted, plain, caption).savefig(out / "tape.png")
     report.draw_gradients(gradients, caption).savefig(out / "gradients.png")
     say(f"\nwrote loss.png, tape.png, gradients.png and metrics.json to {out}")
-
-
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU {platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
 def prepare(argv: list[str] | None) -> tuple[Any, gpt.GPTConfig, Ranks, tuple[torch.Tensor, ...]]:

@@ -77,8 +77,7 @@ class Transfer:
             self.wire.broken = self.wire.broken or self._complete()
             if self.wire.broken:
                 raise RuntimeError(self.wire.broken)
-            reduced = self.pairs if self.action == "reduce" else []
-            totals = [self.wire.total(*pair) for pair in reduced]
+            totals = [self.wire.total(*pair) for pair in self.pairs if self.action == "reduce"]
         self.wire.current_stream().wait_stream(self.stream)
         if self.action == "gather":
             self.layer.ledger.record(self.layer, "gathered", sum(f.nbytes for f, _ in self.pairs))
@@ -98,18 +97,15 @@ class Transfer:
             for other, row in enumerate(rows):
                 mine = rows[self.wire.rank]
                 if row != mine:
-                    return (
-                        f"{where}: the ranks diverged. Expected: {_announced(mine)}, on all ranks, "
-                        f"as here. Got: {_announced(row)}, on rank {other}. What to do: call the "
-                        "same layers in the same order on all ranks, and start again."
-                    )
+                    return (f"{where}: the ranks diverged. Expected: {_announced(mine)}, on all "
+                            f"ranks, as here. Got: {_announced(row)}, on rank {other}. What to do: "
+                            "call the same layers in the same order on all ranks, and start again.")
             for work in self.works:
                 work.wait()
         except (RuntimeError, ValueError) as error:
-            return (
-                f"{where}: the other ranks are lost. Expected: their part of a {self.action}. Got: "
-                f"{error}. What to do: look for the first error on another rank, and start again."
-            )
+            return (f"{where}: the other ranks are lost. Expected: their part of a {self.action}. "
+                    f"Got: {error}. What to do: look for the first error on another rank, and "
+                    "start again.")
         return ""
 
 
@@ -144,10 +140,10 @@ class Wire:
                 f"rank {self.rank}: no such rank. Expected: rank {here[0]} of {here[1]}, as the "
                 f"process group says. Got: rank {self.rank} of {self.world_size}. What to do: "
                 "start with torchrun, call `torch.distributed.init_process_group` first, and pass "
-                "its numbers or leave them out."
-            )
+                "its numbers or leave them out.")
         self.reducer = Reducer(self)
         self.unsettled: set[Any] = set()  # layers that the end of this `backward()` will settle
+        self.stepping = False  # inside of the optimizer's step
         # One reduce at most is in flight, of a layer or of a bucket of them.
         self.reducing: Any = None
         # Why nothing can be sent any more, once that is so.
@@ -253,8 +249,8 @@ class Wire:
         with self.on(self.fetch_stream):
             transfer = self._begin([layer], "gather", self.fetch_stream, pairs)
             for full, shard in pairs:
-                places = full.device, torch.device("cpu")
-                layer.expect(full.dtype == shard.dtype and shard.device in places,
+                near = shard.device in (full.device, torch.device("cpu"))
+                layer.expect(full.dtype == shard.dtype and near,
                              "cannot gather", f"{full.dtype} on {full.device}, as wrapped",
                              f"a shard of {shard.dtype} on {shard.device}",
                              "convert or move the module before wrapping it, not after")
@@ -263,10 +259,7 @@ class Wire:
                 # what it was read into is then free for the next one.
                 mine = self.rows(full)[self.rank]
                 mine.copy_(shard, non_blocking=True)
-                if self.world_size > 1 and not self.by_messages:
-                    self._collective(transfer, _all_gather, full, mine)
-                else:
-                    self._exchange(transfer, self.rows(full), [mine] * self.world_size)
+                self._gather(transfer, full, mine)
         layer.ledger.record(layer, "fetch", sum(full.nbytes for full, _ in pairs), transfer)
         return transfer
 
@@ -294,8 +287,7 @@ class Wire:
                 elif self.world_size > 1:
                     # In place: the sum replaces this rank's own row.
                     self._collective(transfer, _reduce_scatter, self.rows(grad)[self.rank], grad)
-        nbytes = sum(grad.nbytes for grad, _ in pairs)
-        layers[0].ledger.record(layers[0], "reduce", nbytes, transfer)
+        layers[0].ledger.record(layers[0], "reduce", sum(g.nbytes for g, _ in pairs), transfer)
 
     def numbers(self, layer: Any, mine: torch.Tensor) -> torch.Tensor:
         """
@@ -309,11 +301,8 @@ class Wire:
         rows = mine.repeat(self.world_size, 1)
         with self.on(self.fetch_stream):
             transfer = self._begin([layer], "norm", self.fetch_stream, [(rows, mine)])
-            if self.world_size > 1 and not self.by_messages:
-                self._collective(transfer, _all_gather, rows.view(-1), mine)
-            else:
-                self._exchange(transfer, rows, [mine] * self.world_size)
-        layer.ledger.record(layer, "norm", rows.nbytes, transfer, phase="step")
+            self._gather(transfer, rows.view(-1), mine)
+        layer.ledger.record(layer, "norm", rows.nbytes, transfer)
         transfer.wait()
         return rows
 
@@ -386,6 +375,12 @@ class Wire:
             transfer.order_bytes = mine[0].nbytes * (self.world_size - 1)
         return transfer
 
+    def _gather(self, transfer: Transfer, full: torch.Tensor, mine: torch.Tensor) -> None:
+        if self.world_size > 1 and not self.by_messages:
+            self._collective(transfer, _all_gather, full, mine)
+        else:
+            self._exchange(transfer, self.rows(full), [mine] * self.world_size)
+
     def _exchange(self, transfer: Transfer, inbox: Any, outbox: Any) -> None:
         """
         #### Send each other rank its row, and receive one from each
@@ -394,9 +389,8 @@ class Wire:
         """
         if transfer.order is None or not len(outbox[0]):
             return
-        name = f"{transfer.order[self.rank].tolist()} {len(transfer.works)}"
-        tag = _ORDER_TAG + 1 + zlib.crc32(name.encode()) % (1 << 30)
-        transfer.works += self._send(inbox, outbox, tag)
+        name = f"{transfer.order[self.rank].tolist()} {len(transfer.works)}".encode()
+        transfer.works += self._send(inbox, outbox, _ORDER_TAG + 1 + zlib.crc32(name) % (1 << 30))
         self._count(transfer, outbox[0])
 
     def _send(self, inbox: Any, outbox: Any, tag: int) -> list[Any]:

@@ -1,0 +1,235 @@
+r"""
+# The disk: files past the page cache, and how fast they are
+
+`File` reads and writes blocks of a file in two ways, and `measure` says what the disk gives.
+
+A file system keeps what it reads and writes in memory that is free, its page cache. For a model
+that does not fit in memory this is the wrong place: each byte is copied once more and pushes out
+another that is needed sooner. So blocks go past it (`O_DIRECT`), straight between the disk and our
+buffers, whose address, offset and length then are multiples of the disk's block. One request keeps
+a fast disk waiting for the next, so several are with it at once, each from a thread of its own;
+Python lets go of its lock while the system works.
+
+$$\text{bandwidth} = \min\Big(\text{bw}_\text{disk},\;
+\frac{\text{queue depth} \cdot \text{block}}{\text{latency of a request}}\Big)$$
+
+The other way, a file mapped into memory, needs no thread and no alignment, and reads through the
+cache. It shows in one line what offload is, and `measure` shows what it costs.
+
+**A figure of the disk, and not of the cache**: a file is written, forced out (`fsync`, which counts
+as writing) and dropped from the cache before it is read, and the system says how many bytes came
+from the disk. If they are fewer than were read, there is no figure. What a disk or a virtual
+machine's host caches by itself cannot be told from here: choose a size above it.
+
+**Run this**: `python -m zero3.offload bench --folder DIR`.
+
+**Not covered, and what that costs**: `io_uring` has one thread where these are several; at blocks
+of a megabyte and more that makes no difference (`make bench ARGS="--disk DIR"` compares with fio).
+"""
+
+import concurrent.futures
+import errno
+import fcntl
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Direct reads and writes want memory, offset and length to be multiples of the disk's block.
+ALIGN_BYTES = 4096
+
+
+class File:
+    """
+    ## A file without a name
+
+    It is its owner's alone, and it is gone with the last process that has it open.
+    """
+
+    def __init__(self, folder: Path, nbytes: int, direct: bool):
+        """
+        ### Take space for it
+
+        * `nbytes` is a multiple of `ALIGN_BYTES`
+
+        Raises `OSError` if there is none.
+        """
+        self.handle = tempfile.TemporaryFile(dir=folder, buffering=0)
+        self.fd, self.nbytes = self.handle.fileno(), nbytes
+        self.users: list[Any] = []  # who has tensors in it
+        os.posix_fallocate(self.fd, 0, nbytes)
+        self.mapped: torch.Tensor | None = None
+        if direct:
+            self._past_the_cache(True)
+        else:
+            self._map()
+
+    def _map(self) -> None:
+        name = f"/proc/self/fd/{self.fd}"
+        self.mapped = torch.from_file(name, shared=True, size=self.nbytes, dtype=torch.uint8)
+
+    def _past_the_cache(self, direct: bool) -> None:
+        flags = fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT
+        try:
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, flags | os.O_DIRECT * direct)
+        except OSError:
+            # A file system that knows no other way than through the cache.
+            pass
+
+    def move(self, write: bool, memory: torch.Tensor, offset: int) -> None:
+        """
+        ### Read a block of the file into memory, or write it
+
+        * `memory` is `(bytes,)` uint8, aligned, as is its length
+
+        Several threads may do so at once; both ways let others run meanwhile.
+
+        Raises `OSError` where the system does, or where the file has become too short.
+        """
+        if self.mapped is not None:
+            left_bytes = os.fstat(self.fd).st_size
+            if left_bytes < self.nbytes:
+                # To touch a page that the file no longer has would end the process.
+                raise OSError(errno.EIO, f"the file has been cut to {left_bytes} bytes")
+            there = self.mapped[offset : offset + len(memory)]
+            there.copy_(memory) if write else memory.copy_(there)
+            return
+        call: Any = os.pwritev if write else os.preadv
+        rest = memory.numpy()
+        while len(rest):
+            try:
+                done = call(self.fd, [rest], offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                # This disk wants blocks larger than ours. Through the cache any block is right.
+                self._past_the_cache(False)
+                done = call(self.fd, [rest], offset)
+            if done == 0:
+                raise OSError(errno.EIO, f"the file has been cut to {offset} bytes")
+            rest, offset = rest[done:], offset + done
+
+    def cool(self) -> None:
+        """
+        ### Have all of it on the disk, and nothing in the page cache
+        """
+        was_mapped, self.mapped = self.mapped is not None, None
+        os.fsync(self.fd)
+        os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        if was_mapped:
+            self._map()
+
+
+def aligned(nbytes: int, pinned: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    ## Memory for direct reads and writes
+
+    Returns all that was taken, and the aligned part of it, `(nbytes,)` uint8.
+    """
+    taken = torch.empty(nbytes + ALIGN_BYTES, dtype=torch.uint8, pin_memory=pinned)
+    first = -taken.data_ptr() % ALIGN_BYTES
+    return taken, taken[first : first + nbytes]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """
+    ## What a disk gave, in one way of asking
+    """
+
+    direct: bool
+    block_bytes: int
+    queue_depth: int
+    write_gb_s: float | None  # GB are 1e9 bytes; nothing, where the cache had a part in it
+    read_gb_s: float | None
+
+
+def measure(folder: Path, nbytes: int, direct: bool, block_bytes: int, queue_depth: int) -> Speed:
+    """
+    ## Write a file and read it again
+
+    * `nbytes` is its size, a multiple of `block_bytes`
+
+    Raises `OSError` where the folder has no room for it.
+    """
+    file = File(folder, nbytes, direct)
+    _, memory = aligned(block_bytes * queue_depth)
+    memory.random_(0, 256)
+    blocks = memory.split(block_bytes)
+    speeds = []
+    with concurrent.futures.ThreadPoolExecutor(queue_depth) as workers:
+        # The first time over, the file system also marks the space as written. A run writes it
+        # again in every step, so it is the second time that counts.
+        for write in (True, True, False):
+            before, start_s = _disk_bytes(write), time.perf_counter()
+            moves = [workers.submit(file.move, write, blocks[i % queue_depth], at)
+                     for i, at in enumerate(range(0, nbytes, block_bytes))]
+            for move in moves:
+                move.result()
+            if write:
+                os.fsync(file.fd)
+            took_s, moved_bytes = time.perf_counter() - start_s, _disk_bytes(write) - before
+            speeds.append(nbytes / took_s / 1e9 if moved_bytes >= 0.99 * nbytes else None)
+            file.cool()
+    return Speed(direct, block_bytes, queue_depth, *speeds[1:])
+
+
+def _disk_bytes(write: bool) -> int:
+    """
+    #### What this process has had the disk do so far, as the system counts it
+    """
+    name = "write_bytes" if write else "read_bytes"
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)[name])
+
+
+def sweep(folder: Path, nbytes: int, rounds: int) -> Iterator[list[Speed]]:
+    """
+    ## Every way of asking, once in each round
+
+    Yields what each round gave. One way after the other in each, for disks that others share are
+    faster at one time than at another, and that would look like the effect of a setting.
+    """
+    asked = [(direct, block << 20, depth) for direct in (True, False)
+             for block, depth in ((1, 1), (1, 4), (4, 1), (4, 4), (8, 4), (4, 8))]
+    for _ in range(rounds):
+        yield [measure(folder, nbytes, *each) for each in asked]
+
+
+def show(folder: Path, nbytes: int, rounds: int, picture: Path) -> None:
+    """
+    ## Measure, and say what was found
+
+    The median of the rounds, in GB/s (1e9 bytes). Raises `OSError` as `measure` does.
+    """
+    # Here, because matplotlib takes a second to import.
+    from zero3 import report
+
+    found = list(zip(*sweep(folder, nbytes, rounds), strict=True))
+    print(f"a file of {nbytes >> 20} MiB in {folder}, cold: written, forced out and dropped from "
+          f"the page cache before\nit is read. GB/s (1e9 bytes), median of {rounds} rounds "
+          "(least and most)\n")
+    print(f"{'way':22}{'block':>8}{'queue':>7}   {'write':22}{'read':22}")
+    for rows in found:
+        way = "past the cache" if rows[0].direct else "mapped into memory"
+        cells = [_cell([getattr(row, what) for row in rows])
+                 for what in ("write_gb_s", "read_gb_s")]
+        print(f"{way:22}{rows[0].block_bytes >> 20:>4} MiB{rows[0].queue_depth:>7}   "
+              + "".join(f"{cell:22}" for cell in cells).rstrip())
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    caption = f"{nbytes >> 20} MiB, {rounds} rounds, commit {report.commit()}"
+    report.draw_disk(found, caption).savefig(picture)
+    print(f"\nwrote {picture}")
+
+
+def _cell(values: list[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return "not the disk's"
+    return f"{statistics.median(known):.2f} ({min(known):.2f}-{max(known):.2f})"
