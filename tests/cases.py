@@ -392,10 +392,10 @@ class LayerInLayer(Case):
     def layers(self):
         return [linear(), Inner(), linear()]
 
-    def wrap(self, module):
+    def wrap(self, module, **options):
         if isinstance(module, Inner):
-            module.inner = Zero3Layer(module.inner)
-        return Zero3Layer(module)
+            module.inner = Zero3Layer(module.inner, **options)
+        return Zero3Layer(module, **options)
 
 
 class SeveralOutputs(nn.Module):
@@ -469,12 +469,13 @@ class PlainChain(nn.ModuleList):
         return args[0]
 
 
-def train_both(name, steps=3, check=None, optimizer=None):
+def train_both(name, steps=3, check=None, optimizer=None, offload=None):
     """
     ## Train a case plain and sharded; return the largest difference of any parameter
 
     * `check(model)` is called after every backward and after every step
     * `optimizer(model, **options)` makes the sharded model's, in place of AdamW on its shards
+    * `offload` says where its layers' shards rest
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     case = CASES[name]()
@@ -483,16 +484,15 @@ def train_both(name, steps=3, check=None, optimizer=None):
     # Other ranks are born with other weights: rank 0's have to win.
     torch.manual_seed(rank)
     wrap = getattr(case, "wrap", Zero3Layer)
-    model = Zero3Sequential([wrap(layer.double()) for layer in case.layers()])
+    model = Zero3Sequential([wrap(layer.double(), offload=offload) for layer in case.layers()])
     # An epsilon of this size lets a wrong scale of the gradient show in the weights.
     options = {"lr": 0.05, "eps": 1e-3, "weight_decay": case.weight_decay}
-    adam = [
-        torch.optim.AdamW(ps, **options)
-        for ps in ([p for p in plain.parameters() if p.requires_grad],
-                   [p for p in model.parameters() if p.requires_grad])
-    ]
+    adam = [torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], **options)]
     if optimizer:
-        adam[1] = optimizer(model, **options)
+        adam.append(optimizer(model, **options))
+    else:
+        adam.append(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad],
+                                      **options))
     worst = 0.0
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)

@@ -170,9 +170,9 @@ class Zero3Optimizer(torch.optim.Optimizer):
         for owned in self.owned:
             owned.rest(self.offload, self.device, self.moments)
         # The states that a step begins with are read when all but their gradients are here.
-        first = self.offload.buffers - 1
-        for owned in self.owned[first : first + 1]:
-            owned.ahead = self.owned[:first]
+        in_files, first = [o for o in self.owned if o.states], self.offload.buffers - 1
+        for owned in in_files[first : first + 1]:
+            owned.ahead = in_files[:first]
         self._scratch_bytes = max(len(o.shard) * o.wide.itemsize * (o.grad_dtype != o.wide)
                                   for o in self.owned)
         pieces = [{**each, "params": self._pieces(i, self.owned)} for i, each in enumerate(options)]

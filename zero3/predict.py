@@ -223,11 +223,12 @@ class _Rest:
         """
         self.read_bytes = self.written_bytes = 0
         first = self.count - 1
+        in_files = [s for s in self.trains if s.states_in_file]
         for i, layers in enumerate(arrivals):
             for s in (s for layer in layers for s in self.trains if s.layer == layer):
                 self.use(s, "grad", read=i > 0)
                 self.written_bytes += s.grad_bytes
-                for other in self.trains[:first] if s in self.trains[first : first + 1] else ():
+                for other in in_files[:first] if s in in_files[first : first + 1] else ():
                     self.use(other, "kept")
         for i, s in enumerate(self.trains):
             for other in self.trains[i : i + first]:

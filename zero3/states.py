@@ -221,25 +221,24 @@ class Owned:
         if self.states is None:
             yield master, self.grad
         else:
-            for moment, there in self._moments(state, views):
-                if not moment.numel():
-                    moment.data = there
+            for kept, key, there in self._moments(state, views):
+                if not kept[key].numel():
+                    kept[key] = there
             for _, where, piece in self.pieces:
                 piece.data = master[where]
             try:
                 yield master, views["grad"]
-                for moment, there in self._moments(state, views):
-                    if moment.data_ptr() != there.data_ptr():
+                for kept, key, there in self._moments(state, views):
+                    if kept[key].data_ptr() != there.data_ptr():
                         # Born in this step.
-                        there.copy_(moment)
-                        moment.data = there
+                        kept[key] = there.copy_(kept[key])
                 if write and self._kept():
                     self.states.write_async(*self._kept())
             finally:
                 # The buffer will be another's.
-                for moment, there in self._moments(state, views):
-                    if moment.data_ptr() == there.data_ptr():
-                        moment.data = moment.new_empty(0)
+                for kept, key, there in self._moments(state, views):
+                    if kept[key].data_ptr() == there.data_ptr():
+                        kept[key] = there.new_empty(0)
                 for _, _, piece in self.pieces:
                     piece.data = piece.new_empty(0)
                 if self.states.held:
@@ -250,12 +249,12 @@ class Owned:
 
     def _moments(self, state: Any, views: dict[str, torch.Tensor]) -> Iterator[tuple]:
         """
-        #### Each moment of a piece, and where it lies in the buffer
+        #### Where the optimizer has each moment of a piece, and where it lies in the buffer
         """
         for _, where, piece in self.pieces:
             for key, value in state[piece].items():
                 if key in views and isinstance(value, torch.Tensor):
-                    yield value, views[key][where]
+                    yield state[piece], key, views[key][where]
 
 
 def norm_of(grad: torch.Tensor) -> torch.Tensor:

@@ -76,6 +76,8 @@ class Transfer:
             # What once broke stays so: the messages that others sent since then fit nothing here.
             self.wire.broken = self.wire.broken or self._complete()
             if self.wire.broken:
+                # With the last reference its messages would go, and others may wait for them.
+                self.wire.lost.append(self)
                 raise RuntimeError(self.wire.broken)
             totals = [self.wire.total(*pair) for pair in self.pairs if self.action == "reduce"]
         self.wire.current_stream().wait_stream(self.stream)
@@ -143,11 +145,11 @@ class Wire:
                 "its numbers or leave them out.")
         self.reducer = Reducer(self)
         self.unsettled: set[Any] = set()  # layers that the end of this `backward()` will settle
-        self.stepping = False  # inside of the optimizer's step
         # One reduce at most is in flight, of a layer or of a bucket of them.
         self.reducing: Any = None
-        # Why nothing can be sent any more, once that is so.
-        self.broken = ""
+        self.stepping = False  # inside of the optimizer's step
+        # Why nothing can be sent any more, once that is so; and what could not be waited for then.
+        self.broken, self.lost = "", []  # type: tuple[str, list[Transfer]]
 
     def agree(self, layer: Any, what: str, expected: str, problem: str, cure: str) -> None:
         """
@@ -172,11 +174,9 @@ class Wire:
         try:
             layer.expect(False, what, expected, got, cure)
         except RuntimeError as error:
-            if self.by_messages and not self.broken:
-                # In place of what the others expect to be announced.
-                row = torch.tensor([layer.layer_idx, _ACTIONS.index("fault"), 0, 0])
-                self.last_words = [(dist.isend(row, k, tag=_ORDER_TAG), row)
-                                   for k in range(self.world_size) if k != self.rank]
+            if not self.broken:
+                # In place of what the others expect to be announced; never waited for.
+                self.lost.append(self._begin([layer], "fault", None, []))
             self.broken = self.broken or str(error)
             raise
 
@@ -364,12 +364,12 @@ class Wire:
         """
         transfer = Transfer(self, layers[0], action, stream, pairs)
         if self.by_messages and self.world_size > 1:
-            nbytes = sum(full.nbytes for full, _ in pairs)
             transfer.order = torch.empty(self.world_size, 4, dtype=torch.int64)
             numbers = [layer.layer_idx for layer in layers]
             # A checksum, for two buckets may begin with the same layer and have as many bytes.
             transfer.order[self.rank] = torch.tensor([
-                numbers[0], _ACTIONS.index(action), nbytes, zlib.crc32(str(numbers).encode())])
+                numbers[0], _ACTIONS.index(action), sum(full.nbytes for full, _ in pairs),
+                zlib.crc32(str(numbers).encode())])
             mine = [transfer.order[self.rank]] * self.world_size
             transfer.order_works = self._send(transfer.order, mine, _ORDER_TAG)
             transfer.order_bytes = mine[0].nbytes * (self.world_size - 1)
