@@ -15,7 +15,8 @@ $$\text{sent} \Big/ \Psi\frac{N-1}{N}$$
 
 **Run this**: `make bench`; `python -m tests.bench --step` compares a step of `Zero3Optimizer` with
 one of FSDP2's optimizer, `python -m tests.bench --comm` compares `Wire`'s messages with gloo's
-collectives for the same bytes.
+collectives for the same bytes, `python -m tests.bench --disk DIR` our direct reads and writes with
+those of fio.
 
 **Not covered, and what that costs**: more than one machine, mixed precision, checkpointing. FSDP2
 gathers its last layer twice as we do not; that is about a hundredth of the model here. Ranks
@@ -49,7 +50,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.ranks import run
-from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential
+from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, disk
 from zero3.ledger import Ledger
 from zero3.report import commit
 from zero3.wire import _all_gather, _reduce_scatter
@@ -90,11 +91,14 @@ def options(argv=None):
     add("--step", action="store_true", help="measure the optimizers alone")
     add("--comm", action="store_true", help="measure the collectives alone")
     add("--mib", type=float, default=64, help="with --comm: the size of the whole buffer")
+    add("--disk", type=Path, metavar="DIR", help="measure the disk of this folder alone")
+    add("--gib", type=float, default=1, help="with --disk: the size of the file")
     add("--out", type=Path, default=argparse.SUPPRESS,
-        help="results file (default: bench.json, step.json or comm.json in runs)")
+        help="results file (default: bench.json, step.json, comm.json or disk.json in runs)")
     add("--own-network", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     name = "comm.json" if args.comm else "step.json" if args.step else "bench.json"
+    name = "disk.json" if args.disk else name
     args.out = getattr(args, "out", Path("runs", name))
     args.gpu, alone = gpus > 0, args.comm or args.step
     if not 1 + args.comm <= args.ranks <= (gpus or args.ranks) or (alone and gpus):
@@ -499,6 +503,68 @@ def machine(args):
     }
 
 
+# ------------------------------------------------------------------------------------------- disk
+
+
+def measure_disk(args):
+    """
+    ## What we and fio write and read, in GB/s (1e9 bytes), round by round
+
+    Both write a file twice, of which the second time counts, force it out and read it; 4 MiB at a
+    time, past the page cache, with four requests at once. By turns, now the one first and now the
+    other.
+    """
+    nbytes = int(args.gib * 256) << 22
+    peers = {"zero3": lambda: ours(args.disk, nbytes), "fio": lambda: fio(args.disk, nbytes)}
+    rounds = []
+    for i in range(args.rounds):
+        order = list(peers)[:: 1 if i % 2 == 0 else -1]
+        rounds.append({peer: peers[peer]() for peer in order})
+    return rounds
+
+
+def ours(folder, nbytes):
+    speed = disk.measure(folder, nbytes, True, 4 << 20, 4)
+    return {"write": speed.write_gb_s, "read": speed.read_gb_s}
+
+
+def fio(folder, nbytes):
+    """
+    ## The same by fio, with the system's asynchronous calls
+    """
+    path = folder / f"fio-{os.getpid()}"
+    speeds = {}
+    try:
+        for way in ("write", "write", "read"):
+            command = ["fio", "--name=zero3", f"--filename={path}", f"--rw={way}", "--bs=4m",
+                       "--direct=1", "--ioengine=libaio", "--iodepth=4", f"--size={nbytes}",
+                       "--end_fsync=1", "--output-format=json"]
+            told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            (job,) = json.loads(told[told.index("{") :])["jobs"]
+            # Milliseconds.
+            speeds[way] = job[way]["io_bytes"] / job[way]["runtime"] / 1e6
+    finally:
+        path.unlink(missing_ok=True)
+    return speeds
+
+
+def compare_disk(rounds):
+    """
+    ## Medians, and ratios taken within a round
+    """
+    medians = {}
+    for way in ("write", "read"):
+        mine, theirs = ([each[peer][way] for each in rounds] for peer in ("zero3", "fio"))
+        if None in mine:
+            raise SystemExit("The page cache had a part in it: choose a folder on a disk.")
+        ratios = [a / b for a, b in zip(mine, theirs, strict=True)]
+        medians[way] = {"zero3": median(mine), "fio": median(theirs), "ratio": median(ratios),
+                        "least": min(ratios), "most": max(ratios)}
+        print(f"{way:6} zero3 {median(mine):.2f} GB/s, fio {median(theirs):.2f} GB/s, within a "
+              f"round {median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}) of fio")
+    return {"rounds": rounds, "medians": medians}
+
+
 def main():
     """
     ## The command line
@@ -515,6 +581,8 @@ def main():
     elif args.step:
         ranks = run(measure_step, args.ranks, args, timeout_s=600)
         results |= {"ranks": ranks, "medians": compare_step(ranks)}
+    elif args.disk:
+        results |= compare_disk(measure_disk(args))
     else:
         rounds = play(args)
         results |= {"rounds": rounds, **compare(rounds, args.peers)}

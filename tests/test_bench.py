@@ -3,6 +3,7 @@
 """
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -54,3 +55,25 @@ def test_the_benchmark_of_steps_times_ours_and_fsdp2s_on_the_same_model(tmp_path
     rows = json.loads(out.read_text())["medians"]
     assert rows["Zero3Optimizer"]["times_ours"] == 1 and rows["Zero3Optimizer"]["ms"] > 0
     assert {name.split(",")[0] for name in rows} == {"Zero3Optimizer", "FSDP2"} and len(rows) == 5
+
+
+def test_the_benchmark_of_the_disk_asks_fio_for_the_same(tmp_path):
+    """
+    Ratios of what each got from the same disk, in the same round. It says nothing of speed here.
+    """
+    if shutil.which("fio") is None:
+        pytest.skip("needs fio")
+    out = tmp_path / "disk.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bench", "--disk", str(tmp_path), "--gib", "0.02", "--rounds",
+         "2", "--out", str(out)],
+        cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120,
+    )
+    if "page cache" in done.stderr:
+        pytest.skip("the tests' folder is not on a disk")
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads(out.read_text())
+    first, second = results["rounds"]
+    assert list(first) == ["zero3", "fio"] and list(second) == ["fio", "zero3"]
+    assert all(row["ratio"] > 0 for row in results["medians"].values())
+    assert [path.name for path in tmp_path.iterdir()] == ["disk.json"]

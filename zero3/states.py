@@ -132,7 +132,7 @@ class Owned:
             self.holder = nn.Parameter(self.master)
             self.holder.grad_dtype = self.grad_dtype
         home.release()
-        if self.holder is not shard:
+        if self.holder is not shard or offload.tier == "nvme":
             self.group.add_grad = self.add_grad  # type: ignore[method-assign]
         if self.states is None:
             for _, where, piece in self.pieces:
@@ -152,7 +152,9 @@ class Owned:
         """
         if self.states is None:
             holder: Any = self.holder
-            total = total.to(holder.device)
+            # Of a bucket it is a view, and would keep the shares that have gone to files.
+            shared = total.untyped_storage().nbytes() > total.nbytes
+            total = total.to(holder.device, copy=shared)
             holder.grad = total if holder.grad is None else holder.grad.add_(total)
             return
         if self.norm is None:

@@ -477,8 +477,8 @@ class Bucket(Reducer):
 
     def __init__(self, wire: Wire, bucket_bytes: int):
         super().__init__(wire)
-        self.bucket_bytes = bucket_bytes
-        self.holds = 0  # how many `no_sync()` it is inside of: it sends nothing
+        # While it is inside of a `no_sync()`, or of several, it sends nothing.
+        self.bucket_bytes, self.holds = bucket_bytes, 0
         self.waiting: list[_Gradient] = []
         # Of the bucket in flight, message by message: layer, which, and elements of the share.
         self.parts: list[list[tuple[Any, int, int]]] = []
