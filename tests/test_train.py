@@ -48,7 +48,7 @@ def finished(tmp_path_factory):
 
 def test_each_rank_holds_and_sends_exactly_what_was_predicted(finished):
     """
-    The promise of the main job, to the byte. Breaks where `estimate.py` and `layer.py` drift apart.
+    The promise of the main job, to the byte. Breaks where `predict.py` and `layer.py` drift apart.
     """
     run, _, metrics = finished
     assert [row["rank"] for row in metrics["measured"]] == [0, 1]
@@ -58,6 +58,27 @@ def test_each_rank_holds_and_sends_exactly_what_was_predicted(finished):
     measured = [line for line in run.stdout.splitlines() if "measured" in line]
     assert len(measured) == 2
     assert all(line.count("equal") == 3 for line in measured)
+
+
+def test_a_run_from_files_has_the_losses_of_one_in_memory_and_its_table_is_equal(finished,
+                                                                                tmp_path):
+    """
+    The main job with all its states in files: the same losses to the last bit, and six columns
+    instead of three. Breaks where a tier changes a number, or a read is not predicted.
+    """
+    run = run_train(tmp_path, "--steps", "6", "--eval-every", "3", "--sample", "5", "--prompt",
+                    "Zero", "--offload-params", "nvme", "--offload-optimizer", "nvme")
+    assert run.returncode == 0, run.stderr
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["losses"] == finished[2]["losses"]
+    assert metrics["gradients"] == finished[2]["gradients"]
+    for row in metrics["measured"]:
+        for column in ("rest_bytes", "peak_bytes", "disk_bytes", "read_bytes", "written_bytes"):
+            assert row[column] == metrics["predicted"][row["rank"]][column] > 0, column
+    measured = [line for line in run.stdout.splitlines() if "measured" in line]
+    assert [line.count("equal") for line in measured] == [6, 6]
+    names = {"loss.png", "tape.png", "gradients.png", "metrics.json"}
+    assert {path.name for path in tmp_path.iterdir()} == names
 
 
 def test_a_run_leaves_pictures_and_figures(finished):

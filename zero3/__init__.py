@@ -3,15 +3,20 @@ r"""
 
 ZeRO-3 with every claim tested: a small implementation to read, and to train with.
 
-Read the chapters in this order, and the tools where a chapter uses them: `Wire` and `Reducer`
-before chapter 3.
+Read the chapters in this order, and the tools where a chapter uses them: `wire.py` beside chapter
+1, `disk.py` after chapter 2.
 
 | chapter | file | what it holds |
 |---|---|---|
 | 1 | `layer.py` | the heart: `Zero3Layer`, `Zero3Sequential` |
-| 3 | `optimizer.py` | `Zero3Optimizer`: masters, loss scale, clipping, micro-batches, buckets |
-| tools | `ledger.py` | the wire, over which ranks send, and the tape of what they sent and held |
-| tools | `estimate.py` | the papers' formulas for the same bytes, and a command line to ask them |
+| 2 | `offload.py` | `Offload`: shards that rest on the device, in CPU memory or in files |
+| 3 | `states.py` | masters, moments and gradients of a shard, and where they rest |
+| 3 | `optimizer.py` | `Zero3Optimizer`: loss scale, clipping, micro-batches, the step |
+| tools | `wire.py` | what ranks send each other, and buckets of gradients |
+| tools | `disk.py` | reading and writing past the page cache, and how fast that is |
+| tools | `ledger.py` | the tape of what a rank sent, held, read and wrote |
+| tools | `predict.py` | the same bytes, from shapes |
+| tools | `estimate.py` | the papers' formulas, and a command line to ask them |
 | app | `gpt.py`, `train.py`, `report.py` | a byte-level GPT, the main job, its table and pictures |
 
 What the code keeps at all times has a number, and a test that fails without it:
@@ -25,8 +30,9 @@ What the code keeps at all times has a number, and a test that fails without it:
 | I5, padding | is zero in weights, gradients, moments and norms |
 | I6, order | all ranks send the same in the same order, or get an error that names both sides |
 | I7, micro-batches | a second backward adds: $k$ of them are one batch $k$ times as large |
+| I8, tiers | the device, CPU memory and files give the same training, bit for bit |
 
-The same three steps run through code, tests and the main job: predict (`estimate`), run and measure
+The same three steps run through code, tests and the main job: predict (`predict`), run and measure
 (`ledger`), compare.
 """
 

@@ -34,7 +34,10 @@ ARGS="--offload-params nvme --offload-optimizer nvme"` trains from files.
 off begins again. They have no name in their folder from the moment they are made: the system gives
 their space back however the run ends, nobody else opens them, and several runs may share a folder;
 but `ls` does not show them, `df` does. Activations stay where they are computed. A shard in a file
-has no elements that an optimizer of torch's could step: that takes `Zero3Optimizer`.
+has no elements that an optimizer of torch's could step: that takes `Zero3Optimizer`. Whole layers
+are freed and made again all the time, and glibc keeps some of such memory for itself, in pieces;
+where that is too much, `MALLOC_MMAP_THRESHOLD_=131072` in the environment has it give all back, for
+some speed.
 """
 
 import argparse
@@ -56,7 +59,7 @@ from zero3.disk import ALIGN_BYTES, File, aligned, show
 TIERS = ("device", "cpu", "nvme")
 # What a freed parameter still answers, because no element is read for it.
 _PROPERTIES = ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad_fn",
-               "grad_dtype", "_version")
+               "grad_dtype", "_version", "nbytes")
 _METHODS = ("dim", "numel", "size", "__len__", "element_size", "untyped_storage")
 _METADATA = {*(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
              *(getattr(torch.Tensor, name) for name in _METHODS),
@@ -157,13 +160,15 @@ class Offload:
 
         Raises `RuntimeError` on all ranks if one has too little, and says which tier would do.
         """
-        left_bytes, other = room(at), "nvme"
-        if at.type != "cpu" and room(torch.device("cpu")) > nbytes:
-            other = "cpu"
+        left_bytes, cpu = room(at), torch.device("cpu")
         problem = f"{left_bytes:,} bytes left" if left_bytes < nbytes else ""
+        cure = "the nvme tier would do: `offload=Offload('nvme', folder=...)`"
+        if self.tier == "nvme":
+            cure = "more ranks, smaller layers or more memory; nothing rests there that need not"
+        elif at != cpu and room(cpu) > nbytes:
+            cure = "the cpu tier would do: `offload=Offload('cpu')`"
         owner.wire.agree(owner, f"has no room for {what}", f"{nbytes:,} bytes on {at}", problem,
-                         f"the {other} tier would do: `offload=Offload({other!r}"
-                         + (", folder=...)`" if other == "nvme" else ")`"))
+                         cure)
 
     def shard(self, owner: Any, values: torch.Tensor, trains: bool) -> "InMemory | InFile":
         """
@@ -320,6 +325,13 @@ class InFile:
     They lie one after the other, each from the beginning of a block, in the file as in the buffer
     that they come into. There may be several, so that what is used together is read in one go. What
     is in the buffer still is not read again.
+
+    | | buffer | when |
+    |---|---|---|
+    | `read_async` | lent, and being read into | the layers before compute, the shards before step |
+    | `wait` | here, and held | the layer is gathered, or the shard is stepped |
+    | `write_async` | being written from | the shard is stepped |
+    | `release`, or somebody else needs it | given back | what moves has arrived |
     """
 
     tier = "nvme"

@@ -34,6 +34,9 @@ gradient is divided by $S$ again. `make train` draws where its own gradients lie
 bf16 has the range of fp32 and needs no scale. The idea is section 3.2 of [Mixed Precision
 Training](https://arxiv.org/abs/1710.03740).
 
+**Where it all rests.** On the device, in CPU memory or in files: `states.py` brings a shard's
+states, and the step walks along the shards as a pipeline, reading ahead and writing behind.
+
 **Why small layers wait.** A message costs its bytes and a fixed time beside. Gradients of layers
 smaller than a bucket wait until they fill it, and go as one message. Micro-batches add up in the
 shard or, where `no_sync()` says so, in the full gradient.
@@ -123,15 +126,16 @@ class Zero3Optimizer(torch.optim.Optimizer):
         * `offload` says where masters, moments and the shards' gradients rest, and with that where
           the step is computed; left out, on the device
 
-        Raises `RuntimeError` where parameters are not sharded, the optimizer is not elementwise, or
-        an argument is out of its range. ZeRO, section 3.1. Keeps I1, I2, I5, I6 and I7.
+        Raises `RuntimeError` where parameters are not sharded, the optimizer is not elementwise, an
+        argument is out of its range, or there is no room. ZeRO, section 3.1. Keeps I1, I2 and I5 to
+        I8.
         """
         layers = {m: name for name, m in model.named_modules() if isinstance(m, Zero3Layer)}
         self.model, self.layers = model, [layer for layer in layers if layer.groups]
         # Without layers there is an error to come, and it names the rank.
         self.wire = self.layers[0].wire if self.layers else Wire()
         self.ledger: Ledger | Silence = Silence()
-        self.group_by = group_by or (lambda name, param: {})
+        self.group_by, self.offload = group_by or (lambda name, param: {}), offload or Offload()
         self.dynamic, self.scaled = loss_scale == "dynamic", loss_scale is not None
         self.scale_window, self.scale_floor = scale_window, scale_floor
         start = max(65536.0, scale_floor) if self.dynamic else loss_scale
@@ -146,7 +150,6 @@ class Zero3Optimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             bucket.wire.reducer = bucket
 
-        self.offload = offload or Offload()
         # Of each param group, filled by `_own`. One of which this rank has no piece stays, empty,
         # so that the groups are the same on all ranks.
         options: list[dict[str, Any]] = []
@@ -154,9 +157,8 @@ class Zero3Optimizer(torch.optim.Optimizer):
                       for group in layer.groups if group.shard.requires_grad and len(group.shard)]
         self.expect(bool(self.owned), "has nothing to do", "a trainable Zero3Layer", "none",
                     "wrap the model first, and leave some parameter trainable")
-        self.device = self.owned[0].layer.device
-        if self.offload.tier != "device":
-            self.device = torch.device("cpu")
+        on_device = self.offload.tier == "device"
+        self.device = self.owned[0].layer.device if on_device else torch.device("cpu")
         ways = {"fused", "foreach", "differentiable"}
         if "fused" in inspect.signature(optimizer_class).parameters and not ways & kwargs.keys():
             # One loop over memory in place of one for each operation of the formula.
@@ -164,17 +166,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         two = torch.zeros(2, device=self.device)
         kept = [moments_of(optimizer_class, kwargs, each, two) for each in options]
         self.moments = list(dict.fromkeys(key for keys, _ in kept for key in keys))
-        in_memory = sum(owned.nbytes(self.moments) for owned in self.owned)
-        if self.offload.tier != "nvme":
-            self.offload.check(self, "masters, moments and gradients", in_memory, self.device)
-        for owned in self.owned:
-            owned.rest(self.offload, self.device, self.moments)
-        # The states that a step begins with are read when all but their gradients are here.
-        in_files, first = [o for o in self.owned if o.states], self.offload.buffers - 1
-        for owned in in_files[first : first + 1]:
-            owned.ahead = in_files[:first]
-        self._scratch_bytes = max(len(o.shard) * o.wide.itemsize * (o.grad_dtype != o.wide)
-                                  for o in self.owned)
+        self._rest()
         pieces = [{**each, "params": self._pieces(i, self.owned)} for i, each in enumerate(options)]
         self.inner, self.made_by = optimizer_class(pieces, **kwargs), (optimizer_class, kwargs)
         # Param groups and states are one thing with two owners: a scheduler that sets a learning
@@ -239,6 +231,23 @@ class Zero3Optimizer(torch.optim.Optimizer):
                 pieces.append((index, where, nn.Parameter(torch.empty(0, dtype=wide))))
         name = layer.label if layer.layer_idx >= 0 or not path else f"{path} ({layer.label})"
         return Owned(layer, name, group, dtype, pieces)
+
+    def _rest(self) -> None:
+        """
+        #### Have masters, moments and gradients rest where they shall
+        """
+        need_bytes = sum(owned.nbytes(self.moments) - owned.shard.nbytes * owned.near(self.device)
+                         for owned in self.owned)
+        if self.offload.tier != "nvme":
+            self.offload.check(self, "masters, moments and gradients", need_bytes, self.device)
+        for owned in self.owned:
+            owned.rest(self.offload, self.device, self.moments)
+        # The states that a step begins with are read when all but their gradients are here.
+        in_files, first = [o for o in self.owned if o.states], self.offload.buffers - 1
+        for owned in in_files[first : first + 1]:
+            owned.ahead = in_files[:first]
+        self._scratch_bytes = max(len(o.shard) * o.wide.itemsize * (o.grad_dtype != o.wide)
+                                  for o in self.owned)
 
     def _pieces(self, index: int, owned: list[Owned]) -> list[nn.Parameter]:
         """

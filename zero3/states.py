@@ -82,6 +82,13 @@ class Owned:
         return len(self.shard) * ((1 + len(moments)) * self.wide.itemsize
                                   + self.grad_dtype.itemsize)
 
+    def near(self, device: torch.device) -> bool:
+        """
+        ### Whether the shard itself can be stepped there
+        """
+        in_memory = not isinstance(self.group.home, InFile)
+        return in_memory and self.shard.device == device and self.shard.dtype == self.wide
+
     @property
     def grad(self) -> torch.Tensor | None:
         """
@@ -108,9 +115,9 @@ class Owned:
         layer, shard, home, wide = self.layer, self.shard, self.group.home, self.wide
         values = home.load()  # (shard_numel,)
         tier = offload.place(self.nbytes(moments))
-        near = tier == "nvme" if isinstance(home, InFile) else shard.device == device
-        self.own = near and shard.dtype == wide
-        if self.own and not isinstance(home, InFile):
+        in_one_file = isinstance(home, InFile) and tier == "nvme" and shard.dtype == wide
+        self.own = in_one_file or self.near(device)
+        if self.near(device):
             self.master = values
         elif tier != "nvme":
             self.master = copy_to(device, values, wide, layer.device)
@@ -124,8 +131,8 @@ class Owned:
             if self.master is None:
                 self.states.blank("master")["master"].copy_(values)
                 self.states.write_async("master")
-            if self.own and isinstance(home, InFile):
-                home.share(self.states.file)
+            if in_one_file:
+                home.share(self.states.file)  # type: ignore[union-attr]
         elif shard.device == device and not isinstance(home, InFile):
             self.holder = shard
         else:

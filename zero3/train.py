@@ -7,7 +7,7 @@ every rank kept and sent against what the formulas say.
 The loop is an ordinary PyTorch loop. What differs from plain data parallelism is three lines: the
 layers are wrapped, a `Zero3Optimizer` is built on the model, and it calls backward. The comparison
 is the point:
-`estimate.py` predicts from the shapes alone, `ledger.py` records one real step, and for each rank
+`predict.py` predicts from the shapes alone, `ledger.py` records one real step, and for each rank
 the table says whether they are equal, to the byte.
 
 $$\text{predicted} = \text{measured} \qquad \text{at rest, at the peak, and on the wire}$$

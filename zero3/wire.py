@@ -278,8 +278,7 @@ class Wire:
             self.reducing = transfer = self._begin(layers, "reduce", self.backup_stream, pairs)
             for i, (grad, buffer) in enumerate(pairs):
                 if self.world_size > 1 and self.by_messages:
-                    memory = buffer.untyped_storage()
-                    memory.resize_(grad.nbytes)
+                    memory = buffer.untyped_storage().resize_(grad.nbytes)
                     # The gradients may be of another length and data type than the buffer was.
                     inbox = grad.new_empty(0).set_(memory, 0, grad.shape, (1,))
                     transfer.pairs[i] = (grad, inbox)
@@ -334,15 +333,16 @@ class Wire:
         """
         ### Give each rank its share of what rank 0 has
 
-        * `shard` is `(shard_numel,)` to write, `full` is `(world_size * shard_numel,)`
+        * `shard` is `(shard_numel,)` to write, anywhere; `full` is `(world_size * shard_numel,)`
         """
         if self.world_size == 1:
             shard.copy_(full)
         elif len(shard):
             rows = [_bytes(row) for row in self.rows(full)] if self.rank == 0 else None
-            dist.scatter(_bytes(shard), rows)
-            # A collective writes past autograd, and who keeps a copy of the shard looks there.
-            torch.autograd.graph.increment_version(shard)
+            # On the device: the shard may rest elsewhere.
+            mine = torch.empty_like(shard, device=full.device)
+            dist.scatter(_bytes(mine), rows)
+            shard.copy_(mine)
 
     def broadcast(self, tensor: torch.Tensor | None) -> None:
         """
