@@ -202,7 +202,7 @@ def places(params: float, ranks: int, layers: int = 32) -> list[Place]:
     * `params` is $\Psi$, `ranks` is $N$, `layers` are as large as each other
 
     On the device there are at least two whole layers, and the full gradient of one with its inbox.
-    Files need buffers in CPU memory: two of a layer's shard, and four of its optimizer states.
+    Files need buffers in CPU memory: two of a layer's shard, and five of its optimizer states.
 
     With the states in CPU memory a step moves $4\Psi/N$ bytes, the gradients there and the
     parameters back, which is the least that offload can move (ZeRO-Offload, section 3). Parameters
@@ -223,7 +223,7 @@ def places(params: float, ranks: int, layers: int = 32) -> list[Place]:
         if states_in == "nvme":
             # Master and moments are read and written, the gradient is read once more.
             moves["nvme"] += 26 * shard
-            needs["cpu"] += 4 * 14 * layer / ranks
+            needs["cpu"] += 5 * 14 * layer / ranks
         needs["cpu"] += 2 * 2 * layer / ranks * (params_in == "nvme")
         found.append(Place(params_in, states_in, needs, moves))
     return found

@@ -125,7 +125,7 @@ class Offload:
     direct: bool = True
     queue_depth: int = 4
     block_bytes: int = 8 << 20
-    buffers: int = 4
+    buffers: int = 5
     stores: dict[str, "Store"] = field(default_factory=dict, init=False, repr=False)
     in_cpu_bytes: int = field(default=0, init=False)
 
