@@ -332,7 +332,7 @@ def test_buffers_grow_while_a_model_is_built_and_not_while_it_trains(tmp_path):
 
 def tape_of_a_step(folder):
     offload = Offload("nvme", folder)
-    layers = [nn.Linear(WIDTH, 40), *(nn.Linear(40, 40) for _ in range(7)), nn.Linear(40, 2)]
+    layers = [nn.Linear(WIDTH, 40), *(nn.Linear(40, 40) for _ in range(11)), nn.Linear(40, 2)]
     model, optimizer = build(layers, offload, offload)
     for i in range(2):
         with Ledger(model, optimizer) as tape:
@@ -347,19 +347,17 @@ def test_the_next_shard_is_read_before_this_layer_has_computed(world_size, tmp_p
     starts when the layer is called.
     """
     for events in run(tape_of_a_step, world_size, str(tmp_path)):
-        for phase, pairs in (("forward", [(i, i + 1) for i in range(8)]),
-                             ("backward", [(i, i - 1) for i in range(7, 0, -1)])):
+        for phase, pairs in (("forward", [(i, i + 1) for i in range(12)]),
+                             ("backward", [(i, i - 1) for i in range(11, 0, -1)])):
             for this, after in pairs:
                 read = at(events, phase, after, "read")
-                if phase == "backward" and after == 7:
-                    continue
                 done = at(events, phase, this, "computed" if phase == "forward" else "free")
                 assert read < done, (phase, this, after)
         # Two layers ahead of the one that computes, because the next one is on its way already.
         assert at(events, "forward", 5, "read") < at(events, "forward", 3, "computed")
         # Where forward turns round, the first layer of backward is read before the last computes.
-        again = [i for i, e in enumerate(events) if e[1:3] == ("layer 7 (Linear)", "read")][1]
-        assert again < at(events, "forward", 8, "computed")
+        again = [i for i, e in enumerate(events) if e[1:3] == ("layer 11 (Linear)", "read")][1]
+        assert again < at(events, "forward", 12, "computed")
 
 
 def at(events, phase, layer, event):
@@ -375,21 +373,23 @@ def test_a_step_reads_the_next_shard_and_does_not_wait_for_the_last_ones_write(w
     the step begins with was read in backward. Breaks where the pipeline takes one after the other.
     """
     for events in run(tape_of_a_step, world_size, str(tmp_path)):
-        for i in range(8):
+        for i in range(12):
             stepped = at(events, "step", i, "step")
             if i + 1 > 3:
+                # Those before have been read in backward.
                 assert at(events, "step", i + 1, "read") < stepped
             if i > 0:
                 write = at(events, "step", i - 1, "write")
                 written = [k for k, e in enumerate(events) if k > write
                            and e[1:3] == (f"layer {i - 1} (Linear)", "written")]
                 assert write < stepped and (not written or written[0] > stepped), i
-        for i in (0, 1, 2):
-            # Gradients of the layers below are still on their way.
-            assert at(events, "backward", i, "read") < at(events, "step", 0, "step")
+        for i in range(4):
+            # Its parameters to compute with, and its states, before its own gradient is there.
+            reads = [k for k, e in enumerate(events)
+                     if e[:3] == ("backward", f"layer {i} (Linear)", "read")]
+            assert len(reads) == 2 and reads[1] < at(events, "backward", i, "write")
             assert ("step", f"layer {i} (Linear)", "read", "nvme") not in events
         assert {e[3] for e in events if e[2] in ("read", "write")} == {"nvme"}
-        assert {e[3] for e in events if e[2] == "step"} == {"cpu"} or world_size
 
 
 # ----------------------------------------------------------------------------------- memory limit
@@ -700,7 +700,7 @@ def test_offload_to_the_cpu_moves_four_bytes_for_each_parameter():
     (8e9, 1, {"device": 80e9, "cpu": 128e9}, ("device", "cpu")),
     (8e9, 1, {"device": 10e9, "cpu": 200e9}, ("cpu", "cpu")),
     (8e9, 1, {"device": 80e9, "cpu": 64e9, "nvme": 1e12}, ("device", "nvme")),
-    (8e9, 1, {"device": 10e9, "cpu": 16e9, "nvme": 1e12}, ("nvme", "nvme")),
+    (8e9, 1, {"device": 10e9, "cpu": 20e9, "nvme": 1e12}, ("nvme", "nvme")),
     (8e9, 1, {"device": 10e9, "cpu": 8e9, "nvme": 1e12}, None),
     # CPU memory is shared by the ranks of a machine, a device is not.
     (8e9, 2, {"device": 80e9, "cpu": 0.0}, ("device", "device")),
