@@ -27,6 +27,7 @@ machine's host caches by itself cannot be told from here: choose a size above it
 of a megabyte and more that makes no difference (`make bench ARGS="--disk DIR"` compares with fio).
 """
 
+import argparse
 import concurrent.futures
 import errno
 import fcntl
@@ -200,6 +201,29 @@ def sweep(folder: Path, nbytes: int, rounds: int) -> Iterator[list[Speed]]:
              for block, depth in ((1, 1), (1, 4), (4, 1), (4, 4), (8, 4), (4, 8))]
     for _ in range(rounds):
         yield [measure(folder, nbytes, *each) for each in asked]
+
+
+def main() -> None:
+    """
+    ## The command line, of `zero3.offload`
+    """
+    parser = argparse.ArgumentParser(prog="python -m zero3.offload")
+    bench = parser.add_subparsers(required=True).add_parser(
+        "bench", help="measure how fast a disk reads and writes",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    bench.add_argument("--folder", type=Path, required=True, help="on the disk to measure")
+    bench.add_argument("--mib", type=int, default=1024, help="size of the file that is written")
+    bench.add_argument("--rounds", type=int, default=3, help="how often everything is measured")
+    bench.add_argument("--out", type=Path, default=Path("runs/disk.png"), help="the picture")
+    args = parser.parse_args()
+    nbytes = args.mib << 20
+    if args.rounds < 1 or nbytes < 64 << 20 or nbytes % (32 << 20):
+        parser.error("expected at least one round, and a file of 64 MiB or another multiple of 32, "
+                     f"got {args.rounds} and {args.mib} MiB")
+    try:
+        show(args.folder, nbytes, args.rounds, args.out)
+    except OSError as error:
+        parser.error(f"expected a folder with room for {args.mib} MiB, got {error}")
 
 
 def show(folder: Path, nbytes: int, rounds: int, picture: Path) -> None:

@@ -40,11 +40,11 @@ where that is too much, `MALLOC_MMAP_THRESHOLD_=131072` in the environment has i
 some speed.
 """
 
-import argparse
 import concurrent.futures
 import errno
 import os
 import resource
+import shutil
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -54,7 +54,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero3.disk import ALIGN_BYTES, File, aligned, show
+from zero3.disk import ALIGN_BYTES, File, aligned, main
 
 TIERS = ("device", "cpu", "nvme")
 # What a freed parameter still answers, because no element is read for it.
@@ -240,8 +240,7 @@ class Store:
         except OSError as error:
             problem = f"{error.strerror}"
             if error.errno == errno.ENOSPC:
-                problem += f" with {os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize:,} "
-                problem += "bytes left"
+                problem += f" with {shutil.disk_usage(folder).free:,} bytes left"
         owner.wire.agree(owner, f"cannot offload to {folder}", f"a folder that takes {nbytes:,} "
                          "bytes more from each rank", problem, "make the folder, let this user "
                          "write to it, or choose one on a larger disk")
@@ -534,11 +533,14 @@ def room(at: torch.device) -> int:
     """
     ## Bytes of memory that this process can still get
 
-    On an accelerator, what is free there. On the CPU, the least of what the machine has available
-    and of what limits leave: `ulimit -d`, `ulimit -v` and control groups.
+    On an accelerator, what is free there, and what torch keeps of it for the next tensor. On the
+    CPU, the least of what the machine has available and of what limits leave: `ulimit -d`, `ulimit
+    -v` and control groups, whose page cache can go.
     """
     if at.type != "cpu":
-        return torch.get_device_module(at).mem_get_info(at)[0]
+        device = torch.get_device_module(at)
+        kept = device.memory_reserved(at) - device.memory_allocated(at)
+        return device.mem_get_info(at)[0] + kept
     left, kib = [1 << 62], {}
     for name in ("/proc/self/status", "/proc/meminfo"):
         if os.path.exists(name):
@@ -550,33 +552,16 @@ def room(at: torch.device) -> int:
         left += [soft - kib.get(used, 0)] if soft != resource.RLIM_INFINITY else []
     for folder, most, used in (("", "memory.max", "memory.current"),
                                ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")):
-        files = [Path("/sys/fs/cgroup", folder, name) for name in (most, used)]
-        if all(file.exists() for file in files) and files[0].read_text().strip() != "max":
-            left.append(int(files[0].read_text()) - int(files[1].read_text()))
+        try:
+            told = [Path("/sys/fs/cgroup", folder, name).read_text()
+                    for name in (most, used, "memory.stat")]
+            cached = dict(line.split() for line in told[2].splitlines())
+            free = int(told[0]) - int(told[1])
+            left.append(free + int(cached["active_file"]) + int(cached["inactive_file"]))
+        except (OSError, ValueError, KeyError):
+            # No such group, or no limit.
+            continue
     return max(0, min(left))
-
-
-def main() -> None:
-    """
-    ## The command line
-    """
-    parser = argparse.ArgumentParser(prog="python -m zero3.offload")
-    bench = parser.add_subparsers(required=True).add_parser(
-        "bench", help="measure how fast a disk reads and writes",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    bench.add_argument("--folder", type=Path, required=True, help="on the disk to measure")
-    bench.add_argument("--mib", type=int, default=1024, help="size of the file that is written")
-    bench.add_argument("--rounds", type=int, default=3, help="how often everything is measured")
-    bench.add_argument("--out", type=Path, default=Path("runs/disk.png"), help="the picture")
-    args = parser.parse_args()
-    nbytes = args.mib << 20
-    if args.rounds < 1 or nbytes < 64 << 20 or nbytes % (32 << 20):
-        parser.error("expected at least one round, and a file of 64 MiB or another multiple of 32, "
-                     f"got {args.rounds} and {args.mib} MiB")
-    try:
-        show(args.folder, nbytes, args.rounds, args.out)
-    except OSError as error:
-        parser.error(f"expected a folder with room for {args.mib} MiB, got {error}")
 
 
 if __name__ == "__main__":
