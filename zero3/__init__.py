@@ -1,7 +1,7 @@
 r"""
 # zero3
 
-ZeRO-3 with every claim tested: a small implementation to read, and to train with.
+ZeRO-3 to read and to train with; what the text claims of numbers, bytes and order is tested.
 
 Read the chapters in this order, and the tools where a chapter uses them: `wire.py` beside chapter
 1, `disk.py` after chapter 2.
@@ -26,11 +26,11 @@ What the code keeps at all times has a number, and a test that fails without it:
 | I1, numbers | fp32 training equals plain PyTorch on the global batch, on two ranks DDP's bits |
 | I2, rest | between steps a rank has $\lceil P_\ell/N \rceil$ elements of a layer, nothing whole |
 | I3, peak | in a step the computing layer and the next are whole, and gradients on their way |
-| I4, traffic | a layer has an unshard forward, one backward, a reduce-scatter; the last saves one |
+| I4, traffic | a layer is unsharded forward and backward, and reduced once; the last saves one |
 | I5, padding | is zero in weights, gradients, moments and norms |
 | I6, order | all ranks send the same in the same order, or get an error that names both sides |
 | I7, micro-batches | a second backward adds: $k$ of them are one batch $k$ times as large |
-| I8, tiers | the device, CPU memory and files give the same training, bit for bit |
+| I8, tiers | where shards and states rest changes no bit, on the processor that steps them |
 
 The same three steps run through code, tests and the main job: predict (`predict`), run and measure
 (`ledger`), compare.

@@ -13,18 +13,19 @@ Python lets go of its lock while the system works.
 $$\text{bandwidth} = \min\Big(\text{bw}_\text{disk},\;
 \frac{\text{queue depth} \cdot \text{block}}{\text{latency of a request}}\Big)$$
 
-The other way, a file mapped into memory, needs no thread and no alignment, and reads through the
-cache. It shows in one line what offload is, and `measure` shows what it costs.
+The other way, a file mapped into memory, needs no alignment and would need no thread, and reads
+through the cache. It shows in one line what offload is, and `measure` shows what it costs.
 
 **A figure of the disk, and not of the cache**: a file is written, forced out (`fsync`, which counts
 as writing) and dropped from the cache before it is read, and the system says how many bytes came
-from the disk. If they are fewer than were read, there is no figure. What a disk or a virtual
+from the disk and went to it. If they are over 1 % fewer than were read or written, there is no
+figure. What a disk or a virtual
 machine's host caches by itself cannot be told from here: choose a size above it.
 
 **Run this**: `python -m zero3.offload bench --folder DIR`.
 
-**Not covered, and what that costs**: `io_uring` has one thread where these are several; at blocks
-of a megabyte and more that makes no difference (`make bench ARGS="--disk DIR"` compares with fio).
+**Not covered, and what that costs**: the system's asynchronous calls (`io_uring`, libaio) need one
+thread where these are several; `make bench ARGS="--disk DIR"` measures what libaio gains, by fio.
 """
 
 import argparse
@@ -42,7 +43,7 @@ from typing import Any
 
 import torch
 
-# Direct reads and writes want memory, offset and length to be multiples of the disk's block.
+# Serves disks with blocks of 512 and of 4096 bytes; for larger ones `File.move` falls back.
 ALIGN_BYTES = 4096
 
 
@@ -57,9 +58,10 @@ class File:
         """
         ### Take space for it
 
-        * `nbytes` is a multiple of `ALIGN_BYTES`
+        * `folder` is on the disk; `nbytes` is a multiple of `ALIGN_BYTES`
+        * `direct` goes past the cache, where the file system lets it; or the file is mapped
 
-        Raises `OSError` if there is none.
+        Raises `OSError` if there is no space.
         """
         self.handle = tempfile.TemporaryFile(dir=folder, buffering=0)
         self.fd, self.nbytes = self.handle.fileno(), nbytes
@@ -127,11 +129,19 @@ class File:
             self._map()
 
 
+def whole_blocks(nbytes: int) -> int:
+    """
+    ## Bytes, rounded up to whole blocks of the disk
+    """
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
 def aligned(nbytes: int, pinned: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """
     ## Memory for direct reads and writes
 
-    Returns all that was taken, and the aligned part of it, `(nbytes,)` uint8.
+    Returns all that was taken, and the aligned part of it, `(nbytes,)` uint8; `pinned`, if an
+    accelerator shall copy from it.
     """
     taken = torch.empty(nbytes + ALIGN_BYTES, dtype=torch.uint8, pin_memory=pinned)
     first = -taken.data_ptr() % ALIGN_BYTES
@@ -155,7 +165,8 @@ def measure(folder: Path, nbytes: int, direct: bool, block_bytes: int, queue_dep
     """
     ## Write a file and read it again
 
-    * `nbytes` is its size, a multiple of `block_bytes`
+    * `nbytes` is its size, a multiple of `block_bytes`, which are in a request
+    * `direct` is as for `File`; `queue_depth` requests are with the disk at once
 
     Raises `OSError` where the folder has no room for it.
     """
@@ -193,6 +204,8 @@ def _disk_bytes(write: bool) -> int:
 def sweep(folder: Path, nbytes: int, rounds: int) -> Iterator[list[Speed]]:
     """
     ## Every way of asking, once in each round
+
+    * `nbytes` are as for `measure`; `rounds` is how often
 
     Yields what each round gave. One way after the other in each, for disks that others share are
     faster at one time than at another, and that would look like the effect of a setting.

@@ -19,7 +19,8 @@ with $T$ tokens of a rank in a step, and $\text{ait}$ (arithmetic intensity) in 
 --model 8b --ranks 1 --gpu 80GB --cpu 128GB --nvme 1TB`.
 
 **Not covered, and what that costs**: activations, which come on top on the device. The papers' data
-types and Adam are taken for granted; `predict.py` takes nothing for granted, and is exact.
+types and Adam are taken for granted; `predict.py` goes by the real layers and data types, to the
+byte.
 """
 
 import argparse
@@ -161,8 +162,8 @@ def efficiency(ait: float, bandwidth: float, peak: float) -> float:
     """
     ## What is left of the computation's speed, where nothing hides a transfer
 
-    * `ait` is the arithmetic intensity: flops computed for each byte moved; `tokens` of a rank in a
-      step for parameters and gradients, a quarter of that for optimizer states
+    * `ait` is the arithmetic intensity: flops computed for each byte moved; $T$ for parameters and
+      gradients, $T/4$ for optimizer states
     * `bandwidth` is in bytes per second, `peak` in flops per second, of a rank
 
     ZeRO-Infinity, section 4, equations 6, 9 and 10.
@@ -172,7 +173,9 @@ def efficiency(ait: float, bandwidth: float, peak: float) -> float:
 
 def bandwidth_for(part: float, ait: float, peak: float) -> float:
     """
-    ## The same from the other side: bytes per second for an efficiency between 0 and 1
+    ## The same from the other side: bytes per second
+
+    * `part` is the efficiency, at least 0 and below 1; `ait` and `peak` are as above
     """
     return part / (1 - part) * peak / ait
 
@@ -189,7 +192,7 @@ class Place:
     params_in: str  # "device", "cpu" or "nvme"
     states_in: str
     needs: dict[str, float]  # bytes of each tier
-    step_bytes: dict[str, float]  # that a step moves to the device and back, of each tier
+    step_bytes: dict[str, float]  # that a step moves into a tier and out of it
 
     def fits(self, has: dict[str, float]) -> bool:
         return all(self.needs[tier] <= has.get(tier, 0.0) for tier in self.needs)
@@ -201,28 +204,29 @@ def places(params: float, ranks: int, layers: int = 32) -> list[Place]:
 
     * `params` is $\Psi$, `ranks` is $N$, `layers` are as large as each other
 
-    On the device there are at least two whole layers, and the full gradient of one with its inbox.
+    On the device there are at least two whole layers, and the full gradient of one.
     Files need buffers in CPU memory: two of a layer's shard, and five of its optimizer states.
 
     With the states in CPU memory a step moves $4\Psi/N$ bytes, the gradients there and the
     parameters back, which is the least that offload can move (ZeRO-Offload, section 3). Parameters
-    that rest there too are read twice more.
+    that rest there too are read twice, and do not go back.
     """
     shard, layer = params / ranks, params / layers
     found = []
     for params_in, states_in in (("device", "device"), ("device", "cpu"), ("cpu", "cpu"),
                                  ("device", "nvme"), ("cpu", "nvme"), ("nvme", "nvme")):
-        needs = {"device": 4 * 2 * layer, "cpu": 0.0, "nvme": 0.0}
+        needs = {"device": 3 * 2 * layer, "cpu": 0.0, "nvme": 0.0}
         moves = {"cpu": 0.0, "nvme": 0.0}
         needs[params_in] += 2 * shard
         needs[states_in] += 14 * shard
-        if states_in != "device":
-            moves[states_in] += 4 * shard
+        if states_in == "cpu":
+            moves["cpu"] += (4 if params_in == "device" else 2) * shard
         if params_in != "device":
-            moves[params_in] += 4 * shard
+            # Read forward and backward; a file is also written.
+            moves[params_in] += (4 if params_in == "cpu" else 6) * shard
         if states_in == "nvme":
-            # Master and moments are read and written, the gradient is read once more.
-            moves["nvme"] += 26 * shard
+            # Master, moments and gradient are written and read.
+            moves["nvme"] += 28 * shard
             needs["cpu"] += 5 * 14 * layer / ranks
         needs["cpu"] += 2 * 2 * layer / ranks * (params_in == "nvme")
         found.append(Place(params_in, states_in, needs, moves))
@@ -302,7 +306,7 @@ def show_places(args: argparse.Namespace, has: dict[str, float]) -> None:
     ## Will it fit here, and where
     """
     best = advise(args.params, args.ranks, has, args.layers)
-    print(f"{args.params:,.0f} parameters in {args.layers} layers on {args.ranks} ranks of one "
+    print(f"{args.params:,.0f} parameters in {args.layers} layers, {args.ranks} rank(s) on one "
           "machine, in half precision with Adam,\n16 bytes per parameter. GB (1e9 bytes) that a "
           "rank needs, without activations:\n")
     print(f"{'parameters':12}{'optimizer':12}{'device':>12}{'cpu':>12}{'nvme':>12}")
@@ -317,7 +321,7 @@ def show_places(args: argparse.Namespace, has: dict[str, float]) -> None:
         return
     for tier, moved in best.step_bytes.items():
         if moved:
-            print(f"\nA step moves {moved / 1e9:,.1f} GB between a rank and its {tier} tier.")
+            print(f"\nA step moves {moved / 1e9:,.1f} GB of a rank into its {tier} tier and out.")
     if best.states_in != "device":
         states, peak = args.tokens / 4, args.tflops * 1e12
         print(f"\nWith {args.tokens:,.0f} tokens of a rank in a step, at {args.tflops:g} Tflop/s, "

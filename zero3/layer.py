@@ -98,6 +98,8 @@ class _Group:
         """
         #### Add to the shard's gradient
 
+        * `total` is the reduced gradient, `(shard_numel,)`
+
         `Zero3Optimizer` replaces this where the master rests elsewhere: there the gradient goes.
         """
         total = total.to(self.shard.device)
@@ -278,8 +280,8 @@ class Zero3Layer(nn.Module):
         self.wire.reducer.finish(self)
         self.is_fetched = True
         self._gather = self._all_gather([g.full for g in self.groups])
-        # What will be fetched next is read while this layer is on its way and the one before
-        # computes. Training turns round at the last layer.
+        # What will be fetched next is read from its file meanwhile: forward the next layer, and at
+        # the last one the one before, if a backward can come; in backward those it will come to.
         back = in_backward() or (not self.next_layer and torch.is_grad_enabled())
         for layer in self.prev_layer if back else self.next_layer:
             for g in layer.groups if layer._pending or not in_backward() else ():
@@ -295,6 +297,7 @@ class Zero3Layer(nn.Module):
         pairs = [(full, g.home.load()) for full, g in zip(fulls, self.groups, strict=True)]
         gather = self.wire.all_gather(self, pairs)
         for g in self.groups:
+            # What it was read into may be filled again once the fetch stream has copied it.
             g.home.release(self.wire.fetch_stream)
         return gather
 

@@ -7,24 +7,23 @@ something else computes.
 A rank needs a shard twice in a step to gather it, and once to update it; optimizer states it needs
 once. In between they may lie where memory is cheaper, as long as they are back in time. A *tier* is
 such a place: the device that computes, CPU memory (pinned, so that a GPU copies it by itself while
-it computes), or files on an NVMe disk. What travels goes through a few buffers that are made once
-and used again and again, so what rests in files costs no memory but theirs.
+it computes), or files on an NVMe disk. What travels from and to files goes through a few buffers,
+made while the model is built and then used again and again. So what rests in files costs no memory
+but theirs:
 
-$$\text{efficiency} = \frac{\text{ait} \cdot \text{bw}}{\text{ait} \cdot \text{bw} + \text{peak}}$$
+$$\text{buffers} = 2 \cdot \text{largest shard} \; + \; 5 \cdot \text{largest states of a shard}$$
 
-is what remains of the computation's speed $\text{peak}$ (flop/s) where nothing hides a transfer at
-$\text{bw}$ bytes per second, with $\text{ait}$ flops computed for each byte moved. The papers are
-[ZeRO-Offload](https://arxiv.org/abs/2101.06840) for the CPU and
-[ZeRO-Infinity](https://arxiv.org/abs/2104.07857) for NVMe; the formula is the latter's equation 6,
-and `estimate.py` answers with it.
+The papers are [ZeRO-Offload](https://arxiv.org/abs/2101.06840) for the CPU and
+[ZeRO-Infinity](https://arxiv.org/abs/2104.07857) for NVMe. Which bandwidth is enough, and which
+tier a model needs, is what `estimate.py` answers.
 
 | | the file is | the page cache |
 |---|---|---|
 | `direct=False` | mapped into memory; reading it is copying a tensor | holds it a second time |
 | `direct=True` | read and written past the cache, in blocks, by a few threads | is left alone |
 
-The first way is the one to understand, the second the one to use; `disk.py` has both. They do the
-same through the same three calls, and nobody else can tell them apart: `read_async`, `wait`,
+The first way is the one to understand, the second the one to use. `disk.py` has both behind one
+call, so that nothing here tells them apart; `InFile` makes of it `read_async`, `wait` and
 `write_async`.
 
 **Run this**: `python -m zero3.offload bench --folder DIR` measures a disk both ways; `make train
@@ -36,8 +35,8 @@ their space back however the run ends, nobody else opens them, and several runs 
 but `ls` does not show them, `df` does. Activations stay where they are computed. A shard in a file
 has no elements that an optimizer of torch's could step: that takes `Zero3Optimizer`. Whole layers
 are freed and made again all the time, and glibc keeps some of such memory for itself, in pieces;
-where that is too much, `MALLOC_MMAP_THRESHOLD_=131072` in the environment has it give all back, for
-some speed.
+where that is too much, `MALLOC_MMAP_THRESHOLD_=131072` in the environment makes it give all back,
+at some cost in speed.
 """
 
 import concurrent.futures
@@ -54,7 +53,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero3.disk import ALIGN_BYTES, File, aligned, main
+from zero3.disk import File, aligned, main, whole_blocks
 
 TIERS = ("device", "cpu", "nvme")
 # What a freed parameter still answers, because no element is read for it.
@@ -110,9 +109,11 @@ class Offload:
 
     * `tier` is "device", "cpu" or "nvme"
     * `folder` is where files go, on a disk of this machine; each rank has files of its own
-    * `max_in_cpu` bytes of a rank stay in CPU memory before files are used
+    * `max_in_cpu` bytes of a rank, shards and states as they come, stay in CPU memory; what does
+      not fit goes to files. Of the nvme tier alone; buffers come on top
     * `direct` reads and writes past the page cache, where the file system lets it
-    * `queue_depth` requests are with the disk at once, from as many threads
+    * `queue_depth` requests are with the disk at once, from as many threads; for parameters and for
+      states each
     * `block_bytes` are in a request
     * `buffers` is how many shards' optimizer states are in memory at once
 
@@ -138,8 +139,8 @@ class Offload:
             (self.queue_depth > 0, "at least 1 request at once", self.queue_depth),
             (self.buffers >= 3, "at least 3 buffers, to read into, to step and to write from",
              self.buffers),
-            (self.block_bytes > 0 and self.block_bytes % ALIGN_BYTES == 0,
-             f"blocks of a multiple of {ALIGN_BYTES} bytes", self.block_bytes),
+            (self.block_bytes > 0 and whole_blocks(self.block_bytes) == self.block_bytes,
+             "blocks of a multiple of 4096 bytes", self.block_bytes),
         ):
             if not good:
                 raise ValueError(f"Offload. Expected: {expected}. Got: {got}. "
@@ -147,7 +148,7 @@ class Offload:
 
     def place(self, nbytes: int) -> str:
         """
-        ### The tier for the next so many bytes
+        ### The tier for the next so many bytes, which count against `max_in_cpu`
         """
         if self.tier == "nvme" and self.in_cpu_bytes + nbytes <= self.max_in_cpu:
             self.in_cpu_bytes += nbytes
@@ -156,8 +157,9 @@ class Offload:
 
     def check(self, owner: Any, what: str, nbytes: int, at: torch.device) -> None:
         """
-        ### Make sure that there is memory, before it is taken
+        ### Look whether there is memory, before it is taken
 
+        Each rank asks for itself: ranks that share a machine may pass, and still be too many.
         Raises `RuntimeError` on all ranks if one has too little, and says which tier would do.
         """
         left_bytes, cpu = room(at), torch.device("cpu")
@@ -178,10 +180,12 @@ class Offload:
 
         All ranks call it alike. Raises `RuntimeError` where memory or disk are too small.
         """
-        # In backward it is whole, as is the one below, and so are its gradient and its inbox.
-        self.check(owner, "a step", 4 * owner.wire.world_size * values.nbytes, owner.device)
+        # In backward it is whole, one as large below it too, and its gradient; and by messages an
+        # inbox.
+        wholes = (3 + owner.wire.by_messages) * owner.wire.world_size
+        self.check(owner, "a step", wholes * values.nbytes, owner.device)
         tier = self.place(values.nbytes)
-        if tier == "nvme" and values.numel():
+        if tier == "nvme":
             # One is read into while another is copied from; a layer may have more shards at once.
             store = self.store("params", owner, max(2, len(owner.groups) + 1))
             home = InFile(store, owner, {"shard": values})
@@ -189,6 +193,7 @@ class Offload:
             home.replace(values)
             return home
         if tier == "cpu" and owner.device.type != "cpu":
+            self.check(owner, "its shard", values.nbytes, torch.device("cpu"))
             values = copy_to(torch.device("cpu"), values, values.dtype, owner.device)
         return InMemory(nn.Parameter(values, trains), tier)
 
@@ -204,7 +209,7 @@ class Offload:
 
     def memory(self) -> list[torch.Tensor]:
         """
-        ### The memory of all buffers
+        ### What the ledger counts: the memory of all buffers
         """
         return [memory for store in self.stores.values() for memory in store.memory]
 
@@ -227,13 +232,14 @@ class Store:
         self.files: weakref.WeakSet[File] = weakref.WeakSet()
         self.workers = concurrent.futures.ThreadPoolExecutor(offload.queue_depth, "zero3-offload")
 
-    def file(self, owner: Any, nbytes: int) -> "File":
+    def file(self, owner: Any, nbytes: int) -> File:
         """
         ### Make a file, or say on all ranks why not
 
         All of its space is taken now: a disk that is too small says so before training starts.
+        Raises `RuntimeError` on all ranks.
         """
-        folder, made, problem = Path(self.offload.folder or "."), None, ""
+        folder, made, problem = Path(str(self.offload.folder)), None, ""
         try:
             made = File(folder, nbytes, self.offload.direct)
             self.files.add(made)
@@ -250,12 +256,16 @@ class Store:
         """
         ### Lend a buffer: `(buffer_bytes,)` uint8, aligned
 
-        If none is free, the one that was used longest ago comes back, after its write is done.
+        If none is free, of those that nobody looks into the one that was used longest ago comes
+        back, after its write is done.
         """
         if self.buffer_bytes < user.nbytes or len(self.memory) < self.buffers:
             self._grow(user)
         if not self.free:
-            next(lender for lender in self.lent if not lender.held).release()
+            idle = [lender for lender in self.lent if not lender.held]
+            user.owner.expect(bool(idle), "has no buffer", "one that nobody looks into", f"all "
+                              f"{self.buffers} in use", "pass an `Offload` of its own")
+            idle[0].release()
         buffer, event = self.free.pop(0)
         event.synchronize()
         return buffer
@@ -264,7 +274,8 @@ class Store:
         """
         #### Make the buffers, as large as the largest shard
 
-        While a model is built, each shard larger than those before it brings new ones.
+        While a model is built, each shard larger than those before it brings new ones. Nobody looks
+        into the old ones meanwhile.
         """
         for lender in [*self.lent]:
             lender.release()
@@ -327,7 +338,7 @@ class InFile:
 
     | | buffer | when |
     |---|---|---|
-    | `read_async` | lent, and being read into | the layers before compute, the shards before step |
+    | `read_async` | lent, and being read into | while layers or shards before it have their turn |
     | `wait` | here, and held | the layer is gathered, or the shard is stepped |
     | `write_async` | being written from | the shard is stepped |
     | `release`, or somebody else needs it | given back | what moves has arrived |
@@ -347,7 +358,7 @@ class InFile:
         self.nbytes = 0
         for name, tensor in like.items():
             self.where[name] = (self.nbytes, tensor.nbytes, tensor.dtype)
-            self.nbytes += _whole_blocks(tensor.nbytes)
+            self.nbytes += whole_blocks(tensor.nbytes)
         self.file = store.file(owner, self.nbytes)
         self.file.users.append(self)
         self.param: Any = None
@@ -360,7 +371,7 @@ class InFile:
         """
         ### Begin to read these tensors, or all
 
-        Returns at once.
+        Does not wait for the reading; it may wait for a buffer, or for a write to this file.
         """
         self._borrow()
         missing = [name for name in names or self.where if name not in self.present]
@@ -391,7 +402,7 @@ class InFile:
         """
         ### Begin to write these tensors
 
-        Returns at once. The buffer may go when that is done.
+        Does not wait for the writing. The buffer may go when that is done.
         """
         self._start("write", names)
         self.held = False
@@ -447,7 +458,7 @@ class InFile:
         ### Write the shard back
         """
         self.write_async("shard")
-        # Buffers of shards go round: which of them still have what they had is left to nobody.
+        # Forgotten, so that each unshard reads, whichever buffer happened to be free.
         self.present.clear()
         torch.autograd.graph.increment_version(self.param)
 
@@ -483,10 +494,10 @@ class InFile:
         """
         #### Hand blocks to the threads
 
-        All between the first and the last of these tensors.
+        Of all between the first and the last of these tensors, which are neighbours.
         """
         spans = [self.where[name][:2] for name in names]
-        begin, end = spans[0][0], spans[-1][0] + _whole_blocks(spans[-1][1])
+        begin, end = spans[0][0], spans[-1][0] + whole_blocks(spans[-1][1])
         block, buffer = self.store.offload.block_bytes, self.buffer
         self.moving[event] += [
             self.store.workers.submit(self.file.move, event == "write",
@@ -499,8 +510,8 @@ class InFile:
         """
         #### Wait for what moves
 
-        Raises `RuntimeError`, here and on all other ranks with their next transfer, where a block
-        did not arrive. Nobody takes what is in the file for whole then, for nothing goes on.
+        Raises `RuntimeError` where a block did not arrive, as `Wire.fail` does. Nothing goes on
+        after that, so nobody uses a file that is half written.
         """
         if self.moving[event]:
             concurrent.futures.wait(self.moving[event])
@@ -514,14 +525,10 @@ class InFile:
             self.record({"read": "arrived", "write": "written"}[event], 0)
 
 
-def _whole_blocks(nbytes: int) -> int:
-    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
-
-
 def copy_to(at: torch.device, values: torch.Tensor, dtype: torch.dtype,
             device: torch.device) -> torch.Tensor:
     """
-    ## A copy, elsewhere or of another data type
+    ## A copy, `(n,)`, elsewhere or of another data type
 
     In CPU memory it is pinned, where there is a `device` that can copy from there by itself.
     """
@@ -535,7 +542,7 @@ def room(at: torch.device) -> int:
 
     On an accelerator, what is free there, and what torch keeps of it for the next tensor. On the
     CPU, the least of what the machine has available and of what limits leave: `ulimit -d`, `ulimit
-    -v` and control groups, whose page cache can go.
+    -v` and a container's control group, whose page cache can go.
     """
     if at.type != "cpu":
         device = torch.get_device_module(at)

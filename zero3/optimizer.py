@@ -90,6 +90,9 @@ class Zero3Optimizer(torch.optim.Optimizer):
     | unscale and clip | gradient | gradient in fp32 |
     | step | gradient in fp32, master, moments | master, moments |
     | round | master | shard |
+
+    A gradient that goes to a file has its norm taken on the way, in backward; a shard that is its
+    own master is not rounded.
     """
 
     # What the wire and the ledger ask of a layer; the message with the norms goes by this name.
@@ -123,8 +126,8 @@ class Zero3Optimizer(torch.optim.Optimizer):
         * `reduce_dtype` is of the gradients on their way and in the shard; left out, the layer's
         * `bucket_bytes` of full gradients, those of all ranks' shards, wait for each other to be
           reduced in one message; a layer that has as many does not wait
-        * `offload` says where masters, moments and the shards' gradients rest, and with that where
-          the step is computed; left out, on the device
+        * `offload` says where masters, moments and the shards' gradients rest; left out, on the
+          device. From both other tiers the step is computed by the CPU
 
         Raises `RuntimeError` where parameters are not sharded, the optimizer is not elementwise, an
         argument is out of its range, or there is no room. ZeRO, section 3.1. Keeps I1, I2 and I5 to
@@ -242,7 +245,8 @@ class Zero3Optimizer(torch.optim.Optimizer):
             self.offload.check(self, "masters, moments and gradients", need_bytes, self.device)
         for owned in self.owned:
             owned.rest(self.offload, self.device, self.moments)
-        # The states that a step begins with are read when all but their gradients are here.
+        # The first shards' gradients come last. When that of the one above them is here, their
+        # states begin to be read, into all buffers but the one that this gradient leaves from.
         in_files, first = [o for o in self.owned if o.states], self.offload.buffers - 1
         for owned in in_files[first : first + 1]:
             owned.ahead = in_files[:first]
@@ -343,8 +347,8 @@ class Zero3Optimizer(torch.optim.Optimizer):
         scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self.device)
         todo = [owned for owned in self.owned if owned.has_grad]
         for i, owned in enumerate(todo):
-            # A pipeline, where states rest in files: the next shard's are read and the last one's
-            # written while this one is stepped.
+            # A pipeline, where states rest in files: one buffer is written from, this shard is
+            # stepped in another, and into the others the next ones' states are read.
             for ahead in todo[i : i + self.offload.buffers - 1]:
                 ahead.read_async()
             self._update(owned, factor, scratch)
@@ -438,7 +442,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         ### This rank's masters, moments, param groups and loss scale
 
         For the same rank of a run with as many ranks. The masters are the model: a shard is one,
-        rounded. Tensors are those in use, and not copies; of those in files they are copies, all in
+        rounded. Tensors in memory are those in use; of those in files there are copies, all in
         memory at once.
         """
         masters, states = [], {}

@@ -33,7 +33,7 @@ below ahead in vain.
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from zero3.disk import ALIGN_BYTES
+from zero3.disk import ALIGN_BYTES, whole_blocks
 from zero3.estimate import LayerSpec, Part
 from zero3.offload import Offload
 
@@ -158,6 +158,7 @@ class _Shard:
     part: Part
     numel: int
     grad_width: int
+    tier: str = "device"  # of the shard
     in_file: bool = False
     states_in_file: bool = False
     own: bool = False  # its own master
@@ -170,7 +171,7 @@ class _Shard:
         """
         ### Of the shard, as a layer reads it
         """
-        return _whole_blocks(self.numel * self.part.element_bytes) * self.in_file
+        return whole_blocks(self.numel * self.part.element_bytes) * self.in_file
 
 
 class _Rest:
@@ -183,8 +184,8 @@ class _Rest:
         # Copies, for they count what they have placed. One for both is one copy for both.
         places = {id(each): replace(each) for each in (params_in, states_in)}
         for s in shards:
-            nbytes = s.numel * s.part.element_bytes
-            s.in_file = places[id(params_in)].place(nbytes) == "nvme" and s.numel > 0
+            s.tier = places[id(params_in)].place(s.numel * s.part.element_bytes)
+            s.in_file = s.tier == "nvme"
         self.param_bytes = sum(s.numel * s.part.element_bytes for s in shards if not s.in_file)
         self.grad_bytes = self.master_bytes = self.moment_bytes = self.widened_bytes = 0
         self.trains = [s for s in shards if s.part.trainable and s.numel > 0]
@@ -194,11 +195,12 @@ class _Rest:
             width = s.part.master_bytes if mixed else s.part.element_bytes
             tier = places[id(states_in)].place(s.numel * ((1 + moments) * width + s.grad_width))
             s.states_in_file = tier == "nvme"
-            near = one_memory or params_in.tier == tier
+            stepped = "device" if states_in.tier == "device" else "cpu"
+            near = one_memory or s.tier == stepped
             s.own = width == s.part.element_bytes and (s.states_in_file if s.in_file else near)
             if s.states_in_file:
-                s.kept_bytes = _whole_blocks(s.numel * width) * (moments + (s.in_file or not s.own))
-                s.grad_bytes = _whole_blocks(s.numel * s.grad_width)
+                s.kept_bytes = whole_blocks(s.numel * width) * (moments + (s.in_file or not s.own))
+                s.grad_bytes = whole_blocks(s.numel * s.grad_width)
             else:
                 self.master_bytes += s.numel * width * (not s.own)
                 self.moment_bytes += s.numel * width * moments
@@ -249,10 +251,6 @@ class _Rest:
         for name in {*names} - s.present if read else ():
             self.read_bytes += s.kept_bytes if name == "kept" else s.grad_bytes
         s.present.update(names)
-
-
-def _whole_blocks(nbytes: int) -> int:
-    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 class _Step:

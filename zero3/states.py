@@ -4,9 +4,15 @@ r"""
 `Owned` is all that this rank keeps of one trainable shard, wherever it is: on the device, in CPU
 memory or in a file.
 
+The *master* of a shard is its copy in fp32, or wider, which the optimizer steps; *moments* are what
+it keeps for each element, two for Adam; a *piece* is a run of the master that belongs to one param
+group, and the parameter that the optimizer inside sees. All three are $(\lceil P_\ell/N \rceil,)$
+or less.
+
 A step needs a shard's states once, all together, and then not before the next step. So where they
 rest in a file they lie side by side and come in one go, into one of a few buffers; the optimizer
-asks for the next ones before it steps these, and does not wait for the last ones to be back.
+asks for the next ones before it steps these, and does not wait for those before to be back. Outside
+of that a piece and its moments have no elements.
 
 $$\underbrace{4}_{\text{master}} + \underbrace{4 + 4}_{\text{moments}}
 + \underbrace{b_g}_{\text{gradient}} \quad \text{bytes per element of a shard}$$
@@ -15,14 +21,16 @@ for Adam, with gradients of $b_g$ bytes. An fp32 shard that rests where it is st
 master and is not kept twice: in the same memory, or in the same file, of which the layer reads the
 beginning.
 
-The gradient goes where the master is as soon as it is reduced. In backward the disk has little to
-do, so by the time the last gradients arrive, the states that the step begins with are read.
+The gradient goes where the master is as soon as it is reduced. In backward the disk has less to do
+than in the step; so before the last few gradients arrive, the states that the step begins with
+begin to be read. In a chain that has no more shards than there are buffers, they are not.
 
 **Run this**: `make train ARGS="--offload-optimizer nvme"`; `tape.png` shows the reads and writes.
 
-**Not covered, and what that costs**: a step reads and writes all states of a shard, also where a
-parameter group of it has nothing to do. With several micro-batches, states are read ahead for each
-of them, and used for the last.
+**Not covered, and what that costs**: a shard's states are read and written whole, even if one of
+its pieces alone has something to step. On an accelerator gradients on their way to the CPU, and
+updated shards on their way back, are copied while it waits. With several micro-batches, states are
+read ahead for each of them, and used for the last.
 """
 
 from collections.abc import Iterator
@@ -77,7 +85,7 @@ class Owned:
 
     def nbytes(self, moments: list[str]) -> int:
         """
-        ### Of master, moments and gradient, where none is the shard itself
+        ### Bytes of master, moments and gradient, with a master of its own
         """
         return len(self.shard) * ((1 + len(moments)) * self.wide.itemsize
                                   + self.grad_dtype.itemsize)
@@ -254,7 +262,9 @@ class Owned:
                     self.states.release()
         if write and not self.own:
             self.group.home.replace(master)
-        self.version = self.shard._version
+        if write or self.states is None:
+            # A master that was only read here is still the old one in its file.
+            self.version = self.shard._version
 
     def _moments(self, state: Any, views: dict[str, torch.Tensor]) -> Iterator[tuple]:
         """
@@ -268,7 +278,7 @@ class Owned:
 
 def norm_of(grad: torch.Tensor) -> torch.Tensor:
     """
-    ## The norm of a gradient, in fp32 or wider
+    ## The norm of a gradient, `(n,)` to `()`, in fp32 or wider
     """
     wide = torch.promote_types(grad.dtype, torch.float32)
     norms = [vector_norm(block.to(wide)) for block in grad.split(_BLOCK_NUMEL)]
@@ -282,7 +292,9 @@ def moments_of(
     ## What an optimizer keeps for a parameter: tensors of its size, and bytes beside them
 
     It says so itself, by a step with `two` elements: each state that then has two is a moment.
-    Returns the moments' names.
+    Returns the moments' names, and the bytes of everything else.
+
+    * `two` is `(2,)`, where the step will be computed; `group` are a param group's options
     """
     param = torch.nn.Parameter(two)
     param.grad = torch.zeros_like(two)

@@ -3,9 +3,10 @@ r"""
 
 `Wire` carries what ranks tell each other, and `Reducer` and `Bucket` say when gradients go.
 
-All that sharded layers and their optimizer send goes through one class. It starts a transfer and
-returns, so that what is computed in between hides the time it takes; it counts what it sends; and
-it announces each transfer, so that ranks which diverged learn it from each other.
+All that a training step sends goes through one class. It starts a transfer and returns, so that
+what is computed in between hides the time it takes; it counts what it sends; and where it sends by
+messages, on the CPU, it announces each transfer, so that ranks which diverged learn it from each
+other. What is sent once, when layers are wrapped and written to, is not counted.
 
 | transfer | sends to each other rank | starts | is waited for |
 |---|---|---|---|
@@ -15,8 +16,9 @@ it announces each transfer, so that ranks which diverged learn it from each othe
 
 **Run this**: `make bench ARGS=--comm` measures messages against gloo's collectives.
 
-**Not covered, and what that costs**: process subgroups; on an accelerator the bytes counted are
-what the collective's algorithm needs, while the transport may send more.
+**Not covered, and what that costs**: process subgroups. On an accelerator the bytes counted are
+what the collective's algorithm needs, while the transport may send more; and a rank that others
+wait for in vain is found out by NCCL's time-out.
 """
 
 import zlib
@@ -101,7 +103,8 @@ class Transfer:
                 if row != mine:
                     return (f"{where}: the ranks diverged. Expected: {_announced(mine)}, on all "
                             f"ranks, as here. Got: {_announced(row)}, on rank {other}. What to do: "
-                            "call the same layers in the same order on all ranks, and start again.")
+                            f"look for an error on rank {other}; without one, call the same layers "
+                            "in the same order on all ranks. Start again.")
             for work in self.works:
                 work.wait()
         except (RuntimeError, ValueError) as error:
@@ -155,9 +158,9 @@ class Wire:
         """
         ### Raise an error on all ranks, if one of them has a problem
 
-        * `problem` is this rank's, or empty
+        * `problem` is this rank's, or empty; the others are as for `Zero3Layer.expect`
 
-        All ranks must call it.
+        All ranks must call it. Raises `RuntimeError`.
         """
         problems: list[Any] = [problem] * self.world_size
         if self.world_size > 1:
@@ -169,7 +172,10 @@ class Wire:
         """
         ### Raise an error, and have the other ranks raise one where they would wait for this one
 
-        Raises `RuntimeError`, here and again in whatever is called next.
+        * `what`, `expected`, `got` and `cure` are as for `Zero3Layer.expect`
+
+        Raises `RuntimeError`, here and again in the next wait for a transfer. By messages the other
+        ranks raise one too; NCCL's wait until their time-out.
         """
         try:
             layer.expect(False, what, expected, got, cure)
@@ -567,9 +573,8 @@ class Bucket(Reducer):
 
 
 def _announced(row: list[int]) -> str:
-    if _ACTIONS[row[1]] == "fault":
-        return f"a fault in layer {row[0]}, of which its own error tells"
-    return f"{_ACTIONS[row[1]]} of layer {row[0]}, {row[2]} bytes, layers' checksum {row[3]}"
+    sent = f", {row[2]} bytes, layers' checksum {row[3]}" if _ACTIONS[row[1]] != "fault" else ""
+    return f"{_ACTIONS[row[1]]} of layer {row[0]}{sent}"
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
