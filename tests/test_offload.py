@@ -137,7 +137,8 @@ def test_every_model_trains_from_files_as_in_plain_pytorch(world_size, tmp_path)
 def other_optimizers(folder):
     results = []
     for cls, options in ((torch.optim.SGD, {}), (torch.optim.SGD, {"momentum": 0.9}),
-                         (torch.optim.Adagrad, {}), (torch.optim.AdamW, {"amsgrad": True}),
+                         (torch.optim.Adagrad, {"initial_accumulator_value": 0.5}),
+                         (torch.optim.AdamW, {"amsgrad": True}),
                          (torch.optim.RMSprop, {"centered": True})):
         found = []
         for states_in in (None, Offload("nvme", folder)):
@@ -145,7 +146,16 @@ def other_optimizers(folder):
             optimizer = Zero3Optimizer(model, cls, lr=0.01, offload=states_in, **options)
             for i in range(4):
                 step(model, optimizer, i)
+            # A step with a gradient of zero moves by momentum and decay.
+            optimizer.backward(model(torch.ones(2, WIDTH)).square().mean())
+            optimizer.zero_grad(set_to_none=False)
+            optimizer.step()
             found.append(everything(model, optimizer))
+            # Another optimizer takes over, and this one's files are no longer used.
+            second = Zero3Optimizer(model, torch.optim.SGD, lr=0.1)
+            second.backward(model(torch.ones(2, WIDTH)).square().mean())
+            second.step()
+            found[-1] += everything(model, second)
         results.append(equal(*found))
     return results
 
@@ -512,7 +522,8 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(bad, why, tmp
     for rank, error in enumerate(run(refused, 2, str(tmp_path), bad)):
         assert f"rank {rank}: Linear cannot offload to" in error
         # Half of 90,300 fp32, in whole blocks.
-        assert f"184,320 bytes more from each rank. Got: {why}, on rank 1" in error
+        assert "184,320 bytes more from each rank. Got: [Errno" in error
+        assert why in error and "on rank 1" in error
 
 
 def on_a_small_disk(test):
@@ -534,7 +545,8 @@ def _too_small():
         Zero3Optimizer(Zero3Sequential(layers), offload=Offload("nvme", "."))
     # Master, two moments and a gradient, of 90,300 fp32 each in whole blocks.
     assert "a folder that takes 1,458,176 bytes more from each rank" in str(caught.value)
-    assert "No space left on device with 684,032 bytes left" in str(caught.value)
+    assert "No space left on device" in str(caught.value)
+    assert "with 684,032 bytes left" in str(caught.value)
     # What was taken for it is given back.
     assert os.statvfs(".").f_bavail * os.statvfs(".").f_frsize == 684032
     assert layers[0](torch.ones(1, 300)).shape == (1, 300)
@@ -648,6 +660,10 @@ def test_a_shard_in_a_file_says_so_to_an_optimizer_that_cannot_step_it(tmp_path)
         optimizer.step()
     with pytest.raises(RuntimeError, match=r"rank 0: Linear freed `shard`"):
         layer.get_trainable_chunk()[0].sum()
+    with pytest.raises(RuntimeError, match=r"full_params"):
+        layer.state_dict()
+    layer.zero_grad()
+    assert "sharded by Linear" in repr(layer.get_trainable_chunk()[0])
     assert layer.get_trainable_chunk()[0].shape == (30,)
 
 

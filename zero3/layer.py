@@ -63,7 +63,7 @@ _CURE = ("wrap each module once, put modules that share a parameter into one Zer
          "the optimizer on `get_trainable_chunk()` after wrapping")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class _Slot:
     """
     ## Where one parameter lies in the flat parameter
@@ -79,7 +79,7 @@ class _Slot:
         return flat[self.offset : self.offset + self.view.numel()].view(self.view.shape)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class _Group:
     """
     ## A flat parameter, and its shard

@@ -78,18 +78,20 @@ class FreedParameter(nn.Parameter):
     name: str
     layer: weakref.ref
     cure: str
+    has_no_grad: bool  # and so may be asked for it
 
     @classmethod
-    def kind(cls, layer: Any, name: str, cure: str) -> type["FreedParameter"]:
+    def kind(cls, layer: Any, name: str, cure: str, has_no_grad: bool = False
+             ) -> type["FreedParameter"]:
         """
         ### The class for one parameter
         """
         known = {"layer": weakref.ref(layer), "name": name, "cure": cure}
-        return type("FreedParameter", (cls,), known)
+        return type("FreedParameter", (cls,), {**known, "has_no_grad": has_no_grad})
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func in _METADATA:
+        if func in _METADATA or (cls.has_no_grad and func == torch.Tensor.grad.__get__):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         cls.layer().expect(False, f"freed `{cls.name}`", "a use in the layer's forward, or in "
@@ -189,7 +191,7 @@ class Offload:
             # One is read into while another is copied from; a layer may have more shards at once.
             store = self.store("params", owner, max(2, len(owner.groups) + 1))
             home = InFile(store, owner, {"shard": values})
-            home.become_parameter(values, trains)
+            home.become_parameter(owner, values, trains)
             home.replace(values)
             return home
         if tier == "cpu" and owner.device.type != "cpu":
@@ -243,9 +245,10 @@ class Store:
         try:
             made = File(folder, nbytes, self.offload.direct)
             self.files.add(made)
-        except OSError as error:
-            problem = f"{error.strerror}"
-            if error.errno == errno.ENOSPC:
+        except (OSError, RuntimeError) as error:
+            # torch raises the latter where it cannot map a file.
+            problem = f"{error}"
+            if getattr(error, "errno", None) == errno.ENOSPC:
                 problem += f" with {shutil.disk_usage(folder).free:,} bytes left"
         owner.wire.agree(owner, f"cannot offload to {folder}", f"a folder that takes {nbytes:,} "
                          "bytes more from each rank", problem, "make the folder, let this user "
@@ -262,10 +265,7 @@ class Store:
         if self.buffer_bytes < user.nbytes or len(self.memory) < self.buffers:
             self._grow(user)
         if not self.free:
-            idle = [lender for lender in self.lent if not lender.held]
-            user.owner.expect(bool(idle), "has no buffer", "one that nobody looks into", f"all "
-                              f"{self.buffers} in use", "pass an `Offload` of its own")
-            idle[0].release()
+            next(lender for lender in self.lent if not lender.held).release()
         buffer, event = self.free.pop(0)
         event.synchronize()
         return buffer
@@ -353,7 +353,8 @@ class InFile:
         * `owner` is the layer whose they are
         * `like` has a tensor of the length and data type of each
         """
-        self.store, self.owner = store, owner
+        # Weak: a store, whose buffers this may have when its model goes, holds on to it.
+        self.store, self.owner = store, weakref.ref(owner)
         self.where: dict[str, tuple[int, int, torch.dtype]] = {}  # offset, bytes, data type
         self.nbytes = 0
         for name, tensor in like.items():
@@ -437,7 +438,7 @@ class InFile:
         file.users.append(self)
 
     @torch.no_grad()
-    def become_parameter(self, values: torch.Tensor, trains: bool) -> None:
+    def become_parameter(self, owner: Any, values: torch.Tensor, trains: bool) -> None:
         """
         ### A parameter without elements, for whoever asks what there is to train
         """
@@ -445,7 +446,8 @@ class InFile:
         ghost.untyped_storage().resize_(0)
         self.param = nn.Parameter(ghost, trains)
         self.param.__class__ = FreedParameter.kind(
-            self.owner, "shard", "step it with `Zero3Optimizer`, for it rests in a file")
+            owner, "shard", "it rests in a file: look at it in `full_params()`, and step it with "
+            "`Zero3Optimizer`", has_no_grad=True)
 
     def load(self) -> torch.Tensor:
         """
@@ -470,7 +472,8 @@ class InFile:
         self.save()
 
     def record(self, event: str, nbytes: int) -> None:
-        self.owner.ledger.record(self.owner, event, nbytes, tier=self.tier)
+        if owner := self.owner():
+            owner.ledger.record(owner, event, nbytes, tier=self.tier)
 
     def _borrow(self) -> None:
         """
@@ -516,9 +519,9 @@ class InFile:
         if self.moving[event]:
             concurrent.futures.wait(self.moving[event])
             for block in self.moving[event]:
-                if error := block.exception():
-                    self.owner.wire.fail(
-                        self.owner, f"could not {event} what rests in a file",
+                if (error := block.exception()) and (owner := self.owner()):
+                    owner.wire.fail(
+                        owner, f"could not {event} what rests in a file",
                         f"{self.nbytes:,} bytes in {self.store.offload.folder}", error,
                         "look after the disk, and start again")
             self.moving[event] = []

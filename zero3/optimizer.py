@@ -160,22 +160,19 @@ class Zero3Optimizer(torch.optim.Optimizer):
                       for group in layer.groups if group.shard.requires_grad and len(group.shard)]
         self.expect(bool(self.owned), "has nothing to do", "a trainable Zero3Layer", "none",
                     "wrap the model first, and leave some parameter trainable")
-        on_device = self.offload.tier == "device"
-        self.device = self.owned[0].layer.device if on_device else torch.device("cpu")
         ways = {"fused", "foreach", "differentiable"}
         if "fused" in inspect.signature(optimizer_class).parameters and not ways & kwargs.keys():
             # One loop over memory in place of one for each operation of the formula.
             kwargs["fused"] = True
-        two = torch.zeros(2, device=self.device)
-        kept = [moments_of(optimizer_class, kwargs, each, two) for each in options]
-        self.moments = list(dict.fromkeys(key for keys, _ in kept for key in keys))
-        self._rest()
+        self._rest(optimizer_class, kwargs, options)
         pieces = [{**each, "params": self._pieces(i, self.owned)} for i, each in enumerate(options)]
         self.inner, self.made_by = optimizer_class(pieces, **kwargs), (optimizer_class, kwargs)
         # Param groups and states are one thing with two owners: a scheduler that sets a learning
         # rate here sets it there.
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        for owned in self.owned:
+            owned.let_go(self.state)
 
     # ------------------------------------------------------------------------------------- masters
 
@@ -235,10 +232,15 @@ class Zero3Optimizer(torch.optim.Optimizer):
         name = layer.label if layer.layer_idx >= 0 or not path else f"{path} ({layer.label})"
         return Owned(layer, name, group, dtype, pieces)
 
-    def _rest(self) -> None:
+    def _rest(self, optimizer_class: Any, kwargs: dict[str, Any], options: list) -> None:
         """
         #### Have masters, moments and gradients rest where they shall
         """
+        on_device = self.offload.tier == "device"
+        self.device = self.owned[0].layer.device if on_device else torch.device("cpu")
+        two = torch.zeros(2, device=self.device)
+        kept = [moments_of(optimizer_class, kwargs, each, two) for each in options]
+        self.moments = list(dict.fromkeys(key for keys, _ in kept for key in keys))
         need_bytes = sum(owned.nbytes(self.moments) - owned.shard.nbytes * owned.near(self.device)
                          for owned in self.owned)
         if self.offload.tier != "nvme":
@@ -422,12 +424,15 @@ class Zero3Optimizer(torch.optim.Optimizer):
             owned.layer.ledger.record(owned.layer, "step", grad.nbytes, tier=tier)
             for *_, piece in owned.pieces:
                 piece.grad = None
+        # What was scaled in a buffer is not what the file has; it is spent.
+        owned.norm = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """
         ### Drop the gradients, also those that `no_sync` holds back
 
-        Or, without `set_to_none`, those of the shards to zeros, which keeps their memory.
+        Or, without `set_to_none`, those of the shards to zeros, which keeps their memory. In a file
+        a step has dropped them already.
         """
         for layer in self.layers:
             layer._drop_grads()
@@ -451,8 +456,9 @@ class Zero3Optimizer(torch.optim.Optimizer):
                 masters.append(master.clone() if owned.states is not None else master)
                 for _, _, piece in owned.pieces:
                     states[piece] = {
-                        key: value.clone() if owned.states is not None and key in self.moments
-                        else value for key, value in self.state[piece].items()}
+                        key: value.clone() if owned.states is not None
+                        and isinstance(value, torch.Tensor) else value
+                        for key, value in self.state[piece].items()}
         own = {"masters": masters, "loss_scale": self.loss_scale,
                "good_steps": self.good_steps, "skipped_steps": self.skipped_steps}
         found = self.inner.state_dict()
@@ -500,9 +506,11 @@ class Zero3Optimizer(torch.optim.Optimizer):
         kept = {(len(keys), count_bytes) for keys, count_bytes in
                 (moments_of(*self.made_by, group, two) for group in self.param_groups)}
         chain = [m for m in getattr(self.model, "module_list", ()) if m.groups]
-        self.expect(chain == self.layers and len(kept) == 1, "cannot predict", "a Zero3Sequential "
-                    "of plain layers, with as many states in each param group",
-                    f"a {type(self.model).__name__}, {len(kept)} kinds", "measure with `Ledger`")
+        offloads = {m.offload if m.offload.tier == "nvme" else m.offload.tier for m in chain}
+        good = chain == self.layers and len(kept) == len(offloads) == 1
+        self.expect(good, "cannot predict", "a Zero3Sequential of plain layers, with one `Offload` "
+                    "and as many states in each param group", f"a {type(self.model).__name__}, "
+                    f"{len(offloads)} and {len(kept)} kinds", "measure with `Ledger`")
         ((moments, step_bytes),) = kept
         return predict(
             describe(self.model, self.group_by), self.wire.world_size,

@@ -27,7 +27,7 @@ written is what `_Rest` finds when it goes through the same buffers in the same 
 be added; layers outside a `Zero3Sequential`; parameters that no gradient reaches, which keep their
 layer full to the end of the pass; buckets that hold two half-precision data types, whose messages
 are counted as one. Of files: a chain of which the last layer alone trains, which reads the one
-below ahead in vain.
+below ahead in vain; an `Offload` with `max_in_cpu` that another model has used before.
 """
 
 from dataclasses import dataclass, field, replace
@@ -226,12 +226,16 @@ class _Rest:
         self.read_bytes = self.written_bytes = 0
         first = self.count - 1
         in_files = [s for s in self.trains if s.states_in_file]
-        for i, layers in enumerate(arrivals):
+        seen: set[_Shard] = set()
+        for layers in arrivals:
             for s in (s for layer in layers for s in self.trains if s.layer == layer):
-                self.use(s, "grad", read=i > 0)
+                # The first of a step overwrites what is there; another adds to it.
+                self.use(s, "grad", read=s in seen)
+                seen.add(s)
                 self.written_bytes += s.grad_bytes
                 for other in in_files[:first] if s in in_files[first : first + 1] else ():
-                    self.use(other, "kept")
+                    if other.kept_bytes:
+                        self.use(other, "kept")
         for i, s in enumerate(self.trains):
             for other in self.trains[i : i + first]:
                 self.use(other, "kept", "grad")

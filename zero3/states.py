@@ -50,7 +50,7 @@ from zero3.offload import InFile, Offload, copy_to
 _BLOCK_NUMEL = 1 << 16
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Owned:
     """
     ## A trainable shard of this rank, with its master, moments and gradient
@@ -147,12 +147,28 @@ class Owned:
             self.holder = nn.Parameter(self.master)
             self.holder.grad_dtype = self.grad_dtype
         home.release()
+        # An optimizer before this one may have put its own there.
+        vars(self.group).pop("add_grad", None)
         if self.holder is not shard or offload.tier == "nvme":
             self.group.add_grad = self.add_grad  # type: ignore[method-assign]
-        if self.states is None:
-            for _, where, piece in self.pieces:
-                piece.data = self.master[where]
+        for _, where, piece in self.pieces:
+            # Elements that are all one, until `let_go`, for those of a file are not here.
+            there = torch.zeros(1, dtype=wide).expand(len(values)) if self.states else self.master
+            piece.data = there[where]
         self.version = shard._version
+
+    def let_go(self, state: Any) -> None:
+        """
+        ### Leave pieces without elements, where the states rest in a file
+
+        * `state` is the optimizer's; what it has made already goes to the file
+        """
+        if self.states is not None:
+            for *_, piece in self.pieces:
+                piece.data = piece.new_empty(0)
+            if any(piece in state for *_, piece in self.pieces):
+                with self.here(state):
+                    pass
 
     # ------------------------------------------------------------------------------------ gradient
 
@@ -179,7 +195,8 @@ class Owned:
         self.norm = norm_of(grad)
         self.states.write_async("grad")
         for first in self.ahead:
-            first.read_async(*first._kept())
+            if kept := first._kept():
+                first.read_async(*kept)
 
     def read_grad(self) -> torch.Tensor | None:
         """
@@ -194,14 +211,17 @@ class Owned:
     def drop_grad(self, set_to_none: bool = True) -> None:
         """
         ### Forget the gradient, or make it zero
-
-        In a file it is forgotten both ways.
         """
-        self.norm = None
         if self.holder is not None and set_to_none:
             self.holder.grad = None
         elif self.grad is not None:
             self.grad.zero_()
+        elif set_to_none:
+            self.norm = None
+        elif self.norm is not None and self.states is not None:
+            self.norm = torch.zeros_like(self.norm)
+            self.states.blank("grad")["grad"].zero_()
+            self.states.write_async("grad")
 
     # ---------------------------------------------------------------------------------------- step
 
@@ -291,7 +311,8 @@ def moments_of(
     """
     ## What an optimizer keeps for a parameter: tensors of its size, and bytes beside them
 
-    It says so itself, by a step with `two` elements: each state that then has two is a moment.
+    It says so itself, by a step with `two` elements: each state that then has two, of the same data
+    type, is a moment.
     Returns the moments' names, and the bytes of everything else.
 
     * `two` is `(2,)`, where the step will be computed; `group` are a param group's options
@@ -301,5 +322,5 @@ def moments_of(
     optimizer = optimizer_class([{**group, "params": [param]}], **kwargs)
     optimizer.step()
     found = {k: t for k, t in optimizer.state[param].items() if isinstance(t, torch.Tensor)}
-    moments = [key for key, t in found.items() if t.shape == two.shape]
+    moments = [key for key, t in found.items() if t.shape == two.shape and t.dtype == two.dtype]
     return moments, sum(t.nbytes for t in found.values()) - len(moments) * two.nbytes
