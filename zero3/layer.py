@@ -159,8 +159,7 @@ class Zero3Layer(nn.Module):
         self.module = module
         self.wire, self.offload = Wire(rank, world_size), offload or Offload()
         # Neighbours and place in forward order; `Zero3Sequential` sets them.
-        self.prev_layer: list[Zero3Layer] = []
-        self.next_layer: list[Zero3Layer] = []
+        self.prev_layer, self.next_layer = [], []  # type: tuple[list[Zero3Layer], list[Zero3Layer]]
         self.layer_idx, self.label = -1, type(module).__name__
         self.ledger: Ledger | Silence = Silence()
         # An unshard has started, and is complete once the transfer that does it was waited for.
@@ -171,8 +170,7 @@ class Zero3Layer(nn.Module):
         self._kept: weakref.ref | None = None
         # In this `backward()`: the calls that went, the parameters whose gradients are here, and
         # the input gradients that the calls owe.
-        self._entered: set[_Call] = set()
-        self._arrived: set[tuple[str, ...]] = set()
+        self._entered, self._arrived = set(), set()  # type: tuple[set[_Call], set[tuple[str, ...]]]
         self._inputs_left = 0
 
         found = self._find_params(module)
@@ -225,7 +223,10 @@ class Zero3Layer(nn.Module):
             view = flat[offset : offset + p.numel()].view(p.shape)
             slot = _Slot(p, names, offset, view, FreedParameter.kind(self, names[0], _CURE))
             if p.requires_grad:
-                p.register_post_accumulate_grad_hook(partial(self._post_backward_hook, group, slot))
+                # Weakly: the garbage collector does not see a parameter's hook, and what the hook
+                # refers to would stay for ever.
+                hook, at = weakref.WeakMethod(self._post_backward_hook), slot.names[0]
+                p.register_post_accumulate_grad_hook(lambda p, f=hook, at=at: f()(at, p))
             group.slots.append(slot)
             offset += view.numel()
         flat.untyped_storage().resize_(0)
@@ -474,12 +475,13 @@ class Zero3Layer(nn.Module):
         self._wait_params()
 
     @torch.no_grad()
-    def _post_backward_hook(self, group: _Group, slot: _Slot, param: nn.Parameter) -> None:
+    def _post_backward_hook(self, name: str, param: nn.Parameter) -> None:
         """
         #### A parameter's gradient is complete: move it into the flat gradient
 
         In one pass, and then its own memory is gone: a layer does not collect its gradients twice.
         """
+        group, slot = next((g, s) for g in self.groups for s in g.slots if s.names[0] == name)
         grad: Any = param.grad
         param.grad = None
         self.expect(grad.layout == torch.strided and not grad.requires_grad, "cannot reduce a "
