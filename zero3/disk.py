@@ -95,11 +95,12 @@ class File:
 
         Raises `OSError` where the system does, or where the file has become too short.
         """
+        left_bytes = os.fstat(self.fd).st_size
+        if left_bytes < self.nbytes:
+            # To touch a mapped page that the file no longer has would end the process, and to write
+            # behind its end would leave a hole that reads as zeros.
+            raise OSError(errno.EIO, f"the file has been cut to {left_bytes} bytes")
         if self.mapped is not None:
-            left_bytes = os.fstat(self.fd).st_size
-            if left_bytes < self.nbytes:
-                # To touch a page that the file no longer has would end the process.
-                raise OSError(errno.EIO, f"the file has been cut to {left_bytes} bytes")
             there = self.mapped[offset : offset + len(memory)]
             there.copy_(memory) if write else memory.copy_(there)
             return
