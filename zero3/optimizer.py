@@ -500,7 +500,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         Of a step that has its states, as all but the first have.
 
         Raises `RuntimeError` where the model is not a `Zero3Sequential`, has layers inside of
-        layers, or where param groups keep different states.
+        layers or several `Offload`s for them, or where param groups keep different states.
         """
         two = torch.zeros(2, device=self.device)
         kept = {(len(keys), count_bytes) for keys, count_bytes in
