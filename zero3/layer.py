@@ -54,13 +54,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero3.ledger import Ledger, Silence, in_backward
+from zero3.ledger import Ledger, Silence, in_backward, tensors_in
 from zero3.offload import FreedParameter, InFile, InMemory, Offload
 from zero3.wire import Transfer, Wire
-
-# What to do about a parameter that is not where somebody looks for it.
-_CURE = ("wrap each module once, put modules that share a parameter into one Zero3Layer, and build "
-         "the optimizer on `get_trainable_chunk()` after wrapping")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -74,6 +70,7 @@ class _Slot:
     offset: int  # elements
     view: torch.Tensor  # of the flat parameter, in the parameter's shape
     freed_class: type  # a `FreedParameter` that knows its name
+    hook: Any  # the handle of its gradient's
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         return flat[self.offset : self.offset + self.view.numel()].view(self.view.shape)
@@ -89,6 +86,7 @@ class _Group:
 
     slots: list[_Slot]
     full: torch.Tensor  # (world_size * shard_numel,), device; its storage has no bytes at rest
+    inbox: torch.Tensor  # whose memory messages with gradients arrive in: `full`, as a rule
     home: InMemory | InFile  # where the shard rests
     shard: nn.Parameter  # (shard_numel,), what rests
     grad: Any = None  # as long; of the shard's `grad_dtype`; until the end of the reduce
@@ -134,6 +132,10 @@ class Zero3Layer(nn.Module):
     | | the last one is here: *reshard*, *reduce* | freed | leaving, or waiting in a bucket |
     | | the next reduce begins, or the pass ends | freed | freed: the shard has its gradient |
     """
+
+    # What to do about a parameter that is not where somebody looks for it.
+    cure = ("wrap each module once, put modules that share a parameter into one Zero3Layer, and "
+            "build the optimizer on `get_trainable_chunk()` after wrapping")
 
     def __init__(self, module: nn.Module, rank: int | None = None, world_size: int | None = None,
                  device: torch.device | str | None = None, dtype: torch.dtype | None = None,
@@ -198,12 +200,13 @@ class Zero3Layer(nn.Module):
 
         Those inside of a further `Zero3Layer` in the module are that layer's affair.
         """
-        self.expect(not isinstance(module, Zero3Layer), "is given", "a plain module", module, _CURE)
+        self.expect(not isinstance(module, Zero3Layer), "is given", "a plain module", module,
+                    self.cure)
         found: dict[nn.Parameter, tuple[str, ...]] = {}
         for prefix, owner in _own_modules(module):
             for name, p in (*vars(owner).items(), *owner._parameters.items()):
                 self.expect(not isinstance(p, FreedParameter), f"cannot shard `{prefix}{name}`",
-                            "a parameter of this layer alone", p, _CURE)
+                            "a parameter of this layer alone", p, self.cure)
             for name, p in owner._parameters.items():
                 if p is not None:
                     found[p] = (*found.get(p, ()), prefix + name)
@@ -218,16 +221,16 @@ class Zero3Layer(nn.Module):
         rest = self._empty(len(flat) // self.wire.world_size, flat.dtype)  # (shard_numel,), device
         self.wire.scatter(rest, flat)
         home = self.offload.shard(self, rest, next(iter(params)).requires_grad)
-        group, offset = _Group([], flat, home, home.param), 0
+        group, offset = _Group([], flat, flat, home, home.param), 0
         for p, names in params.items():
             view = flat[offset : offset + p.numel()].view(p.shape)
-            slot = _Slot(p, names, offset, view, FreedParameter.kind(self, names[0], _CURE))
-            if p.requires_grad:
-                # Weakly: the garbage collector does not see a parameter's hook, and what the hook
-                # refers to would stay for ever.
-                hook, at = weakref.WeakMethod(self._post_backward_hook), slot.names[0]
-                p.register_post_accumulate_grad_hook(lambda p, f=hook, at=at: f()(at, p))
-            group.slots.append(slot)
+            # Weakly: the garbage collector does not see a parameter's hook, and what the hook
+            # refers to would stay for ever.
+            ours, at = weakref.WeakMethod(self._post_backward_hook), names[0]
+            hook = p.requires_grad and p.register_post_accumulate_grad_hook(
+                lambda p, ours=ours, at=at: ours()(at, p))
+            freed = FreedParameter.kind(self, at, self.cure)
+            group.slots.append(_Slot(p, names, offset, view, freed, hook))
             offset += view.numel()
         flat.untyped_storage().resize_(0)
         self.groups.append(group)
@@ -351,6 +354,14 @@ class Zero3Layer(nn.Module):
                     slot.param.data = slot.of(fulls[i]) if fulls else slot.view
                     slot.param.__class__ = nn.Parameter if fulls else slot.freed_class
 
+    def lend(self) -> bool:
+        """
+        ### Whether somebody outside may use the parameters, which are then here
+
+        Who unshards whole models may find out so what a layer needs of another.
+        """
+        return False
+
     # ------------------------------------------------------------------------------------ reshard
 
     def _cleanup_params(self) -> None:
@@ -370,6 +381,20 @@ class Zero3Layer(nn.Module):
         for g in self.groups:
             g.full.untyped_storage().resize_(0)
         self.ledger.record(self, "free", sum(g.full.nbytes for g in self.groups))
+
+    def _release(self, call: _Call | None = None) -> None:
+        """
+        #### Reshard, or stay full where that saves a gather
+
+        * `call` is the forward call that has ended; in backward there is none
+
+        Backward begins where forward ends, so the last layer stays. A graph that is dropped without
+        backward takes the call along, and that frees the layer.
+        """
+        if call and call.outputs and self.layer_idx >= 0 and not self.next_layer:
+            self._kept = weakref.ref(call, lambda _: self._cleanup_params())
+        else:
+            self._cleanup_params()
 
     # ------------------------------------------------------------------------------------ forward
 
@@ -404,13 +429,8 @@ class Zero3Layer(nn.Module):
                 self._cleanup_params()
             raise
         self.ledger.record(self, "computed")
-        if self.layer_idx >= 0 and not self.next_layer and call.outputs and not recompute:
-            # Backward begins where forward ends: the last layer stays full, which saves one gather.
-            # A graph that is dropped without backward takes the call along, and that frees the
-            # layer.
-            self._kept = weakref.ref(call, lambda _: self._cleanup_params())
-        elif not recompute:
-            self._cleanup_params()
+        if not recompute:
+            self._release(call)
         return output
 
     def _watch_input(self, call: _Call, value: Any) -> Any:
@@ -424,7 +444,7 @@ class Zero3Layer(nn.Module):
         """
         if isinstance(value, torch.Tensor) and value.requires_grad:
             value = value.view_as(value)
-        for tensor in _tensors_in(value):
+        for tensor in tensors_in(value):
             if tensor.requires_grad and torch.is_grad_enabled():
                 call.inputs += 1
                 tensor.register_hook(partial(self._backward_event, call))
@@ -436,7 +456,7 @@ class Zero3Layer(nn.Module):
 
         So may a tensor that a module keeps as an attribute, an auxiliary loss for instance.
         """
-        for tensor in _tensors_in((output, self.module)):
+        for tensor in tensors_in((output, self.module)):
             ours = {g.full.untyped_storage().data_ptr() for g in self.groups if len(g.full)}
             self.expect(tensor.untyped_storage().data_ptr() not in ours, "puts out freed memory",
                         "a tensor of its own", f"a view of a parameter, {tensor.shape}", "clone it")
@@ -517,9 +537,15 @@ class Zero3Layer(nn.Module):
         weight below the last trainable one is still needed for the gradient of the input.
         """
         self._inputs_left -= call in self._entered
-        trainable = sum(len(g.slots) for g in self.groups if g.shard.requires_grad)
-        if self._inputs_left <= 0 and len(self._arrived) == trainable:
+        if self._is_over():
             self._backup_grads()
+
+    def _is_over(self) -> bool:
+        """
+        #### Whether backward needs the full parameters no more
+        """
+        trainable = sum(len(g.slots) for g in self.groups if g.shard.requires_grad)
+        return self._inputs_left <= 0 and len(self._arrived) == trainable
 
     # ------------------------------------------------------------------------------------- reduce
 
@@ -532,7 +558,7 @@ class Zero3Layer(nn.Module):
         it hands the sums to `_add_reduced`. All ranks must come here. A rank sends each other one
         its share of the flat gradient, $(N-1)\lceil P_\ell/N \rceil$ elements.
         """
-        self._cleanup_params()
+        self._release()
         self._arrived.clear()
         groups = [g for g in self.groups if g.grad is not None]
         for g in groups:
@@ -543,7 +569,7 @@ class Zero3Layer(nn.Module):
         if groups:
             # Messages arrive where the full parameters were, which need the memory no more. Those
             # of a bucket arrive where its first layer's were.
-            self.wire.reducer.add(self, [(g.grad, g.full) for g in groups])
+            self.wire.reducer.add(self, [(g.grad, g.inbox) for g in groups])
         if self.layer_idx < 0:
             # A layer that stands alone has no neighbour to end it before the pass does.
             self.wire.reducer.finish(self)
@@ -564,7 +590,7 @@ class Zero3Layer(nn.Module):
         self.ledger.record(self, "reduced", sum(t.nbytes for t in totals))
         self._drop_grads()
         for g in groups:
-            g.full.untyped_storage().resize_(0)
+            g.inbox.untyped_storage().resize_(0)
         self.ledger.record(self, "free", None)
 
     def _drop_grads(self) -> None:
@@ -711,19 +737,3 @@ def _own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
         yield prefix, module
         for name, child in module.named_children():
             yield from _own_modules(child, f"{prefix}{name}.")
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """
-    #### Every tensor in a nest of tuples, lists, dicts, dataclasses and attributes of modules
-    """
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, nn.Module):
-        value = [v for m in value.modules() for v in vars(m).values() if type(v) is torch.Tensor]
-    elif isinstance(value, dict):
-        value = list(value.values())
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, f.name) for f in dataclasses.fields(value)]
-    for item in value if isinstance(value, (list, tuple)) else ():
-        yield from _tensors_in(item)

@@ -18,9 +18,11 @@ $$\text{live} = \sum_{\text{distinct storages } s} \text{bytes}(s)
 that one event takes and gives back before it is recorded is not seen.
 """
 
+import dataclasses
 import os
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +37,22 @@ def in_backward() -> bool:
     ## Whether the autograd engine runs, on this thread
     """
     return torch._C._current_graph_task_id() != -1
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """
+    ## Every tensor in a nest of tuples, lists, dicts, dataclasses and attributes of modules
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        value = [v for m in value.modules() for v in vars(m).values() if type(v) is torch.Tensor]
+    elif isinstance(value, dict):
+        value = list(value.values())
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, f.name) for f in dataclasses.fields(value)]
+    for item in value if isinstance(value, (list, tuple)) else ():
+        yield from tensors_in(item)
 
 
 @dataclass(frozen=True)

@@ -94,8 +94,11 @@ class FreedParameter(nn.Parameter):
         if func in _METADATA or (cls.has_no_grad and func == torch.Tensor.grad.__get__):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        cls.layer().expect(False, f"freed `{cls.name}`", "a use in the layer's forward, or in "
-                           "`with layer.full_params():`", f"`{func.__name__}` outside", cls.cure)
+        layer = cls.layer()
+        layer.expect(not cls.has_no_grad and layer.lend(), f"freed `{cls.name}`", "a use in the "
+                     "layer's forward, or in `with layer.full_params():`",
+                     f"`{func.__name__}` outside", cls.cure)
+        return func(*args, **(kwargs or {}))
 
     def __repr__(self, *, tensor_contents=None):
         return f"<`{self.name}`, sharded by {self.layer().label}>"

@@ -101,10 +101,10 @@ class Transfer:
             for other, row in enumerate(rows):
                 mine = rows[self.wire.rank]
                 if row != mine:
-                    return (f"{where}: the ranks diverged. Expected: {_announced(mine)}, on all "
-                            f"ranks, as here. Got: {_announced(row)}, on rank {other}. What to do: "
-                            f"look for an error on rank {other}; without one, call the same layers "
-                            "in the same order on all ranks. Start again.")
+                    return (f"{where}: the ranks diverged. Expected: {self.wire.told(mine)}, on "
+                            f"all ranks, as here. Got: {self.wire.told(row)}, on rank {other}. "
+                            f"What to do: look for an error on rank {other}; without one, call the "
+                            "same layers in the same order on all ranks. Start again.")
             for work in self.works:
                 work.wait()
         except (RuntimeError, ValueError) as error:
@@ -147,7 +147,8 @@ class Wire:
                 "start with torchrun, call `torch.distributed.init_process_group` first, and pass "
                 "its numbers or leave them out.")
         self.reducer = Reducer(self)
-        self.unsettled: set[Any] = set()  # layers that the end of this `backward()` will settle
+        # Layers that the end of this `backward()` will settle; and what errors call the layers.
+        self.unsettled, self.names = set(), {}  # type: tuple[set[Any], dict[int, str]]
         # One reduce at most is in flight, of a layer or of a bucket of them.
         self.reducing: Any = None
         self.stepping = False  # inside of the optimizer's step
@@ -358,6 +359,13 @@ class Wire:
             whole = tensor.detach().contiguous()
             dist.broadcast(_bytes(whole), 0)
             tensor.detach().copy_(whole)
+
+    def told(self, row: list[int]) -> str:
+        """
+        ### What a rank has announced
+        """
+        sent = f", {row[2]} bytes, layers' checksum {row[3]}" if _ACTIONS[row[1]] != "fault" else ""
+        return f"{_ACTIONS[row[1]]} of {self.names.get(row[0], f'layer {row[0]}')}{sent}"
 
     def _begin(self, layers: list[Any], action: str, stream: Any, pairs: list) -> Transfer:
         """
@@ -570,11 +578,6 @@ class Bucket(Reducer):
         if self.waiting:
             self._send(self.waiting)
         super().end()
-
-
-def _announced(row: list[int]) -> str:
-    sent = f", {row[2]} bytes, layers' checksum {row[3]}" if _ACTIONS[row[1]] != "fault" else ""
-    return f"{_ACTIONS[row[1]]} of layer {row[0]}{sent}"
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
