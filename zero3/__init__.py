@@ -40,7 +40,8 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {"Zero3Layer": "layer", "Zero3Sequential": "layer", "Offload": "offload",
-          "Zero3Optimizer": "optimizer"}
+          "Zero3Optimizer": "optimizer", "Zero3Model": "coordinator", "wrap": "coordinator",
+          "Deferred": "materialise"}
 __all__ = list(_HOMES)
 
 

@@ -1,0 +1,411 @@
+r"""
+# Whole models: wrap them where they stand
+
+`wrap` turns the layers of any model into units, which are sharded, fetched and freed by themselves;
+the model is called as before.
+
+In `Zero3Sequential` a model is a chain that was built for it. Here the model is whatever it is, and
+its layers are named by their classes. Each becomes a `Unit` in the place where it stands, and what
+is left over becomes one more, around all of them: embeddings, a last norm, a head.
+
+$$\underbrace{P_{\text{rest}}}_{\text{forward and backward}} + \;
+\underbrace{P_\ell + \text{what is fetched ahead}}_{\text{in turn}}
+\;\ge\; \text{full elements at any moment}$$
+
+A parameter under two names, an embedding and a head for instance, has one owner, one shard and one
+gradient. Inside of a unit nothing has to be done for that. Between units the owner is the root if
+it has the parameter, else the first unit that does; for the others it is a parameter of somebody
+else, which is fetched along with them.
+
+| argument | DeepSpeed's name for it |
+|---|---|
+| `layer_classes`, `leaf_classes` | every module is one; `set_z3_leaf_modules` |
+| `prefetch_numel` | `stage3_prefetch_bucket_size`, `stage3_max_reuse_distance` |
+| `max_live_numel` | `stage3_max_live_parameters` |
+| `persist_below_numel` | `stage3_param_persistence_threshold` |
+| `mark_persistent_parameters` | the same, with `stage3_model_persistence_threshold` |
+| `register_external_parameter` | the same |
+
+**Run this**: `make train ARGS=--wrap` trains the main job's model so; `make bench ARGS="--peers
+zero3 wrap"` compares both.
+
+**Not covered, and what that costs**: ranks must come to the same units in the same order, so what
+depends on a rank's data belongs inside of one, by `leaf_classes`. A parameter that is smaller than
+its unit saves no message by staying full: a unit is gathered as one flat parameter, and persists as
+a whole. `predict` knows chains only.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from zero3.layer import Zero3Layer, _own_modules
+from zero3.ledger import tensors_in
+from zero3.materialise import Deferred, Source, save
+from zero3.offload import Offload
+from zero3.units import Schedule, Unit
+from zero3.wire import Wire
+
+Classes = type | Iterable[type]
+
+
+class Zero3Model(nn.Module):
+    """
+    ## A whole model, sharded unit by unit
+
+    `wrap` makes it. It is called like the model, and can be asked for the model's attributes.
+    """
+
+    expect: Any = Zero3Layer.expect
+    label = "the model"
+
+    def __init__(self, model: nn.Module, layer_classes: Classes, leaf_classes: Classes,
+                 source: Source, prefetch_numel: int | None, max_live_numel: int | None,
+                 persist_below_numel: int, offload: Offload | None, debug: bool):
+        super().__init__()
+        self.wire, self.schedule = Wire(), Schedule(debug)
+        # Other names of tied parameters, and the modules that have these as plain attributes.
+        self.aliases: list[tuple[str, nn.Module, str]] = []
+        self.units = self.schedule.units = self._wrap(model, layer_classes, leaf_classes, source,
+                                                      offload)
+        self.module: Any = self.units[0]
+        for i, unit in enumerate(self.units):
+            # One wire: the reduces of all units follow each other, and each unit has a number.
+            unit.layer_idx, unit.wire = i, self.wire
+            self.wire.names[i] = unit.label = f"layer {i} ({unit.path or 'the rest'})"
+            unit.inside = [m for m in unit.module.modules() if isinstance(m, Unit)]
+            for other in unit.inside:
+                other.outside.append(unit)
+        self.schedule.max_live_numel = max_live_numel
+        self.schedule.prefetch_numel = (max(unit.numel for unit in self.units[1:])
+                                        if prefetch_numel is None else prefetch_numel)
+        self.mark_persistent_parameters(persist_below_numel)
+        # What persists is gathered again after a step, of any optimizer.
+        schedule = weakref.ref(self.schedule)
+
+        def count(*_) -> None:
+            if found := schedule():
+                found.steps += 1
+
+        self._stop_counting = weakref.finalize(
+            self, register_optimizer_step_post_hook(count).remove)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module").module, name)
+
+    # ---------------------------------------------------------------------------------------- wrap
+
+    def _wrap(self, model: nn.Module, layer_classes: Classes, leaf_classes: Classes,
+              source: Source, offload: Offload | None) -> list[Unit]:
+        """
+        #### Put units in the places of the layers, and one around what is left over
+
+        What is inside of others first. Returns them, the root's first.
+        """
+        leaves = _classes(leaf_classes)
+        plain = not any(isinstance(m, Zero3Layer) for m in model.modules())
+        self.expect(plain, "is sharded already", "a plain model", type(model).__name__,
+                    "`destroy()` it first")
+        places = [*_places(model, "", (*_classes(layer_classes), Deferred), leaves)]
+        self.expect(len(places) > 0, "has nothing to wrap", f"modules of {layer_classes}",
+                    f"none in {type(model).__name__}", "pass the classes of its layers")
+        below = {m for _, _, layer, _ in places for m in layer.modules()}
+        # A tied parameter belongs to the root, which is whole all along, or to the first who has
+        # it. The others find it where they look for it, and it is fetched along with them.
+        at_root = {p for m in model.modules() if m not in below for p in m._parameters.values()
+                   if p is not None}
+        owners: dict[torch.Tensor, Unit] = {}  # by the parameter as it was before
+        made: dict[torch.Tensor, torch.Tensor] = {}
+        tied: list[tuple[torch.Tensor, Unit, nn.Module, str]] = []
+        units: dict[nn.Module, Unit] = {}
+        for parent, name, layer, path in [*places, (None, "", model, "")]:
+            if layer not in units:
+                module = source.make(layer, path)
+                own = {f"{path}.{at}".strip("."): m for at, m in _own_modules(module)}
+                ties = self._untie(own, {*owners, *(at_root if layer is not model else ())}, source)
+                before = {p for m in own.values() for p in m._parameters.values() if p is not None}
+                made |= source.fill(self, own, path)
+                for _, m, key in ties:
+                    del vars(m)[key]
+                unit = Unit(module, self.schedule, path, isinstance(layer, leaves), source.device,
+                            offload)
+                units[layer] = unit
+                self.wire = unit.wire if unit.groups else self.wire
+                owners |= dict.fromkeys(before, unit)
+                tied += [(p, unit, m, key) for p, m, key in ties]
+            if parent is not None:
+                parent._modules[name] = units[layer]
+        for p, user, m, key in tied:
+            vars(m)[key] = made.get(p, p)
+            user.externals.append(owners[p])
+        # The root's came last.
+        return [units.pop(model), *units.values()]
+
+    def _untie(self, own: dict[str, nn.Module], others: set, source: Source) -> list[tuple]:
+        """
+        #### Take parameters of other units out of a unit's modules, and say which and where
+        """
+        ties = []
+        for at, m in own.items():
+            for key, p in [*m._parameters.items()]:
+                if p in others:
+                    ties.append((p, m, key))
+                    self.aliases.append((f"{at}.{key}", m, key))
+                    del m._parameters[key]
+                    # For a module that draws its values, and would draw these too.
+                    vars(m)[key] = torch.empty(p.shape, dtype=p.dtype, device=source.device)
+        return ties
+
+    def mark_persistent_parameters(self, below_numel: int, model_numel: int | None = None) -> int:
+        """
+        ### Have small units stay full from one step to the next
+
+        * `below_numel` is more than each of them has, in elements
+        * `model_numel` is the most that all of them may have; left out, there is no limit
+
+        Each is gathered once after a step, in place of forward and backward of each micro-batch.
+        All ranks call it alike, between two steps. Returns the elements that will stay.
+        """
+        self.release_all()
+        left_numel = float("inf") if model_numel is None else model_numel
+        for unit in self.units:
+            unit.persistent = 0 < unit.numel < below_numel and unit.numel <= left_numel
+            left_numel -= unit.numel * unit.persistent
+        return sum(unit.numel for unit in self.units if unit.persistent)
+
+    def register_external_parameter(self, module: nn.Module, param: nn.Parameter) -> None:
+        """
+        ### Say that a module uses a parameter of another unit
+
+        Where a first use that fetches does not do: if not all ranks come to it, for instance.
+        DeepSpeed's function of this name does the same.
+
+        Raises `RuntimeError` where either is not of this model.
+        """
+        users = [u for u in self.units for _, m in _own_modules(u.module) if m is module]
+        owners = [u for u in self.units for slot in u._slots() if slot.param is param]
+        self.expect(bool(users and owners), "cannot register this", "a module and a parameter of "
+                    "this model", f"{type(module).__name__} and {type(param).__name__}",
+                    "take them from the wrapped model")
+        if owners[0] is not users[0] and owners[0] not in users[0].externals:
+            users[0].externals.append(owners[0])
+
+    def forward(self, *args, **kwargs):
+        """
+        ### Forward pass of the model
+        """
+        return self.module(*args, **kwargs)
+
+    # ----------------------------------------------------------------------------------------- use
+
+    def get_trainable_chunk(self) -> list[nn.Parameter]:
+        """
+        ### This rank's trainable shards, of all units
+        """
+        return [shard for unit in self.units for shard in unit.get_trainable_chunk()]
+
+    @contextmanager
+    def full_params(self, writeback: bool = False) -> Iterator[dict[str, nn.Parameter]]:
+        """
+        ### The full parameters of all units at once, named as in the plain model
+
+        This holds the whole model; `full_params` of a unit holds one. As for a `Zero3Layer`.
+        """
+        with ExitStack() as stack:
+            found = {unit.full_name(name): p for unit in self.units
+                     for name, p in stack.enter_context(unit.full_params(writeback)).items()}
+            yield found | {name: vars(m)[key] for name, m, key in self.aliases}
+
+    def save(self, folder: str | Path) -> None:
+        """
+        ### Write the weights as safetensors, one unit at a time: see `materialise.save`
+        """
+        save(self, folder)
+
+    @torch.no_grad()
+    def generate(self, *args, **kwargs) -> Any:
+        """
+        ### Continue sequences of tokens, all ranks in step
+
+        With the model's own `generate`, where it has one, as those of Hugging Face have; else with
+        `continue_tokens`, which see for the arguments. All ranks call it, each with sequences of
+        its own: those that are done go on computing until all are. What is at the root stays full
+        until the end, for every token needs it.
+        """
+        plain = self.module.module
+        begin = partial(self.schedule.begin_forward, "generate")
+        with self.module.full_params(), plain.register_forward_pre_hook(lambda *_: begin()):
+            try:
+                if hasattr(plain, "generate"):
+                    return plain.generate(*args, synced_gpus=self.wire.world_size > 1, **kwargs)
+                return continue_tokens(plain, *args, world_size=self.wire.world_size, **kwargs)
+            finally:
+                self.schedule.end_forward()
+
+    def release_all(self) -> None:
+        """
+        ### Free all full parameters, of persistent units too
+        """
+        self.schedule.trace.end()
+        for unit in self.units:
+            unit.users.clear()
+            unit._cleanup_params()
+
+    @torch.no_grad()
+    def destroy(self, weights: bool = True) -> nn.Module:
+        """
+        ### Give the plain module back, without units and hooks
+
+        * `weights` says that each rank gets the whole model; left out of it, the parameters are on
+          the meta device
+
+        All ranks call it. This object is of no use afterwards.
+        """
+        self.release_all()
+        new: dict[torch.Tensor, nn.Parameter] = {}
+        for unit in self.units:
+            with unit.full_params() if weights else nullcontext():
+                values = [slot.param.clone() if weights else
+                          torch.empty(slot.view.shape, dtype=slot.view.dtype, device="meta")
+                          for slot in unit._slots()]
+            for slot, value in zip(unit._slots(), values, strict=True):
+                new[slot.param] = nn.Parameter(value, slot.param.requires_grad)
+                if slot.hook:
+                    slot.hook.remove()
+                if weights:
+                    # The same object as ever, for whoever refers to it.
+                    slot.param.__class__ = nn.Parameter
+                    slot.param.data, new[slot.param] = value, slot.param
+        plain = self.module.module
+        for m in [*plain.modules()]:
+            for key, value in [*vars(m).items()]:
+                if isinstance(value, nn.Parameter) and value in new:
+                    del vars(m)[key]
+                    m._parameters[key] = new[value]
+            for key, child in m._modules.items():
+                m._modules[key] = child.module if isinstance(child, Unit) else child
+        self._modules.clear()
+        self._stop_counting()
+        return plain
+
+    def memory_report(self) -> str:
+        """
+        ### What each unit has on this rank, now, in a table
+        """
+        rows = [f"{'elements':>12} {'at rest':>12} {'full':>12}  tier    unit"]
+        for unit in self.units:
+            rest_bytes = sum(g.shard.nbytes for g in unit.groups)
+            full_bytes = sum(g.full.untyped_storage().nbytes() for g in unit.groups)
+            tiers = "+".join(dict.fromkeys(g.home.tier for g in unit.groups)) or "none"
+            stays = ", persistent" * unit.persistent + ", leaf" * unit.leaf
+            rows.append(f"{unit.numel:12,} {rest_bytes:12,} {full_bytes:12,}  {tiers:7} "
+                        f"{unit.label}{stays}")
+        return "\n".join([
+            f"rank {self.wire.rank} of {self.wire.world_size}, bytes of parameters", *rows,
+            f"{self.schedule.live_numel():,} elements are full; {self.schedule.trace.misses} "
+            "passes went another way than the one before"])
+
+
+def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = (),
+         prefetch_numel: int | None = None, max_live_numel: int | None = None,
+         persist_below_numel: int = 0, offload: Offload | None = None,
+         device: torch.device | str | None = None, seed: int = 0,
+         init: Callable[[nn.Module], Any] | None = None, checkpoint: str | Path | None = None,
+         debug: bool = False) -> Zero3Model:
+    """
+    ## Shard a whole model, in place
+
+    All ranks call it alike. Every module of `layer_classes` becomes a `Unit` where it stands, and
+    what is left over one more, around all of them.
+
+    * `model` may have its values, rank 0's become everybody's; or be on the meta device, or have
+      `Deferred` layers, and then it is made one unit at a time
+    * `layer_classes` is a class or several; those inside of others are units too
+    * `leaf_classes` become units with all that is inside of them. What depends on the data of a
+      rank belongs there, the experts of a mixture with their router for instance: they are gathered
+      together, and reduced on all ranks, with zeros where nothing came
+    * `prefetch_numel` elements are fetched ahead, or not freed since they come soon again; left
+      out, as many as the largest unit has, so that the next is always on its way; with 0 none
+    * `max_live_numel` elements are full at once, at most; left out, there is no limit
+    * `persist_below_numel`: as for `mark_persistent_parameters`
+    * `offload` says where shards rest; left out, on the device
+    * `device` is where to materialise; left out, where the model is, or the CPU
+    * `seed`, `init` and `checkpoint` are as for `Source`
+    * `debug` has ranks compare what they are about to gather; on the CPU messages always do, and
+      this finds out on an accelerator what NCCL would hang on
+
+    Raises `RuntimeError` where there is nothing to wrap, where a unit has no values, and as
+    `Zero3Layer`. ZeRO-Infinity, sections 6.2 and 7.2. Keeps I1 to I8, with I3 and I4 for units.
+    """
+    at = next((p.device for p in model.parameters() if not p.is_meta), "cpu")
+    source = Source(torch.device(device or at), seed, init, checkpoint)
+    return Zero3Model(model, layer_classes, leaf_classes, source, prefetch_numel, max_live_numel,
+                      persist_below_numel, offload, debug)
+
+
+def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 20, *,
+                    eos_token_id: int | None = None, temperature: float = 0.0,
+                    generator: torch.Generator | None = None, window: int | None = None,
+                    world_size: int = 1) -> torch.Tensor:
+    """
+    ## Continue sequences of tokens
+
+    * `model` gives logits, `(batch, length, vocabulary)`, first of what it returns
+    * `ids` are `(batch, length)`, of this rank
+    * `eos_token_id` ends a sequence, and fills the others' places behind it
+    * `temperature` 0 takes the likeliest token, others draw with `generator`
+    * `window` is the longest sequence that the model takes
+
+    Returns `(batch, length + n)`, where n is at most `max_new_tokens`.
+    """
+    done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+    for _ in range(max_new_tokens):
+        logits = next(tensors_in(model(ids[:, -(window or 0) :])))[:, -1].float()
+        if temperature:
+            draws = torch.softmax(logits / temperature, -1).cpu()
+            token = torch.multinomial(draws, 1, generator=generator)[:, 0].to(ids.device)
+        else:
+            token = logits.argmax(-1)
+        if not done.all():
+            if eos_token_id is not None:
+                token = token.where(~done, eos_token_id)
+                done = done | (token == eos_token_id)
+            ids = torch.cat([ids, token[:, None]], dim=1)
+        # Who is done goes on gathering, for the others need its shards.
+        left = (~done).any().int()
+        if world_size > 1:
+            dist.all_reduce(left, dist.ReduceOp.MAX)
+        if not left:
+            break
+    return ids
+
+
+def _places(module: nn.Module, path: str, layers: tuple[type, ...], leaves: tuple[type, ...]
+            ) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
+    """
+    #### Where units will stand: in which module, by which name, what, by which path
+
+    What is inside of a unit comes before it.
+    """
+    for name, child in module._modules.items():
+        if child is not None:
+            at = f"{path}.{name}" if path else name
+            if not isinstance(child, leaves):
+                yield from _places(child, at, layers, leaves)
+            if isinstance(child, (*layers, *leaves)):
+                yield module, name, child, at
+
+
+def _classes(classes: Classes) -> tuple[type, ...]:
+    return (classes,) if isinstance(classes, type) else tuple(classes)

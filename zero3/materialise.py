@@ -1,0 +1,235 @@
+r"""
+# Models larger than memory: made, read and written layer by layer
+
+`Source` gives one layer of a model its values, `Deferred` stands for one that is not made yet, and
+`save` writes a sharded model to files.
+
+A model that no rank could hold must not be whole at any time, and least of all on its first day. So
+it is built without values, on torch's `meta` device or of `Deferred` layers. Then each layer in
+turn is materialised on every rank, filled, sharded and freed, before the next one is touched.
+Values come from the module's own `reset_parameters`, from a function, or from a checkpoint, of
+which only the layer's tensors are read.
+
+$$\text{while a model is made} \le \sum_\ell \Big\lceil \frac{P_\ell}{N} \Big\rceil
++ 2 \max_\ell P_\ell \quad \text{elements}$$
+
+Twice the largest layer: in its parameters, and in the flat one that they are copied to.
+
+Each module is seeded by its name. So its values depend neither on the number of ranks nor on what
+was made before it; they are not those of a model that is made in one go, which draws all of its
+numbers one after the other.
+
+**Run this**: `python -m pytest tests/test_coordinator.py -k memory` makes, trains and saves a model
+of four times a limit on its memory.
+
+**Not covered, and what that costs**: checkpoints are files of safetensors, one or several with an
+index, as Hugging Face has them, with names as in the plain model's `state_dict()`; other names have
+to be changed first. Optimizer states are not in them.
+"""
+
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from zero3.layer import _own_modules
+
+_INDEX = "model.safetensors.index.json"
+
+
+class Deferred(nn.Module):
+    """
+    ## A layer that is not made yet
+
+    Stands in a model where `factory()` will give a layer, on each rank, when `wrap` comes to it.
+    """
+
+    def __init__(self, factory: Callable[[], nn.Module]):
+        super().__init__()
+        self.factory = factory
+
+
+@dataclass
+class Source:
+    """
+    ## Where a model's values come from
+
+    * `device` is where layers are materialised
+    * `seed` is of the values that are drawn
+    * `init` gives a module its values, in place of the module's `reset_parameters`
+    * `checkpoint` is a file of safetensors, the index of several, or their folder
+    """
+
+    device: torch.device
+    seed: int = 0
+    init: Callable[[nn.Module], Any] | None = None
+    checkpoint: str | Path | None = None
+
+    def make(self, module: nn.Module, path: str) -> nn.Module:
+        """
+        ### The layer itself, where it was deferred
+        """
+        if not isinstance(module, Deferred):
+            return module
+        with self._seeded(path):
+            return module.factory().to(self.device)
+
+    @torch.no_grad()
+    def fill(self, model: Any, modules: dict[str, nn.Module], path: str
+             ) -> dict[torch.Tensor, torch.Tensor]:
+        """
+        ### Give a layer values, where it has none
+
+        * `model` raises errors, on all ranks
+        * `modules` are the layer's own, by their names in the model; `path` is the layer's
+
+        All ranks call it; rank 0 draws or reads, for its values become everybody's. Returns what
+        was made, by what stood for it.
+
+        Raises `RuntimeError` where there are no values for something, or a checkpoint does not fit.
+        """
+        made: dict[torch.Tensor, torch.Tensor] = {}
+        empty: dict[str, set[str]] = {}  # of each module, what had no values
+        for at, module in modules.items():
+            for tensors in (module._parameters, module._buffers):
+                for name, t in tensors.items():
+                    if t is not None and t.is_meta:
+                        if t not in made:
+                            new = torch.empty_like(t, device=self.device, requires_grad=False)
+                            made[t] = (nn.Parameter(new, t.requires_grad)
+                                       if isinstance(t, nn.Parameter) else new)
+                            if new.is_floating_point() and not model.wire.rank:
+                                # What nobody writes to is found out so.
+                                new.fill_(torch.nan)
+                        tensors[name] = made[t]
+                        empty.setdefault(at, set()).add(name)
+        if not empty and self.checkpoint is None:
+            return made
+        problem = ""
+        # Those inside of others first: what holds them may want to change them afterwards.
+        for at in [*empty][::-1] if not model.wire.rank else ():
+            if self.checkpoint is None or empty[at] & modules[at]._non_persistent_buffers_set:
+                problem = problem or self._draw(modules[at], at)
+        if self.checkpoint is not None:
+            problem = problem or self._read(modules, model.wire.rank)
+        for at, names in empty.items() if not model.wire.rank else ():
+            for name in names:
+                value = getattr(modules[at], name)
+                if value.is_floating_point() and value.isnan().any():
+                    problem = problem or f"`{_join(at, name)}` has no values, or NaN"
+        model.wire.agree(model, f"cannot fill `{path}`", "values for every parameter and buffer",
+                         problem, "pass `init=`, a function of a module, or a checkpoint with all "
+                         "of its tensors; or build what is missing outside of the meta device")
+        return made
+
+    def _draw(self, module: nn.Module, at: str) -> str:
+        """
+        #### Draw a module's values, or say why not
+        """
+        own = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+        if self.init is None and own is None:
+            return f"`{at}`, a {type(module).__name__} without `reset_parameters`"
+        try:
+            with self._seeded(at):
+                self.init(module) if self.init else own()
+        except Exception as error:
+            # The other ranks wait for this one, and shall hear of it.
+            return f"`{at}`: {error!r}"
+        return ""
+
+    def _read(self, modules: dict[str, nn.Module], rank: int) -> str:
+        """
+        #### Read a layer's values, or say why not
+
+        A tied parameter is in a file under one of its names.
+        """
+        places: dict[torch.Tensor, list[str]] = {}
+        for at, module in modules.items():
+            for name, t in (*module._parameters.items(), *module._buffers.items()):
+                if t is not None and name not in module._non_persistent_buffers_set:
+                    places.setdefault(t, []).append(_join(at, name))
+        try:
+            for t, names in places.items():
+                name = next((name for name in names if name in self.files), "")
+                if not name:
+                    return f"no `{names[0]}` in {self.checkpoint}"
+                with safe_open(self.files[name], framework="pt") as file:
+                    shape = tuple(file.get_slice(name).get_shape())
+                    if shape != tuple(t.shape):
+                        return f"`{name}` of {shape} there, and {tuple(t.shape)} here"
+                    if not rank:
+                        t.copy_(file.get_tensor(name))
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            return f"{self.checkpoint}: {error!r}"
+        return ""
+
+    @cached_property
+    def files(self) -> dict[str, Path]:
+        """
+        ### In which file each tensor of the checkpoint is
+        """
+        path = Path(str(self.checkpoint))
+        if path.is_dir():
+            path = path / _INDEX if (path / _INDEX).exists() else path / "model.safetensors"
+        if path.suffix == ".json":
+            names = json.loads(path.read_text())["weight_map"]
+            # By its last part alone: an index has no say about other folders.
+            return {name: path.parent / Path(file).name for name, file in names.items()}
+        with safe_open(path, framework="pt") as file:
+            return dict.fromkeys(file.keys(), path)
+
+    @contextmanager
+    def _seeded(self, at: str) -> Iterator[None]:
+        """
+        #### Random numbers of a module's own, and afterwards those from before
+        """
+        with torch.random.fork_rng():
+            torch.manual_seed(zlib.crc32(f"{self.seed} {at}".encode()))
+            yield
+
+
+def save(model: Any, folder: str | Path) -> None:
+    """
+    ## Write a whole model's weights, one unit at a time
+
+    Safetensors, a file for each unit and an index, as Hugging Face has them and as `Source` reads
+    them. A parameter with several names is in it once, under its first. All ranks call it; rank 0
+    writes. Raises `RuntimeError` on all ranks where that fails.
+    """
+    folder, index, total_bytes = Path(folder), {}, 0  # type: Path, dict[str, str], int
+    for i, unit in enumerate(model.units, 1):
+        file, problem = f"model-{i:05}-of-{len(model.units):05}.safetensors", ""
+        with unit.full_params() as params:
+            first = {p: name for name, p in reversed(params.items())}
+            found = {unit.full_name(name): p.detach() for p, name in first.items()}
+            for prefix, module in _own_modules(unit.module):
+                found |= {unit.full_name(prefix + name): buffer
+                          for name, buffer in module._buffers.items()
+                          if buffer is not None and name not in module._non_persistent_buffers_set}
+            index |= dict.fromkeys(found, file)
+            total_bytes += sum(t.nbytes for t in found.values())
+            try:
+                if not unit.wire.rank:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    # Contiguous, for views of the flat parameter it would refuse.
+                    save_file(found, folder / file, {"format": "pt"})
+                    if unit is model.units[-1]:
+                        told = {"metadata": {"total_size": total_bytes}, "weight_map": index}
+                        (folder / _INDEX).write_text(json.dumps(told, indent=1))
+            except (OSError, SafetensorError) as error:
+                problem = f"{error}"
+        unit.wire.agree(unit, f"cannot be saved to {folder}", "a folder with room to write to",
+                        problem, "choose another, or make room")
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

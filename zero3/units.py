@@ -1,0 +1,436 @@
+r"""
+# Units: fetched ahead along an order that was learnt
+
+A `Unit` is a layer of a whole model; a `Schedule` learns in which order units compute, and says
+when each is fetched and when it is freed.
+
+A `Zero3Sequential` knows what comes next, because it is a chain. A model that is written freely is
+not: its layers stand in lists, branch, are called twice. But from one step to the next it does the
+same. So the first pass is *traced*, and each unit fetched when it is come to; from the second pass
+on the trace says what to fetch while the units before it compute. A pass that goes another way is
+noticed at the first difference: from there on it fetches on demand, which is slower and as right,
+and the next pass goes by what this one did.
+
+$$\underbrace{u_1, \ldots, u_p}_{\text{seen}}\;
+\underbrace{u_{p+1}, \ldots, u_{p+k}}_{\text{soon: fetched, or not freed}}\;
+u_{p+k+1}, \ldots
+\qquad \sum_{i=1}^{k} P_{u_{p+i}} \le \text{what may be fetched ahead}$$
+
+One rule serves three purposes. What comes *soon* is fetched ahead. What comes soon *again* is not
+freed in between. And where forward ends, backward comes soon, so the last units stay full, which
+saves their second gather. In DeepSpeed these are `stage3_prefetch_bucket_size`,
+`stage3_max_reuse_distance`, and its trace; the prefetch along a recorded sequence is section 6.2 of
+[ZeRO-Infinity](https://arxiv.org/abs/2104.07857).
+
+| a unit | is full from | to | gathers in a step |
+|---|---|---|---|
+| a layer | shortly before it computes | its end, forward and again backward | 2, the last one 1 |
+| the root's | the beginning of forward | its last gradient | 1 |
+| a persistent one | its first use after a step | the next step | 1, for all micro-batches |
+
+A unit may use parameters of another, and then needs both, forward and backward. The first use is
+noticed, because a freed parameter is of a class that says so; and it is noticed as well where the
+other one happens to be full, for parameters are of that class whenever their unit does not compute.
+
+**Run this**: `python -m pytest tests/test_coordinator.py -k order`.
+
+**Not covered, and what that costs**: a unit that is called outside of the model's own forward is
+fetched on demand.
+"""
+
+import weakref
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero3.layer import Zero3Layer, _Call
+from zero3.ledger import in_backward
+from zero3.offload import Offload
+
+
+class Trace:
+    """
+    ## The order in which units are come to
+
+    Of each kind of pass ("forward" with gradients, "eval" without, "generate", "backward") the last
+    one says how the next will go. Backward has a guess from the start: it comes to the units in the
+    reverse of the order in which forward left them.
+    """
+
+    def __init__(self) -> None:
+        self.learnt: dict[str, list[Unit]] = {}
+        self.kind = ""  # of the pass that runs
+        self.seen: list[Unit] = []
+        self.known: list[Unit] = []  # of this pass, before it has happened
+        self.left: list[Unit] = []  # in the last forward pass, in this order
+        self.misses = 0  # passes that went another way than was known
+
+    def begin(self, kind: str) -> None:
+        """
+        ### A pass begins, and the one before has ended
+        """
+        self.end()
+        # Nobody goes backward through what left nothing in the graph.
+        guess = [unit for unit in self.left[::-1] if unit._pending] if kind == "backward" else []
+        self.kind, self.seen, self.known = kind, [], self.learnt.get(kind, guess)
+        self.left = [] if kind == "forward" else self.left
+
+    def end(self) -> None:
+        """
+        ### What was seen is what will be expected
+        """
+        if self.kind:
+            self.misses += self.kind in self.learnt and self.seen != self.known
+            self.learnt[self.kind] = self.seen
+        self.kind = ""
+
+    def follows(self) -> bool:
+        """
+        ### Whether the pass has gone as expected so far
+        """
+        return bool(self.kind) and self.seen == self.known[: len(self.seen)]
+
+    def upcoming(self) -> list["Unit"]:
+        """
+        ### What the pass has before it
+        """
+        return self.known[len(self.seen) :] if self.follows() else []
+
+
+class Unit(Zero3Layer):
+    """
+    ## A layer of a whole model
+
+    A `Zero3Layer` in the place of a module, whose attributes it has too. When to fetch and when to
+    free it asks the schedule.
+    """
+
+    cure = ("use it in the forward of a module of this model; where not all ranks do, tell "
+            "`register_external_parameter`; and build the optimizer after `wrap`")
+
+    def __init__(self, module: nn.Module, schedule: "Schedule", path: str, leaf: bool,
+                 device: torch.device, offload: Offload | None):
+        """
+        ### Shard a module
+
+        * `path` is its name in the plain model, empty for the root
+        * `leaf` says that its parameters may get gradients on some ranks and not on others
+
+        The rest is as for `Zero3Layer`.
+        """
+        super().__init__(module, device=device, offload=offload)
+        self.schedule, self.path, self.leaf, self.persistent = schedule, path, leaf, False
+        self.numel = sum(len(g.full) for g in self.groups)
+        self.inside: list[Unit] = []  # units below it in the tree of modules
+        self.outside: list[Unit] = []  # and above it
+        self.externals: list[Unit] = []  # whose parameters its modules use
+        # Those that compute with its parameters now, in forward or in backward; itself among them.
+        self.users: set[Unit] = set()
+        self._stamp: Any = None  # of the shards that it was gathered from
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def full_name(self, name: str) -> str:
+        """
+        ### What a parameter of this unit is called in the plain model
+        """
+        return f"{self.path}.{name}" if self.path else name
+
+    # ------------------------------------------------------------------------------------- forward
+
+    def forward(self, *args, **kwargs):
+        """
+        ### Forward pass, as part of the model's
+        """
+        schedule, recompute = self.schedule, in_backward()
+        schedule.stack.append(self)
+        try:
+            schedule.arrive(self)
+            with schedule.range_of(self):
+                return super().forward(*args, **kwargs)
+        finally:
+            schedule.stack.pop()
+            # What was recomputed goes backward next.
+            if not recompute:
+                self._leave()
+                if self is schedule.root:
+                    schedule.end_forward()
+
+    def _leave(self) -> None:
+        """
+        #### Compute no more, with nobody's parameters
+        """
+        self.users.discard(self)
+        for unit in self.externals:
+            unit.users.discard(self)
+            if not unit.users:
+                unit._release()
+
+    # -------------------------------------------------------------------------------- fetch, free
+
+    def fetch_params(self) -> None:
+        """
+        ### Unshard (all-gather); again after a step, if it is full since before
+        """
+        stamp = self.schedule.steps, [g.shard._version for g in self.groups]
+        if self.is_fetched and self.persistent and stamp != self._stamp:
+            self._cleanup_params()
+        if self.schedule.debug and self.groups and not (self.is_fetched or self._full_elsewhere):
+            self.schedule.compare(self)
+        super().fetch_params()
+        self._stamp = stamp
+
+    def lend(self) -> bool:
+        """
+        ### Somebody uses a parameter of this unit outside of it
+
+        Who does will do so again: from now on this unit is fetched along with that one.
+        """
+        stack = self.schedule.stack
+        if not stack and not in_backward():
+            return False
+        self.schedule.fetch([self])
+        self._show()
+        for user in stack[-1:]:
+            user.externals.append(self)
+            self.users.add(user)
+        return True
+
+    def _show(self) -> None:
+        """
+        #### Wait until the parameters are here, and let them be used
+        """
+        self._wait_params()
+        for slot in self._slots() if self.is_fetched else ():
+            slot.param.__class__ = nn.Parameter
+
+    def _release(self, call: _Call | None = None) -> None:
+        """
+        #### Reshard; or stay full, if somebody else computes with it or it comes soon again
+        """
+        self.users.discard(self)
+        if call:
+            self.schedule.trace.left.append(self)
+        if self.users:
+            return
+        if not (self.persistent or self in self.schedule.soon(self, call)):
+            self._cleanup_params()
+            return
+        for slot in self._slots() if self.is_fetched else ():
+            # Full, and yet a use by somebody else has to be noticed.
+            slot.param.__class__ = slot.freed_class
+        if call and call.outputs and not self.persistent:
+            self._kept = weakref.ref(call, lambda _: self._cleanup_params())
+
+    # ------------------------------------------------------------------------------------ backward
+
+    def _pre_backward_hook(self, call: _Call, *_) -> None:
+        """
+        #### A gradient of an output is here: this unit's backward begins
+        """
+        if call not in self._entered:
+            self.schedule.arrive(self)
+        super()._pre_backward_hook(call)
+
+    def _is_over(self) -> bool:
+        """
+        #### Whether backward needs the full parameters no more
+
+        What the unit computed between units inside of it goes backward between theirs. A leaf does
+        not wait for experts that had nothing to do on this rank.
+        """
+        if any(unit._pending or unit in unit.users for unit in self.inside):
+            return False
+        if not self.leaf:
+            return super()._is_over()
+        done = self._inputs_left <= 0 and not self._pending
+        return done and bool(self._entered) and all(call.inputs for call in self._entered)
+
+    @torch.no_grad()
+    def _backup_grads(self) -> None:
+        """
+        #### Reshard, and reduce-scatter the gradients
+        """
+        self._fill()
+        self._leave()
+        self._release()
+        for g in self.groups:
+            # What stays full cannot take in messages.
+            g.inbox = g.full.new_empty(0) if self.is_fetched else g.full
+        super()._backup_grads()
+        for unit in self.outside if in_backward() else ():
+            unit._backward_event()
+
+    def _fill(self) -> None:
+        """
+        #### Have zeros for a leaf's gradients that did not come
+
+        Once for each backward that came to it, so that all ranks reduce what any of them has.
+        """
+        for g in self.groups if self.leaf and self._entered else ():
+            if g.shard.requires_grad and g.grad is None:
+                g.grad = self._empty(len(g.full), g.shard.grad_dtype).zero_()
+        if self.leaf:
+            self._entered.clear()
+
+    def _settle(self, raised: bool = False) -> None:
+        """
+        #### End a `backward()`
+        """
+        self.users.clear()
+        if not raised:
+            self._fill()
+        super()._settle(raised)
+
+
+class Schedule:
+    """
+    ## What is fetched and freed, and when
+
+    One for all units of a model. They tell it what happens, and ask it what to do.
+    """
+
+    def __init__(self, debug: bool):
+        self.units: list[Unit] = []  # the root's first
+        self.prefetch_numel = 0  # elements that are fetched ahead, at most
+        self.max_live_numel: int | None = None  # that are full at once
+        self.debug, self.trace = debug, Trace()
+        self.stack: list[Unit] = []  # that compute in forward, the innermost last
+        self.steps = 0  # of any optimizer
+
+    @property
+    def root(self) -> Unit:
+        return self.units[0]
+
+    def arrive(self, unit: Unit) -> None:
+        """
+        ### A unit is about to compute: have it here, and fetch what comes soon after
+        """
+        backward, trace = in_backward(), self.trace
+        if unit is self.root and not backward:
+            self.begin_forward("forward" if torch.is_grad_enabled() else "eval")
+        elif backward and not unit.wire.unsettled:
+            trace.begin("backward")
+        elif backward != (trace.kind == "backward"):
+            trace.end()
+        # Recomputation and the backward after it are one visit.
+        if trace.kind and not (backward and trace.seen[-1:] == [unit]):
+            trace.seen.append(unit)
+        unit._kept = None
+        wanted = [unit, *unit.externals]
+        for each in wanted:
+            each.users.add(unit)
+        self.fetch(wanted)
+        for each in wanted:
+            each._show()
+
+    def begin_forward(self, kind: str) -> None:
+        """
+        ### A forward pass of the model begins
+
+        What is full since one whose backward did not come may be of before a step.
+        """
+        for unit in self.units:
+            if unit._kept:
+                unit._cleanup_params()
+        self.trace.begin(kind)
+
+    def end_forward(self) -> None:
+        """
+        ### A forward pass has ended: free all but what backward begins with
+        """
+        self.trace.end()
+        for unit in self.units:
+            if not (unit._kept or unit.persistent or unit.users):
+                unit._cleanup_params()
+
+    def fetch(self, wanted: list[Unit]) -> None:
+        """
+        ### Unshard these, and start with what comes soon
+
+        Raises `RuntimeError` where that is more than may be full.
+        """
+        upcoming = self.trace.upcoming()
+        most_numel = self.max_live_numel or sum(unit.numel for unit in self.units)
+        spare = [unit for unit in self.units if unit.is_fetched
+                 and not (unit in wanted or unit.users or unit.persistent)]
+        # What comes last, or not at all, goes first.
+        spare.sort(key=lambda unit: upcoming.index(unit) if unit in upcoming else len(upcoming))
+        while spare and self.live_numel(*wanted) > most_numel:
+            spare.pop()._cleanup_params()
+        live_numel = self.live_numel(*wanted)
+        wanted[0].expect(live_numel <= most_numel, "cannot be fetched", "at most `max_live_numel`, "
+                         f"{most_numel:,} full elements", f"{live_numel:,} with it", "raise the "
+                         "limit, wrap smaller layers, or let less persist")
+        for unit in wanted:
+            unit.fetch_params()
+        for unit in self._window(upcoming):
+            if self.live_numel(unit) > most_numel:
+                break
+            unit.fetch_params()
+        # What comes after these is read from its file.
+        for unit in [unit for unit in upcoming if not unit.is_fetched][:1]:
+            for g in unit.groups:
+                g.home.read_async()
+
+    def live_numel(self, *wanted: Unit) -> int:
+        """
+        ### Elements of full parameters, those on their way among them; and with these also
+        """
+        return sum(unit.numel for unit in self.units if unit.is_fetched or unit in wanted)
+
+    def soon(self, unit: Unit, call: _Call | None) -> list[Unit]:
+        """
+        ### What comes soon after a unit has computed
+
+        The very next one too, however large it is: if that is itself, to stay takes nothing more.
+        """
+        upcoming, trace = self.trace.upcoming(), self.trace
+        if trace.kind == "forward" and call and call.outputs:
+            if unit is self.root:
+                upcoming = trace.learnt.get("backward", trace.left[::-1])
+            elif trace.follows():
+                upcoming = upcoming + trace.learnt.get("backward", [])
+        upcoming = [each for each in upcoming if not each.users]
+        return [*self._window(upcoming), *upcoming[:1]]
+
+    def _window(self, upcoming: list[Unit]) -> list[Unit]:
+        """
+        #### As many units as may be fetched ahead, with those whose parameters they use
+        """
+        soon: list[Unit] = []
+        for unit in [each for user in upcoming for each in (user, *user.externals)]:
+            if unit not in soon and not unit.users:
+                if sum(each.numel for each in soon) + unit.numel > self.prefetch_numel:
+                    break
+                soon.append(unit)
+        return soon
+
+    def compare(self, unit: Unit) -> None:
+        """
+        ### Have the ranks tell each other what they are about to gather
+
+        All ranks must call it. Raises `RuntimeError` on all of them if one is about to gather
+        something else.
+        """
+        labels: list[Any] = [unit.label] * unit.wire.world_size
+        if len(labels) > 1:
+            dist.all_gather_object(labels, unit.label)
+        for rank, label in enumerate(labels):
+            unit.expect(label == unit.label, "diverged", f"a gather of {unit.label}, on all ranks",
+                        f"of {label}, on rank {rank}", "put what depends on a rank's data into one "
+                        "unit, by `leaf_classes`")
+
+    def range_of(self, unit: Unit) -> Any:
+        """
+        ### A range by the unit's name, for profilers of CUDA
+        """
+        cuda = unit.device.type == "cuda"
+        return torch.cuda.nvtx.range(unit.label) if cuda else nullcontext()
