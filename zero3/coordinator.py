@@ -102,7 +102,8 @@ class Zero3Model(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("module").module, name)
+            module: Any = super().__getattr__("module")
+            return getattr(module.module, name)
 
     # ---------------------------------------------------------------------------------------- wrap
 
@@ -152,7 +153,7 @@ class Zero3Model(nn.Module):
         # The root's came last.
         return [units.pop(model), *units.values()]
 
-    def _untie(self, own: dict[str, nn.Module], others: set, source: Source) -> list[tuple]:
+    def _untie(self, own: dict[str, Any], others: set, source: Source) -> list[tuple]:
         """
         #### Take parameters of other units out of a unit's modules, and say which and where
         """
@@ -193,7 +194,8 @@ class Zero3Model(nn.Module):
 
         Raises `RuntimeError` where either is not of this model.
         """
-        users = [u for u in self.units for _, m in _own_modules(u.module) if m is module]
+        users = [u for u in self.units for m in (u, *dict(_own_modules(u.module)).values())
+                 if m is module]
         owners = [u for u in self.units for slot in u._slots() if slot.param is param]
         self.expect(bool(users and owners), "cannot register this", "a module and a parameter of "
                     "this model", f"{type(module).__name__} and {type(param).__name__}",
@@ -231,7 +233,7 @@ class Zero3Model(nn.Module):
         """
         ### Write the weights as safetensors, one unit at a time: see `materialise.save`
         """
-        save(self, folder)
+        save(self, Path(folder))
 
     @torch.no_grad()
     def generate(self, *args, **kwargs) -> Any:

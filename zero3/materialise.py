@@ -100,7 +100,8 @@ class Source:
         made: dict[torch.Tensor, torch.Tensor] = {}
         empty: dict[str, set[str]] = {}  # of each module, what had no values
         for at, module in modules.items():
-            for tensors in (module._parameters, module._buffers):
+            kinds: Any = (module._parameters, module._buffers)
+            for tensors in kinds:
                 for name, t in tensors.items():
                     if t is not None and t.is_meta:
                         if t not in made:
@@ -140,7 +141,10 @@ class Source:
             return f"`{at}`, a {type(module).__name__} without `reset_parameters`"
         try:
             with self._seeded(at):
-                self.init(module) if self.init else own()
+                if self.init is not None:
+                    self.init(module)
+                else:
+                    own()  # type: ignore[misc]
         except Exception as error:
             # The other ranks wait for this one, and shall hear of it.
             return f"`{at}`: {error!r}"
@@ -197,7 +201,7 @@ class Source:
             yield
 
 
-def save(model: Any, folder: str | Path) -> None:
+def save(model: Any, folder: Path) -> None:
     """
     ## Write a whole model's weights, one unit at a time
 
@@ -205,7 +209,8 @@ def save(model: Any, folder: str | Path) -> None:
     them. A parameter with several names is in it once, under its first. All ranks call it; rank 0
     writes. Raises `RuntimeError` on all ranks where that fails.
     """
-    folder, index, total_bytes = Path(folder), {}, 0  # type: Path, dict[str, str], int
+    index: dict[str, str] = {}
+    total_bytes = 0
     for i, unit in enumerate(model.units, 1):
         file, problem = f"model-{i:05}-of-{len(model.units):05}.safetensors", ""
         with unit.full_params() as params:
@@ -220,8 +225,8 @@ def save(model: Any, folder: str | Path) -> None:
             try:
                 if not unit.wire.rank:
                     folder.mkdir(parents=True, exist_ok=True)
-                    # Contiguous, for views of the flat parameter it would refuse.
-                    save_file(found, folder / file, {"format": "pt"})
+                    if found:
+                        save_file(found, folder / file, {"format": "pt"})
                     if unit is model.units[-1]:
                         told = {"metadata": {"total_size": total_bytes}, "weight_map": index}
                         (folder / _INDEX).write_text(json.dumps(told, indent=1))

@@ -285,6 +285,9 @@ class Unit(Zero3Layer):
         #### End a `backward()`
         """
         self.users.clear()
+        if not self.persistent:
+            # Fetched for a pass that ended early.
+            self._cleanup_params()
         if not raised:
             self._fill()
         super()._settle(raised)
@@ -395,8 +398,9 @@ class Schedule:
         upcoming, trace = self.trace.upcoming(), self.trace
         if trace.kind == "forward" and call and call.outputs:
             if unit is self.root:
-                upcoming = trace.learnt.get("backward", trace.left[::-1])
-            elif trace.follows():
+                # Left last, and come to first, or right after the unit whose output is the model's.
+                return [unit]
+            if trace.follows():
                 upcoming = upcoming + trace.learnt.get("backward", [])
         upcoming = [each for each in upcoming if not each.users]
         return [*self._window(upcoming), *upcoming[:1]]

@@ -1,0 +1,792 @@
+"""
+# Whole models
+
+Equality is against plain PyTorch in double precision, see `wholes.py`; what is said of order and
+messages is read from the tape.
+"""
+
+import copy
+import gc
+import json
+import os
+import time
+import weakref
+from contextlib import suppress
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.optim import optimizer as torch_optimizer
+
+from tests.ranks import run
+from tests.wholes import (
+    LENGTH,
+    ROWS,
+    TOKENS,
+    WHOLES,
+    WIDTH,
+    Experts,
+    Layer,
+    Plain,
+    Tied,
+    TiedBetweenUnits,
+    build,
+    difference,
+    optimizers,
+    tokens,
+    train_both,
+)
+from zero3 import Deferred, Offload, Zero3Optimizer, wrap
+from zero3.coordinator import continue_tokens
+from zero3.ledger import Ledger, held_bytes
+from zero3.wire import Transfer, Wire
+
+# They compute their loss in fp32, whatever the model computes in.
+NEARLY = {"GPT2": 1e-5, "Llama": 1e-5}
+
+
+def mine(ids):
+    return ids.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+# ---------------------------------------------------------------------------------------- equality
+
+
+def train_some(names, options):
+    worst = {}
+    for name in names:
+        worst[name], model = train_both(name, check=nothing_but_persistent, **options)
+        assert model.schedule.trace.misses == 0, (name, model.schedule.trace.misses)
+    return worst
+
+
+def nothing_but_persistent(model):
+    """Nothing else is full between a backward, a step and a forward."""
+    for unit in model.units:
+        stays = unit.persistent and unit.is_fetched
+        full_bytes = sum(g.full.untyped_storage().nbytes() for g in unit.groups)
+        assert full_bytes == stays * sum(g.full.nbytes for g in unit.groups), unit.label
+        assert not unit.users and not model.schedule.stack
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_whole_models_train_like_plain_pytorch(world_size):
+    """
+    Three steps of each model in `wholes.py`: tied embeddings, an encoder and decoder, branches, a
+    layer called twice, experts chosen by each rank's data, frozen and trainable parameters mixed,
+    recomputation, labml_nn's vision transformer, GPT-2 and Llama of Hugging Face.
+    """
+    for worst in run(train_some, world_size, list(WHOLES), {}):
+        wrong = {n: off for n, off in worst.items() if not off < NEARLY.get(n, 1e-10)}
+        assert not wrong and worst.keys() == WHOLES.keys()
+
+
+OPTIONS = {
+    "nothing ahead": dict(prefetch_numel=0),
+    "everything ahead": dict(prefetch_numel=10**9),
+    "several ahead": dict(prefetch_numel=400, micro=2),
+    "all persist": dict(persist_below_numel=10**9, micro=2),
+    "some persist": dict(persist_below_numel=165, micro=2),
+    "compared": dict(debug=True),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_no_option_changes_the_numbers(case):
+    """
+    Whatever is fetched ahead or stays. A persistent unit that is not gathered again after a step
+    would train on the weights from before.
+    """
+    names = [name for name in WHOLES if name not in NEARLY]
+    for worst in run(train_some, 2, names, OPTIONS[case]):
+        assert all(off < 1e-10 for off in worst.values()), worst
+
+
+def train_with_our_optimizer(folder):
+    worst = {}
+    for name in ("TiedToTheRoot", "ExternalSiblings", "Branches", "Mixture", "Adapters"):
+        for options in ({}, {"persist_below_numel": 165}):
+            nvme = Offload("nvme", folder=folder)
+            for offload in (None, nvme):
+                def make(model, offload=offload, **more):
+                    return Zero3Optimizer(model, offload=offload, **more)
+
+                worst[name, bool(options), bool(offload)] = train_both(
+                    name, micro=2, check=nothing_but_persistent, optimizer=make, offload=offload,
+                    **options)[0]
+    return worst
+
+
+def test_whole_models_train_with_masters_and_from_files(tmp_path):
+    """
+    With `Zero3Optimizer`, in memory and from files. The experts' gradients wait in its buckets.
+    """
+    for worst in run(train_with_our_optimizer, 2, str(tmp_path)):
+        assert all(off < 1e-10 for off in worst.values()), worst
+
+
+def change_the_way():
+    """Layers in another order each third step; and passes without gradients in between."""
+    plain, model = build("Plain")
+    pair, ids = optimizers(plain, model), tokens(0, ROWS * dist.get_world_size())
+    worst, misses = 0.0, []
+    for step in range(9):
+        for each in (plain, model):
+            layers = each.layers_ if each is plain else each.module.module.layers_
+            if step % 3 == 0:
+                layers[0], layers[1] = layers[1], layers[0]
+        with torch.no_grad():
+            off = (plain(mine(ids)) - model(mine(ids))).abs().max().item()
+        nothing_but_persistent(model)
+        plain.loss(plain(ids)).backward()
+        plain.loss(model(mine(ids))).backward()
+        for each in pair:
+            each.step()
+            each.zero_grad()
+        misses.append(model.schedule.trace.misses)
+        worst = max(worst, off)
+    return worst, misses
+
+
+def test_a_pass_that_differs_is_counted_and_learnt_anew():
+    """
+    The order changes before steps 0, 3 and 6: three kinds of pass differ twice, and none after
+    that. Backward is compared when the next pass begins. What they compute is right all along.
+    """
+    for worst, misses in run(change_the_way, 2):
+        assert worst < 1e-10 and misses == [0, 0, 0, 2, 3, 3, 5, 6, 6]
+
+
+# ------------------------------------------------------------------------------------------- order
+
+
+def tape_of(name, steps, micro=1, options=None):
+    """Of the last step: layer, phase and event; and what was sent."""
+    plain, model = build(name, **(options or {}))
+    optimizer = Zero3Optimizer(model, lr=0.01)
+    for step in range(steps):
+        with Ledger(model, optimizer) as tape:
+            for i in range(micro):
+                ids = mine(tokens(step + i, ROWS * dist.get_world_size()))
+                optimizer.backward(plain.loss(model(ids)))
+            optimizer.step()
+            optimizer.zero_grad()
+    events = [(e.layer, e.phase, e.event) for e in tape.events]
+    units = [(unit.label, unit.numel) for unit in model.units]
+    return events, units, tape.sent_bytes, tape.messages
+
+
+def fetches(events):
+    return [label for label, _, event in events if event == "fetch"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_from_the_second_step_a_gather_starts_before_the_layer_before_it_computes(world_size):
+    """
+    In the first step no gather of a layer starts before the layer before it has computed. In the
+    second, forward and backward, each starts before the one before it ends, and before it begins.
+    """
+    for step in (1, 2):
+        for events, units, *_ in run(tape_of, world_size, "Plain", step):
+            layers = [label for label, _ in units[1:]]
+            for phase, order in (("forward", layers), ("backward", layers[::-1])):
+                for before, after in zip(order, order[1:], strict=False):
+                    fetch = events.index((after, phase, "fetch"))
+                    begins = events.index((before, phase, "compute"))
+                    # Backward has a guess from the start.
+                    assert (fetch < begins) == (step == 2 or phase == "backward"), (step, after)
+
+
+def test_gathers_in_a_step():
+    """
+    A layer is gathered twice, the last one and the root's once. With room for three layers ahead
+    the last three are gathered once, a layer that is called again at once is not gathered again,
+    and what persists is gathered once for all micro-batches.
+    """
+    events, units, sent_bytes, messages = run(tape_of, 2, "Plain", 2)[0]
+    labels = [label for label, _ in units]
+    assert sorted(fetches(events)) == sorted([*labels, *labels[1:-1]])
+    # A gather sends half of the unit's float64 elements to the other rank, a reduce as many.
+    gathers = sum(n for label, n in units for _ in range(fetches(events).count(label)))
+    reduces = sum(n for _, n in units)
+    norms = len(units)
+    assert sent_bytes == (gathers + reduces) // 2 * 8 + norms * 8
+    assert messages == len(fetches(events)) + 1 + 1  # one bucket, one message with norms
+
+    events, *_ = run(tape_of, 2, "Plain", 2, 1, {"prefetch_numel": 3 * units[1][1]})[0]
+    assert sorted(fetches(events)) == sorted([*labels, labels[1]])
+    events, units, *_ = run(tape_of, 2, "Branches", 3)[0]
+    twice = fetches(events).count("layer 2 (b)")
+    assert twice == 2, "once forward, for two calls, and once backward"
+
+
+def test_what_persists_is_gathered_once_for_all_micro_batches():
+    """
+    Two micro-batches gather each layer four times, the last one twice, and the root's twice; what
+    persists once. These are the messages saved.
+    """
+    events, units, _, messages = run(tape_of, 2, "Plain", 3, 2, {"persist_below_numel": 0})[0]
+    counts = [fetches(events).count(label) for label, _ in units]
+    assert counts == [2, 4, 4, 4, 2]
+    events, units, _, fewer = run(tape_of, 2, "Plain", 3, 2, {"persist_below_numel": 165})[0]
+    counts = [fetches(events).count(label) for label, _ in units]
+    assert counts == [2, 1, 1, 1, 1] and messages - fewer == 3 * 3 + 1
+    events, units, _, fewest = run(tape_of, 2, "Plain", 3, 2, {"persist_below_numel": 10**6})[0]
+    assert fetches(events) == [label for label, _ in units] and messages - fewest == 3 * 3 + 1 + 1
+
+
+class Probe:
+    """A ledger that looks at how many elements are full, at each event."""
+
+    def __init__(self, model):
+        self.model, self.most = model, 0
+
+    def record(self, *args, **kwargs):
+        # Where gradients arrive there is memory too, but no parameter.
+        full_bytes = sum(g.full.untyped_storage().nbytes() for u in self.model.units
+                         for g in u.groups if u.is_fetched)
+        self.most = max(self.most, full_bytes // 8)
+
+
+def live(name, most):
+    """The most elements that were full, how far from plain PyTorch, and each unit's elements."""
+    plain, model = build(name, max_live_numel=most, prefetch_numel=10**9)
+    probe = Probe(model)
+    for unit in model.units:
+        unit.ledger = probe
+    pair = optimizers(plain, model)
+    for step in range(3):
+        ids = tokens(step, ROWS * dist.get_world_size())
+        plain.loss(plain(ids)).backward()
+        plain.loss(model(mine(ids))).backward()
+        with torch.no_grad():
+            model(mine(ids))
+        nothing_but_persistent(model)
+        for each in pair:
+            each.step()
+            each.zero_grad()
+    return probe.most, difference(plain, model), {
+        unit.path or "the rest": unit.numel for unit in model.units}
+
+
+# A layer that is called twice stays full in backward from the one call to the other, and what is
+# around another unit as long as that.
+LEAST = {"Plain": ["the rest", "layers_.0"], "Recomputed": ["the rest", "layers_.0"],
+         "Branches": ["the rest", "a", "e"],
+         "TiedToTheRoot": ["the rest", "layers_.0", "layers_.0.up"]}
+
+
+@pytest.mark.parametrize("name", LEAST)
+def test_live_parameters_never_exceed_their_limit(name):
+    """
+    With everything fetched ahead that the limit allows. Between the smallest possible limit and
+    none, each is kept, and used; and the numbers are those of plain PyTorch.
+    """
+    sizes = run(live, 2, name, None)[0][2]
+    least = sum(sizes[each] for each in LEAST[name])
+    for most in (least, least + 100, least + 2 * max(sizes.values()), sum(sizes.values())):
+        for peak, off, _ in run(live, 2, name, most):
+            assert least <= peak <= most and off < 1e-10, (most, peak)
+    with pytest.raises(AssertionError, match="cannot be fetched. Expected: at most `max_live_numel`"
+                       f", {least - 1:,} full elements. Got: .* raise the limit"):
+        run(live, 2, name, least - 1)
+
+
+def slow_gathers(prefetch_numel):
+    """Seconds of a step in which each gather takes at least 20 ms, and each layer's work too."""
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            time.sleep(0.02)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            time.sleep(0.02)
+            return grad
+
+    start, wait = Wire.all_gather, Transfer.wait
+
+    def late_start(self, layer, pairs):
+        transfer = start(self, layer, pairs)
+        transfer.ready_s = time.perf_counter() + 0.02
+        return transfer
+
+    def late_wait(self):
+        time.sleep(max(0.0, getattr(self, "ready_s", 0.0) - time.perf_counter()))
+        return wait(self)
+
+    Wire.all_gather, Transfer.wait = late_start, late_wait
+    model = Plain(depth=8)
+    for layer in model.layers_:
+        layer.register_forward_hook(lambda module, args, out: Slow.apply(out))
+    model, step_s = wrap(model, Layer, prefetch_numel=prefetch_numel), []
+    for step in range(5):
+        ids = mine(tokens(step, ROWS * dist.get_world_size()))
+        dist.barrier()
+        start_s = time.perf_counter()
+        model(ids).square().mean().backward()
+        step_s.append(time.perf_counter() - start_s)
+    return sorted(step_s[1:])[1]
+
+
+def test_a_prefetch_hides_the_time_that_a_gather_takes():
+    """
+    20 ms are added to every gather, and every layer works for 20 ms, forward and backward. Without
+    a prefetch these follow each other, with one they run side by side. The delays are measured, not
+    the machine.
+    """
+    without, with_it = run(slow_gathers, 2, 0), run(slow_gathers, 2, None)
+    for slow_s, fast_s in zip(without, with_it, strict=True):
+        assert fast_s < 0.75 * slow_s, (fast_s, slow_s)
+
+
+# ------------------------------------------------------------------------------ what is at rest
+
+
+def raise_on_purpose():
+    """An exception in forward and one in backward, on all ranks; and a good step after each."""
+    plain, model = build("Plain", persist_below_numel=0)
+    pair, ids = optimizers(plain, model), tokens(0, ROWS * dist.get_world_size())
+
+    def refuse(*args):
+        raise ValueError("on purpose")
+
+    for register in ("register_forward_pre_hook", "register_full_backward_hook"):
+        handle = getattr(model.layers_[2].module.up, register)(refuse)
+        with suppress(ValueError):
+            model(mine(ids)).square().mean().backward()
+            raise AssertionError("nothing was raised")
+        handle.remove()
+        nothing_but_persistent(model)
+        for each in pair:
+            each.zero_grad()
+        plain.loss(plain(ids)).backward()
+        plain.loss(model(mine(ids))).backward()
+        nothing_but_persistent(model)
+        for each in pair:
+            each.step()
+            each.zero_grad()
+    # A graph that is dropped takes along what was kept for its backward.
+    loss = model(mine(ids)).square().mean()
+    assert [unit.path for unit in model.units if unit.is_fetched] == ["", "layers_.3"]
+    del loss
+    nothing_but_persistent(model)
+    model.mark_persistent_parameters(10**9)
+    loss = model(mine(ids)).square().mean()
+    assert all(unit.is_fetched for unit in model.units)
+    model.release_all()
+    assert not any(unit.is_fetched for unit in model.units)
+    return difference(plain, model)
+
+
+def test_an_exception_leaves_nothing_full_and_a_good_step_can_follow():
+    """
+    In forward and in backward, also where units ahead have been fetched already.
+    """
+    assert max(run(raise_on_purpose, 2)) < 1e-10
+
+
+def one_shard():
+    found = {}
+    for name in ("Tied", "TiedBetweenUnits", "TiedToTheRoot"):
+        plain, model = build(name)
+        shards = sum(len(shard) for unit in model.units for shard in unit.chunk)
+        padding = sum(unit.numel for unit in model.units) - sum(p.numel() for p in plain.parameters())
+        with model.full_params() as params:
+            same = params["embed.weight"] is params["head.weight"]
+            numel = sum(p.numel() for p in set(params.values()))
+        found[name] = (shards * dist.get_world_size() - padding, same, numel, padding)
+    return found
+
+
+def test_a_tied_parameter_has_one_shard():
+    """
+    Within the root, between two units, and between a unit and the root.
+    """
+    numel = sum(p.numel() for p in Tied().parameters())
+    for found in run(one_shard, 2):
+        for shards, same, full, padding in found.values():
+            assert shards == full == numel and same and padding < 20
+
+
+# ---------------------------------------------------------------------------- external parameters
+
+
+class Sometimes(nn.Module):
+    """Reads another unit's weight, on some ranks"""
+
+    def __init__(self, other, ranks):
+        super().__init__()
+        self.linear, self.other, self.ranks = nn.Linear(WIDTH, WIDTH), [other], ranks
+
+    def forward(self, x):
+        x = self.linear(x)
+        return x + self.other[0].up.bias.sum() if dist.get_rank() in self.ranks else x
+
+
+class Reader(nn.Module):
+    def __init__(self, ranks):
+        super().__init__()
+        self.one, self.two = Layer(), Layer()
+        self.reads = Sometimes(self.one, ranks)
+
+    def forward(self, x):
+        return self.reads(self.two(self.one(x)))
+
+
+def read_on_some_ranks(register):
+    torch.manual_seed(0)
+    plain = Reader([0]).double()
+    model = wrap(copy.deepcopy(plain), (Layer, Sometimes))
+    if register:
+        model.register_external_parameter(model.reads, model.one.up.bias)
+        # Once is enough; and its own are no other's.
+        model.register_external_parameter(model.reads.module, model.one.up.bias)
+        model.register_external_parameter(model.one.up, model.one.up.bias)
+        assert [unit.path for unit in model.units if unit.externals] == ["reads"]
+        with pytest.raises(RuntimeError, match="cannot register this. Expected: a module and a para"
+                           "meter of this model. Got: Linear and Parameter"):
+            model.register_external_parameter(nn.Linear(1, 1), nn.Parameter(torch.zeros(1)))
+    x = torch.ones(2, WIDTH, dtype=torch.double)
+    for step in range(2):
+        model(x).square().mean().backward()
+    return [g.shard.grad for g in model.one.groups]
+
+
+def test_an_external_parameter_that_not_all_ranks_use_is_registered():
+    """
+    Registered, it is fetched on all ranks. Found out on one rank alone it is an error on both,
+    which names what each was about to do.
+    """
+    grads = run(read_on_some_ranks, 2, True)
+    assert all(torch.isfinite(g).all() for rank in grads for g in rank)
+    with pytest.raises(AssertionError) as error:
+        run(read_on_some_ranks, 2, False)
+    assert "gather of layer 1 (one)" in str(error.value) and "What to do" in str(error.value)
+
+
+def touch_outside():
+    _, model = build("TiedBetweenUnits")
+    for weight in (model.embed.weight, model.head.weight, model.layers_[0].up.weight):
+        with pytest.raises(RuntimeError, match=r"rank \d: layer \d+ \((embed|layers_.0.up)\) freed "
+                           r"`weight`. Expected: a use in the layer's forward.* Got: `sum` outside. "
+                           "What to do: .*register_external_parameter"):
+            weight.sum()
+    # Full, because forward has kept it for backward, and yet not for everybody.
+    _, model = build("Plain")
+    model(mine(tokens(0, 4))).sum().backward()
+    loss = model(mine(tokens(0, 4))).sum()
+    last = model.layers_[3]
+    assert last.is_fetched
+    with pytest.raises(RuntimeError, match="freed `down.weight`"):
+        last.down.weight.sum()
+    loss.backward()
+
+
+def test_a_parameter_that_is_touched_outside_of_forward_raises_by_name():
+    """
+    Also while its unit happens to be full, or a first use would pass that the next one does not.
+    """
+    run(touch_outside, 2)
+
+
+# --------------------------------------------------------------------------------- leaves, ranks
+
+
+class TwoWays(nn.Module):
+    """Rank 1 takes the other way"""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.left, self.right, self.last = Layer(), Layer(), Layer()
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        return self.last((self.right if dist.get_rank() else self.left)(x))
+
+
+def diverge(debug):
+    model = wrap(TwoWays(), Layer, debug=debug)
+    start_s = time.perf_counter()
+    with pytest.raises(RuntimeError) as error:
+        model(tokens(0, 2)).sum().backward()
+    assert time.perf_counter() - start_s < 30
+    return str(error.value)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_ranks_that_diverge_get_an_error_that_names_both_layers(debug):
+    """
+    On each rank: what it was about to gather, and what the other one. Within seconds, and not at a
+    time-out. Without `debug` the messages' announcements find it, where there are messages.
+    """
+    first, second = run(diverge, 2, debug)
+    assert "rank 0: layer 1 (left)" in first and "of layer 2 (right)" in first
+    assert "rank 1: layer 2 (right)" in second and "of layer 1 (left)" in second
+    assert "What to do" in first and "on rank 1" in first and "on rank 0" in second
+
+
+def gradients_of_experts():
+    """Rank 0's tokens go to expert 0 and rank 1's to expert 1; nobody's to expert 2."""
+    torch.manual_seed(0)
+    plain = Experts().double()
+    with torch.no_grad():
+        plain.router.weight.zero_()
+        plain.router.bias.zero_()
+        # A token's last feature says where it goes.
+        plain.router.weight[0, -1], plain.router.weight[1, -1] = 5.0, -5.0
+    whole = nn.Sequential(nn.Linear(WIDTH, WIDTH), copy.deepcopy(plain)).double()
+    nn.init.eye_(whole[0].weight)
+    nn.init.zeros_(whole[0].bias)
+    model = wrap(whole, (), leaf_classes=Experts)
+    x = torch.rand(3, WIDTH, dtype=torch.double)
+    x[:, -1] = 1 - 2 * dist.get_rank()
+    with Ledger(model) as tape:
+        model(x).square().mean().backward()
+    reduced = [e.layer for e in tape.events if e.event == "reduce"]
+    leaf = model.units[1]
+    (group,) = leaf.groups
+    everything = [torch.empty_like(group.shard.grad) for _ in range(2)]
+    dist.all_gather(everything, group.shard.grad)
+    flat = torch.cat(everything)
+    return {slot.names[0]: slot.of(flat).abs().sum().item() for slot in group.slots}, reduced
+
+
+def test_experts_without_tokens_get_zero_gradients():
+    """
+    An expert that one rank used has a gradient, one that nobody used has zeros, and the leaf was
+    reduced once, as a whole, before the unit below it.
+    """
+    for sums, reduced in run(gradients_of_experts, 2):
+        for name, total in sums.items():
+            assert (total == 0) == name.startswith("experts.2"), name
+        assert reduced == ["layer 1 (1)", "layer 0 (the rest)"]
+
+
+# ------------------------------------------------------------------------------- initialisation
+
+
+class Watched(Layer):
+    """Says how many others are materialised while it draws its values"""
+
+    born: list = []  # noqa: RUF012
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(3))
+        self.register_buffer("factor", torch.full((2,), 0.5), persistent=False)
+
+    def reset_parameters(self):
+        nn.init.normal_(self.scale)
+        self.factor.fill_(0.5)
+        everybody = [m for m in gc.get_objects() if type(m) is Watched]
+        Watched.born.append(sum(m.up.weight.untyped_storage().nbytes() > 0 for m in everybody
+                                if isinstance(vars(m).get("up", m._modules["up"]), nn.Linear)
+                                and type(m.up.weight) is nn.Parameter and not m.up.weight.is_meta))
+
+    def forward(self, x):
+        return super().forward(x) * self.factor[0] + self.scale.sum()
+
+
+def made(how):
+    torch.manual_seed(dist.get_rank())
+    before = torch.get_rng_state()
+    if how == "meta":
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Embedding(TOKENS, WIDTH), *(Watched() for _ in range(4)))
+    else:
+        model = nn.Sequential(nn.Embedding(TOKENS, WIDTH), *(Deferred(Watched) for _ in range(4)))
+    model = wrap(model, Watched, seed=7)
+    if how == "meta":
+        assert torch.equal(torch.get_rng_state(), before)
+    assert all(p.is_meta is False for p in model.parameters())
+    out = model(tokens(0, 1))
+    with model.full_params() as params:
+        found = {name: p.detach().clone() for name, p in params.items()}
+    return found, Watched.born, out.detach()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_model_on_the_meta_device_is_made_one_layer_at_a_time(world_size):
+    """
+    While a layer draws its values no other one is whole. They are of the seed and the modules'
+    names: the same on any number of ranks, other ones in each layer, and nothing is left of memory.
+    """
+    for params, born, out in run(made, world_size, "meta"):
+        assert born == ([1] * 4 if born else []) and torch.isfinite(out).all()
+        expected, _, _ = run(made, 1, "meta")[0]
+        assert all(torch.equal(p, expected[name]) for name, p in params.items())
+        assert not torch.equal(params["1.up.weight"], params["2.up.weight"])
+
+
+def test_deferred_layers_are_made_when_their_turn_comes():
+    """
+    By their factories, seeded by their names, on all ranks; rank 0's values are everybody's.
+    """
+    one, two = (run(made, n, "factory") for n in (1, 2))
+    for params, _, _ in (*one, *two):
+        layers = {name: p for name, p in params.items() if not name.startswith("0.")}
+        assert layers and all(torch.equal(p, one[0][0][name]) or "scale" in name
+                              for name, p in layers.items())
+        assert not torch.equal(params["1.up.weight"], params["2.up.weight"])
+
+
+class Bare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3))
+
+
+def refuse_to_make():
+    def wrap_meta(make, classes, **options):
+        with torch.device("meta"):
+            model = make()
+        with pytest.raises(RuntimeError) as error:
+            wrap(model, classes, **options)
+        return str(error.value)
+
+    def forget(module):
+        if isinstance(module, nn.Linear):
+            module.bias.data.zero_()
+
+    def fail(module):
+        raise OSError("no such place")
+
+    return [
+        wrap_meta(lambda: nn.Sequential(Bare(), Layer()), Layer),
+        wrap_meta(Plain, Layer, init=forget),
+        wrap_meta(Plain, Layer, init=fail),
+        wrap_meta(Plain, Layer, checkpoint="nowhere"),
+        wrap_meta(Plain, nn.Conv1d),
+    ]
+
+
+def test_what_has_no_values_is_refused_on_all_ranks():
+    """
+    Rank 0 alone finds it out, and all raise: no `reset_parameters`, an `init` that leaves something
+    out or raises, no checkpoint, and nothing to wrap.
+    """
+    for errors in run(refuse_to_make, 2):
+        for error, what in zip(errors, (
+                "cannot fill ``. Expected: values .* Got: `0`, a Bare without `reset_parameters`, on "
+                "rank 0. What to do: pass `init=`", "`layers_.0.\\w+.weight` has no values",
+                r"OSError\('no such place'\), on rank 0", "Got: nowhere: .* on rank 0",
+                "has nothing to wrap. Expected: modules of .*Conv1d.* Got: none in Plain"),
+                strict=True):
+            assert pytest.importorskip("re").search(what, error), (what, error)
+
+
+def from_checkpoint(path, name, options):
+    torch.manual_seed(99)
+    with torch.device("meta"):
+        model = WHOLES[name]()
+    if name in NEARLY:
+        # Buffers that are computed, and in no file.
+        model = WHOLES[name]()
+    model = wrap(model, model.layers, checkpoint=path, **options)
+    out = model(tokens(0, 2)).detach()
+    with model.full_params() as params:
+        return out, {name: p.detach().clone() for name, p in params.items()}
+
+
+@pytest.mark.parametrize("name", ["Plain", "Tied", "TiedBetweenUnits", "TiedToTheRoot", "GPT2"])
+def test_a_checkpoint_is_read_layer_by_layer(name, tmp_path):
+    """
+    One file, or several with an index, as Hugging Face writes them; a tied parameter is there
+    under either name.
+    """
+    torch.manual_seed(1)
+    plain = WHOLES[name]()
+    state = {key: value.clone() for key, value in plain.state_dict().items()}
+    expected = dict(plain.named_parameters(remove_duplicate=False))
+    if name != "Plain":
+        first = next(key for key in state if key.endswith(("embed.weight", "wte.weight")))
+        other = next(key for key in state if key.endswith("head.weight"))
+        del state[other if name == "TiedBetweenUnits" else first if name == "Tied" else other]
+    save_file(state, tmp_path / "model.safetensors")
+    index = {}
+    for i, (key, value) in enumerate(state.items()):
+        index[key] = f"part-{i % 3}.safetensors"
+    (tmp_path / "parts").mkdir()
+    for part in set(index.values()):
+        save_file({key: state[key] for key in state if index[key] == part},
+                  tmp_path / "parts" / part)
+    (tmp_path / "parts" / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": index}))
+    if name == "Tied" or name in NEARLY:
+        paths = [tmp_path / "parts"]
+    else:
+        paths = [tmp_path, tmp_path / "model.safetensors", tmp_path / "parts"]
+    for path in paths:
+        for out, params in run(from_checkpoint, 2, str(path), name, {}):
+            assert params.keys() == expected.keys()
+            assert all(torch.equal(p, expected[key]) for key, p in params.items())
+            assert torch.allclose(out, plain(tokens(0, 2)), atol=1e-6)
+
+
+def refuse_checkpoint(path):
+    with torch.device("meta"):
+        model = Plain()
+    with pytest.raises(RuntimeError) as error:
+        wrap(model, Layer, checkpoint=path)
+    return str(error.value)
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_by_name(tmp_path):
+    """
+    A tensor that is missing, one of another shape, a file that was cut, an index that names a
+    missing file or one outside of its folder; on all ranks, before anything else is read.
+    """
+    state = Plain().state_dict()
+    cases = {}
+    for case, change, what in (
+            ("missing", {"layers_.1.up.bias": None}, "no `layers_.1.up.bias` in"),
+            ("shape", {"layers_.1.up.bias": torch.ones(12)},
+             r"`layers_.1.up.bias` of \(12,\) there, and \(11,\) here")):
+        wrong = {key: value for key, value in {**state, **change}.items() if value is not None}
+        save_file(wrong, tmp_path / f"{case}.safetensors")
+        cases[f"{case}.safetensors"] = what
+    save_file(state, tmp_path / "whole.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "whole.safetensors").read_bytes()[:-99])
+    cases["cut.safetensors"] = "SafetensorError|incomplete|Error"
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside" / "out.json").write_text(json.dumps(
+        {"weight_map": dict.fromkeys(state, "../whole.safetensors")}))
+    cases["inside/out.json"] = "No such file"
+    for name, what in cases.items():
+        for error in run(refuse_checkpoint, 2, str(tmp_path / name)):
+            assert pytest.importorskip("re").search(what, error), (what, error)
+            assert "on rank 0" in error and "What to do" in error
+
+
+def saved(folder):
+    plain, model = build("TiedToTheRoot", persist_below_numel=20)
+    pair, ids = optimizers(plain, model), tokens(0, ROWS * dist.get_world_size())
+    plain.loss(plain(ids)).backward()
+    plain.loss(model(mine(ids))).backward()
+    for each in pair:
+        each.step()
+    model.save(folder)
+    return {name: p.detach() for name, p in plain.named_parameters()}
+
+
+def test_a_saved_model_opens_without_us_and_comes_back(tmp_path):
+    """
+    `save` writes what `safetensors` reads, each parameter once, with an index whose size is right.
+    """
+    expected = run(saved, 2, str(tmp_path / "new"))[0]
+    index = json.loads((tmp_path / "new" / "model.safetensors.index.json").read_text())
+    found = {}
+    for file in set(index["weight_map"].values()):
+        found |= load_file(tmp_path / "new" / file)
+    assert found.keys() == expected.keys() == index["weight_map"].keys()
+    assert all((found[name] - p).abs().max() < 1e-10 for name, p in expected.items())
+    assert index["metadata"]["total_size"] == sum(p.nbytes for p in found.values())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(AssertionError, match="cannot be saved to .*/file.* on rank 0"):
+        run(saved, 2, str(tmp_path / "file"))
