@@ -9,6 +9,8 @@ STAMP := .venv/.installed
 NPROC ?= $(shell n=$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU'); [ "$$n" -gt 0 ] && echo $$n || echo 2)
 # Ranks share the cores. torchrun would choose one thread for each too, with a warning.
 ONE_THREAD = $(if $(filter-out 1,$(NPROC)),OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1})
+# Tests that run side by side, each on ranks of its own, which wait for each other half of the time.
+JOBS ?= 2
 # What to hand on: `make train ARGS="--steps 200"`, `make test ARGS="-k order"`.
 ARGS ?=
 
@@ -28,8 +30,8 @@ $(STAMP): pyproject.toml constraints.txt
 train: $(STAMP) ## Train a small GPT in shards, NPROC=2 ranks (ARGS="--help" lists the options)
 	$(ONE_THREAD) $(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) -m zero3.train $(ARGS)
 
-test: $(STAMP) ## Run the tests (ARGS="-k order" chooses some)
-	$(BIN)/python -m pytest $(ARGS)
+test: $(STAMP) ## Run the tests, JOBS=2 at once (ARGS="-k order" chooses some)
+	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 check: $(STAMP) ## Check style and types
 	$(BIN)/ruff check .

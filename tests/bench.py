@@ -1,15 +1,15 @@
 r"""
 # Benchmark: beside DDP and FSDP2, in alternating rounds
 
-Trains the same toy GPT three ways and measures what each costs: time, memory, processor time, bytes
+Trains the same toy GPT four ways and measures what each costs: time, memory, processor time, bytes
 on the wire.
 
-The peers are our `Zero3Sequential`, `DistributedDataParallel`, which holds everything whole, and
-FSDP2's `fully_shard` on each layer, which shards as we do. They get the same weights, batches and
-AdamW. A machine that does other things too is faster in one minute than in the next, so each round
-runs every peer once, in fresh processes, and ratios are taken within a round. Bytes on the wire are
-the loopback's own count, also in units in which the ring all-reduce of data parallelism is 2 and
-ZeRO-3 is 3:
+The peers are our `Zero3Sequential`, our `wrap` of the same model, `DistributedDataParallel`, which
+holds everything whole, and FSDP2's `fully_shard` on each layer, which shards as we do. They get the
+same weights, batches and AdamW. A machine that does other things too is faster in one minute than
+in the next, so each round runs every peer once, in fresh processes, and ratios are taken within a
+round. Bytes on the wire are the loopback's own count, also in units in which the ring all-reduce of
+data parallelism is 2 and ZeRO-3 is 3:
 
 $$\text{sent} \Big/ \Psi\frac{N-1}{N}$$
 
@@ -49,13 +49,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+import zero3
 from tests.ranks import run
 from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, disk
 from zero3.ledger import Ledger
 from zero3.report import commit
 from zero3.wire import _all_gather, _reduce_scatter
 
-PEERS = ("zero3", "ddp", "fsdp2")
+PEERS = ("zero3", "wrap", "ddp", "fsdp2")
 # What a run is measured by: its heading, its format, and what to divide by.
 COLUMNS = {
     "tokens_per_s": ("tokens/s", ",.0f", 1),
@@ -149,6 +150,8 @@ def wrap(peer, layers, device):
     layers, whole = [layer.to(device) for layer in layers], nn.Sequential(*layers)
     if peer == "zero3":
         model = Zero3Sequential([Zero3Layer(layer) for layer in layers])
+    elif peer == "wrap":
+        model = zero3.wrap(whole, (Embed, Block))
     elif peer == "ddp":
         model = nn.parallel.DistributedDataParallel(whole, gradient_as_bucket_view=True)
     else:
@@ -160,7 +163,7 @@ def wrap(peer, layers, device):
             model = fully_shard(module, reshard_after_forward=True)
     # With the usual eps of 1e-8 Adam hardly sees how long a gradient is, and a sum in place of a
     # mean would give nearly the same losses.
-    if peer == "zero3":
+    if peer in ("zero3", "wrap"):
         return model, Zero3Optimizer(model, lr=1e-3, eps=1e-3)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3, fused=True)
 
@@ -296,7 +299,7 @@ def measure(peer, args, store):
     found = {"step_s": step_s, "losses": losses, "psi_bytes": psi_bytes, "cpu_s": cpu_s,
              "loopback_bytes": loopback_bytes() - sent_bytes,
              "peak_bytes": memory.peak_bytes, "rest_bytes": memory.rest()}
-    if peer == "zero3":
+    if peer in ("zero3", "wrap"):
         # To listen takes time, so the ledger gets a step of its own.
         with Ledger(model, optimizer) as tape:
             train_step(model, optimizer, next(windows))

@@ -6,14 +6,13 @@ messages is read from the tape.
 """
 
 import copy
-import ctypes
 import gc
 import json
 import re
-import resource
 import time
 import weakref
 from contextlib import suppress
+from itertools import pairwise
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
+from tests.limits import ROOM_BYTES, in_a_quarter
 from tests.ranks import run
 from tests.wholes import (
     LENGTH,
@@ -194,7 +194,7 @@ def test_from_the_second_step_a_gather_starts_before_the_layer_before_it_compute
         for events, units, *_ in run(tape_of, world_size, "Plain", step):
             layers = [label for label, _ in units[1:]]
             for phase, order in (("forward", layers), ("backward", layers[::-1])):
-                for before, after in zip(order, order[1:], strict=False):
+                for before, after in pairwise(order):
                     fetch = events.index((after, phase, "fetch"))
                     begins = events.index((before, phase, "compute"))
                     # Backward has a guess from the start.
@@ -377,8 +377,8 @@ def raise_on_purpose():
     assert [unit.path for unit in model.units if unit.is_fetched] == ["", "layers_.3"]
     del loss
     nothing_but_persistent(model)
-    model.mark_persistent_parameters(10**9)
-    loss = model(mine(ids)).square().mean()
+    assert model.mark_persistent_parameters(10**9) == sum(unit.numel for unit in model.units)
+    model(mine(ids))
     assert all(unit.is_fetched for unit in model.units)
     model.release_all()
     assert not any(unit.is_fetched for unit in model.units)
@@ -397,7 +397,8 @@ def one_shard():
     for name in ("Tied", "TiedBetweenUnits", "TiedToTheRoot"):
         plain, model = build(name)
         shards = sum(len(shard) for unit in model.units for shard in unit.chunk)
-        padding = sum(unit.numel for unit in model.units) - sum(p.numel() for p in plain.parameters())
+        full = sum(unit.numel for unit in model.units)
+        padding = full - sum(p.numel() for p in plain.parameters())
         with model.full_params() as params:
             same = params["embed.weight"] is params["head.weight"]
             numel = sum(p.numel() for p in set(params.values()))
@@ -450,11 +451,11 @@ def read_on_some_ranks(register):
         model.register_external_parameter(model.reads.module, model.one.up.bias)
         model.register_external_parameter(model.one.up, model.one.up.bias)
         assert [unit.path for unit in model.units if unit.externals] == ["reads"]
-        with pytest.raises(RuntimeError, match="cannot register this. Expected: a module and a para"
-                           "meter of this model. Got: Linear and Parameter"):
+        with pytest.raises(RuntimeError, match=r"cannot register this. Expected: a module and a "
+                           "parameter of this model. Got: Linear and Parameter"):
             model.register_external_parameter(nn.Linear(1, 1), nn.Parameter(torch.zeros(1)))
     x = torch.ones(2, WIDTH, dtype=torch.double)
-    for step in range(2):
+    for _ in range(2):
         model(x).square().mean().backward()
     return [g.shard.grad for g in model.one.groups]
 
@@ -475,8 +476,8 @@ def touch_outside():
     _, model = build("TiedBetweenUnits")
     for weight in (model.embed.weight, model.head.weight, model.layers_[0].up.weight):
         with pytest.raises(RuntimeError, match=r"rank \d: layer \d+ \((embed|layers_.0.up)\) freed "
-                           r"`weight`. Expected: a use in the layer's forward.* Got: `sum` outside. "
-                           "What to do: .*register_external_parameter"):
+                           r"`weight`. Expected: a use in the layer's forward.* Got: `sum` "
+                           "outside. What to do: .*register_external_parameter"):
             weight.sum()
     # Full, because forward has kept it for backward, and yet not for everybody.
     _, model = build("Plain")
@@ -484,14 +485,14 @@ def touch_outside():
     loss = model(mine(tokens(0, 4))).sum()
     last = model.layers_[3]
     assert last.is_fetched
-    with pytest.raises(RuntimeError, match="freed `down.weight`"):
+    with pytest.raises(RuntimeError, match=r"freed `down.weight`"):
         last.down.weight.sum()
     loss.backward()
 
 
 def test_a_parameter_that_is_touched_outside_of_forward_raises_by_name():
     """
-    Also while its unit happens to be full, or a first use would pass that the next one does not.
+    Also while its unit happens to be full; or one use would pass, and the next one not.
     """
     run(touch_outside, 2)
 
@@ -576,7 +577,7 @@ def test_experts_without_tokens_get_zero_gradients():
 class Watched(Layer):
     """Says how many others are materialised while it draws its values"""
 
-    born: list = []  # noqa: RUF012
+    born: list = []
 
     def __init__(self):
         super().__init__()
@@ -675,8 +676,8 @@ def test_what_has_no_values_is_refused_on_all_ranks():
     """
     for errors in run(refuse_to_make, 2):
         for error, what in zip(errors, (
-                "cannot fill ``. Expected: values .* Got: `0`, a Bare without `reset_parameters`, on "
-                "rank 0. What to do: pass `init=`", "`layers_.0.\\w+.weight` has no values",
+                "cannot fill ``. Expected: values .* Got: `0`, a Bare without `reset_parameters`, "
+                "on rank 0. What to do: pass `init=`", "`layers_.0.\\w+.weight` has no values",
                 r"OSError\('no such place'\), on rank 0", "Got: nowhere: .* on rank 0",
                 "has nothing to wrap. Expected: modules of .*Conv1d.* Got: none in Plain"),
                 strict=True):
@@ -712,7 +713,7 @@ def test_a_checkpoint_is_read_layer_by_layer(name, tmp_path):
         del state[other if name == "TiedBetweenUnits" else first if name == "Tied" else other]
     save_file(state, tmp_path / "model.safetensors")
     index = {}
-    for i, (key, value) in enumerate(state.items()):
+    for i, key in enumerate(state):
         index[key] = f"part-{i % 3}.safetensors"
     (tmp_path / "parts").mkdir()
     for part in set(index.values()):
@@ -790,35 +791,214 @@ def test_a_saved_model_opens_without_us_and_comes_back(tmp_path):
     assert all((found[name] - p).abs().max() < 1e-10 for name, p in expected.items())
     assert index["metadata"]["total_size"] == sum(p.nbytes for p in found.values())
     (tmp_path / "file").write_text("")
-    with pytest.raises(AssertionError, match="cannot be saved to .*/file.* on rank 0"):
+    with pytest.raises(AssertionError, match=r"cannot be saved to .*/file.* on rank 0"):
         run(saved, 2, str(tmp_path / "file"))
 
 
-def in_a_quarter(folder, width, optimizer_class):
-    """Make, train and save a model whose parameters are four times what this process may have."""
+# ------------------------------------------------------------------------------------------- use
 
-    def kib(name):
-        with open("/proc/self/status") as status:
-            return int(status.read().split(name + ":")[1].split()[0]) * 1024
 
-    # Freed layers go back to the system, as with MALLOC_MMAP_THRESHOLD_ in the environment.
-    ctypes.CDLL(None).mallopt(-3, 131072)
-    # Room for whole layers, buffers and the stacks of threads.
-    limit_bytes = kib("VmData") + (120 << 20)
-    layer_bytes = 4 * (width * width + width)
-    depth = -(-4 * limit_bytes // layer_bytes)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
-    before_bytes, nvme = kib("RssAnon"), Offload("nvme", folder=folder)
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
-    model = wrap(model, nn.Linear, offload=nvme)
-    optimizer = Zero3Optimizer(model, optimizer_class, lr=1e-3, offload=nvme)
-    for _ in range(2):
-        optimizer.backward(model(torch.ones(2, width)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    model.save(folder)
-    return limit_bytes, depth * layer_bytes, kib("VmHWM") - kib("RssFile") - before_bytes
+def continued(model, plain, ids, **options):
+    """What the plain model says, and the wrapped one, and what that gathered."""
+    draw = [torch.Generator().manual_seed(5) for _ in range(2)]
+    with torch.no_grad():
+        expected = continue_tokens(plain, ids, generator=draw[0], **options)
+    with Ledger(model) as tape:
+        got = model.generate(ids, generator=draw[1], **options)
+    assert not any(unit.is_fetched for unit in model.units)
+    return expected.tolist(), got.tolist(), [e.layer for e in tape.events if e.event == "fetch"]
+
+
+def continue_on_two_ranks():
+    plain, model = build("Tied")
+    rank, found = dist.get_rank(), []
+    ids = tokens(3, 4).chunk(2)[rank]
+    for options in ({"max_new_tokens": 6}, {"max_new_tokens": 6, "window": 4},
+                    {"max_new_tokens": 6, "temperature": 0.7}):
+        found.append(continued(model, plain, ids, **options))
+    # Rank 1 is done after its first token, rank 0 goes on.
+    first = found[0][0][0][LENGTH]
+    found.append(continued(model, plain, ids[:1], max_new_tokens=6,
+                           eos_token_id=first if rank else None))
+    return found
+
+
+def test_generate_continues_like_the_plain_model_though_one_rank_is_done_first():
+    """
+    Greedy, in a window, drawn, and with an end that comes on one rank only: that rank goes on
+    gathering, and returns what it had. A layer is gathered for each token, the root's parameters
+    once.
+    """
+    answers = run(continue_on_two_ranks, 2)
+    for found in answers:
+        for expected, got, gathers in found:
+            assert got == expected
+            layers = [f"layer {i} (layers_.{i - 1})" for i in range(1, 5)]
+            assert gathers == ["layer 0 (the rest)", *layers * 6]
+    assert [len(found[3][1][0]) - LENGTH for found in answers] == [6, 1]
+
+
+def generate_with_hugging_face(name):
+    torch.manual_seed(0)
+    whole = WHOLES[name]()
+    plain, rank = whole.model.eval(), dist.get_rank()
+    model = wrap(copy.deepcopy(plain), whole.layers)
+    ids = tokens(3, 4).chunk(2)[rank]
+    options = dict(do_sample=False, pad_token_id=0, attention_mask=torch.ones_like(ids),
+                   max_new_tokens=4 + 3 * rank, eos_token_id=None)
+    expected = plain.generate(ids, **options)
+    got = model.generate(ids, **options)
+    beams = plain.generate(ids, num_beams=2, **options), model.generate(ids, num_beams=2, **options)
+    assert not any(unit.is_fetched for unit in model.units)
+    return torch.equal(expected, got), torch.equal(*beams), got.shape[1] - LENGTH
+
+
+@pytest.mark.parametrize("name", NEARLY)
+def test_generate_uses_hugging_faces_own(name):
+    """
+    With its cache, greedy and with beams; rank 0 is done three tokens before rank 1.
+    """
+    assert run(generate_with_hugging_face, 2, name) == [(True, True, 4), (True, True, 7)]
+
+
+def destroyed(name, weights):
+    plain, model = build(name, persist_below_numel=100)
+    ids = tokens(0, ROWS * dist.get_world_size())
+    plain.loss(model(mine(ids))).backward()
+    units = [weakref.ref(unit) for unit in model.units]
+    params = {n: slot.param for u in model.units for slot in u._slots()
+              for n in map(u.full_name, slot.names)}
+    back = model.destroy(weights=weights)
+    del model
+    gc.collect()
+    assert not any(unit() for unit in units)
+    assert [n for n, _ in back.named_modules()] == [n for n, _ in plain.named_modules()]
+    expected = dict(plain.named_parameters(remove_duplicate=False))
+    found = dict(back.named_parameters(remove_duplicate=False))
+    assert found.keys() == expected.keys()
+    if not weights:
+        return all(p.is_meta and p.shape == expected[name].shape for name, p in found.items())
+    assert all(found[name] is p and type(p) is nn.Parameter for name, p in params.items())
+    # No hook, no sharding: it trains like any module.
+    for each in (plain, back):
+        each.zero_grad()
+        plain.loss(each(ids)).backward()
+    same = [torch.equal(p, expected[name]) and torch.equal(p.grad, expected[name].grad)
+            for name, p in found.items() if p.requires_grad]
+    return all(same) and len(same) > 3 and all(
+        not p._post_accumulate_grad_hooks for p in found.values() if p.requires_grad)
+
+
+@pytest.mark.parametrize("name", ["Tied", "TiedBetweenUnits", "Adapters", "Mixture"])
+@pytest.mark.parametrize("weights", [True, False])
+def test_destroy_gives_the_plain_module_back(name, weights):
+    """
+    The same parameters in the same places, whole and without hooks; or on the meta device.
+    """
+    assert all(run(destroyed, 2, name, weights))
+
+
+def report():
+    plain, model = build("Mixture", persist_below_numel=165, offload=None)
+    before = model.memory_report()
+    loss = plain.loss(model(mine(tokens(0, 4))))
+    during = model.memory_report()
+    loss.backward()
+    return before, during, held_bytes(model)
+
+
+def test_memory_report_says_what_each_unit_has():
+    """
+    Bytes at rest and full bytes of each unit, on this rank; they add up to what the tape counts.
+    """
+    for before, during, rest_bytes in run(report, 2):
+        rows = [line.split(None, 4) for line in before.splitlines()[2:-1]]
+        assert [row[4] for row in rows] == [
+            "layer 0 (the rest), persistent", "layer 1 (blocks.0), persistent",
+            "layer 2 (blocks.1), leaf", "layer 3 (blocks.2), persistent",
+            "layer 4 (blocks.3), leaf"]
+        numels = [int(row[0].replace(",", "")) for row in rows]
+        assert [int(row[1].replace(",", "")) for row in rows] == [4 * n for n in numels]
+        assert all(row[2] == "0" and row[3] == "device" for row in rows)
+        full = [int(line.split()[2].replace(",", "")) for line in during.splitlines()[2:-1]]
+        assert full == [8 * numels[0], 8 * numels[1], 0, 8 * numels[3], 0]
+        assert before.endswith("0 elements are full; 0 passes went another way than the one before")
+        assert rest_bytes == sum(2 * 4 * n for n in numels) + sum(8 * n for n in (
+            numels[0], numels[1], numels[3]))
+
+
+def test_a_wrapped_model_is_asked_like_the_plain_one():
+    """
+    Attributes and methods of the model and of its layers; a name that neither has is an error.
+    """
+    model = Plain()
+    model.greeting, model.layers_[1].number = "hello", 7
+    wrapped = wrap(model, Layer)
+    assert wrapped.greeting == "hello" and wrapped.layers_[1].number == 7
+    assert wrapped.embed is model.embed and len(wrapped.layers_) == 4
+    for thing in (wrapped, wrapped.layers_[0]):
+        with pytest.raises(AttributeError, match="nothing_like_it"):
+            thing.nothing_like_it  # noqa: B018
+    assert not wrapped.eval().training and not model.layers_[1].module.up.training
+
+
+def test_a_model_is_wrapped_once():
+    """The second time it says so; after `destroy` it may be wrapped anew."""
+    model = Plain()
+    wrapped = wrap(model, Layer)
+    with pytest.raises(RuntimeError, match=r"the model is sharded already. Expected: a plain "
+                       r"model. Got: Plain. What to do: `destroy\(\)` it first"):
+        wrap(model, Layer)
+    assert wrap(wrapped.destroy(), (Layer,)).units
+
+
+def test_a_model_that_is_gone_leaves_nothing_behind():
+    """Neither its memory nor the hook that counts steps."""
+    before = len(torch_optimizer._global_optimizer_post_hooks)
+    model = wrap(Plain(), Layer)
+    optimizer = Zero3Optimizer(model, lr=0.1)
+    model(tokens(0, 2)).sum().backward()
+    optimizer.step()
+    assert len(torch_optimizer._global_optimizer_post_hooks) == before + 1
+    units = [weakref.ref(unit) for unit in model.units]
+    del model, optimizer
+    gc.collect()
+    assert not any(unit() for unit in units)
+    assert len(torch_optimizer._global_optimizer_post_hooks) == before
+
+
+def test_shards_have_the_plain_models_names_for_param_groups():
+    """`group_by` sees the names that the plain model has."""
+    seen = []
+    model = wrap(Tied(), Layer)
+    Zero3Optimizer(model, lr=0.1, group_by=lambda name, p: seen.append(name) or {})
+    assert sorted(seen) == sorted(name for name, _ in Tied().named_parameters())
+
+
+def write_back():
+    _, model = build("TiedBetweenUnits", persist_below_numel=1000)
+    ids = tokens(0, 2)
+    model(ids)
+    with model.full_params(writeback=True) as params, torch.no_grad():
+        for p in params.values():
+            p.fill_(0.01 * (1 + dist.get_rank()))
+    with model.full_params() as params:
+        kept = [bool((p == 0.01).all()) for p in params.values()]
+    return kept, model(ids).detach()
+
+
+def test_what_is_written_back_is_what_persists():
+    """Rank 0's values, in every shard and in what stays full."""
+    (kept, out), (_, same) = run(write_back, 2)
+    assert all(kept) and torch.equal(out, same)
+    plain = TiedBetweenUnits().double()
+    with torch.no_grad():
+        for p in plain.parameters():
+            p.fill_(0.01)
+    assert torch.allclose(plain(tokens(0, 2)), out, atol=1e-12)
+
+
+# ----------------------------------------------------------------------------------- memory limit
 
 
 def test_a_model_of_four_times_the_memory_limit_is_made_trained_and_saved(tmp_path):
@@ -827,7 +1007,7 @@ def test_a_model_of_four_times_the_memory_limit_is_made_trained_and_saved(tmp_pa
     meta device into files. Breaks where a layer stays when the next is made, gathered or saved.
     """
     for limit_bytes, params_bytes, grown_bytes in run(
-            in_a_quarter, 2, str(tmp_path), 1400, torch.optim.SGD, timeout_s=300):
-        assert params_bytes >= 4 * limit_bytes and grown_bytes < 120 << 20
+            in_a_quarter, 2, str(tmp_path), timeout_s=300):
+        assert params_bytes >= 4 * limit_bytes and grown_bytes < ROOM_BYTES
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == params_bytes

@@ -12,6 +12,9 @@ Read the chapters in this order, and the tools where a chapter uses them: `wire.
 | 2 | `offload.py` | `Offload`: shards that rest on the device, in CPU memory or in files |
 | 3 | `states.py` | masters, moments and gradients of a shard, and where they rest |
 | 3 | `optimizer.py` | `Zero3Optimizer`: loss scale, clipping, micro-batches, the step |
+| 4 | `units.py` | layers of a whole model, fetched ahead along an order that was learnt |
+| 4 | `materialise.py` | models larger than memory: made, read and written layer by layer |
+| 4 | `coordinator.py` | `wrap`: a whole model, as it is, and what can be done with it then |
 | tools | `wire.py` | what ranks send each other, and buckets of gradients |
 | tools | `disk.py` | reading and writing past the page cache, and how fast that is |
 | tools | `ledger.py` | the tape of what a rank sent, held, read and wrote |

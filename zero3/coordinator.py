@@ -26,8 +26,9 @@ else, which is fetched along with them.
 | `mark_persistent_parameters` | the same, with `stage3_model_persistence_threshold` |
 | `register_external_parameter` | the same |
 
-**Run this**: `make train ARGS=--wrap` trains the main job's model so; `make bench ARGS="--peers
-zero3 wrap"` compares both.
+**Run this**: `python -m zero3.coordinator` writes down what happens in two steps of a small model,
+before its order is known and after; `make bench ARGS="--peers zero3 wrap"` measures `wrap` beside a
+`Zero3Sequential` of the same layers.
 
 **Not covered, and what that costs**: ranks must come to the same units in the same order, so what
 depends on a rank's data belongs inside of one, by `leaf_classes`. A parameter that is smaller than
@@ -48,7 +49,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zero3.layer import Zero3Layer, _own_modules
-from zero3.ledger import tensors_in
+from zero3.ledger import Ledger, tensors_in
 from zero3.materialise import Deferred, Source, save
 from zero3.offload import Offload
 from zero3.units import Schedule, Unit
@@ -411,3 +412,24 @@ def _places(module: nn.Module, path: str, layers: tuple[type, ...], leaves: tupl
 
 def _classes(classes: Classes) -> tuple[type, ...]:
     return (classes,) if isinstance(classes, type) else tuple(classes)
+
+
+def main() -> None:
+    """
+    ## Two steps of a small model, as they happen
+    """
+    block = partial(nn.TransformerEncoderLayer, 16, 2, 32, dropout=0.0, batch_first=True)
+    model = wrap(nn.Sequential(nn.Embedding(9, 16), block(), block(), block(), nn.Linear(16, 9)),
+                 nn.TransformerEncoderLayer)
+    for step in (1, 2):
+        with Ledger(model) as tape:
+            model(torch.arange(9)[None]).mean().backward()
+        for phase in ("forward", "backward"):
+            told = [f"{e.event} {e.layer.split()[1]}" for e in tape.events if e.phase == phase
+                    and e.event in ("fetch", "compute", "reduce")]
+            print(f"step {step}, {phase}: {', '.join(told)}")
+    print(model.memory_report())
+
+
+if __name__ == "__main__":
+    main()

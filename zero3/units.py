@@ -32,7 +32,7 @@ A unit may use parameters of another, and then needs both, forward and backward.
 noticed, because a freed parameter is of a class that says so; and it is noticed as well where the
 other one happens to be full, for parameters are of that class whenever their unit does not compute.
 
-**Run this**: `python -m pytest tests/test_coordinator.py -k order`.
+**Run this**: `python -m zero3.coordinator` writes down what happens in two steps of a small model.
 
 **Not covered, and what that costs**: a unit that is called outside of the model's own forward is
 fetched on demand.
@@ -40,6 +40,7 @@ fetched on demand.
 
 import weakref
 from contextlib import nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
@@ -266,7 +267,8 @@ class Unit(Zero3Layer):
             g.inbox = g.full.new_empty(0) if self.is_fetched else g.full
         super()._backup_grads()
         for unit in self.outside if in_backward() else ():
-            unit._backward_event()
+            if unit._entered:
+                unit._backward_event()
 
     def _fill(self) -> None:
         """
@@ -361,26 +363,26 @@ class Schedule:
         Raises `RuntimeError` where that is more than may be full.
         """
         upcoming = self.trace.upcoming()
-        most_numel = self.max_live_numel or sum(unit.numel for unit in self.units)
-        spare = [unit for unit in self.units if unit.is_fetched
-                 and not (unit in wanted or unit.users or unit.persistent)]
-        # What comes last, or not at all, goes first.
-        spare.sort(key=lambda unit: upcoming.index(unit) if unit in upcoming else len(upcoming))
-        while spare and self.live_numel(*wanted) > most_numel:
-            spare.pop()._cleanup_params()
-        live_numel = self.live_numel(*wanted)
-        wanted[0].expect(live_numel <= most_numel, "cannot be fetched", "at most `max_live_numel`, "
-                         f"{most_numel:,} full elements", f"{live_numel:,} with it", "raise the "
-                         "limit, wrap smaller layers, or let less persist")
+        if not self._fit(*wanted):
+            spare = [unit for unit in self.units if unit.is_fetched
+                     and not (unit in wanted or unit.users or unit.persistent)]
+            # What comes last, or not at all, goes first.
+            spare.sort(key=lambda unit: upcoming.index(unit) if unit in upcoming else len(upcoming))
+            while spare and not self._fit(*wanted):
+                spare.pop()._cleanup_params()
+            wanted[0].expect(self._fit(*wanted), "cannot be fetched", "at most `max_live_numel`, "
+                             f"{self.max_live_numel:,} full elements",
+                             f"{self.live_numel(*wanted):,} with it", "raise the limit, wrap "
+                             "smaller layers, or let less persist")
         for unit in wanted:
             unit.fetch_params()
         for unit in self._window(upcoming):
-            if self.live_numel(unit) > most_numel:
+            if not self._fit(unit):
                 break
             unit.fetch_params()
         # What comes after these is read from its file.
-        for unit in [unit for unit in upcoming if not unit.is_fetched][:1]:
-            for g in unit.groups:
+        if after := next((unit for unit in upcoming if not unit.is_fetched), None):
+            for g in after.groups:
                 g.home.read_async()
 
     def live_numel(self, *wanted: Unit) -> int:
@@ -388,6 +390,9 @@ class Schedule:
         ### Elements of full parameters, those on their way among them; and with these also
         """
         return sum(unit.numel for unit in self.units if unit.is_fetched or unit in wanted)
+
+    def _fit(self, *wanted: Unit) -> bool:
+        return self.max_live_numel is None or self.live_numel(*wanted) <= self.max_live_numel
 
     def soon(self, unit: Unit, call: _Call | None) -> list[Unit]:
         """
@@ -402,19 +407,20 @@ class Schedule:
                 return [unit]
             if trace.follows():
                 upcoming = upcoming + trace.learnt.get("backward", [])
-        upcoming = [each for each in upcoming if not each.users]
-        return [*self._window(upcoming), *upcoming[:1]]
+        following = (each for each in upcoming if not each.users)
+        return [*self._window(upcoming), *islice(following, 1)]
 
     def _window(self, upcoming: list[Unit]) -> list[Unit]:
         """
         #### As many units as may be fetched ahead, with those whose parameters they use
         """
         soon: list[Unit] = []
-        for unit in [each for user in upcoming for each in (user, *user.externals)]:
-            if unit not in soon and not unit.users:
-                if sum(each.numel for each in soon) + unit.numel > self.prefetch_numel:
-                    break
-                soon.append(unit)
+        for user in upcoming:
+            for unit in (user, *user.externals):
+                if unit not in soon and not unit.users:
+                    if sum(each.numel for each in soon) + unit.numel > self.prefetch_numel:
+                        return soon
+                    soon.append(unit)
         return soon
 
     def compare(self, unit: Unit) -> None:
