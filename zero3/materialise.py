@@ -98,7 +98,7 @@ class Source:
         Raises `RuntimeError` where there are no values for something, or a checkpoint does not fit.
         """
         made: dict[torch.Tensor, torch.Tensor] = {}
-        empty: dict[str, set[str]] = {}  # of each module, what had no values
+        empty: dict[str, list[str]] = {}  # of each module, what had no values
         for at, module in modules.items():
             kinds: Any = (module._parameters, module._buffers)
             for tensors in kinds:
@@ -112,13 +112,13 @@ class Source:
                                 # What nobody writes to is found out so.
                                 new.fill_(torch.nan)
                         tensors[name] = made[t]
-                        empty.setdefault(at, set()).add(name)
+                        empty.setdefault(at, []).append(name)
         if not empty and self.checkpoint is None:
             return made
         problem = ""
         # Those inside of others first: what holds them may want to change them afterwards.
         for at in [*empty][::-1] if not model.wire.rank else ():
-            if self.checkpoint is None or empty[at] & modules[at]._non_persistent_buffers_set:
+            if self.checkpoint is None or modules[at]._non_persistent_buffers_set & {*empty[at]}:
                 problem = problem or self._draw(modules[at], at)
         if self.checkpoint is not None:
             problem = problem or self._read(modules, model.wire.rank)
