@@ -59,6 +59,26 @@ def test_the_benchmark_of_steps_times_ours_and_fsdp2s_on_the_same_model(tmp_path
     assert {name.split(",")[0] for name in rows} == {"Zero3Optimizer", "FSDP2"} and len(rows) == 5
 
 
+def test_messages_send_half_of_what_gloos_reduce_scatter_sends(tmp_path):
+    """
+    Where the loopback's count is exact: a reduce-scatter by messages sends what an all-gather
+    does, and gloo's own twice that. Headers add less than a hundredth.
+    """
+    out = tmp_path / "comm.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bench", "--comm", "--mib", "1", "--out", str(out)],
+        cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads(out.read_text())
+    assert all(row["ms"] > 0 for row in results["medians"].values())
+    if results["wire_is_exact"]:
+        psi = {name: row["wire_psi"] for name, row in results["medians"].items()}
+        assert psi["reduce-scatter, gloo"] == pytest.approx(2, rel=0.01)
+        for name in ("reduce-scatter, Wire", "all-gather, Wire", "all-gather, gloo"):
+            assert psi[name] == pytest.approx(1, rel=0.01), name
+
+
 def test_the_benchmark_of_the_disk_asks_fio_for_the_same(tmp_path):
     """
     Ratios of what each got from the same disk, in the same round. It says nothing of speed here.

@@ -11,7 +11,7 @@ import json
 import re
 import time
 import weakref
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import pairwise
 
 import pytest
@@ -252,9 +252,9 @@ class Probe:
         self.most = max(self.most, full_bytes // 8)
 
 
-def live(name, most):
+def live(name, most, prefetch=10**9):
     """The most elements that were full, how far from plain PyTorch, and each unit's elements."""
-    plain, model = build(name, max_live_numel=most, prefetch_numel=10**9)
+    plain, model = build(name, max_live_numel=most, prefetch_numel=prefetch)
     probe = Probe(model)
     for unit in model.units:
         unit.ledger = probe
@@ -294,6 +294,18 @@ def test_live_parameters_never_exceed_their_limit(name):
     with pytest.raises(AssertionError, match="cannot be fetched. Expected: at most `max_live_numel`"
                        f", {least - 1:,} full elements. Got: .* raise the limit"):
         run(live, 2, name, least - 1)
+
+
+@pytest.mark.parametrize("name", ["Plain", "Recomputed", "EncoderDecoder", "NoRest", "Vision"])
+def test_what_is_full_is_the_rest_one_unit_and_what_is_fetched_ahead(name):
+    """
+    At every event, forward and backward, with nothing ahead, with the default, and with more.
+    """
+    for prefetch in (0, None, 2 * 162):
+        peak, off, sizes = run(live, 2, name, None, prefetch)[0]
+        rest, layers = sizes.pop("the rest"), sizes.values()
+        ahead = max(layers) if prefetch is None else prefetch
+        assert rest + max(layers) <= peak <= rest + max(layers) + ahead and off < 1e-10
 
 
 def slow_gathers(prefetch_numel):
@@ -996,6 +1008,37 @@ def test_what_is_written_back_is_what_persists():
         for p in plain.parameters():
             p.fill_(0.01)
     assert torch.allclose(plain(tokens(0, 2)), out, atol=1e-12)
+
+
+def train_on_gpu(device):
+    torch.manual_seed(0)
+    plain = Plain().to(device)
+    model, ids = wrap(copy.deepcopy(plain), Layer), tokens(0, 2).to(device)
+    plain(ids).sum().backward()
+    model(ids).sum().backward()
+    first = plain.layers_[0].up.weight.grad
+    (group,) = model.layers_[0].groups
+    slot = next(slot for slot in group.slots if slot.names[0] == "up.weight")
+    return torch.allclose(slot.of(group.shard.grad), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_wrapped_model_trains_on_a_gpu():
+    """One rank: the gather is a copy on the fetch stream, which compute has to wait for."""
+    assert train_on_gpu("cuda")
+
+
+def test_profilers_see_ranges_on_cuda_and_nothing_elsewhere(monkeypatch):
+    """Each unit's, by its label; on the CPU nothing is called."""
+    model, opened = wrap(Plain(depth=1), Layer), []
+    monkeypatch.setattr(torch.cuda.nvtx, "range", lambda name: opened.append(name) or nullcontext())
+    model(tokens(0, 1))
+    assert opened == []
+    for unit in model.units:
+        monkeypatch.setattr(unit, "device", torch.device("cuda"))
+    model(tokens(0, 1))
+    assert opened == ["layer 0 (the rest)", "layer 1 (layers_.0)"]
 
 
 # ----------------------------------------------------------------------------------- memory limit

@@ -1,0 +1,42 @@
+"""
+# The programs in README.md, run as it says
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(),
+                    re.DOTALL)
+
+
+def program(which, folder):
+    """The first block, with lines of it replaced by another block as the text between them says."""
+    first, *others = BLOCKS
+    lines = [line for name in (["layers", "model", "optimizer"] if which == "wrap" else
+                               ["model", "optimizer"]) for line in first.splitlines()
+             if line.startswith(f"{name} =")]
+    if which == "first":
+        return first
+    (block,) = [block for block in others if ("wrap(" in block) == (which == "wrap")]
+    assert len(lines) == (3 if which == "wrap" else 2)
+    for line in lines[1:]:
+        first = first.replace(f"{line}\n", "")
+    return first.replace(f"{lines[0]}\n", block.replace("/mnt/nvme", str(folder)))
+
+
+@pytest.mark.parametrize("which", ["first", "wrap", "nvme"])
+def test_a_program_of_the_readme_runs_on_two_ranks(which, tmp_path):
+    """Each ends with the shapes of the full parameters, which both ranks print."""
+    (tmp_path / "mine.py").write_text(program(which, tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+         "mine.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])})
+    assert done.returncode == 0, done.stderr
+    names = {"wrap": "'blocks.3.0.weight': (64, 64)"}
+    assert done.stdout.count(names.get(which, "'3.0.weight': (64, 64)")) == 2
