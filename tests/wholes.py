@@ -277,6 +277,16 @@ class RecomputedReentrant(Recomputed):
     reentrant = True
 
 
+class RecomputedTwice(RecomputedReentrant):
+    """A layer whose gradients come in two parts, each by a backward inside of backward"""
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in (self.layers_[0], *self.layers_, self.layers_[3]):
+            x = checkpoint(layer, x, use_reentrant=True)
+        return self.head(x)
+
+
 class RecomputedInOne(Plain):
     """Activation checkpointing around all layers at once"""
 
@@ -287,6 +297,54 @@ class RecomputedInOne(Plain):
             return x
 
         return self.head(checkpoint(run, self.embed(ids), use_reentrant=False))
+
+
+class Projects(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight, self.bias = weight, nn.Parameter(torch.ones(TOKENS))
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x):
+        return x.detach() @ self.frozen(self.weight).t() + self.bias
+
+
+class FrozenBetween(Whole):
+    """A frozen layer between a unit's output and the weight that it shares with another"""
+
+    layers = (Layer, nn.Embedding, Projects)
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(TOKENS, WIDTH), Layer()
+        self.head = Projects(self.embed.weight)
+
+    def forward(self, ids):
+        x = self.layer(self.embed(ids))
+        return self.head(x) + x.mean(-1, keepdim=True)
+
+
+class Around(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm, self.linear = norm, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(self.norm(x))
+
+
+class SharedModules(Whole):
+    """A module inside of two units and at the root, and a unit under two names"""
+
+    layers = (Layer, Around)
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm, other = nn.Embedding(TOKENS, WIDTH), nn.LayerNorm(WIDTH), Layer()
+        self.a, self.b, self.c, self.d = Around(self.norm), other, Around(self.norm), other
+
+    def forward(self, ids):
+        return self.norm(self.d(self.c(self.b(self.a(self.embed(ids))))))
 
 
 class NoRest(Whole):
@@ -364,7 +422,7 @@ class Llama(HuggingFace):
 WHOLES = {cls.__name__: cls for cls in (
     Plain, Tied, TiedBetweenUnits, TiedToTheRoot, External, ExternalSiblings, EncoderDecoder,
     Branches, Mixture, MixtureFirst, Adapters, Nested, Recomputed, RecomputedReentrant,
-    RecomputedInOne, NoRest, Vision, GPT2, Llama)}
+    RecomputedTwice, RecomputedInOne, FrozenBetween, SharedModules, NoRest, Vision, GPT2, Llama)}
 
 
 def tokens(step, rows):

@@ -12,6 +12,9 @@ $$\underbrace{P_{\text{rest}}}_{\text{forward and backward}} + \;
 \underbrace{P_\ell + \text{what is fetched ahead}}_{\text{in turn}}
 \;\ge\; \text{full elements at any moment}$$
 
+Where units lie inside of one another, or use each other's parameters, $P_\ell$ is of all of those
+together; what persists comes on top.
+
 A parameter under two names, an embedding and a head for instance, has one owner, one shard and one
 gradient. Inside of a unit nothing has to be done for that. Between units the owner is the root if
 it has the parameter, else the first unit that does; for the others it is a parameter of somebody
@@ -21,7 +24,7 @@ else, which is fetched along with them.
 |---|---|
 | `layer_classes`, `leaf_classes` | every module is one; `set_z3_leaf_modules` |
 | `prefetch_numel` | `stage3_prefetch_bucket_size`, `stage3_max_reuse_distance` |
-| `max_live_numel` | `stage3_max_live_parameters` |
+| `max_live_numel` | `stage3_max_live_parameters`; here nothing exceeds it |
 | `persist_below_numel` | `stage3_param_persistence_threshold` |
 | `mark_persistent_parameters` | the same, with `stage3_model_persistence_threshold` |
 | `register_external_parameter` | the same |
@@ -33,7 +36,8 @@ before its order is known and after; `make bench ARGS="--peers zero3 wrap"` meas
 **Not covered, and what that costs**: ranks must come to the same units in the same order, so what
 depends on a rank's data belongs inside of one, by `leaf_classes`. A parameter that is smaller than
 its unit saves no message by staying full: a unit is gathered as one flat parameter, and persists as
-a whole. `predict` knows chains only.
+a whole. `predict` knows chains only. Of the model's methods, `forward` and `generate` fetch what
+they need.
 """
 
 import weakref
@@ -65,6 +69,7 @@ class Zero3Model(nn.Module):
     `wrap` makes it. It is called like the model, and can be asked for the model's attributes.
     """
 
+    # What the wire asks of a layer, for errors that concern no unit alone.
     expect: Any = Zero3Layer.expect
     label = "the model"
 
@@ -73,8 +78,8 @@ class Zero3Model(nn.Module):
                  persist_below_numel: int, offload: Offload | None, debug: bool):
         super().__init__()
         self.wire, self.schedule = Wire(), Schedule(debug)
-        # Other names of tied parameters, and the modules that have these as plain attributes.
-        self.aliases: list[tuple[str, nn.Module, str]] = []
+        self.tied: dict[str, Any] = {}  # parameters with several names, by these
+        self.layout: dict[nn.Module, list[str]] = {}  # which parameters a plain module has
         self.units = self.schedule.units = self._wrap(model, layer_classes, leaf_classes, source,
                                                       offload)
         self.module: Any = self.units[0]
@@ -85,15 +90,21 @@ class Zero3Model(nn.Module):
             unit.inside = [m for m in unit.module.modules() if isinstance(m, Unit)]
             for other in unit.inside:
                 other.outside.append(unit)
+        largest_numel = max(unit.numel for unit in self.units[1:])
+        least_numel = self.units[0].numel + largest_numel
+        self.expect(max_live_numel is None or max_live_numel >= least_numel, "cannot be this "
+                    "small", f"`max_live_numel` of at least {least_numel:,}, the rest and the "
+                    "largest unit", max_live_numel, "raise it, or wrap smaller layers")
         self.schedule.max_live_numel = max_live_numel
-        self.schedule.prefetch_numel = (max(unit.numel for unit in self.units[1:])
-                                        if prefetch_numel is None else prefetch_numel)
+        self.schedule.prefetch_numel = largest_numel if prefetch_numel is None else prefetch_numel
         self.mark_persistent_parameters(persist_below_numel)
-        # What persists is gathered again after a step, of any optimizer.
-        schedule = weakref.ref(self.schedule)
+        # What persists is gathered again after a step with shards of this model.
+        schedule, shards = weakref.ref(self.schedule), {*map(id, self.get_trainable_chunk())}
 
-        def count(*_) -> None:
-            if found := schedule():
+        def count(optimizer: Any, *_) -> None:
+            stepped = [p for group in optimizer.param_groups for p in group["params"]]
+            stepped += [owned.shard for owned in getattr(optimizer, "owned", ())]
+            if (found := schedule()) and not shards.isdisjoint(map(id, stepped)):
                 found.steps += 1
 
         self._stop_counting = weakref.finalize(
@@ -116,17 +127,16 @@ class Zero3Model(nn.Module):
         What is inside of others first. Returns them, the root's first.
         """
         leaves = _classes(leaf_classes)
-        plain = not any(isinstance(m, Zero3Layer) for m in model.modules())
-        self.expect(plain, "is sharded already", "a plain model", type(model).__name__,
-                    "`destroy()` it first")
         places = [*_places(model, "", (*_classes(layer_classes), Deferred), leaves)]
-        self.expect(len(places) > 0, "has nothing to wrap", f"modules of {layer_classes}",
-                    f"none in {type(model).__name__}", "pass the classes of its layers")
+        self._check(model, (*_classes(layer_classes), *leaves), len(places))
         below = {m for _, _, layer, _ in places for m in layer.modules()}
         # A tied parameter belongs to the root, which is whole all along, or to the first who has
         # it. The others find it where they look for it, and it is fetched along with them.
         at_root = {p for m in model.modules() if m not in below for p in m._parameters.values()
                    if p is not None}
+        names: dict[torch.Tensor, list[str]] = {}
+        for full_name, param in model.named_parameters(remove_duplicate=False):
+            names.setdefault(param, []).append(full_name)
         owners: dict[torch.Tensor, Unit] = {}  # by the parameter as it was before
         made: dict[torch.Tensor, torch.Tensor] = {}
         tied: list[tuple[torch.Tensor, Unit, nn.Module, str]] = []
@@ -135,36 +145,51 @@ class Zero3Model(nn.Module):
             if layer not in units:
                 module = source.make(layer, path)
                 own = {f"{path}.{at}".strip("."): m for at, m in _own_modules(module)}
+                for m in own.values():
+                    self.layout.setdefault(m, [*m._parameters])
                 ties = self._untie(own, {*owners, *(at_root if layer is not model else ())}, source)
                 before = {p for m in own.values() for p in m._parameters.values() if p is not None}
-                made |= source.fill(self, own, path)
+                made |= source.fill(self, own, path, names)
                 for _, m, key in ties:
                     del vars(m)[key]
                 unit = Unit(module, self.schedule, path, isinstance(layer, leaves), source.device,
                             offload)
                 units[layer] = unit
+                # The streams of a wire are those of its parameters' device.
                 self.wire = unit.wire if unit.groups else self.wire
-                owners |= dict.fromkeys(before, unit)
+                owners |= dict.fromkeys((*before, *(made.get(p, p) for p in before)), unit)
                 tied += [(p, unit, m, key) for p, m, key in ties]
             if parent is not None:
                 parent._modules[name] = units[layer]
         for p, user, m, key in tied:
             vars(m)[key] = made.get(p, p)
             user.externals.append(owners[p])
+        self.tied = {name: made.get(p, p) for p, every in names.items() for name in every
+                     if len(every) > 1}
         # The root's came last.
         return [units.pop(model), *units.values()]
+
+    def _check(self, model: nn.Module, classes: tuple[type, ...], found: int) -> None:
+        """
+        #### Refuse what cannot be wrapped
+        """
+        plain = not any(isinstance(m, Zero3Layer) for m in model.modules())
+        self.expect(plain, "is sharded already", "a plain model", type(model).__name__,
+                    "`destroy()` it first")
+        self.expect(found > 0, "has nothing to wrap", f"modules of {classes}",
+                    f"none inside of {type(model).__name__}", "pass the classes of its layers")
 
     def _untie(self, own: dict[str, Any], others: set, source: Source) -> list[tuple]:
         """
         #### Take parameters of other units out of a unit's modules, and say which and where
         """
         ties = []
-        for at, m in own.items():
-            for key, p in [*m._parameters.items()]:
-                if p in others:
+        for m in own.values():
+            # A module that is in two units has them as plain attributes by now.
+            for key, p in [*vars(m).items(), *m._parameters.items()]:
+                if isinstance(p, nn.Parameter) and p in others:
                     ties.append((p, m, key))
-                    self.aliases.append((f"{at}.{key}", m, key))
-                    del m._parameters[key]
+                    m._parameters.pop(key, None)
                     # For a module that draws its values, and would draw these too.
                     vars(m)[key] = torch.empty(p.shape, dtype=p.dtype, device=source.device)
         return ties
@@ -177,7 +202,8 @@ class Zero3Model(nn.Module):
         * `model_numel` is the most that all of them may have; left out, there is no limit
 
         Each is gathered once after a step, in place of forward and backward of each micro-batch.
-        All ranks call it alike, between two steps. Returns the elements that will stay.
+        All ranks call it alike, between two steps. Returns the elements that will stay. Suspends I2
+        for them.
         """
         self.release_all()
         left_numel = float("inf") if model_numel is None else model_numel
@@ -190,8 +216,8 @@ class Zero3Model(nn.Module):
         """
         ### Say that a module uses a parameter of another unit
 
-        Where a first use that fetches does not do: if not all ranks come to it, for instance.
-        DeepSpeed's function of this name does the same.
+        Where a first use that fetches does not do: if not all ranks come to it, for instance. All
+        ranks call it alike, those that do not use the parameter too.
 
         Raises `RuntimeError` where either is not of this model.
         """
@@ -208,6 +234,8 @@ class Zero3Model(nn.Module):
         """
         ### Forward pass of the model
         """
+        self.expect("module" in self._modules, "was destroyed", "a use before that", "one after",
+                    "call what `destroy` returned")
         return self.module(*args, **kwargs)
 
     # ----------------------------------------------------------------------------------------- use
@@ -223,12 +251,13 @@ class Zero3Model(nn.Module):
         """
         ### The full parameters of all units at once, named as in the plain model
 
-        This holds the whole model; `full_params` of a unit holds one. As for a `Zero3Layer`.
+        This holds the whole model; `full_params` of a unit holds one. All ranks enter and leave;
+        `writeback` is as for a `Zero3Layer`.
         """
         with ExitStack() as stack:
             found = {unit.full_name(name): p for unit in self.units
                      for name, p in stack.enter_context(unit.full_params(writeback)).items()}
-            yield found | {name: vars(m)[key] for name, m, key in self.aliases}
+            yield found | self.tied
 
     def save(self, folder: str | Path) -> None:
         """
@@ -243,18 +272,21 @@ class Zero3Model(nn.Module):
 
         With the model's own `generate`, where it has one, as those of Hugging Face have; else with
         `continue_tokens`, which see for the arguments. All ranks call it, each with sequences of
-        its own: those that are done go on computing until all are. What is at the root stays full
-        until the end, for every token needs it.
+        its own, and tells the others after each token whether it is done (all-reduce, a number):
+        those that are go on computing until all are. What is at the root stays full until the end,
+        for every token needs it.
         """
-        plain = self.module.module
-        begin = partial(self.schedule.begin_forward, "generate")
-        with self.module.full_params(), plain.register_forward_pre_hook(lambda *_: begin()):
+        root, plain, schedule = self.module, self.module.module, self.schedule
+        with root.full_params(), plain.register_forward_pre_hook(lambda *_: schedule.arrive(root)):
+            schedule.stack.append(root)
             try:
                 if hasattr(plain, "generate"):
                     return plain.generate(*args, synced_gpus=self.wire.world_size > 1, **kwargs)
                 return continue_tokens(plain, *args, world_size=self.wire.world_size, **kwargs)
             finally:
-                self.schedule.end_forward()
+                schedule.stack.pop()
+                root._leave()
+                schedule.end_forward()
 
     def release_all(self) -> None:
         """
@@ -273,7 +305,8 @@ class Zero3Model(nn.Module):
         * `weights` says that each rank gets the whole model; left out of it, the parameters are on
           the meta device
 
-        All ranks call it. This object is of no use afterwards.
+        All ranks call it, and all-gather each unit if there shall be weights. This object is of no
+        use afterwards, nor is an optimizer that was built on it.
         """
         self.release_all()
         new: dict[torch.Tensor, nn.Parameter] = {}
@@ -292,32 +325,37 @@ class Zero3Model(nn.Module):
                     slot.param.data, new[slot.param] = value, slot.param
         plain = self.module.module
         for m in [*plain.modules()]:
-            for key, value in [*vars(m).items()]:
-                if isinstance(value, nn.Parameter) and value in new:
-                    del vars(m)[key]
-                    m._parameters[key] = new[value]
+            for key in self.layout.get(m, ()):
+                p = vars(m).pop(key)
+                m._parameters[key] = p if p is None else new[p]
             for key, child in m._modules.items():
                 m._modules[key] = child.module if isinstance(child, Unit) else child
         self._modules.clear()
+        self.units.clear()
         self._stop_counting()
         return plain
 
     def memory_report(self) -> str:
         """
         ### What each unit has on this rank, now, in a table
+
+        Elements with their padding, and bytes of parameters: at rest, and full.
         """
-        rows = [f"{'elements':>12} {'at rest':>12} {'full':>12}  tier    unit"]
+        rows, totals = [f"{'elements':>14} {'at rest':>14} {'full':>14}  tier    unit"], [0, 0, 0]
         for unit in self.units:
             rest_bytes = sum(g.shard.nbytes for g in unit.groups)
-            full_bytes = sum(g.full.untyped_storage().nbytes() for g in unit.groups)
+            full = unit.is_fetched or unit._full_elsewhere
+            full_bytes = sum(g.full.nbytes for g in unit.groups) * full
             tiers = "+".join(dict.fromkeys(g.home.tier for g in unit.groups)) or "none"
             stays = ", persistent" * unit.persistent + ", leaf" * unit.leaf
-            rows.append(f"{unit.numel:12,} {rest_bytes:12,} {full_bytes:12,}  {tiers:7} "
-                        f"{unit.label}{stays}")
-        return "\n".join([
-            f"rank {self.wire.rank} of {self.wire.world_size}, bytes of parameters", *rows,
-            f"{self.schedule.live_numel():,} elements are full; {self.schedule.trace.misses} "
-            "passes went another way than the one before"])
+            cells = (unit.numel, rest_bytes, full_bytes)
+            totals = [a + b for a, b in zip(totals, cells, strict=True)]
+            rows.append(" ".join(f"{cell:14,}" for cell in cells)
+                        + f"  {tiers:7} {unit.label}{stays}")
+        rows.append(" ".join(f"{cell:14,}" for cell in totals) + "          together")
+        return "\n".join([f"rank {self.wire.rank} of {self.wire.world_size}", *rows,
+                          f"{self.schedule.trace.misses} passes differed from the last of their "
+                          "kind"])
 
 
 def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = (),
@@ -330,7 +368,8 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
     ## Shard a whole model, in place
 
     All ranks call it alike. Every module of `layer_classes` becomes a `Unit` where it stands, and
-    what is left over one more, around all of them.
+    what is left over one more, around all of them. Call what this returns: the model itself has
+    lost its parameters.
 
     * `model` may have its values, rank 0's become everybody's; or be on the meta device, or have
       `Deferred` layers, and then it is made one unit at a time
@@ -340,16 +379,21 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
       together, and reduced on all ranks, with zeros where nothing came
     * `prefetch_numel` elements are fetched ahead, or not freed since they come soon again; left
       out, as many as the largest unit has, so that the next is always on its way; with 0 none
-    * `max_live_numel` elements are full at once, at most; left out, there is no limit
+    * `max_live_numel` elements of full parameters there are at once, at most, those that persist
+      among them; `full_params` and `save` come on top. Left out, there is no limit
     * `persist_below_numel`: as for `mark_persistent_parameters`
     * `offload` says where shards rest; left out, on the device
     * `device` is where to materialise; left out, where the model is, or the CPU
     * `seed`, `init` and `checkpoint` are as for `Source`
-    * `debug` has ranks compare what they are about to gather; on the CPU messages always do, and
-      this finds out on an accelerator what NCCL would hang on
+    * `debug` has ranks compare what they are about to gather; on the CPU messages always say so,
+      and this finds out on an accelerator what NCCL would hang on, where one rank gathers one unit
+      and another one another
 
-    Raises `RuntimeError` where there is nothing to wrap, where a unit has no values, and as
-    `Zero3Layer`. ZeRO-Infinity, sections 6.2 and 7.2. Keeps I1 to I8, with I3 and I4 for units.
+    Raises `TypeError` for what is no class. Raises `RuntimeError` where there is nothing to wrap, a
+    unit has no values, the limit is too low, and as `Zero3Layer`; where units inside of others, or
+    external ones, exceed the limit, in the first pass. ZeRO-Infinity, sections 6.2, 7.1 and 7.2.
+    Keeps I1 to I8; I2 but for what persists, I3 and I4 as the formula and the table in `units.py`
+    say.
     """
     at = next((p.device for p in model.parameters() if not p.is_meta), "cpu")
     source = Source(torch.device(device or at), seed, init, checkpoint)
@@ -368,14 +412,16 @@ def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 2
     * `ids` are `(batch, length)`, of this rank
     * `eos_token_id` ends a sequence, and fills the others' places behind it
     * `temperature` 0 takes the likeliest token, others draw with `generator`
-    * `window` is the longest sequence that the model takes
+    * `window` is the longest sequence that the model takes; left out, any length
 
     Returns `(batch, length + n)`, where n is at most `max_new_tokens`.
     """
     done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     for _ in range(max_new_tokens):
+        # (batch, vocabulary) fp32; and without a window all of the sequence, for -0 is 0.
         logits = next(tensors_in(model(ids[:, -(window or 0) :])))[:, -1].float()
         if temperature:
+            # On the CPU, so that a seed means the same tokens on every device.
             draws = torch.softmax(logits / temperature, -1).cpu()
             token = torch.multinomial(draws, 1, generator=generator)[:, 0].to(ids.device)
         else:
@@ -385,7 +431,7 @@ def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 2
                 token = token.where(~done, eos_token_id)
                 done = done | (token == eos_token_id)
             ids = torch.cat([ids, token[:, None]], dim=1)
-        # Who is done goes on gathering, for the others need its shards.
+        # Who is done goes on computing, for the others need its shards; and returns fewer tokens.
         left = (~done).any().int()
         if world_size > 1:
             dist.all_reduce(left, dist.ReduceOp.MAX)
@@ -411,7 +457,12 @@ def _places(module: nn.Module, path: str, layers: tuple[type, ...], leaves: tupl
 
 
 def _classes(classes: Classes) -> tuple[type, ...]:
-    return (classes,) if isinstance(classes, type) else tuple(classes)
+    found = (classes,) if isinstance(classes, type) else tuple(classes)
+    for kind in found:
+        if not isinstance(kind, type):
+            raise TypeError(f"wrap. Expected: classes of modules. Got: {kind!r}. What to do: pass "
+                            "`type(layer)`, or several in a tuple.")
+    return found
 
 
 def main() -> None:

@@ -103,6 +103,9 @@ class FreedParameter(nn.Parameter):
     def __repr__(self, *, tensor_contents=None):
         return f"<`{self.name}`, sharded by {self.layer().label}>"
 
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
 
 @dataclass(eq=False)
 class Offload:

@@ -6,10 +6,10 @@ when each is fetched and when it is freed.
 
 A `Zero3Sequential` knows what comes next, because it is a chain. A model that is written freely is
 not: its layers stand in lists, branch, are called twice. But from one step to the next it does the
-same. So the first pass is *traced*, and each unit fetched when it is come to; from the second pass
-on the trace says what to fetch while the units before it compute. A pass that goes another way is
-noticed at the first difference: from there on it fetches on demand, which is slower and as right,
-and the next pass goes by what this one did.
+same. So the first forward pass is *traced*, and each unit fetched when it is come to; from the
+second one on the trace says what to fetch while the units before it compute. A pass that goes
+another way is noticed at the first difference: from there on it fetches on demand, which is slower
+and as right, and the next pass goes by what this one did.
 
 $$\underbrace{u_1, \ldots, u_p}_{\text{seen}}\;
 \underbrace{u_{p+1}, \ldots, u_{p+k}}_{\text{soon: fetched, or not freed}}\;
@@ -24,23 +24,37 @@ saves their second gather. In DeepSpeed these are `stage3_prefetch_bucket_size`,
 
 | a unit | is full from | to | gathers in a step |
 |---|---|---|---|
-| a layer | shortly before it computes | its end, forward and again backward | 2, the last one 1 |
+| a layer | shortly before it computes | its end, forward and again backward | 2 |
+| the last one | the same | the end of its backward, once backward is known | 1 |
 | the root's | the beginning of forward | its last gradient | 1 |
-| a persistent one | its first use after a step | the next step | 1, for all micro-batches |
+| a persistent one | its first use after a step | its first use after the next step | 1 |
 
-A unit may use parameters of another, and then needs both, forward and backward. The first use is
-noticed, because a freed parameter is of a class that says so; and it is noticed as well where the
-other one happens to be full, for parameters are of that class whenever their unit does not compute.
+What is gathered for each micro-batch of a step is so for the first three; a persistent unit is
+gathered once for all of them. Between two uses a unit is in one of these states:
+
+| state | memory | parameters | until |
+|---|---|---|---|
+| at rest | freed | closed | it is fetched, ahead or on demand |
+| on its way | whole, filling | closed | somebody arrives who needs it |
+| in use | whole | open | it has computed, and all others that use it: `users` is empty |
+| staying | whole | closed | it comes again, or the pass is over, or a step has been taken |
+
+*Closed* means that the parameters are of a class that reports each use. So that a unit uses
+parameters of another (section 7.1 of the paper calls them external) is noticed the first time, also
+where the other one happens to be whole; from then on it is fetched along, forward and backward.
 
 **Run this**: `python -m zero3.coordinator` writes down what happens in two steps of a small model.
 
 **Not covered, and what that costs**: a unit that is called outside of the model's own forward is
-fetched on demand.
+fetched on demand; other methods of the model that use what is at the root raise errors. A layer
+that is called twice stays full in backward from the one call to the other. An attribute that units
+have themselves, `layer_idx` for instance, is read from `unit.module`; there is no `isinstance`,
+`len` or iteration through a unit; and inside of one `self.parameters()` yields nothing. What is
+written through `.data` of a persistent unit's shard is seen after `release_all()`.
 """
 
 import weakref
 from contextlib import nullcontext
-from itertools import islice
 from typing import Any
 
 import torch
@@ -56,18 +70,18 @@ class Trace:
     """
     ## The order in which units are come to
 
-    Of each kind of pass ("forward" with gradients, "eval" without, "generate", "backward") the last
-    one says how the next will go. Backward has a guess from the start: it comes to the units in the
+    Of each kind of pass ("forward" with gradients, "eval" without, "backward") the last one says
+    how the next will go. Backward has a guess from the start: it comes to the units in the
     reverse of the order in which forward left them.
     """
 
     def __init__(self) -> None:
         self.learnt: dict[str, list[Unit]] = {}
-        self.kind = ""  # of the pass that runs
-        self.seen: list[Unit] = []
-        self.known: list[Unit] = []  # of this pass, before it has happened
-        self.left: list[Unit] = []  # in the last forward pass, in this order
-        self.misses = 0  # passes that went another way than was known
+        self.kind = ""  # the kind of the pass that runs
+        self.seen: list[Unit] = []  # what it has come to
+        self.known: list[Unit] = []  # how it is expected to go
+        self.left: list[Unit] = []  # the last forward pass, in the order of leaving
+        self.misses = 0  # passes that went another way than expected
 
     def begin(self, kind: str) -> None:
         """
@@ -105,12 +119,13 @@ class Unit(Zero3Layer):
     """
     ## A layer of a whole model
 
-    A `Zero3Layer` in the place of a module, whose attributes it has too. When to fetch and when to
-    free it asks the schedule.
+    A `Zero3Layer` in the place of a module. Attributes that it does not have itself are read from
+    the module, and those that the module has are written to it. When to fetch and when to free it
+    asks the schedule.
     """
 
-    cure = ("use it in the forward of a module of this model; where not all ranks do, tell "
-            "`register_external_parameter`; and build the optimizer after `wrap`")
+    cure = ("call what `wrap` returned, and use the parameter in the forward of a module; where "
+            "not all ranks do, `register_external_parameter`; build the optimizer after `wrap`")
 
     def __init__(self, module: nn.Module, schedule: "Schedule", path: str, leaf: bool,
                  device: torch.device, offload: Offload | None):
@@ -120,14 +135,15 @@ class Unit(Zero3Layer):
         * `path` is its name in the plain model, empty for the root
         * `leaf` says that its parameters may get gradients on some ranks and not on others
 
-        The rest is as for `Zero3Layer`.
+        The rest is as for `Zero3Layer`. Its number, label, wire and relations are set once all
+        units of the model are there. Keeps the layer's invariants, but for I2 where it persists.
         """
         super().__init__(module, device=device, offload=offload)
         self.schedule, self.path, self.leaf, self.persistent = schedule, path, leaf, False
         self.numel = sum(len(g.full) for g in self.groups)
         self.inside: list[Unit] = []  # units below it in the tree of modules
-        self.outside: list[Unit] = []  # and above it
-        self.externals: list[Unit] = []  # whose parameters its modules use
+        self.outside: list[Unit] = []  # units above it
+        self.externals: list[Unit] = []  # other units, whose parameters its modules use
         # Those that compute with its parameters now, in forward or in backward; itself among them.
         self.users: set[Unit] = set()
         self._stamp: Any = None  # of the shards that it was gathered from
@@ -137,6 +153,14 @@ class Unit(Zero3Layer):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The last that `__init__` sets; what comes after is somebody else's, or known to it.
+        theirs = "_stamp" in vars(self) and name not in vars(self) and name not in self._modules
+        if theirs and not hasattr(type(self), name) and hasattr(self.module, name):
+            setattr(self.module, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def full_name(self, name: str) -> str:
         """
@@ -166,7 +190,7 @@ class Unit(Zero3Layer):
 
     def _leave(self) -> None:
         """
-        #### Compute no more, with nobody's parameters
+        #### Use no parameters any more, neither its own nor those of others
         """
         self.users.discard(self)
         for unit in self.externals:
@@ -180,7 +204,11 @@ class Unit(Zero3Layer):
         """
         ### Unshard (all-gather); again after a step, if it is full since before
         """
-        stamp = self.schedule.steps, [g.shard._version for g in self.groups]
+        if self.is_fetched:
+            # It has stayed, and may have to take gradients again while those before are being sent.
+            self.wire.reducer.finish(self)
+        stamp = self.schedule.steps, [(g.shard._version, g.shard.untyped_storage().data_ptr())
+                                      for g in self.groups]
         if self.is_fetched and self.persistent and stamp != self._stamp:
             self._cleanup_params()
         if self.schedule.debug and self.groups and not (self.is_fetched or self._full_elsewhere):
@@ -217,11 +245,11 @@ class Unit(Zero3Layer):
         #### Reshard; or stay full, if somebody else computes with it or it comes soon again
         """
         self.users.discard(self)
-        if call:
+        if call and self.schedule.trace.kind == "forward":
             self.schedule.trace.left.append(self)
         if self.users:
             return
-        if not (self.persistent or self in self.schedule.soon(self, call)):
+        if not (self.persistent or self.schedule.comes_again(self, call)):
             self._cleanup_params()
             return
         for slot in self._slots() if self.is_fetched else ():
@@ -244,10 +272,16 @@ class Unit(Zero3Layer):
         """
         #### Whether backward needs the full parameters no more
 
-        What the unit computed between units inside of it goes backward between theirs. A leaf does
-        not wait for experts that had nothing to do on this rank.
+        What a unit computes between units inside of it is needed until these are over. A leaf does
+        not wait for gradients of its parameters, for experts that had nothing to do on this rank
+        have none: it is over with the last gradient of an input. Without such an input nothing says
+        so, and the end of the pass settles it.
         """
         if any(unit._pending or unit in unit.users for unit in self.inside):
+            return False
+        frozen = any(not g.shard.requires_grad for g in self.groups)
+        if frozen and any(unit.get_trainable_chunk() for unit in self.externals):
+            # What is frozen may lie between the unit and a gradient of somebody else's parameter.
             return False
         if not self.leaf:
             return super()._is_over()
@@ -278,6 +312,7 @@ class Unit(Zero3Layer):
         """
         for g in self.groups if self.leaf and self._entered else ():
             if g.shard.requires_grad and g.grad is None:
+                # (world_size * shard_numel,), of the reduce's data type, device
                 g.grad = self._empty(len(g.full), g.shard.grad_dtype).zero_()
         if self.leaf:
             self._entered.clear()
@@ -305,10 +340,10 @@ class Schedule:
     def __init__(self, debug: bool):
         self.units: list[Unit] = []  # the root's first
         self.prefetch_numel = 0  # elements that are fetched ahead, at most
-        self.max_live_numel: int | None = None  # that are full at once
+        self.max_live_numel: int | None = None  # elements that are full at once, at most
         self.debug, self.trace = debug, Trace()
-        self.stack: list[Unit] = []  # that compute in forward, the innermost last
-        self.steps = 0  # of any optimizer
+        self.stack: list[Unit] = []  # units that compute in forward, the innermost last
+        self.steps = 0  # that optimizers have taken with shards of these units
 
     @property
     def root(self) -> Unit:
@@ -320,7 +355,7 @@ class Schedule:
         """
         backward, trace = in_backward(), self.trace
         if unit is self.root and not backward:
-            self.begin_forward("forward" if torch.is_grad_enabled() else "eval")
+            self._begin_forward()
         elif backward and not unit.wire.unsettled:
             trace.begin("backward")
         elif backward != (trace.kind == "backward"):
@@ -328,24 +363,27 @@ class Schedule:
         # Recomputation and the backward after it are one visit.
         if trace.kind and not (backward and trace.seen[-1:] == [unit]):
             trace.seen.append(unit)
-        unit._kept = None
         wanted = [unit, *unit.externals]
         for each in wanted:
+            if each._kept and not (backward or trace.kind):
+                # Outside of a pass nobody knows whether a step has been taken since.
+                each._cleanup_params()
+            each._kept = None
             each.users.add(unit)
         self.fetch(wanted)
         for each in wanted:
             each._show()
 
-    def begin_forward(self, kind: str) -> None:
+    def _begin_forward(self) -> None:
         """
-        ### A forward pass of the model begins
+        #### A forward pass of the model begins
 
         What is full since one whose backward did not come may be of before a step.
         """
         for unit in self.units:
             if unit._kept:
                 unit._cleanup_params()
-        self.trace.begin(kind)
+        self.trace.begin("forward" if torch.is_grad_enabled() else "eval")
 
     def end_forward(self) -> None:
         """
@@ -376,7 +414,7 @@ class Schedule:
                              "smaller layers, or let less persist")
         for unit in wanted:
             unit.fetch_params()
-        for unit in self._window(upcoming):
+        for unit in self._soon(upcoming):
             if not self._fit(unit):
                 break
             unit.fetch_params()
@@ -389,30 +427,38 @@ class Schedule:
         """
         ### Elements of full parameters, those on their way among them; and with these also
         """
-        return sum(unit.numel for unit in self.units if unit.is_fetched or unit in wanted)
+        return sum(unit.numel for unit in self.units
+                   if unit.is_fetched or unit._full_elsewhere or unit in wanted)
 
     def _fit(self, *wanted: Unit) -> bool:
+        """
+        #### Whether these may be full, beside those that are
+        """
         return self.max_live_numel is None or self.live_numel(*wanted) <= self.max_live_numel
 
-    def soon(self, unit: Unit, call: _Call | None) -> list[Unit]:
+    def comes_again(self, unit: Unit, call: _Call | None) -> bool:
         """
-        ### What comes soon after a unit has computed
+        ### Whether a unit that has computed comes so soon again that it stays full
 
-        The very next one too, however large it is: if that is itself, to stay takes nothing more.
+        * `call` is the forward call that has ended; in backward there is none
+
+        Also if it is the very next one, whatever its size: to stay takes no memory that it has not.
         """
         upcoming, trace = self.trace.upcoming(), self.trace
         if trace.kind == "forward" and call and call.outputs:
             if unit is self.root:
-                # Left last, and come to first, or right after the unit whose output is the model's.
-                return [unit]
+                # Backward comes to it first, or right after the unit whose output is the model's.
+                return True
             if trace.follows():
                 upcoming = upcoming + trace.learnt.get("backward", [])
-        following = (each for each in upcoming if not each.users)
-        return [*self._window(upcoming), *islice(following, 1)]
+        following = next((each for each in upcoming if not each.users), None)
+        return unit is following or unit in self._soon(upcoming)
 
-    def _window(self, upcoming: list[Unit]) -> list[Unit]:
+    def _soon(self, upcoming: list[Unit]) -> list[Unit]:
         """
-        #### As many units as may be fetched ahead, with those whose parameters they use
+        #### What comes soon: as many units as `prefetch_numel` has room for
+
+        With those whose parameters they use, and with those that are full already.
         """
         soon: list[Unit] = []
         for user in upcoming:
@@ -427,15 +473,16 @@ class Schedule:
         """
         ### Have the ranks tell each other what they are about to gather
 
-        All ranks must call it. Raises `RuntimeError` on all of them if one is about to gather
-        something else.
+        All-gather of their labels; all ranks must call it. Raises `RuntimeError` on all of them if
+        one is about to gather something else.
         """
         labels: list[Any] = [unit.label] * unit.wire.world_size
         if len(labels) > 1:
             dist.all_gather_object(labels, unit.label)
         for rank, label in enumerate(labels):
-            unit.expect(label == unit.label, "diverged", f"a gather of {unit.label}, on all ranks",
-                        f"of {label}, on rank {rank}", "put what depends on a rank's data into one "
+            unit.expect(label == unit.label, "is about to be gathered, and the ranks diverged",
+                        f"a gather of {unit.label}, on all ranks", f"of {label}, on rank {rank}",
+                        "put what depends on a rank's data into one "
                         "unit, by `leaf_classes`")
 
     def range_of(self, unit: Unit) -> Any:
