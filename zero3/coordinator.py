@@ -83,6 +83,7 @@ class Zero3Model(nn.Module):
         self.units = self.schedule.units = self._wrap(model, layer_classes, leaf_classes, source,
                                                       offload)
         self.module: Any = self.units[0]
+        self.training = model.training
         for i, unit in enumerate(self.units):
             # One wire: the reduces of all units follow each other, and each unit has a number.
             unit.layer_idx, unit.wire = i, self.wire
@@ -457,11 +458,12 @@ def _places(module: nn.Module, path: str, layers: tuple[type, ...], leaves: tupl
 
 
 def _classes(classes: Classes) -> tuple[type, ...]:
-    found = (classes,) if isinstance(classes, type) else tuple(classes)
+    several = isinstance(classes, Iterable) and not isinstance(classes, type)
+    found: Any = tuple(classes) if several else (classes,)  # type: ignore[arg-type]
     for kind in found:
         if not isinstance(kind, type):
-            raise TypeError(f"wrap. Expected: classes of modules. Got: {kind!r}. What to do: pass "
-                            "`type(layer)`, or several in a tuple.")
+            raise TypeError(f"wrap. Expected: classes of modules. Got: a {type(kind).__name__}. "
+                            "What to do: pass `type(layer)`, or several in a tuple.")
     return found
 
 

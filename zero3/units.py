@@ -140,6 +140,7 @@ class Unit(Zero3Layer):
         """
         super().__init__(module, device=device, offload=offload)
         self.schedule, self.path, self.leaf, self.persistent = schedule, path, leaf, False
+        self.training = module.training
         self.numel = sum(len(g.full) for g in self.groups)
         self.inside: list[Unit] = []  # units below it in the tree of modules
         self.outside: list[Unit] = []  # units above it
