@@ -454,11 +454,11 @@ def optimizers(plain, model, optimizer=None):
             make(model, **options))
 
 
-def train_both(name, steps=3, micro=1, check=None, optimizer=None, **options):
+def train_both(name, steps=3, micro=1, twice=False, check=None, optimizer=None, **options):
     """
     ## Train plain and wrapped; return the largest difference of any parameter, and the model
 
-    * `micro` backwards make a step; `options` are `wrap`'s
+    * `micro` backwards make a step, each `twice` through the same graph; `options` are `wrap`'s
     * `check(model)` is called after every backward and every step
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -467,8 +467,13 @@ def train_both(name, steps=3, micro=1, check=None, optimizer=None, **options):
     for step in range(steps):
         for i in range(micro):
             ids = tokens(step * micro + i, ROWS * world_size)
-            plain.loss(plain(ids)).backward()
-            plain.loss(model(ids[rank * ROWS : (rank + 1) * ROWS])).backward()
+            for each, rows in (plain, ids), (model, ids[rank * ROWS : (rank + 1) * ROWS]):
+                loss = plain.loss(each(rows))
+                if twice:
+                    loss.backward(retain_graph=True)
+                loss.backward()
+                # With it goes the graph, and what would be kept for it.
+                del loss
             if check:
                 check(model)
         for p in plain.parameters():

@@ -26,7 +26,7 @@ saves their second gather. In DeepSpeed these are `stage3_prefetch_bucket_size`,
 |---|---|---|---|
 | a layer | shortly before it computes | its end, forward and again backward | 2 |
 | the last one | the same | the end of its backward, once backward is known | 1 |
-| the root's | the beginning of forward | its last gradient | 1 |
+| the root's | the beginning of forward | the end of backward | 1 |
 | a persistent one | its first use after a step | its first use after the next step | 1 |
 
 What is gathered for each micro-batch of a step is so for the first three; a persistent unit is
@@ -273,12 +273,14 @@ class Unit(Zero3Layer):
         """
         #### Whether backward needs the full parameters no more
 
-        What a unit computes between units inside of it is needed until these are over. A leaf does
-        not wait for gradients of its parameters, for experts that had nothing to do on this rank
-        have none: it is over with the last gradient of an input. Without such an input nothing says
-        so, and the end of the pass settles it.
+        The root's with the pass, for what it computes lies between all others. What any unit
+        computes between units inside of it is needed until these are over. A leaf does not wait for
+        gradients of its parameters, for experts that had nothing to do on this rank have none: it
+        is over with the last gradient of an input. Without such an input nothing says so, and the
+        end of the pass settles it.
         """
-        if any(unit._pending or unit in unit.users for unit in self.inside):
+        busy = any(unit._pending or unit in unit.users for unit in self.inside)
+        if busy or self is self.schedule.root:
             return False
         frozen = any(not g.shard.requires_grad for g in self.groups)
         if frozen and any(unit.get_trainable_chunk() for unit in self.externals):
@@ -288,6 +290,16 @@ class Unit(Zero3Layer):
             return super()._is_over()
         done = self._inputs_left <= 0 and not self._pending
         return done and bool(self._entered) and all(call.inputs for call in self._entered)
+
+    def _post_backward_hook(self, name: str, param: nn.Parameter) -> None:
+        """
+        #### A parameter's gradient is complete: move it into the flat gradient
+
+        Not into one that is being sent, which the unit may have while it stays full.
+        """
+        if self in self.wire.reducer.layers:
+            self.wire.reducer.finish(self)
+        super()._post_backward_hook(name, param)
 
     @torch.no_grad()
     def _backup_grads(self) -> None:
@@ -322,9 +334,12 @@ class Unit(Zero3Layer):
         """
         #### End a `backward()`
         """
-        self.users.clear()
-        if not self.persistent:
-            # Fetched for a pass that ended early.
+        if self is self.schedule.root:
+            self.schedule.trace.end()
+        self._leave()
+        if not (self.users or self.persistent):
+            # Fetched for a pass that ended early. Of a backward inside of backward, which older
+            # checkpointing runs, the outer one may still use it.
             self._cleanup_params()
         if not raised:
             self._fill()
