@@ -186,22 +186,28 @@ class Experts(nn.Module):
         return out
 
 
-class Mixture(Whole):
-    """Which experts compute depends on the rank's tokens"""
+class Blocks(Whole):
+    """An embedding, and blocks that follow each other"""
 
-    layers = (Layer,)
-    options = {"leaf_classes": Experts}
-
-    def __init__(self):
+    def __init__(self, *blocks):
         super().__init__()
-        self.embed = nn.Embedding(TOKENS, WIDTH)
-        self.blocks = nn.ModuleList([Layer(), Experts(), Layer(), Experts()])
+        self.embed, self.blocks = nn.Embedding(TOKENS, WIDTH), nn.ModuleList(blocks)
 
     def forward(self, ids):
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
         return x
+
+
+class Mixture(Blocks):
+    """Which experts compute depends on the rank's tokens"""
+
+    layers = (Layer,)
+    options = {"leaf_classes": Experts}
+
+    def __init__(self):
+        super().__init__(Layer(), Experts(), Layer(), Experts())
 
 
 class MixtureFirst(Mixture):
@@ -240,23 +246,15 @@ class Adapters(Whole):
         return self.head(self.three(torch.tanh(self.between(x))))
 
 
-class Nested(Whole):
+class Nested(Blocks):
     """Units inside of units, inside of the root"""
 
     layers = (Layer, Adapter)
 
     def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(TOKENS, WIDTH)
-        self.blocks = nn.ModuleList(Adapter() for _ in range(3))
+        super().__init__(Adapter(), Adapter(), Adapter())
         for p in self.blocks[1].parameters():
             p.requires_grad_(True)
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 class Recomputed(Plain):
