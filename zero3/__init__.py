@@ -42,9 +42,10 @@ The same three steps run through code, tests and the main job: predict (`predict
 from importlib import import_module
 from typing import Any
 
+__version__ = "0.1.0"
 _HOMES = {"Zero3Layer": "layer", "Zero3Sequential": "layer", "Offload": "offload",
           "Zero3Optimizer": "optimizer", "Zero3Model": "coordinator", "wrap": "coordinator",
-          "Deferred": "materialise"}
+          "Deferred": "materialise", "save": "checkpoint", "load": "checkpoint"}
 __all__ = list(_HOMES)
 
 

@@ -49,21 +49,23 @@ ALIGN_BYTES = 4096
 
 class File:
     """
-    ## A file without a name
+    ## A file, as a rule without a name
 
-    It is its owner's alone, and it is gone with the last process that has it open.
+    Without one it is its owner's alone, and it is gone with the last process that has it open.
     """
 
-    def __init__(self, folder: Path, nbytes: int, direct: bool):
+    def __init__(self, folder: Path, nbytes: int, direct: bool, name: str = ""):
         """
         ### Take space for it
 
         * `folder` is on the disk; `nbytes` is a multiple of `ALIGN_BYTES`
         * `direct` goes past the cache, where the file system lets it; or the file is mapped
+        * `name` is of a new file that shall stay
 
-        Raises `OSError` if there is no space.
+        Raises `OSError` if there is no space, or a file of that name.
         """
-        self.handle = tempfile.TemporaryFile(dir=folder, buffering=0)
+        self.handle: Any = (open(folder / name, "xb+", buffering=0) if name else
+                            tempfile.TemporaryFile(dir=folder, buffering=0))
         self.fd, self.nbytes = self.handle.fileno(), nbytes
         self.users: list[Any] = []  # who has tensors in it
         os.posix_fallocate(self.fd, 0, nbytes)

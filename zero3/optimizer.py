@@ -156,8 +156,10 @@ class Zero3Optimizer(torch.optim.Optimizer):
         # Of each param group, filled by `_own`. One of which this rank has no piece stays, empty,
         # so that the groups are the same on all ranks.
         options: list[dict[str, Any]] = []
-        self.owned = [self._own(layer, group, layers[layer], options) for layer in self.layers
-                      for group in layer.groups if group.shard.requires_grad and len(group.shard)]
+        plain = plain_paths(model)
+        self.owned = [self._own(layer, group, layers[layer], plain[layer], options)
+                      for layer in self.layers for group in layer.groups
+                      if group.shard.requires_grad and len(group.shard)]
         self.expect(bool(self.owned), "has nothing to do", "a trainable Zero3Layer", "none",
                     "wrap the model first, and leave some parameter trainable")
         ways = {"fused", "foreach", "differentiable"}
@@ -198,7 +200,8 @@ class Zero3Optimizer(torch.optim.Optimizer):
                     dtype, "pass torch.float32, or leave it out")
 
     @torch.no_grad()
-    def _own(self, layer: Zero3Layer, group: _Group, path: str, options: list) -> Owned:
+    def _own(self, layer: Zero3Layer, group: _Group, path: str, plain: str,
+             options: list) -> Owned:
         """
         #### Cut a shard where one param group ends and another begins
 
@@ -211,12 +214,9 @@ class Zero3Optimizer(torch.optim.Optimizer):
                      shard.grad_dtype, "call `zero_grad()` of the optimizer before this one first")
         # torch lets `.grad` be of this type, and the layer makes its flat gradient of it.
         shard.grad_dtype = dtype
-        # Names as in `full_params()`, where the wrappers' own attributes are no part of a name.
-        prefix = "".join(f"{part}." for part in path.split(".")
-                         if part not in ("", "module", "module_list"))
         indices = []
         for slot in group.slots:
-            special = self.group_by(prefix + slot.names[0], slot.param)
+            special = self.group_by(f"{plain}.{slot.names[0]}".strip("."), slot.param)
             if special not in options:
                 options.append(special)
             indices.append(options.index(special))
@@ -230,7 +230,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
                 wide = torch.promote_types(shard.dtype, torch.float32)
                 pieces.append((index, where, nn.Parameter(torch.empty(0, dtype=wide))))
         name = layer.label if layer.layer_idx >= 0 or not path else f"{path} ({layer.label})"
-        return Owned(layer, name, group, dtype, pieces)
+        return Owned(layer, name, group, dtype, pieces, indices)
 
     def _rest(self, optimizer_class: Any, kwargs: dict[str, Any], options: list) -> None:
         """
@@ -531,3 +531,23 @@ class Zero3Optimizer(torch.optim.Optimizer):
             (o.wide for o in self.owned))]
         rows = self.predict(micro_batches).table([", ".join(names) for names in dtypes])
         return f"rank {self.wire.rank} will hold, in bytes\n{rows}"
+
+
+def plain_paths(model: nn.Module) -> dict[nn.Module, str]:
+    """
+    ## What each module is called in the plain model
+
+    There the wrappers, and the attributes in which they have what they wrap, are no part of a name.
+    """
+    found = {}
+    for path, module in model.named_modules():
+        parts, owner = [], model
+        for part in path.split(".") if path else ():
+            if not hasattr(type(owner), "get_trainable_chunk"):
+                parts.append(part)
+            elif part not in ("module", "module_list"):
+                break
+            owner = owner._modules[part]  # type: ignore[assignment]
+        else:
+            found[module] = ".".join(parts)
+    return found

@@ -61,6 +61,7 @@ class Owned:
     group: _Group
     grad_dtype: torch.dtype
     pieces: list[tuple[int, slice, nn.Parameter]]  # param group, where in the master, a view of it
+    indices: list[int]  # the param group of each parameter in the flat one
     # (shard_numel,), fp32 or wider, in memory; or the shard itself; or nothing, and it is in a file
     master: Any = None
     own: bool = False  # the shard is its own master

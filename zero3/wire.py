@@ -149,8 +149,9 @@ class Wire:
         self.reducer = Reducer(self)
         # Layers that the end of this `backward()` will settle; and what errors call the layers.
         self.unsettled, self.names = set(), {}  # type: tuple[set[Any], dict[int, str]]
-        # One reduce at most is in flight, of a layer or of a bucket of them.
-        self.reducing: Any = None
+        # One reduce at most is in flight, of a layer or of a bucket of them; and one checkpoint on
+        # its way to the disk.
+        self.reducing, self.saving = None, None  # type: tuple[Any, Any]
         self.stepping = False  # inside of the optimizer's step
         # Why nothing can be sent any more, once that is so; and what could not be waited for then.
         self.broken, self.lost = "", []  # type: tuple[str, list[Transfer]]

@@ -1,0 +1,341 @@
+r"""
+# What a checkpoint is on disk
+
+`commit` makes a folder of files a checkpoint, wholly or not at all, and `Archive` reads any part of
+any parameter out of one.
+
+Each rank writes a file of its own, at the same time as the others: its shards, one after the other.
+What these numbers *are* is written down once, in a manifest: which parameters lie in which flat
+parameter, where, in which shape, and how much of its end is padding. So a reader does not need the
+ranks that wrote. It asks for elements of a parameter, and the manifest says where these are. For
+element $i$ of a parameter that begins at $o$ in its flat parameter, with shards of
+$S = \lceil P_\ell/N \rceil$ elements:
+
+$$\text{file of rank} = \Big\lfloor \frac{o + i}{S} \Big\rfloor \qquad
+\text{place in it} = (o + i) \bmod S$$
+
+All that a checkpoint is good for is made of this one operation: another number of ranks, other
+layers around the same parameters, other formats.
+
+**There, or not there.** A checkpoint is written into a folder whose name ends in `.partial`. When
+all files are on the disk, the manifest is written under another name, forced out and renamed; from
+that moment on the checkpoint is there. The folder's own renaming follows. A rename is the one thing
+that a file system does wholly or not at all, and `sweep` ends what a run had begun that is gone:
+
+| folder | what it is | what `sweep` does |
+|---|---|---|
+| `step-00000200` | a checkpoint | nothing |
+| `step-00000200.partial`, with a manifest | a checkpoint whose folder is not renamed yet | renames it |
+| `step-00000200.partial`, without one | a save that was cut off | removes it |
+| `step-00000100.removed` | a checkpoint that is being removed | removes it |
+
+**Run this**: `python -m zero3.checkpoint inspect FOLDER` prints what is in a checkpoint.
+
+**Not covered, and what that costs**: all ranks write into one folder, which on several machines has
+to be a shared one. Two runs that save into the same folder at once take each other's files for
+leftovers.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero3.blocks import TYPES, Blocks, Broken, force_out, type_name
+
+FORMAT, VERSION = "zero3 checkpoint", 1
+MANIFEST = "manifest.json"
+# What a manifest has, and of which type; a list has any number of such elements.
+_SCHEMA: Any = {
+    "format": str, "version": int, "step": int, "world_size": int, "versions": dict,
+    "files": [{"nbytes": int, "crc32": str}],
+    "flats": [{"layer": str, "dtype": str, "numel": int, "padding": int, "keys": dict,
+               "params": [{"names": [str], "shape": [int], "offset": int,
+                           "group": (int, type(None))}],
+               "states": [{"group": (int, type(None)), "moments": [str], "scalars": dict}]}],
+    "whole": [str], "optimizer": (dict, type(None)),
+}
+
+
+def file_name(rank: int, world_size: int) -> str:
+    """
+    ## What a rank's file is called
+
+    By this rule alone: a manifest has no names of files, and cannot lead out of its folder.
+    """
+    return f"rank-{rank:05}-of-{world_size:05}.safetensors"
+
+
+def commit(partial: Path, told: dict[str, Any]) -> Path:
+    """
+    ## Make a folder of files a checkpoint
+
+    * `partial` is the folder, whose files are on the disk; `told` is the manifest
+
+    The manifest's first line is the checksum of the rest. Returns where the checkpoint is. Raises
+    `OSError`. Keeps I10.
+    """
+    rest = json.dumps({"format": FORMAT, "version": VERSION, **told}, indent=1).encode()[1:]
+    path = partial / f"{MANIFEST}.partial"
+    with open(path, "wb") as file:
+        file.write(_first_line(rest) + rest)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(path, partial / MANIFEST)
+    force_out(partial)
+    return _settle(partial)
+
+
+def _first_line(rest: bytes) -> bytes:
+    return b'{"crc32": "%08x",' % zlib.crc32(rest)
+
+
+def _settle(partial: Path) -> Path:
+    """
+    #### Give the folder of a checkpoint its name
+
+    What had it before, from a run that was taken up again at an earlier step, makes room.
+    """
+    final = partial.with_suffix("")
+    if final.exists():
+        remove(final)
+    os.rename(partial, final)
+    force_out(final.parent)
+    return final
+
+
+def remove(checkpoint: Path) -> None:
+    """
+    ## Remove a checkpoint, wholly or not at all
+
+    The folder is renamed first, so that nobody takes what is left half-way for a checkpoint.
+    """
+    gone = checkpoint.with_suffix(".removed")
+    if gone.exists():
+        shutil.rmtree(gone)
+    os.rename(checkpoint, gone)
+    shutil.rmtree(gone)
+
+
+def sweep(folder: Path) -> None:
+    """
+    ## End what a run that is gone had begun
+
+    By the table above. Not beside a save that is under way.
+    """
+    for path in [*folder.glob("step-*.partial")]:
+        if (path / MANIFEST).exists():
+            _settle(path)
+        else:
+            shutil.rmtree(path)
+    for path in [*folder.glob("step-*.removed")]:
+        shutil.rmtree(path)
+
+
+def steps(folder: Path) -> dict[int, Path]:
+    """
+    ## The checkpoints in a folder, by step, the newest last
+    """
+    found = {int(path.name[5:]): path for path in folder.glob("step-*")
+             if re.fullmatch(r"step-\d{8,}", path.name)}
+    return dict(sorted(found.items()))
+
+
+# ------------------------------------------------------------------------------------------- read
+
+
+@dataclass
+class Param:
+    """
+    ## A parameter of a checkpoint
+    """
+
+    flat: int
+    told: dict[str, Any]  # names, shape, offset, param group
+
+    @property
+    def name(self) -> str:
+        return self.told["names"][0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.told["shape"])
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class Archive:
+    """
+    ## A checkpoint, to be read
+    """
+
+    def __init__(self, folder: Path):
+        """
+        ### Read the manifest
+
+        * `folder` is the checkpoint's own
+
+        Raises `Broken` where it is none, is of a newer format, or has files that are missing or of
+        another length.
+        """
+        self.folder = folder
+        try:
+            self.told = _read_manifest(folder / MANIFEST)
+            self.flats, self.world_size = self.told["flats"], self.told["world_size"]
+            self.files = [Blocks(folder / file_name(rank, self.world_size), rank, **each)
+                          for rank, each in enumerate(self.told["files"])]
+            self.params = [Param(i, each) for i, flat in enumerate(self.flats)
+                           for each in flat["params"]]
+            for flat in self.flats:
+                self._check(flat)
+        except (OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
+            raise Broken(f"{folder / MANIFEST}: {error!r}") from error
+        self.by_name = {name: param for param in self.params for name in param.told["names"]}
+
+    def _check(self, flat: dict[str, Any]) -> None:
+        """
+        #### Make sure that a flat parameter is no larger than its files, and has its parameters
+        """
+        shard_numel, end = -(-flat["numel"] // self.world_size), 0
+        at_most = min(each.nbytes for each in self.files)
+        sizes = [TYPES[name].itemsize for name in (flat["dtype"], *flat["keys"].values())]
+        good = "param" in flat["keys"] and all(0 <= shard_numel * size <= at_most for size in sizes)
+        for each in flat["params"]:
+            good &= bool(each["names"]) and all(n >= 0 for n in each["shape"])
+            good &= each["offset"] == end
+            end += math.prod(each["shape"])
+        if not good or end != flat["numel"] or flat["padding"] != -end % self.world_size:
+            raise ValueError(f"layer `{flat['layer']}` does not add up")
+
+    def read(self, param: Param, key: str, begin: int, end: int) -> torch.Tensor:
+        """
+        ### Elements of a parameter, or of a moment of it: `(end - begin,)`, as they were saved
+
+        Reads the blocks in which they lie and no others. Raises `Broken` with the file, its rank
+        and the parameter.
+        """
+        flat = self.flats[param.flat]
+        shard_numel = -(-flat["numel"] // self.world_size)
+        at, end, found = param.told["offset"] + begin, param.told["offset"] + end, []
+        try:
+            while at < end:
+                rank, first = divmod(at, shard_numel)
+                last = min(shard_numel, first + end - at)
+                found.append(self.files[rank].read(f"{param.flat}.{key}", first, last))
+                at += last - first
+        except (Broken, OSError, ValueError, TypeError, KeyError, IndexError) as error:
+            raise Broken(f"`{param.name}` ({key}): {error}") from error
+        return torch.cat(found) if len(found) != 1 else found[0]
+
+    def whole(self, rank: int, name: str) -> torch.Tensor:
+        """
+        ### A buffer, as a rank had it; of ranks that there were not, rank 0's
+        """
+        file = self.files[rank if rank < self.world_size else 0]
+        try:
+            return file.read(f"whole.{name}").view(file.header[f"whole.{name}"]["shape"])
+        except (Broken, OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
+            raise Broken(f"`{name}`: {error}") from error
+
+    def states(self, param: Param) -> dict[str, Any]:
+        """
+        ### What the optimizer knew of a parameter: names of moments, and numbers
+        """
+        found = [each for each in self.flats[param.flat]["states"]
+                 if each["group"] == param.told["group"]]
+        return found[0] if found else {"moments": [], "scalars": {}}
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """
+    #### Read and check a manifest
+
+    A checksum says that it is as it was written, and the schema that it was we who wrote it.
+    """
+    if not path.exists():
+        raise Broken(f"{path} is missing: this is no checkpoint, or one that was cut off")
+    raw = path.read_bytes()
+    told = json.loads(raw)
+    version = told.get("version")
+    if told.get("format") == FORMAT and isinstance(version, int) and version > VERSION:
+        raise Broken(f"{path} is of format {version}, and this is zero3 for format {VERSION}: use "
+                     "a newer one")
+    head = _first_line(b"")
+    if raw[: len(head)] != _first_line(raw[len(head) :]):
+        raise Broken(f"{path} is damaged: it has another checksum")
+    _fit(told, _SCHEMA, "the manifest")
+    good = (told["format"], told["version"]) == (FORMAT, VERSION)
+    if not good or len(told["files"]) != told["world_size"] or not told["files"]:
+        raise ValueError("no checkpoint of ours")
+    return told
+
+
+def _fit(value: Any, like: Any, where: str) -> None:
+    """
+    #### Raise `ValueError` where something is not of the type that the schema says
+    """
+    if isinstance(like, dict) and isinstance(value, dict):
+        for key, each in like.items():
+            _fit(value.get(key), each, f"{where}, `{key}`")
+    elif isinstance(like, list) and isinstance(value, list):
+        for i, each in enumerate(value):
+            _fit(each, like[0], f"{where}, {i}")
+    elif isinstance(like, (dict, list)) or not isinstance(value, like) or value is True:
+        raise ValueError(f"{where} is {value!r:.40}, and not {like!r:.40}")
+
+
+# ------------------------------------------------------------------------------------- small things
+
+
+def encode(value: Any, where: str = "extra") -> Any:
+    """
+    ## Something small as JSON, so that `decode` gives it back as it was
+
+    Numbers, strings, tensors, and lists, tuples and dicts of these. JSON alone has neither tuples
+    nor keys that are numbers, and a scheduler that looked for step 30 would not find "30".
+
+    Raises `ValueError` with the place of what is none of that.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Tensor):
+        raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return {"__tensor__": raw.hex(), "dtype": type_name(value.dtype), "shape": [*value.shape]}
+    if isinstance(value, list):
+        return [encode(each, f"{where}[{i}]") for i, each in enumerate(value)]
+    if isinstance(value, tuple):
+        return {"__tuple__": encode([*value], where)}
+    if isinstance(value, dict):
+        pairs = [(key, encode(each, f"{where}[{key!r}]")) for key, each in value.items()]
+        if all(isinstance(key, str) and not key.startswith("__") for key in value):
+            return dict(pairs)
+        return {"__items__": [[encode(key, where), each] for key, each in pairs]}
+    raise ValueError(f"`{where}` is a {type(value).__name__}")
+
+
+def decode(value: Any) -> Any:
+    """
+    ## What `encode` was given
+    """
+    if isinstance(value, list):
+        return [decode(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if "__tensor__" in value:
+        raw, dtype = bytearray.fromhex(value["__tensor__"]), TYPES[value["dtype"]]
+        flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+        return flat.view(value["shape"])
+    if "__tuple__" in value:
+        return tuple(decode(value["__tuple__"]))
+    if "__items__" in value:
+        return {decode(key): decode(each) for key, each in value["__items__"]}
+    return {key: decode(each) for key, each in value.items()}

@@ -1,0 +1,334 @@
+r"""
+# Checkpoints: save, survive, go on with another number of ranks
+
+`save` has each rank write its own shards, and `load` has each rank read what is its own now.
+
+A run of many days on many machines ends many times before it is done. What it needs to go on is in
+its shards: the parameters, and of each the master and the moments. Nobody has to gather anything:
+each rank writes what it rests with, all at the same time, so a save takes as long as a rank's own
+bytes take.
+
+$$\underbrace{\frac{12\Psi}{N}}_{\text{bytes that a rank writes}} \qquad
+\underbrace{12\Psi\,\frac{1}{N'}}_{\text{bytes that it reads, on } N' \text{ ranks}}$$
+
+with fp32 masters and Adam, and for frozen parameters their own bytes. The 16-bit parameters are not
+written: they are the masters, rounded. `archive.py` says how a folder of such files becomes a
+checkpoint, at one moment and no sooner, and how a range of a parameter is found again.
+
+| what | where it is |
+|---|---|
+| masters and moments; parameters without any | each rank's file: its shards |
+| buffers, frozen parameters outside of layers, random numbers' states | each rank's file: its own |
+| steps that Adam counted, options of param groups, loss scale, `extra` | the manifest |
+
+**On another number of ranks** each parameter is cut elsewhere, and a rank reads the pieces of its
+shards from one or several of the files. The same goes for the layers: the parameters are found by
+the names that they have in the plain model. Also where shards rest, and in which data type, is the
+business of the model that loads.
+
+**While training goes on.** With `async_write` the shards are copied, and a thread writes the copies
+to the disk. What went wrong there is an error in the next step.
+
+**Run this**: `make train ARGS="--save-every 100"`, end it at any moment, by Ctrl-C or less kindly,
+and run it again. `python -m zero3.checkpoint --help` looks into checkpoints and takes them to other
+libraries.
+
+**Not covered, and what that costs**: gradients. Save after a step, and not between micro-batches,
+whose sums would be lost. Random numbers go on exactly on the same number of ranks; on another one
+each rank begins a stream of its own. `extra` is rank 0's.
+"""
+
+import json
+import random
+import shutil
+import zlib
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from zero3.archive import Archive, commit, decode, encode, file_name, remove, steps, sweep
+from zero3.blocks import Broken, Writer
+from zero3.convert import main
+from zero3.inventory import Inventory
+from zero3.wire import Wire
+
+
+def save(folder: str | Path, model: nn.Module, optimizer: Any = None, *, step: int,
+         extra: Any = None, async_write: bool = False, keep: int = 2) -> "Saving":
+    """
+    ## Save a checkpoint
+
+    All ranks call it alike, between a step and the next backward. Into `folder/step-...`, in which
+    a checkpoint is there wholly or not at all, whatever happens meanwhile.
+
+    * `folder` is a run's, the same for all ranks; what is missing of it is made
+    * `model` is a `Zero3Sequential`, a wrapped model, or any module with `Zero3Layer`s
+    * `optimizer` is a `Zero3Optimizer`, or one of torch's on the shards; left out, the weights are
+      saved alone
+    * `step` is the number of steps taken; checkpoints of later ones, from before the run was taken
+      up again at an earlier one, are removed
+    * `extra` is what else the run needs, of numbers, strings, tensors, lists, tuples and dicts: a
+      scheduler's `state_dict()`, the place in the data
+    * `async_write` copies what is in memory, and returns while the copies are being written
+    * `keep` is how many checkpoints stay, this one included
+
+    Returns a `Saving`, on which an asynchronous save can be waited for.
+
+    Raises `RuntimeError` on all ranks where it cannot be saved; the checkpoints before are then as
+    they were. Keeps I10.
+    """
+    there = Inventory(model, optimizer)
+    if there.wire.saving:
+        there.wire.saving.wait()
+    saving = Saving(there, Path(folder), step, keep)
+    saving.begin(extra, async_write)
+    return saving
+
+
+class Saving:
+    """
+    ## A checkpoint that is being written
+    """
+
+    def __init__(self, there: Inventory, folder: Path, step: int, keep: int):
+        self.there, self.folder, self.step, self.keep = there, folder, step, keep
+        self.partial = folder / f"step-{step:08}.partial"
+        self.first = not there.wire.rank  # this is rank 0
+        self.told: dict[str, Any] = {}  # the manifest, on rank 0
+        self.writer: Any = None
+        self.written: Future | None = None  # this rank's file
+        self.hook: Any = None
+
+    def begin(self, extra: Any, async_write: bool) -> None:
+        """
+        ### Write this rank's file, or begin to
+
+        Rank 0 makes the folder. Then all take their space, so that a disk that is too small says so
+        while nothing is written yet.
+        """
+        there, wire, problem = self.there, self.there.wire, ""
+        described: list[dict[str, Any]] = []
+        there.expect(self.step >= 0 and self.keep > 0, "cannot be saved", "a `step` of at least 0, "
+                     "and at least 1 to `keep`", f"{self.step} and {self.keep}", "pass these")
+        try:
+            self.told, described = {"step": self.step, "extra": encode(extra)}, there.describe()
+            if self.first:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                sweep(self.folder)
+                self.partial.mkdir()
+        except (OSError, ValueError, Broken) as error:
+            problem = f"{error}"
+        self._agree(problem)
+        self.told |= there.manifest(described)
+        entries = there.entries(self.told)
+        like = {entry.name: (entry.dtype, entry.shape) for entry in entries}
+        path = self.partial / file_name(wire.rank, wire.world_size)
+        told = {"random": json.dumps(encode(_random_states(there.device)))}
+        try:
+            self.writer = Writer(path, like, told)
+        except (OSError, Broken) as error:
+            problem = f"{error}"
+        self._agree(problem)
+
+        now = len(entries)
+        if async_write:
+            now = 1 + max((i for i, e in enumerate(entries) if not e.in_memory), default=-1)
+        try:
+            for values in there.tensors(entries[:now]):
+                self.writer.write(values)
+            copies = [t.detach().to("cpu", copy=True) for t in there.tensors(entries[now:])]
+        except Exception as error:
+            # Whatever it is: the other ranks wait for this one, and shall hear of it.
+            problem, copies = f"{error}", []
+        worker = ThreadPoolExecutor(1, "zero3-checkpoint")
+        self.written = worker.submit(self._write, copies, problem)
+        worker.shutdown(wait=False)
+        wire.saving = self
+        if not async_write:
+            self.wait()
+        elif there.optimizer is not None:
+            self.hook = there.optimizer.register_step_pre_hook(self._look)
+
+    def _write(self, copies: list[torch.Tensor], problem: str) -> tuple[str, Any]:
+        """
+        #### Write what was copied, and have the file on the disk
+
+        In a thread. Returns the problem, if there is one, and what the manifest says of the file.
+        """
+        try:
+            with self.writer as writer:
+                while copies:
+                    writer.write(copies.pop(0))
+                return problem, None if problem else writer.close()
+        except Exception as error:
+            return problem or f"{error}", None
+
+    def _look(self, *_) -> None:
+        """
+        #### End the save, if all files are written, or one cannot be
+
+        Before each step as long as it lasts (all-gather of two flags).
+        """
+        done = self.written.done()  # type: ignore[union-attr]
+        failed = done and bool(self.written.result()[0])  # type: ignore[union-attr]
+        every = self.there.gather((done, failed))
+        if all(done for done, _ in every) or any(failed for _, failed in every):
+            self.wait()
+
+    def wait(self) -> Path:
+        """
+        ### Wait until the checkpoint is there, and return where
+
+        All ranks call it. Raises `RuntimeError` on all ranks where one could not write.
+        """
+        if self.there.wire.saving is not self:
+            # It has ended before.
+            return self.partial.with_suffix("")
+        problem, file = self.written.result()  # type: ignore[union-attr]
+        self._end()
+        self.told["files"] = self.there.gather(file)
+        self._agree(problem)
+        try:
+            if self.first:
+                # Those of a future that this run will not have, before there is a choice.
+                for step, path in steps(self.folder).items():
+                    if step > self.step:
+                        remove(path)
+                commit(self.partial, self.told)
+                for path in [*steps(self.folder).values()][: -self.keep]:
+                    remove(path)
+        except OSError as error:
+            problem = f"{error}"
+        self._agree(problem)
+        return self.partial.with_suffix("")
+
+    def _end(self) -> None:
+        self.there.wire.saving = None
+        if self.hook:
+            self.hook.remove()
+
+    def _agree(self, problem: str) -> None:
+        """
+        #### Go on if no rank has a problem; else clear away, and raise on all of them
+        """
+        there = self.there
+        try:
+            there.wire.agree(there, f"of step {self.step} cannot be saved to {self.folder}",
+                             "a folder with room to write to, and an `extra` of numbers, strings, "
+                             "tensors, lists and dicts", problem, "make room, or choose another "
+                             "folder; the checkpoints before are as they were")
+        except RuntimeError:
+            if self.writer and not self.written:
+                self._write([], "another rank's")
+            if self.first:
+                shutil.rmtree(self.partial, ignore_errors=True)
+            raise
+
+
+def load(folder: str | Path, model: nn.Module, optimizer: Any = None) -> Any:
+    """
+    ## Load a checkpoint
+
+    All ranks call it alike, between steps. On any number of ranks: each reads what is its own now,
+    checks it, and changes nothing before all have found everything whole.
+
+    * `folder` is a run's, of which the newest checkpoint is loaded, or a checkpoint's own
+    * `model` and `optimizer` are as for `save`, of the same parameters; layers, tiers and data
+      types may be others. Without an optimizer the weights are loaded alone
+
+    Returns what was `extra`.
+
+    Raises `RuntimeError` on all ranks where there is no checkpoint, where it is damaged or of
+    another model; model and optimizer are then as they were. Keeps I5 and I10.
+    """
+    there = Inventory(model, optimizer)
+    if there.wire.saving:
+        there.wire.saving.wait()
+    # Rank 0 chooses: what the others see of a shared folder may be a moment older.
+    path, problem = there.gather(_choose(Path(folder)) if not there.wire.rank else None)[0]
+    try:
+        if not problem:
+            archive = Archive(path)
+            groups = there.check(archive)
+            for flat in there.flats:
+                for key in archive.flats[flat.found[0].flat]["keys"]:
+                    there.shard(archive, flat, key)
+            for name in there.whole:
+                archive.whole(there.wire.rank, name)
+            extra, states = decode(archive.told["extra"]), _random_states_of(archive, there.wire)
+    except (Broken, ValueError, TypeError, KeyError, RuntimeError) as error:
+        problem = f"{error}"
+    there.wire.agree(there, f"in {path} cannot be loaded", "one of this model and optimizer, as it "
+                     "was saved", problem, "pass the folder of another one; `python -m "
+                     "zero3.checkpoint verify` says which are whole")
+    there.take(archive, groups)
+    _go_on(states, there.device)
+    return extra
+
+
+def _choose(folder: Path) -> tuple[Path, str]:
+    """
+    #### Which checkpoint to load, or why none
+    """
+    try:
+        sweep(folder)
+        return newest(folder) or folder, ""
+    except OSError as error:
+        return folder, f"{error}"
+
+
+def newest(folder: str | Path) -> Path | None:
+    """
+    ## The newest checkpoint of a run, if there is one
+    """
+    return next(reversed(steps(Path(folder)).values()), None)
+
+
+# ---------------------------------------------------------------------------------- random numbers
+
+
+def _random_states(device: torch.device) -> dict[str, Any]:
+    """
+    #### Where each stream of random numbers of this process is
+    """
+    kind, keys, *rest = np.random.get_state()  # type: Any
+    found = {"torch": torch.get_rng_state(), "python": random.getstate(),
+             "numpy": (kind, keys.tolist(), *rest)}
+    if device.type != "cpu":
+        found["device"] = torch.get_device_module(device).get_rng_state(device)
+    return found
+
+
+def _random_states_of(archive: Archive, wire: Wire) -> dict[str, Any]:
+    """
+    #### What a checkpoint has of them for this rank
+
+    On another number of ranks a seed, which differs between ranks.
+    """
+    same = archive.world_size == wire.world_size
+    told = archive.files[wire.rank if same else 0].header["__metadata__"]["random"]
+    return decode(json.loads(told)) if same else {
+        "seed": zlib.crc32(f"{wire.rank} {told}".encode())}
+
+
+def _go_on(states: dict[str, Any], device: torch.device) -> None:
+    """
+    #### Draw on from there
+    """
+    if "seed" in states:
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(states["seed"])
+        return
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    if "device" in states and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states["device"], device)
+
+
+if __name__ == "__main__":
+    main()
