@@ -25,7 +25,7 @@ that a file system does wholly or not at all, and `sweep` ends what a run had be
 | folder | what it is | what `sweep` does |
 |---|---|---|
 | `step-00000200` | a checkpoint | nothing |
-| `step-00000200.partial`, with a manifest | a checkpoint whose folder is not renamed yet | renames it |
+| `step-00000200.partial`, with a manifest | a checkpoint that is not renamed yet | renames it |
 | `step-00000200.partial`, without one | a save that was cut off | removes it |
 | `step-00000100.removed` | a checkpoint that is being removed | removes it |
 
@@ -240,6 +240,8 @@ class Archive:
         """
         ### A buffer, as a rank had it; of ranks that there were not, rank 0's
         """
+        if (param := self.by_name.get(name)) and name not in self.told["whole"]:
+            return self.read(param, "param", 0, param.numel).view(param.shape)
         file = self.files[rank if rank < self.world_size else 0]
         try:
             return file.read(f"whole.{name}").view(file.header[f"whole.{name}"]["shape"])

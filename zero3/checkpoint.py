@@ -295,9 +295,9 @@ def _random_states(device: torch.device) -> dict[str, Any]:
     """
     #### Where each stream of random numbers of this process is
     """
-    kind, keys, *rest = np.random.get_state()  # type: Any
+    drawn: Any = np.random.get_state()
     found = {"torch": torch.get_rng_state(), "python": random.getstate(),
-             "numpy": (kind, keys.tolist(), *rest)}
+             "numpy": (drawn[0], drawn[1].tolist(), *drawn[2:])}
     if device.type != "cpu":
         found["device"] = torch.get_device_module(device).get_rng_state(device)
     return found

@@ -324,6 +324,8 @@ class Zero3Model(nn.Module):
                     # The same object as ever, for whoever refers to it.
                     slot.param.__class__ = nn.Parameter
                     slot.param.data, new[slot.param] = value, slot.param
+            for refusal in unit.refusals:
+                refusal.remove()
         plain = self.module.module
         for m in [*plain.modules()]:
             for key in self.layout.get(m, ()):

@@ -264,12 +264,13 @@ class Inventory:
                 flat.found.append(param)
             self._check_moments(flat)
         known = {id(param) for flat in self.flats for param in flat.found}
-        more = [param.name for param in archive.params if id(param) not in known]
-        differ = [*archive.told["whole"]] != [*self.whole]
-        if more or differ or len({*groups.values()}) < len(groups):
-            what = f"parameters {more[:3]}" if more else f"buffers {archive.told['whole'][:3]}"
-            raise Broken(f"it has {what if more or differ else 'more param groups'} that are not "
-                         "in this model")
+        # What came from another format does not tell buffers from parameters.
+        more = {p.name for p in archive.params if id(p) not in known} | {*archive.told["whole"]}
+        for name in sorted(more ^ {*self.whole}):
+            raise Broken(f"`{name}` is in the checkpoint, and not in this model" if name in more
+                         else f"`{name}` is in this model, and not in the checkpoint")
+        if len({*groups.values()}) < len(groups):
+            raise Broken(f"there are {len(groups)} param groups in it, and fewer here")
         return groups
 
     def _check_moments(self, flat: Flat) -> None:
@@ -278,8 +279,9 @@ class Inventory:
         """
         for index in flat.states if flat.owned else ():
             states: Any = flat.states[index]
+            cls, kwargs = self.optimizer.made_by
             two = torch.zeros(2, device=self.optimizer.device)
-            wanted, _ = moments_of(*self.optimizer.made_by, self.param_groups[index or 0], two)
+            wanted, _ = moments_of(cls, kwargs, self.param_groups[index or 0], two)
             if states["moments"] and not {*wanted} <= {*states["moments"]}:
                 raise Broken(f"`{flat.found[0].name}` has {states['moments']} there, and this "
                              f"optimizer needs {wanted}")

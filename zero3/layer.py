@@ -166,20 +166,18 @@ class Zero3Layer(nn.Module):
         self.ledger: Ledger | Silence = Silence()
         # An unshard has started, and is complete once the transfer that does it was waited for.
         self.is_fetched = self._full_elsewhere = False  # the latter inside `full_params`
-        self._gather: Transfer | None = None
         # Calls that still go backward, and the one for whose backward the last layer stays full.
         self._pending: weakref.WeakSet[_Call] = weakref.WeakSet()
-        self._kept: weakref.ref | None = None
+        self._gather, self._kept = None, None  # type: tuple[Transfer | None, weakref.ref | None]
         # In this `backward()`: the calls that went, the parameters whose gradients are here, and
         # the input gradients that the calls owe.
         self._entered, self._arrived = set(), set()  # type: tuple[set[_Call], set[tuple[str, ...]]]
         self._inputs_left = 0
 
-        found = self._find_params(module)
+        found, self.chunk = self._find_params(module), nn.ParameterList()
         self.device = self.wire.open(self, found, device, dtype)
-        # Trainable first, as labml has it.
-        self.groups: list[_Group] = []
-        self.chunk = nn.ParameterList()
+        # Trainable first, as labml has it; and the handles of hooks on what is sharded.
+        self.groups, self.refusals = [], []  # type: tuple[list[_Group], list[Any]]
         kinds = dict.fromkeys((not p.requires_grad, p.dtype) for p in found)
         for kind in sorted(kinds, key=lambda kind: kind[0]):
             self._shard({p: n for p, n in found.items() if (not p.requires_grad, p.dtype) == kind})
@@ -189,6 +187,10 @@ class Zero3Layer(nn.Module):
             # `parameters()` yields the shards alone.
             vars(owner).update(owner._parameters)
             owner._parameters.clear()
+            # Or a `state_dict()` would have shards, or nothing, where everybody looks for weights.
+            self.refusals.append(owner.register_state_dict_pre_hook(lambda *_: self.expect(
+                not self.groups, "has no state dict", "weights", "shards", "take `zero3.save`, or "
+                "the weights in `with model.full_params() as params:`")))
             for buffer in owner._buffers.values():
                 self.wire.broadcast(buffer)
 

@@ -14,10 +14,11 @@ $$\text{predicted} = \text{measured} \qquad \text{at rest, at the peak, and on t
 
 **Run this**: `make train`, or `torchrun --nproc_per_node=2 -m zero3.train --help` for the options;
 one rank needs no torchrun. It prints losses, a sample and the table, and writes `loss.png`,
-`tape.png`, `gradients.png` and `metrics.json`.
+`tape.png`, `gradients.png` and `metrics.json`. With `--save-every 100` it saves checkpoints too.
+Ctrl-C saves one in any case; the same command then goes on from there, to the same numbers.
 
-**Not covered, and what that costs**: nothing is saved but the figures, so a run that is cut off
-begins again.
+**Not covered, and what that costs**: text that does not fit into memory. A batch is drawn by the
+number of its step, so a run needs no more than that number to find its place in the data.
 """
 
 import argparse
@@ -28,7 +29,6 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,14 @@ import torch
 import torch.distributed as dist
 
 from zero3 import gpt
+from zero3.checkpoint import load
 from zero3.estimate import describe
 from zero3.layer import Zero3Layer, Zero3Sequential
-from zero3.ledger import Event, Ledger, disk_bytes, exponents, held_bytes
+from zero3.ledger import Ledger, exponents
 from zero3.offload import TIERS, Offload
 from zero3.optimizer import Zero3Optimizer
 from zero3.predict import data_parallel
+from zero3.run import Ranks, Run, progress, save_run, signals, take_up
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Cross-entropy comes in nats.
@@ -81,6 +83,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--text", metavar="FILE", help="text to train on, instead of Python's own reference")
     add("--out", default="runs/train", help="folder for pictures and figures")
     add("--eval-every", type=int, default=50, help="steps from one evaluation to the next")
+    add("--save-every", type=int, default=0, metavar="N", help="steps from one checkpoint to the "
+        "next, in the folder of --out; with 0 Ctrl-C alone saves one")
+    add("--resume", default="auto", metavar="DIR", help="a checkpoint to go on from, of whatever "
+        "run; auto: the newest of this one; no: none")
     add("--sample", type=int, default=300, help="bytes to write after training")
     add("--prompt", default="The ", help="what the sample begins with")
     return parser.parse_args(argv)
@@ -90,83 +96,12 @@ def loss_scale(text: str) -> float | str:
     return text if text == "dynamic" else float(text)
 
 
-@dataclasses.dataclass(frozen=True)
-class Ranks:
-    """
-    ## The ranks of this run, and this one's place among them
-    """
-
-    rank: int
-    world_size: int
-    device: torch.device
-
-    @classmethod
-    def find(cls, wanted: str) -> "Ranks":
-        """
-        ### Read what torchrun says
-
-        Each rank of a machine takes the GPU of its number. Raises `ValueError` if there are too
-        few.
-        """
-        rank, world_size, local, here = (
-            int(os.environ.get(name, default))
-            for name, default in (
-                ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)
-            )
-        )
-        gpus = torch.cuda.device_count()
-        if wanted == "cpu" or (wanted == "auto" and not gpus):
-            return cls(rank, world_size, torch.device("cpu"))
-        if here > gpus:
-            fewer = f"start with --nproc_per_node={gpus}, or " if gpus else ""
-            raise ValueError(
-                f"there are more ranks than GPUs. Expected: at most {gpus} ranks on this machine. "
-                f"Got: {here}. What to do: {fewer}train with --device cpu."
-            )
-        return cls(rank, world_size, torch.device("cuda", local))
-
-    def connect(self) -> None:
-        """
-        ### Join the process group: NCCL between GPUs, gloo between CPUs
-        """
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        if self.world_size > 1:
-            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
-            # Ranks share the cores; more threads than cores would wait for each other.
-            torch.set_num_threads(1)
-
-    def rows(self, batch: torch.Tensor) -> torch.Tensor:
-        """
-        ### This rank's rows of the global batch, on its device
-        """
-        return batch.chunk(self.world_size)[self.rank].to(self.device)
-
-    def mean(self, values: list[torch.Tensor]) -> list[float]:
-        """
-        ### The mean over ranks, of each value (all-reduce; all ranks must call it)
-        """
-        total = torch.stack(values).double().to(self.device)
-        if self.world_size > 1:
-            dist.all_reduce(total)
-        return (total / self.world_size).tolist()
-
-    def gather(self, thing: Any) -> list[Any]:
-        """
-        ### What each rank has (all-gather; all ranks must call it)
-        """
-        things = [thing] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(things, thing)
-        return things
-
-
 def check_options(args: argparse.Namespace, ranks: Ranks) -> None:
     """
     ## Refuse what cannot work, before anything starts
     """
     least = {"steps": 2, "layers": 1, "heads": 1, "d_model": 1, "seq_len": 1, "eval_every": 1,
-             "accumulate": 1, "clip": 1e-6, "loss_scale": 1e-6}
+             "accumulate": 1, "clip": 1e-6, "loss_scale": 1e-6, "save_every": 0}
     for name, value in least.items():
         given = getattr(args, name)
         if given not in (None, "dynamic") and not given >= value:
@@ -216,21 +151,6 @@ def build(
     return model, optimizer
 
 
-@dataclasses.dataclass
-class Run:
-    """
-    ## What a run leaves behind
-    """
-
-    losses: list[float] = dataclasses.field(default_factory=list)  # bits per byte, one per step
-    held_out: list[tuple[int, float]] = dataclasses.field(default_factory=list)  # step, bits/byte
-    train_s: float = 0.0  # without evaluation
-    # Of the last step: its events, what this rank held and sent, and how long its gradients are.
-    events: list[Event] = dataclasses.field(default_factory=list)
-    measured: dict[str, int] = dataclasses.field(default_factory=dict)
-    exponents: dict[int, int] = dataclasses.field(default_factory=dict)
-
-
 @torch.no_grad()
 def evaluate(model: Zero3Sequential, data: torch.Tensor, args, ranks: Ranks) -> float:
     """
@@ -245,15 +165,49 @@ def evaluate(model: Zero3Sequential, data: torch.Tensor, args, ranks: Ranks) -> 
     return sum(ranks.mean(losses)) / EVAL_BATCHES * BITS
 
 
-def train(model, optimizer, text, held_out, args, ranks: Ranks, show) -> Run:
+def begin(
+    config: gpt.GPTConfig, args, ranks: Ranks, run: Run
+) -> tuple[Zero3Sequential, Zero3Optimizer]:
+    """
+    ## The model and its optimizer, as they were built or as a checkpoint has them
+
+    Raises `ValueError` on all ranks where the checkpoint cannot be loaded.
+    """
+    found = take_up(args, ranks)
+    model, optimizer = build(config, args, ranks)
+    if args.table:
+        ranks.say(optimizer.table(args.accumulate) + "\n")
+    if found is None:
+        return model, optimizer
+    try:
+        told = load(found, model, optimizer)
+        run.losses, run.held_out, run.train_s = (
+            told[name] for name in ("losses", "held_out", "train_s"))
+    except (RuntimeError, KeyError, TypeError) as error:
+        raise ValueError(f"cannot go on from {found}. {error}") from error
+    step = len(run.losses)
+    if step + 1 == args.steps:
+        raise ValueError(
+            "too few steps are left. Expected: none, or at least 2, of which one is recorded. Got: "
+            f"1, from {found}. What to do: raise --steps."
+        )
+    ranks.say(f"step {step}: goes on from {found}" if step < args.steps else
+              f"step {step}: {found} is the end of this run; `--resume no` begins anew")
+    return model, optimizer
+
+
+def train(model, optimizer, text, held_out, args, ranks: Ranks, show, run: Run) -> None:
     """
     ## The loop
 
+    It goes on from where `run` is, to the end, or until a signal says that it shall end.
+
     The last step is recorded: by then the optimizer has its states, so it is a step like all but
-    the first, unless it overflows and is skipped.
+    the first, unless it overflows and is skipped. Before the last two there is no checkpoint, or a
+    run that goes on from it would have no step to record.
     """
-    run, losses, tape, start_s = Run(), [], Ledger(model, optimizer), time.perf_counter()
-    for step in range(args.steps):
+    losses, tape, start_s = [], Ledger(model, optimizer), time.perf_counter()
+    for step in range(len(run.losses), args.steps):
         for group in optimizer.param_groups:
             group["lr"] = gpt.lr_at(step, args.steps, args.lr)
         last = step + 1 == args.steps
@@ -270,58 +224,30 @@ def train(model, optimizer, text, held_out, args, ranks: Ranks, show) -> Run:
             optimizer.step()
         optimizer.zero_grad()
 
-        if last or (step + 1) % args.eval_every == 0:
+        looks = last or (step + 1) % args.eval_every == 0
+        ends = ranks.any(run.came)
+        saves = ends or (args.save_every and (step + 1) % args.save_every == 0)
+        saves = saves and step + 2 < args.steps
+        if looks or saves:
             # A loss is this rank's, the mean of its rows; the mean over ranks is that of the
             # global batch.
-            means = [value * BITS for value in ranks.mean(losses)]
+            run.losses += [value * BITS for value in ranks.mean(losses)]
             run.train_s += time.perf_counter() - start_s
-            run.losses += means
+        if looks:
+            recent = run.losses[run.held_out[-1][0] if run.held_out else 0 :]
             run.held_out.append((step + 1, evaluate(model, held_out, args, ranks)))
             rate = args.batch * args.seq_len * (step + 1) / run.train_s
-            show(step + 1, sum(means) / len(means), run.held_out[-1][1], rate)
+            show(step + 1, sum(recent) / len(recent), run.held_out[-1][1], rate)
+        if saves:
+            where = save_run(model, optimizer, args, run)
+            ranks.say(f"step {step + 1}: saved {where}"
+                      + "; the same command goes on from there" * ends)
+            if ends:
+                return
+        if looks or saves:
             losses, start_s = [], time.perf_counter()
-    run.events, run.measured = tape.events, {
-        "rank": ranks.rank, "rest_bytes": held_bytes(model, optimizer),
-        "peak_bytes": tape.peak_live_bytes, "sent_bytes": tape.sent_bytes,
-        "messages": tape.messages, "order_bytes": tape.order_bytes,
-        "read_bytes": tape.read_bytes, "written_bytes": tape.written_bytes,
-        "disk_bytes": disk_bytes(model, optimizer),
-    }
-    return run
-
-
-@contextlib.contextmanager
-def progress(ranks: Ranks, steps: int) -> Iterator[Callable]:
-    """
-    ## Show how the run goes, on rank 0
-
-    With labml where somebody looks at a terminal; its screen is full of escape codes, so a pipe or
-    a file gets plain lines.
-    """
-    if ranks.rank:
-        yield lambda *values: None
-    elif sys.stdout.isatty():
-        from labml import experiment, tracker
-
-        def track(step, *values):
-            names = ("loss.train", "loss.held_out", "bytes_per_s")
-            tracker.save(step, dict(zip(names, values, strict=True)))
-            tracker.new_line()
-
-        experiment.create(name="zero3", writers={"screen", "file"})
-        with experiment.start():
-            yield track
-    else:
-        yield lambda step, train, held_out, rate: say(
-            f"step {step:>{len(str(steps))}} of {steps}   train {train:.3f}   "
-            f"held out {held_out:.3f} bits/byte   {rate:,.0f} bytes/s"
-        )
-
-
-def say(line: str) -> None:
-    # One write per line: ranks share the output, and two writes could have another rank's line
-    # between them.
-    print(f"{line}\n", end="", flush=True)
+        if last:
+            run.take(model, optimizer, tape, ranks)
 
 
 def finish(model, optimizer, config: gpt.GPTConfig, args, ranks: Ranks, run: Run) -> None:
@@ -344,8 +270,8 @@ def finish(model, optimizer, config: gpt.GPTConfig, args, ranks: Ranks, run: Run
     # Here, because matplotlib takes a second to import, and only rank 0 draws.
     from zero3 import report
 
-    say(f"\n{text}\n")
-    say(report.table(predicted, plain, measured))
+    ranks.say(f"\n{text}\n")
+    ranks.say(report.table(predicted, plain, measured))
     device, version, out = report.device_name(ranks.device), torch.__version__, Path(args.out)
     metrics = {
         "options": vars(args),
@@ -370,7 +296,7 @@ def finish(model, optimizer, config: gpt.GPTConfig, args, ranks: Ranks, run: Run
     report.draw_loss(run.losses, run.held_out, caption).savefig(out / "loss.png")
     report.draw_tape(tapes, predicted, plain, caption).savefig(out / "tape.png")
     report.draw_gradients(gradients, caption).savefig(out / "gradients.png")
-    say(f"\nwrote loss.png, tape.png, gradients.png and metrics.json to {out}")
+    ranks.say(f"\nwrote loss.png, tape.png, gradients.png and metrics.json to {out}")
 
 
 def prepare(argv: list[str] | None) -> tuple[Any, gpt.GPTConfig, Ranks, tuple[torch.Tensor, ...]]:
@@ -418,16 +344,28 @@ def main(argv: list[str] | None = None) -> int:
             dist.barrier()
         return int(code or 0)
     ranks.connect()
-    model, optimizer = build(config, args, ranks)
-    if args.table and not ranks.rank:
-        say(optimizer.table(args.accumulate) + "\n")
-    with progress(ranks, args.steps) as show:
-        run = train(model, optimizer, text, held_out, args, ranks, show)
-    finish(model, optimizer, config, args, ranks, run)
+    with signals() as came:
+        run = Run(came=came)
+        try:
+            model, optimizer = begin(config, args, ranks, run)
+        except ValueError as error:
+            # On all ranks alike.
+            if not rank:
+                print(f"zero3.train: {error}", file=sys.stderr, flush=True)
+            code = 2
+        else:
+            code, begun = 0, len(run.losses)
+            with progress(ranks, args.steps) as show:
+                train(model, optimizer, text, held_out, args, ranks, show, run)
+            if run.measured:
+                finish(model, optimizer, config, args, ranks, run)
+                if args.save_every or begun:
+                    where = save_run(model, optimizer, args, run)
+                    ranks.say(f"saved {where}, the end of this run")
     if ranks.world_size > 1:
-        # Nobody leaves while rank 0 still draws.
+        # Nobody leaves while rank 0 still speaks or draws.
         dist.barrier()
-    return 0
+    return code
 
 
 if __name__ == "__main__":
