@@ -42,13 +42,15 @@ import os
 import re
 import shutil
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zero3.blocks import TYPES, Blocks, Broken, force_out, type_name
+from zero3 import __version__
+from zero3.blocks import TYPES, Blocks, Broken, Writer, force_out, type_name
 
 FORMAT, VERSION = "zero3 checkpoint", 1
 MANIFEST = "manifest.json"
@@ -148,6 +150,53 @@ def steps(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def enter(folder: Path, step: int, tensors: dict[str, dict[str, tuple]],
+          scalars: dict[str, dict[str, Any]], read: Callable[[str, str], torch.Tensor]) -> Path:
+    """
+    ## Make a checkpoint of plain tensors
+
+    As if one rank had saved it, with each parameter alone in a layer.
+
+    * `folder` is a run's; `step` is the number of steps taken
+    * `tensors` has, by name of the parameter and by key, data type and shape; `param` is the
+      parameter itself, the others are moments
+    * `scalars` is what else an optimizer knew of a parameter
+    * `read` gives the values of one tensor
+    """
+    sweep(folder)
+    partial = folder / f"step-{step:08}.partial"
+    partial.mkdir(parents=True)
+    flats, entries = [], []  # type: tuple[list[dict[str, Any]], list[tuple]]
+    for i, (name, keys) in enumerate(tensors.items()):
+        dtype, shape = keys["param"]
+        moments, known = [key for key in keys if key != "param"], encode(scalars.get(name, {}))
+        states = [{"group": None, "moments": moments, "scalars": known}]
+        flats.append({
+            "layer": name, "dtype": type_name(dtype), "numel": math.prod(shape), "padding": 0,
+            "keys": {key: type_name(kind) for key, (kind, _) in keys.items()},
+            "params": [{"names": [name], "shape": [*shape], "offset": 0, "group": None}],
+            "states": states if moments or known else []})
+        for key, (kind, there) in keys.items():
+            if tuple(there) != tuple(shape):
+                raise Broken(f"`{name}` is of {tuple(shape)}, and its {key} of {tuple(there)}")
+            entries.append((f"{i}.{key}", kind, (math.prod(shape),), name, key))
+    entries.sort(key=lambda entry: -entry[1].itemsize)
+    try:
+        like = {at: (kind, shape) for at, kind, shape, *_ in entries}
+        with Writer(partial / file_name(0, 1), like) as writer:
+            for _, kind, _, name, key in entries:
+                writer.write(read(name, key).to(kind))
+            file = writer.close()
+    except BaseException:
+        shutil.rmtree(partial)
+        raise
+    done = commit(partial, {
+        "step": step, "world_size": 1, "versions": {"zero3": __version__}, "files": [file],
+        "flats": flats, "whole": [], "optimizer": None, "extra": None})
+    print(f"{len(tensors)} parameters in {done}")
+    return done
+
+
 # ------------------------------------------------------------------------------------------- read
 
 
@@ -191,7 +240,8 @@ class Archive:
         try:
             self.told = _read_manifest(folder / MANIFEST)
             self.flats, self.world_size = self.told["flats"], self.told["world_size"]
-            self.files = [Blocks(folder / file_name(rank, self.world_size), rank, **each)
+            recent: dict[tuple[int, int], bytes] = {}
+            self.files = [Blocks(folder / file_name(rank, self.world_size), rank, recent, **each)
                           for rank, each in enumerate(self.told["files"])]
             self.params = [Param(i, each) for i, flat in enumerate(self.flats)
                            for each in flat["params"]]

@@ -39,6 +39,8 @@ from zero3.disk import File, aligned, whole_blocks
 
 # Of each there is a checksum.
 BLOCK_BYTES = 1 << 20
+# Of a checkpoint's files together, for whoever asks for what lies beside what was read last.
+_KEPT_BLOCKS = 16
 # What is written at once, and how many such pieces are under way.
 _PIECE_BYTES, _PIECES = 8 << 20, 4
 # Safetensors' names of data types.
@@ -195,12 +197,11 @@ class Blocks:
 
     path: Path
     rank: int  # whose it is
+    recent: dict[tuple[int, int], bytes]  # the last few blocks: small parameters share one
     nbytes: int
     crc32: str
 
     def __post_init__(self) -> None:
-        # The last few blocks: small parameters share one.
-        self.recent: dict[int, bytes] = {}
         here = self.path.stat().st_size if self.path.exists() else None
         if here != self.nbytes:
             raise Broken(f"{self.path}, the file of rank {self.rank}, "
@@ -216,23 +217,24 @@ class Blocks:
         found = bytearray()
         for i in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
             first = i * BLOCK_BYTES
-            found += memoryview(self._block(i))[max(begin - first, 0) : end - first]
+            found += memoryview(self.block(i))[max(begin - first, 0) : end - first]
         return found
 
-    def _block(self, i: int) -> bytes:
+    def block(self, i: int) -> bytes:
         """
-        #### A block, checked
+        ### A block, checked
         """
-        if i not in self.recent:
+        at = self.rank, i
+        if at not in self.recent:
             with open(self.path, "rb", buffering=0) as file:
                 block = os.pread(file.fileno(), BLOCK_BYTES, i * BLOCK_BYTES)
             if f"{zlib.crc32(block):08x}" != self.crc32[8 * i : 8 * i + 8]:
                 raise Broken(f"{self.path}, the file of rank {self.rank}, is damaged: bytes from "
                              f"{i * BLOCK_BYTES:,} on, {len(block):,}, have another checksum")
-            if len(self.recent) == 8:
+            if len(self.recent) == _KEPT_BLOCKS:
                 self.recent.pop(next(iter(self.recent)))
-            self.recent[i] = block
-        return self.recent[i]
+            self.recent[at] = block
+        return self.recent[at]
 
     @cached_property
     def header(self) -> dict[str, Any]:

@@ -41,6 +41,7 @@ each rank begins a stream of its own. `extra` is rank 0's.
 import json
 import random
 import shutil
+import sys
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -307,12 +308,15 @@ def _random_states_of(archive: Archive, wire: Wire) -> dict[str, Any]:
     """
     #### What a checkpoint has of them for this rank
 
-    On another number of ranks a seed, which differs between ranks.
+    On another number of ranks a seed, which differs between ranks. What came from another format
+    has none.
     """
     same = archive.world_size == wire.world_size
-    told = archive.files[wire.rank if same else 0].header["__metadata__"]["random"]
-    return decode(json.loads(told)) if same else {
-        "seed": zlib.crc32(f"{wire.rank} {told}".encode())}
+    header = archive.files[wire.rank if same else 0].header
+    told = header.get("__metadata__", {}).get("random")
+    if told and same:
+        return decode(json.loads(told))
+    return {"seed": zlib.crc32(f"{wire.rank} {told}".encode())} if told else {}
 
 
 def _go_on(states: dict[str, Any], device: torch.device) -> None:
@@ -322,6 +326,7 @@ def _go_on(states: dict[str, Any], device: torch.device) -> None:
     if "seed" in states:
         for seed in (torch.manual_seed, random.seed, np.random.seed):
             seed(states["seed"])
+    if "torch" not in states:
         return
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
@@ -331,4 +336,4 @@ def _go_on(states: dict[str, Any], device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

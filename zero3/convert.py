@@ -1,1 +1,252 @@
-def main(): pass
+r"""
+# Leave, and come back
+
+What is in a checkpoint, for people to look at and for other libraries to load; and from these back
+into a checkpoint. `main` is the command line, `python -m zero3.checkpoint`.
+
+A checkpoint of shards is of use to nobody but us. To leave is to read parameter after parameter,
+whichever ranks had it, and to write it as somebody else has it; to come back is the reverse. None
+of it needs the model, a GPU or more than one process, and none has the whole model in memory. With
+the pieces of files that are under way,
+
+$$\text{memory} \le \text{largest parameter} + 32 \text{ MiB} + 16 \text{ MiB}$$
+
+to write and to read; and `export` has no more than $2^{20}$ elements of a parameter.
+
+| format | command | what it has |
+|---|---|---|
+| Hugging Face's safetensors, a file, or several with an index | `export`, `import` | weights |
+| DeepSpeed's universal checkpoint, a folder for each parameter | `universal` | and moments |
+| `torch.distributed.checkpoint`, which FSDP2 loads | `universal --format dcp` | and options |
+
+`universal` finds out which way to go: a checkpoint of ours becomes one of the other format, and the
+other way round.
+
+**Run this**: `python -m zero3.checkpoint --help`.
+
+**Not covered, and what that costs**: names are those of the plain model. Where a format has others,
+Hugging Face's `model.` in front for instance, they have to be changed first.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch.distributed.checkpoint.api import CheckpointException
+
+from zero3.archive import Archive, Param, enter, steps
+from zero3.blocks import BLOCK_BYTES, TYPES, Broken, Writer
+from zero3.formats import from_dcp, from_deepspeed, to_dcp, to_deepspeed
+from zero3.materialise import Source
+
+# Elements of a parameter that `export` has in memory at once.
+_PART_NUMEL = 1 << 20
+
+
+# ------------------------------------------------------------------------------------------- look
+
+
+def inspect(folder: Path) -> None:
+    """
+    ## Print what a checkpoint has: its flat parameters, and what is in them
+    """
+    archive = Archive(folder)
+    told, optimizer = archive.told, archive.told["optimizer"]
+    nbytes = sum(file.nbytes for file in archive.files)
+    print(f"{folder}: step {told['step']:,}, of {archive.world_size} ranks, {nbytes:,} bytes")
+    print("optimizer: " + ("none" if optimizer is None else
+          f"{optimizer['class']}, {len(optimizer['groups'])} param groups"))
+    print(f"{'elements':>14}{'padding':>9}  {'kept as':30}  layer or parameter")
+    for flat in archive.flats:
+        kept = ", ".join(f"{key} {dtype}" for key, dtype in flat["keys"].items())
+        print(f"{flat['numel']:14,}{flat['padding']:9}  {kept:30}  {flat['layer'] or 'the rest'}, "
+              f"{flat['dtype']}")
+        for each in flat["params"]:
+            print(f"{math.prod(each['shape']):14,}{'':43}{' = '.join(each['names'])} "
+                  f"{tuple(each['shape'])}")
+    for name in told["whole"]:
+        print(f"{archive.whole(0, name).numel():14,}{'':43}{name}, whole on each rank")
+
+
+def verify(folder: Path) -> None:
+    """
+    ## Read everything, and raise `Broken` where a byte is not what was written
+    """
+    archive = Archive(folder)
+    for file in archive.files:
+        for i in range(-(-file.nbytes // BLOCK_BYTES)):
+            file.block(i)
+        for i, flat in enumerate(archive.flats):
+            for key in flat["keys"]:
+                file.read(f"{i}.{key}", 0, -(-flat["numel"] // archive.world_size))
+    print(f"{folder}: whole, {len(archive.files)} files")
+
+
+# ------------------------------------------------------------------------------------------ leave
+
+
+def export(folder: Path, out: Path, dtype: torch.dtype | None = None, file_bytes: int = 5 << 30
+           ) -> None:
+    """
+    ## Write the weights as Hugging Face has them
+
+    * `out` is a folder that has no such files yet
+    * `dtype` is what floating parameters become; left out, what they were in the model
+    * `file_bytes` are in a file at most, or one parameter; there is an index if one is not enough
+    """
+    archive = Archive(folder)
+    parts: dict[str, tuple[torch.dtype, tuple[int, ...], Any]] = {}
+    for param in archive.params:
+        own = TYPES[archive.flats[param.flat]["dtype"]]
+        kind = dtype if dtype and own.is_floating_point else own
+        parts[param.name] = (kind, param.shape, param)
+    for name in archive.told["whole"]:
+        values = archive.whole(0, name)
+        parts[name] = (values.dtype, tuple(values.shape), values)
+    files: list[dict[str, Any]] = [{}]
+    total_bytes = left_bytes = 0
+    for name, part in sorted(parts.items(), key=lambda item: -item[1][0].itemsize):
+        nbytes = math.prod(part[1]) * part[0].itemsize
+        if not files[-1]:
+            left_bytes = file_bytes
+        elif nbytes > left_bytes:
+            files.append({})
+            left_bytes = file_bytes
+        files[-1][name] = part
+        left_bytes, total_bytes = left_bytes - nbytes, total_bytes + nbytes
+    # As safetensors says it: which name of a tied parameter stands for which others.
+    tied = {other: param.name for param in archive.params for other in param.told["names"][1:]}
+    index: dict[str, str] = {}
+    out.mkdir(parents=True, exist_ok=True)
+    for i, each in enumerate(files, 1):
+        name = f"model-{i:05}-of-{len(files):05}.safetensors" if files[1:] else "model.safetensors"
+        like = {name: (kind, shape) for name, (kind, shape, _) in each.items()}
+        with Writer(out / name, like, {"format": "pt", **tied}) as writer:
+            for kind, _, source in each.values():
+                for values in _parts(archive, source):
+                    writer.write(values.to(kind))
+            writer.close()
+        index |= dict.fromkeys(each, name)
+    if files[1:]:
+        (out / "model.safetensors.index.json").write_text(json.dumps(
+            {"metadata": {"total_size": total_bytes}, "weight_map": index}, indent=1))
+    print(f"{len(parts)} tensors, {total_bytes:,} bytes, in {len(files)} files in {out}")
+
+
+def _parts(archive: Archive, source: Param | torch.Tensor) -> Iterator[torch.Tensor]:
+    """
+    #### A parameter, a part at a time
+    """
+    if isinstance(source, torch.Tensor):
+        yield source
+        return
+    for begin in range(0, source.numel, _PART_NUMEL):
+        yield archive.read(source, "param", begin, min(begin + _PART_NUMEL, source.numel))
+
+
+# -------------------------------------------------------------------------------------- come back
+
+
+def from_safetensors(source: Path, folder: Path, step: int) -> None:
+    """
+    ## Make a checkpoint of Hugging Face's safetensors: a file, an index, or the folder of either
+    """
+    files, tensors = Source(torch.device("cpu"), checkpoint=source).files, {}
+    for name, path in files.items():
+        with safe_open(path, framework="pt") as file:
+            part = file.get_slice(name)
+            tensors[name] = {"param": (TYPES[part.get_dtype()], tuple(part.get_shape()))}
+
+    def read(name: str, key: str) -> torch.Tensor:
+        with safe_open(files[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+    enter(folder, step, tensors, {}, read)
+
+
+# ------------------------------------------------------------------------------------ command line
+
+
+def universal(source: Path, out: Path, style: str, torch_adam: bool, step: int) -> None:
+    """
+    ## From a checkpoint of ours into another format, or from that into a checkpoint
+    """
+    if style == "dcp":
+        if (source / ".metadata").exists():
+            from_dcp(source, out, step)
+        else:
+            to_dcp(_at(source), out)
+    elif (source / "latest_universal").exists() or (source / "zero").is_dir():
+        from_deepspeed(source, out)
+    else:
+        to_deepspeed(_at(source), out, torch_adam)
+
+
+def _at(folder: Path) -> Path:
+    """
+    #### The newest checkpoint of a run, or the checkpoint itself
+    """
+    return next(reversed(steps(folder).values()), folder)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m zero3.checkpoint")
+    commands = parser.add_subparsers(required=True, dest="command")
+    told = {
+        "inspect": "print what is in a checkpoint",
+        "verify": "read all of a checkpoint, or of all of a run",
+        "export": "write the weights as safetensors",
+        "import": "make a checkpoint of safetensors",
+        "universal": "write, or read, what DeepSpeed or FSDP2 load",
+    }
+    for name, text in told.items():
+        command = commands.add_parser(name, help=text)
+        command.add_argument("folder", type=Path, metavar="FOLDER",
+                             help="a run's, a checkpoint's own, or what to read from")
+        if name in ("export", "import", "universal"):
+            command.add_argument("out", type=Path, metavar="OUT", help="the folder to write to")
+        if name in ("import", "universal"):
+            command.add_argument("--step", type=int, default=0, help="steps taken, where what is "
+                                 "read does not say so")
+        if name == "export":
+            command.add_argument("--dtype", choices=["F32", "BF16", "F16"], help="of floating "
+                                 "parameters; left out, the model's")
+            command.add_argument("--file-bytes", type=int, default=5 << 30, metavar="N",
+                                 help="in a file, at most")
+        if name == "universal":
+            command.add_argument("--format", choices=["deepspeed", "dcp"], default="deepspeed")
+            command.add_argument("--torch-adam", action="store_true", help="DeepSpeed will run "
+                                 "torch's Adam, and not its own")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """
+    ## The command line, of `zero3.checkpoint`
+    """
+    args = _parser().parse_args(argv)
+    try:
+        if args.command == "inspect":
+            inspect(_at(args.folder))
+        elif args.command == "verify":
+            for path in steps(args.folder).values() or [args.folder]:
+                verify(path)
+        elif args.command == "export":
+            dtype = TYPES[args.dtype] if args.dtype else None
+            export(_at(args.folder), args.out, dtype, args.file_bytes)
+        elif args.command == "import":
+            from_safetensors(args.folder, args.out, args.step)
+        else:
+            universal(args.folder, args.out, args.format, args.torch_adam, args.step)
+    except (Broken, OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError,
+            SafetensorError, CheckpointException) as error:
+        what = f"{error}" if isinstance(error, (Broken, OSError)) else f"{error!r}"
+        print(f"zero3.checkpoint {args.command}: {what}", file=sys.stderr)
+        return 1
+    return 0

@@ -263,9 +263,11 @@ class Inventory:
                     raise Broken(f"`{names[0]}` has taken other steps than the rest of its shard")
                 flat.found.append(param)
             self._check_moments(flat)
-        known = {id(param) for flat in self.flats for param in flat.found}
-        # What came from another format does not tell buffers from parameters.
-        more = {p.name for p in archive.params if id(p) not in known} | {*archive.told["whole"]}
+        # What came from another format does not tell buffers from parameters, and may have a tied
+        # parameter under each of its names.
+        known = {name for flat in self.flats for slot in flat.group.slots
+                 for name in self.names(flat, slot)}
+        more = {p.name for p in archive.params if p.name not in known} | {*archive.told["whole"]}
         for name in sorted(more ^ {*self.whole}):
             raise Broken(f"`{name}` is in the checkpoint, and not in this model" if name in more
                          else f"`{name}` is in this model, and not in the checkpoint")

@@ -1,0 +1,285 @@
+r"""
+# Other libraries' checkpoints
+
+DeepSpeed's universal layout and `torch.distributed.checkpoint`, written and read one parameter at a
+time.
+
+Both say what each parameter *is*, and not how it was cut, so another library, or another number of
+ranks, can take it up; the idea is section 3 of [Universal
+Checkpointing](https://arxiv.org/abs/2406.18820). What they have, and what we have, is the same
+three tensors for each parameter that Adam trains:
+
+$$w_{32}, \quad m, \quad v \qquad \text{in } \texttt{fp32.pt},\ \texttt{exp\_avg.pt},\
+\texttt{exp\_avg\_sq.pt}$$
+
+or, in a DCP folder, under `model.NAME`, `optim.state.NAME.exp_avg` and `...exp_avg_sq`.
+
+| | DeepSpeed | DCP |
+|---|---|---|
+| number of steps | one for all | of each parameter |
+| options of param groups | its own configuration's | in it |
+| buffers, frozen parameters | not in it | in it |
+| tied parameters | once | under each name |
+
+**Run this**: `python -m zero3.checkpoint universal FOLDER OUT`, with `--format dcp` for the other.
+
+**Not covered, and what that costs**: both are pickles, in part. Where we read them torch unpickles
+no more than tensors and plain containers, except a DCP folder's own `.metadata`: take that from
+people whom you trust. DeepSpeed 0.19 gives all parameters of its Stage 3 one tensor that counts
+steps, which torch's Adam then moves on once for each of them: with `--torch-adam` give each a copy
+of its own after loading.
+"""
+
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from zero3 import __version__
+from zero3.archive import Archive, Param, decode, enter
+from zero3.blocks import TYPES, Broken
+
+# What DeepSpeed calls the master; the moments have torch's names.
+_FP32 = "fp32"
+
+
+def _full(archive: Archive, param: Param, key: str) -> torch.Tensor:
+    return archive.read(param, key, 0, param.numel).view(param.shape)
+
+
+def _scalars(archive: Archive, param: Param) -> dict[str, Any]:
+    return decode(archive.states(param)["scalars"])
+
+
+# -------------------------------------------------------------------------------------- DeepSpeed
+
+
+def to_deepspeed(folder: Path, out: Path, torch_adam: bool) -> None:
+    """
+    ## Write DeepSpeed's universal layout
+
+    * `torch_adam` says that the engine that loads it runs torch's Adam, which counts steps in a
+      tensor; its own count them in a number
+
+    The files that its stages 1 to 3 ask for, and no others.
+    """
+    archive, root = Archive(folder), out / "universal"
+
+    def put(value: Any, *path: str) -> None:
+        at = root.joinpath(*path)
+        at.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(value, at)
+
+    taken = archive.told["step"]
+    for param in archive.params:
+        if Path(param.name).name != param.name:
+            raise Broken(f"`{param.name}` is no name of a folder")
+        for key in ("param", *archive.states(param)["moments"]):
+            values = _full(archive, param, key).to(torch.float32)
+            put({"param": values}, "zero", param.name, f"{_FP32 if key == 'param' else key}.pt")
+        if "step" in (scalars := _scalars(archive, param)):
+            taken = int(scalars["step"])
+            put(torch.tensor(float(taken)) if torch_adam else taken, "zero", param.name, "step.pt")
+    step = torch.tensor(float(taken)) if torch_adam else taken
+    # Options would go into every group of the engine, whichever it is: none.
+    groups = [{"params": [0]}]
+    put({"optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": groups},
+         "param_groups": groups, "ds_version": f"zero3 {__version__}"},
+        "zero", "optimizer_state.pt")
+    for name in ("zero_pp_rank_0_mp_rank_00", "mp_rank_00"):
+        put({"dp_world_size": 1, "mp_world_size": 1, "global_steps": archive.told["step"],
+             "skipped_steps": 0}, f"{name}_model_states.pt")
+    # Last: it says that the rest is there.
+    (out / "latest_universal").write_text(root.name)
+    print(f"{len(archive.params)} parameters in {root}")
+
+
+class _Stub:
+    """
+    ## In place of DeepSpeed's classes, of which nothing is needed
+    """
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+
+def from_deepspeed(source: Path, folder: Path) -> None:
+    """
+    ## Make a checkpoint of DeepSpeed's universal layout
+    """
+    latest = source / "latest_universal"
+    root = source / Path(latest.read_text().strip()).name if latest.exists() else source
+    stubs: list[Any] = [(_Stub, f"deepspeed.runtime.{name}") for name in (
+        "zero.config.ZeroStageEnum", "fp16.loss_scaler.LossScaler",
+        "fp16.loss_scaler.DynamicLossScaler")]
+
+    def open_file(path: Path) -> Any:
+        with torch.serialization.safe_globals(stubs):
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+    # Stage 3 has flat tensors, and the shapes beside them; stages 1 and 2 have whole ones.
+    about = open_file(root / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    shapes = {name: shape for each in about.get("param_shapes", []) for name, shape in each.items()}
+    steps_taken = about["global_steps"] - about.get("skipped_steps", 0)
+    with suppress(OSError, KeyError):
+        told = open_file(root / "zero" / "optimizer_state.pt")
+        steps_taken = told["optimizer_state_dict"]["state"][0]["step"]
+
+    def read(name: str, key: str) -> torch.Tensor:
+        if name in buffers:
+            return buffers[name]
+        found = open_file(root / "zero" / name / f"{_FP32 if key == 'param' else key}.pt")
+        values = found["param"] if isinstance(found, dict) else found
+        return values.view(shapes.get(name, values.shape))
+
+    buffers = {name: about["module"][name] for name in about.get("buffer_names", [])}
+    tensors: dict[str, dict[str, tuple]] = {
+        name: {"param": (b.dtype, tuple(b.shape))} for name, b in buffers.items()}
+    scalars = {}
+    for at in sorted(path for path in (root / "zero").iterdir() if path.is_dir()):
+        keys = {"param", *(path.stem for path in at.glob("*.pt"))} - {_FP32, "step"}
+        values = {key: read(at.name, key) for key in sorted(keys)}
+        tensors[at.name] = {key: (t.dtype, tuple(t.shape)) for key, t in values.items()}
+        own = at / "step.pt"
+        taken = open_file(own) if own.exists() else steps_taken
+        scalars[at.name] = {"step": torch.tensor(float(taken))} if len(keys) > 1 else {}
+    enter(folder, int(about["global_steps"]), tensors, scalars, read)
+
+
+# -------------------------------------------------------------------------------------------- DCP
+
+
+class _DcpWriter(dcp.FileSystemWriter):
+    """
+    ## DCP's writer, one tensor after the other
+
+    Torch's own keeps all tensors of a file until it is done.
+    """
+
+    def __init__(self, folder: Path, read: Callable[[str], torch.Tensor]):
+        super().__init__(folder)
+        self.folder, self.tensor = folder, read
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        name, results = "__0_0.distcp", []
+        with open(self.folder / name, "wb") as file:
+            for item in plan.items:
+                first = file.tell()
+                if item.type == WriteItemType.BYTE_IO:
+                    file.write(planner.resolve_data(item).getbuffer())
+                else:
+                    # A copy, for of a view torch would save what is around it, too.
+                    torch.save(self.tensor(item.index.fqn).clone(), file)
+                length = file.tell() - first
+                results.append(WriteResult(item.index, length, _StorageInfo(name, first, length)))
+            file.flush()
+            os.fsync(file.fileno())
+        done: Future = Future()
+        done.set_result(results)
+        return done
+
+
+def to_dcp(folder: Path, out: Path) -> None:
+    """
+    ## Write what `torch.distributed.checkpoint` loads
+
+    `{"model": ..., "optim": ...}`, as `get_model_state_dict` and `get_optimizer_state_dict` give
+    them: with them FSDP2 loads it. It is planned with tensors on the meta device, and each is read
+    when it is its turn.
+    """
+    archive = Archive(folder)
+    readers: dict[str, Callable[[], torch.Tensor]] = {}
+    model, states, groups = {}, {}, []  # type: tuple[dict, dict, list]
+
+    def later(values: torch.Tensor | tuple, name: str, read: Callable[[], torch.Tensor]) -> Any:
+        readers[name] = read
+        shape, dtype = (values.shape, values.dtype) if isinstance(values, torch.Tensor) else values
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    for p in archive.params:
+        keys = archive.flats[p.flat]["keys"]
+        for name in p.told["names"]:
+            model[name] = later((p.shape, TYPES[keys["param"]]), f"model.{name}",
+                                partial(_full, archive, p, "param"))
+        known: dict[str, Any] = {}
+        for key in archive.states(p)["moments"]:
+            known[key] = later((p.shape, TYPES[keys[key]]), f"optim.state.{p.name}.{key}",
+                               partial(_full, archive, p, key))
+        for key, value in _scalars(archive, p).items():
+            known[key] = (later(value, f"optim.state.{p.name}.{key}", value.clone)
+                          if isinstance(value, torch.Tensor) else value)
+        states |= {p.name: known} if known else {}
+    for name in archive.told["whole"]:
+        model[name] = later(archive.whole(0, name), f"model.{name}",
+                            partial(archive.whole, 0, name))
+    told: dict[str, Any] = archive.told["optimizer"] or {"groups": []}
+    for i, options in enumerate(decode(told["groups"])):
+        # Those that say how torch computes are not in a checkpoint, but who loads this asks for
+        # them; and a scheduler for the learning rate that it began with.
+        usual = getattr(torch.optim, told["class"])([torch.zeros(1)]).state_dict()["param_groups"]
+        names = [p.name for p in archive.params if p.told["group"] == i]
+        groups.append({**usual[0], "initial_lr": options.get("lr"), **options, "params": names})
+    state = {"model": model, **({"optim": {"state": states, "param_groups": groups}} if groups
+                                else {})}
+    with warnings.catch_warnings():
+        # That nothing is distributed here: so it is.
+        warnings.simplefilter("ignore")
+        dcp.save(state, storage_writer=_DcpWriter(out, lambda name: readers[name]()), no_dist=True)
+    print(f"{len(readers)} tensors in {out}")
+
+
+def from_dcp(source: Path, folder: Path, step: int) -> None:
+    """
+    ## Make a checkpoint of a DCP folder
+
+    Of weights alone, or with what an optimizer knows, wherever in it `model` and `optim` are.
+    """
+    reader = dcp.FileSystemReader(source)
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, True)
+    entries: dict[str, Any] = metadata.state_dict_metadata
+    paths = metadata.planner_data or {}
+    named = any("model" in paths.get(key, ()) for key in entries)
+    places: dict[tuple[str, str], str] = {}
+    for key, entry in entries.items():
+        path = [str(part) for part in paths.get(key, (key,))]
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        if "optim" in path:
+            # "state", the parameter's name, the moment's; or all of that in one.
+            rest = ".".join(path[path.index("optim") + 1 :]).removeprefix("state.")
+            name, _, moment = rest.rpartition(".")
+            places[name, moment] = key
+        elif not named or "model" in path:
+            places[".".join(path[path.index("model") + 1 if named else 0 :]), "param"] = key
+
+    def read(name: str, key: str) -> torch.Tensor:
+        at = places[name, key]
+        entry, planner = entries[at], dcp.DefaultLoadPlanner()
+        values = torch.empty(entry.size, dtype=entry.properties.dtype)
+        planner.set_up_planner({at: values}, metadata, True)
+        reader.read_data(planner.create_local_plan(), planner).wait()
+        return values
+
+    tensors: dict[str, dict[str, tuple]] = {}
+    scalars: dict[str, dict[str, Any]] = {}
+    # Each parameter before its moments.
+    for name, key in sorted(places, key=lambda place: (place[0], place[1] != "param")):
+        entry = entries[places[name, key]]
+        known, shape = tensors.setdefault(name, {}), tuple(entry.size)
+        if key == "step" or shape != known.get("param", (None, shape))[1]:
+            scalars.setdefault(name, {})[key] = read(name, key)
+        else:
+            known[key] = (entry.properties.dtype, shape)
+    enter(folder, step, tensors, scalars, read)
