@@ -256,10 +256,12 @@ class Inventory:
                     raise Broken(f"`{names[0]}` is {there} in the checkpoint, of {shape} here")
                 theirs, states = param.told["group"], archive.states(param)
                 if theirs is not None and index is not None:
-                    if groups.setdefault(theirs, index) != index:
-                        raise Broken(f"`{names[0]}` is in another param group than the others of "
-                                     "its own in the checkpoint")
-                if flat.states.setdefault(index, states) != states:
+                    # Which is which is found out here; each is one, and no two are the same.
+                    mine = groups.setdefault(theirs, index)
+                    if mine != index or [*groups.values()].count(index) > 1:
+                        raise Broken(f"`{names[0]}` shares a param group with others than in the "
+                                     "checkpoint")
+                if index is not None and flat.states.setdefault(index, states) != states:
                     raise Broken(f"`{names[0]}` has taken other steps than the rest of its shard")
                 flat.found.append(param)
             self._check_moments(flat)
@@ -271,8 +273,6 @@ class Inventory:
         for name in sorted(more ^ {*self.whole}):
             raise Broken(f"`{name}` is in the checkpoint, and not in this model" if name in more
                          else f"`{name}` is in this model, and not in the checkpoint")
-        if len({*groups.values()}) < len(groups):
-            raise Broken(f"there are {len(groups)} param groups in it, and fewer here")
         return groups
 
     def _check_moments(self, flat: Flat) -> None:
