@@ -16,9 +16,10 @@ $$\text{sent} \Big/ \Psi\frac{N-1}{N}$$
 **Run this**: `make bench`; `python -m tests.bench --step` compares a step of `Zero3Optimizer` with
 one of FSDP2's optimizer, `python -m tests.bench --comm` compares `Wire`'s messages with gloo's
 collectives for the same bytes, `python -m tests.bench --disk DIR` our direct reads and writes with
-those of fio.
+those of fio, `python -m tests.bench --save DIR` a checkpoint with plain direct writes of as many
+bytes.
 
-**Not covered, and what that costs**: more than one machine, mixed precision, checkpointing. FSDP2
+**Not covered, and what that costs**: more than one machine, mixed precision, recomputation. FSDP2
 gathers its last layer twice as we do not; that is about a hundredth of the model here. Ranks
 that share a few cores gain nothing from transfers beside the computation, so a CPU shows what
 sharding costs and not what overlap wins back. Memory is what the system counts, with activations
@@ -31,6 +32,7 @@ import fcntl
 import gc
 import json
 import os
+import shutil
 import socket
 import struct
 import subprocess
@@ -39,6 +41,7 @@ import tempfile
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -51,7 +54,8 @@ from torch.nn import functional as F
 
 import zero3
 from tests.ranks import run
-from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, disk
+from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, disk, save
+from zero3.archive import file_name
 from zero3.ledger import Ledger
 from zero3.report import commit
 from zero3.wire import _all_gather, _reduce_scatter
@@ -93,18 +97,19 @@ def options(argv=None):
     add("--comm", action="store_true", help="measure the collectives alone")
     add("--mib", type=float, default=64, help="with --comm: the size of the whole buffer")
     add("--disk", type=Path, metavar="DIR", help="measure the disk of this folder alone")
-    add("--gib", type=float, default=1, help="with --disk: the size of the file")
+    add("--save", type=Path, metavar="DIR", help="measure checkpoints in this folder alone")
+    add("--gib", type=float, default=1, help="with --disk and --save: how much is written")
     add("--out", type=Path, default=argparse.SUPPRESS,
-        help="results file (default: bench.json, step.json, comm.json or disk.json in runs)")
+        help="results file (default: {bench,step,comm,disk,save}.json in runs)")
     add("--own-network", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     name = "comm.json" if args.comm else "step.json" if args.step else "bench.json"
-    name = "disk.json" if args.disk else name
+    name = "disk.json" if args.disk else "save.json" if args.save else name
     args.out = getattr(args, "out", Path("runs", name))
-    args.gpu, alone = gpus > 0, args.comm or args.step
+    args.gpu, alone = gpus > 0, args.comm or args.step or args.save
     if not 1 + args.comm <= args.ranks <= (gpus or args.ranks) or (alone and gpus):
-        parser.error("expected one rank per GPU or fewer; for --comm two or more; for --comm and "
-                     "--step no GPU")
+        parser.error("expected one rank per GPU or fewer; for --comm two or more; for --comm, "
+                     "--step and --save no GPU")
     return args
 
 
@@ -569,6 +574,78 @@ def compare_disk(rounds):
     return {"rounds": rounds, "medians": medians}
 
 
+# ------------------------------------------------------------------------------------ checkpoints
+
+
+def measure_save(args):
+    """
+    ## Seconds to save, and to write as many bytes plainly, round by round
+
+    All ranks at once, into new files, until they are forced out; by turns, now the one first and
+    now the other. The plain writes are of 8 MiB, past the page cache, four at a time, and from
+    memory that is there already: no copies, no checksums.
+    """
+    width, folder, rank = 2048, args.save, dist.get_rank()
+    # 12 bytes of masters and moments for each parameter.
+    layers = [nn.Linear(width, width) for _ in range(max(1, int(args.gib * 2**30 / 12 / width**2)))]
+    model = Zero3Sequential([Zero3Layer(layer) for layer in layers])
+    optimizer = Zero3Optimizer(model, lr=1e-4)
+    optimizer.backward(model(torch.ones(1, width)).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    _, memory = disk.aligned(4 * (8 << 20))
+    memory.random_(0, 256)
+
+    def zero3_save():
+        path = save(folder, model, optimizer, step=0).wait()
+        return (path / file_name(rank, args.ranks)).stat().st_size
+
+    def plain():
+        file = disk.File(folder, disk.whole_blocks(nbytes), True, f"plain-{rank}")
+        with ThreadPoolExecutor(4) as workers:
+            blocks = memory.split(8 << 20)
+            for move in [workers.submit(file.move, True, blocks[i % 4][: file.nbytes - at], at)
+                         for i, at in enumerate(range(0, file.nbytes, 8 << 20))]:
+                move.result()
+        os.fsync(file.fd)
+        file.handle.close()
+
+    def clear():
+        dist.barrier()
+        if not rank:
+            for path in folder.glob("*"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        dist.barrier()
+
+    # The first save is not counted.
+    nbytes, rounds = zero3_save(), []
+    for i in range(args.rounds):
+        took = {}
+        for what in (zero3_save, plain)[:: 1 if i % 2 == 0 else -1]:
+            clear()
+            start_s = time.perf_counter()
+            what()
+            dist.barrier()
+            took[what.__name__] = time.perf_counter() - start_s
+        rounds.append({"save_s": took["zero3_save"], "plain_s": took["plain"]})
+    clear()
+    return rounds, nbytes
+
+
+def compare_save(ranks, args):
+    """
+    ## Medians, and the ratio taken within a round
+    """
+    rounds, nbytes = ranks[0]
+    ratios = [each["save_s"] / each["plain_s"] for each in rounds]
+    medians = {name: median([each[name] for each in rounds]) for name in rounds[0]}
+    medians |= {"ratio": median(ratios), "least": min(ratios), "most": max(ratios)}
+    print(f"{nbytes / 1e6:,.0f} MB from each of {args.ranks} ranks: a checkpoint "
+          f"{medians['save_s']:.2f} s, plain direct writes {medians['plain_s']:.2f} s, within a "
+          f"round {medians['ratio']:.2f} ({min(ratios):.2f}-{max(ratios):.2f}) times as long")
+    return {"rounds": rounds, "medians": medians}
+
+
 def main():
     """
     ## The command line
@@ -587,6 +664,10 @@ def main():
         results |= {"ranks": ranks, "medians": compare_step(ranks)}
     elif args.disk:
         results |= compare_disk(measure_disk(args))
+    elif args.save:
+        with tempfile.TemporaryDirectory(dir=args.save) as folder:
+            args.save = Path(folder)
+            results |= compare_save(run(measure_save, args.ranks, args, timeout_s=600), args)
     else:
         rounds = play(args)
         results |= {"rounds": rounds, **compare(rounds, args.peers)}

@@ -282,4 +282,5 @@ def from_dcp(source: Path, folder: Path, step: int) -> None:
             scalars.setdefault(name, {})[key] = read(name, key)
         else:
             known[key] = (entry.properties.dtype, shape)
-    enter(folder, step, tensors, scalars, read)
+    taken = [int(known["step"]) for known in scalars.values() if "step" in known]
+    enter(folder, step or max(taken, default=0), tensors, scalars, read)
