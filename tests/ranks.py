@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 # What every rank imports, imported once; the optimizers import torch._dynamo in their first step.
-multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed", "tests.cases"])
+multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed", "tests.cases",
+                                      "tests.survivor"])
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 

@@ -4,8 +4,11 @@ The main job, as a reader starts it: under torchrun, on two ranks.
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,12 +21,22 @@ from zero3.train import Ranks, main
 SMALL = ["--d-model", "16", "--layers", "2", "--seq-len", "16", "--batch", "4"]
 
 
+def command(out, *options: str, restarts: int = 0) -> list[str]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+                f"--max-restarts={restarts}", "--monitor-interval=0.1"]
+    return [sys.executable, *torchrun, "-m", "zero3.train", "--device", "cpu", *SMALL, "--out",
+            str(out), *options]
+
+
 def run_train(out, *options: str) -> subprocess.CompletedProcess:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    return subprocess.run(
-        [*torchrun, "-m", "zero3.train", "--device", "cpu", *SMALL, "--out", str(out), *options],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    return subprocess.run(command(out, *options), capture_output=True, text=True, timeout=120,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def started(out, *options: str, restarts: int = 0) -> subprocess.Popen:
+    return subprocess.Popen(
+        command(out, *options, restarts=restarts), text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 @pytest.fixture
@@ -216,3 +229,82 @@ def test_the_tape_is_cut_into_spans_of_what_a_layer_holds():
         ("a", "computing", 2, 3), ("a", "computing", 6, 8), ("a", "full", 0, 4),
         ("a", "full", 5, 8), ("a", "gradients", 7, 11),
     ]
+
+
+# --------------------------------------------------------------------------------- it goes on again
+
+LONG = ["--steps", "60", "--eval-every", "20", "--sample", "5"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The figures of a run that nobody disturbed and that saved nothing"""
+    out = tmp_path_factory.mktemp("undisturbed")
+    run = run_train(out, *LONG)
+    assert run.returncode == 0, run.stderr
+    return json.loads((out / "metrics.json").read_text())
+
+
+def wait_for(what, process):
+    for _ in range(600):
+        if what() or process.poll() is not None:
+            return
+        time.sleep(0.05)
+    process.kill()
+    raise AssertionError("nothing happened for 30 s")
+
+
+def workers(process):
+    """The ranks' processes, which torchrun has started."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(pid) for pid in children
+            if b"zero3.train" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def same_run(out, metrics):
+    found = json.loads((out / "metrics.json").read_text())
+    for what in ("losses", "held_out", "sample", "measured", "gradients"):
+        assert found[what] == metrics[what], what
+
+
+def test_a_rank_that_is_killed_is_started_again_and_nobody_sees_it_in_the_figures(undisturbed,
+                                                                                  tmp_path):
+    """
+    By torchrun's `--max-restarts`, from the newest checkpoint, without a word from us: losses, text
+    and bytes are those of a run that nobody disturbed. Breaks where a restart begins anew, or loses
+    the curve.
+    """
+    process = started(tmp_path, *LONG, "--save-every", "7", restarts=1)
+    folder = tmp_path / "checkpoints"
+    wait_for(lambda: (folder / "step-00000014").exists(), process)
+    os.kill(workers(process)[1], signal.SIGKILL)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    assert ": goes on from " in out and "step 14: saved" in out
+    assert f"saved {folder}/step-00000060, the end of this run" in out
+    same_run(tmp_path, undisturbed)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000056", "step-00000060"]
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(undisturbed, tmp_path):
+    """
+    Also without `--save-every`. Afterwards the run is at its end, and says so. A run of other
+    options does not take it up unasked. Breaks where ranks end after different steps.
+    """
+    process = started(tmp_path, *LONG)
+    # Both ranks train.
+    wait_for(lambda: "step 20" in process.stdout.readline(), process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert "; the same command goes on from there" in out, err
+    (saved,) = (tmp_path / "checkpoints").iterdir()
+    assert 20 <= int(saved.name[5:]) < 59
+    again = run_train(tmp_path, *LONG)
+    assert again.returncode == 0, again.stderr
+    assert f"step {int(saved.name[5:])}: goes on from {saved}" in again.stdout
+    same_run(tmp_path, undisturbed)
+    assert "step-00000060 is the end of this run" in run_train(tmp_path, *LONG).stdout
+    other = run_train(tmp_path, *LONG, "--lr", "1")
+    assert other.returncode != 0 and "Traceback" not in other.stderr.partition("torch/")[0]
+    assert "zero3.train: " in other.stderr and "Got: lr, which differ" in other.stderr
+    assert other.stderr.count("What to do: pass `--resume") == 1

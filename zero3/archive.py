@@ -19,13 +19,14 @@ layers around the same parameters, other formats.
 
 **There, or not there.** A checkpoint is written into a folder whose name ends in `.partial`. When
 all files are on the disk, the manifest is written under another name, forced out and renamed; from
-that moment on the checkpoint is there. The folder's own renaming follows. A rename is the one thing
-that a file system does wholly or not at all, and `sweep` ends what a run had begun that is gone:
+that moment on the checkpoint is there. The folder gets its name next, after what it replaces is
+gone. A rename is the one thing that a file system does wholly or not at all, and `sweep` ends what
+a run had begun that is gone:
 
 | folder | what it is | what `sweep` does |
 |---|---|---|
 | `step-00000200` | a checkpoint | nothing |
-| `step-00000200.partial`, with a manifest | a checkpoint that is not renamed yet | renames it |
+| `step-00000200.partial`, with a manifest | a checkpoint without its name yet | gives it its name |
 | `step-00000200.partial`, without one | a save that was cut off | removes it |
 | `step-00000100.removed` | a checkpoint that is being removed | removes it |
 
@@ -103,11 +104,13 @@ def _settle(partial: Path) -> Path:
     """
     #### Give the folder of a checkpoint its name
 
-    What had it before, from a run that was taken up again at an earlier step, makes room.
+    What had it before makes room, and so do checkpoints of later steps, from before the run was
+    taken up again at an earlier one. Not sooner: until the manifest is there, they may be all.
     """
     final = partial.with_suffix("")
-    if final.exists():
-        remove(final)
+    for step, path in steps(final.parent).items():
+        if step >= int(final.name[5:]):
+            remove(path)
     os.rename(partial, final)
     force_out(final.parent)
     return final

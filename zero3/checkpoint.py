@@ -44,6 +44,7 @@ import shutil
 import sys
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from zero3.archive import Archive, commit, decode, encode, file_name, remove, steps, sweep
+from zero3.archive import (
+    MANIFEST,
+    Archive,
+    commit,
+    decode,
+    encode,
+    file_name,
+    remove,
+    steps,
+    sweep,
+)
 from zero3.blocks import Broken, Writer
 from zero3.convert import main
 from zero3.inventory import Inventory
@@ -195,13 +206,11 @@ class Saving:
         self._agree(problem)
         try:
             if self.first:
-                # Those of a future that this run will not have, before there is a choice.
-                for step, path in steps(self.folder).items():
-                    if step > self.step:
-                        remove(path)
                 commit(self.partial, self.told)
-                for path in [*steps(self.folder).values()][: -self.keep]:
-                    remove(path)
+                # What cannot be removed now stays, and the next save tries again.
+                with suppress(OSError):
+                    for path in [*steps(self.folder).values()][: -self.keep]:
+                        remove(path)
         except OSError as error:
             problem = f"{error}"
         self._agree(problem)
@@ -225,7 +234,8 @@ class Saving:
         except RuntimeError:
             if self.writer and not self.written:
                 self._write([], "another rank's")
-            if self.first:
+            if self.first and not (self.partial / MANIFEST).exists():
+                # With a manifest it is a checkpoint already, and `sweep` gives it its name.
                 shutil.rmtree(self.partial, ignore_errors=True)
             raise
 
