@@ -79,6 +79,22 @@ def test_messages_send_half_of_what_gloos_reduce_scatter_sends(tmp_path):
             assert psi[name] == pytest.approx(1, rel=0.01), name
 
 
+def test_the_benchmark_of_checkpoints_writes_as_many_bytes_plainly(tmp_path):
+    """
+    And leaves nothing but its results. It says nothing of speed here.
+    """
+    (tmp_path / "saved").mkdir()
+    command = [sys.executable, "-m", "tests.bench", "--save", str(tmp_path / "saved"), "--gib",
+               "0.04", "--rounds", "2", "--out", str(tmp_path / "save.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "save.json").read_text())
+    assert len(results["rounds"]) == 2 and results["medians"]["ratio"] > 0
+    assert "from each of 2 ranks: a checkpoint" in done.stdout
+    assert [path.name for path in tmp_path.iterdir() if path.name != "saved"] == ["save.json"]
+    assert not [*(tmp_path / "saved").iterdir()]
+
+
 def test_the_benchmark_of_the_disk_asks_fio_for_the_same(tmp_path):
     """
     Ratios of what each got from the same disk, in the same round. It says nothing of speed here.

@@ -356,7 +356,7 @@ def test_the_command_line_says_what_is_there_and_what_is_broken(tmp_path, capsys
         save(tmp_path, model, optimizer, step=step)
     assert not command("inspect", tmp_path)
     out = capsys.readouterr().out
-    assert f"{tmp_path}/step-00000002: step 2, of 1 ranks, " in out
+    assert f"{tmp_path}/step-00000002: step 2, " in out
     assert "AdamW, 2 param groups" in out and "1.1.weight (7, 7)" in out
     assert not command("verify", tmp_path)
     assert capsys.readouterr().out.count(": whole, 1 files") == 2

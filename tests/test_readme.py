@@ -15,14 +15,18 @@ BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README
 
 
 def program(which, folder):
-    """The first block, with lines of it replaced by another block as the text between them says."""
+    """
+    The first block, with lines of it replaced by another block as the text between them says; or
+    with the block about checkpoints in the end.
+    """
     first, *others = BLOCKS
     lines = [line for name in (["layers", "model", "optimizer"] if which == "wrap" else
                                ["model", "optimizer"]) for line in first.splitlines()
              if line.startswith(f"{name} =")]
+    mark = {"first": "save(", "wrap": "wrap(", "nvme": "Offload("}[which]
+    (block,) = [block for block in others if mark in block]
     if which == "first":
-        return first
-    (block,) = [block for block in others if ("wrap(" in block) == (which == "wrap")]
+        return f"{first}{block}print(extra)\n"
     assert len(lines) == (3 if which == "wrap" else 2)
     for line in lines[1:]:
         first = first.replace(f"{line}\n", "")
@@ -38,5 +42,6 @@ def test_a_program_of_the_readme_runs_on_two_ranks(which, tmp_path):
          "mine.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])})
     assert done.returncode == 0, done.stderr
+    assert which != "first" or done.stdout.count("{'epoch': 1}") == 2
     names = {"wrap": "'blocks.3.0.weight': (64, 64)"}
     assert done.stdout.count(names.get(which, "'3.0.weight': (64, 64)")) == 2

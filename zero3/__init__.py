@@ -15,12 +15,18 @@ Read the chapters in this order, and the tools where a chapter uses them: `wire.
 | 4 | `units.py` | layers of a whole model, fetched ahead along an order that was learnt |
 | 4 | `materialise.py` | models larger than memory: made, read and written layer by layer |
 | 4 | `coordinator.py` | `wrap`: a whole model, as it is, and what can be done with it then |
+| 5 | `blocks.py` | files of tensors, written as a stream, read by ranges, checked |
+| 5 | `archive.py` | what a checkpoint is on disk: there, or not there |
+| 5 | `inventory.py` | what of a model and its optimizer goes into one, and comes out again |
+| 5 | `checkpoint.py` | `save` and `load`: on any number of ranks, while training goes on |
+| 5 | `convert.py`, `formats.py` | to other libraries and back; `python -m zero3.checkpoint` |
 | tools | `wire.py` | what ranks send each other, and buckets of gradients |
 | tools | `disk.py` | reading and writing past the page cache, and how fast that is |
 | tools | `ledger.py` | the tape of what a rank sent, held, read and wrote |
 | tools | `predict.py` | the same bytes, from shapes |
 | tools | `estimate.py` | the papers' formulas, and a command line to ask them |
-| app | `gpt.py`, `train.py`, `report.py` | a byte-level GPT, the main job, its table and pictures |
+| app | `gpt.py`, `train.py` | a byte-level GPT, and the main job |
+| app | `run.py`, `report.py` | its ranks and checkpoints; its table and pictures |
 
 What the code keeps at all times has a number, and a test that fails without it:
 
@@ -34,6 +40,7 @@ What the code keeps at all times has a number, and a test that fails without it:
 | I6, order | all ranks send the same in the same order, or get an error that names both sides |
 | I7, micro-batches | a second backward adds: $k$ of them are one batch $k$ times as large |
 | I8, tiers | where shards and states rest changes no bit, on the processor that steps them |
+| I10, faults | what ends a run at any moment leaves the last checkpoint, and nothing that stays |
 
 The same three steps run through code, tests and the main job: predict (`predict`), run and measure
 (`ledger`), compare.

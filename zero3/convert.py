@@ -59,19 +59,19 @@ def inspect(folder: Path) -> None:
     archive = Archive(folder)
     told, optimizer = archive.told, archive.told["optimizer"]
     nbytes = sum(file.nbytes for file in archive.files)
-    print(f"{folder}: step {told['step']:,}, of {archive.world_size} ranks, {nbytes:,} bytes")
-    print("optimizer: " + ("none" if optimizer is None else
-          f"{optimizer['class']}, {len(optimizer['groups'])} param groups"))
-    print(f"{'elements':>14}{'padding':>9}  {'kept as':30}  layer or parameter")
+    print(f"{folder}: step {told['step']:,}, {nbytes:,} bytes of {archive.world_size} ranks")
+    if optimizer is not None:
+        print(f"{optimizer['class']}, {len(optimizer['groups'])} param groups")
     for flat in archive.flats:
         kept = ", ".join(f"{key} {dtype}" for key, dtype in flat["keys"].items())
-        print(f"{flat['numel']:14,}{flat['padding']:9}  {kept:30}  {flat['layer'] or 'the rest'}, "
-              f"{flat['dtype']}")
+        padding = f" and {flat['padding']} of padding" if flat["padding"] else ""
+        print(f"{flat['numel']:>14,}{padding}, {flat['dtype']} in {flat['layer'] or 'the rest'}; "
+              f"kept: {kept}")
         for each in flat["params"]:
-            print(f"{math.prod(each['shape']):14,}{'':43}{' = '.join(each['names'])} "
+            print(f"{math.prod(each['shape']):>18,}  {' = '.join(each['names'])} "
                   f"{tuple(each['shape'])}")
     for name in told["whole"]:
-        print(f"{archive.whole(0, name).numel():14,}{'':43}{name}, whole on each rank")
+        print(f"{archive.whole(0, name).numel():>14,} in {name}, whole on each rank")
 
 
 def verify(folder: Path) -> None:
