@@ -26,9 +26,9 @@ from tests.ranks import run
 from tests.test_checkpoint import batch, contents, difference, same, shard, train, weights
 from tests.wholes import GPT2
 from zero3 import load, save, wrap
-from zero3.archive import Archive, enter
-from zero3.checkpoint import newest
+from zero3.archive import Archive, newest, steps
 from zero3.convert import main
+from zero3.formats import from_tensors
 from zero3.gpt import GPTConfig, gpt_layers
 
 
@@ -184,8 +184,8 @@ def test_no_conversion_has_the_model_in_memory(tmp_path):
     """
     names = [f"{i}.weight" for i in range(28)]
     big = torch.ones(1536, 1536)
-    enter(tmp_path / "run", 0, {name: {"param": (big.dtype, big.shape)} for name in names}, {},
-          lambda name, key: big)
+    announced = {name: {"param": (big.dtype, big.shape)} for name in names}
+    from_tensors(tmp_path / "run", 0, announced, {}, lambda name, key: big)
     names = ("run", "hf", "back", "ds", "ds_back", "dcp", "dcp_back")
     run_, hf, back, ds, ds_back, dcp_, dcp_back = (tmp_path / name for name in names)
     style = ("--format", "dcp")
@@ -359,12 +359,15 @@ def test_the_command_line_says_what_is_there_and_what_is_broken(tmp_path, capsys
     assert f"{tmp_path}/step-00000002: step 2, " in out
     assert "AdamW, 2 param groups" in out and "1.1.weight (7, 7)" in out
     assert not command("verify", tmp_path)
-    assert capsys.readouterr().out.count(": whole, 1 files") == 2
+    assert capsys.readouterr().out.count(": as it was written") == 2
     file = Archive(newest(tmp_path)).files[0].path
     good = file.read_bytes()
     file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     assert command("verify", tmp_path) == 1
-    assert f"{file}, the file of rank 0, is damaged" in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert f"{file}, the file of rank 0, is damaged" in told.err
+    # The other one all the same.
+    assert told.out == f"{tmp_path}/step-00000001: as it was written\n"
     assert command("export", tmp_path, tmp_path / "out") == 1
     assert "is damaged" in capsys.readouterr().err
     assert not [*(tmp_path / "out").glob("*")]
@@ -373,6 +376,9 @@ def test_the_command_line_says_what_is_there_and_what_is_broken(tmp_path, capsys
     capsys.readouterr()
     assert command("export", tmp_path, tmp_path / "out") == 1
     assert "File exists" in capsys.readouterr().err
+    # What is a run's stays a run's.
+    assert command("import", tmp_path / "out", tmp_path) == 1
+    assert "has checkpoints already" in capsys.readouterr().err and len(steps(tmp_path)) == 2
     for args in (("inspect", tmp_path / "none"), ("import", tmp_path / "none", tmp_path / "x"),
                  ("universal", tmp_path / "none", tmp_path / "x")):
         assert command(*args) == 1

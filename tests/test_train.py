@@ -306,5 +306,5 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(undisturbed, tmp_path):
     assert "step-00000060 is the end of this run" in run_train(tmp_path, *LONG).stdout
     other = run_train(tmp_path, *LONG, "--lr", "1")
     assert other.returncode != 0 and "Traceback" not in other.stderr.partition("torch/")[0]
-    assert "zero3.train: " in other.stderr and "Got: lr, which differ" in other.stderr
+    assert "zero3.train: " in other.stderr and "Got: --lr 0.004 there and 1.0 here" in other.stderr
     assert other.stderr.count("What to do: pass `--resume") == 1

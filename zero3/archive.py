@@ -12,7 +12,7 @@ element $i$ of a parameter that begins at $o$ in its flat parameter, with shards
 $S = \lceil P_\ell/N \rceil$ elements:
 
 $$\text{file of rank} = \Big\lfloor \frac{o + i}{S} \Big\rfloor \qquad
-\text{place in it} = (o + i) \bmod S$$
+\text{element of its shard} = (o + i) \bmod S$$
 
 All that a checkpoint is good for is made of this one operation: another number of ranks, other
 layers around the same parameters, other formats.
@@ -43,15 +43,13 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zero3 import __version__
-from zero3.blocks import TYPES, Blocks, Broken, Writer, force_out, type_name
+from zero3.blocks import TYPES, Blocks, Broken, force_out, type_name
 
 FORMAT, VERSION = "zero3 checkpoint", 1
 MANIFEST = "manifest.json"
@@ -61,9 +59,9 @@ _SCHEMA: Any = {
     "files": [{"nbytes": int, "crc32": str}],
     "flats": [{"layer": str, "dtype": str, "numel": int, "padding": int, "keys": dict,
                "params": [{"names": [str], "shape": [int], "offset": int,
-                           "group": (int, type(None))}],
-               "states": [{"group": (int, type(None)), "moments": [str], "scalars": dict}]}],
-    "whole": [str], "optimizer": (dict, type(None)),
+                           "param_group": (int, type(None))}],
+               "states": [{"param_group": (int, type(None)), "moments": [str], "scalars": dict}]}],
+    "replicated": [str], "optimizer": (dict, type(None)),
 }
 
 
@@ -76,16 +74,16 @@ def file_name(rank: int, world_size: int) -> str:
     return f"rank-{rank:05}-of-{world_size:05}.safetensors"
 
 
-def commit(partial: Path, told: dict[str, Any]) -> Path:
+def commit(partial: Path, manifest: dict[str, Any]) -> Path:
     """
     ## Make a folder of files a checkpoint
 
-    * `partial` is the folder, whose files are on the disk; `told` is the manifest
+    * `partial` is the folder, whose files are on the disk
 
     The manifest's first line is the checksum of the rest. Returns where the checkpoint is. Raises
     `OSError`. Keeps I10.
     """
-    rest = json.dumps({"format": FORMAT, "version": VERSION, **told}, indent=1).encode()[1:]
+    rest = json.dumps({"format": FORMAT, "version": VERSION, **manifest}, indent=1).encode()[1:]
     path = partial / f"{MANIFEST}.partial"
     with open(path, "wb") as file:
         file.write(_first_line(rest) + rest)
@@ -144,6 +142,20 @@ def sweep(folder: Path) -> None:
         shutil.rmtree(path)
 
 
+def partial_path(folder: Path, step: int) -> Path:
+    """
+    ## Where a checkpoint is written, until it is one
+    """
+    return folder / f"step-{step:08}.partial"
+
+
+def newest(folder: str | Path) -> Path | None:
+    """
+    ## The newest checkpoint of a run, if there is one
+    """
+    return next(reversed(steps(Path(folder)).values()), None)
+
+
 def steps(folder: Path) -> dict[int, Path]:
     """
     ## The checkpoints in a folder, by step, the newest last
@@ -151,53 +163,6 @@ def steps(folder: Path) -> dict[int, Path]:
     found = {int(path.name[5:]): path for path in folder.glob("step-*")
              if re.fullmatch(r"step-\d{8,}", path.name)}
     return dict(sorted(found.items()))
-
-
-def enter(folder: Path, step: int, tensors: dict[str, dict[str, tuple]],
-          scalars: dict[str, dict[str, Any]], read: Callable[[str, str], torch.Tensor]) -> Path:
-    """
-    ## Make a checkpoint of plain tensors
-
-    As if one rank had saved it, with each parameter alone in a layer.
-
-    * `folder` is a run's; `step` is the number of steps taken
-    * `tensors` has, by name of the parameter and by key, data type and shape; `param` is the
-      parameter itself, the others are moments
-    * `scalars` is what else an optimizer knew of a parameter
-    * `read` gives the values of one tensor
-    """
-    sweep(folder)
-    partial = folder / f"step-{step:08}.partial"
-    partial.mkdir(parents=True)
-    flats, entries = [], []  # type: tuple[list[dict[str, Any]], list[tuple]]
-    for i, (name, keys) in enumerate(tensors.items()):
-        dtype, shape = keys["param"]
-        moments, known = [key for key in keys if key != "param"], encode(scalars.get(name, {}))
-        states = [{"group": None, "moments": moments, "scalars": known}]
-        flats.append({
-            "layer": name, "dtype": type_name(dtype), "numel": math.prod(shape), "padding": 0,
-            "keys": {key: type_name(kind) for key, (kind, _) in keys.items()},
-            "params": [{"names": [name], "shape": [*shape], "offset": 0, "group": None}],
-            "states": states if moments or known else []})
-        for key, (kind, there) in keys.items():
-            if tuple(there) != tuple(shape):
-                raise Broken(f"`{name}` is of {tuple(shape)}, and its {key} of {tuple(there)}")
-            entries.append((f"{i}.{key}", kind, (math.prod(shape),), name, key))
-    entries.sort(key=lambda entry: -entry[1].itemsize)
-    try:
-        like = {at: (kind, shape) for at, kind, shape, *_ in entries}
-        with Writer(partial / file_name(0, 1), like) as writer:
-            for _, kind, _, name, key in entries:
-                writer.write(read(name, key).to(kind))
-            file = writer.close()
-    except BaseException:
-        shutil.rmtree(partial)
-        raise
-    done = commit(partial, {
-        "step": step, "world_size": 1, "versions": {"zero3": __version__}, "files": [file],
-        "flats": flats, "whole": [], "optimizer": None, "extra": None})
-    print(f"{len(tensors)} parameters in {done}")
-    return done
 
 
 # ------------------------------------------------------------------------------------------- read
@@ -210,15 +175,15 @@ class Param:
     """
 
     flat: int
-    told: dict[str, Any]  # names, shape, offset, param group
+    entry: dict[str, Any]  # of the manifest: names, shape, offset, param group
 
     @property
     def name(self) -> str:
-        return self.told["names"][0]
+        return self.entry["names"][0]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.told["shape"])
+        return tuple(self.entry["shape"])
 
     @property
     def numel(self) -> int:
@@ -241,18 +206,18 @@ class Archive:
         """
         self.folder = folder
         try:
-            self.told = _read_manifest(folder / MANIFEST)
-            self.flats, self.world_size = self.told["flats"], self.told["world_size"]
+            self.manifest = _read_manifest(folder / MANIFEST)
+            self.flats, self.world_size = self.manifest["flats"], self.manifest["world_size"]
             recent: dict[tuple[int, int], bytes] = {}
             self.files = [Blocks(folder / file_name(rank, self.world_size), rank, recent, **each)
-                          for rank, each in enumerate(self.told["files"])]
+                          for rank, each in enumerate(self.manifest["files"])]
             self.params = [Param(i, each) for i, flat in enumerate(self.flats)
                            for each in flat["params"]]
             for flat in self.flats:
                 self._check(flat)
         except (OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
             raise Broken(f"{folder / MANIFEST}: {error!r}") from error
-        self.by_name = {name: param for param in self.params for name in param.told["names"]}
+        self.by_name = {name: param for param in self.params for name in param.entry["names"]}
 
     def _check(self, flat: dict[str, Any]) -> None:
         """
@@ -260,8 +225,9 @@ class Archive:
         """
         shard_numel, end = -(-flat["numel"] // self.world_size), 0
         at_most = min(each.nbytes for each in self.files)
-        sizes = [TYPES[name].itemsize for name in (flat["dtype"], *flat["keys"].values())]
-        good = "param" in flat["keys"] and all(0 <= shard_numel * size <= at_most for size in sizes)
+        dtypes = [TYPES[name] for name in (flat["dtype"], *flat["keys"].values())]
+        good = "param" in flat["keys"] and shard_numel >= 0
+        good &= all(shard_numel * dtype.itemsize <= at_most for dtype in dtypes)
         for each in flat["params"]:
             good &= bool(each["names"]) and all(n >= 0 for n in each["shape"])
             good &= each["offset"] == end
@@ -278,7 +244,7 @@ class Archive:
         """
         flat = self.flats[param.flat]
         shard_numel = -(-flat["numel"] // self.world_size)
-        at, end, found = param.told["offset"] + begin, param.told["offset"] + end, []
+        at, end, found = param.entry["offset"] + begin, param.entry["offset"] + end, []
         try:
             while at < end:
                 rank, first = divmod(at, shard_numel)
@@ -286,18 +252,19 @@ class Archive:
                 found.append(self.files[rank].read(f"{param.flat}.{key}", first, last))
                 at += last - first
         except (Broken, OSError, ValueError, TypeError, KeyError, IndexError) as error:
-            raise Broken(f"`{param.name}` ({key}): {error}") from error
+            raise Broken(f"`{param.name}`, its {key}: {error}") from error
         return torch.cat(found) if len(found) != 1 else found[0]
 
-    def whole(self, rank: int, name: str) -> torch.Tensor:
+    def replicated(self, rank: int, name: str) -> torch.Tensor:
         """
         ### A buffer, as a rank had it; of ranks that there were not, rank 0's
         """
-        if (param := self.by_name.get(name)) and name not in self.told["whole"]:
+        if (param := self.by_name.get(name)) and name not in self.manifest["replicated"]:
+            # What came from another format does not tell buffers from parameters.
             return self.read(param, "param", 0, param.numel).view(param.shape)
         file = self.files[rank if rank < self.world_size else 0]
         try:
-            return file.read(f"whole.{name}").view(file.header[f"whole.{name}"]["shape"])
+            return file.read(f"replicated.{name}").view(file.header[f"replicated.{name}"]["shape"])
         except (Broken, OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
             raise Broken(f"`{name}`: {error}") from error
 
@@ -306,7 +273,7 @@ class Archive:
         ### What the optimizer knew of a parameter: names of moments, and numbers
         """
         found = [each for each in self.flats[param.flat]["states"]
-                 if each["group"] == param.told["group"]]
+                 if each["param_group"] == param.entry["param_group"]]
         return found[0] if found else {"moments": [], "scalars": {}}
 
 
@@ -317,21 +284,21 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     A checksum says that it is as it was written, and the schema that it was we who wrote it.
     """
     if not path.exists():
-        raise Broken(f"{path} is missing: this is no checkpoint, or one that was cut off")
+        raise Broken(f"{path} is missing: this is no checkpoint, nor a folder of any")
     raw = path.read_bytes()
-    told = json.loads(raw)
-    version = told.get("version")
-    if told.get("format") == FORMAT and isinstance(version, int) and version > VERSION:
+    manifest = json.loads(raw)
+    version = manifest.get("version")
+    if manifest.get("format") == FORMAT and isinstance(version, int) and version > VERSION:
         raise Broken(f"{path} is of format {version}, and this is zero3 for format {VERSION}: use "
                      "a newer one")
     head = _first_line(b"")
     if raw[: len(head)] != _first_line(raw[len(head) :]):
         raise Broken(f"{path} is damaged: it has another checksum")
-    _fit(told, _SCHEMA, "the manifest")
-    good = (told["format"], told["version"]) == (FORMAT, VERSION)
-    if not good or len(told["files"]) != told["world_size"] or not told["files"]:
+    _fit(manifest, _SCHEMA, "the manifest")
+    good = (manifest["format"], manifest["version"]) == (FORMAT, VERSION)
+    if not good or len(manifest["files"]) != manifest["world_size"] or not manifest["files"]:
         raise ValueError("no checkpoint of ours")
-    return told
+    return manifest
 
 
 def _fit(value: Any, like: Any, where: str) -> None:
@@ -344,7 +311,7 @@ def _fit(value: Any, like: Any, where: str) -> None:
     elif isinstance(like, list) and isinstance(value, list):
         for i, each in enumerate(value):
             _fit(each, like[0], f"{where}, {i}")
-    elif isinstance(like, (dict, list)) or not isinstance(value, like) or value is True:
+    elif isinstance(like, (dict, list)) or not isinstance(value, like) or isinstance(value, bool):
         raise ValueError(f"{where} is {value!r:.40}, and not {like!r:.40}")
 
 

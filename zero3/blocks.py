@@ -37,9 +37,9 @@ import torch
 
 from zero3.disk import File, aligned, whole_blocks
 
-# Of each there is a checksum.
+# What one checksum is of.
 BLOCK_BYTES = 1 << 20
-# Of a checkpoint's files together, for whoever asks for what lies beside what was read last.
+# That stay in memory, of a checkpoint's files together: neighbours that are small share one.
 _KEPT_BLOCKS = 16
 # What is written at once, and how many such pieces are under way.
 _PIECE_BYTES, _PIECES = 8 << 20, 4
@@ -53,7 +53,7 @@ _NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 class Broken(Exception):
     """
-    ## A file that is not what the manifest says, or a manifest that says nothing
+    ## What cannot go into a checkpoint, or does not come out of it as it was written
     """
 
 
@@ -76,7 +76,8 @@ class Writer:
     Past the page cache, in pieces: while some are with the disk, the next is filled. Whatever is
     written, and wherever it comes from, takes the memory of a few pieces.
 
-    In a `with` block: an exception removes the file again.
+    In a `with` block: an exception removes the file again. Nothing is sure to be on the disk before
+    `finish` says so.
     """
 
     def __init__(self, path: Path, like: dict[str, tuple[torch.dtype, tuple[int, ...]]],
@@ -99,8 +100,7 @@ class Writer:
         text += b" " * (-len(text) % 8)
         self.path, self.nbytes = path, 8 + len(text) + at
         piece_bytes = min(_PIECE_BYTES, whole_blocks(self.nbytes))
-        memory, self.buffers = aligned(piece_bytes * _PIECES)[1].split(piece_bytes), []
-        self.buffers = [*memory]
+        self.buffers = [*aligned(piece_bytes * _PIECES)[1].split(piece_bytes)]
         self.file = File(path.parent, whole_blocks(self.nbytes), True, path.name)
         self.workers = concurrent.futures.ThreadPoolExecutor(_PIECES, "zero3-checkpoint")
         self.moves: list[concurrent.futures.Future] = []  # of the pieces so far, in order
@@ -121,7 +121,8 @@ class Writer:
         """
         ### Write the next elements
 
-        Of any shape, on any device. They may change as soon as this returns.
+        Of the data types that were announced, in any shape, on any device. They may change as soon
+        as this returns.
 
         Raises `OSError` if what was written before did not arrive.
         """
@@ -129,7 +130,7 @@ class Writer:
         while len(left):
             buffer = self.buffers[len(self.moves) % _PIECES]
             if not self.filled_bytes and len(self.moves) >= _PIECES:
-                # The piece that was in this buffer has to be on its way no more.
+                # What this buffer had before has to be on the disk first.
                 self.moves[-_PIECES].result()
             room = buffer[self.filled_bytes :][: len(left)]
             room.copy_(left[: len(room)])
@@ -153,13 +154,15 @@ class Writer:
         self.file.move(True, buffer[: whole_blocks(nbytes)], at)
         return checksums(buffer[:nbytes])
 
-    def close(self) -> dict[str, Any]:
+    def finish(self) -> dict[str, Any]:
         """
         ### Have all of it on the disk
 
         Returns the file's length and checksums, for the manifest. Raises `OSError` where something
         did not arrive.
         """
+        written = len(self.moves) * len(self.buffers[0])
+        assert written + self.filled_bytes == self.nbytes, "not what was announced"
         if self.filled_bytes:
             self._flush()
         found = "".join(move.result() for move in self.moves)
@@ -226,11 +229,13 @@ class Blocks:
         """
         at = self.rank, i
         if at not in self.recent:
+            # Each time: a checkpoint may have more files than a process may have open.
             with open(self.path, "rb", buffering=0) as file:
                 block = os.pread(file.fileno(), BLOCK_BYTES, i * BLOCK_BYTES)
             if f"{zlib.crc32(block):08x}" != self.crc32[8 * i : 8 * i + 8]:
-                raise Broken(f"{self.path}, the file of rank {self.rank}, is damaged: bytes from "
-                             f"{i * BLOCK_BYTES:,} on, {len(block):,}, have another checksum")
+                raise Broken(f"{self.path}, the file of rank {self.rank}, is damaged: bytes "
+                             f"{i * BLOCK_BYTES:,} to {i * BLOCK_BYTES + len(block):,} have "
+                             "another checksum than when they were written")
             if len(self.recent) == _KEPT_BLOCKS:
                 self.recent.pop(next(iter(self.recent)))
             self.recent[at] = block
@@ -255,9 +260,10 @@ class Blocks:
         if name not in self.header:
             raise Broken(f"{self.path}, the file of rank {self.rank}, has no `{name}`")
         dtype, (first, last) = (self.header[name][key] for key in ("dtype", "data_offsets"))
-        size = TYPES[dtype].itemsize
-        end = (last - first) // size if end is None else end
-        if first + end * size > last:
+        element_bytes = TYPES[dtype].itemsize
+        end = (last - first) // element_bytes if end is None else end
+        if first + end * element_bytes > last:
             raise Broken(f"{self.path} has no elements {begin:,} to {end:,} of `{name}`")
-        data = self.raw(first + begin * size, first + end * size)
-        return torch.frombuffer(data or bytearray(size), dtype=TYPES[dtype])[: end - begin]
+        data = self.raw(first + begin * element_bytes, first + end * element_bytes)
+        # Torch takes no buffer without bytes.
+        return torch.frombuffer(data or bytearray(8), dtype=TYPES[dtype])[: end - begin]

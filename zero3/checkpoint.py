@@ -9,11 +9,16 @@ each rank writes what it rests with, all at the same time, so a save takes as lo
 bytes take.
 
 $$\underbrace{\frac{12\Psi}{N}}_{\text{bytes that a rank writes}} \qquad
-\underbrace{12\Psi\,\frac{1}{N'}}_{\text{bytes that it reads, on } N' \text{ ranks}}$$
+\underbrace{2 \cdot \frac{12\Psi}{N'}}_{\text{that it reads, on } N' \text{ ranks}}$$
 
-with fp32 masters and Adam, and for frozen parameters their own bytes. The 16-bit parameters are not
-written: they are the masters, rounded. `archive.py` says how a folder of such files becomes a
-checkpoint, at one moment and no sooner, and how a range of a parameter is found again.
+with fp32 masters and Adam, and for frozen parameters their own bytes; twice, for all is checked
+before any of it is taken. The 16-bit parameters are not written: they are the masters, rounded.
+`archive.py` says how a folder of such files becomes a checkpoint, at one moment and no sooner, and
+how a range of a parameter is found again.
+
+The way of a save is `Inventory.describe`, `manifest`, `entries`, `tensors`, then `Writer`, then
+`commit`; that of a load `newest`, `Archive`, `Inventory.check`, `shard`, then `Archive.read`,
+`Blocks.read`, and `Inventory.take`.
 
 | what | where it is |
 |---|---|
@@ -27,7 +32,8 @@ the names that they have in the plain model. Also where shards rest, and in whic
 business of the model that loads.
 
 **While training goes on.** With `async_write` the shards are copied, and a thread writes the copies
-to the disk. What went wrong there is an error in the next step.
+to the disk. The next step that finds all files written makes them a checkpoint; if one could not be
+written, the next step says so. After the last step of a run somebody has to `wait()`.
 
 **Run this**: `make train ARGS="--save-every 100"`, end it at any moment, by Ctrl-C or less kindly,
 and run it again. `python -m zero3.checkpoint --help` looks into checkpoints and takes them to other
@@ -43,7 +49,7 @@ import random
 import shutil
 import sys
 import zlib
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -59,19 +65,20 @@ from zero3.archive import (
     decode,
     encode,
     file_name,
+    newest,
+    partial_path,
     remove,
     steps,
     sweep,
 )
 from zero3.blocks import Broken, Writer
-from zero3.convert import main
-from zero3.inventory import Inventory
+from zero3.inventory import Entry, Inventory
 from zero3.wire import Wire
 
 
 def save(folder: str | Path, model: nn.Module, optimizer: Any = None, *, step: int,
          extra: Any = None, async_write: bool = False, keep: int = 2) -> "Saving":
-    """
+    r"""
     ## Save a checkpoint
 
     All ranks call it alike, between a step and the next backward. Into `folder/step-...`, in which
@@ -85,7 +92,9 @@ def save(folder: str | Path, model: nn.Module, optimizer: Any = None, *, step: i
       up again at an earlier one, are removed
     * `extra` is what else the run needs, of numbers, strings, tensors, lists, tuples and dicts: a
       scheduler's `state_dict()`, the place in the data
-    * `async_write` copies what is in memory, and returns while the copies are being written
+    * `async_write` copies what is in memory, $\frac{12\Psi}{N}$ bytes of a rank, and returns while
+      the copies are being written. The checkpoint is there after a later step of the optimizer, the
+      next `save` or `load`, or `wait()`; before the program ends, call that
     * `keep` is how many checkpoints stay, this one included
 
     Returns a `Saving`, on which an asynchronous save can be waited for.
@@ -93,10 +102,10 @@ def save(folder: str | Path, model: nn.Module, optimizer: Any = None, *, step: i
     Raises `RuntimeError` on all ranks where it cannot be saved; the checkpoints before are then as
     they were. Keeps I10.
     """
-    there = Inventory(model, optimizer)
-    if there.wire.saving:
-        there.wire.saving.wait()
-    saving = Saving(there, Path(folder), step, keep)
+    inventory = Inventory(model, optimizer)
+    if inventory.wire.saving:
+        inventory.wire.saving.wait()
+    saving = Saving(inventory, Path(folder), step, keep)
     saving.begin(extra, async_write)
     return saving
 
@@ -106,28 +115,31 @@ class Saving:
     ## A checkpoint that is being written
     """
 
-    def __init__(self, there: Inventory, folder: Path, step: int, keep: int):
-        self.there, self.folder, self.step, self.keep = there, folder, step, keep
-        self.partial = folder / f"step-{step:08}.partial"
-        self.first = not there.wire.rank  # this is rank 0
-        self.told: dict[str, Any] = {}  # the manifest, on rank 0
+    def __init__(self, inventory: Inventory, folder: Path, step: int, keep: int):
+        self.inventory, self.folder, self.step, self.keep = inventory, folder, step, keep
+        self.partial = partial_path(folder, step)
+        self.first = not inventory.wire.rank  # this is rank 0
+        self.manifest: dict[str, Any] = {}
         self.writer: Any = None
-        self.written: Future | None = None  # this rank's file
+        self.written: Any = None  # this rank's file: a `Future` of what `_write` returns
         self.hook: Any = None
+        self.failure: RuntimeError | None = None
 
     def begin(self, extra: Any, async_write: bool) -> None:
         """
-        ### Write this rank's file, or begin to
+        ### Take the space, and write this rank's file, or begin to
 
         Rank 0 makes the folder. Then all take their space, so that a disk that is too small says so
         while nothing is written yet.
         """
-        there, wire, problem = self.there, self.there.wire, ""
+        inventory, wire, problem = self.inventory, self.inventory.wire, ""
         described: list[dict[str, Any]] = []
-        there.expect(self.step >= 0 and self.keep > 0, "cannot be saved", "a `step` of at least 0, "
-                     "and at least 1 to `keep`", f"{self.step} and {self.keep}", "pass these")
+        inventory.expect(self.step >= 0 and self.keep > 0, "cannot be saved", "a `step` of at "
+                         "least 0, and at least 1 to `keep`", f"{self.step} and {self.keep}",
+                         "pass these")
         try:
-            self.told, described = {"step": self.step, "extra": encode(extra)}, there.describe()
+            self.manifest = {"step": self.step, "extra": encode(extra)}
+            described = inventory.describe()
             if self.first:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 sweep(self.folder)
@@ -135,35 +147,42 @@ class Saving:
         except (OSError, ValueError, Broken) as error:
             problem = f"{error}"
         self._agree(problem)
-        self.told |= there.manifest(described)
-        entries = there.entries(self.told)
+        self.manifest |= inventory.manifest(described)
+        entries = inventory.entries(self.manifest)
         like = {entry.name: (entry.dtype, entry.shape) for entry in entries}
         path = self.partial / file_name(wire.rank, wire.world_size)
-        told = {"random": json.dumps(encode(_random_states(there.device)))}
+        streams = json.dumps(encode(_random_states(inventory.device)))
         try:
-            self.writer = Writer(path, like, told)
+            self.writer = Writer(path, like, {"random": streams})
         except (OSError, Broken) as error:
             problem = f"{error}"
         self._agree(problem)
+        self._fill(entries, async_write)
+        wire.saving = self
+        if not async_write:
+            self.wait()
+        elif inventory.optimizer is not None:
+            self.hook = inventory.optimizer.register_step_pre_hook(self._end_if_done)
 
-        now = len(entries)
+    def _fill(self, entries: list[Entry], async_write: bool) -> None:
+        """
+        #### Write what is to be written at once, and have a thread do the rest
+
+        At once: everything, or what comes before the last that rests in a file.
+        """
+        inventory, now, problem = self.inventory, len(entries), ""
         if async_write:
             now = 1 + max((i for i, e in enumerate(entries) if not e.in_memory), default=-1)
         try:
-            for values in there.tensors(entries[:now]):
+            for values in inventory.tensors(entries[:now]):
                 self.writer.write(values)
-            copies = [t.detach().to("cpu", copy=True) for t in there.tensors(entries[now:])]
+            copies = [t.detach().to("cpu", copy=True) for t in inventory.tensors(entries[now:])]
         except Exception as error:
             # Whatever it is: the other ranks wait for this one, and shall hear of it.
             problem, copies = f"{error}", []
         worker = ThreadPoolExecutor(1, "zero3-checkpoint")
         self.written = worker.submit(self._write, copies, problem)
         worker.shutdown(wait=False)
-        wire.saving = self
-        if not async_write:
-            self.wait()
-        elif there.optimizer is not None:
-            self.hook = there.optimizer.register_step_pre_hook(self._look)
 
     def _write(self, copies: list[torch.Tensor], problem: str) -> tuple[str, Any]:
         """
@@ -175,19 +194,19 @@ class Saving:
             with self.writer as writer:
                 while copies:
                     writer.write(copies.pop(0))
-                return problem, None if problem else writer.close()
+                return problem, None if problem else writer.finish()
         except Exception as error:
             return problem or f"{error}", None
 
-    def _look(self, *_) -> None:
+    def _end_if_done(self, *_) -> None:
         """
         #### End the save, if all files are written, or one cannot be
 
         Before each step as long as it lasts (all-gather of two flags).
         """
-        done = self.written.done()  # type: ignore[union-attr]
-        failed = done and bool(self.written.result()[0])  # type: ignore[union-attr]
-        every = self.there.gather((done, failed))
+        done = self.written.done()
+        failed = done and bool(self.written.result()[0])
+        every = self.inventory.wire.gather((done, failed))
         if all(done for done, _ in every) or any(failed for _, failed in every):
             self.wait()
 
@@ -197,16 +216,20 @@ class Saving:
 
         All ranks call it. Raises `RuntimeError` on all ranks where one could not write.
         """
-        if self.there.wire.saving is not self:
+        if self.failure:
+            raise self.failure
+        if self.inventory.wire.saving is not self:
             # It has ended before.
             return self.partial.with_suffix("")
-        problem, file = self.written.result()  # type: ignore[union-attr]
-        self._end()
-        self.told["files"] = self.there.gather(file)
+        problem, file = self.written.result()
+        self.inventory.wire.saving = None
+        if self.hook:
+            self.hook.remove()
+        self.manifest["files"] = self.inventory.wire.gather(file)
         self._agree(problem)
         try:
             if self.first:
-                commit(self.partial, self.told)
+                commit(self.partial, self.manifest)
                 # What cannot be removed now stays, and the next save tries again.
                 with suppress(OSError):
                     for path in [*steps(self.folder).values()][: -self.keep]:
@@ -216,23 +239,21 @@ class Saving:
         self._agree(problem)
         return self.partial.with_suffix("")
 
-    def _end(self) -> None:
-        self.there.wire.saving = None
-        if self.hook:
-            self.hook.remove()
-
     def _agree(self, problem: str) -> None:
         """
         #### Go on if no rank has a problem; else clear away, and raise on all of them
         """
-        there = self.there
+        inventory = self.inventory
         try:
-            there.wire.agree(there, f"of step {self.step} cannot be saved to {self.folder}",
-                             "a folder with room to write to, and an `extra` of numbers, strings, "
-                             "tensors, lists and dicts", problem, "make room, or choose another "
-                             "folder; the checkpoints before are as they were")
-        except RuntimeError:
+            inventory.wire.agree(
+                inventory, f"of step {self.step} cannot be saved to {self.folder}", "a folder with "
+                "room to write to, and an `extra` of numbers, strings, tensors, lists and dicts",
+                problem, "make room, or choose another folder; the checkpoints before are as they "
+                "were")
+        except RuntimeError as error:
+            self.failure = error
             if self.writer and not self.written:
+                # Nothing is written: to have the file closed.
                 self._write([], "another rank's")
             if self.first and not (self.partial / MANIFEST).exists():
                 # With a manifest it is a checkpoint already, and `sweep` gives it its name.
@@ -256,28 +277,30 @@ def load(folder: str | Path, model: nn.Module, optimizer: Any = None) -> Any:
     Raises `RuntimeError` on all ranks where there is no checkpoint, where it is damaged or of
     another model; model and optimizer are then as they were. Keeps I5 and I10.
     """
-    there = Inventory(model, optimizer)
-    if there.wire.saving:
-        there.wire.saving.wait()
+    inventory = Inventory(model, optimizer)
+    if inventory.wire.saving:
+        inventory.wire.saving.wait()
     # Rank 0 chooses: what the others see of a shared folder may be a moment older.
-    path, problem = there.gather(_choose(Path(folder)) if not there.wire.rank else None)[0]
+    wire = inventory.wire
+    path, problem = wire.gather(("", "") if wire.rank else _choose(Path(folder)))[0]
     try:
         if not problem:
             archive = Archive(path)
-            groups = there.check(archive)
-            for flat in there.flats:
-                for key in archive.flats[flat.found[0].flat]["keys"]:
-                    there.shard(archive, flat, key)
-            for name in there.whole:
-                archive.whole(there.wire.rank, name)
-            extra, states = decode(archive.told["extra"]), _random_states_of(archive, there.wire)
+            groups = inventory.check(archive)
+            # Read, and dropped again: all ranks have to find all whole before anything changes.
+            for flat in inventory.flats:
+                for key in ("param", *flat.moments):
+                    inventory.shard(archive, flat, key)
+            for name in inventory.replicated:
+                archive.replicated(wire.rank, name)
+            extra, states = decode(archive.manifest["extra"]), _random_states_of(archive, wire)
     except (Broken, ValueError, TypeError, KeyError, RuntimeError) as error:
         problem = f"{error}"
-    there.wire.agree(there, f"in {path} cannot be loaded", "one of this model and optimizer, as it "
-                     "was saved", problem, "pass the folder of another one; `python -m "
-                     "zero3.checkpoint verify` says which are whole")
-    there.take(archive, groups)
-    _go_on(states, there.device)
+    wire.agree(inventory, f"in {path} cannot be loaded", "one of this model and optimizer, as it "
+               "was saved", problem, "pass the folder of another one; `python -m zero3.checkpoint "
+               "verify` says which are as they were written")
+    inventory.take(archive, groups)
+    _set_random_states(states, inventory.device)
     return extra
 
 
@@ -290,13 +313,6 @@ def _choose(folder: Path) -> tuple[Path, str]:
         return newest(folder) or folder, ""
     except OSError as error:
         return folder, f"{error}"
-
-
-def newest(folder: str | Path) -> Path | None:
-    """
-    ## The newest checkpoint of a run, if there is one
-    """
-    return next(reversed(steps(Path(folder)).values()), None)
 
 
 # ---------------------------------------------------------------------------------- random numbers
@@ -323,15 +339,15 @@ def _random_states_of(archive: Archive, wire: Wire) -> dict[str, Any]:
     """
     same = archive.world_size == wire.world_size
     header = archive.files[wire.rank if same else 0].header
-    told = header.get("__metadata__", {}).get("random")
-    if told and same:
-        return decode(json.loads(told))
-    return {"seed": zlib.crc32(f"{wire.rank} {told}".encode())} if told else {}
+    streams = header.get("__metadata__", {}).get("random")
+    if streams and same:
+        return decode(json.loads(streams))
+    return {"seed": zlib.crc32(f"{wire.rank} {streams}".encode())} if streams else {}
 
 
-def _go_on(states: dict[str, Any], device: torch.device) -> None:
+def _set_random_states(states: dict[str, Any], device: torch.device) -> None:
     """
-    #### Draw on from there
+    #### Set each stream of random numbers, or seed it
     """
     if "seed" in states:
         for seed in (torch.manual_seed, random.seed, np.random.seed):
@@ -346,4 +362,6 @@ def _go_on(states: dict[str, Any], device: torch.device) -> None:
 
 
 if __name__ == "__main__":
+    from zero3.convert import main
+
     sys.exit(main())

@@ -1,5 +1,5 @@
 r"""
-# Leave, and come back
+# From checkpoints to other libraries, and back
 
 What is in a checkpoint, for people to look at and for other libraries to load; and from these back
 into a checkpoint. `main` is the command line, `python -m zero3.checkpoint`.
@@ -19,8 +19,8 @@ to write and to read; and `export` has no more than $2^{20}$ elements of a param
 | DeepSpeed's universal checkpoint, a folder for each parameter | `universal` | and moments |
 | `torch.distributed.checkpoint`, which FSDP2 loads | `universal --format dcp` | and options |
 
-`universal` finds out which way to go: a checkpoint of ours becomes one of the other format, and the
-other way round.
+`universal` finds out which way to go: what is of another format becomes a checkpoint, and a
+checkpoint becomes what `--format` says.
 
 **Run this**: `python -m zero3.checkpoint --help`.
 
@@ -40,9 +40,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.api import CheckpointException
 
-from zero3.archive import Archive, Param, enter, steps
+from zero3.archive import Archive, Param, newest, steps
 from zero3.blocks import BLOCK_BYTES, TYPES, Broken, Writer
-from zero3.formats import from_dcp, from_deepspeed, to_dcp, to_deepspeed
+from zero3.formats import from_dcp, from_deepspeed, from_tensors, to_dcp, to_deepspeed
 from zero3.materialise import Source
 
 # Elements of a parameter that `export` has in memory at once.
@@ -57,9 +57,10 @@ def inspect(folder: Path) -> None:
     ## Print what a checkpoint has: its flat parameters, and what is in them
     """
     archive = Archive(folder)
-    told, optimizer = archive.told, archive.told["optimizer"]
+    manifest, optimizer = archive.manifest, archive.manifest["optimizer"]
     nbytes = sum(file.nbytes for file in archive.files)
-    print(f"{folder}: step {told['step']:,}, {nbytes:,} bytes of {archive.world_size} ranks")
+    print(f"{folder}: step {manifest['step']:,}, saved by {archive.world_size} ranks, {nbytes:,} "
+          "bytes")
     if optimizer is not None:
         print(f"{optimizer['class']}, {len(optimizer['groups'])} param groups")
     for flat in archive.flats:
@@ -70,25 +71,35 @@ def inspect(folder: Path) -> None:
         for each in flat["params"]:
             print(f"{math.prod(each['shape']):>18,}  {' = '.join(each['names'])} "
                   f"{tuple(each['shape'])}")
-    for name in told["whole"]:
-        print(f"{archive.whole(0, name).numel():>14,} in {name}, whole on each rank")
+    for name in manifest["replicated"]:
+        print(f"{archive.replicated(0, name).numel():>14,} in {name}, whole on each rank")
 
 
-def verify(folder: Path) -> None:
+def verify(folders: list[Path]) -> int:
     """
-    ## Read everything, and raise `Broken` where a byte is not what was written
+    ## Read all of these, and say which have a byte that is not what was written
+
+    Returns 1 if there is one, else 0.
     """
-    archive = Archive(folder)
-    for file in archive.files:
-        for i in range(-(-file.nbytes // BLOCK_BYTES)):
-            file.block(i)
-        for i, flat in enumerate(archive.flats):
-            for key in flat["keys"]:
-                file.read(f"{i}.{key}", 0, -(-flat["numel"] // archive.world_size))
-    print(f"{folder}: whole, {len(archive.files)} files")
+    broken = 0
+    for folder in folders:
+        try:
+            archive = Archive(folder)
+            for file in archive.files:
+                for i in range(-(-file.nbytes // BLOCK_BYTES)):
+                    file.block(i)
+                # Whether the header has what the manifest says.
+                for i, flat in enumerate(archive.flats):
+                    for key in flat["keys"]:
+                        file.read(f"{i}.{key}", 0, -(-flat["numel"] // archive.world_size))
+            print(f"{folder}: as it was written")
+        except (Broken, OSError, ValueError, KeyError, TypeError) as error:
+            broken = 1
+            print(f"{folder}: {error}", file=sys.stderr)
+    return broken
 
 
-# ------------------------------------------------------------------------------------------ leave
+# ----------------------------------------------------------------------------------- safetensors
 
 
 def export(folder: Path, out: Path, dtype: torch.dtype | None = None, file_bytes: int = 5 << 30
@@ -106,8 +117,8 @@ def export(folder: Path, out: Path, dtype: torch.dtype | None = None, file_bytes
         own = TYPES[archive.flats[param.flat]["dtype"]]
         kind = dtype if dtype and own.is_floating_point else own
         parts[param.name] = (kind, param.shape, param)
-    for name in archive.told["whole"]:
-        values = archive.whole(0, name)
+    for name in archive.manifest["replicated"]:
+        values = archive.replicated(0, name)
         parts[name] = (values.dtype, tuple(values.shape), values)
     files: list[dict[str, Any]] = [{}]
     total_bytes = left_bytes = 0
@@ -121,7 +132,7 @@ def export(folder: Path, out: Path, dtype: torch.dtype | None = None, file_bytes
         files[-1][name] = part
         left_bytes, total_bytes = left_bytes - nbytes, total_bytes + nbytes
     # As safetensors says it: which name of a tied parameter stands for which others.
-    tied = {other: param.name for param in archive.params for other in param.told["names"][1:]}
+    tied = {other: param.name for param in archive.params for other in param.entry["names"][1:]}
     index: dict[str, str] = {}
     out.mkdir(parents=True, exist_ok=True)
     for i, each in enumerate(files, 1):
@@ -131,12 +142,13 @@ def export(folder: Path, out: Path, dtype: torch.dtype | None = None, file_bytes
             for kind, _, source in each.values():
                 for values in _parts(archive, source):
                     writer.write(values.to(kind))
-            writer.close()
+            writer.finish()
         index |= dict.fromkeys(each, name)
     if files[1:]:
         (out / "model.safetensors.index.json").write_text(json.dumps(
             {"metadata": {"total_size": total_bytes}, "weight_map": index}, indent=1))
-    print(f"{len(parts)} tensors, {total_bytes:,} bytes, in {len(files)} files in {out}")
+    print(f"wrote {len(parts)} tensors of step {archive.manifest['step']}, {total_bytes:,} bytes, "
+          f"to {out}, in {len(files)} files")
 
 
 def _parts(archive: Archive, source: Param | torch.Tensor) -> Iterator[torch.Tensor]:
@@ -148,9 +160,6 @@ def _parts(archive: Archive, source: Param | torch.Tensor) -> Iterator[torch.Ten
         return
     for begin in range(0, source.numel, _PART_NUMEL):
         yield archive.read(source, "param", begin, min(begin + _PART_NUMEL, source.numel))
-
-
-# -------------------------------------------------------------------------------------- come back
 
 
 def from_safetensors(source: Path, folder: Path, step: int) -> None:
@@ -167,7 +176,7 @@ def from_safetensors(source: Path, folder: Path, step: int) -> None:
         with safe_open(files[name], framework="pt") as file:
             return file.get_tensor(name)
 
-    enter(folder, step, tensors, {}, read)
+    from_tensors(folder, step, tensors, {}, read)
 
 
 # ------------------------------------------------------------------------------------ command line
@@ -175,45 +184,44 @@ def from_safetensors(source: Path, folder: Path, step: int) -> None:
 
 def universal(source: Path, out: Path, style: str, torch_adam: bool, step: int) -> None:
     """
-    ## From a checkpoint of ours into another format, or from that into a checkpoint
+    ## From a checkpoint into another format, or from one of these into a checkpoint
     """
-    if style == "dcp":
-        if (source / ".metadata").exists():
-            from_dcp(source, out, step)
-        else:
-            to_dcp(_at(source), out)
+    if (source / ".metadata").exists():
+        from_dcp(source, out, step)
     elif (source / "latest_universal").exists() or (source / "zero").is_dir():
         from_deepspeed(source, out)
+    elif style == "dcp":
+        to_dcp(_at(source), out)
     else:
         to_deepspeed(_at(source), out, torch_adam)
 
 
 def _at(folder: Path) -> Path:
     """
-    #### The newest checkpoint of a run, or the checkpoint itself
+    #### The newest checkpoint of a run, or of the main job's; or the checkpoint itself
     """
-    return next(reversed(steps(folder).values()), folder)
+    return newest(folder) or newest(folder / "checkpoints") or folder
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m zero3.checkpoint")
     commands = parser.add_subparsers(required=True, dest="command")
-    told = {
+    helps = {
         "inspect": "print what is in a checkpoint",
         "verify": "read all of a checkpoint, or of all of a run",
         "export": "write the weights as safetensors",
         "import": "make a checkpoint of safetensors",
         "universal": "write, or read, what DeepSpeed or FSDP2 load",
     }
-    for name, text in told.items():
+    for name, text in helps.items():
         command = commands.add_parser(name, help=text)
         command.add_argument("folder", type=Path, metavar="FOLDER",
                              help="a run's, a checkpoint's own, or what to read from")
         if name in ("export", "import", "universal"):
             command.add_argument("out", type=Path, metavar="OUT", help="the folder to write to")
         if name in ("import", "universal"):
-            command.add_argument("--step", type=int, default=0, help="steps taken, where what is "
-                                 "read does not say so")
+            command.add_argument("--step", type=int, default=0, help="steps taken, of "
+                                 "safetensors and of what DCP has without an optimizer")
         if name == "export":
             command.add_argument("--dtype", choices=["F32", "BF16", "F16"], help="of floating "
                                  "parameters; left out, the model's")
@@ -221,8 +229,8 @@ def _parser() -> argparse.ArgumentParser:
                                  help="in a file, at most")
         if name == "universal":
             command.add_argument("--format", choices=["deepspeed", "dcp"], default="deepspeed")
-            command.add_argument("--torch-adam", action="store_true", help="DeepSpeed will run "
-                                 "torch's Adam, and not its own")
+            command.add_argument("--torch-adam", action="store_true", help="for DeepSpeed "
+                                 "with torch's Adam, and not its own")
     return parser
 
 
@@ -235,8 +243,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.command == "inspect":
             inspect(_at(args.folder))
         elif args.command == "verify":
-            for path in steps(args.folder).values() or [args.folder]:
-                verify(path)
+            every = steps(args.folder) or steps(args.folder / "checkpoints")
+            return verify([*every.values()] or [args.folder])
         elif args.command == "export":
             dtype = TYPES[args.dtype] if args.dtype else None
             export(_at(args.folder), args.out, dtype, args.file_bytes)

@@ -16,7 +16,7 @@ or, in a DCP folder, under `model.NAME`, `optim.state.NAME.exp_avg` and `...exp_
 
 | | DeepSpeed | DCP |
 |---|---|---|
-| number of steps | one for all | of each parameter |
+| number of steps | of each parameter; Stage 3 reads one for all | of each parameter |
 | options of param groups | its own configuration's | in it |
 | buffers, frozen parameters | not in it | in it |
 | tied parameters | once | under each name |
@@ -25,12 +25,15 @@ or, in a DCP folder, under `model.NAME`, `optim.state.NAME.exp_avg` and `...exp_
 
 **Not covered, and what that costs**: both are pickles, in part. Where we read them torch unpickles
 no more than tensors and plain containers, except a DCP folder's own `.metadata`: take that from
-people whom you trust. DeepSpeed 0.19 gives all parameters of its Stage 3 one tensor that counts
-steps, which torch's Adam then moves on once for each of them: with `--torch-adam` give each a copy
-of its own after loading.
+people whom you trust. DeepSpeed 0.19 gives all param groups of its Stage 3 one tensor that counts
+steps, which torch's Adam then moves on once for each. With `--torch-adam` and several groups give
+each its own after loading: `for s in engine.optimizer.optimizer.state.values(): s["step"] =
+s["step"].clone()`.
 """
 
+import math
 import os
+import shutil
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -47,11 +50,71 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from zero3 import __version__
-from zero3.archive import Archive, Param, decode, enter
-from zero3.blocks import TYPES, Broken
+from zero3.archive import (
+    Archive,
+    Param,
+    commit,
+    decode,
+    encode,
+    file_name,
+    partial_path,
+    steps,
+    sweep,
+)
+from zero3.blocks import TYPES, Broken, Writer, type_name
 
 # What DeepSpeed calls the master; the moments have torch's names.
 _FP32 = "fp32"
+
+
+def from_tensors(folder: Path, step: int, tensors: dict[str, dict[str, tuple]],
+          scalars: dict[str, dict[str, Any]], read: Callable[[str, str], torch.Tensor]) -> Path:
+    """
+    ## Make a checkpoint of plain tensors
+
+    As if one rank had saved it, with each parameter alone in a layer.
+
+    * `folder` is a run's; `step` is the number of steps taken
+    * `tensors` has, by name of the parameter and by key, data type and shape; `param` is the
+      parameter itself, the others are moments
+    * `scalars` is what else an optimizer knew of a parameter
+    * `read` gives the values of one tensor
+    """
+    sweep(folder)
+    if steps(folder):
+        # The next save of a run removes what is of later steps; an import is no part of any run.
+        raise Broken(f"{folder} has checkpoints already: choose another folder")
+    partial = partial_path(folder, step)
+    partial.mkdir(parents=True)
+    flats, entries = [], []  # type: tuple[list[dict[str, Any]], list[tuple]]
+    for i, (name, keys) in enumerate(tensors.items()):
+        dtype, shape = keys["param"]
+        moments, known = [key for key in keys if key != "param"], encode(scalars.get(name, {}))
+        states = [{"param_group": None, "moments": moments, "scalars": known}]
+        flats.append({
+            "layer": name, "dtype": type_name(dtype), "numel": math.prod(shape), "padding": 0,
+            "keys": {key: type_name(kind) for key, (kind, _) in keys.items()},
+            "params": [{"names": [name], "shape": [*shape], "offset": 0, "param_group": None}],
+            "states": states if moments or known else []})
+        for key, (kind, there) in keys.items():
+            if tuple(there) != tuple(shape):
+                raise Broken(f"`{name}` is of {tuple(shape)}, and its {key} of {tuple(there)}")
+            entries.append((f"{i}.{key}", kind, (math.prod(shape),), name, key))
+    entries.sort(key=lambda entry: -entry[1].itemsize)
+    try:
+        like = {at: (kind, shape) for at, kind, shape, *_ in entries}
+        with Writer(partial / file_name(0, 1), like) as writer:
+            for _, kind, _, name, key in entries:
+                writer.write(read(name, key).to(kind))
+            file = writer.finish()
+    except BaseException:
+        shutil.rmtree(partial)
+        raise
+    done = commit(partial, {
+        "step": step, "world_size": 1, "versions": {"zero3": __version__}, "files": [file],
+        "flats": flats, "replicated": [], "optimizer": None, "extra": None})
+    print(f"wrote {len(tensors)} parameters to {done}")
+    return done
 
 
 def _full(archive: Archive, param: Param, key: str) -> torch.Tensor:
@@ -81,7 +144,7 @@ def to_deepspeed(folder: Path, out: Path, torch_adam: bool) -> None:
         at.parent.mkdir(parents=True, exist_ok=True)
         torch.save(value, at)
 
-    taken = archive.told["step"]
+    taken = archive.manifest["step"]
     for param in archive.params:
         if Path(param.name).name != param.name:
             raise Broken(f"`{param.name}` is no name of a folder")
@@ -92,17 +155,18 @@ def to_deepspeed(folder: Path, out: Path, torch_adam: bool) -> None:
             taken = int(scalars["step"])
             put(torch.tensor(float(taken)) if torch_adam else taken, "zero", param.name, "step.pt")
     step = torch.tensor(float(taken)) if torch_adam else taken
-    # Options would go into every group of the engine, whichever it is: none.
+    # DeepSpeed copies options from here into each of its groups. It gets none and keeps its own.
     groups = [{"params": [0]}]
     put({"optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": groups},
          "param_groups": groups, "ds_version": f"zero3 {__version__}"},
         "zero", "optimizer_state.pt")
     for name in ("zero_pp_rank_0_mp_rank_00", "mp_rank_00"):
-        put({"dp_world_size": 1, "mp_world_size": 1, "global_steps": archive.told["step"],
+        put({"dp_world_size": 1, "mp_world_size": 1, "global_steps": archive.manifest["step"],
              "skipped_steps": 0}, f"{name}_model_states.pt")
     # Last: it says that the rest is there.
     (out / "latest_universal").write_text(root.name)
-    print(f"{len(archive.params)} parameters in {root}")
+    print(f"wrote {len(archive.params)} parameters of step {archive.manifest['step']} to {root}; "
+          f"DeepSpeed loads {out}")
 
 
 class _Stub:
@@ -133,8 +197,8 @@ def from_deepspeed(source: Path, folder: Path) -> None:
     shapes = {name: shape for each in about.get("param_shapes", []) for name, shape in each.items()}
     steps_taken = about["global_steps"] - about.get("skipped_steps", 0)
     with suppress(OSError, KeyError):
-        told = open_file(root / "zero" / "optimizer_state.pt")
-        steps_taken = told["optimizer_state_dict"]["state"][0]["step"]
+        states = open_file(root / "zero" / "optimizer_state.pt")["optimizer_state_dict"]["state"]
+        steps_taken = states[0]["step"]
 
     def read(name: str, key: str) -> torch.Tensor:
         if name in buffers:
@@ -154,7 +218,7 @@ def from_deepspeed(source: Path, folder: Path) -> None:
         own = at / "step.pt"
         taken = open_file(own) if own.exists() else steps_taken
         scalars[at.name] = {"step": torch.tensor(float(taken))} if len(keys) > 1 else {}
-    enter(folder, int(about["global_steps"]), tensors, scalars, read)
+    from_tensors(folder, int(about["global_steps"]), tensors, scalars, read)
 
 
 # -------------------------------------------------------------------------------------------- DCP
@@ -209,7 +273,7 @@ def to_dcp(folder: Path, out: Path) -> None:
 
     for p in archive.params:
         keys = archive.flats[p.flat]["keys"]
-        for name in p.told["names"]:
+        for name in p.entry["names"]:
             model[name] = later((p.shape, TYPES[keys["param"]]), f"model.{name}",
                                 partial(_full, archive, p, "param"))
         known: dict[str, Any] = {}
@@ -220,23 +284,24 @@ def to_dcp(folder: Path, out: Path) -> None:
             known[key] = (later(value, f"optim.state.{p.name}.{key}", value.clone)
                           if isinstance(value, torch.Tensor) else value)
         states |= {p.name: known} if known else {}
-    for name in archive.told["whole"]:
-        model[name] = later(archive.whole(0, name), f"model.{name}",
-                            partial(archive.whole, 0, name))
-    told: dict[str, Any] = archive.told["optimizer"] or {"groups": []}
-    for i, options in enumerate(decode(told["groups"])):
+    for name in archive.manifest["replicated"]:
+        model[name] = later(archive.replicated(0, name), f"model.{name}",
+                            partial(archive.replicated, 0, name))
+    optimizer: dict[str, Any] = archive.manifest["optimizer"] or {"groups": []}
+    for i, options in enumerate(decode(optimizer["groups"])):
         # Those that say how torch computes are not in a checkpoint, but who loads this asks for
         # them; and a scheduler for the learning rate that it began with.
-        usual = getattr(torch.optim, told["class"])([torch.zeros(1)]).state_dict()["param_groups"]
-        names = [p.name for p in archive.params if p.told["group"] == i]
+        kind = getattr(torch.optim, optimizer["class"])
+        usual = kind([torch.zeros(1)]).state_dict()["param_groups"]
+        names = [p.name for p in archive.params if p.entry["param_group"] == i]
         groups.append({**usual[0], "initial_lr": options.get("lr"), **options, "params": names})
     state = {"model": model, **({"optim": {"state": states, "param_groups": groups}} if groups
                                 else {})}
     with warnings.catch_warnings():
-        # That nothing is distributed here: so it is.
+        # It warns that there is no process group; none is needed.
         warnings.simplefilter("ignore")
         dcp.save(state, storage_writer=_DcpWriter(out, lambda name: readers[name]()), no_dist=True)
-    print(f"{len(readers)} tensors in {out}")
+    print(f"wrote {len(readers)} tensors of step {archive.manifest['step']} to {out}")
 
 
 def from_dcp(source: Path, folder: Path, step: int) -> None:
@@ -283,4 +348,4 @@ def from_dcp(source: Path, folder: Path, step: int) -> None:
         else:
             known[key] = (entry.properties.dtype, shape)
     taken = [int(known["step"]) for known in scalars.values() if "step" in known]
-    enter(folder, step or max(taken, default=0), tensors, scalars, read)
+    from_tensors(folder, step or max(taken, default=0), tensors, scalars, read)

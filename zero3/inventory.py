@@ -33,7 +33,6 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from zero3 import __version__
@@ -60,11 +59,19 @@ class Flat:
     layer: Zero3Layer
     group: _Group
     owned: Owned | None  # of `Zero3Optimizer`'s
-    pieces: list[tuple[int, slice, nn.Parameter]]  # as `Owned` has them
+    # As `Owned` has them: param group, where in the shard, and what the optimizer has for that.
+    pieces: list[tuple[int, slice, nn.Parameter]]
     indices: list[int | None]  # the param group of each parameter
     # In a checkpoint: each parameter's place, and what is known of those of a param group.
     found: list[Param] = field(default_factory=list)
     states: dict[int | None, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def moments(self) -> list[str]:
+        """
+        ### What a checkpoint has of it, beside the parameter itself
+        """
+        return sorted({key for states in self.states.values() for key in states["moments"]})
 
     @property
     def in_file(self) -> bool:
@@ -90,41 +97,42 @@ class Inventory:
     ## What of a model and its optimizer goes into a checkpoint
     """
 
-    # What the wire asks of a layer.
+    # In place of a layer, for errors that concern none.
     expect: Any = Zero3Layer.expect
     label = "the checkpoint"
 
     def __init__(self, model: nn.Module, optimizer: Any):
         self.model, self.optimizer, paths = model, optimizer, plain_paths(model)
         layers = [m for m in paths if isinstance(m, Zero3Layer) and m.groups]
+        # Without layers there is an error to come, and it names the rank.
         self.wire = layers[0].wire if layers else Wire()
         self.expect(bool(layers), "has nothing to save or load", "a model of Zero3Layers",
                     type(model).__name__, "wrap the model first")
         self.device = layers[0].device
         self.param_groups = optimizer.param_groups if optimizer else []
         self.state = optimizer.state if optimizer else {}
-        # By their shards; a tensor is a key by what it is, and not by what is in it.
+        # By their shards: as keys tensors are themselves, whatever is in them.
         owned = {o.group.shard: o for o in getattr(optimizer, "owned", ())}
         groups = {p: i for i, g in enumerate(self.param_groups) for p in g["params"]}
         self.flats: list[Flat] = []
         for layer in layers:
             for g in layer.groups:
                 own, index = owned.get(g.shard), groups.get(g.shard)
-                whole = slice(0, len(g.shard))
-                pieces = [(index, whole, g.shard)] if index is not None else []
+                every = slice(0, len(g.shard))
+                pieces = [(index, every, g.shard)] if index is not None else []
                 self.flats.append(Flat(
                     paths[layer], layer, g, own, own.pieces if own else pieces,
                     [*own.indices] if own else [index] * len(g.slots)))
         shards = {f.group.shard for f in self.flats}
         # Whole on each rank: buffers, and frozen parameters outside of layers.
-        self.whole: dict[str, torch.Tensor] = {}
+        self.replicated: dict[str, torch.Tensor] = {}
         for m, path in paths.items():
             kept = {n: b for n, b in m._buffers.items() if n not in m._non_persistent_buffers_set}
             for name, t in {**kept, **m._parameters}.items():
                 if t is not None and t not in shards:
                     self.expect(not t.requires_grad, "cannot save or load", "trainable parameters "
                                 "in Zero3Layers", f"`{path}.{name}` outside", "wrap its module")
-                    self.whole[f"{path}.{name}".strip(".")] = t
+                    self.replicated[f"{path}.{name}".strip(".")] = t
 
     def names(self, flat: Flat, slot: _Slot) -> list[str]:
         """
@@ -138,9 +146,11 @@ class Inventory:
 
     def describe(self) -> list[dict[str, Any]]:
         """
-        ### What this rank has, for the manifest
+        ### What this rank has, for the manifest: an entry for each flat parameter
+
+        Of its states, those of the param groups of which this rank has a piece, by group.
         """
-        told = []
+        entries = []
         for flat in self.flats:
             shard, slots, kept = flat.group.shard, flat.group.slots, {}
             wide = flat.owned.wide if flat.owned else shard.dtype
@@ -152,23 +162,22 @@ class Inventory:
                 keys |= {key: type_name(value.dtype) for key, value in moments.items()}
                 if state:
                     scalars = {k: encode(v, k) for k, v in state.items() if k not in moments}
-                    kept[index] = {"group": index, "moments": [*moments], "scalars": scalars}
-            told.append({
+                    kept[index] = {"param_group": index, "moments": [*moments], "scalars": scalars}
+            entries.append({
                 "layer": flat.path, "dtype": type_name(shard.dtype), "numel": numel,
                 "padding": len(flat.group.full) - numel, "keys": keys, "states": kept,
                 "params": [{"names": self.names(flat, slot), "shape": [*slot.view.shape],
-                            "offset": slot.offset, "group": index}
+                            "offset": slot.offset, "param_group": index}
                            for slot, index in zip(slots, flat.indices, strict=True)]})
-        return told
+        return entries
 
     def manifest(self, described: list[dict[str, Any]]) -> dict[str, Any]:
         """
         ### What all ranks have together (all-gather; all ranks must call it)
 
-        * `described` is what this rank has; it knows of the param groups of which it has a piece,
-          and of no others
+        * `described` is what `describe` gave; here all groups' states come together in a list
         """
-        first, *others = self.gather(described)
+        first, *others = self.wire.gather(described)
         for other in others:
             for mine, theirs in zip(first, other, strict=True):
                 mine["keys"] |= theirs["keys"]
@@ -176,7 +185,7 @@ class Inventory:
         for flat in first:
             flat["states"] = [*flat["states"].values()]
         return {
-            "world_size": self.wire.world_size, "flats": first, "whole": [*self.whole],
+            "world_size": self.wire.world_size, "flats": first, "replicated": [*self.replicated],
             "versions": {"zero3": __version__, "torch": torch.__version__},
             "optimizer": self.optimizer and {
                 "class": type(getattr(self.optimizer, "inner", self.optimizer)).__name__,
@@ -186,18 +195,18 @@ class Inventory:
                           ("loss_scale", "good_steps", "skipped_steps")
                           if hasattr(self.optimizer, key)}}}
 
-    def entries(self, told: dict[str, Any]) -> list[Entry]:
+    def entries(self, manifest: dict[str, Any]) -> list[Entry]:
         """
-        ### What a rank's file has, in its order
+        ### What this rank's file has, in its order
 
         Larger elements first, so that all lie where they may be mapped. Then what rests in files,
         which an asynchronous save writes at once, for to copy it would bring it all to memory.
         """
         found = [Entry(f"{i}.{key}", TYPES[dtype], (len(flat.group.shard),), not flat.in_file, i,
                        key) for i, flat in enumerate(self.flats)
-                 for key, dtype in told["flats"][i]["keys"].items()]
-        found += [Entry(f"whole.{name}", t.dtype, tuple(t.shape), True, -1, name)
-                  for name, t in self.whole.items()]
+                 for key, dtype in manifest["flats"][i]["keys"].items()]
+        found += [Entry(f"replicated.{name}", t.dtype, tuple(t.shape), True, -1, name)
+                  for name, t in self.replicated.items()]
         return sorted(found, key=lambda entry: (-entry.dtype.itemsize, entry.in_memory))
 
     def tensors(self, entries: list[Entry]) -> Iterator[torch.Tensor]:
@@ -206,15 +215,17 @@ class Inventory:
         """
         for i, run in groupby(entries, key=lambda entry: entry.flat):
             if i < 0:
-                yield from (self.whole[entry.key] for entry in run)
+                yield from (self.replicated[entry.key] for entry in run)
                 continue
             with self.here(self.flats[i]) as values:
                 for entry in run:
                     if entry.key == "param":
                         yield values
-                    for _, where, piece in self.flats[i].pieces if entry.key != "param" else ():
-                        numel = where.stop - where.start
+                        continue
+                    for _, where, piece in self.flats[i].pieces:
                         kept = self.state.get(piece, {}).get(entry.key)
+                        # Another param group's options may ask for a moment that this has not.
+                        numel = where.stop - where.start
                         yield torch.zeros(numel, dtype=entry.dtype) if kept is None else kept
 
     @contextmanager
@@ -242,8 +253,9 @@ class Inventory:
         """
         ### Find each parameter in a checkpoint
 
-        Returns which of its param groups is which of the optimizer's. Raises `Broken` where the two
-        do not fit.
+        Notes in each flat parameter where its parameters are, and what the optimizer knew of them.
+        Returns, for each param group of the checkpoint, the index of the optimizer's. Raises
+        `Broken` where the two do not fit.
         """
         groups: dict[int, int] = {}
         for flat in self.flats:
@@ -254,25 +266,29 @@ class Inventory:
                 if param is None or param.shape != shape:
                     there = f"of {param.shape}" if param else "missing"
                     raise Broken(f"`{names[0]}` is {there} in the checkpoint, of {shape} here")
-                theirs, states = param.told["group"], archive.states(param)
+                theirs, states = param.entry["param_group"], archive.states(param)
                 if theirs is not None and index is not None:
                     # Which is which is found out here; each is one, and no two are the same.
                     mine = groups.setdefault(theirs, index)
                     if mine != index or [*groups.values()].count(index) > 1:
-                        raise Broken(f"`{names[0]}` shares a param group with others than in the "
-                                     "checkpoint")
+                        raise Broken(f"the param group of `{names[0]}` has other parameters here "
+                                     "than in the checkpoint")
                 if index is not None and flat.states.setdefault(index, states) != states:
-                    raise Broken(f"`{names[0]}` has taken other steps than the rest of its shard")
+                    raise Broken(f"the optimizer knows other things of `{names[0]}`, the number of "
+                                 "its steps for instance, than of the rest of its shard")
                 flat.found.append(param)
             self._check_moments(flat)
         # What came from another format does not tell buffers from parameters, and may have a tied
         # parameter under each of its names.
         known = {name for flat in self.flats for slot in flat.group.slots
                  for name in self.names(flat, slot)}
-        more = {p.name for p in archive.params if p.name not in known} | {*archive.told["whole"]}
-        for name in sorted(more ^ {*self.whole}):
-            raise Broken(f"`{name}` is in the checkpoint, and not in this model" if name in more
-                         else f"`{name}` is in this model, and not in the checkpoint")
+        more = {p.name for p in archive.params if p.name not in known}
+        more |= {*archive.manifest["replicated"]}
+        for only, there, here in ((more - {*self.replicated}, "the checkpoint", "this model"),
+                                  ({*self.replicated} - more, "this model", "the checkpoint")):
+            if only:
+                some = ", ".join(f"`{name}`" for name in sorted(only)[:5])
+                raise Broken(f"{some}, {len(only)} in all, in {there} and not in {here}")
         return groups
 
     def _check_moments(self, flat: Flat) -> None:
@@ -282,6 +298,7 @@ class Inventory:
         for index in flat.states if flat.owned else ():
             states: Any = flat.states[index]
             cls, kwargs = self.optimizer.made_by
+            # For a step with two elements, by which an optimizer shows what it keeps.
             two = torch.zeros(2, device=self.optimizer.device)
             wanted, _ = moments_of(cls, kwargs, self.param_groups[index or 0], two)
             if states["moments"] and not {*wanted} <= {*states["moments"]}:
@@ -319,11 +336,11 @@ class Inventory:
                 param = self.shard(archive, flat, "param")
                 values.copy_(param)
                 for _, _, piece in flat.pieces:
+                    # What it had before is not to be mixed with what comes.
                     self.state.pop(piece, None)
-                keys = {key for states in flat.states.values() for key in states["moments"]}
-                for key in sorted(keys) if flat.pieces else ():
+                for key in flat.moments if flat.pieces else ():
                     moment = self.shard(archive, flat, key)
-                    # What was of the master's data type is so again.
+                    # Moments that had the master's data type get this master's.
                     dtype = values.dtype if moment.dtype == param.dtype else moment.dtype
                     for index, where, piece in flat.pieces:
                         if key in flat.states[index]["moments"]:
@@ -331,43 +348,33 @@ class Inventory:
                             self.state[piece][key] = kept
                 for index, _, piece in flat.pieces:
                     group, states = self.param_groups[index], flat.states[index]
-                    near = group.get("fused") or group.get("capturable")
+                    on_device = group.get("fused") or group.get("capturable")
                     for key, value in states["scalars"].items():
                         value = decode(value)
-                        if isinstance(value, torch.Tensor) and near:
+                        if isinstance(value, torch.Tensor) and on_device:
                             value = value.to(piece.device)
                         self.state[piece][key] = value
-        for name, t in self.whole.items():
-            t.copy_(archive.whole(self.wire.rank, name))
-        self._take_options(archive.told["optimizer"], groups)
+        for name, t in self.replicated.items():
+            t.copy_(archive.replicated(self.wire.rank, name))
+        if self.optimizer is not None:
+            # They are of the weights from before.
+            self.optimizer.zero_grad()
+            if saved := archive.manifest["optimizer"]:
+                self._take_options(saved, groups)
 
-    def _take_options(self, told: dict[str, Any] | None, groups: dict[int, int]) -> None:
+    def _take_options(self, saved: dict[str, Any], groups: dict[int, int]) -> None:
         """
         #### Take over the param groups' options and the loss scale
         """
-        if not told or self.optimizer is None:
-            return
         for theirs, mine in groups.items():
-            for key, value in decode(told["groups"][theirs]).items():
+            for key, value in decode(saved["groups"][theirs]).items():
                 old = self.param_groups[mine].get(key)
                 if isinstance(old, torch.Tensor):
                     old.fill_(value)
                 else:
                     self.param_groups[mine][key] = value
         if isinstance(self.optimizer, Zero3Optimizer):
-            for key, value in told["scale"].items():
+            for key, value in saved["scale"].items():
                 # This run has chosen whether to scale; a dynamic scale goes on from where it was.
                 if key != "loss_scale" or self.optimizer.dynamic:
                     setattr(self.optimizer, key, value)
-        self.optimizer.zero_grad()
-
-    # ---------------------------------------------------------------------------------- both ways
-
-    def gather(self, thing: Any) -> list[Any]:
-        """
-        ### What each rank has (all-gather; all ranks must call it)
-        """
-        things = [thing] * self.wire.world_size
-        if self.wire.world_size > 1:
-            dist.all_gather_object(things, thing)
-        return things

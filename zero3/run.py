@@ -29,7 +29,7 @@ from zero3.checkpoint import newest, save
 from zero3.ledger import Event, Ledger, disk_bytes, held_bytes
 
 # What makes a run another one: a checkpoint of one is not taken up by the other unasked.
-SAME = ("d_model", "layers", "heads", "seq_len", "batch", "accumulate", "steps", "lr", "seed",
+OPTIONS = ("d_model", "layers", "heads", "seq_len", "batch", "accumulate", "steps", "lr", "seed",
         "dtype", "reduce_dtype", "loss_scale", "clip", "text")
 
 @dataclasses.dataclass(frozen=True)
@@ -202,22 +202,26 @@ def take_up(args, ranks: Ranks) -> Path | None:
     """
     if args.resume not in ("auto", "no"):
         return Path(args.resume)
-    folder, found, differ = checkpoints(args), None, []
+    folder, found, problem = checkpoints(args), None, ""
     if not ranks.rank and args.resume == "auto":
         try:
             sweep(folder)
-            found = newest(folder)
-            told = decode(Archive(found).told["extra"])["options"] if found else {}
-            differ = [name for name in told if told[name] != getattr(args, name)]
-        except (Broken, OSError, KeyError, TypeError) as error:
-            differ = [f"{error}"]
-    found, differ = ranks.gather((found, differ))[0]
-    if differ:
-        raise ValueError(
-            f"{found or folder} is not of this run. Expected: a checkpoint of the same options. "
-            f"Got: {', '.join(differ)}, which differ. What to do: pass `--resume {found}` to go on "
-            "from it all the same, `--resume no` to begin anew, or another --out."
-        )
+            if found := newest(folder):
+                options = decode(Archive(found).manifest["extra"])["options"]
+                differ = [f"--{name.replace('_', '-')} {options[name]} there and "
+                          f"{getattr(args, name)} here" for name in OPTIONS
+                          if options[name] != getattr(args, name)]
+                problem = "" if not differ else (
+                    f"{found} is not of this run. Expected: the same options. Got: "
+                    f"{', '.join(differ)}. What to do: pass `--resume {found}` to go on from it "
+                    "all the same, `--resume no` to begin anew, or another --out.")
+        except (Broken, OSError, KeyError, TypeError, ValueError) as error:
+            problem = (f"cannot go on from {found or folder}. Expected: a checkpoint of this job. "
+                       f"Got: {error}. What to do: pass --resume with another one, `--resume no` "
+                       "to begin anew, or another --out.")
+    found, problem = ranks.gather((found, problem))[0]
+    if problem:
+        raise ValueError(problem)
     return found
 
 
@@ -232,6 +236,6 @@ def save_run(model, optimizer, args, run: Run) -> str:
     """
     ## Save a checkpoint of the run, and return where
     """
-    extra = {"options": {name: getattr(args, name) for name in SAME}, "losses": run.losses,
+    extra = {"options": {name: getattr(args, name) for name in OPTIONS}, "losses": run.losses,
              "held_out": run.held_out, "train_s": run.train_s}
     return str(save(checkpoints(args), model, optimizer, step=len(run.losses), extra=extra).wait())

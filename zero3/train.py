@@ -15,7 +15,8 @@ $$\text{predicted} = \text{measured} \qquad \text{at rest, at the peak, and on t
 **Run this**: `make train`, or `torchrun --nproc_per_node=2 -m zero3.train --help` for the options;
 one rank needs no torchrun. It prints losses, a sample and the table, and writes `loss.png`,
 `tape.png`, `gradients.png` and `metrics.json`. With `--save-every 100` it saves checkpoints too.
-Ctrl-C saves one in any case; the same command then goes on from there, to the same numbers.
+Ctrl-C saves one in any case; the same command then goes on from there, to the same numbers. After
+Ctrl-C torchrun ends with a traceback of its own, a `SignalException`: that it was told to end.
 
 **Not covered, and what that costs**: text that does not fit into memory. A batch is drawn by the
 number of its step, so a run needs no more than that number to find its place in the data.
@@ -86,7 +87,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--save-every", type=int, default=0, metavar="N", help="steps from one checkpoint to the "
         "next, in the folder of --out; with 0 Ctrl-C alone saves one")
     add("--resume", default="auto", metavar="DIR", help="a checkpoint to go on from, of whatever "
-        "run; auto: the newest of this one; no: none")
+        "run; auto: the newest of this one; no: none, and the first one that is saved replaces "
+        "those of later steps")
     add("--sample", type=int, default=300, help="bytes to write after training")
     add("--prompt", default="The ", help="what the sample begins with")
     return parser.parse_args(argv)
@@ -240,8 +242,8 @@ def train(model, optimizer, text, held_out, args, ranks: Ranks, show, run: Run) 
             show(step + 1, sum(recent) / len(recent), run.held_out[-1][1], rate)
         if saves:
             where = save_run(model, optimizer, args, run)
-            ranks.say(f"step {step + 1}: saved {where}"
-                      + "; the same command goes on from there" * ends)
+            cure = "the same command" if args.resume == "auto" else "`--resume auto`"
+            ranks.say(f"step {step + 1}: saved {where}" + f"; {cure} goes on from there" * ends)
             if ends:
                 return
         if looks or saves:

@@ -58,7 +58,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from zero3.layer import Zero3Layer, _Call
@@ -492,10 +491,7 @@ class Schedule:
         All-gather of their labels; all ranks must call it. Raises `RuntimeError` on all of them if
         one is about to gather something else.
         """
-        labels: list[Any] = [unit.label] * unit.wire.world_size
-        if len(labels) > 1:
-            dist.all_gather_object(labels, unit.label)
-        for rank, label in enumerate(labels):
+        for rank, label in enumerate(unit.wire.gather(unit.label)):
             unit.expect(label == unit.label, "is about to be gathered, and the ranks diverged",
                         f"a gather of {unit.label}, on all ranks", f"of {label}, on rank {rank}",
                         "put what depends on a rank's data into one "

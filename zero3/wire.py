@@ -156,6 +156,15 @@ class Wire:
         # Why nothing can be sent any more, once that is so; and what could not be waited for then.
         self.broken, self.lost = "", []  # type: tuple[str, list[Transfer]]
 
+    def gather(self, thing: Any) -> list[Any]:
+        """
+        ### What each rank has: small things, of any kind (all-gather; all ranks must call it)
+        """
+        things = [thing] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(things, thing)
+        return things
+
     def agree(self, layer: Any, what: str, expected: str, problem: str, cure: str) -> None:
         """
         ### Raise an error on all ranks, if one of them has a problem
@@ -164,10 +173,7 @@ class Wire:
 
         All ranks must call it. Raises `RuntimeError`.
         """
-        problems: list[Any] = [problem] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(problems, problem)
-        for rank, theirs in enumerate(problems):
+        for rank, theirs in enumerate(self.gather(problem)):
             layer.expect(not theirs, what, expected, f"{theirs}, on rank {rank}", cure)
 
     def fail(self, layer: Any, what: str, expected: str, got: Any, cure: str) -> None:
@@ -209,10 +215,7 @@ class Wire:
                          "`.to(dtype)` first, or leave `dtype` out to mix data types")
             at = p.device
         layout = [(n, tuple(p.shape), p.dtype, p.requires_grad) for p, n in params.items()]
-        layouts: list[Any] = [layout] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(layouts, layout)
-        for rank, theirs in enumerate(layouts):
+        for rank, theirs in enumerate(self.gather(layout)):
             for i in range(max(len(layout), len(theirs))):
                 here, there = layout[i : i + 1] or "none", theirs[i : i + 1] or "none"
                 layer.expect(here == there, f"differs between ranks at parameter {i}",
