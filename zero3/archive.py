@@ -32,9 +32,11 @@ a run had begun that is gone:
 
 **Run this**: `python -m zero3.checkpoint inspect FOLDER` prints what is in a checkpoint.
 
+A save sweeps before it begins; to load changes nothing.
+
 **Not covered, and what that costs**: all ranks write into one folder, which on several machines has
 to be a shared one. Two runs that save into the same folder at once take each other's files for
-leftovers.
+leftovers; others may load from it.
 """
 
 import json
@@ -43,6 +45,7 @@ import os
 import re
 import shutil
 import zlib
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +56,8 @@ from zero3.blocks import TYPES, Blocks, Broken, force_out, type_name
 
 FORMAT, VERSION = "zero3 checkpoint", 1
 MANIFEST = "manifest.json"
+# Elements that are read at once.
+_PART_NUMEL = 1 << 20
 # What a manifest has, and of which type; a list has any number of such elements.
 _SCHEMA: Any = {
     "format": str, "version": int, "step": int, "world_size": int, "versions": dict,
@@ -63,6 +68,8 @@ _SCHEMA: Any = {
                "states": [{"param_group": (int, type(None)), "moments": [str], "scalars": dict}]}],
     "replicated": [str], "optimizer": (dict, type(None)),
 }
+# What is under `optimizer`, where that is something.
+_OPTIMIZER: Any = {"class": str, "groups": [dict], "scale": dict}
 
 
 def file_name(rank: int, world_size: int) -> str:
@@ -133,12 +140,12 @@ def sweep(folder: Path) -> None:
 
     By the table above. Not beside a save that is under way.
     """
-    for path in [*folder.glob("step-*.partial")]:
+    for path in _named(folder, ".partial").values():
         if (path / MANIFEST).exists():
             _settle(path)
         else:
             shutil.rmtree(path)
-    for path in [*folder.glob("step-*.removed")]:
+    for path in _named(folder, ".removed").values():
         shutil.rmtree(path)
 
 
@@ -152,16 +159,27 @@ def partial_path(folder: Path, step: int) -> Path:
 def newest(folder: str | Path) -> Path | None:
     """
     ## The newest checkpoint of a run, if there is one
+
+    One that has no name yet replaces all of its step and later.
     """
-    return next(reversed(steps(Path(folder)).values()), None)
+    nameless = [path for path in _named(Path(folder), ".partial").values()
+                if (path / MANIFEST).exists()]
+    return next(reversed([*steps(Path(folder)).values(), *nameless]), None)
 
 
 def steps(folder: Path) -> dict[int, Path]:
     """
     ## The checkpoints in a folder, by step, the newest last
     """
-    found = {int(path.name[5:]): path for path in folder.glob("step-*")
-             if re.fullmatch(r"step-\d{8,}", path.name)}
+    return _named(folder, "")
+
+
+def _named(folder: Path, suffix: str) -> dict[int, Path]:
+    """
+    #### The folders that are called as we call them, by step; what others put there is theirs
+    """
+    found = {int(path.stem[5:]): path for path in folder.glob("step-*")
+             if re.fullmatch(rf"step-\d{{8,}}{re.escape(suffix)}", path.name) and path.is_dir()}
     return dict(sorted(found.items()))
 
 
@@ -242,18 +260,20 @@ class Archive:
         Reads the blocks in which they lie and no others. Raises `Broken` with the file, its rank
         and the parameter.
         """
-        flat = self.flats[param.flat]
+        flat, at = self.flats[param.flat], param.entry["offset"]
         shard_numel = -(-flat["numel"] // self.world_size)
-        at, end, found = param.entry["offset"] + begin, param.entry["offset"] + end, []
         try:
-            while at < end:
-                rank, first = divmod(at, shard_numel)
-                last = min(shard_numel, first + end - at)
-                found.append(self.files[rank].read(f"{param.flat}.{key}", first, last))
-                at += last - first
+            found = torch.empty(end - begin, dtype=TYPES[flat["keys"][key]])
+            while begin < end:
+                rank, first = divmod(at + begin, shard_numel)
+                # A part at a time: what is read is not in memory twice.
+                last = min(shard_numel, first + end - begin, first + _PART_NUMEL)
+                part = found[len(found) - (end - begin) :][: last - first]
+                part.copy_(self.files[rank].read(f"{param.flat}.{key}", first, last))
+                begin += last - first
         except (Broken, OSError, ValueError, TypeError, KeyError, IndexError) as error:
             raise Broken(f"`{param.name}`, its {key}: {error}") from error
-        return torch.cat(found) if len(found) != 1 else found[0]
+        return found
 
     def replicated(self, rank: int, name: str) -> torch.Tensor:
         """
@@ -295,6 +315,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if raw[: len(head)] != _first_line(raw[len(head) :]):
         raise Broken(f"{path} is damaged: it has another checksum")
     _fit(manifest, _SCHEMA, "the manifest")
+    if manifest["optimizer"] is not None:
+        _fit(manifest["optimizer"], _OPTIMIZER, "the manifest, `optimizer`")
     good = (manifest["format"], manifest["version"]) == (FORMAT, VERSION)
     if not good or len(manifest["files"]) != manifest["world_size"] or not manifest["files"]:
         raise ValueError("no checkpoint of ours")
@@ -322,8 +344,9 @@ def encode(value: Any, where: str = "extra") -> Any:
     """
     ## Something small as JSON, so that `decode` gives it back as it was
 
-    Numbers, strings, tensors, and lists, tuples and dicts of these. JSON alone has neither tuples
-    nor keys that are numbers, and a scheduler that looked for step 30 would not find "30".
+    Numbers, strings, tensors, and lists, tuples, dicts and counters of these. JSON alone has
+    neither tuples nor keys that are numbers, and a scheduler that looked for step 30 would not find
+    "30". Other classes that are based on these come back as what they are based on.
 
     Raises `ValueError` with the place of what is none of that.
     """
@@ -331,16 +354,19 @@ def encode(value: Any, where: str = "extra") -> Any:
         return value
     if isinstance(value, torch.Tensor):
         raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        return {"__tensor__": raw.hex(), "dtype": type_name(value.dtype), "shape": [*value.shape]}
+        return {"__tensor__": raw.hex(), "dtype": type_name(value.dtype, where),
+                "shape": [*value.shape]}
     if isinstance(value, list):
         return [encode(each, f"{where}[{i}]") for i, each in enumerate(value)]
     if isinstance(value, tuple):
         return {"__tuple__": encode([*value], where)}
     if isinstance(value, dict):
         pairs = [(key, encode(each, f"{where}[{key!r}]")) for key, each in value.items()]
-        if all(isinstance(key, str) and not key.startswith("__") for key in value):
+        plain = all(isinstance(key, str) and not key.startswith("__") for key in value)
+        if plain and not isinstance(value, Counter):
             return dict(pairs)
-        return {"__items__": [[encode(key, where), each] for key, each in pairs]}
+        kind = "__counter__" if isinstance(value, Counter) else "__items__"
+        return {kind: [[encode(key, where), each] for key, each in pairs]}
     raise ValueError(f"`{where}` is a {type(value).__name__}")
 
 
@@ -358,6 +384,7 @@ def decode(value: Any) -> Any:
         return flat.view(value["shape"])
     if "__tuple__" in value:
         return tuple(decode(value["__tuple__"]))
-    if "__items__" in value:
-        return {decode(key): decode(each) for key, each in value["__items__"]}
+    for name, kind in (("__items__", dict), ("__counter__", Counter)):
+        if name in value:
+            return kind({decode(key): decode(each) for key, each in value[name]})
     return {key: decode(each) for key, each in value.items()}

@@ -57,12 +57,12 @@ class Broken(Exception):
     """
 
 
-def type_name(dtype: torch.dtype) -> str:
+def type_name(dtype: torch.dtype, name: str = "a tensor") -> str:
     """
     ## Safetensors' name of a data type; raises `Broken` where it has none
     """
     if dtype not in _NAMES:
-        raise Broken(f"{dtype}, which files of safetensors do not know")
+        raise Broken(f"`{name}` is of {dtype}, which files of safetensors do not know")
     return _NAMES[dtype]
 
 
@@ -94,7 +94,8 @@ class Writer:
         at = 0
         for name, (dtype, shape) in like.items():
             end = at + math.prod(shape) * dtype.itemsize
-            header[name] = {"dtype": type_name(dtype), "shape": [*shape], "data_offsets": [at, end]}
+            header[name] = {"dtype": type_name(dtype, name), "shape": [*shape],
+                            "data_offsets": [at, end]}
             at = end
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
@@ -217,10 +218,11 @@ class Blocks:
         """
         if not 0 <= begin <= end <= self.nbytes:
             raise Broken(f"{self.path} has no bytes {begin:,} to {end:,}")
-        found = bytearray()
+        found = bytearray(end - begin)
         for i in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
-            first = i * BLOCK_BYTES
-            found += memoryview(self.block(i))[max(begin - first, 0) : end - first]
+            first, last = max(begin, i * BLOCK_BYTES), min(end, (i + 1) * BLOCK_BYTES)
+            there = memoryview(self.block(i))[first - i * BLOCK_BYTES : last - i * BLOCK_BYTES]
+            found[first - begin : last - begin] = there
         return found
 
     def block(self, i: int) -> bytes:

@@ -45,6 +45,7 @@ each rank begins a stream of its own. `extra` is rank 0's.
 """
 
 import json
+import operator
 import random
 import shutil
 import sys
@@ -99,13 +100,13 @@ def save(folder: str | Path, model: nn.Module, optimizer: Any = None, *, step: i
 
     Returns a `Saving`, on which an asynchronous save can be waited for.
 
-    Raises `RuntimeError` on all ranks where it cannot be saved; the checkpoints before are then as
-    they were. Keeps I10.
+    Raises `RuntimeError` on all ranks where it cannot be saved, or the asynchronous one before
+    could not be and nobody was told yet; the checkpoints before are then as they were. Keeps I10.
     """
     inventory = Inventory(model, optimizer)
     if inventory.wire.saving:
-        inventory.wire.saving.wait()
-    saving = Saving(inventory, Path(folder), step, keep)
+        inventory.wire.saving.leave()
+    saving = Saving(inventory, Path(folder), operator.index(step), operator.index(keep))
     saving.begin(extra, async_write)
     return saving
 
@@ -123,7 +124,7 @@ class Saving:
         self.writer: Any = None
         self.written: Any = None  # this rank's file: a `Future` of what `_write` returns
         self.hook: Any = None
-        self.failure: RuntimeError | None = None
+        self.ended, self.failure = False, None  # type: tuple[bool, RuntimeError | None]
 
     def begin(self, extra: Any, async_write: bool) -> None:
         """
@@ -140,12 +141,15 @@ class Saving:
         try:
             self.manifest = {"step": self.step, "extra": encode(extra)}
             described = inventory.describe()
+            # To find now what cannot be said in a manifest.
+            inventory.options()
             if self.first:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 sweep(self.folder)
                 self.partial.mkdir()
-        except (OSError, ValueError, Broken) as error:
-            problem = f"{error}"
+        except Exception as error:
+            # Whatever it is: the other ranks wait for this one, and shall hear of it.
+            problem = f"{error}" or repr(error)
         self._agree(problem)
         self.manifest |= inventory.manifest(described)
         entries = inventory.entries(self.manifest)
@@ -158,10 +162,11 @@ class Saving:
             problem = f"{error}"
         self._agree(problem)
         self._fill(entries, async_write)
-        wire.saving = self
         if not async_write:
             self.wait()
-        elif inventory.optimizer is not None:
+            return
+        wire.saving = self
+        if inventory.optimizer is not None:
             self.hook = inventory.optimizer.register_step_pre_hook(self._end_if_done)
 
     def _fill(self, entries: list[Entry], async_write: bool) -> None:
@@ -178,8 +183,7 @@ class Saving:
                 self.writer.write(values)
             copies = [t.detach().to("cpu", copy=True) for t in inventory.tensors(entries[now:])]
         except Exception as error:
-            # Whatever it is: the other ranks wait for this one, and shall hear of it.
-            problem, copies = f"{error}", []
+            problem, copies = f"{error}" or repr(error), []
         worker = ThreadPoolExecutor(1, "zero3-checkpoint")
         self.written = worker.submit(self._write, copies, problem)
         worker.shutdown(wait=False)
@@ -202,8 +206,11 @@ class Saving:
         """
         #### End the save, if all files are written, or one cannot be
 
-        Before each step as long as it lasts (all-gather of two flags).
+        Before each step as long as it lasts (all-gather of two flags). The hook that calls it stays
+        until the next save: torch is going through the hooks now.
         """
+        if self.ended:
+            return
         done = self.written.done()
         failed = done and bool(self.written.result()[0])
         every = self.inventory.wire.gather((done, failed))
@@ -218,13 +225,10 @@ class Saving:
         """
         if self.failure:
             raise self.failure
-        if self.inventory.wire.saving is not self:
-            # It has ended before.
+        if self.ended:
             return self.partial.with_suffix("")
         problem, file = self.written.result()
-        self.inventory.wire.saving = None
-        if self.hook:
-            self.hook.remove()
+        self.ended = True
         self.manifest["files"] = self.inventory.wire.gather(file)
         self._agree(problem)
         try:
@@ -234,10 +238,22 @@ class Saving:
                 with suppress(OSError):
                     for path in [*steps(self.folder).values()][: -self.keep]:
                         remove(path)
-        except OSError as error:
+        except Exception as error:
             problem = f"{error}"
         self._agree(problem)
         return self.partial.with_suffix("")
+
+    def leave(self) -> None:
+        """
+        ### End it, if it has not ended, and have no step look after it any more
+        """
+        try:
+            if not self.ended:
+                self.wait()
+        finally:
+            self.inventory.wire.saving = None
+            if self.hook:
+                self.hook.remove()
 
     def _agree(self, problem: str) -> None:
         """
@@ -251,7 +267,7 @@ class Saving:
                 problem, "make room, or choose another folder; the checkpoints before are as they "
                 "were")
         except RuntimeError as error:
-            self.failure = error
+            self.ended, self.failure = True, error
             if self.writer and not self.written:
                 # Nothing is written: to have the file closed.
                 self._write([], "another rank's")
@@ -278,41 +294,36 @@ def load(folder: str | Path, model: nn.Module, optimizer: Any = None) -> Any:
     another model; model and optimizer are then as they were. Keeps I5 and I10.
     """
     inventory = Inventory(model, optimizer)
-    if inventory.wire.saving:
-        inventory.wire.saving.wait()
+    wire, problem = inventory.wire, ""
+    if wire.saving:
+        wire.saving.leave()
     # Rank 0 chooses: what the others see of a shared folder may be a moment older.
-    wire = inventory.wire
-    path, problem = wire.gather(("", "") if wire.rank else _choose(Path(folder)))[0]
+    path = Path(folder)
+    with suppress(OSError):
+        # `Archive` says better why not.
+        path = newest(path) or path
+    path = wire.gather(path)[0]
     try:
-        if not problem:
-            archive = Archive(path)
-            groups = inventory.check(archive)
-            # Read, and dropped again: all ranks have to find all whole before anything changes.
-            for flat in inventory.flats:
-                for key in ("param", *flat.moments):
-                    inventory.shard(archive, flat, key)
-            for name in inventory.replicated:
-                archive.replicated(wire.rank, name)
-            extra, states = decode(archive.manifest["extra"]), _random_states_of(archive, wire)
-    except (Broken, ValueError, TypeError, KeyError, RuntimeError) as error:
-        problem = f"{error}"
+        archive = Archive(path)
+        groups = inventory.check(archive)
+        # Read, and dropped again: all ranks have to find all whole before anything changes.
+        for flat in inventory.flats:
+            for key in ("param", *flat.moments):
+                inventory.shard(archive, flat, key)
+        for name, t in inventory.replicated.items():
+            shape = archive.replicated(wire.rank, name).shape
+            if shape != t.shape:
+                raise Broken(f"`{name}` is of {tuple(shape)} in the checkpoint, of "
+                             f"{tuple(t.shape)} here")
+        extra, states = decode(archive.manifest["extra"]), _random_states_of(archive, wire)
+    except Exception as error:
+        problem = f"{error}" or repr(error)
     wire.agree(inventory, f"in {path} cannot be loaded", "one of this model and optimizer, as it "
                "was saved", problem, "pass the folder of another one; `python -m zero3.checkpoint "
                "verify` says which are as they were written")
     inventory.take(archive, groups)
     _set_random_states(states, inventory.device)
     return extra
-
-
-def _choose(folder: Path) -> tuple[Path, str]:
-    """
-    #### Which checkpoint to load, or why none
-    """
-    try:
-        sweep(folder)
-        return newest(folder) or folder, ""
-    except OSError as error:
-        return folder, f"{error}"
 
 
 # ---------------------------------------------------------------------------------- random numbers

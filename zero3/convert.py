@@ -9,9 +9,10 @@ whichever ranks had it, and to write it as somebody else has it; to come back is
 of it needs the model, a GPU or more than one process, and none has the whole model in memory. With
 the pieces of files that are under way,
 
-$$\text{memory} \le \text{largest parameter} + 32 \text{ MiB} + 16 \text{ MiB}$$
+$$\text{memory} \le 2 \cdot \text{largest parameter} + 32 \text{ MiB} + 16 \text{ MiB}$$
 
-to write and to read; and `export` has no more than $2^{20}$ elements of a parameter.
+to write and to read, for what torch unpickles it copies; and `export` has no more than $2^{20}$
+elements of a parameter.
 
 | format | command | what it has |
 |---|---|---|
@@ -33,6 +34,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +47,8 @@ from zero3.blocks import BLOCK_BYTES, TYPES, Broken, Writer
 from zero3.formats import from_dcp, from_deepspeed, from_tensors, to_dcp, to_deepspeed
 from zero3.materialise import Source
 
-# Elements of a parameter that `export` has in memory at once.
-_PART_NUMEL = 1 << 20
+# Elements of a parameter that `export` has in memory at once; and its file, where there is one.
+_PART_NUMEL, _ONE = 1 << 20, "model.safetensors"
 
 
 # ------------------------------------------------------------------------------------------- look
@@ -118,8 +120,8 @@ def export(folder: Path, out: Path, dtype: torch.dtype | None = None, file_bytes
         kind = dtype if dtype and own.is_floating_point else own
         parts[param.name] = (kind, param.shape, param)
     for name in archive.manifest["replicated"]:
-        values = archive.replicated(0, name)
-        parts[name] = (values.dtype, tuple(values.shape), values)
+        entry = archive.files[0].header[f"replicated.{name}"]
+        parts[name] = (TYPES[entry["dtype"]], tuple(entry["shape"]), name)
     files: list[dict[str, Any]] = [{}]
     total_bytes = left_bytes = 0
     for name, part in sorted(parts.items(), key=lambda item: -item[1][0].itemsize):
@@ -135,15 +137,19 @@ def export(folder: Path, out: Path, dtype: torch.dtype | None = None, file_bytes
     tied = {other: param.name for param in archive.params for other in param.entry["names"][1:]}
     index: dict[str, str] = {}
     out.mkdir(parents=True, exist_ok=True)
-    for i, each in enumerate(files, 1):
-        name = f"model-{i:05}-of-{len(files):05}.safetensors" if files[1:] else "model.safetensors"
-        like = {name: (kind, shape) for name, (kind, shape, _) in each.items()}
-        with Writer(out / name, like, {"format": "pt", **tied}) as writer:
-            for kind, _, source in each.values():
-                for values in _parts(archive, source):
-                    writer.write(values.to(kind))
-            writer.finish()
-        index |= dict.fromkeys(each, name)
+    with ExitStack() as undo:
+        for i, each in enumerate(files, 1):
+            name = f"model-{i:05}-of-{len(files):05}.safetensors" if files[1:] else _ONE
+            like = {name: (kind, shape) for name, (kind, shape, _) in each.items()}
+            with Writer(out / name, like, {"format": "pt", **tied}) as writer:
+                for kind, _, source in each.values():
+                    for values in _parts(archive, source):
+                        writer.write(values.to(kind))
+                writer.finish()
+            undo.callback((out / name).unlink)
+            index |= dict.fromkeys(each, name)
+        # All are there, and stay.
+        undo.pop_all()
     if files[1:]:
         (out / "model.safetensors.index.json").write_text(json.dumps(
             {"metadata": {"total_size": total_bytes}, "weight_map": index}, indent=1))
@@ -151,12 +157,12 @@ def export(folder: Path, out: Path, dtype: torch.dtype | None = None, file_bytes
           f"to {out}, in {len(files)} files")
 
 
-def _parts(archive: Archive, source: Param | torch.Tensor) -> Iterator[torch.Tensor]:
+def _parts(archive: Archive, source: Param | str) -> Iterator[torch.Tensor]:
     """
-    #### A parameter, a part at a time
+    #### A parameter, a part at a time; or what is whole on each rank, by name
     """
-    if isinstance(source, torch.Tensor):
-        yield source
+    if isinstance(source, str):
+        yield archive.replicated(0, source)
         return
     for begin in range(0, source.numel, _PART_NUMEL):
         yield archive.read(source, "param", begin, min(begin + _PART_NUMEL, source.numel))

@@ -149,8 +149,9 @@ def to_deepspeed(folder: Path, out: Path, torch_adam: bool) -> None:
         if Path(param.name).name != param.name:
             raise Broken(f"`{param.name}` is no name of a folder")
         for key in ("param", *archive.states(param)["moments"]):
-            values = _full(archive, param, key).to(torch.float32)
-            put({"param": values}, "zero", param.name, f"{_FP32 if key == 'param' else key}.pt")
+            # Without a name, which would keep it in memory beside the next one.
+            put({"param": _full(archive, param, key).to(torch.float32)},
+                "zero", param.name, f"{_FP32 if key == 'param' else key}.pt")
         if "step" in (scalars := _scalars(archive, param)):
             taken = int(scalars["step"])
             put(torch.tensor(float(taken)) if torch_adam else taken, "zero", param.name, "step.pt")
@@ -243,8 +244,7 @@ class _DcpWriter(dcp.FileSystemWriter):
                 if item.type == WriteItemType.BYTE_IO:
                     file.write(planner.resolve_data(item).getbuffer())
                 else:
-                    # A copy, for of a view torch would save what is around it, too.
-                    torch.save(self.tensor(item.index.fqn).clone(), file)
+                    torch.save(self.tensor(item.index.fqn), file)
                 length = file.tell() - first
                 results.append(WriteResult(item.index, length, _StorageInfo(name, first, length)))
             file.flush()
@@ -291,7 +291,7 @@ def to_dcp(folder: Path, out: Path) -> None:
     for i, options in enumerate(decode(optimizer["groups"])):
         # Those that say how torch computes are not in a checkpoint, but who loads this asks for
         # them; and a scheduler for the learning rate that it began with.
-        kind = getattr(torch.optim, optimizer["class"])
+        kind = getattr(torch.optim, optimizer["class"], torch.optim.AdamW)
         usual = kind([torch.zeros(1)]).state_dict()["param_groups"]
         names = [p.name for p in archive.params if p.entry["param_group"] == i]
         groups.append({**usual[0], "initial_lr": options.get("lr"), **options, "params": names})

@@ -23,7 +23,8 @@ another.
 
 **Not covered, and what that costs**: what a module keeps for itself by `get_extra_state`; pass it
 as `extra`. A parameter that is loaded into other layers than it was saved from needs the same
-number of steps as the others of its new flat parameter, or there is an error.
+number of steps as the others of its new flat parameter, or there is an error; so does one that
+trains now and did not then.
 """
 
 from collections.abc import Iterator
@@ -111,6 +112,7 @@ class Inventory:
         self.device = layers[0].device
         self.param_groups = optimizer.param_groups if optimizer else []
         self.state = optimizer.state if optimizer else {}
+        self.kind = type(getattr(optimizer, "inner", optimizer)).__name__
         # By their shards: as keys tensors are themselves, whatever is in them.
         owned = {o.group.shard: o for o in getattr(optimizer, "owned", ())}
         groups = {p: i for i, g in enumerate(self.param_groups) for p in g["params"]}
@@ -124,6 +126,9 @@ class Inventory:
                     paths[layer], layer, g, own, own.pieces if own else pieces,
                     [*own.indices] if own else [index] * len(g.slots)))
         shards = {f.group.shard for f in self.flats}
+        self.expect(optimizer is None or any(flat.pieces for flat in self.flats), "cannot save or "
+                    "load this optimizer", "one of this model's shards", type(optimizer).__name__,
+                    "build it on the model, after wrapping")
         # Whole on each rank: buffers, and frozen parameters outside of layers.
         self.replicated: dict[str, torch.Tensor] = {}
         for m, path in paths.items():
@@ -171,6 +176,18 @@ class Inventory:
                            for slot, index in zip(slots, flat.indices, strict=True)]})
         return entries
 
+    def options(self) -> dict[str, Any] | None:
+        """
+        ### What the optimizer knows beside that, for the manifest
+        """
+        return None if self.optimizer is None else {
+            "class": self.kind,
+            "groups": [encode({k: v for k, v in group.items() if k not in _WAYS}, "param group")
+                       for group in self.param_groups],
+            "scale": {key: getattr(self.optimizer, key) for key in
+                      ("loss_scale", "good_steps", "skipped_steps")
+                      if hasattr(self.optimizer, key)}}
+
     def manifest(self, described: list[dict[str, Any]]) -> dict[str, Any]:
         """
         ### What all ranks have together (all-gather; all ranks must call it)
@@ -187,13 +204,7 @@ class Inventory:
         return {
             "world_size": self.wire.world_size, "flats": first, "replicated": [*self.replicated],
             "versions": {"zero3": __version__, "torch": torch.__version__},
-            "optimizer": self.optimizer and {
-                "class": type(getattr(self.optimizer, "inner", self.optimizer)).__name__,
-                "groups": [encode({k: v for k, v in group.items() if k not in _WAYS}, "param group")
-                           for group in self.param_groups],
-                "scale": {key: getattr(self.optimizer, key) for key in
-                          ("loss_scale", "good_steps", "skipped_steps")
-                          if hasattr(self.optimizer, key)}}}
+            "optimizer": self.options()}
 
     def entries(self, manifest: dict[str, Any]) -> list[Entry]:
         """
@@ -258,6 +269,11 @@ class Inventory:
         `Broken` where the two do not fit.
         """
         groups: dict[int, int] = {}
+        saved = (archive.manifest["optimizer"] or {}).get("class", self.kind)
+        if self.optimizer is not None and {saved, self.kind} - {"Adam", "AdamW"} and (
+                saved != self.kind):
+            raise Broken(f"the optimizer is {saved} in the checkpoint, {self.kind} here; without "
+                         "one the weights are loaded alone")
         for flat in self.flats:
             flat.found, flat.states = [], {}
             for slot, index in zip(flat.group.slots, flat.indices, strict=True):
@@ -267,7 +283,10 @@ class Inventory:
                     there = f"of {param.shape}" if param else "missing"
                     raise Broken(f"`{names[0]}` is {there} in the checkpoint, of {shape} here")
                 theirs, states = param.entry["param_group"], archive.states(param)
+                # Now, for an error in the middle of `take` would come too late.
+                decode(states["scalars"])
                 if theirs is not None and index is not None:
+                    decode(archive.manifest["optimizer"]["groups"][theirs])
                     # Which is which is found out here; each is one, and no two are the same.
                     mine = groups.setdefault(theirs, index)
                     if mine != index or [*groups.values()].count(index) > 1:

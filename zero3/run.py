@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 
 from zero3.archive import Archive, decode, sweep
-from zero3.blocks import Broken
 from zero3.checkpoint import newest, save
 from zero3.ledger import Event, Ledger, disk_bytes, held_bytes
 
 # What makes a run another one: a checkpoint of one is not taken up by the other unasked.
 OPTIONS = ("d_model", "layers", "heads", "seq_len", "batch", "accumulate", "steps", "lr", "seed",
-        "dtype", "reduce_dtype", "loss_scale", "clip", "text")
+           "dtype", "reduce_dtype", "loss_scale", "clip", "text")
+
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
@@ -215,7 +215,8 @@ def take_up(args, ranks: Ranks) -> Path | None:
                     f"{found} is not of this run. Expected: the same options. Got: "
                     f"{', '.join(differ)}. What to do: pass `--resume {found}` to go on from it "
                     "all the same, `--resume no` to begin anew, or another --out.")
-        except (Broken, OSError, KeyError, TypeError, ValueError) as error:
+        except Exception as error:
+            # Whatever it is: the other ranks wait for this one, and shall hear of it.
             problem = (f"cannot go on from {found or folder}. Expected: a checkpoint of this job. "
                        f"Got: {error}. What to do: pass --resume with another one, `--resume no` "
                        "to begin anew, or another --out.")
