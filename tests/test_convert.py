@@ -216,6 +216,10 @@ def test_a_universal_folder_has_the_plain_tensors(tmp_path):
     assert len([*(root / "zero").glob("*/*.pt")]) == len(expected)
     assert not command("universal", tmp_path / "out", tmp_path / "back")
     assert same(contents(tmp_path / "back"), expected)
+    # And on to the third.
+    assert not command("universal", tmp_path / "back", tmp_path / "dcp", "--format", "dcp")
+    assert not command("universal", tmp_path / "dcp", tmp_path / "end")
+    assert same(contents(tmp_path / "end"), expected)
 
 
 def test_a_run_leaves_for_another_format_and_comes_back_as_if_it_had_stayed(tmp_path):
@@ -378,7 +382,7 @@ def test_the_command_line_says_what_is_there_and_what_is_broken(tmp_path, capsys
     assert "File exists" in capsys.readouterr().err
     # What is a run's stays a run's.
     assert command("import", tmp_path / "out", tmp_path) == 1
-    assert "has checkpoints already" in capsys.readouterr().err and len(steps(tmp_path)) == 2
+    assert "is not empty" in capsys.readouterr().err and len(steps(tmp_path)) == 2
     for args in (("inspect", tmp_path / "none"), ("import", tmp_path / "none", tmp_path / "x"),
                  ("universal", tmp_path / "none", tmp_path / "x")):
         assert command(*args) == 1

@@ -50,17 +50,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from zero3 import __version__
-from zero3.archive import (
-    Archive,
-    Param,
-    commit,
-    decode,
-    encode,
-    file_name,
-    partial_path,
-    steps,
-    sweep,
-)
+from zero3.archive import Archive, Param, commit, decode, encode, file_name, partial_path
 from zero3.blocks import TYPES, Broken, Writer, type_name
 
 # What DeepSpeed calls the master; the moments have torch's names.
@@ -68,24 +58,23 @@ _FP32 = "fp32"
 
 
 def from_tensors(folder: Path, step: int, tensors: dict[str, dict[str, tuple]],
-          scalars: dict[str, dict[str, Any]], read: Callable[[str, str], torch.Tensor]) -> Path:
+                 scalars: dict[str, dict[str, Any]], read: Callable[[str, str], torch.Tensor]
+                 ) -> None:
     """
     ## Make a checkpoint of plain tensors
 
     As if one rank had saved it, with each parameter alone in a layer.
 
-    * `folder` is a run's; `step` is the number of steps taken
+    * `folder` is empty, or made here; `step` is the number of steps taken
     * `tensors` has, by name of the parameter and by key, data type and shape; `param` is the
       parameter itself, the others are moments
     * `scalars` is what else an optimizer knew of a parameter
     * `read` gives the values of one tensor
+
+    Raises `Broken` where the folder has something in it, which could be a run's.
     """
-    sweep(folder)
-    if steps(folder):
-        # The next save of a run removes what is of later steps; an import is no part of any run.
-        raise Broken(f"{folder} has checkpoints already: choose another folder")
-    partial = partial_path(folder, step)
-    partial.mkdir(parents=True)
+    if step < 0 or (folder.exists() and [*folder.iterdir()]):
+        raise Broken(f"{folder} is not empty, or step {step} is none: choose others")
     flats, entries = [], []  # type: tuple[list[dict[str, Any]], list[tuple]]
     for i, (name, keys) in enumerate(tensors.items()):
         dtype, shape = keys["param"]
@@ -101,20 +90,21 @@ def from_tensors(folder: Path, step: int, tensors: dict[str, dict[str, tuple]],
                 raise Broken(f"`{name}` is of {tuple(shape)}, and its {key} of {tuple(there)}")
             entries.append((f"{i}.{key}", kind, (math.prod(shape),), name, key))
     entries.sort(key=lambda entry: -entry[1].itemsize)
+    unfinished = partial_path(folder, step)
+    unfinished.mkdir(parents=True)
     try:
         like = {at: (kind, shape) for at, kind, shape, *_ in entries}
-        with Writer(partial / file_name(0, 1), like) as writer:
+        with Writer(unfinished / file_name(0, 1), like) as writer:
             for _, kind, _, name, key in entries:
                 writer.write(read(name, key).to(kind))
             file = writer.finish()
     except BaseException:
-        shutil.rmtree(partial)
+        shutil.rmtree(unfinished)
         raise
-    done = commit(partial, {
+    done = commit(unfinished, {
         "step": step, "world_size": 1, "versions": {"zero3": __version__}, "files": [file],
         "flats": flats, "replicated": [], "optimizer": None, "extra": None})
     print(f"wrote {len(tensors)} parameters to {done}")
-    return done
 
 
 def _full(archive: Archive, param: Param, key: str) -> torch.Tensor:
@@ -287,14 +277,19 @@ def to_dcp(folder: Path, out: Path) -> None:
     for name in archive.manifest["replicated"]:
         model[name] = later(archive.replicated(0, name), f"model.{name}",
                             partial(archive.replicated, 0, name))
-    optimizer: dict[str, Any] = archive.manifest["optimizer"] or {"groups": []}
+    # What came from DeepSpeed has moments, and no options: the usual ones, in one group.
+    bare = archive.manifest["optimizer"] is None
+    optimizer: dict[str, Any] = {"class": "AdamW", "groups": [{}][: len(states)]} if bare else (
+        archive.manifest["optimizer"])
     for i, options in enumerate(decode(optimizer["groups"])):
         # Those that say how torch computes are not in a checkpoint, but who loads this asks for
         # them; and a scheduler for the learning rate that it began with.
         kind = getattr(torch.optim, optimizer["class"], torch.optim.AdamW)
         usual = kind([torch.zeros(1)]).state_dict()["param_groups"]
-        names = [p.name for p in archive.params if p.entry["param_group"] == i]
-        groups.append({**usual[0], "initial_lr": options.get("lr"), **options, "params": names})
+        options = {**usual[0], **options}
+        names = [p.name for p in archive.params
+                 if (p.name in states if bare else p.entry["param_group"] == i)]
+        groups.append({"initial_lr": options["lr"], **options, "params": names})
     state = {"model": model, **({"optim": {"state": states, "param_groups": groups}} if groups
                                 else {})}
     with warnings.catch_warnings():
