@@ -32,6 +32,7 @@ Hugging Face's `model.` in front for instance, they have to be changed first.
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -68,8 +69,8 @@ def inspect(folder: Path) -> None:
     for flat in archive.flats:
         kept = ", ".join(f"{key} {dtype}" for key, dtype in flat["keys"].items())
         padding = f" and {flat['padding']} of padding" if flat["padding"] else ""
-        print(f"{flat['numel']:>14,}{padding}, {flat['dtype']} in {flat['layer'] or 'the rest'}; "
-              f"kept: {kept}")
+        print(f"{flat['numel']:>14,}{padding} in layer {flat['layer'] or '(the rest)'}, "
+              f"{flat['dtype']}; kept: {kept}")
         for each in flat["params"]:
             print(f"{math.prod(each['shape']):>18,}  {' = '.join(each['names'])} "
                   f"{tuple(each['shape'])}")
@@ -258,6 +259,9 @@ def main(argv: list[str] | None = None) -> int:
             from_safetensors(args.folder, args.out, args.step)
         else:
             universal(args.folder, args.out, args.format, args.torch_adam, args.step)
+    except BrokenPipeError:
+        # Whoever reads has read enough, and what Python still wants to flush goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (Broken, OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError,
             SafetensorError, CheckpointException) as error:
         what = f"{error}" if isinstance(error, (Broken, OSError)) else f"{error!r}"
