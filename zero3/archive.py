@@ -288,6 +288,16 @@ class Archive:
         except (Broken, OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
             raise Broken(f"`{name}`: {error}") from error
 
+    def announced(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """
+        ### Data type and shape of a buffer, without reading it
+        """
+        try:
+            entry = self.files[0].header[f"replicated.{name}"]
+            return TYPES[entry["dtype"]], tuple(entry["shape"])
+        except (Broken, OSError, ValueError, TypeError, KeyError) as error:
+            raise Broken(f"`{name}`: {error}") from error
+
     def states(self, param: Param) -> dict[str, Any]:
         """
         ### What the optimizer knew of a parameter: names of moments, and numbers

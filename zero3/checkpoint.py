@@ -134,15 +134,13 @@ class Saving:
         while nothing is written yet.
         """
         inventory, wire, problem = self.inventory, self.inventory.wire, ""
-        described: list[dict[str, Any]] = []
+        described, options = [], None  # type: tuple[list[dict[str, Any]], dict[str, Any] | None]
         inventory.expect(self.step >= 0 and self.keep > 0, "cannot be saved", "a `step` of at "
                          "least 0, and at least 1 to `keep`", f"{self.step} and {self.keep}",
                          "pass these")
         try:
             self.manifest = {"step": self.step, "extra": encode(extra)}
-            described = inventory.describe()
-            # To find now what cannot be said in a manifest.
-            inventory.options()
+            described, options = inventory.describe(), inventory.options()
             if self.first:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 sweep(self.folder)
@@ -151,7 +149,7 @@ class Saving:
             # Whatever it is: the other ranks wait for this one, and shall hear of it.
             problem = f"{error}" or repr(error)
         self._agree(problem)
-        self.manifest |= inventory.manifest(described)
+        self.manifest |= inventory.manifest(described, options)
         entries = inventory.entries(self.manifest)
         like = {entry.name: (entry.dtype, entry.shape) for entry in entries}
         path = self.partial / file_name(wire.rank, wire.world_size)

@@ -75,7 +75,7 @@ def inspect(folder: Path) -> None:
             print(f"{math.prod(each['shape']):>18,}  {' = '.join(each['names'])} "
                   f"{tuple(each['shape'])}")
     for name in manifest["replicated"]:
-        print(f"{archive.replicated(0, name).numel():>14,} in {name}, whole on each rank")
+        print(f"{math.prod(archive.announced(name)[1]):>14,} in {name}, whole on each rank")
 
 
 def verify(folders: list[Path]) -> int:
@@ -91,10 +91,12 @@ def verify(folders: list[Path]) -> int:
             for file in archive.files:
                 for i in range(-(-file.nbytes // BLOCK_BYTES)):
                     file.block(i)
-                # Whether the header has what the manifest says.
+                # Whether the header has what the manifest says: to read up to the end from there
+                # is to read nothing more.
                 for i, flat in enumerate(archive.flats):
+                    end = -(-flat["numel"] // archive.world_size)
                     for key in flat["keys"]:
-                        file.read(f"{i}.{key}", 0, -(-flat["numel"] // archive.world_size))
+                        file.read(f"{i}.{key}", end, end)
             print(f"{folder}: as it was written")
         except (Broken, OSError, ValueError, KeyError, TypeError) as error:
             broken = 1
@@ -121,19 +123,9 @@ def export(folder: Path, out: Path, dtype: torch.dtype | None = None, file_bytes
         kind = dtype if dtype and own.is_floating_point else own
         parts[param.name] = (kind, param.shape, param)
     for name in archive.manifest["replicated"]:
-        entry = archive.files[0].header[f"replicated.{name}"]
-        parts[name] = (TYPES[entry["dtype"]], tuple(entry["shape"]), name)
-    files: list[dict[str, Any]] = [{}]
-    total_bytes = left_bytes = 0
-    for name, part in sorted(parts.items(), key=lambda item: -item[1][0].itemsize):
-        nbytes = math.prod(part[1]) * part[0].itemsize
-        if not files[-1]:
-            left_bytes = file_bytes
-        elif nbytes > left_bytes:
-            files.append({})
-            left_bytes = file_bytes
-        files[-1][name] = part
-        left_bytes, total_bytes = left_bytes - nbytes, total_bytes + nbytes
+        parts[name] = (*archive.announced(name), name)
+    files = _files(parts, file_bytes)
+    total_bytes = sum(math.prod(shape) * kind.itemsize for kind, shape, _ in parts.values())
     # As safetensors says it: which name of a tied parameter stands for which others.
     tied = {other: param.name for param in archive.params for other in param.entry["names"][1:]}
     index: dict[str, str] = {}
@@ -156,6 +148,22 @@ def export(folder: Path, out: Path, dtype: torch.dtype | None = None, file_bytes
             {"metadata": {"total_size": total_bytes}, "weight_map": index}, indent=1))
     print(f"wrote {len(parts)} tensors of step {archive.manifest['step']}, {total_bytes:,} bytes, "
           f"to {out}, in {len(files)} files")
+
+
+def _files(parts: dict[str, tuple], file_bytes: int) -> list[dict[str, tuple]]:
+    """
+    #### What goes into which file, larger elements first
+    """
+    files: list[dict[str, tuple]] = [{}]
+    left_bytes = file_bytes
+    for name, part in sorted(parts.items(), key=lambda item: -item[1][0].itemsize):
+        nbytes = math.prod(part[1]) * part[0].itemsize
+        if files[-1] and nbytes > left_bytes:
+            files.append({})
+            left_bytes = file_bytes
+        files[-1][name] = part
+        left_bytes -= nbytes
+    return files
 
 
 def _parts(archive: Archive, source: Param | str) -> Iterator[torch.Tensor]:

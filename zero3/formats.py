@@ -256,26 +256,26 @@ def to_dcp(folder: Path, out: Path) -> None:
     readers: dict[str, Callable[[], torch.Tensor]] = {}
     model, states, groups = {}, {}, []  # type: tuple[dict, dict, list]
 
-    def later(values: torch.Tensor | tuple, name: str, read: Callable[[], torch.Tensor]) -> Any:
+    def later(dtype: torch.dtype, shape: Any, name: str, read: Callable[[], torch.Tensor]) -> Any:
         readers[name] = read
-        shape, dtype = (values.shape, values.dtype) if isinstance(values, torch.Tensor) else values
         return torch.empty(shape, dtype=dtype, device="meta")
 
     for p in archive.params:
         keys = archive.flats[p.flat]["keys"]
         for name in p.entry["names"]:
-            model[name] = later((p.shape, TYPES[keys["param"]]), f"model.{name}",
+            model[name] = later(TYPES[keys["param"]], p.shape, f"model.{name}",
                                 partial(_full, archive, p, "param"))
         known: dict[str, Any] = {}
         for key in archive.states(p)["moments"]:
-            known[key] = later((p.shape, TYPES[keys[key]]), f"optim.state.{p.name}.{key}",
+            known[key] = later(TYPES[keys[key]], p.shape, f"optim.state.{p.name}.{key}",
                                partial(_full, archive, p, key))
         for key, value in _scalars(archive, p).items():
-            known[key] = (later(value, f"optim.state.{p.name}.{key}", value.clone)
+            at = f"optim.state.{p.name}.{key}"
+            known[key] = (later(value.dtype, value.shape, at, value.clone)
                           if isinstance(value, torch.Tensor) else value)
         states |= {p.name: known} if known else {}
     for name in archive.manifest["replicated"]:
-        model[name] = later(archive.replicated(0, name), f"model.{name}",
+        model[name] = later(*archive.announced(name), f"model.{name}",
                             partial(archive.replicated, 0, name))
     # What came from DeepSpeed has moments, and no options: the usual ones, in one group.
     bare = archive.manifest["optimizer"] is None

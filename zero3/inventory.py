@@ -188,11 +188,13 @@ class Inventory:
                       ("loss_scale", "good_steps", "skipped_steps")
                       if hasattr(self.optimizer, key)}}
 
-    def manifest(self, described: list[dict[str, Any]]) -> dict[str, Any]:
+    def manifest(self, described: list[dict[str, Any]], options: dict[str, Any] | None
+                 ) -> dict[str, Any]:
         """
         ### What all ranks have together (all-gather; all ranks must call it)
 
         * `described` is what `describe` gave; here all groups' states come together in a list
+        * `options` is what `options` gave
         """
         first, *others = self.wire.gather(described)
         for other in others:
@@ -204,7 +206,7 @@ class Inventory:
         return {
             "world_size": self.wire.world_size, "flats": first, "replicated": [*self.replicated],
             "versions": {"zero3": __version__, "torch": torch.__version__},
-            "optimizer": self.options()}
+            "optimizer": options}
 
     def entries(self, manifest: dict[str, Any]) -> list[Entry]:
         """
@@ -269,11 +271,7 @@ class Inventory:
         `Broken` where the two do not fit.
         """
         groups: dict[int, int] = {}
-        saved = (archive.manifest["optimizer"] or {}).get("class", self.kind)
-        if self.optimizer is not None and {saved, self.kind} - {"Adam", "AdamW"} and (
-                saved != self.kind):
-            raise Broken(f"the optimizer is {saved} in the checkpoint, {self.kind} here; without "
-                         "one the weights are loaded alone")
+        wanted = self._wanted(archive)
         for flat in self.flats:
             flat.found, flat.states = [], {}
             for slot, index in zip(flat.group.slots, flat.indices, strict=True):
@@ -296,7 +294,11 @@ class Inventory:
                     raise Broken(f"the optimizer knows other things of `{names[0]}`, the number of "
                                  "its steps for instance, than of the rest of its shard")
                 flat.found.append(param)
-            self._check_moments(flat)
+            for index, states in flat.states.items():
+                needs = wanted.get(index, [])
+                if states["moments"] and not {*needs} <= {*states["moments"]}:
+                    raise Broken(f"`{flat.found[0].name}` has {states['moments']} there, and this "
+                                 f"optimizer needs {needs}")
         # What came from another format does not tell buffers from parameters, and may have a tied
         # parameter under each of its names.
         known = {name for flat in self.flats for slot in flat.group.slots
@@ -310,19 +312,24 @@ class Inventory:
                 raise Broken(f"{some}, {len(only)} in all, in {there} and not in {here}")
         return groups
 
-    def _check_moments(self, flat: Flat) -> None:
+    def _wanted(self, archive: Archive) -> dict[int | None, list[str]]:
         """
-        #### Make sure that the moments are those of this optimizer
+        #### The moments that a `Zero3Optimizer` keeps, for each param group
+
+        Raises `Broken` where the optimizer is of another class than the one that was saved.
         """
-        for index in flat.states if flat.owned else ():
-            states: Any = flat.states[index]
-            cls, kwargs = self.optimizer.made_by
-            # For a step with two elements, by which an optimizer shows what it keeps.
-            two = torch.zeros(2, device=self.optimizer.device)
-            wanted, _ = moments_of(cls, kwargs, self.param_groups[index or 0], two)
-            if states["moments"] and not {*wanted} <= {*states["moments"]}:
-                raise Broken(f"`{flat.found[0].name}` has {states['moments']} there, and this "
-                             f"optimizer needs {wanted}")
+        saved = (archive.manifest["optimizer"] or {}).get("class", self.kind)
+        if self.optimizer is not None and {saved, self.kind} - {"Adam", "AdamW"} and (
+                saved != self.kind):
+            raise Broken(f"the optimizer is {saved} in the checkpoint, {self.kind} here; without "
+                         "one the weights are loaded alone")
+        if not isinstance(self.optimizer, Zero3Optimizer):
+            return {}
+        cls, kwargs = self.optimizer.made_by
+        # For a step with two elements, by which an optimizer shows what it keeps.
+        two = torch.zeros(2, device=self.optimizer.device)
+        return {i: moments_of(cls, kwargs, group, two)[0]
+                for i, group in enumerate(self.param_groups)}
 
     def shard(self, archive: Archive, flat: Flat, key: str) -> torch.Tensor:
         """
