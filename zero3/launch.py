@@ -1,0 +1,134 @@
+"""
+# Ranks from Python
+
+`run` starts a worker on several ranks and returns what each of them answers: for notebooks, which
+cannot be started by torchrun, and for tests.
+
+`torchrun` starts a program on each rank. Where the program is a cell, or a test, the ranks have to
+come from within: processes that import a function, join a process group and call it. They are
+forked from a server that has imported torch once, so that to start them takes a tenth of a second.
+
+The same call runs on a laptop and on a machine full of GPUs: with GPUs there is one rank on each,
+and NCCL between them, else there are two ranks on the CPU, and gloo.
+
+**Run this**: the notebooks.
+
+**Not covered, and what that costs**: several machines. There torchrun is the way.
+"""
+
+import importlib
+import multiprocessing
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_CONTEXT: Any = multiprocessing.get_context("forkserver")
+
+
+def preload(*modules: str) -> None:
+    """
+    ## Import modules once, for all ranks
+
+    Before the first of them starts. Optimizers import `torch._dynamo` in their first step.
+    """
+    _CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.distributed", *modules])
+
+
+def default_ranks() -> int:
+    """
+    ## One rank for each GPU, or two on the CPU
+    """
+    return torch.cuda.device_count() or 2
+
+
+def run(worker: Callable | str, world_size: int | None = None, *args: Any, device: str = "auto",
+        timeout_s: float = 120) -> list[Any]:
+    """
+    ## Run a worker on each rank, and return the answers in rank order
+
+    * `worker` is called with `args`. It lives in a module, for other processes import it; written
+      `"module:function"` it need not be imported here, and each call sees the file as it is now
+    * `world_size` is the number of ranks; left out, `default_ranks()`
+    * `device` is "cpu", or "auto": a GPU for each rank where there are as many
+
+    Raises `AssertionError` with the traceback of each rank that failed. A rank that has not
+    answered after `timeout_s` seconds is an error, not a hang.
+    """
+    world_size = world_size or default_ranks()
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(world_size):
+            mine, theirs = _CONTEXT.Pipe(duplex=False)
+            process = _CONTEXT.Process(
+                target=_rank, daemon=True,
+                args=(worker, rank, world_size, f"{folder}/store", device, theirs, args))
+            process.start()
+            theirs.close()
+            pipes.append(mine)
+            processes.append(process)
+        try:
+            answers = [_answer(pipe, rank, timeout_s) for rank, pipe in enumerate(pipes)]
+        finally:
+            for process in processes:
+                process.join(timeout=5)
+                process.kill()
+    if failed := [text for good, text in answers if not good]:
+        raise AssertionError("\n".join(failed))
+    return [result for _, result in answers]
+
+
+def my_device() -> torch.device:
+    """
+    ## The device of this rank, in a worker
+    """
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _answer(pipe: connection.Connection, rank: int, timeout_s: float) -> tuple[bool, Any]:
+    """
+    #### What a rank answers, or why it does not
+    """
+    if not pipe.poll(timeout_s):
+        return False, f"rank {rank}: no answer after {timeout_s} s"
+    try:
+        return pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        return False, f"rank {rank}: the process ended without an answer"
+
+
+def _rank(worker, rank: int, world_size: int, store: str, device: str, pipe, args) -> None:
+    """
+    #### The life of a rank
+    """
+    # Ranks share the cores; more threads than cores would wait for each other.
+    torch.set_num_threads(1)
+    gpu = device == "auto" and torch.cuda.device_count() >= world_size
+    try:
+        if gpu:
+            torch.cuda.set_device(rank)
+        dist.init_process_group(
+            "nccl" if gpu else "gloo", init_method=f"file://{Path(store)}", rank=rank,
+            world_size=world_size, timeout=timedelta(seconds=60))
+        if isinstance(worker, str):
+            module, function = worker.split(":")
+            worker = getattr(importlib.import_module(module), function)
+        answer = (True, worker(*args))
+    except BaseException:
+        answer = (False, f"rank {rank}:\n{traceback.format_exc()}")
+    # Pickled here: the pipe would pass tensors on as shared memory, which ends with this process.
+    pipe.send_bytes(pickle.dumps(answer))
+    # Nobody leaves before all have answered: a rank that is gone takes the others' messages along.
+    pipe.close()
+    if answer[0]:
+        dist.barrier()
+        dist.destroy_process_group()
