@@ -1,6 +1,6 @@
 # Two commands to begin with: `make train` and `make test`. Each sets up what it needs.
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check bench clean
+.PHONY: help setup train test check bench notebooks docs tape exercise clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "zero3 needs Python 3.10 or newer, and $(PYTHON) is %d.%d. Set PYTHON=..." % sys.version_info[:2])'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[tests]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[tests,docs,notebooks]'
 	@touch $@
 
 train: $(STAMP) ## Train a small GPT in shards, NPROC=2 ranks (ARGS="--help" lists the options)
@@ -39,6 +39,18 @@ check: $(STAMP) ## Check style and types
 
 bench: $(STAMP) ## Measure against plain data parallelism and FSDP2
 	$(BIN)/python -m tests.bench $(ARGS)
+
+notebooks: $(STAMP) ## Execute the notebooks and compare (ARGS=--write keeps what comes out)
+	$(BIN)/python -m notebooks.run $(ARGS)
+
+docs: $(STAMP) ## Build the book, build/site/index.html
+	$(BIN)/python -m docs.build $(ARGS)
+
+tape: $(STAMP) ## Record a step on two ranks, as tape.json and as a trace for Perfetto, in runs/tape
+	$(BIN)/python -m docs.tape --out runs/tape $(ARGS)
+
+exercise: $(STAMP) ## Check your answer to exercise N, from 1 to 7 (make exercise N=1)
+	$(BIN)/python -m docs.exercises.check $(N) $(ARGS)
 
 clean: ## Remove the environment and everything that runs left behind
 	rm -rf .venv build *.egg-info runs logs .pytest_cache .mypy_cache .ruff_cache .hypothesis

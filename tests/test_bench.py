@@ -18,6 +18,7 @@ def test_the_benchmark_trains_its_peers_alike_and_ours_sends_less_than_fsdp2(tmp
     `_post_backward_hook`, or other weights in `wrap` break it. Ours sends three times the
     parameters, a little less when wrapped, and FSDP2 on gloo four, if `Wire` exchanges messages and
     not collectives.
+    Proves I1, `Zero3Layer._post_backward_hook`, `wrap`.
     """
     out = tmp_path / "bench.json"
     sizes = "--dim 32 --blocks 2 --heads 2 --seq 32 --batch 2 --warmup 0 --steps 3 --rounds 1"
@@ -46,6 +47,7 @@ def test_the_benchmark_trains_its_peers_alike_and_ours_sends_less_than_fsdp2(tmp
 def test_the_benchmark_of_steps_times_ours_and_fsdp2s_on_the_same_model(tmp_path):
     """
     It says nothing of speed here, for the model is tiny. Breaks where a peer cannot step twice.
+    Proves `Zero3Optimizer.step`.
     """
     out = tmp_path / "step.json"
     sizes = "--dim 32 --blocks 1 --heads 2 --seq 32 --batch 2"
@@ -63,6 +65,7 @@ def test_messages_send_half_of_what_gloos_reduce_scatter_sends(tmp_path):
     """
     Where the loopback's count is exact: a reduce-scatter by messages sends what an all-gather
     does, and gloo's own twice that. Headers add less than a hundredth.
+    Proves `Wire`, `Wire.reduce_scatter`, `Wire._exchange`.
     """
     out = tmp_path / "comm.json"
     done = subprocess.run(
@@ -82,6 +85,7 @@ def test_messages_send_half_of_what_gloos_reduce_scatter_sends(tmp_path):
 def test_the_benchmark_of_checkpoints_writes_as_many_bytes_plainly(tmp_path):
     """
     And leaves nothing but its results. It says nothing of speed here.
+    Proves `checkpoint.save`, `File.move`.
     """
     (tmp_path / "saved").mkdir()
     command = [sys.executable, "-m", "tests.bench", "--save", str(tmp_path / "saved"), "--gib",
@@ -98,6 +102,7 @@ def test_the_benchmark_of_checkpoints_writes_as_many_bytes_plainly(tmp_path):
 def test_the_benchmark_of_the_disk_asks_fio_for_the_same(tmp_path):
     """
     Ratios of what each got from the same disk, in the same round. It says nothing of speed here.
+    Proves `measure`, `File.move`.
     """
     if shutil.which("fio") is None:
         pytest.skip("needs fio")

@@ -68,6 +68,7 @@ def measure(name, moments):
 def test_the_formulas_give_the_bytes_at_rest_at_the_peak_and_on_the_wire(name, world_size):
     """
     Breaks with any buffer kept an event longer, any gather too many, any copy of a layer.
+    Proves I2, I3, I4, `predict`, `_Step`, `describe`, `_parameters`.
     """
     for moments, step_bytes in ((2, 4), (0, 0)):
         p = predict(describe(models()[name]), world_size, moments=moments, step_bytes=step_bytes)
@@ -90,6 +91,7 @@ def test_a_step_sends_three_times_the_model_less_the_last_layers_second_gather()
     """
     I4 in elements: 3 Psi (N-1)/N, minus the last layer's share of that for one gather. Breaks where
     the last layer is freed after forward.
+    Proves I4, `Zero3Layer._release`, `Wire.all_gather`, `Wire.reduce_scatter`.
     """
     for world_size in (2, 4):
         psi, last = 400, 100
@@ -119,6 +121,7 @@ def test_recomputation_sends_nothing_more():
     """
     I4 under activation checkpointing, around each layer and around three at once. Breaks where a
     forward inside of backward frees the layer at its end.
+    Proves I4, `Zero3Layer.forward`, `in_backward`.
     """
     plain = run(sent_with_checkpoints, 2, None)
     assert plain[0] == (3 * 5 * 36 * 4 - 36 * 4, 3 * 5 - 1)
@@ -167,6 +170,7 @@ def test_the_ledger_sees_every_tensor_that_is_alive():
     At each event, what the ledger adds up and what the garbage collector finds differ by the
     activations alone: one row of 64 for each of three layers, where a layer or a gradient has 4160
     elements. Breaks with a buffer that the ledger does not know of.
+    Proves `Ledger`, `Ledger.__init__`, `Ledger.record`, `held_bytes`.
     """
     for seen in run(witness, 2):
         for event, unseen_bytes in seen:
@@ -185,7 +189,8 @@ def test_the_next_layer_is_fetched_before_this_one_computes():
     """
     Overlap as an order of events: forward, gather $i+1$ starts before layer $i$ computes; backward,
     gather $i-1$ starts before layer $i$ has a gradient, and its reduce runs until the next begins.
-    Breaks without the fetch in `__iter__` or the one in `_pre_backward_hook`.
+    Breaks without the fetch in `walk` or the one in `_pre_backward_hook`.
+    Proves `Zero3Sequential.walk`, `Zero3Layer._pre_backward_hook`, `Reducer.add`, `Reducer.end`.
     """
     events = run(events_of_two_steps, 2)
     assert events[0] == events[1]
@@ -204,6 +209,7 @@ def test_the_next_layer_is_fetched_before_this_one_computes():
 def test_the_tape_is_empty_when_nobody_listens():
     """
     Outside of its context a ledger records nothing.
+    Proves `Ledger`, `Silence`, `Silence.record`.
     """
     layer = Zero3Layer(nn.Linear(3, 2))
     with Ledger(layer) as tape:
@@ -229,6 +235,7 @@ PAPER = {
 def test_the_stages_give_every_cell_of_zeros_table_1(ranks):
     """
     All 54 cells, to the last digit that the paper prints; it cuts some off and rounds others.
+    Proves `stages`.
     """
     for params, cells in zip((7.5e9, 128e9, 1e12), PAPER[ranks], strict=True):
         for bytes_, cell in zip(stages(params, ranks)[1:], cells, strict=True):
@@ -237,6 +244,11 @@ def test_the_stages_give_every_cell_of_zeros_table_1(ranks):
 
 
 def test_the_bases_are_16_18_and_20_bytes():
+    """
+    On one rank all stages need the bytes that each basis counts; on many, stage 3 needs an $N$-th.
+    Breaks where a basis leaves out a term.
+    Proves `stages`.
+    """
     for basis in (16, 18, 20):
         assert stages(1, 1, basis) == [basis] * 4
         assert stages(1000, 1000, basis)[3] == basis
@@ -255,6 +267,7 @@ def test_sharding_never_predicts_more_than_data_parallelism_and_its_padding(part
     """
     For any chain: at rest a rank holds an $N$-th of the model and at most an element of padding per
     layer; a step sends at most three times the padded model.
+    Proves `predict`, `data_parallel`, `LayerSpec`, `Part`.
     """
     layers = [LayerSpec((Part(*part),)) for part in parts]
     p, whole = predict(layers, world_size, step_bytes=0), data_parallel(layers, world_size)
@@ -268,6 +281,7 @@ def test_sharding_never_predicts_more_than_data_parallelism_and_its_padding(part
 def test_the_command_line_prints_the_three_stages_with_their_bases():
     """
     ZeRO's own example: 7.5 billion parameters on 64 ranks take 120, 31.4, 16.6 and 1.9 GB.
+    Proves `estimate.main`, `show_stages`, `number`.
     """
     command = [sys.executable, "-m", "zero3.estimate", "--ranks", "64", "--params"]
     text = subprocess.run([*command, "7.5e9"], capture_output=True, text=True, check=True).stdout

@@ -155,6 +155,7 @@ def test_a_run_goes_on_on_any_number_of_ranks(tmp_path, kind, dtype, tier, torch
     Saved on 2 ranks after three steps, taken up on 1, 2, 3 and 4: two steps later weights, moments
     and the counts of steps are those of a run that never stopped. On 2 ranks bit for bit. Breaks
     where a shard is cut wrongly, a moment forgotten, or padding taken for a parameter.
+    Proves `checkpoint.save`, `load`, `Inventory.shard`, `Inventory.take`.
     """
     there = (kind, dtype, tier, tmp_path)
     run(goes_on, 2, None, tmp_path / "a", *there, 3, torchs)
@@ -177,6 +178,7 @@ def test_what_is_saved_is_what_plain_pytorch_has(tmp_path):
     """
     Weights, both moments and steps of plain AdamW on the global batch, read from the files of three
     ranks by parameter. Breaks where a name belongs to another place in the flat parameter.
+    Proves `Inventory.describe`, `Inventory.tensors`, `Archive.states`, `_Slot`.
     """
     run(goes_on, 3, None, tmp_path, "chain", FP64, "device", None, 3)
     model = plain().double()
@@ -216,6 +218,7 @@ def test_another_tier_and_another_dtype_may_load_it(tmp_path, tier, other, dtype
     """
     The masters and the moments come back as they were, and the weights are them, rounded; from a
     chain into a wrapped model. Breaks where the rounded weights are saved in place of the masters.
+    Proves I8, `Inventory.here`, `Inventory.take`, `Flat`, `Flat.moments`.
     """
     before = run(saves, 2, tmp_path / "a", "chain", dtype, tier, tmp_path)[0]
     folders = (tmp_path / "a", tmp_path / "b")
@@ -250,6 +253,7 @@ def draws_on(folder, load_it):
 def test_random_numbers_go_on_on_each_rank(tmp_path):
     """
     On as many ranks each stream goes on where it was; on more, each rank has one of its own.
+    Proves `_random_states`, `_random_states_of`, `_set_random_states`.
     """
     drawn = run(draws_on, 2, tmp_path, False)
     assert run(draws_on, 2, tmp_path, True) == drawn
@@ -283,6 +287,11 @@ def saves_tied(folder, source):
 
 
 def test_a_tied_parameter_is_saved_once_and_found_by_either_name(tmp_path):
+    """
+    In the manifest it has both of its names, and another number of ranks finds it by them. Breaks
+    where a unit knows a parameter of another one by one name alone.
+    Proves `Inventory.names`, `Param`, `Archive`.
+    """
     one = run(saves_tied, 2, tmp_path / "a", None)[0]
     assert same(one, run(saves_tied, 3, tmp_path / "b", tmp_path / "a")[0])
     assert torch.equal(one["a.0.weight"], one["c.0.weight"])
@@ -300,6 +309,7 @@ def test_a_rank_writes_its_shards_and_nothing_else(tmp_path):
     """
     The formula of `checkpoint.py`, with its padding: masters and moments of what trains, and what
     is frozen as it is. Breaks where parameters are written beside their masters.
+    Proves I5, `Inventory.entries`, `Inventory.manifest`, `Entry`, `Writer`.
     """
     run(saves, 3, tmp_path, "chain", BF16, "device", None)
     archive = Archive(newest(tmp_path))
@@ -320,6 +330,7 @@ def test_a_range_of_a_parameter_is_read_from_its_own_blocks(tmp_path, monkeypatc
     """
     The bound in `blocks.py`: n bytes are in n / 2^20 blocks, rounded up, and one more. Breaks where
     a reader reads what it does not need.
+    Proves `Archive.read`, `Blocks.read`, `Blocks.raw`, `Blocks.block`.
     """
     big = {"a": torch.arange(3 << 20, dtype=FP32), "b": torch.ones(1 << 20)}
     announced = {name: {"param": (t.dtype, t.shape)} for name, t in big.items()}
@@ -366,6 +377,7 @@ def test_states_in_files_do_not_come_to_memory_together(tmp_path):
     Twenty layers whose states are in files: to save and to load them takes the pieces of a file
     that are under way, 32 MiB, and a shard, and not the states. An asynchronous save writes them at
     once.
+    Proves `Writer.write`, `Inventory.tensors`, `Inventory.entries`, `Saving._fill`.
     """
     for grown, states in run(saves_from_files, 1, tmp_path / "a", tmp_path):
         assert states > 100 and max(grown) < 60, (grown, states)
@@ -408,6 +420,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, torchs):
     """
     Two steps are taken before a byte is written, and what is written is of before them. Breaks
     where an asynchronous save waits, or writes what has changed since.
+    Proves `Saving`, `Saving.begin`, `Saving._fill`, `Saving.wait`.
     """
     expected = ["step", "step", "write"], True, True
     assert run(saves_meanwhile, 2, tmp_path, torchs) == [expected] * 2
@@ -450,6 +463,7 @@ def test_a_write_that_failed_is_an_error_in_the_next_step(tmp_path):
     """
     On all ranks, before the step changes anything; then training may go on, and save again, and a
     step that finds the files written makes the checkpoint. Breaks where a thread's error is lost.
+    Proves I10, `Saving._write`, `Saving._end_if_done`, `Saving._agree`, `Saving.leave`.
     """
     for rank, (message, again, unchanged, names) in enumerate(run(fails_meanwhile, 2, tmp_path)):
         assert again == message
@@ -465,6 +479,7 @@ def test_the_newest_are_kept_and_a_step_may_be_saved_again(tmp_path):
     """
     Two stay. A run that is taken up again at an earlier step replaces what it comes to again, and
     has nothing of later steps any more. What others have put into the folder is theirs.
+    Proves `checkpoint.save`, `steps`, `_settle`, `_named`.
     """
     model, optimizer = shard(plain())
     (tmp_path / "step-notes").mkdir()
@@ -496,6 +511,7 @@ def test_the_newest_are_kept_and_a_step_may_be_saved_again(tmp_path):
 def test_small_things_come_back_as_they_were(value):
     """
     Through JSON, which knows neither tuples nor keys that are numbers.
+    Proves `encode`, `decode`, `type_name`.
     """
     there = decode(json.loads(json.dumps(encode(value))))
     # By their text, for tensors are not equal to each other as a whole.
@@ -503,7 +519,10 @@ def test_small_things_come_back_as_they_were(value):
 
 
 def test_an_extra_that_is_no_plain_thing_is_refused_by_its_place(tmp_path):
-    """And nothing of it is left."""
+    """
+    And nothing of it is left.
+    Proves `encode`, `Saving.begin`, `Saving._agree`.
+    """
     model, _ = shard(plain())
     with pytest.raises(RuntimeError, match=r"Got: `extra\['a'\]\[1\]` is a Random.*What to do"):
         save(tmp_path, model, step=0, extra={"a": [1, random.Random()]})
@@ -539,6 +558,7 @@ def test_every_flipped_byte_is_found_and_named(saved):
     """
     In the manifest and in a rank's file: each is refused, by the file's name, its rank, and where
     it is a parameter's, by that. Breaks where something is used before it is checked.
+    Proves `checksums`, `Blocks.block`, `_read_manifest`.
     """
     path, model, optimizer = saved
     for name in (MANIFEST, file_name(0, 1)):
@@ -560,6 +580,11 @@ def test_every_flipped_byte_is_found_and_named(saved):
 
 
 def test_every_truncated_and_every_missing_file_is_found_and_named(saved):
+    """
+    The manifest and a rank's file, cut at several lengths, one byte too long, and gone; and a
+    folder without any checkpoint. Breaks where a length is not looked at.
+    Proves `Archive.__init__`, `Blocks`, `_read_manifest`.
+    """
     path, model, optimizer = saved
     for name in (MANIFEST, file_name(0, 1)):
         good = (path / name).read_bytes()
@@ -579,6 +604,7 @@ def test_what_is_damaged_late_in_a_file_is_found_by_the_rank_that_reads_it(tmp_p
     """
     In a block that belongs to the second parameter alone: the error has its name, and the first can
     still be read.
+    Proves `Archive.read`, `Blocks.block`, `Blocks.header`, `Writer._move`.
     """
     big = {"a": torch.ones(1 << 19), "b": torch.ones(1 << 19)}
     announced = {name: {"param": (t.dtype, t.shape)} for name, t in big.items()}
@@ -604,6 +630,11 @@ def rewrite(path, change):
 
 
 def test_a_newer_format_says_so(saved):
+    """
+    By both numbers, and with the cure. Breaks where the schema is looked at first, which a newer
+    format may have changed.
+    Proves `_read_manifest`.
+    """
     path, model, optimizer = saved
     rewrite(path, lambda told: told.update(version=2))
     refused(path, model, optimizer, "is of format 2, and this is zero3 for format 1")
@@ -612,6 +643,7 @@ def test_a_newer_format_says_so(saved):
 def test_another_model_or_optimizer_is_refused_by_name(saved):
     """
     Before anything has changed. Breaks where sizes alone are compared.
+    Proves `Inventory`, `Inventory.check`, `Inventory._wanted`.
     """
     path, *_ = saved
     for make, expected in (
@@ -641,6 +673,7 @@ def test_param_groups_are_found_by_their_parameters(saved):
     """
     Groups in another order get their own options back; parameters that are grouped otherwise are
     refused.
+    Proves `Inventory.check`, `Inventory.options`, `Inventory._take_options`.
     """
     path, *_ = saved
     model, _ = shard(plain(1))
@@ -657,7 +690,10 @@ def test_param_groups_are_found_by_their_parameters(saved):
 
 
 def test_a_buffer_of_another_shape_is_refused_before_anything_changes(saved):
-    """Breaks where a value is spread over a whole buffer, or the weights are there already."""
+    """
+    Breaks where a value is spread over a whole buffer, or the weights are there already.
+    Proves `load`, `Archive.replicated`.
+    """
     path, model, optimizer = saved
     counts = next(m for m in model.modules() if isinstance(m, Counts))
     counts.mean = torch.zeros(1)
@@ -682,7 +718,10 @@ def loads_what_another_writes(folder):
 
 
 def test_to_load_changes_nothing_in_a_folder_that_somebody_saves_to(tmp_path):
-    """Breaks where a load takes what is being written for leftovers."""
+    """
+    Breaks where a load takes what is being written for leftovers.
+    Proves `load`, `newest`, `partial_path`.
+    """
     expected = ["step-00000001", "step-00000002.partial"], "step-00000002"
     assert run(loads_what_another_writes, 2, tmp_path) == [expected] * 2
 
@@ -714,7 +753,10 @@ def fails_on_one_rank(folder):
 
 
 def test_what_fails_on_one_rank_is_an_error_on_all(tmp_path):
-    """Whatever it is. Breaks where an exception leaves the other ranks waiting."""
+    """
+    Whatever it is. Breaks where an exception leaves the other ranks waiting.
+    Proves `Saving.begin`, `load`, `Wire.agree`.
+    """
     assert run(fails_on_one_rank, 2, tmp_path) == [[True] * 3] * 2
 
 
@@ -732,7 +774,10 @@ def looks_beside_others(folder):
 
 
 def test_a_save_that_a_step_ends_leaves_one_hook_at_most(tmp_path):
-    """Breaks where it is removed while torch goes through the hooks."""
+    """
+    Breaks where it is removed while torch goes through the hooks.
+    Proves `Saving._end_if_done`, `Saving.leave`.
+    """
     assert run(looks_beside_others, 1, tmp_path) == [2]
 
 
@@ -809,6 +854,7 @@ def test_a_fuzzed_manifest_neither_crashes_nor_leads_out_of_its_folder(tmp_path)
     """
     With a right checksum, too: whatever it says, what comes is our error, or a checkpoint that is
     the same in all that matters.
+    Proves `file_name`, `Archive._check`, `Archive.announced`, `_fit`.
     """
     model, optimizer = shard(plain())
     train(model, optimizer, 0)
@@ -855,6 +901,7 @@ def test_a_disk_that_is_full_is_an_error_on_all_ranks_and_loses_nothing(tmp_path
     """
     The system refuses to give a file of one rank its space, or to take the bytes after all. The
     checkpoint before is as it was, and the next save goes through.
+    Proves I10, `Writer.__init__`, `Writer.finish`, `Saving._agree`.
     """
     for rank, (message, names, _, after) in enumerate(run(disk_full, 2, tmp_path, when)):
         assert f"rank {rank}: the checkpoint of step 2 cannot be saved to {tmp_path}" in message
@@ -879,6 +926,11 @@ def no_right(folder):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be somebody else")
 def test_no_permission_is_an_error_with_the_file(tmp_path):
+    """
+    Of the folder that cannot be made, and of the file that cannot be read. Breaks where only some
+    errors of the system are caught.
+    Proves `Saving.begin`, `load`.
+    """
     model, _ = shard(plain())
     save(tmp_path, model, step=0)
     for path in (tmp_path, *tmp_path.parents[:-2]):
@@ -897,6 +949,7 @@ def test_a_sharded_module_has_no_state_dict(kind):
     """
     Whoever asks, the model, a layer or the module that was wrapped, is told so, and what to do.
     Breaks where shards, or nothing, would be saved as if they were the weights.
+    Proves `Zero3Layer.__init__`, `Zero3Model.destroy`.
     """
     inner = plain()
     first = inner[0]
@@ -911,6 +964,11 @@ def test_a_sharded_module_has_no_state_dict(kind):
 
 
 def test_a_model_that_is_not_sharded_has_nothing_to_save(tmp_path):
+    """
+    Nor has one with a trainable parameter outside of all layers; a frozen one there is saved whole.
+    Breaks where such a parameter is left out without a word.
+    Proves `Inventory`, `Archive.replicated`.
+    """
     with pytest.raises(RuntimeError, match=r"Expected: a model of Zero3Layers. Got: Linear"):
         save(tmp_path, nn.Linear(2, 2), step=0)
     mixed = nn.Sequential(Zero3Layer(nn.Linear(2, 2)), nn.Linear(2, 2))
@@ -921,7 +979,41 @@ def test_a_model_that_is_not_sharded_has_nothing_to_save(tmp_path):
     assert Archive(newest(tmp_path)).replicated(0, "1.weight").equal(mixed[1].weight)
 
 
+def test_a_checkpoint_has_its_name_only_after_all_of_it_is_on_the_disk(tmp_path, monkeypatch):
+    """
+    The file and its folder are forced out before the manifest is renamed into it, the folder again
+    before it gets its own name, and the folder around it in the end. Breaks without `fsync`, which
+    no killed process shows, for what it wrote is still in the page cache.
+    Proves I10, `force_out`, `archive.commit`.
+    """
+    calls, fsync, rename = [], os.fsync, os.rename
+
+    def told(fd):
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        calls.append(f"force out {path.relative_to(tmp_path)}")
+        fsync(fd)
+
+    def renamed(old, new):
+        calls.append(f"rename to {Path(new).relative_to(tmp_path)}")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", told)
+    monkeypatch.setattr(os, "rename", renamed)
+    save(tmp_path / "run", *shard(plain()), step=1)
+    final = "run/step-00000001"
+    partial = f"{final}.partial"
+    assert calls == [
+        f"force out {partial}/rank-00000-of-00001.safetensors", f"force out {partial}",
+        f"force out {partial}/manifest.json.partial", f"rename to {partial}/manifest.json",
+        f"force out {partial}", f"rename to {final}", "force out run"]
+
+
 def test_a_writer_leaves_no_file_after_an_exception(tmp_path):
+    """
+    What is half written would look like a file of tensors. Breaks without the `unlink` in
+    `__exit__`.
+    Proves `Writer`.
+    """
     with pytest.raises(ZeroDivisionError), Writer(tmp_path / "x", {"a": (FP32, (3,))}) as writer:
         writer.write(torch.ones(2))
         raise ZeroDivisionError

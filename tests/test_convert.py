@@ -6,6 +6,8 @@ import ctypes
 import json
 import os
 import resource
+import sys
+import types
 import warnings
 
 import pytest
@@ -90,6 +92,7 @@ def test_an_export_opens_in_plain_pytorch_with_equal_logits(tmp_path):
     """
     A model that three ranks saved, as one file and as several with an index, to the last bit.
     Breaks where a parameter lies elsewhere, or has another name than in the plain model.
+    Proves `export`, `_files`, `_parts`, `_at`.
     """
     ids = torch.randint(256, (2, 8))
     logits = run(saves_gpt, 3, tmp_path / "run", ids)[0]
@@ -120,6 +123,7 @@ def saves_gpt2(folder):
 def test_an_export_of_tied_weights_opens_in_hugging_face_and_by_safetensors(tmp_path):
     """
     Once in the file, and the other name in its header, as safetensors has it.
+    Proves `export`, `Inventory.names`.
     """
     run(saves_gpt2, 2, tmp_path)
     assert not command("export", tmp_path, tmp_path / "out")
@@ -133,7 +137,10 @@ def test_an_export_of_tied_weights_opens_in_hugging_face_and_by_safetensors(tmp_
 
 
 def test_an_export_in_bf16_is_the_masters_rounded(tmp_path):
-    """And without `--dtype` it is what the model computed with."""
+    """
+    And without `--dtype` it is what the model computed with.
+    Proves `export`.
+    """
     whole = run(saves, 2, tmp_path, torch.bfloat16)[0]
     masters = contents(tmp_path)
     for out, options in (("own", ()), ("fp32", ("--dtype", "F32"))):
@@ -145,6 +152,11 @@ def test_an_export_in_bf16_is_the_masters_rounded(tmp_path):
 
 
 def test_what_is_imported_loads_like_what_was_exported(tmp_path):
+    """
+    Weights, from several files with an index, under the step that was asked for; and a buffer.
+    Breaks where a name is lost, or a buffer is only looked for where a rank's own would be.
+    Proves `from_safetensors`, `from_tensors`, `Source.files`, `Archive.replicated`.
+    """
     whole = run(saves, 2, tmp_path / "run")[0]
     assert not command("export", tmp_path / "run", tmp_path / "out", "--file-bytes", 300)
     assert not command("import", tmp_path / "out", tmp_path / "back", "--step", 7)
@@ -181,6 +193,7 @@ def test_no_conversion_has_the_model_in_memory(tmp_path):
     Of 320 MiB in parameters of 64 MiB: an export takes what is under way in files and a part of a
     parameter; the others take a parameter as well, twice where torch copies it. Breaks where
     tensors are collected before they are written.
+    Proves `_parts`, `from_dcp`, `_DcpWriter`, `Writer._flush`.
     """
     names = [f"{i}.weight" for i in range(5)]
     big = torch.ones(4096, 4096)
@@ -203,6 +216,7 @@ def test_a_universal_folder_has_the_plain_tensors(tmp_path):
     """
     Each file of DeepSpeed's layout opens by torch, without our code or theirs, and has what the
     checkpoint has of that parameter; and what is read back from it is the same once more.
+    Proves `to_deepspeed`, `from_deepspeed`, `to_dcp`, `universal`.
     """
     run(goes_on, 2, tmp_path / "run", None)
     assert not command("universal", tmp_path / "run", tmp_path / "out")
@@ -222,10 +236,34 @@ def test_a_universal_folder_has_the_plain_tensors(tmp_path):
     assert same(contents(tmp_path / "end"), expected)
 
 
+def test_deepspeeds_classes_are_not_needed_and_others_are_refused(tmp_path, capsys):
+    """
+    Its model states name a few of its classes. They are read as empty ones; any other class in the
+    pickle, which could do anything, is an error.
+    Proves `_Stub`, `from_deepspeed`.
+    """
+    run(goes_on, 2, tmp_path / "run", None)
+    assert not command("universal", tmp_path / "run", tmp_path / "out")
+    root = tmp_path / "out" / (tmp_path / "out" / "latest_universal").read_text()
+    states = root / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    about = torch.load(states, weights_only=True)
+    for name, good in (("LossScaler", True), ("Surprise", False)):
+        module = types.ModuleType("deepspeed.runtime.fp16.loss_scaler")
+        scaler = type(name, (), {"__module__": module.__name__})
+        setattr(module, name, scaler)
+        with pytest.MonkeyPatch.context() as patch:
+            for i in range(4):
+                patch.setitem(sys.modules, module.__name__.rsplit(".", i)[0], module)
+            torch.save({**about, "loss_scaler": scaler()}, states)
+        assert command("universal", tmp_path / "out", tmp_path / name) == (not good)
+    assert "Surprise" in capsys.readouterr().err
+
+
 def test_a_run_leaves_for_another_format_and_comes_back_as_if_it_had_stayed(tmp_path):
     """
     Two steps, out, back, one more step on another number of ranks: weights, moments and counts are
     those of three steps.
+    Proves `universal`, `from_deepspeed`, `from_dcp`, `from_tensors`.
     """
     run(goes_on, 2, tmp_path / "all", None)
     run(saves, 3, tmp_path / "run")
@@ -277,6 +315,7 @@ def test_fsdp2_goes_on_from_a_checkpoint_of_ours(tmp_path):
     """
     Its weights, moments, counts and options after one more step are ours. Breaks where a key is
     called otherwise, or an option is missing.
+    Proves `to_dcp`.
     """
     run(goes_on, 2, tmp_path / "all", None)
     run(saves, 3, tmp_path / "run")
@@ -296,6 +335,11 @@ def fsdp_saves(folder, nested):
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_we_go_on_from_a_checkpoint_of_fsdp2(tmp_path, nested):
+    """
+    Its weights, moments and counts, wherever in the folder they are, and one more step on another
+    number of ranks is ours. Breaks where a key is called otherwise.
+    Proves `from_dcp`.
+    """
     run(goes_on, 2, tmp_path / "all", None)
     run(fsdp_saves, 2, tmp_path / "dcp", nested)
     assert not command("universal", tmp_path / "dcp", tmp_path / "run", "--format", "dcp")
@@ -304,7 +348,10 @@ def test_we_go_on_from_a_checkpoint_of_fsdp2(tmp_path, nested):
 
 
 def test_a_plain_state_dict_that_dcp_saved_is_read_too(tmp_path):
-    """Without `model` in its keys, and without an optimizer."""
+    """
+    Without `model` in its keys, and without an optimizer.
+    Proves `from_dcp`.
+    """
     model = plain()
     with warnings.catch_warnings():
         # That nothing is distributed here.
@@ -337,6 +384,7 @@ def deepspeed_loads(source):
 def test_deepspeed_loads_a_universal_folder_of_ours(tmp_path):
     """
     Weights and moments in its Stage 3 on two ranks, bit for bit, which three ranks of ours saved.
+    Proves `to_deepspeed`.
     """
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed here")
     run(saves, 3, tmp_path / "run")
@@ -353,6 +401,7 @@ def test_the_command_line_says_what_is_there_and_what_is_broken(tmp_path, capsys
     """
     By file and rank, and with an exit status; a run's folder stands for its newest checkpoint, and
     to verify it is to verify all.
+    Proves `convert.main`, `inspect`, `verify`, `Broken`.
     """
     model, optimizer = shard(plain())
     train(model, optimizer, 0)
@@ -390,7 +439,10 @@ def test_the_command_line_says_what_is_there_and_what_is_broken(tmp_path, capsys
 
 
 def test_a_conversion_that_is_cut_off_leaves_no_checkpoint(tmp_path, capsys):
-    """Of a disk that is full: neither in part, nor as a folder that looks like one."""
+    """
+    Of a disk that is full: neither in part, nor as a folder that looks like one.
+    Proves I10, `from_tensors`.
+    """
     big = torch.ones(1 << 20)
     save_file({"a": big}, tmp_path / "a.safetensors")
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)

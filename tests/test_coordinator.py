@@ -41,7 +41,7 @@ from tests.wholes import (
     train_both,
 )
 from zero3 import Deferred, Offload, Zero3Optimizer, wrap
-from zero3.coordinator import continue_tokens
+from zero3.coordinator import continue_tokens, main
 from zero3.ledger import Ledger, held_bytes
 from zero3.wire import Transfer, Wire
 
@@ -79,6 +79,7 @@ def test_whole_models_train_like_plain_pytorch(world_size):
     Three steps of each model in `wholes.py`: tied embeddings, an encoder and decoder, branches, a
     layer called twice, experts chosen by each rank's data, frozen and trainable parameters mixed,
     recomputation, labml_nn's vision transformer, GPT-2 and Llama of Hugging Face.
+    Proves I1, I2, `wrap`, `Zero3Model._wrap`, `_places`, `Unit._leave`.
     """
     for worst in run(train_some, world_size, list(WHOLES), {}):
         wrong = {n: off for n, off in worst.items() if not off < NEARLY.get(n, 1e-10)}
@@ -101,6 +102,8 @@ def test_no_option_changes_the_numbers(case):
     """
     Whatever is fetched ahead or stays. A persistent unit that is not gathered again after a step
     would train on the weights from before.
+    Proves I1, I7, `Unit.fetch_params`, `Unit._backup_grads`, `Schedule`,
+    `Zero3Model.mark_persistent_parameters`.
     """
     names = [name for name in WHOLES if name not in NEARLY]
     for worst in run(train_some, 2, names, OPTIONS[case]):
@@ -125,6 +128,7 @@ def train_with_our_optimizer(folder):
 def test_whole_models_train_with_masters_and_from_files(tmp_path):
     """
     With `Zero3Optimizer`, in memory and from files. The experts' gradients wait in its buckets.
+    Proves I1, I7, I8, `wrap`, `Unit._fill`, `Unit._backup_grads`.
     """
     for worst in run(train_with_our_optimizer, 2, str(tmp_path)):
         assert all(off < 1e-10 for off in worst.values()), worst
@@ -157,6 +161,7 @@ def test_a_pass_that_differs_is_counted_and_learnt_anew():
     """
     The order changes before steps 0, 3 and 6: three kinds of pass differ twice, and none after
     that. What they compute is right all along.
+    Proves `Trace`, `Trace.begin`, `Trace.end`, `Trace.follows`.
     """
     for worst, misses in run(change_the_way, 2):
         assert worst < 1e-10 and misses == [0, 0, 0, 3, 3, 3, 6, 6, 6]
@@ -190,6 +195,7 @@ def test_from_the_second_step_a_gather_starts_before_the_layer_before_it_compute
     """
     In the first step no gather of a layer starts before the layer before it has computed. In the
     second, forward and backward, each starts before the one before it ends, and before it begins.
+    Proves `Trace.upcoming`, `Schedule.arrive`, `Schedule.fetch`, `Unit._pre_backward_hook`.
     """
     for step in (1, 2):
         for events, units, *_ in run(tape_of, world_size, "Plain", step):
@@ -207,6 +213,7 @@ def test_gathers_in_a_step():
     A layer is gathered twice, the last one and the root's once. With room for three layers ahead
     the last three are gathered once, a layer that is called again at once is not gathered again,
     and what persists is gathered once for all micro-batches.
+    Proves I4, `Schedule.comes_again`, `Schedule._soon`, `Unit._release`.
     """
     events, units, sent_bytes, messages = run(tape_of, 2, "Plain", 2)[0]
     labels = [label for label, _ in units]
@@ -229,6 +236,7 @@ def test_what_persists_is_gathered_once_for_all_micro_batches():
     """
     Two micro-batches gather each layer four times, the last one twice, and the root's twice; what
     persists once. These are the messages saved.
+    Proves `Zero3Model.mark_persistent_parameters`, `Unit.fetch_params`, `Unit._release`.
     """
     events, units, _, messages = run(tape_of, 2, "Plain", 3, 2, {"persist_below_numel": 0})[0]
     counts = [fetches(events).count(label) for label, _ in units]
@@ -286,6 +294,7 @@ def test_live_parameters_never_exceed_their_limit(name):
     """
     With everything fetched ahead that the limit allows. Between the smallest possible limit and
     none, each is kept, and used; and the numbers are those of plain PyTorch.
+    Proves I3, `Schedule.fetch`, `Schedule.live_numel`, `Schedule._fit`.
     """
     sizes = run(live, 2, name, None)[0][2]
     least = sum(sizes[each] for each in LEAST[name])
@@ -304,6 +313,7 @@ def test_live_parameters_never_exceed_their_limit(name):
 def test_what_is_full_is_the_rest_one_unit_and_what_is_fetched_ahead(name):
     """
     At every event, forward and backward, with nothing ahead, with the default, and with more.
+    Proves I3, `Schedule._soon`, `Schedule.comes_again`, `Schedule.end_forward`.
     """
     for prefetch in (0, None, 2 * 162):
         peak, off, sizes = run(live, 2, name, None, prefetch)[0]
@@ -356,6 +366,7 @@ def test_a_prefetch_hides_the_time_that_a_gather_takes():
     20 ms are added to every gather, and every layer works for 20 ms, forward and backward. Without
     a prefetch these follow each other, with one they run side by side. The delays are measured, not
     the machine.
+    Proves `Schedule.fetch`, `Schedule._soon`.
     """
     without, with_it = run(slow_gathers, 2, 0), run(slow_gathers, 2, None)
     for slow_s, fast_s in zip(without, with_it, strict=True):
@@ -404,6 +415,7 @@ def raise_on_purpose():
 def test_an_exception_leaves_nothing_full_and_a_good_step_can_follow():
     """
     In forward and in backward, also where units ahead have been fetched already.
+    Proves I2, `Unit._settle`, `Zero3Model.release_all`, `Zero3Model.mark_persistent_parameters`.
     """
     assert max(run(raise_on_purpose, 2)) < 1e-10
 
@@ -425,6 +437,7 @@ def one_shard():
 def test_a_tied_parameter_has_one_shard():
     """
     Within the root, between two units, and between a unit and the root.
+    Proves `Zero3Model._untie`, `Zero3Model.full_params`.
     """
     numel = sum(p.numel() for p in Tied().parameters())
     for found in run(one_shard, 2):
@@ -480,6 +493,7 @@ def test_an_external_parameter_that_not_all_ranks_use_is_registered():
     """
     Registered, it is fetched on all ranks. Found out on one rank alone it is an error on both,
     which names what each was about to do.
+    Proves I6, `Zero3Model.register_external_parameter`.
     """
     grads = run(read_on_some_ranks, 2, True)
     assert all(torch.isfinite(g).all() for rank in grads for g in rank)
@@ -509,6 +523,7 @@ def touch_outside():
 def test_a_parameter_that_is_touched_outside_of_forward_raises_by_name():
     """
     Also while its unit happens to be full; or one use would pass, and the next one not.
+    Proves `FreedParameter`, `Unit.lend`, `Unit._release`.
     """
     run(touch_outside, 2)
 
@@ -543,6 +558,7 @@ def test_ranks_that_diverge_get_an_error_that_names_both_layers(debug):
     """
     On each rank: what it was about to gather, and what the other one. Within seconds, and not at a
     time-out. Without `debug` the messages' announcements find it, where there are messages.
+    Proves I6, `Transfer._complete`, `Wire._begin`, `Schedule.compare`.
     """
     first, second = run(diverge, 2, debug)
     assert "rank 0: layer 1 (left)" in first and "of layer 2 (right)" in first
@@ -580,6 +596,7 @@ def test_experts_without_tokens_get_zero_gradients():
     """
     An expert that one rank used has a gradient, one that nobody used has zeros, and the leaf was
     reduced once, as a whole, before the unit below it.
+    Proves `Unit._fill`, `Unit._is_over`.
     """
     for sums, reduced in run(gradients_of_experts, 2):
         for name, total in sums.items():
@@ -635,6 +652,7 @@ def test_a_model_on_the_meta_device_is_made_one_layer_at_a_time(world_size):
     """
     While a layer draws its values no other one is whole. They are of the seed and the modules'
     names: the same on any number of ranks, other ones in each layer, and nothing is left of memory.
+    Proves `Source.fill`, `Source._draw`, `Source._seeded`.
     """
     for params, born, out in run(made, world_size, "meta"):
         assert born == ([1] * 4 if born else []) and torch.isfinite(out).all()
@@ -646,6 +664,7 @@ def test_a_model_on_the_meta_device_is_made_one_layer_at_a_time(world_size):
 def test_deferred_layers_are_made_when_their_turn_comes():
     """
     By their factories, seeded by their names, on all ranks; rank 0's values are everybody's.
+    Proves `Deferred`, `Source.make`, `Source._seeded`.
     """
     one, two = (run(made, n, "factory") for n in (1, 2))
     for params, _, _ in (*one, *two):
@@ -673,7 +692,10 @@ class Counts(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float16])
 def test_a_buffer_that_nobody_wrote_is_found_out(dtype):
-    """Whatever its data type; `init` may write it."""
+    """
+    Whatever its data type; `init` may write it.
+    Proves `Source.fill`, `_mark`, `_is_marked`.
+    """
     def write(module):
         if isinstance(module, Counts):
             module.table.fill_(1)
@@ -692,7 +714,10 @@ def test_a_buffer_that_nobody_wrote_is_found_out(dtype):
 
 
 def test_a_deferred_layer_is_in_the_mode_of_its_place_and_may_be_on_meta():
-    """A factory may give a layer without values, which then get theirs as all others do."""
+    """
+    A factory may give a layer without values, which then get theirs as all others do.
+    Proves `Deferred`, `Source.make`, `Source.fill`.
+    """
     def factory():
         with torch.device("meta"):
             return nn.Linear(2, 2)
@@ -732,6 +757,7 @@ def test_what_has_no_values_is_refused_on_all_ranks():
     """
     Rank 0 alone finds it out, and all raise: no `reset_parameters`, an `init` that leaves something
     out or raises, no checkpoint, and nothing to wrap.
+    Proves I6, `Source.fill`, `Source._draw`, `Source._read`, `Zero3Model._check`.
     """
     for errors in run(refuse_to_make, 2):
         for error, what in zip(errors, (
@@ -763,6 +789,7 @@ def test_a_checkpoint_is_read_layer_by_layer(name, tmp_path):
     """
     One file, or several with an index, as Hugging Face writes them; a tied parameter is there
     under either name, of which one may be in another unit.
+    Proves `Source`, `Source._read`, `Source.files`.
     """
     torch.manual_seed(1)
     plain = WHOLES[name]()
@@ -806,6 +833,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(tmp_path):
     """
     A tensor that is missing, one of another shape, a file that was cut, an index that names a
     missing file or one outside of its folder; on all ranks, before anything else is read.
+    Proves `Source._read`, `Source.files`.
     """
     state = Plain().state_dict()
     cases = {}
@@ -843,6 +871,7 @@ def saved(folder):
 def test_a_saved_model_opens_without_us_and_comes_back(tmp_path):
     """
     `save` writes what `safetensors` reads, each parameter once, with an index whose size is right.
+    Proves `materialise.save`, `Zero3Model.save`, `Unit.full_name`.
     """
     expected = run(saved, 2, str(tmp_path / "new"))[0]
     index = json.loads((tmp_path / "new" / "model.safetensors.index.json").read_text())
@@ -892,6 +921,7 @@ def test_generate_continues_like_the_plain_model_though_one_rank_is_done_first()
     Greedy, in a window, drawn, and with an end that comes on one rank only: that rank goes on
     gathering, and returns what it had. A layer is gathered for each token, the root's parameters
     once, and as long as these another unit's that it uses.
+    Proves `Zero3Model.generate`, `continue_tokens`.
     """
     answers = run(continue_on_two_ranks, 2)
     for found in answers:
@@ -925,6 +955,7 @@ def generate_with_hugging_face(name):
 def test_generate_uses_hugging_faces_own(name):
     """
     With its cache, greedy and with beams; rank 0 is done three tokens before rank 1.
+    Proves `Zero3Model.generate`.
     """
     assert run(generate_with_hugging_face, 2, name) == [(True, True, 4), (True, True, 7)]
 
@@ -962,6 +993,7 @@ def destroyed(name, weights):
 def test_destroy_gives_the_plain_module_back(name, weights):
     """
     The same parameters in the same places, whole and without hooks; or on the meta device.
+    Proves `Zero3Model.destroy`.
     """
     assert all(run(destroyed, 2, name, weights))
 
@@ -978,6 +1010,7 @@ def report():
 def test_memory_report_says_what_each_unit_has():
     """
     Bytes at rest and full bytes of each unit, on this rank; they add up to what the tape counts.
+    Proves `Zero3Model.memory_report`.
     """
     for before, during, rest_bytes in run(report, 2):
         *rows, total = [line.split(None, 4) for line in before.splitlines()[2:-1]]
@@ -1000,6 +1033,7 @@ def test_memory_report_says_what_each_unit_has():
 def test_a_wrapped_model_is_asked_like_the_plain_one():
     """
     Attributes and methods of the model and of its layers; a name that neither has is an error.
+    Proves `Zero3Model`, `Unit`.
     """
     model = Plain()
     model.greeting, model.layers_[1].number = "hello", 7
@@ -1013,7 +1047,10 @@ def test_a_wrapped_model_is_asked_like_the_plain_one():
 
 
 def test_a_model_is_wrapped_once():
-    """The second time it says so; after `destroy` it may be wrapped anew."""
+    """
+    The second time it says so; after `destroy` it may be wrapped anew.
+    Proves `wrap`, `Zero3Model._check`, `Zero3Model.forward`, `Zero3Model.destroy`.
+    """
     model = Plain()
     wrapped = wrap(model, Layer)
     with pytest.raises(RuntimeError, match=r"the model is sharded already. Expected: a plain "
@@ -1046,12 +1083,18 @@ def call_a_unit_alone():
 
 
 def test_a_unit_that_is_called_alone_has_the_weights_of_now():
-    """What an earlier pass has kept for its backward is of before the step."""
+    """
+    What an earlier pass has kept for its backward is of before the step.
+    Proves `Schedule.arrive`.
+    """
     assert max(run(call_a_unit_alone, 2)) < 1e-10
 
 
 def test_what_is_set_on_a_unit_is_set_on_its_module():
-    """Where the module has it; the unit's own names stay the unit's."""
+    """
+    Where the module has it; the unit's own names stay the unit's.
+    Proves `Unit`.
+    """
     model = Plain()
     model.layers_[0].scale, model.layers_[0].label = 1.0, "theirs"
     wrapped = wrap(model, Layer)
@@ -1062,7 +1105,10 @@ def test_what_is_set_on_a_unit_is_set_on_its_module():
 
 
 def test_a_trace_does_not_grow():
-    """Neither in training nor in evaluation."""
+    """
+    Neither in training nor in evaluation.
+    Proves `Trace`, `Trace.begin`.
+    """
     model, longest = wrap(Plain(), Layer), set()
     for _ in range(5):
         model(tokens(0, 1)).sum().backward()
@@ -1097,12 +1143,16 @@ def test_what_persists_is_gathered_again_after_a_change_of_its_shards_and_of_not
     """
     A step of another model's optimizer, on one rank even, changes nothing; a write into a shard
     does.
+    Proves `Unit.fetch_params`, `Zero3Model`, `Zero3Model.get_trainable_chunk`.
     """
     assert run(foreign_step, 2) == [0.0, 0.0]
 
 
 def test_a_model_that_is_gone_leaves_nothing_behind():
-    """Neither its memory nor the hook that counts steps."""
+    """
+    Neither its memory nor the hook that counts steps.
+    Proves `Zero3Model`, `Unit.__init__`.
+    """
     before = len(torch_optimizer._global_optimizer_post_hooks)
     model = wrap(Plain(), Layer)
     optimizer = Zero3Optimizer(model, lr=0.1)
@@ -1117,7 +1167,10 @@ def test_a_model_that_is_gone_leaves_nothing_behind():
 
 
 def test_shards_have_the_plain_models_names_for_param_groups():
-    """`group_by` sees the names that the plain model has."""
+    """
+    `group_by` sees the names that the plain model has.
+    Proves `plain_paths`.
+    """
     seen = []
     model = wrap(Tied(), Layer)
     Zero3Optimizer(model, lr=0.1, group_by=lambda name, p: seen.append(name) or {})
@@ -1137,7 +1190,10 @@ def write_back():
 
 
 def test_what_is_written_back_is_what_persists():
-    """Rank 0's values, in every shard and in what stays full."""
+    """
+    Rank 0's values, in every shard and in what stays full.
+    Proves `Zero3Model.full_params`, `Wire.scatter`.
+    """
     (kept, out), (_, same) = run(write_back, 2)
     assert all(kept) and torch.equal(out, same)
     plain = TiedBetweenUnits().double()
@@ -1162,12 +1218,30 @@ def train_on_gpu(device):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_wrapped_model_trains_on_a_gpu():
-    """One rank: the gather is a copy on the fetch stream, which compute has to wait for."""
+    """
+    One rank: the gather is a copy on the fetch stream, which compute has to wait for.
+    Proves I9, `wrap`.
+    """
     assert train_on_gpu("cuda")
 
 
+def test_the_command_line_shows_that_the_order_is_learnt(capsys):
+    """
+    In the first step a unit is fetched when it is come to, in the second one while the unit before
+    it computes.
+    Proves `coordinator.main`.
+    """
+    main()
+    first, _, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("step 1, forward: fetch 0, compute 0, fetch 1, compute 1, fetch 2,")
+    assert second.startswith("step 2, forward: fetch 0, fetch 1, compute 0, fetch 2, compute 1,")
+
+
 def test_profilers_see_ranges_on_cuda_and_nothing_elsewhere(monkeypatch):
-    """Each unit's, by its label; on the CPU nothing is called."""
+    """
+    Each unit's, by its label; on the CPU nothing is called.
+    Proves `Schedule.range_of`, `Unit.forward`.
+    """
     model, opened = wrap(Plain(depth=1), Layer), []
     monkeypatch.setattr(torch.cuda.nvtx, "range", lambda name: opened.append(name) or nullcontext())
     model(tokens(0, 1))
@@ -1185,6 +1259,7 @@ def test_a_model_of_four_times_the_memory_limit_is_made_trained_and_saved(tmp_pa
     """
     Parameters alone of four times what the system allows each of two ranks (RLIMIT_DATA), from the
     meta device into files. Breaks where a layer stays when the next is made, gathered or saved.
+    Proves `wrap`, `Source.fill`, `materialise.save`.
     """
     for limit_bytes, params_bytes, grown_bytes in run(
             in_a_quarter, 2, str(tmp_path), timeout_s=300):

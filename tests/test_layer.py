@@ -46,6 +46,7 @@ def test_merging_and_padding_loses_nothing_and_pads_with_zeros(shapes, world_siz
     """
     For any shapes and number of ranks: the flat parameter begins with the parameters in order, its
     length is the next multiple of the number of ranks, and the rest is zero.
+    Proves I5, `Zero3Layer._merge_and_pad_params`, `Zero3Layer._empty`, `Wire.rows`.
     """
     layer = Zero3Layer(nn.Identity())
     layer.wire.world_size = world_size
@@ -77,6 +78,7 @@ def born():
 def test_rank_0_gives_everybody_its_weights_and_buffers():
     """
     Ranks seeded differently begin alike. Breaks without the scatter in `_shard` or the broadcast.
+    Proves `Zero3Layer._shard`, `Wire.scatter`, `Wire.broadcast`, `InMemory.load`.
     """
     for world_size in (2, 3):
         ranks = run(born, world_size)
@@ -90,6 +92,7 @@ def test_rank_0_gives_everybody_its_weights_and_buffers():
 def test_parameters_are_exactly_the_shards():
     """
     Trainable first, then frozen, and one per data type; the module's own are gone from the list.
+    Proves `Zero3Layer.__init__`, `Zero3Layer.get_trainable_chunk`, `_Group`.
     """
     module = nn.Sequential(freeze(linear()), linear(), linear().double())
     layer = Zero3Layer(module)
@@ -117,6 +120,7 @@ def test_a_freed_parameter_raises_by_name_wherever_it_is_touched():
     """
     Never a crash, never a silent broadcast of a placeholder: in the module, in a reference that was
     kept, in an optimizer built before wrapping. What does not need the elements still answers.
+    Proves `FreedParameter`, `FreedParameter.kind`, `Zero3Layer.lend`.
     """
     module = nn.Sequential(linear(), linear())
     weight = module[1].weight
@@ -141,6 +145,7 @@ def test_a_freed_parameter_raises_by_name_wherever_it_is_touched():
 def test_what_cannot_be_sharded_is_refused_with_the_cure():
     """
     Each error names the rank, the layer, the parameter, what was expected and got, what to do.
+    Proves `Zero3Layer._find_params`, `Zero3Sequential.__init__`, `Wire.__init__`, `Wire.open`.
     """
     one, two = linear(), linear()
     two.weight = one.weight
@@ -159,6 +164,11 @@ def test_what_cannot_be_sharded_is_refused_with_the_cure():
 
 
 def test_a_layer_that_was_converted_after_wrapping_is_refused():
+    """
+    Its shard is of another data type than the buffer that the ranks gather into. Breaks where the
+    shard is cast without a word.
+    Proves `Wire.all_gather`.
+    """
     layer = Zero3Layer(linear()).bfloat16()
     assert "torch.bfloat16" in message(lambda: layer(torch.ones(1, WIDTH)))
 
@@ -167,6 +177,7 @@ def test_a_layer_that_was_converted_after_wrapping_is_refused():
 def test_gradients_that_cannot_be_reduced_are_refused():
     """
     Sparse gradients and double backward; a good step with the same layer follows.
+    Proves `Zero3Layer._post_backward_hook`.
     """
     layer = Zero3Layer(nn.Embedding(5, 3, sparse=True))
     assert "sparse" in message(lambda: layer(torch.tensor([1, 2])).sum().backward())
@@ -190,6 +201,7 @@ class Table(nn.Module):
 def test_an_output_that_is_freed_memory_is_refused():
     """
     A slice of a parameter would be read after its memory is gone.
+    Proves `Zero3Layer._watch_output`.
     """
     layer = Zero3Layer(Table())
     text = message(lambda: layer(2))
@@ -214,6 +226,7 @@ def differ(what):
 def test_ranks_with_different_modules_are_told_so(what):
     """
     Breaks without the comparison in `Wire.open`: the ranks would gather noise.
+    Proves `Wire.open`, `Wire.gather`.
     """
     for rank, text in enumerate(run(differ, 2, what)):
         assert f"rank {rank}:" in text and f"on rank {1 - rank}" in text
@@ -241,6 +254,7 @@ def test_ranks_that_diverge_get_an_error_that_names_both_sides(where):
     I6: one rank calls another layer of the same size; one goes backward while the other goes
     forward again. Breaks without the announcement in `Wire._begin`: the first would train on the
     other layer's weights, the second wait for ever.
+    Proves I6, `Transfer.wait`, `Transfer._complete`, `Wire._begin`, `Wire.told`.
     """
     expected = {
         "layer": ("gather of layer 1", "gather of layer 2"),
@@ -265,6 +279,7 @@ def leave(path):
 def test_a_rank_that_is_gone_is_an_error_on_the_others_and_not_a_hang(tmp_path):
     """
     I6: the rank that waits says for what, and where to look.
+    Proves I6, `Transfer`, `Transfer._complete`, `run`, `_answer`.
     """
     with pytest.raises(AssertionError, match="rank 1: the process ended"):
         run(leave, 2, tmp_path / "error")
@@ -323,6 +338,7 @@ def test_after_an_exception_nothing_is_left_and_the_next_step_is_good(when, worl
     I2 after an exception in the middle of a pass, in a chain and in a layer that stands alone; the
     gradients of the next step are those of an undisturbed one. Breaks without `_Settle.__del__`, or
     the `except` in `forward`.
+    Proves I2, `_Settle`, `Zero3Layer.forward`, `Zero3Layer._drop_grads`, `Reducer.drop`.
     """
     assert all(run(fail, world_size, when))
 
@@ -361,6 +377,7 @@ def test_evaluation_between_steps_sees_the_new_weights_and_leaves_nothing():
     """
     I2 and no stale last layer: under `no_grad`, `inference_mode`, and with gradients but without a
     backward. Breaks without the weak reference in `forward`.
+    Proves I2, `Zero3Layer._release`, `Zero3Layer._cleanup_params`, `Zero3Sequential.forward`.
     """
     assert all(run(evaluate, 2))
 
@@ -387,6 +404,7 @@ def test_a_forward_without_backward_leaves_no_stale_layer():
     """
     The last layer stays full for a backward that does not come; the next forward gathers again,
     and with the graph the memory goes.
+    Proves I2, `Zero3Layer.forward`, `Zero3Layer._release`, `_Call`.
     """
     assert all(run(without_backward, 2))
 
@@ -403,6 +421,10 @@ def stop_early():
 
 
 def test_a_walk_that_stops_early_leaves_nothing_fetched():
+    """
+    The layer that was fetched ahead is freed as well. Breaks without the `finally` in `walk`.
+    Proves I2, `Zero3Sequential.walk`.
+    """
     assert all(run(stop_early, 2))
 
 
@@ -450,6 +472,8 @@ def read_and_write():
 def test_full_params_reads_and_writes_and_gives_back(world_size):
     """
     Rank 0's writing counts, and only with `writeback` and without an exception.
+    Proves `Zero3Layer.full_params`, `Zero3Layer._look_at`, `Zero3Sequential.full_params`,
+    `InMemory.save`.
     """
     assert all(run(read_and_write, world_size))
 
@@ -479,6 +503,7 @@ def test_native_collectives_and_messages_train_alike(world_size):
     """
     I9: the lines that NCCL runs, here over gloo's collectives, give what the messages give; at two
     ranks bit for bit, for there is but one order to add two numbers in.
+    Proves I9, `Wire.all_gather`, `Wire.reduce_scatter`, `Wire.total`, `Zero3Layer._all_gather`.
     """
     one, two = run(native, world_size, True)[0], run(native, world_size, False)[0]
     for name in one:
@@ -490,6 +515,7 @@ def test_native_collectives_and_messages_train_alike(world_size):
 def test_a_gpu_trains_like_the_cpu():
     """
     I9: the same lines with real streams.
+    Proves I1, I9, `Wire.on`, `Zero3Layer._wait_params`.
     """
     torch.manual_seed(0)
     plain = nn.Sequential(*(linear() for _ in range(4))).cuda()

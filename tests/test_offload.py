@@ -27,7 +27,7 @@ from tests.cases import CASES, WIDTH, freeze, train_both
 from tests.ranks import run
 from tests.test_bytes import models
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential
-from zero3.disk import measure
+from zero3.disk import File, _disk_bytes, aligned, measure
 from zero3.estimate import LayerSpec, Part, advise, bandwidth_for, efficiency, number, places
 from zero3.ledger import Ledger, disk_bytes, exponents, held_bytes
 from zero3.offload import InFile, room
@@ -114,6 +114,7 @@ def test_every_tier_trains_to_the_same_bits(world_size, dtype, micro_batches, tm
     """
     I8: 20 steps give the same losses, norms, weights, masters and moments, bit for bit. Breaks
     where a buffer is read before its file is written, or given away before it is copied from.
+    Proves I8, `Offload`, `InMemory`, `InMemory.release`, `Owned.add_grad`.
     """
     for rank in run(twenty_steps, world_size, str(tmp_path), dtype, micro_batches):
         assert rank == dict.fromkeys(tiers("anywhere"), True)
@@ -131,6 +132,7 @@ def test_every_model_trains_from_files_as_in_plain_pytorch(world_size, tmp_path)
     """
     All of `tests/cases.py`: layers called twice, out of order, frozen, unused, recomputed, nested.
     Breaks where what was read ahead is taken for what was asked for.
+    Proves I1, I8, `InFile.load`, `InFile.read_async`, `Zero3Layer._backward_event`, `_own_modules`.
     """
     for rank in run(all_cases, world_size, str(tmp_path)):
         # One has parameters in fp32.
@@ -167,6 +169,7 @@ def other_optimizers(folder):
 def test_optimizers_with_other_moments_and_with_none_rest_in_files_too(tmp_path):
     """
     What an optimizer keeps is found out, and not assumed; Adagrad makes it before the first step.
+    Proves I8, `moments_of`, `Owned.let_go`, `Owned._moments`, `Owned.drop_grad`.
     """
     assert run(other_optimizers, 2, str(tmp_path)) == [[True] * 5] * 2
 
@@ -202,6 +205,7 @@ def test_weights_written_and_states_loaded_arrive_in_every_tier(tmp_path):
     """
     `full_params(writeback=True)` and `load_state_dict` between tiers. Breaks where a buffer still
     has what its file had before.
+    Proves I8, `InFile.save`, `InFile.blank`, `InFile.replace`, `Owned.here`.
     """
     assert all(map(all, run(written_and_loaded, 2, str(tmp_path))))
 
@@ -220,7 +224,10 @@ def skipped(folder):
 
 
 def test_an_overflow_leaves_files_as_they_were(tmp_path):
-    """A skipped step changes nothing, and the next one is a good one."""
+    """
+    A skipped step changes nothing, and the next one is a good one.
+    Proves `Zero3Optimizer.step`, `Zero3Optimizer._overflow`.
+    """
     assert run(skipped, 2, str(tmp_path)) == [(None, True, True)] * 2
 
 
@@ -249,7 +256,10 @@ def raises_in_step(folder):
 
 
 def test_an_exception_in_a_step_leaves_the_file_as_it_was(tmp_path):
-    """What was stepped in the buffer is dropped with it; nothing half done is written."""
+    """
+    What was stepped in the buffer is dropped with it; nothing half done is written.
+    Proves `Owned.here`, `InFile.release`.
+    """
     assert run(raises_in_step, 1, str(tmp_path)) == [True]
 
 
@@ -293,6 +303,7 @@ def test_files_buffers_and_what_is_read_and_written_are_predicted_to_the_byte(wo
     """
     Also memory at rest and at the peak, and traffic. Breaks where `predict.py` and `offload.py`
     drift apart, by one block.
+    Proves I2, I3, I4, `_Rest`, `_Shard`, `InFile.share`, `InMemory.read_async`.
     """
     for rank in run(predictions, world_size, str(tmp_path), ["frozen", "unequal"]):
         assert rank == []
@@ -302,6 +313,7 @@ def test_files_take_their_space_at_once_and_belong_to_their_owner_alone(tmp_path
     """
     A disk that is too small says so before training. Breaks where a file is made without space, is
     readable by others, or has a name that outlives its run.
+    Proves `File.__init__`, `whole_blocks`, `aligned`, `Offload.memory`.
     """
     offload = Offload("nvme", tmp_path)
     layer = Zero3Layer(nn.Linear(100, 100), offload=offload)
@@ -320,14 +332,20 @@ def resting(folder):
 
 
 def test_max_in_cpu_bytes_stay_in_memory_before_files_are_used(tmp_path):
-    """The first that fit, on all ranks alike."""
+    """
+    The first that fit, on all ranks alike.
+    Proves `Offload.place`, `Owned.nbytes`.
+    """
     # 16 bytes for each element of the shards of 2 ranks: 249, 1850, 842, 1530, 135 and 6.
     expected = [True, False, False, False, True, True]
     assert run(resting, 2, str(tmp_path)) == [expected] * 2
 
 
 def test_buffers_grow_while_a_model_is_built_and_not_while_it_trains(tmp_path):
-    """A growth is an event on the tape. Breaks where a shard gets a buffer of its own."""
+    """
+    A growth is an event on the tape. Breaks where a shard gets a buffer of its own.
+    Proves `Store`, `Store.take`, `Store._grow`, `Offload.store`.
+    """
     offload = Offload("nvme", tmp_path)
     model, optimizer = build(chain(), offload, offload)
     step(model, optimizer, 0)
@@ -362,6 +380,7 @@ def test_the_next_shard_is_read_before_this_layer_has_computed(world_size, tmp_p
     """
     read(i+1) is issued before compute(i) ends, forward and backward. Breaks where a layer's read
     starts when the layer is called.
+    Proves `Zero3Layer.fetch_params`, `InFile.read_async`, `InFile._borrow`, `InFile._start`.
     """
     for events in run(tape_of_a_step, world_size, str(tmp_path)):
         for phase, pairs in (("forward", [(i, i + 1) for i in range(12)]),
@@ -388,6 +407,7 @@ def test_a_step_reads_the_next_shard_and_does_not_wait_for_the_last_ones_write(w
     """
     read(i+1) is issued before step(i), and write(i-1) is not waited for before step(i) starts; what
     the step begins with was read in backward. Breaks where the pipeline takes one after the other.
+    Proves `Zero3Optimizer._step`, `Owned.read_async`, `Owned.add_grad`, `InFile.write_async`.
     """
     for events in run(tape_of_a_step, world_size, str(tmp_path)):
         for i in range(12):
@@ -461,6 +481,7 @@ def test_a_model_of_three_times_the_memory_limit_trains_from_files(tmp_path):
     (RLIMIT_DATA). Resident memory grows by the stated buffers and whole layers, and no more than
     the interpreter's and torch's own needs beside them. Breaks where a shard, a gradient or a
     moment stays in memory.
+    Proves `Offload.shard`, `Owned.rest`, `InFile`, `InFile.become_parameter`.
     """
     done = limited(tmp_path, "nvme")
     assert done.returncode == 0, done.stderr
@@ -472,7 +493,10 @@ def test_a_model_of_three_times_the_memory_limit_trains_from_files(tmp_path):
 
 @pytest.mark.parametrize("tier", ["device", "cpu"])
 def test_without_offload_the_same_model_fails_and_says_which_tier_would_do(tier, tmp_path):
-    """An error by name, with the bytes that are needed and left, before memory runs out."""
+    """
+    An error by name, with the bytes that are needed and left, before memory runs out.
+    Proves `Offload.check`, `room`.
+    """
     done = limited(tmp_path, tier)
     assert done.returncode
     error = done.stderr.splitlines()[-1]
@@ -481,7 +505,10 @@ def test_without_offload_the_same_model_fails_and_says_which_tier_would_do(tier,
 
 
 def test_masters_and_moments_that_do_not_fit_are_refused_before_they_are_made(monkeypatch):
-    """The optimizer says what it needs of all its shards together."""
+    """
+    The optimizer says what it needs of all its shards together.
+    Proves `Zero3Optimizer._rest`, `Offload.check`.
+    """
     model = Zero3Sequential([Zero3Layer(nn.Linear(300, 300)) for _ in range(3)])
     # Two moments and a gradient; an fp32 shard is its own master.
     need = 12 * 3 * (300 * 300 + 300)
@@ -493,7 +520,10 @@ def test_masters_and_moments_that_do_not_fit_are_refused_before_they_are_made(mo
 
 
 def test_room_is_the_least_of_what_limits_leave():
-    """What `ulimit -d` and `ulimit -v` leave to this process, and not what the machine has."""
+    """
+    What `ulimit -d` and `ulimit -v` leave to this process, and not what the machine has.
+    Proves `room`.
+    """
     code = ("import resource, torch; from zero3.offload import room; a = torch.device('cpu');"
             "most = room(a); resource.setrlimit(resource.RLIMIT_{0}, (1 << 34, 1 << 34));"
             "less = room(a); x = torch.ones(1 << 26); print(most, less, less - room(a))")
@@ -521,6 +551,7 @@ def refused(folder, mine=None):
 def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(bad, why, tmp_path):
     """
     Also where one rank's alone is bad; none is left waiting. It names the bytes that are needed.
+    Proves `Store.file`, `Wire.agree`.
     """
     bad = str(tmp_path / bad)
     for rank, error in enumerate(run(refused, 2, str(tmp_path), bad)):
@@ -557,7 +588,10 @@ def _too_small():
 
 
 def test_a_disk_that_is_too_small_says_so_before_training_and_what_it_lacks():
-    """Breaks where space is taken with the first write, in the middle of a run."""
+    """
+    Breaks where space is taken with the first write, in the middle of a run.
+    Proves `Store.file`, `File.__init__`.
+    """
     on_a_small_disk("_too_small")
 
 
@@ -569,7 +603,10 @@ def _no_direct_files():
 
 
 def test_a_file_system_without_direct_files_is_used_through_its_cache():
-    """One that lives in memory, for instance."""
+    """
+    One that lives in memory, for instance.
+    Proves `File.__init__`.
+    """
     on_a_small_disk("_no_direct_files")
 
 
@@ -601,6 +638,7 @@ def test_a_file_that_was_cut_is_an_error_on_every_rank(direct, tmp_path):
     """
     A read that comes back short is not taken for whole, and the other rank does not wait for ever.
     A mapped file would end the process instead.
+    Proves `File.move`, `InFile.wait`, `InFile._end`, `Wire.fail`.
     """
     (zeros, took_s), (ones, _) = run(faulty, 2, str(tmp_path), direct, "cut")
     assert "rank 1: layer 3 (Sequential) could not read what rests in a file" in ones[0]
@@ -613,6 +651,7 @@ def test_a_write_that_fails_is_an_error_on_every_rank(tmp_path):
     """
     The system refuses it in the middle of a run, as a full disk would where space is not taken
     before. Nobody goes on with what was half written.
+    Proves `InFile._end`, `Wire.fail`.
     """
     (zeros, took_s), (ones, _) = run(faulty, 2, str(tmp_path), True, "full")
     assert "could not write what rests in a file" in ones[0] and "File too large" in ones[0], ones
@@ -640,6 +679,7 @@ def test_a_run_that_is_killed_leaves_nothing_behind(tmp_path):
     """
     No stale files, for they have no names: the system gives their space back. Two runs in one
     folder do not meet, for the same reason.
+    Proves I10, `File`, `File.__init__`.
     """
     command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)]
     runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -667,6 +707,7 @@ def test_a_model_that_is_gone_takes_its_memory_and_its_files_along(tmp_path):
     """
     As in a notebook, where one model follows another. Breaks where a parameter's hook, of which the
     garbage collector knows nothing, refers to its layer.
+    Proves `Zero3Layer._shard`, `InFile.__init__`.
     """
     gc.collect()
     before = open_files()
@@ -689,7 +730,10 @@ def test_a_model_that_is_gone_takes_its_memory_and_its_files_along(tmp_path):
 
 
 def test_a_shard_in_a_file_says_so_to_an_optimizer_that_cannot_step_it(tmp_path):
-    """By name, with the cure. Breaks where an optimizer would step nothing, without a word."""
+    """
+    By name, with the cure. Breaks where an optimizer would step nothing, without a word.
+    Proves `FreedParameter`, `InFile.become_parameter`, `Zero3Layer.__init__`.
+    """
     layer = Zero3Layer(nn.Linear(5, 5), offload=Offload("nvme", tmp_path))
     with pytest.raises(RuntimeError, match=r"Zero3Optimizer"):
         optimizer = torch.optim.AdamW(layer.get_trainable_chunk())
@@ -709,12 +753,20 @@ def test_a_shard_in_a_file_says_so_to_an_optimizer_that_cannot_step_it(tmp_path)
     {"queue_depth": 0}, {"block_bytes": 1000}, {"block_bytes": 0}, {"buffers": 2},
 ])
 def test_what_does_not_fit_together_is_refused(wrong):
+    """
+    A tier, a folder or a number that cannot work is found out when the `Offload` is made, before
+    any layer has it. Breaks where a folder is asked for with the first file.
+    Proves `Offload`.
+    """
     with pytest.raises(ValueError, match=r"Offload\. Expected: .* Got: .* What to do: "):
         Offload(**wrong)
 
 
 def test_gradients_in_files_are_seen_where_they_are_counted(tmp_path):
-    """`gradients.png` of a run from files shows what that of a run in memory shows."""
+    """
+    `gradients.png` of a run from files shows what that of a run in memory shows.
+    Proves `exponents`, `Owned.read_grad`.
+    """
     found = []
     for states_in in (None, Offload("nvme", tmp_path)):
         model, optimizer = build(chain(), None, states_in)
@@ -731,6 +783,7 @@ def test_efficiency_gives_the_papers_cases():
     ZeRO-Infinity, section 4, at 70 Tflop/s: 70 GB/s for parameters and gradients are more than half
     of the speed at batch size 1 with 1024 tokens; optimizer states need four times as much; 1.5
     TB/s for them are 90 % at batch size 2.
+    Proves `efficiency`, `bandwidth_for`.
     """
     peak = 70e12
     assert 0.5 < efficiency(1024, 70e9, peak) < 0.51
@@ -745,6 +798,7 @@ def test_offload_to_the_cpu_moves_four_bytes_for_each_parameter():
     """
     ZeRO-Offload, section 3: half-precision gradients there and parameters back, the least that is
     possible; what rests on the device is 2 bytes for each parameter and a few layers.
+    Proves `places`, `Place`.
     """
     place = next(p for p in places(1e9, 1, 100) if (p.params_in, p.states_in) == ("device", "cpu"))
     assert place.step_bytes == {"cpu": 4e9, "nvme": 0.0}
@@ -754,6 +808,7 @@ def test_offload_to_the_cpu_moves_four_bytes_for_each_parameter():
 def test_what_a_step_moves_to_the_disk_is_what_is_predicted_of_real_layers(tmp_path):
     """
     The envelope and the exact prediction agree within what the last layer and whole blocks make.
+    Proves `places`, `predict`, `Prediction`.
     """
     layers = [LayerSpec((Part(1 << 20, 2, True),))] * 100
     files = {"tier": "nvme", "folder": tmp_path}
@@ -781,6 +836,11 @@ def test_what_a_step_moves_to_the_disk_is_what_is_predicted_of_real_layers(tmp_p
     (8e9, 2, {"device": 20e9, "cpu": 113e9}, ("device", "cpu")),
 ])
 def test_the_fastest_tiers_that_fit_are_advised(params, ranks, has, expected):
+    """
+    The first choice of tiers, from fast to slow, for which a rank has enough of each; or none.
+    Breaks where CPU memory is counted once for each rank, or a device for all of them.
+    Proves `advise`, `places`.
+    """
     place = advise(params, ranks, has)
     assert (place and (place.params_in, place.states_in)) == expected
 
@@ -788,6 +848,11 @@ def test_the_fastest_tiers_that_fit_are_advised(params, ranks, has, expected):
 @pytest.mark.parametrize("text, value", [("8b", 8e9), ("350m", 3.5e8), ("80GB", 8e10),
                                          ("1TB", 1e12), ("7.5e9", 7.5e9), ("1t", 1e12), ("12", 12)])
 def test_numbers_are_read_as_people_write_them(text, value):
+    """
+    In powers of 1000, with or without a unit. Breaks where a `b` of billions is taken for one of
+    bytes.
+    Proves `number`.
+    """
     assert number(text) == value
 
 
@@ -797,7 +862,10 @@ def ask(*arguments):
 
 
 def test_the_command_line_says_whether_it_fits_and_where():
-    """The example of the documentation, and one that does not fit."""
+    """
+    The example of the documentation, and one that does not fit.
+    Proves `estimate.main`, `show_places`, `advise`, `bandwidth_for`.
+    """
     told = ask("zero3.estimate", "--model", "8b", "--ranks", "1", "--gpu", "80GB", "--cpu", "128GB",
                "--nvme", "1TB")
     assert told.returncode == 0 and told.stderr == ""
@@ -816,6 +884,7 @@ def test_what_the_cache_gave_is_not_reported_as_the_disks(direct, tmp_path):
     """
     Memory that looks like a disk has no speed here. On a disk there is a figure, and the system
     says that all the bytes came from it.
+    Proves `measure`, `Speed`, `_disk_bytes`.
     """
     if Path("/dev/shm").is_dir():
         speed = measure(Path("/dev/shm"), 8 << 20, direct, 1 << 20, 2)
@@ -826,7 +895,29 @@ def test_what_the_cache_gave_is_not_reported_as_the_disks(direct, tmp_path):
     assert speed.read_gb_s > 0 and speed.write_gb_s > 0
 
 
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_file_that_was_cooled_is_not_in_the_page_cache(direct, tmp_path):
+    """
+    What is read then comes from the disk. Breaks without `posix_fadvise`, or while the file is
+    mapped: the system keeps mapped pages.
+    Proves `File.cool`.
+    """
+    file = File(tmp_path, 1 << 20, direct)
+    file.move(True, aligned(1 << 20)[1], 0)
+    file.cool()
+    before = _disk_bytes(False)
+    os.pread(os.open(f"/proc/self/fd/{file.fd}", os.O_RDONLY), 1 << 20, 0)
+    if not before:
+        pytest.skip("the tests' folder is not on a disk")
+    assert _disk_bytes(False) - before >= 1 << 20
+
+
 def test_the_benchmark_prints_a_table_and_draws_it(tmp_path):
+    """
+    Twelve ways of asking, six of each kind, and a picture in a folder that is made for it. A folder
+    that is not there is an error and no traceback.
+    Proves `disk.main`, `disk.sweep`, `show`, `draw_disk`.
+    """
     picture = tmp_path / "pictures" / "disk.png"
     told = ask("zero3.offload", "bench", "--folder", str(tmp_path), "--mib", "64", "--rounds", "1",
                "--out", str(picture))
@@ -847,6 +938,7 @@ def test_tiers_of_a_gpu_train_to_the_same_bits(tmp_path):
     """
     Parameters on the device, in pinned memory and in files; and states in pinned memory and in
     files, which are both stepped by the CPU.
+    Proves I8, I9, `Offload`, `copy_to`.
     """
     def trained(params_in, states_in):
         model, optimizer = build([layer.cuda() for layer in chain()], params_in, states_in)
@@ -866,6 +958,9 @@ def test_tiers_of_a_gpu_train_to_the_same_bits(tmp_path):
 
 
 def test_the_folder_of_the_tests_has_an_in_file_shard(tmp_path):
-    """So that the tests above are of files: the tier is what was asked for."""
+    """
+    So that the tests above are of files: the tier is what was asked for.
+    Proves `Offload.shard`, `InFile`.
+    """
     layer = Zero3Layer(nn.Linear(5, 5), offload=Offload("nvme", tmp_path))
     assert isinstance(layer.groups[0].home, InFile) and layer.groups[0].home.tier == "nvme"

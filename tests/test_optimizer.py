@@ -110,6 +110,7 @@ def test_bf16_with_masters_follows_one_process_with_masters(world_size):
     stepped, or the gradient is rounded once more. With torch's plain AdamW: the fused one computes
     eight elements at a time and rounds the few at a tensor's end otherwise, and a shard ends
     elsewhere.
+    Proves `Zero3Optimizer._update`, `Owned`, `InMemory.replace`, `Wire.total`.
     """
     steps, lr = 30, 1e-3
     torch.manual_seed(0)
@@ -164,6 +165,8 @@ def test_k_micro_batches_equal_one_batch_k_times_as_large(world_size):
     another order differ by 1e-15 and a real difference is larger than 1e-10. A norm per rank, a
     second backward that assigns, a clip before the unscale, or one that counts a parameter on each
     rank break it.
+    Proves I1, I7, `Zero3Optimizer.backward`, `Zero3Optimizer.no_sync`, `Zero3Optimizer._squares`,
+    `Zero3Layer._add_reduced`.
     """
     for rank in run(accumulate_all, world_size):
         for case, (worst, norms) in rank:
@@ -200,6 +203,8 @@ def test_gradients_are_divided_summed_and_accumulated_in_reduce_dtype():
     Bit for bit, on three ranks, over three micro-batches: bf16 gradients in fp32, and fp32
     gradients in bf16, which halves what is sent. Breaks where a gradient is divided before it is
     widened, or the shard adds in the parameter's data type.
+    Proves `Zero3Optimizer._own`, `Zero3Layer._post_backward_hook`, `Zero3Layer._add_reduced`,
+    `_Group.add_grad`.
     """
     for param_dtype, reduce_dtype in ((BF16, FP32), (BF16, None), (FP32, BF16)):
         found = run(reduced_in, 3, param_dtype, reduce_dtype)
@@ -220,6 +225,8 @@ def test_every_trap_of_the_heart_is_none_for_the_optimizer():
     """
     The models of `tests/cases.py`: mixed data types, frozen and unused parameters, layers called
     twice, checkpointing of each kind, and buckets that hold two or three of their layers.
+    Proves I1, I7, `Zero3Layer._is_over`, `Zero3Layer._watch_input`, `Zero3Layer._watch_output`,
+    `tensors_in`.
     """
     for worst in run(all_cases, 3):
         # One has parameters in fp32.
@@ -286,6 +293,8 @@ def test_the_formulas_cover_masters_moments_and_gradients_of_both_widths(name, w
     """
     To the byte, on each rank, in the second step: rest, peak, gradients, sent bytes, messages and
     announcements. Breaks with any buffer that lives longer, any copy of a gradient, any message.
+    Proves I2, I3, I4, `Zero3Optimizer.predict`, `Part.master_bytes`, `Part.pieces`,
+    `LayerSpec.grad_bytes`.
     """
     for rank, found in enumerate(run(measured_bytes, world_size, name)):
         for what, (got, predicted) in zip(BYTES, found, strict=True):
@@ -312,6 +321,7 @@ def test_a_rank_holds_16_bytes_for_each_parameter_of_its_shards(world_size):
     ZeRO's 2 + 2 + 12 after backward, 14 after `zero_grad()`, for bf16 and for fp16; for fp32, where
     the shard is its own master, the same 16 and 12. Beside that 4 bytes for each shard, in which
     torch's Adam counts its steps.
+    Proves `Owned.rest`, `Owned.wide`, `Owned.near`, `Zero3Optimizer.zero_grad`.
     """
     numels = [sum(p.numel() for p in layer.parameters())
               for layer in gpt_layers(GPTConfig(d_model=32, n_layers=2))]
@@ -337,6 +347,7 @@ def no_sync_traffic(hold):
 def test_no_sync_saves_a_reduce_of_the_model_for_each_micro_batch_and_keeps_full_gradients():
     """
     Of three micro-batches two send no gradient: (k-1) Psi (N-1)/N elements less.
+    Proves `Zero3Optimizer.no_sync`, `Bucket.add`.
     """
     (sent, _), (less, _) = run(no_sync_traffic, 2, False), run(no_sync_traffic, 2, True)
     assert sent - less == 2 * 4 * 72 // 2 * 4
@@ -377,6 +388,8 @@ def test_an_infinity_on_one_rank_skips_the_step_on_all(world_size, dtype):
     Step 2 meets an infinity on rank 1 only. No rank steps, nothing changes by a bit, the scale
     halves; three good steps later it doubles, and again. Breaks where each rank judges by its own
     shards.
+    Proves `Zero3Optimizer.step`, `Zero3Optimizer._overflow`, `Zero3Optimizer._squares`,
+    `Wire.numbers`.
     """
     top = 65536.0
     scales = [top, top, top / 2, top / 2, top / 2, top, top, top, 2 * top]
@@ -425,6 +438,7 @@ def test_at_its_floor_the_scale_raises_and_names_the_layer():
     Layer 1's backward makes a NaN on rank 1; layer 0's gradient is NaN by consequence, layer 2's is
     good. All ranks name the same layer. Without a scale there is nothing to lower, so the first
     time raises. A fixed scale skips. Afterwards training goes on.
+    Proves `Zero3Optimizer.step`, `Zero3Optimizer._overflow`.
     """
     for rank, (scales, text, norm) in enumerate(run(floor, 2, "dynamic")):
         assert scales == [32768.0, 16384.0] and norm > 0
@@ -457,6 +471,7 @@ def test_a_loss_scale_saves_the_digits_of_small_gradients_in_fp16():
     """
     Of one batch of a small GPT, several gradients in a hundred are wrong by more than a tenth in
     fp16; with a scale, fewer than a fifth as many.
+    Proves `Zero3Optimizer.backward`.
     """
     without, scaled = run(off_by_a_tenth, 2, None), run(off_by_a_tenth, 2, 65536.0)
     assert sum(without) / 2 > 0.02 and sum(scaled) < sum(without) / 5, (without, scaled)
@@ -527,6 +542,7 @@ def test_param_groups_and_schedulers_survive_sharding(world_size):
     Weight decay for matrices, learning rates per group, and schedulers that move learning rates and
     momenta, as in plain PyTorch, where shards begin in the middle of matrices and of biases. Breaks
     with a cut that is one element off.
+    Proves I1, `Zero3Optimizer.__init__`, `Zero3Optimizer._own`, `Zero3Optimizer._pieces`.
     """
     for worst, options, different in run(grouped, world_size):
         assert worst < 1e-10 and different == 8
@@ -558,6 +574,7 @@ def elementwise():
 def test_the_fused_loop_is_taken_where_there_is_one_unless_another_is_asked_for():
     """
     Breaks where an optimizer without one gets the argument, or a choice is overruled.
+    Proves `Zero3Optimizer.__init__`.
     """
     layer = Zero3Layer(nn.Linear(2, 2))
     for optimizer_class, options, fused in (
@@ -572,6 +589,7 @@ def test_any_elementwise_optimizer_does_to_shards_what_it_does_to_parameters():
     """
     torch's and labml's, in fp64. Adam's step divides by the root of what may be nearly zero, so
     differences of 1e-16 grow a little.
+    Proves I1, `Zero3Optimizer`, `Zero3Optimizer._update`.
     """
     for worst in run(elementwise, 2):
         assert max(worst.values()) < 1e-8, worst
@@ -614,6 +632,7 @@ def test_small_layers_share_a_message_and_train_the_same():
     reduces become 3 messages in place of 8, of the same bytes, and weights are equal bit for
     bit, though gradients arrive in another order on rank 1. Breaks where a share is cut at the
     wrong place.
+    Proves `Bucket`, `Bucket.add`, `Bucket._send`, `Bucket.finish`.
     """
     alone, together = run(bucketed, 2, 0), run(bucketed, 2, 1000)
     for (messages, sent, _, shards), (fewer, same, events, equal) in zip(
@@ -650,6 +669,7 @@ def test_a_gradient_that_is_missing_on_one_rank_is_zero_there_and_delays_nobody(
     Rank 1 does not use half of layer 2, so that layer is done at the end of backward only, after
     layers 1 and 0. In a bucket all have their place by number, and the sums are right. Breaks where
     a bucket is filled in the order of arrival.
+    Proves `Bucket._send`, `Bucket.end`, `Zero3Layer._backup_grads`.
     """
     for off in run(skipped, 2):
         assert max(off) < 1e-6
@@ -670,6 +690,7 @@ def test_buckets_with_other_layers_on_another_rank_are_an_error_and_not_a_sum():
     """
     Rank 0 packs layers 7, 6 and 5, rank 1 packs 7, 5 and 4: as many bytes, with the same first
     layer. Breaks where the announcement does not say which layers are in the bucket.
+    Proves I6, `Wire._begin`, `Transfer._complete`.
     """
     for rank, text in enumerate(run(late, 2)):
         assert text and text.startswith(f"rank {rank}: layer ") and "the ranks diverged" in text
@@ -700,6 +721,7 @@ def raises_while_waiting():
 def test_gradients_that_wait_are_dropped_when_backward_raises():
     """
     Nothing is sent from the ruins of a backward, and the next one begins from nothing.
+    Proves `Bucket.drop`, `Zero3Layer._drop_grads`.
     """
     assert run(raises_while_waiting, 2) == [([False], [None] * 3, True)] * 2
 
@@ -708,6 +730,7 @@ def test_native_collectives_give_the_same_as_messages():
     """
     The lines that NCCL runs, here over gloo: buckets and norms, in two orders of addition, which
     for two ranks are one.
+    Proves I9, `Wire.numbers`, `Wire.total`, `Bucket._send`, `_Gradient`.
     """
     for (*_, shards), (*_, same) in zip(
         run(bucketed, 2, 1000), run(bucketed, 2, 1000, False), strict=True
@@ -740,6 +763,7 @@ def stops_and_goes_on():
 def test_a_state_dict_is_all_that_the_next_run_needs():
     """
     Into new layers of other weights: masters, moments, groups and scale come back bit for bit.
+    Proves `Zero3Optimizer.state_dict`, `Zero3Optimizer.load_state_dict`.
     """
     assert run(stops_and_goes_on, 2) == [True, True]
 
@@ -747,6 +771,7 @@ def test_a_state_dict_is_all_that_the_next_run_needs():
 def test_a_state_of_another_model_is_refused_and_changes_nothing():
     """
     Breaks where the moments are loaded before the sizes are looked at.
+    Proves `Zero3Optimizer.load_state_dict`.
     """
     one, other = (Zero3Optimizer(Zero3Layer(nn.Linear(2, n)), lr=n) for n in (2, 3))
     with pytest.raises(RuntimeError, match=r"Expected: shards of \[6\].*Got: \[9\]"):
@@ -757,6 +782,7 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing():
 def test_a_state_does_not_decide_whether_to_scale():
     """
     A dynamic scale goes on from the state's; a run without one, or with a fixed one, keeps its own.
+    Proves `Zero3Optimizer.load_state_dict`.
     """
     state = Zero3Optimizer(Zero3Layer(nn.Linear(2, 2)), loss_scale=1024.0).state_dict()
     for loss_scale, after in ((None, 1.0), (8.0, 8.0), ("dynamic", 1024.0)):
@@ -771,6 +797,7 @@ def test_a_second_optimizer_has_its_own_reduce_dtype():
     """
     Breaks where the first one's choice stays with the shard. Gradients of the other data type are
     refused, those of the same are taken over.
+    Proves `Zero3Optimizer._own`.
     """
     layer = Zero3Layer(nn.Linear(2, 2))
     for reduce_dtype, other in ((BF16, None), (None, BF16)):
@@ -787,6 +814,7 @@ def test_a_second_optimizer_has_its_own_reduce_dtype():
 def test_what_cannot_be_predicted_is_refused_and_not_wrong():
     """
     A layer that stands alone, a layer in a layer, and momentum in one param group only.
+    Proves `Zero3Optimizer.predict`.
     """
     class Inner(nn.Module):
         def __init__(self):
@@ -807,6 +835,7 @@ def test_what_cannot_be_predicted_is_refused_and_not_wrong():
 def test_a_loss_in_fp16_is_refused_where_the_scale_is_no_number_of_fp16():
     """
     Its gradient would be infinite, in every step. In fp32 it is not.
+    Proves `Zero3Optimizer.backward`.
     """
     layer = Zero3Layer(nn.Linear(2, 2).half())
     optimizer = Zero3Optimizer(layer, loss_scale="dynamic")
@@ -832,6 +861,7 @@ class Upside(nn.Module):
 def test_a_layer_that_stands_alone_is_named_by_its_path():
     """
     Its class alone would not tell which of two equal layers it is.
+    Proves `Zero3Optimizer._own`, `Zero3Optimizer._overflow`.
     """
     optimizer = Zero3Optimizer(Upside())
     optimizer.backward(optimizer.model(torch.ones(2, WIDTH)).sum())
@@ -859,6 +889,7 @@ def written():
 def test_a_master_follows_what_is_written_into_the_shard():
     """
     Weights that somebody loads into a sharded model are saved, and not undone by the next step.
+    Proves `Owned.here`, `Zero3Layer.full_params`.
     """
     for values in run(written, 2):
         assert values == [0.25] * len(values)
@@ -884,6 +915,7 @@ def padding():
 def test_padding_stays_zero_in_masters_moments_and_gradients():
     """
     I5. Layers of 77 and 70 elements have padding on the last of three ranks: its last element.
+    Proves I5, `Zero3Layer._merge_and_pad_params`, `Zero3Layer._post_backward_hook`.
     """
     _, second, last = run(padding, 3)
     # Three steps, of which the first has no moments yet.
@@ -911,6 +943,7 @@ class Stray(nn.Module):
 def test_what_cannot_work_is_refused_by_name(what, make):
     """
     Each error names rank, what was expected, what was found and what to do.
+    Proves `Zero3Optimizer._check`, `Zero3Layer.expect`.
     """
     with pytest.raises(RuntimeError, match=r"rank 0: the optimizer .*Expected.*Got.*What to do"):
         make(Zero3Layer(nn.Linear(2, 2)))
@@ -919,6 +952,7 @@ def test_what_cannot_work_is_refused_by_name(what, make):
 def test_a_step_inside_no_sync_is_refused_and_loses_nothing():
     """
     The gradients stay where they are, and the step outside takes them.
+    Proves `Zero3Optimizer.step`, `Zero3Optimizer.no_sync`.
     """
     layer = Zero3Layer(nn.Linear(2, 2))
     optimizer = Zero3Optimizer(layer, clip_grad_norm=1.0)
@@ -946,6 +980,7 @@ def test_what_the_chapter_says_is_not_covered_is_so():
     """
     A count in the param group goes up by one for each shard; gradients of 1e20, whose squares fp32
     does not hold, count as an overflow.
+    Proves `Zero3Optimizer._update`, `Zero3Optimizer._overflow`.
     """
     optimizer = Zero3Optimizer(shard([nn.Linear(2, 2), nn.Linear(2, 2)]), Counts, loss_scale=1.0)
     optimizer.backward(optimizer.model(torch.ones(1, 2)).sum())
@@ -957,6 +992,7 @@ def test_what_the_chapter_says_is_not_covered_is_so():
 def test_the_norm_of_millions_of_gradients_has_six_digits():
     """
     Breaks where fp32 adds up all squares of a shard in one go.
+    Proves `norm_of`, `Owned.grad`.
     """
     layer = Zero3Layer(nn.Linear(3000, 3000))
     optimizer = Zero3Optimizer(layer, torch.optim.SGD, lr=0.0)
@@ -968,6 +1004,7 @@ def test_the_norm_of_millions_of_gradients_has_six_digits():
 def test_zero_grad_also_drops_what_no_sync_held_back():
     """
     Breaks where the next step begins with another's gradients.
+    Proves `Zero3Optimizer.zero_grad`.
     """
     layer = Zero3Layer(nn.Linear(2, 2))
     optimizer = Zero3Optimizer(layer)
@@ -982,6 +1019,7 @@ def test_zero_grad_also_drops_what_no_sync_held_back():
 def test_only_a_dynamic_scale_grows(loss_scale, after):
     """
     After one good step with a window of one.
+    Proves `Zero3Optimizer._step`.
     """
     layer = Zero3Layer(nn.Linear(2, 2))
     optimizer = Zero3Optimizer(layer, loss_scale=loss_scale, scale_window=1)

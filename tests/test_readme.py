@@ -35,7 +35,10 @@ def program(which, folder):
 
 @pytest.mark.parametrize("which", ["first", "wrap", "nvme"])
 def test_a_program_of_the_readme_runs_on_two_ranks(which, tmp_path):
-    """Each ends with the shapes of the full parameters, which both ranks print."""
+    """
+    Each ends with the shapes of the full parameters, which both ranks print.
+    Proves `Zero3Sequential`, `Zero3Optimizer`, `Offload`, `wrap`.
+    """
     (tmp_path / "mine.py").write_text(program(which, tmp_path))
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",

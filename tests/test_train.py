@@ -15,7 +15,7 @@ import torch
 
 from zero3.gpt import lr_at
 from zero3.ledger import Event
-from zero3.report import spans
+from zero3.report import commit, spans
 from zero3.train import Ranks, main
 
 SMALL = ["--d-model", "16", "--layers", "2", "--seq-len", "16", "--batch", "4"]
@@ -62,6 +62,7 @@ def finished(tmp_path_factory):
 def test_each_rank_holds_and_sends_exactly_what_was_predicted(finished):
     """
     The promise of the main job, to the byte. Breaks where `predict.py` and `layer.py` drift apart.
+    Proves I2, I3, I4, `Prediction.rest_bytes`, `Run.take`, `Ranks.gather`, `table`.
     """
     run, _, metrics = finished
     assert [row["rank"] for row in metrics["measured"]] == [0, 1]
@@ -78,6 +79,7 @@ def test_a_run_from_files_has_the_losses_of_one_in_memory_and_its_table_is_equal
     """
     The main job with all its states in files: the same losses to the last bit, and six columns
     instead of three. Breaks where a tier changes a number, or a read is not predicted.
+    Proves I8, `build`, `disk_bytes`, `_Rest.step`, `_Shard.file_bytes`.
     """
     run = run_train(tmp_path, "--steps", "6", "--eval-every", "3", "--sample", "5", "--prompt",
                     "Zero", "--offload-params", "nvme", "--offload-optimizer", "nvme")
@@ -97,6 +99,7 @@ def test_a_run_from_files_has_the_losses_of_one_in_memory_and_its_table_is_equal
 def test_a_run_leaves_pictures_and_figures(finished):
     """
     Breaks where a picture is not written, or losses are lost between evaluations.
+    Proves `finish`, `draw_loss`, `draw_tape`, `draw_gradients`, `report.commit`.
     """
     _, out, metrics = finished
     for picture in ("loss.png", "tape.png", "gradients.png"):
@@ -104,13 +107,14 @@ def test_a_run_leaves_pictures_and_figures(finished):
     assert len(metrics["losses"]) == 6
     assert metrics["losses"][0] == pytest.approx(8, abs=0.2)
     assert [step for step, _ in metrics["held_out"]] == [3, 6]
-    assert metrics["ranks"] == 2
+    assert metrics["ranks"] == 2 and metrics["commit"] == commit()
     assert metrics["tokens_per_s"] > 0
 
 
 def test_a_pipe_gets_plain_lines_from_rank_0_alone(finished):
     """
     Breaks where labml's screen writes escape codes into a file, or every rank prints.
+    Proves `progress`, `Ranks.say`, `Ranks.connect`.
     """
     run, _, _ = finished
     assert "\x1b" not in run.stdout and "\r" not in run.stdout
@@ -123,6 +127,7 @@ def test_one_rank_needs_no_torchrun_and_sees_the_same_batches(finished, tmp_path
     The losses of two ranks are those of one, because the global batch is the same. Not bit for bit:
     a mean of two means rounds differently. Breaks where a rank takes the wrong rows, or the loss is
     not averaged over ranks.
+    Proves I1, `train`, `Ranks.rows`, `Ranks.mean`.
     """
     options = ["--steps", "6", "--eval-every", "6", "--sample", "1"]
     assert main([*SMALL, "--device", "cpu", "--out", str(tmp_path), *options]) == 0
@@ -135,6 +140,7 @@ def test_bf16_with_masters_ends_where_fp32_does(tmp_path):
     """
     Within 2 %, with a dynamic loss scale, clipping and four micro-batches, each row of which is
     rounded in other places; and the bytes are still those predicted.
+    Proves `Zero3Optimizer.table`, `Prediction.table`, `evaluate`, `merged`.
     """
     options = ["--batch", "16", "--steps", "60", "--eval-every", "30", "--sample", "1"]
     mixed = ["--dtype", "bf16", "--loss-scale", "dynamic", "--accumulate", "4", "--table"]
@@ -158,6 +164,7 @@ def test_what_cannot_work_is_one_line_from_rank_0(tmp_path):
     """
     Breaks where each rank complains, or rank 1 leaves first and torchrun ends rank 0 before it has
     spoken.
+    Proves `train.main`, `check_options`.
     """
     run = run_train(tmp_path, "--batch", "3")
     assert run.returncode != 0
@@ -183,6 +190,7 @@ def test_what_cannot_work_is_one_line_from_rank_0(tmp_path):
 def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, capsys, options, error):
     """
     Breaks where an option is first looked at when the model is built.
+    Proves `train.main`, `parse_args`, `check_options`, `prepare`.
     """
     assert main([*SMALL, "--device", "cpu", "--out", str(tmp_path), *options]) == 2
     assert error in capsys.readouterr().err
@@ -192,6 +200,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, capsys, op
 def test_more_ranks_than_gpus_is_an_error(monkeypatch):
     """
     Breaks where two ranks share a GPU and NCCL reports it in its own words.
+    Proves `Ranks`, `Ranks.find`.
     """
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     for name, value in {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}.items():
@@ -207,6 +216,7 @@ def test_more_ranks_than_gpus_is_an_error(monkeypatch):
 def test_the_learning_rate_warms_up_and_comes_down():
     """
     Breaks where warm-up and cosine do not meet, or a short run never leaves the warm-up.
+    Proves `lr_at`.
     """
     rates = [lr_at(step, 100, 1.0) for step in range(100)]
     assert rates[0] == pytest.approx(1 / 30)
@@ -220,6 +230,7 @@ def test_the_tape_is_cut_into_spans_of_what_a_layer_holds():
     """
     What the picture draws. Breaks where the `free` after a reduce is taken for that of the
     parameters.
+    Proves `spans`, `Event`.
     """
     names = "fetch gathered compute computed free fetch compute gradients free reduce reduced free"
     events = [
@@ -272,6 +283,7 @@ def test_after_a_rank_is_killed_the_same_command_goes_on_and_nobody_sees_it_in_t
     """
     From the newest checkpoint, without a word from us: losses, text and bytes are those of a run
     that nobody disturbed. Breaks where a second start begins anew, or loses the curve.
+    Proves I10, `begin`, `take_up`, `save_run`, `checkpoints`.
     """
     process = started(tmp_path, *LONG, "--save-every", "7")
     folder = tmp_path / "checkpoints"
@@ -291,6 +303,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(undisturbed, tmp_path):
     """
     Also without `--save-every`. Afterwards the run is at its end, and says so. A run of other
     options does not take it up unasked. Breaks where ranks end after different steps.
+    Proves `signals`, `train`, `Run`, `Ranks.any`.
     """
     process = started(tmp_path, *LONG)
     # Both ranks train.

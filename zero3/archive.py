@@ -11,7 +11,7 @@ ranks that wrote. It asks for elements of a parameter, and the manifest says whe
 element $i$ of a parameter that begins at $o$ in its flat parameter, with shards of
 $S = \lceil P_\ell/N \rceil$ elements:
 
-$$\text{file of rank} = \Big\lfloor \frac{o + i}{S} \Big\rfloor \qquad
+$$\text{file of rank} = \left\lfloor \frac{o + i}{S} \right\rfloor \qquad
 \text{element of its shard} = (o + i) \bmod S$$
 
 All that a checkpoint is good for is made of this one operation: another number of ranks, other

@@ -14,7 +14,7 @@ written in the order in which they come.
 **Checksums** (CRC-32, that of gzip) are of blocks of 1 MiB: a reader of a range checks what it
 reads and nothing else. One changed byte changes the checksum, always.
 
-$$\text{blocks read for } n \text{ bytes} \le \Big\lceil \frac{n}{2^{20}} \Big\rceil + 1$$
+$$\text{blocks read for } n \text{ bytes} \le \left\lceil \frac{n}{2^{20}} \right\rceil + 1$$
 
 **Run this**: `make bench ARGS="--save DIR"` measures a save beside plain direct writes of as many
 bytes.

@@ -37,6 +37,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -271,7 +272,7 @@ def main(argv: list[str] | None = None) -> int:
         # Whoever reads has read enough, and what Python still wants to flush goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (Broken, OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError,
-            SafetensorError, CheckpointException) as error:
+            SafetensorError, CheckpointException, UnpicklingError) as error:
         what = f"{error}" if isinstance(error, (Broken, OSError)) else f"{error!r}"
         print(f"zero3.checkpoint {args.command}: {what}", file=sys.stderr)
         return 1

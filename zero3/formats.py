@@ -9,10 +9,10 @@ ranks, can take it up; the idea is section 3 of [Universal
 Checkpointing](https://arxiv.org/abs/2406.18820). What they have, and what we have, is the same
 three tensors for each parameter that Adam trains:
 
-$$w_{32}, \quad m, \quad v \qquad \text{in } \texttt{fp32.pt},\ \texttt{exp\_avg.pt},\
-\texttt{exp\_avg\_sq.pt}$$
+$$w_{32}, \quad m, \quad v$$
 
-or, in a DCP folder, under `model.NAME`, `optim.state.NAME.exp_avg` and `...exp_avg_sq`.
+in the files `fp32.pt`, `exp_avg.pt` and `exp_avg_sq.pt` of a folder, or, in a DCP folder, under
+`model.NAME`, `optim.state.NAME.exp_avg` and `...exp_avg_sq`.
 
 | | DeepSpeed | DCP |
 |---|---|---|

@@ -9,7 +9,7 @@ anywhere, be their own masters or have one elsewhere; an optimizer may be `Zero3
 of torch's on the shards. In a checkpoint all of this is one thing: *flat parameters*, each with
 *keys*, the parameter itself and its moments, of which each rank has a shard.
 
-$$\text{elements that a rank saves} = \sum_\ell \Big\lceil \frac{P_\ell}{N} \Big\rceil
+$$\text{elements that a rank saves} = \sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil
 \,(1 + \text{moments of } \ell)$$
 
 The key `param` is the master where there is one, and the shard where there is none. What an

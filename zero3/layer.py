@@ -13,7 +13,7 @@ Once its gradients are there, a reduce-scatter gives each rank the mean gradient
 and of nothing else. Each rank then steps its shards with an ordinary optimizer, or with
 `Zero3Optimizer`, which adds mixed precision and what needs the whole model's gradient.
 
-$$\underbrace{\Big\lceil \frac{P_\ell}{N} \Big\rceil}_{\text{elements at rest, per layer}}
+$$\underbrace{\left\lceil \frac{P_\ell}{N} \right\rceil}_{\text{elements at rest, per layer}}
 \qquad
 \underbrace{3\Psi\,\frac{N-1}{N}}_{\text{elements sent, per rank and step}}$$
 

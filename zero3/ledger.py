@@ -74,7 +74,7 @@ class Event:
 
 class Ledger:
     """
-    ## The tape
+    ## Record what a model does
 
     `with Ledger(model, optimizer) as tape:` records what every sharded layer in the model does, on
     this rank. Outside the context a layer asks once per event whether somebody listens, and goes

@@ -11,7 +11,7 @@ Values come from the module's own `reset_parameters`, from a function, or from a
 which only the layer's tensors are read. It is what section 7.2 of
 [ZeRO-Infinity](https://arxiv.org/abs/2104.07857) does while a model is built.
 
-$$\text{while a model is made} \le \sum_\ell \Big\lceil \frac{P_\ell}{N} \Big\rceil
+$$\text{while a model is made} \le \sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil
 + 2 \max_\ell P_\ell \quad \text{elements}$$
 
 Twice the largest layer: in its parameters, and in the flat one that they are copied to. A tensor of

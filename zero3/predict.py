@@ -8,9 +8,9 @@ has, how wide they are, which of them train, and $N$. Nothing here runs a model:
 through a step and adds up numbers where the heart moves tensors. The tests run a model, with the
 `Ledger` listening, and demand equality.
 
-$$\text{rest} = \sum_\ell \Big\lceil \frac{P_\ell}{N} \Big\rceil \, (b + K t_\ell)
+$$\text{rest} = \sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil \, (b + K t_\ell)
 \qquad
-\text{sent} = (N-1) \sum_\ell \Big\lceil \frac{P_\ell}{N} \Big\rceil
+\text{sent} = (N-1) \sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil
 \, (b \, g_\ell + b_g \, t_\ell)$$
 
 with $b$ bytes per element of the parameters and $b_g$ of their gradients on the way, $K$ bytes that

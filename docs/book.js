@@ -1,0 +1,71 @@
+// What HTML cannot: the choice of a theme, and the search. Without this script all pages can be read.
+"use strict";
+
+// A page from a file may be refused its store; then a choice lasts as long as the page.
+function remember(theme) {
+  try {
+    if (theme) localStorage.setItem("theme", theme);
+    return localStorage.getItem("theme");
+  } catch (error) {
+    return theme;
+  }
+}
+
+const root = document.documentElement;
+// Before the body is drawn, or a dark page would flash.
+if (remember()) root.dataset.theme = remember();
+
+// Headings, tests and names that have all words of the question; those that begin with it come first.
+function search(question) {
+  const words = question.toLowerCase().split(/\s+/).filter(Boolean);
+  const hits = INDEX.filter(([title, , page]) =>
+    words.every((word) => `${title} ${page}`.toLowerCase().includes(word)));
+  const first = ([title]) => !title.toLowerCase().startsWith(words[0]);
+  return words.length ? hits.sort((a, b) => first(a) - first(b)).slice(0, 30) : [];
+}
+
+function show(hits) {
+  const list = document.getElementById("found");
+  list.hidden = !hits.length;
+  list.replaceChildren(...hits.map(([title, address, page]) => {
+    const item = document.createElement("li"), link = document.createElement("a");
+    const where = document.createElement("small");
+    link.href = address;
+    link.textContent = title;
+    where.textContent = page;
+    link.append(where);
+    item.append(link);
+    return item;
+  }));
+}
+
+document.addEventListener("DOMContentLoaded", () => {
+  const field = document.getElementById("search"), menus = [...document.querySelectorAll(".menu")];
+  document.getElementById("theme").addEventListener("click", () => {
+    const dark = root.dataset.theme
+      ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+    root.dataset.theme = dark ? "light" : "dark";
+    remember(root.dataset.theme);
+  });
+  field.addEventListener("input", () => show(search(field.value)));
+  field.addEventListener("keydown", (event) => {
+    const hit = document.querySelector("#found a");
+    if (event.key === "Enter" && hit) hit.click();
+  });
+  // A menu closes when something else is wanted.
+  document.addEventListener("click", (event) => {
+    for (const menu of menus) {
+      if (!menu.contains(event.target) || event.target.closest("nav a")) menu.open = false;
+    }
+    if (!event.target.closest(".search")) show([]);
+  });
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") {
+      menus.forEach((menu) => { menu.open = false; });
+      show([]);
+    } else if (event.key === "/" && !event.target.closest("input, textarea")) {
+      event.preventDefault();
+      field.focus();
+    }
+  });
+});

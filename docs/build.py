@@ -1,0 +1,364 @@
+r"""
+# The site
+
+Builds the pages of the book: the source in two columns, the notebooks, the tests, and what stands
+in `docs/*.md`.
+
+Nothing on a page is written twice. Prose comes from the source, links from names, figures from runs
+that are recorded while the site is built, and timings from a file that says on which device and of
+which code they were taken. What cannot be trusted ends the build: a link that leads nowhere, two
+anchors of one name, a formula that does not parse, a line of source that is missing or there twice,
+a timing of code that has changed since, a class or a public function that no test names.
+
+The pages need no server and fetch nothing. Formulas are MathML, such as
+
+$$3\Psi\,\frac{N-1}{N}$$
+
+and the script does only what HTML cannot: the search, the choice of a theme, and the tape.
+
+**Run this**: `make docs`, then open `build/site/index.html`.
+
+**Not covered, and what that costs**: addresses outside of the site are not looked up.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from html import escape
+from html.parser import HTMLParser
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import nbformat
+from latex2mathml.converter import convert
+from markdown_it import MarkdownIt
+from mdit_py_plugins.dollarmath import dollarmath_plugin
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
+
+from docs.annotate import Names, Row, Source, slug
+from docs.figures import Figures
+
+ROOT = Path(__file__).parents[1]
+WAYS_IN = "index notation names ladder tape invariants mutations exercises".split()
+# In the order in which to read them.
+CHAPTERS = ("__init__ layer wire offload disk states optimizer units materialise coordinator blocks "
+            "archive inventory checkpoint formats convert ledger predict estimate launch gpt train "
+            "run report").split()
+
+
+def page_of(path: str) -> str:
+    """
+    ## The page of a file, wherever it is linked from
+    """
+    path = Path(path.replace("__init__", "map"))
+    alone = path.suffix in (".md", ".ipynb") or path.parent.name in ("", ".", "zero3")
+    alone = alone or path.stem.startswith("test_")
+    return f"{path.stem}.html" if alone else f"{path.parent.name}-{path.stem}.html"
+
+
+class Site:
+    """
+    ## The pages, the links between them, and what is wrong with them
+    """
+
+    def __init__(self, figures: Figures):
+        """
+        ### Read what pages are made of
+
+        * `figures` has what runs have shown
+        """
+        self.figures, self.problems = figures, []  # type: tuple[Figures, list[str]]
+        self.chapters = [self.source(f"zero3/{stem}.py") for stem in CHAPTERS]
+        self.tests, self.tools = (
+            [self.source(path) for path in found("tests/*.py")],
+            [self.source(path) for path in found("docs/**/*.py")])
+        self.names = Names(self.chapters)
+        # What proves a section, by file and name, or an invariant, by number.
+        self.proofs: dict[Any, list[tuple[Source, Row]]] = defaultdict(list)
+        for test in self.tests:
+            for row in test.rows:
+                for what in self.proven(test, row):
+                    self.proofs[what].append((test, row))
+        self.titles: dict[str, str] = {}  # of pages, in reading order
+        self.bodies: dict[str, str] = {}
+        self.headings: dict[str, list[tuple[int, str, str]]] = defaultdict(list)
+        self.markdown = MarkdownIt("commonmark", {"html": True}).enable("table")
+        self.markdown.use(dollarmath_plugin, double_inline=True, renderer=self.formula)
+        self.markdown.renderer.rules |= {"code_inline": self.named, "text": self.numbered}
+
+    def source(self, path: str) -> Source:
+        return Source(ROOT / path, page_of(path))
+
+    def expect(self, good: Any, problem: str) -> None:
+        """
+        ### Note what is wrong
+        """
+        if not good:
+            self.problems.append(problem)
+
+    def proven(self, test: Source, row: Row) -> Iterator[Any]:
+        """
+        ### What a test says that it proves
+
+        The last words of its docstring: names of sections, and numbers of invariants.
+        """
+        said = re.search(r"\bProves\s(.*)\.\s*$", row.prose, re.DOTALL)
+        for name, number in re.findall(r"`([^`]+)`|\b(I\d+)\b", said[1] if said else ""):
+            one = number or self.names.find(name)
+            self.expect(one, f"{test.path.name}: {row.name} proves `{name}`, which the package has "
+                        "not, or twice")
+            if one:
+                yield one
+
+    # ----------------------------------------------------------------------------------- markdown
+
+    def formula(self, tex: str, options: dict) -> str:
+        """
+        ### A formula as MathML
+        """
+        html = convert(tex, display="block" if options["display_mode"] else "inline")
+        # What the converter does not know it leaves as it is.
+        self.expect("\\" not in html, f"a formula does not parse: {tex}")
+        return html
+
+    def named(self, tokens: list, i: int, options: Any, env: dict) -> str:
+        """
+        ### Code within prose, linked where it names something
+        """
+        text, at = tokens[i].content, env["at"]
+        html = f"<code>{escape(text, quote=False)}</code>"
+        one = self.names.find(text.removesuffix("()"), at)
+        files = {source.path.name: source.page for source in self.chapters}
+        target = self.names.address(*one, at) if one else files.get(text)
+        # Links do not nest.
+        return f'<a href="{target}">{html}</a>' if target and not tokens[i].meta else html
+
+    def numbered(self, tokens: list, i: int, options: Any, env: dict) -> str:
+        """
+        ### Text, with the numbers of invariants linked
+        """
+        text = escape(tokens[i].content, quote=False)
+        link = r'<a href="invariants.html#i\1">I\1</a>'
+        return text if tokens[i].meta else re.sub(r"\bI(10|[1-8])\b", link, text)
+
+    def prose(self, text: str, page: str, at: Source | None = None) -> str:
+        """
+        ### Markdown as HTML
+
+        Headings get anchors; links to files lead to the pages of these.
+
+        * `page` is where it will stand, `at` is the source that it comes from
+        """
+        env: dict[str, Any] = {"at": at}
+        tokens = self.markdown.parse(text, env)
+        for i, token in enumerate(tokens):
+            if token.type == "heading_open":
+                plain = re.sub(r"[`$*]", "", tokens[i + 1].content)
+                token.attrSet("id", slug(plain))
+                self.headings[page].append((int(token.tag[1]), plain, slug(plain)))
+            linked = token.type == "inline" and tokens[i - 1].type == "heading_open"
+            for child in token.children or ():
+                if child.type == "link_open" and "://" not in (href := str(child.attrGet("href"))):
+                    path, mark, anchor = href.partition("#")
+                    known = path.endswith((".py", ".ipynb", ".md"))
+                    child.attrSet("href", (page_of(path) if known else path) + mark + anchor)
+                linked = child.type == "link_open" or (linked and child.type != "link_close")
+                child.meta = {"linked": True} if linked else {}
+        return self.markdown.renderer.render(tokens, self.markdown.options, env)
+
+    # -------------------------------------------------------------------------------------- pages
+
+    def annotated(self, source: Source) -> str:
+        """
+        ### A file in two columns
+        """
+        links, rows = self.names.links(source), []
+        for row in source.rows:
+            prose = self.prose(row.prose, source.page, source)
+            if row.name and not row.heading:
+                # Tests have names that are sentences, and no headings.
+                title = row.name.removeprefix("test_").replace("_", " ")
+                self.headings[source.page].append((3, title, row.anchor))
+                prose = f'<h3 id="{row.anchor}">{escape(title)}</h3>{prose}'
+            key = (source.path.stem, row.name)
+            prose += self.tested(self.proofs.get(key, []) if source in self.chapters else [])
+            prose += "".join(self.figures.mutation(m) for m in self.figures.mutations
+                             if m.file == source.path.name and m.line in row.lines)
+            code = source.code(row, links)
+            rows.append(f'<section class="row"><div class="prose">{prose}</div>'
+                        f'<pre class="code">{code}</pre></section>')
+        return "\n".join(rows)
+
+    def tested(self, proofs: list[tuple[Source, Row]]) -> str:
+        """
+        ### The tests that prove something
+        """
+        items = "".join(f'<li><a href="{test.page}#{row.anchor}">{row.name}</a></li>'
+                        for test, row in proofs)
+        count = f"{len(proofs)} test{'s' * (len(proofs) > 1)}"
+        return proofs and f'<details class="tests"><summary>{count}</summary><ul>{items}</ul>' \
+            "</details>" or ""
+
+    def notebook(self, path: str) -> str:
+        """
+        ### A notebook, as it was executed
+        """
+        parts, page = [], page_of(path)
+        for cell in nbformat.read(ROOT / path, as_version=4).cells:
+            if cell.cell_type == "markdown":
+                parts.append(self.prose(cell.source, page))
+                continue
+            code = highlight(cell.source, PythonLexer(), HtmlFormatter(nowrap=True))
+            parts.append(f'<pre class="cell">{code}</pre>')
+            for output in cell.outputs:
+                data = output.get("data", {})
+                if "image/png" in data:
+                    parts.append('<img alt="the picture that this cell draws" src="data:image/png;'
+                                 f'base64,{data["image/png"].strip()}">')
+                elif text := output.get("text") or data.get("text/plain"):
+                    parts.append(f'<pre class="output">{escape(text)}</pre>')
+        return f'<div class="text">{"".join(parts)}</div>'
+
+    def build(self) -> dict[str, str]:
+        """
+        ### All pages, by file name
+        """
+        for source in (*self.chapters, *self.tests, *self.tools):
+            self.bodies[source.page] = self.annotated(source)
+        for path in found("notebooks/*.ipynb"):
+            self.bodies[page_of(path)] = self.notebook(path)
+        proofs = {what: self.tested(tests) for what, tests in self.proofs.items()}
+        for name in WAYS_IN:
+            text = self.figures.fill((ROOT / f"docs/{name}.md").read_text(), proofs)
+            self.bodies[f"{name}.html"] = f'<div class="text">{self.prose(text, f"{name}.html")}' \
+                "</div>"
+        groups = {
+            "The way in": [f"{name}.html" for name in WAYS_IN],
+            "Notebooks": [page_of(path) for path in found("notebooks/*.ipynb")],
+            "The source": [source.page for source in self.chapters],
+            "The tests": [source.page for source in self.tests],
+            "How the book is made": [source.page for source in self.tools],
+        }
+        order = [page for pages in groups.values() for page in pages]
+        template = Template((ROOT / "docs/page.html").read_text())
+        return {page: self.framed(page, template, groups, order) for page in order}
+
+    def title(self, page: str) -> str:
+        return next((text for level, text, _ in self.headings[page] if level == 1), page)
+
+    def framed(self, page: str, template: Template, groups: dict, order: list[str]) -> str:
+        """
+        ### A whole page: the body, the lists of contents, the way back and on
+        """
+        at = order.index(page)
+        around = {}
+        for name, i in (("before", at - 1), ("after", at + 1)):
+            there = order[i] if 0 <= i < len(order) else ""
+            around[name] = there and f'<a rel="{name}" href="{there}">{self.title(there)}</a>'
+        lists = "".join(
+            f"<h2>{name}</h2><ul>" + "".join(
+                f'<li><a href="{other}"{" aria-current=page" * (other == page)}>'
+                f"{escape(self.title(other))}</a></li>" for other in pages) + "</ul>"
+            for name, pages in groups.items())
+        inside = "".join(f'<li class="h{level}"><a href="#{anchor}">{escape(text)}</a></li>'
+                         for level, text, anchor in self.headings[page] if level > 1)
+        return template.substitute(
+            title=escape(self.title(page)), pages=lists, contents=inside, body=self.bodies[page],
+            **around)
+
+    def search_index(self) -> str:
+        """
+        ### What the search looks through: headings, tests, and names
+        """
+        entries = [(text, f"{page}#{anchor}", self.title(page))
+                   for page, found in self.headings.items() for _, text, anchor in found]
+        entries += [(name, self.names.address(source.path.stem, name), source.path.name)
+                    for source in self.chapters for name in source.defined]
+        return f"const INDEX = {json.dumps(entries)};\n"
+
+    # ------------------------------------------------------------------------------------- checks
+
+    def check(self, pages: dict[str, str]) -> None:
+        """
+        ### Note links that lead nowhere, anchors that are there twice, and what nothing proves
+        """
+        stems = {Path(path).stem for path in found("zero3/*.py")}
+        self.expect(stems == set(CHAPTERS), f"no order for {stems ^ set(CHAPTERS)}")
+        seen = {page: Anchors(html) for page, html in pages.items()}
+        for page, anchors in seen.items():
+            for anchor, times in anchors.ids.items():
+                self.expect(times == 1, f"{page}: the anchor #{anchor} is there {times} times")
+            for href in anchors.links - {""}:
+                path, _, anchor = href.partition("#")
+                there = seen.get(path or page)
+                good = "://" in href or (there and (not anchor or anchor in there.ids))
+                self.expect(good, f"{page}: a link to {href} leads nowhere")
+        for source in self.chapters:
+            for row in source.rows:
+                public = row.name and (row.level == 2 or row.level == 3)
+                self.expect(not public or (source.path.stem, row.name) in self.proofs,
+                            f"{source.path.name}: no test proves `{row.name}`")
+
+
+class Anchors(HTMLParser):
+    """
+    ## The anchors of a page, and where its links lead
+    """
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.ids: Counter[str] = Counter()
+        self.links: set[str] = set()
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name == "id" and value:
+                self.ids[value] += 1
+            elif name in ("href", "src") and value and not value.startswith("data:"):
+                self.links.add(value if tag == "a" else "")
+
+
+def found(pattern: str) -> list[str]:
+    """
+    ## Files of the repository that have something in them
+    """
+    return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern)
+                  if path.stat().st_size)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """
+    ## Build, or say why not
+    """
+    parser = argparse.ArgumentParser(prog="docs.build", description="Build the site.")
+    parser.add_argument("--out", type=Path, default=ROOT / "build/site", help="folder of the site")
+    out = parser.parse_args(argv).out
+    site = Site(Figures())
+    pages = site.build()
+    site.check(pages)
+    problems = sorted({*site.problems, *site.figures.problems})
+    if problems:
+        print("\n".join(problems), f"\n{len(problems)} problems; nothing was written")
+        return 1
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    for page, html in pages.items():
+        (out / page).write_text(html)
+    for file in (*ROOT.glob("docs/*.css"), *ROOT.glob("docs/*.js")):
+        shutil.copy(file, out)
+    (out / "search.js").write_text(site.search_index())
+    site.figures.write(out)
+    print(f"wrote {len(pages)} pages to {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""
+# Ranks from Python: they answer in order, and an error is told
+"""
+
+import os
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import run
+from zero3 import launch
+
+
+def who():
+    return dist.get_rank(), launch.my_device(), "tests.cases" in sys.modules, torch.get_num_threads()
+
+
+def test_each_rank_answers_and_the_answers_are_in_rank_order():
+    """
+    Ranks on the CPU compute on the CPU, with a thread each, and need not import what was imported
+    for all of them.
+    Proves `launch.run`, `my_device`, `preload`.
+    """
+    cpu = torch.device("cpu")
+    assert run(who, 3) == [(0, cpu, True, 1), (1, cpu, True, 1), (2, cpu, True, 1)]
+
+
+def test_there_is_a_rank_for_each_gpu_or_two(monkeypatch):
+    """Proves `default_ranks`."""
+    for gpus, ranks in ((0, 2), (1, 1), (4, 4)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert launch.default_ranks() == ranks
+
+
+def fails(how):
+    if dist.get_rank() == 1:
+        if how == "raises":
+            raise ValueError("no such thing")
+        os._exit(3)
+
+
+def test_an_error_on_a_rank_is_told_with_its_traceback():
+    """
+    Also of a rank that ends without a word. Breaks where a rank's exception stays in its process.
+    Proves `launch.run`, `_answer`, `_rank`.
+    """
+    with pytest.raises(AssertionError, match=r"rank 1:\n(.|\n)*ValueError: no such thing"):
+        run(fails, 2, "raises")
+    with pytest.raises(AssertionError, match="rank 1: the process ended without an answer"):
+        run(fails, 2, "leaves")
+
+
+def test_a_worker_by_name_is_the_file_as_it_is_now(tmp_path, monkeypatch):
+    """
+    As a notebook needs it, whose cell writes the file. Breaks where the module of before is kept.
+    Proves `launch.run`.
+    """
+    monkeypatch.syspath_prepend(tmp_path)
+    for answer in (1, 22):
+        (tmp_path / "worker_of_mine.py").write_text(f"def give():\n    return {answer}\n")
+        assert run("worker_of_mine:give", 1) == [answer]
