@@ -24,6 +24,7 @@ import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from hashlib import sha256
 from html import escape
 from io import StringIO
 from pathlib import Path
@@ -70,7 +71,7 @@ class Source:
     ## A Python file
     """
 
-    def __init__(self, path: Path, page: str):
+    def __init__(self, path: Path, page: str = ""):
         """
         ### Parse it
 
@@ -122,6 +123,15 @@ class Source:
         """
         row = self.sections.get(name)
         return row.anchor if row else f"L{self.defined[name].lineno}"
+
+    def digest(self) -> str:
+        """
+        ### What the code is, whatever the prose says
+
+        A timing is of the code that ran, and no longer true when that has changed.
+        """
+        lines = [self.texts[number - 1] for row in self.rows for number in row.lines]
+        return sha256("\n".join(lines).encode()).hexdigest()[:16]
 
     def code(self, row: Row, links: dict[tuple[int, int], str]) -> str:
         """
@@ -217,10 +227,18 @@ class Names:
         """
         self.sources = {source.path.stem: source for source in sources}
         self.found: dict[str, set[tuple[str, str]]] = defaultdict(set)
+        classes = {name: node for source in sources for name, node in source.defined.items()
+                   if isinstance(node, ast.ClassDef)}
         for stem, source in self.sources.items():
             for name in source.defined:
-                for known in {name, name.split(".")[-1], f"{stem}.{name}"}:
-                    self.found[known].add((stem, name))
+                of, _, short = name.rpartition(".")
+                # A method by its own name is that of the class which has it first.
+                known = {name, f"{stem}.{name}"} | {short} - {
+                    node.name for base in getattr(classes.get(of), "bases", ())
+                    for node in getattr(classes.get(getattr(base, "id", "")), "body", ())
+                    if isinstance(node, ast.FunctionDef)}
+                for each in known:
+                    self.found[each].add((stem, name))
 
     def find(self, name: str, source: Source | None = None) -> tuple[str, str] | None:
         """

@@ -25,7 +25,7 @@ function search(question) {
 }
 
 function show(hits) {
-  const list = document.getElementById("found");
+  const list = document.getElementById("book-found");
   list.hidden = !hits.length;
   list.replaceChildren(...hits.map(([title, address, page]) => {
     const item = document.createElement("li"), link = document.createElement("a");
@@ -40,8 +40,8 @@ function show(hits) {
 }
 
 document.addEventListener("DOMContentLoaded", () => {
-  const field = document.getElementById("search"), menus = [...document.querySelectorAll(".menu")];
-  document.getElementById("theme").addEventListener("click", () => {
+  const field = document.getElementById("book-search"), menus = [...document.querySelectorAll(".menu")];
+  document.getElementById("book-theme").addEventListener("click", () => {
     const dark = root.dataset.theme
       ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
     root.dataset.theme = dark ? "light" : "dark";
@@ -49,7 +49,7 @@ document.addEventListener("DOMContentLoaded", () => {
   });
   field.addEventListener("input", () => show(search(field.value)));
   field.addEventListener("keydown", (event) => {
-    const hit = document.querySelector("#found a");
+    const hit = document.querySelector("#book-found a");
     if (event.key === "Enter" && hit) hit.click();
   });
   // A menu closes when something else is wanted.

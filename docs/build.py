@@ -29,7 +29,6 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from html import escape
-from html.parser import HTMLParser
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -46,7 +45,8 @@ from docs.annotate import Names, Row, Source, slug
 from docs.figures import Figures
 
 ROOT = Path(__file__).parents[1]
-WAYS_IN = "index notation names ladder tape invariants mutations exercises".split()
+WAYS_IN = [f"docs/{name}.md" for name in "index life notation names ladder tape invariants "
+           "mutations exercises".split()] + ["README.md"]
 # In the order in which to read them.
 CHAPTERS = ("__init__ layer wire offload disk states optimizer units materialise coordinator blocks "
             "archive inventory checkpoint formats convert ledger predict estimate launch gpt train "
@@ -86,7 +86,7 @@ class Site:
             for row in test.rows:
                 for what in self.proven(test, row):
                     self.proofs[what].append((test, row))
-        self.titles: dict[str, str] = {}  # of pages, in reading order
+        # Of each page: its HTML, and its headings with their levels and anchors.
         self.bodies: dict[str, str] = {}
         self.headings: dict[str, list[tuple[int, str, str]]] = defaultdict(list)
         self.markdown = MarkdownIt("commonmark", {"html": True}).enable("table")
@@ -133,7 +133,8 @@ class Site:
         ### Code within prose, linked where it names something
         """
         text, at = tokens[i].content, env["at"]
-        html = f"<code>{escape(text, quote=False)}</code>"
+        # A long name may break after an underscore.
+        html = f"<code>{escape(text, quote=False).replace('_', '_<wbr>')}</code>"
         one = self.names.find(text.removesuffix("()"), at)
         files = {source.path.name: source.page for source in self.chapters}
         target = self.names.address(*one, at) if one else files.get(text)
@@ -171,7 +172,9 @@ class Site:
                     child.attrSet("href", (page_of(path) if known else path) + mark + anchor)
                 linked = child.type == "link_open" or (linked and child.type != "link_close")
                 child.meta = {"linked": True} if linked else {}
-        return self.markdown.renderer.render(tokens, self.markdown.options, env)
+        html = self.markdown.renderer.render(tokens, self.markdown.options, env)
+        return re.sub(r'(<h\d id="([^"]+)">.*?)(?=</h)', r'\1<a class="anchor" href="#\2" '
+                      'aria-label="link to this section"></a>', html)
 
     # -------------------------------------------------------------------------------------- pages
 
@@ -181,7 +184,8 @@ class Site:
         """
         links, rows = self.names.links(source), []
         for row in source.rows:
-            prose = self.prose(row.prose, source.page, source)
+            text = re.sub(r"\n(?=Proves )", "\n\n", row.prose)
+            prose = self.prose(text, source.page, source)
             if row.name and not row.heading:
                 # Tests have names that are sentences, and no headings.
                 title = row.name.removeprefix("test_").replace("_", " ")
@@ -189,8 +193,8 @@ class Site:
                 prose = f'<h3 id="{row.anchor}">{escape(title)}</h3>{prose}'
             key = (source.path.stem, row.name)
             prose += self.tested(self.proofs.get(key, []) if source in self.chapters else [])
-            prose += "".join(self.figures.mutation(m) for m in self.figures.mutations
-                             if m.file == source.path.name and m.line in row.lines)
+            if source in self.chapters:
+                prose += self.figures.beside(source.path.name, row.lines)
             code = source.code(row, links)
             rows.append(f'<section class="row"><div class="prose">{prose}</div>'
                         f'<pre class="code">{code}</pre></section>')
@@ -203,8 +207,8 @@ class Site:
         items = "".join(f'<li><a href="{test.page}#{row.anchor}">{row.name}</a></li>'
                         for test, row in proofs)
         count = f"{len(proofs)} test{'s' * (len(proofs) > 1)}"
-        return proofs and f'<details class="tests"><summary>{count}</summary><ul>{items}</ul>' \
-            "</details>" or ""
+        return (proofs and f'<details class="tests"><summary>{count}</summary><ul>{items}</ul>' \
+            "</details>") or ""
 
     def notebook(self, path: str) -> str:
         """
@@ -235,12 +239,12 @@ class Site:
         for path in found("notebooks/*.ipynb"):
             self.bodies[page_of(path)] = self.notebook(path)
         proofs = {what: self.tested(tests) for what, tests in self.proofs.items()}
-        for name in WAYS_IN:
-            text = self.figures.fill((ROOT / f"docs/{name}.md").read_text(), proofs)
-            self.bodies[f"{name}.html"] = f'<div class="text">{self.prose(text, f"{name}.html")}' \
-                "</div>"
+        for path in WAYS_IN:
+            text = self.figures.fill(path, (ROOT / path).read_text(), proofs)
+            html = self.prose(text, page_of(path))
+            self.bodies[page_of(path)] = f'<div class="text">{html}</div>'
         groups = {
-            "The way in": [f"{name}.html" for name in WAYS_IN],
+            "The way in": [page_of(path) for path in WAYS_IN],
             "Notebooks": [page_of(path) for path in found("notebooks/*.ipynb")],
             "The source": [source.page for source in self.chapters],
             "The tests": [source.page for source in self.tests],
@@ -291,39 +295,23 @@ class Site:
         """
         stems = {Path(path).stem for path in found("zero3/*.py")}
         self.expect(stems == set(CHAPTERS), f"no order for {stems ^ set(CHAPTERS)}")
-        seen = {page: Anchors(html) for page, html in pages.items()}
-        for page, anchors in seen.items():
-            for anchor, times in anchors.ids.items():
+        # What looks like a tag is one: in text and code `<` is escaped.
+        anchors = {page: Counter(re.findall(r'<[a-z][^<>]*\sid="([^"]+)"', html))
+                   for page, html in pages.items()}
+        for page, html in pages.items():
+            for anchor, times in anchors[page].items():
                 self.expect(times == 1, f"{page}: the anchor #{anchor} is there {times} times")
-            for href in anchors.links - {""}:
+            for href in {*re.findall(r'<a\s[^<>]*href="([^"]+)"', html)}:
                 path, _, anchor = href.partition("#")
-                there = seen.get(path or page)
-                good = "://" in href or (there and (not anchor or anchor in there.ids))
+                there = anchors.get(path or page)
+                good = "://" in href or href in self.figures.files
+                good = good or (there is not None and (not anchor or anchor in there))
                 self.expect(good, f"{page}: a link to {href} leads nowhere")
         for source in self.chapters:
             for row in source.rows:
                 public = row.name and (row.level == 2 or row.level == 3)
                 self.expect(not public or (source.path.stem, row.name) in self.proofs,
                             f"{source.path.name}: no test proves `{row.name}`")
-
-
-class Anchors(HTMLParser):
-    """
-    ## The anchors of a page, and where its links lead
-    """
-
-    def __init__(self, html: str):
-        super().__init__()
-        self.ids: Counter[str] = Counter()
-        self.links: set[str] = set()
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        for name, value in attrs:
-            if name == "id" and value:
-                self.ids[value] += 1
-            elif name in ("href", "src") and value and not value.startswith("data:"):
-                self.links.add(value if tag == "a" else "")
 
 
 def found(pattern: str) -> list[str]:

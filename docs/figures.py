@@ -1,6 +1,205 @@
+"""
+# What the pages show of real runs
+
+`Figures` records the tape and climbs the ladder while the site is built, and reads what was timed;
+`fill` puts it where a page says `{{name}}`.
+
+A figure that was typed was true once. What can be counted is counted again for each build, which
+takes seconds. What was timed cannot be: it needs a machine that does nothing else. So the benchmark
+writes beside its figures which code they are of, a digest of each file without its comments, and a
+page refuses figures of code that has changed since.
+
+**Run this**: `make docs`; `make bench ARGS="--out docs/bench.json"` times anew.
+
+**Not covered, and what that costs**: a change of a library, torch above all, makes no figure stale;
+its version is in the caption.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import DiffLexer, PythonLexer
+
+from docs import ladder, tape
+from docs.annotate import Source
+from docs.exercises.solutions import EXERCISES, page
+from docs.mutations import all_with_lines
+
+HERE = Path(__file__).parent
+# A number with one of these was measured.
+MEASURED = re.compile(r"\d[\d.,]*\s?(?:[kMGT]i?B|bytes|ms|seconds|s|tokens|times as)\b(?!/s)")
+
+
 class Figures:
-    mutations=[]
-    problems=[]
-    def __init__(self): pass
-    def fill(self,text,proofs): return text
-    def write(self,out): pass
+    """
+    ## All that is measured, by name
+    """
+
+    def __init__(self) -> None:
+        """
+        ### Run what is to be run
+        """
+        self.problems: list[str] = []
+        self.tape, self.ladder = tape.record(), ladder.climb()
+        self.mutations = {(m.file, last): (m, first) for m, first, last in all_with_lines()}
+        # Beside the pages.
+        self.files = {"tape-data.js": f"const TAPE = {json.dumps(self.tape)};\n",
+                      "trace.json": json.dumps(tape.chrome_trace(self.tape))}
+        self.values: dict[str, Callable[[], str] | str] = {
+            # On a phone the letters of the wide one would be too small.
+            "staircase": f'<figure class="on-wide">{tape.staircase(self.tape)}</figure>'
+                         f'<figure class="on-phone">{tape.staircase(self.tape, 360)}</figure>',
+            "tape.caption": caption(self.tape, self.tape["world_size"]),
+            "ladder.caption": caption(self.ladder, self.ladder["ranks"]),
+            "ladder.figure": f'<figure>{ladder.draw(self.ladder["rows"])}</figure>',
+            "ladder.table": self.rungs, "ladder.losses": self.losses,
+            "mutations": self.all_mutations, "exercises": self.exercises,
+            "bench.sentence": self.speed,
+        }
+
+    def fill(self, name: str, text: str, proofs: dict[str, str]) -> str:
+        """
+        ### A page's markdown, with figures where it names them
+
+        * `proofs` has the tests of each invariant, as HTML
+        """
+        typed = MEASURED.search(re.sub(r"```.*?```|`[^`]*`|\$[^$]*\$", "", text, flags=re.DOTALL))
+        if typed:
+            self.problems.append(f"{name}: `{typed[0]}` is typed, and not filled in")
+
+        def value(found: re.Match) -> str:
+            known = proofs.get(found[1].removeprefix("proofs."), self.values.get(found[1]))
+            if known is None:
+                self.problems.append(f"{name}: there is no figure `{found[1]}`")
+            return str(known() if callable(known) else known)
+
+        return re.sub(r"\{\{([\w.]+)\}\}", value, text)
+
+    def write(self, out: Path) -> None:
+        """
+        ### What the pages' scripts read
+        """
+        for name, text in self.files.items():
+            (out / name).write_text(text)
+
+    # ------------------------------------------------------------------------------------- ladder
+
+    def rungs(self) -> str:
+        """
+        ### The ladder as a table
+        """
+        columns = {"device_rest_bytes": "device, at rest", "device_peak_bytes": "at the peak",
+                   "cpu_bytes": "CPU memory", "file_bytes": "files", "sent_bytes": "sent in a step"}
+        rows = [["", "in shards", *columns.values()]]
+        rows += [[row["rung"], row["sharded"] or "nothing", *(f"{row[c]:,}" for c in columns)]
+                 for row in self.ladder["rows"]]
+        return "Bytes of a rank:\n\n" + table(rows, 2)
+
+    def losses(self) -> str:
+        """
+        ### The losses of each rung
+        """
+        rows = [["", *(f"step {i + 1}" for i in range(self.ladder["steps"])), "from DDP's",
+                 "weights from DDP's"]]
+        for row in self.ladder["rows"]:
+            off = [f"{row[key]:.0e} off" if row[key] else "equal"
+                   for key in ("loss_difference", "weight_difference")]
+            rows.append([row["rung"], *(f"{loss:.4f}" for loss in row["losses"]), *off])
+        return table(rows, 1)
+
+    # ------------------------------------------------------------------------- mutations, exercises
+
+    def beside(self, file: str, lines: list[int]) -> str:
+        """
+        ### What happens without some of these lines, to stand beside them
+        """
+        return "".join(
+            f'<details class="mutation"><summary>without line '
+            f'{first if first == last else f"{first} to {last}"}</summary>'
+            f'<pre>{escape(m.symptom)}</pre><a href="mutations.html#{m.name}">{m.name}</a>'
+            "</details>"
+            for (name, last), (m, first) in self.mutations.items()
+            if name == file and last in lines)
+
+    def all_mutations(self) -> str:
+        """
+        ### Each mutation: what is changed, and, folded, what then happens
+        """
+        parts = []
+        for (file, last), (m, first) in self.mutations.items():
+            diff = highlight(m.diff(), DiffLexer(), HtmlFormatter(nowrap=True))
+            parts.append(
+                f"## {m.name}\n\n[`{m.section}`](../zero3/{file}#L{first}), line {first}"
+                + f" to {last}" * (last > first) + f"\n\n<pre>{diff}</pre>\n\n"
+                "<details><summary>What happens</summary>\n\n"
+                f"<pre>{escape(m.healthy)}   before\n{escape(m.symptom)}   after</pre>\n\n{m.why}"
+                + f" It breaks {m.breaks}." * bool(m.breaks) + "\n\n</details>\n")
+        return "\n".join(parts)
+
+    def exercises(self) -> str:
+        """
+        ### Each exercise: the task, the stub and, folded, the solution
+        """
+        parts = []
+        for number in EXERCISES:
+            p = page(number)
+            places = re.sub(r"(`\S+`) \((\S+):(\d+)\)", r"[\1](../\2#L\3)", ", ".join(p.source))
+            parts.append(
+                f"## {p.title}\n\n{p.task}\n\nFill in [the file](exercises/{EXERCISES[number].name}"
+                f".py), then `make exercise N={number}`.\n\n<pre>{colored(p.stub)}</pre>\n\n"
+                f"<details><summary>Solution</summary>\n\n<pre>{colored(p.solution)}</pre>\n\n"
+                f"In the source: {places}.\n\n</details>\n")
+        return "\n".join(parts)
+
+    # -------------------------------------------------------------------------------------- timings
+
+    def speed(self) -> str:
+        """
+        ### How fast it is, as it was timed
+
+        Refused where the code that was timed has changed since.
+        """
+        told = json.loads((HERE / "bench.json").read_text())
+        changed = [name for name, digest in told["code"].items()
+                   if Source(HERE.parent / "zero3" / name).digest() != digest]
+        if changed:
+            self.problems.append(f"bench.json: {', '.join(changed)} changed since it was timed; "
+                                 '`make bench ARGS="--out docs/bench.json"`')
+        machine = told["machine"]
+        fsdp2, ddp = (told["ratios"][f"zero3/{peer}"]["tokens_per_s"][0]
+                      for peer in ("fsdp2", "ddp"))
+        return (f"In a second it trains {fsdp2:.2f} times as many tokens as FSDP2, and {ddp:.2f} "
+                "times as many as `DistributedDataParallel`, which shards nothing "
+                f"({told['settings']['ranks']} ranks, {machine['gpu'] or machine['cpu']}, torch "
+                f"{machine['torch']}, commit {machine['commit']}; the medians of "
+                f"{told['settings']['rounds']} rounds).")
+
+
+def caption(run: dict[str, Any], ranks: int) -> str:
+    """
+    ## Where figures come from
+    """
+    return f"{ranks} ranks, {run['device']}, torch {run['torch']}, commit {run['commit']}"
+
+
+def table(rows: list[list[str]], words: int) -> str:
+    """
+    ## A table in HTML: the first row is its head, the first so many columns are words
+    """
+    lines = []
+    for i, row in enumerate(rows):
+        tag = "td" if i else "th"
+        lines.append("<tr>" + "".join(
+            f'<{tag}{" class=number" * (j >= words)}>{escape(cell)}</{tag}>'
+            for j, cell in enumerate(row)) + "</tr>")
+    return '<div class="wide"><table>' + "\n".join(lines) + "</table></div>"
+
+
+def colored(code: str) -> str:
+    return highlight(code, PythonLexer(), HtmlFormatter(nowrap=True))

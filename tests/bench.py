@@ -53,6 +53,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zero3
+from docs.annotate import Source
 from tests.ranks import run
 from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, disk, save
 from zero3.archive import file_name
@@ -61,6 +62,9 @@ from zero3.report import commit
 from zero3.wire import _all_gather, _reduce_scatter
 
 PEERS = ("zero3", "wrap", "ddp", "fsdp2")
+# What of the package a step goes through.
+TIMED = ("coordinator.py", "layer.py", "ledger.py", "offload.py", "optimizer.py", "states.py",
+         "units.py", "wire.py")
 # What a run is measured by: its heading, its format, and what to divide by.
 COLUMNS = {
     "tokens_per_s": ("tokens/s", ",.0f", 1),
@@ -655,7 +659,10 @@ def main():
     facts = machine(args)
     print(f"{facts['gpu'] or facts['cpu']}, {facts['cores']} cores, load {facts['load'][0]:.1f}, "
           f"torch {facts['torch']}, {args.ranks} ranks")
-    results = {"machine": facts, "settings": vars(args), "wire_is_exact": args.own_network}
+    # Who shows the figures can see whether they are still of this code.
+    code = {name: Source(Path(zero3.__file__).parent / name).digest() for name in TIMED}
+    results = {"machine": facts, "settings": vars(args), "wire_is_exact": args.own_network,
+               "code": code}
     if args.comm:
         ranks = run(measure_comm, args.ranks, args, timeout_s=600)
         results |= {"ranks": ranks, "medians": compare_comm(ranks, args)}

@@ -1,0 +1,374 @@
+r"""
+# Claims about exercises 3 to 6: methods, at work inside of a layer
+
+A claim calls the answer through a sharded model, and looks at what it did to the layers.
+
+Some wrong answers free memory that is in use, and a use of it would end the process. So a claim
+looks at a storage's bytes before anything is computed with them, and the claims about whole steps
+of training come last.
+
+**Run this**: `make exercise N=3`
+
+**Not covered, and what that costs**: shards that rest in files, and whole models.
+"""
+
+import copy
+import gc
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from docs.exercises.oracle import (
+    STEP,
+    Case,
+    Claim,
+    batch,
+    chain,
+    equal,
+    expect,
+    mine,
+    modules,
+    spied,
+)
+from zero3 import Zero3Layer, Zero3Sequential
+from zero3.ledger import Ledger, held_bytes
+from zero3.offload import FreedParameter
+
+
+def first_of(model: Zero3Sequential) -> tuple[Any, Any]:
+    """
+    ## The first layer, and its flat parameter
+    """
+    return model.module_list[0], model.module_list[0].groups[0]
+
+
+def whole(model: Any) -> list[int]:
+    """
+    ## Which layers are unsharded
+    """
+    return [layer.layer_idx for layer in model.module_list if layer.is_fetched]
+
+
+# ------------------------------------------------------------------------------------ 3: unshard
+
+
+def writes_into_the_same_storage(case: Case) -> None:
+    layer, g = first_of(chain())
+    ours, full = g.full.untyped_storage(), g.full
+    with spied(layer.wire, "all_gather") as calls:
+        layer.fetch_params()
+    # Whatever the answer did with them, the messages end before their memory does.
+    for _, transfer in calls:
+        transfer.wait()
+    expect(len(calls) > 0, "a gather", "none")
+    to = [flat.untyped_storage()._cdata for (_, pairs), _ in calls for flat, _ in pairs]
+    expect(g.full is full, "`group.full` stays the tensor that it is", "another tensor")
+    expect(to == [ours._cdata], "a gather into `group.full`", "a gather into other memory")
+
+
+def returns_before_the_messages_do(case: Case) -> None:
+    layer, _ = first_of(chain())
+    with spied(layer.wire, "all_gather") as calls:
+        layer.fetch_params()
+    started, kept = [transfer for _, transfer in calls], layer._gather
+    for transfer in started:
+        transfer.wait()
+    expect(kept is not None and any(kept is t for t in started), "in `self._gather` the transfer, "
+           "which nobody has waited for", kept)
+
+
+def a_second_call_sends_nothing(case: Case) -> None:
+    model = chain()
+    layer, _ = first_of(model)
+    with Ledger(model) as tape, spied(layer.wire, "all_gather") as calls:
+        layer.fetch_params()
+        layer.fetch_params()
+    for _, transfer in calls:
+        transfer.wait()
+    expect(len(calls) == 1, "1 gather for two calls of `fetch_params()`",
+           f"{len(calls)} gathers, {tape.sent_bytes} bytes sent")
+
+
+def nothing_to_fetch(case: Case) -> None:
+    model = chain()
+    layer, _ = first_of(model)
+    empty = model.module_list[1]
+    with layer.full_params(), spied(layer, "_all_gather") as inside:
+        layer.fetch_params()
+    with spied(empty, "_all_gather") as without:
+        empty.fetch_params()
+    for _, transfer in (*inside, *without):
+        transfer.wait()
+    expect(not inside, "no gather inside of `full_params()`", f"{len(inside)}")
+    expect(not without, "no gather of a layer without parameters", f"{len(without)}")
+
+
+def gathers_the_weights_of_the_last_step(case: Case) -> None:
+    layer, g = first_of(chain())
+    for sign in (1, -1):
+        g.shard.detach().fill_(sign * (dist.get_rank() + 1))
+        layer.fetch_params()
+        layer._wait_params()
+        expect(g.full.untyped_storage().nbytes() > 0, "whole parameters", "no memory")
+        ranks = torch.arange(1, dist.get_world_size() + 1).double() * sign
+        equal(ranks, layer.wire.rows(g.full)[:, 0], "first elements of the shards ")
+        layer._cleanup_params()
+
+
+def gradients_on_their_way_come_first(case: Case) -> None:
+    layer, g = first_of(chain())
+    g.grad = layer._empty(len(g.full), g.full.dtype).fill_(dist.get_rank() + 1)
+    g.ready.update(slot.names for slot in g.slots)
+    layer._backup_grads()
+    layer.fetch_params()
+    layer._wait_params()
+    layer.wire.reducer.end()
+    total = sum(range(1, dist.get_world_size() + 1))
+    equal(torch.full_like(g.shard, total), g.shard.grad, "gradient ")
+    expect(g.full.untyped_storage().nbytes() > 0, "whole parameters", "no memory")
+
+
+# ------------------------------------------------------------------------------------ 4: reshard
+
+
+class Messages:
+    """
+    ## In place of a transfer: the memory it finds when it is waited for
+    """
+
+    def __init__(self, full: torch.Tensor):
+        self.full, self.found_bytes = full, None
+
+    def wait(self) -> None:
+        self.found_bytes = self.full.untyped_storage().nbytes()
+
+
+def unsharded() -> tuple[Any, Any, Any]:
+    model = chain()
+    layer, g = first_of(model)
+    layer.fetch_params()
+    layer._wait_params()
+    return model, layer, g
+
+
+def the_storage_has_no_bytes(case: Case) -> None:
+    _, layer, g = unsharded()
+    storage = g.full.untyped_storage()  # as autograd has it, in what it saved
+    layer._cleanup_params()
+    expect(storage.nbytes() == 0, "a storage of 0 bytes, whoever has views of it",
+           f"{storage.nbytes()} bytes")
+    expect(g.full.untyped_storage()._cdata == storage._cdata, "`group.full`, as it was", "another")
+
+
+def freed_parameters_have_names(case: Case) -> None:
+    _, layer, _ = unsharded()
+    layer._cleanup_params()
+    for slot in layer._slots():
+        expect(isinstance(slot.param, FreedParameter), f"`{slot.names[0]}` of a `FreedParameter`, "
+               "which raises an error when it is touched", f"a {type(slot.param).__name__}")
+
+
+def waits_for_messages(case: Case) -> None:
+    _, layer, g = unsharded()
+    layer._gather = on_their_way = Messages(g.full)
+    layer._cleanup_params()
+    layer._gather = None
+    found_bytes = on_their_way.found_bytes
+    expect(bool(found_bytes), "messages are waited for, and then their memory is freed",
+           "nobody waits for them" if found_bytes is None else "it is freed first")
+
+
+def the_next_fetch_gathers(case: Case) -> None:
+    _, layer, _ = unsharded()
+    layer._kept = lambda: None
+    layer._cleanup_params()
+    expect(not layer.is_fetched, "`is_fetched` is False", "True")
+    expect(layer._kept is None, "`_kept` is None", "it is as it was")
+    layer._kept = lambda: None
+    layer._cleanup_params()
+    expect(layer._kept is None, "`_kept` is None after a call for a layer that is not fetched, too",
+           "it is as it was")
+
+
+def the_tape_says_so_once(case: Case) -> None:
+    model, layer, g = unsharded()
+    with Ledger(model) as tape:
+        layer._cleanup_params()
+        layer._cleanup_params()
+    got = [f"{e.event} of {e.bytes} bytes, with {e.live_bytes} left" for e in tape.events]
+    expected = f"free of {g.full.nbytes} bytes, with {held_bytes(model)} left"
+    expect(got == [expected], f"for two calls one event on the tape: {expected}",
+           f"{len(got)} events: {'; '.join(got)}")
+
+
+# -------------------------------------------------------------------------- 5: reduce the gradients
+
+
+class Mixed(nn.Module):
+    """
+    ## A layer with an unused parameter, one of another data type, and a frozen one
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.unused, self.last = nn.Linear(4, 4), nn.Linear(3, 3), nn.Linear(4, 4)
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.double()
+        self.scale = nn.Parameter(torch.full((5,), 0.5, dtype=torch.float32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x) * self.frozen) * self.scale[:4]
+
+
+def gradients(module: nn.Module) -> list[torch.Tensor]:
+    """
+    ## A plain module's gradients as flat vectors, one for each data type; zero where there is none
+    """
+    trained = [p for p in module.parameters() if p.requires_grad]
+    return [torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
+                       for p in trained if p.dtype == dtype])
+            for dtype in dict.fromkeys(p.dtype for p in trained)]
+
+
+def backward(times: int = 1, mixed: bool = False) -> tuple[Any, list[torch.Tensor]]:
+    """
+    ## A model after some backwards, and plain PyTorch's gradients of this rank's shards
+    """
+    torch.manual_seed(0)
+    layers = [Mixed(), nn.Linear(4, 3).double()] if mixed else [m.double() for m in modules()]
+    plain = nn.Sequential(*layers)
+    model = Zero3Sequential([Zero3Layer(copy.deepcopy(m)) for m in plain])
+    for step in range(times):
+        every, own = batch(step)
+        plain(every).square().mean().backward()
+        model(own).square().mean().backward()
+    return model, [mine(flat) for m in plain for flat in gradients(m)]
+
+
+def nothing_full_after_backward(case: Case) -> None:
+    model, _ = backward()
+    for layer in model.module_list:
+        for g in layer.groups:
+            expect(not layer.is_fetched, f"{layer.label} resharded", "its parameters are whole")
+            expect(g.grad is None and not g.ready, f"{layer.label} without a full gradient",
+                   "it has one")
+            expect(g.full.untyped_storage().nbytes() == 0, f"{layer.label} without an inbox",
+                   f"one of {g.full.untyped_storage().nbytes()} bytes")
+
+
+def same_gradients(times: int, mixed: bool) -> None:
+    model, grads = backward(times, mixed)
+    for shard, grad in zip(model.get_trainable_chunk(), grads, strict=True):
+        expect(shard.grad is not None, "a gradient for each shard", "none")
+        equal(grad, shard.grad, "gradient ")
+
+
+def a_lone_layer_ends_its_reduce(case: Case) -> None:
+    below, above, seen = nn.Linear(4, 4), Zero3Layer(nn.Linear(4, 4)), []
+    # Called before the layer's own hook: its gradient is here, and that of the one above gone.
+    below.bias.register_post_accumulate_grad_hook(lambda _: seen.append(above.groups[0].grad))
+    above(Zero3Layer(below)(torch.ones(1, 4))).sum().backward()
+    expect(len(seen) == 1 and seen[0] is None, "no full gradient of a lone layer when the layer "
+           "below gets its own", "it waits for the end of the pass")
+
+
+# ----------------------------------------------------------------------------------- 6: prefetch
+
+
+def walks_in_order(case: Case) -> None:
+    model = chain()
+    x = torch.ones(1, 4, dtype=torch.double)
+    with torch.no_grad():
+        walked = [layer.layer_idx for layer in model.walk()]
+        expect(walked == [0, 1, 2, 3], "layers 0, 1, 2, 3", walked)
+        torch.manual_seed(0)
+        equal(nn.Sequential(*modules()).double()(x), model(x), "output ")
+
+
+def one_layer_ahead(case: Case) -> None:
+    model, seen = chain(), []
+    for layer in model.module_list:
+        layer.module.register_forward_pre_hook(lambda *_: seen.append(whole(model)))
+    with torch.no_grad():
+        model(torch.ones(1, 4, dtype=torch.double))
+    for i, wanted in enumerate(([0, 2], [2], [2, 3], [3])):
+        expect(seen[i] == wanted, f"while layer {i} computes, unsharded are layers {wanted} (layer "
+               "1 has no parameters)", f"layers {seen[i]}")
+
+
+def nothing_left(case: Case, how: str) -> None:
+    model = chain()
+    x = torch.ones(1, 4, dtype=torch.double)
+    with suppress(KeyError), torch.no_grad():
+        for layer in model.walk():
+            x = layer(x)
+            if how == "break":
+                break
+            raise KeyError
+    gc.collect()
+    left = whole(model)
+    for layer in model.module_list:
+        layer._cleanup_params()
+    expect(not left, f"no layer unsharded after a walk that ended by {how}", f"layers {left}")
+
+
+def recomputation_sends_nothing_more(case: Case) -> None:
+    sent = []
+    for through in (lambda model, x: model(x), partial(checkpoint, use_reentrant=False)):
+        model = chain()
+        with Ledger(model) as tape:
+            through(model, batch(0)[1]).sum().backward()
+        sent.append(tape.sent_bytes)
+    expect(sent[0] == sent[1], f"{sent[0]:,} bytes, as without activation checkpointing",
+           f"{sent[1]:,}")
+
+
+CLAIMS: dict[int, tuple[Claim, ...]] = {
+    3: (
+        Claim("I3", "the gather writes into the storage that the parameters view",
+              writes_into_the_same_storage),
+        Claim("time", "it returns while the messages are on their way",
+              returns_before_the_messages_do),
+        Claim("I4", "a second call sends nothing", a_second_call_sends_nothing),
+        Claim("I4", "where there is nothing to fetch, nothing is sent", nothing_to_fetch),
+        Claim("I1", "the parameters are those after the last step",
+              gathers_the_weights_of_the_last_step),
+        Claim("I1", "gradients on their way into the same memory are not written over",
+              gradients_on_their_way_come_first),
+        *STEP.values(),
+    ),
+    4: (
+        Claim("I2", "the memory is free, whoever has views of it", the_storage_has_no_bytes),
+        Claim("I2", "a freed parameter is a `FreedParameter`", freed_parameters_have_names),
+        Claim("I1", "messages have come before their memory is freed", waits_for_messages),
+        Claim("I1", "the layer is ready to be fetched again", the_next_fetch_gathers),
+        Claim("I3", "the tape says what is freed, once", the_tape_says_so_once),
+        *STEP.values(),
+    ),
+    5: (
+        Claim("I2", "after backward nothing is whole", nothing_full_after_backward),
+        Claim("I1", "a shard's gradient is the mean over ranks",
+              lambda case: same_gradients(1, mixed=False)),
+        Claim("I1", "so it is with unused and frozen parameters, and with two data types",
+              lambda case: same_gradients(1, mixed=True)),
+        Claim("I7", "a second backward adds", lambda case: same_gradients(2, mixed=False)),
+        Claim("I3", "a layer in no chain ends its reduce itself", a_lone_layer_ends_its_reduce),
+        *STEP.values(),
+    ),
+    6: (
+        Claim("I1", "the layers come in order", walks_in_order),
+        Claim("I3", "while a layer computes, it and the next are whole", one_layer_ahead),
+        Claim("I2", "a walk that ends by `break` leaves nothing",
+              lambda case: nothing_left(case, "break")),
+        Claim("I2", "a walk that ends by an exception leaves nothing",
+              lambda case: nothing_left(case, "an exception")),
+        *STEP.values(),
+        Claim("I4", "recomputation in backward sends nothing more",
+              recomputation_sends_nothing_more),
+    ),
+}

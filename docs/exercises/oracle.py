@@ -1,0 +1,209 @@
+r"""
+# What answers are compared with
+
+A small model in shards and in plain PyTorch, and how a claim says what it expected and what it got.
+
+New memory holds NaN while answers are checked, and not by luck a zero: what nobody wrote shows.
+Elements are small whole numbers where that is possible, so that a reader sees at once where one
+went wrong.
+
+**Run this**: `make exercise N=1`
+
+**Not covered, and what that costs**: an answer is asked for what a training step needs. An unused
+line in it does no harm, and is not found.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero3 import Zero3Layer, Zero3Sequential
+from zero3.estimate import describe
+from zero3.ledger import Ledger, held_bytes
+from zero3.predict import Prediction, predict
+
+ROWS = 2  # of each rank's batch
+TOLERANCE = 1e-12  # in float64: what another order of the sum over ranks may change
+
+
+class Wrong(Exception):
+    """
+    ## A claim does not hold
+    """
+
+    def __init__(self, expected: Any, got: Any):
+        super().__init__(str(expected), str(got))
+
+
+class Claim(NamedTuple):
+    """
+    ## A claim, and what breaks where it is wrong
+    """
+
+    invariant: str  # I1 to I10; or "time", where the numbers are right and the ranks wait
+    text: str
+    check: Callable[["Case"], None]
+
+
+def expect(good: bool, expected: Any, got: Any) -> None:
+    if not good:
+        raise Wrong(expected, got)
+
+
+def show(tensor: torch.Tensor) -> str:
+    numbers = [f"{x:.4g}" for x in tensor.detach().reshape(-1).tolist()]
+    return f"[{', '.join(numbers[:12])}{', ...' if numbers[12:] else ''}]"
+
+
+def equal(expected: torch.Tensor, got: Any, what: str = "") -> None:
+    """
+    ## Two tensors are the same, but for rounding
+    """
+    expect(isinstance(got, torch.Tensor), f"{what}a tensor, {tuple(expected.shape)}", got)
+    expect(got.shape == expected.shape, f"{what}{len(expected)} elements, {show(expected)}",
+           f"{what}{tuple(got.shape)}, {show(got)}")
+    expect(got.dtype == expected.dtype, f"{what}{expected.dtype}", f"{what}{got.dtype}")
+    expect(torch.allclose(got.double(), expected.double()), what + show(expected), what + show(got))
+
+
+# ------------------------------------------------------------------------------------ a small model
+
+
+def modules() -> list[nn.Module]:
+    """
+    ## Layers of 25, 35 and 35 elements, which need padding on 2 and on 3 ranks, and one of none
+    """
+    return [nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 7, bias=False), nn.Linear(7, 5, bias=False)]
+
+
+def chain() -> Zero3Sequential:
+    """
+    ## They, sharded, in a chain; their elements are drawn, and equal on all ranks
+    """
+    torch.manual_seed(0)
+    return Zero3Sequential([Zero3Layer(m.double()) for m in modules()])
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    ## A batch for all ranks, and this rank's rows of it
+    """
+    x = torch.randn(ROWS * dist.get_world_size(), 4, dtype=torch.double,
+                    generator=torch.Generator().manual_seed(step))
+    return x, x[dist.get_rank() * ROWS :][:ROWS]
+
+
+def mine(flat: torch.Tensor) -> torch.Tensor:
+    """
+    ## This rank's shard of a vector: `(shard_numel,)`, with zeros for padding
+    """
+    world_size = dist.get_world_size()
+    padded = torch.cat([flat, flat.new_zeros(-len(flat) % world_size)])
+    return padded.chunk(world_size)[dist.get_rank()]
+
+
+@contextmanager
+def spied(owner: Any, name: str) -> Iterator[list[tuple[Any, Any]]]:
+    """
+    ## Arguments and results of each call of a method
+    """
+    calls: list[tuple[Any, Any]] = []
+    real = getattr(owner, name)
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        result = real(*args, **kwargs)
+        calls.append((args, result))
+        return result
+
+    with mock.patch.object(owner, name, spy):
+        yield calls
+
+
+@dataclass
+class Step:
+    """
+    ## What two steps of training gave, and what they should give
+    """
+
+    difference: float  # the largest, of any weight, from plain PyTorch's
+    rest_bytes: int
+    tape: Ledger  # of the second step
+    predicted: Prediction
+
+
+class Case:
+    """
+    ## An answer, and what several claims want to know of it
+    """
+
+    def __init__(self, answer: Any):
+        self.answer = answer
+
+    @cached_property
+    def step(self) -> Step:
+        """
+        ### Two steps of SGD, sharded and plain
+        """
+        model = chain()
+        torch.manual_seed(0)
+        plain = nn.Sequential(*modules()).double()
+        sgd = [torch.optim.SGD(p, 0.5) for p in (model.get_trainable_chunk(), plain.parameters())]
+        for step in range(2):
+            every, own = batch(step)
+            with Ledger(model, sgd[0]) as tape:
+                for one, trained, x in zip(sgd, (model, plain), (own, every), strict=True):
+                    trained(x).square().mean().backward()
+                    one.step()
+                    one.zero_grad()
+        rest_bytes = held_bytes(model, sgd[0])
+        with model.full_params() as params:
+            worst = max((params[name] - p).abs().max().item()
+                        for name, p in plain.named_parameters())
+        predicted = predict(describe(model), dist.get_world_size(), moments=0, step_bytes=0)
+        return Step(worst, rest_bytes, tape, predicted)
+
+
+def trains_like_plain(case: Case) -> None:
+    worst = case.step.difference
+    # A NaN is not smaller than anything.
+    expect(worst <= TOLERANCE, "the weights of plain PyTorch on the global batch", "weights that "
+           f"differ from them by up to {worst:.2g}")
+
+
+def rests_as_predicted(case: Case) -> None:
+    step = case.step
+    expect(step.rest_bytes == step.predicted.rest_bytes,
+           f"{step.predicted.rest_bytes:,} bytes between steps, the shards", f"{step.rest_bytes:,}")
+
+
+def peaks_as_predicted(case: Case) -> None:
+    step = case.step
+    expect(step.tape.peak_live_bytes == step.predicted.peak_bytes,
+           f"{step.predicted.peak_bytes:,} bytes at the peak of a step",
+           f"{step.tape.peak_live_bytes:,}")
+
+
+def sends_as_predicted(case: Case) -> None:
+    tape, wanted = case.step.tape, case.step.predicted
+    gathers = sum(e.event == "fetch" for e in tape.events)
+    reduces = sum(e.event == "reduce" for e in tape.events)
+    # Forward and backward of each layer with parameters, less the last one's second.
+    sharded = sum(any(True for _ in m.parameters()) for m in modules())
+    expect((gathers, reduces, tape.sent_bytes) == (2 * sharded - 1, sharded, wanted.sent_bytes),
+           f"{2 * sharded - 1} gathers, {sharded} reduces, {wanted.sent_bytes:,} bytes sent",
+           f"{gathers} gathers, {reduces} reduces, {tape.sent_bytes:,} bytes")
+
+
+STEP = {
+    "numbers": Claim("I1", "two steps of training give plain PyTorch's weights", trains_like_plain),
+    "rest": Claim("I2", "between steps a rank has its shards and nothing else", rests_as_predicted),
+    "peak": Claim("I3", "a step's peak is the predicted one, to the byte", peaks_as_predicted),
+    "traffic": Claim("I4", "a step sends what is predicted, to the byte", sends_as_predicted),
+}

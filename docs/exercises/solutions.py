@@ -1,0 +1,170 @@
+"""
+# Solutions
+
+A solution for each exercise, and what a page about it needs.
+
+Where the reader writes a method of `Zero3Layer` or `Zero3Sequential`, the solution is that method:
+it is taken from `zero3`, and not copied. Where the exercise is a function of its own, so is the
+solution, and the source that does the same for real is named beside it.
+
+**Run this**: `make exercise N=2 ARGS=--solution` shows a solution, and checks it.
+"""
+
+import ast
+import importlib
+import inspect
+import os
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from docs.exercises.ex7_reshard_a_checkpoint import Layout
+from zero3 import Zero3Layer, Zero3Sequential
+from zero3.archive import Archive
+from zero3.inventory import Inventory
+from zero3.wire import Wire
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+def all_gather(full: torch.Tensor, shard: torch.Tensor, rank: int, world_size: int) -> None:
+    """
+    ## Exercise 2: all-gather
+    """
+    rows = full.view(world_size, len(shard))
+    rows[rank].copy_(shard)
+    works = []
+    for k in range(1, world_size):
+        # Each rank begins with its neighbour; else all would send to rank 0 first.
+        peer = (rank + k) % world_size
+        works += [dist.irecv(rows[peer], peer), dist.isend(shard, peer)]
+    for work in works:
+        work.wait()
+
+
+def reduce_scatter(grad: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
+    """
+    ## Exercise 2: reduce-scatter
+    """
+    # To divide before the sum is taken keeps the sum of half-precision numbers in their range.
+    rows = grad.div_(world_size).view(world_size, len(grad) // world_size)
+    inbox = torch.empty_like(rows)
+    inbox[rank] = rows[rank]
+    works = []
+    for k in range(1, world_size):
+        peer = (rank + k) % world_size
+        works += [dist.irecv(inbox[peer], peer), dist.isend(rows[peer], peer)]
+    for work in works:
+        work.wait()
+    return inbox.sum(dim=0)
+
+
+def reshard(read: Callable[[int, int, int, int], torch.Tensor], saved: Layout, wanted: Layout,
+            rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """
+    ## Exercise 7: reshard a checkpoint
+    """
+    shards = [torch.zeros(numel, dtype=dtype) for numel in wanted.shard_numels()]
+    for name, there in wanted.places.items():
+        shard, old = shards[there.layer], saved.places[name]
+        first, old_numel = rank * len(shard), saved.shard_numels()[old.layer]
+        # The part of the parameter that is in this rank's shard, in the parameter's elements.
+        begin = max(there.offset, first) - there.offset
+        end = min(there.offset + there.numel, first + len(shard)) - there.offset
+        while begin < end:
+            # As much of it as one saved shard has.
+            old_rank, at = divmod(old.offset + begin, old_numel)
+            count = min(end - begin, old_numel - at)
+            to = there.offset + begin - first
+            shard[to : to + count] = read(old.layer, old_rank, at, at + count)
+            begin += count
+    return shards
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """
+    ## What an exercise asks for, and where it stands in the source
+    """
+
+    name: str  # of its file
+    owner: type | None  # whose methods the functions are, if they are methods
+    solutions: tuple[Callable, ...]  # named as the functions that the reader fills in
+    source: tuple[Any, ...]  # what to read next
+    world_sizes: tuple[int, ...] = (1, 2, 3)  # to check it on
+
+    @property
+    def file(self) -> Path:
+        return HERE / f"{self.name}.py"
+
+    def module(self) -> ModuleType:
+        """
+        ### The reader's file
+        """
+        return importlib.import_module(f"docs.exercises.{self.name}")
+
+    def solution(self) -> SimpleNamespace:
+        """
+        ### The solution, with functions by the same names
+        """
+        return SimpleNamespace(**{f.__name__: f for f in self.solutions})
+
+
+EXERCISES = {number: Exercise(*what) for number, what in enumerate((
+    ("ex1_merge_and_pad", Zero3Layer, (Zero3Layer._merge_and_pad_params,),
+     (Zero3Layer._merge_and_pad_params,)),
+    ("ex2_each_collective_alone", None, (all_gather, reduce_scatter),
+     (Wire._send, Wire.total)),
+    ("ex3_fetch_params", Zero3Layer, (Zero3Layer.fetch_params,), (Zero3Layer.fetch_params,)),
+    ("ex4_cleanup_params", Zero3Layer, (Zero3Layer._cleanup_params,),
+     (Zero3Layer._cleanup_params,)),
+    ("ex5_backup_grads", Zero3Layer, (Zero3Layer._backup_grads, Zero3Layer._add_reduced),
+     (Zero3Layer._backup_grads, Zero3Layer._add_reduced)),
+    ("ex6_prefetch", Zero3Sequential, (Zero3Sequential.walk,), (Zero3Sequential.walk,)),
+    ("ex7_reshard_a_checkpoint", None, (reshard,), (Inventory.shard, Archive.read), (1,)),
+), start=1)}
+
+
+@dataclass(frozen=True)
+class Page:
+    """
+    ## What a page about an exercise shows
+    """
+
+    number: int
+    title: str
+    task: str  # markdown, without the title
+    stub: str  # Python: the file as it is, without the task
+    solution: str  # Python
+    source: list[str]  # what to read next, as "`fetch_params` (zero3/layer.py:17)"
+
+
+def page(number: int) -> Page:
+    """
+    ## The page about an exercise
+    """
+    exercise = EXERCISES[number]
+    source = exercise.file.read_text()
+    text = exercise.module().__doc__ or ""
+    title, task = text.strip().removeprefix("# ").split("\n", 1)
+    after = ast.parse(source).body[0].end_lineno
+    stub = "\n".join(source.splitlines()[after:]).strip() + "\n"
+    solution = "\n".join(textwrap.dedent(inspect.getsource(f)) for f in exercise.solutions)
+    return Page(number, title, task.strip() + "\n", stub, solution,
+                [place(f) for f in exercise.source])
+
+
+def place(function: Callable) -> str:
+    """
+    ## Where a function stands, from the root of the repository
+    """
+    function = inspect.unwrap(function)
+    file = os.path.relpath(inspect.getsourcefile(function) or "", ROOT)
+    return f"`{function.__name__}` ({file}:{inspect.getsourcelines(function)[1]})"

@@ -1,0 +1,366 @@
+r"""
+# Small programs that train, and say what came of it
+
+Each program trains a chain of a few layers in shards, most of them beside the same chain in plain
+PyTorch on the batches of all ranks, and prints what it measured: a line for each claim.
+
+They run on two ranks, and with the package as it is they print what the text promises.
+`mutations.py` changes a few lines of the package, and then they print something else. To show a
+difference is their whole purpose, so nothing may hide one. All is in float64, where the order in
+which two ranks are added makes differences of $10^{-16}$, and $10^{-12}$ is none. And a step is
+plain SGD, for Adam divides a gradient by its size.
+
+$$w \leftarrow w - \eta\, g$$
+
+**Run this**: `python -m docs.mutations`.
+
+**Not covered, and what that costs**: wrapped models, and more ranks than two. Mutations of what
+these alone need are not in the list.
+"""
+
+import copy
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save
+from zero3.estimate import describe
+from zero3.ledger import Ledger, held_bytes
+from zero3.predict import predict
+
+# Rows of each rank's batch; numbers in a row, of what goes in and of what comes out; and the step.
+ROWS, WIDTH, RATE = 4, 6, 0.5
+
+# ------------------------------------------------------------------------------------ plain PyTorch
+
+
+def modules(seed: int = 0) -> list[nn.Module]:
+    """
+    ## Layers of unequal sizes
+    """
+    torch.manual_seed(seed)
+    shapes = ((WIDTH, 11), (11, 5), (5, 9), (9, WIDTH))
+    return [nn.Sequential(nn.Linear(*shape), nn.Tanh()).double() for shape in shapes]
+
+
+def batch(i: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    ## The rows of all ranks in a step, and those of this one: `(rows, WIDTH)`
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rows = torch.randn(ROWS * world_size, WIDTH, generator=torch.Generator().manual_seed(i))
+    rows = rows.double()
+    return rows, rows.chunk(world_size)[rank]
+
+
+def loss_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """
+    ## A loss that is a mean over rows
+    """
+    return model(rows).square().mean()
+
+
+@torch.no_grad()
+def descend(*models: nn.Module) -> None:
+    """
+    ## A step of SGD, of whole parameters or of shards
+    """
+    for w in (w for model in models for w in model.parameters()):
+        if w.grad is not None:
+            w.sub_(RATE * w.grad)
+            w.grad = None
+
+
+# ------------------------------------------------------------------------------- sharded, compared
+
+
+def chain(layers: list[Any], **options: Any) -> Zero3Sequential:
+    """
+    ## Shard a copy of each layer
+    """
+    return Zero3Sequential([Zero3Layer(copy.deepcopy(layer), **options) for layer in layers])
+
+
+def both(layers: list[nn.Module], **options: Any) -> tuple[nn.Sequential, Zero3Sequential]:
+    """
+    ## The same chain, plain and sharded
+    """
+    return nn.Sequential(*copy.deepcopy(layers)), chain(layers, **options)
+
+
+def weights(model: Zero3Sequential) -> torch.Tensor:
+    """
+    ## All weights, one after the other
+    """
+    with model.full_params() as params:
+        return torch.cat([p.detach().reshape(-1) for p in params.values()])
+
+
+def grads_compared(model: Zero3Sequential, plain: nn.Sequential) -> str:
+    """
+    ## How many times as large the shards' gradients are, if that is one number
+    """
+    got, expected = [shard.grad for shard in model.parameters()], [*_shares(plain)]
+    if any(grad is None for grad in got):
+        return "none on the shards, and not"
+    one, other = torch.cat(got), torch.cat(expected)  # type: ignore[arg-type]
+    ratio = (one @ other / (other @ other)).item()
+    return f"{ratio:.2f} times" if torch.allclose(one, ratio * other, atol=1e-12) else "not"
+
+
+def _shares(plain: nn.Sequential) -> Iterator[torch.Tensor]:
+    """
+    #### What of each plain layer's gradients is this rank's: `(shard_numel,)`
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for layer in plain:
+        flat = torch.cat([p.grad.reshape(-1) for p in layer.parameters()])  # type: ignore
+        padding = flat.new_zeros(-len(flat) % world_size)
+        yield torch.cat([flat, padding]).chunk(world_size)[rank]
+
+
+def compare_output(model: nn.Module, plain: nn.Module) -> None:
+    """
+    ## Print whether two models compute the same
+    """
+    with torch.no_grad():
+        good = torch.allclose(model(batch()[1]), plain(batch()[1]), atol=1e-12)
+    print(f"output: {'' if good else 'not '}that of plain PyTorch")
+
+
+def whole_in_graph(loss: torch.Tensor) -> int:
+    """
+    ## How many layers' parameters autograd holds with all their bytes
+    """
+    found, todo = set(), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        # What a product with weights keeps of them, for the gradient of its input.
+        weight = getattr(node, "_saved_mat2", None)
+        if weight is not None and weight.untyped_storage().nbytes():
+            found.add(weight.untyped_storage()._cdata)
+        todo += [before for before, _ in node.next_functions if before]  # type: ignore[union-attr]
+    return len(found)
+
+
+def ahead(tape: Ledger) -> str:
+    """
+    ## Of the unshards in backward, how many begin while another layer computes
+    """
+    early, fetches, computing = 0, 0, set()
+    for e in (e for e in tape.events if e.phase == "backward"):
+        if e.event == "compute":
+            computing.add(e.layer)
+        elif e.event == "free":
+            computing.discard(e.layer)
+        elif e.event == "fetch":
+            early, fetches = early + bool(computing - {e.layer}), fetches + 1
+    return f"{early} of {fetches}"
+
+
+# ---------------------------------------------------------------------------------------- programs
+
+
+def step() -> None:
+    """
+    ## Three steps: the same numbers, in the memory and with the messages that we promise
+    """
+    layers = modules()
+    plain, model = both(layers)
+    promised = predict(describe(layers), dist.get_world_size(), moments=0, step_bytes=0)
+    for i in range(3):
+        # So that the weights of the first layer are needed in backward too.
+        every, mine = (rows.requires_grad_() for rows in batch(i))
+        loss_of(plain, every).backward()
+        with Ledger(model) as tape:
+            loss = loss_of(model, mine)
+            whole = whole_in_graph(loss)
+            loss.backward()
+        if i == 0:
+            print(f"gradients: {grads_compared(model, plain)} those of plain PyTorch")
+        descend(plain, model)
+    compare_output(model, plain)
+    rest_bytes, unshards = held_bytes(model), sum(e.event == "fetch" for e in tape.events)
+    print(f"at rest: {rest_bytes:,} bytes, {rest_bytes / promised.rest_bytes:.2f} times what "
+          "`predict` says")
+    print(f"whole layers in the graph after forward: {whole} of {len(layers)}")
+    print(f"unshards in a step: {unshards}, of {len(layers)} layers; sent "
+          f"{tape.sent_bytes / promised.sent_bytes:.2f} times what `predict` says")
+    print(f"unshards in backward that start while another layer computes: {ahead(tape)}")
+
+
+def micro_batches() -> None:
+    """
+    ## The same batch four times over, a quarter of its loss each time
+    """
+    plain, model = both(modules())
+    every, mine = batch()
+    loss_of(plain, every).backward()
+    for _ in range(4):
+        (loss_of(model, mine) / 4).backward()
+    print(f"gradient of 4 micro-batches: {grads_compared(model, plain)} that of the whole batch")
+
+
+def late() -> None:
+    """
+    ## Rank 0 comes late
+    """
+    # Rank 1 is born with other weights: none of its memory has had these before they arrive.
+    model = chain(modules(seed=dist.get_rank()))
+    if dist.get_rank() == 0:
+        time.sleep(1)
+        model(batch()[1])
+    else:
+        compare_output(model, nn.Sequential(*modules()))
+
+
+class HalfUsed(nn.Module):
+    """
+    ## Two parameters with two biases, of which a gradient reaches one
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """
+        ### Forward pass, of half of it
+        """
+        return self.used(x)
+
+
+def clip_nan() -> None:
+    """
+    ## Clip by the norm of the whole gradient, where memory that nobody wrote holds NaN
+    """
+    # With this, torch fills what `empty` returns.
+    torch.use_deterministic_algorithms(True)
+    # The second has an odd number of elements, and so one of padding.
+    model = chain([HalfUsed().double(), nn.Linear(WIDTH, 5).double()])
+    loss_of(model, batch()[1]).backward()
+    grads = [shard.grad for shard in model.parameters()]
+    squares = torch.stack([grad.square().sum() for grad in grads])
+    dist.all_reduce(squares)
+    for i, square in enumerate(squares):
+        print(f"norm of layer {i}'s gradient:", "a number" if square.isfinite() else "nan")
+    clipped = torch.cat([grad / squares.sum().sqrt() for grad in grads])
+    print(f"gradients that are numbers after clipping: {int(clipped.isfinite().sum())} of "
+          f"{len(clipped)}")
+
+
+class TwoLinears(nn.Module):
+    """
+    ## Two layers of one shape, made in either order, and used in one
+    """
+
+    first: nn.Module
+    second: nn.Module
+
+    def __init__(self, names: tuple[str, str]) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(WIDTH, WIDTH).double())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """
+        ### Forward pass, through the first and then the second
+        """
+        return self.second(torch.tanh(self.first(x)))
+
+
+def another_order() -> None:
+    """
+    ## Rank 1 makes its module in another order
+    """
+    torch.manual_seed(0)
+    plain, other = TwoLinears(("first", "second")), TwoLinears(("second", "first"))
+    compare_output(chain([other if dist.get_rank() else plain]), plain)
+
+
+def master() -> None:
+    """
+    ## Three steps of a layer in bf16, whose master is in fp32
+    """
+    model = chain([nn.Linear(WIDTH, WIDTH).bfloat16()])
+    optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=RATE)
+    before = weights(model)
+    for _ in range(3):
+        # Every weight has a gradient, and all have the same.
+        optimizer.backward(model(torch.ones(ROWS, WIDTH).bfloat16()).float().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    after = weights(model)
+    print(f"weights that 3 steps have changed: {int((before != after).sum())} of {len(after)}")
+
+
+def two_weights(x: list[float], **options: Any) -> tuple[Zero3Sequential, Zero3Optimizer]:
+    """
+    ## A model of two weights, one on each rank, whose gradients are these two numbers
+    """
+    model = chain([nn.Linear(2, 1, bias=False)])
+    optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=1.0, **options)
+    optimizer.backward(model(torch.tensor([x])).sum())
+    return model, optimizer
+
+
+def clip() -> None:
+    """
+    ## A gradient of 3 on rank 0 and of 4 on rank 1, to be clipped to a norm of 1
+    """
+    model, optimizer = two_weights([3.0, 4.0], clip_grad_norm=1.0)
+    before = weights(model)
+    print(f"norm of the gradient: {optimizer.step():.2f}")
+    first, second = (before - weights(model)).tolist()
+    print(f"the step: {first:.2f} and {second:.2f}")
+
+
+def overflow() -> None:
+    """
+    ## A good gradient on rank 0, and one on rank 1 that overflows once it is scaled
+    """
+    _, optimizer = two_weights([1.0, 1e35], loss_scale="dynamic")
+    optimizer.step()
+    print(f"steps skipped: {optimizer.skipped_steps}, loss scale {optimizer.loss_scale:g}")
+
+
+def files() -> None:
+    """
+    ## Three steps with shards that rest in files
+    """
+    Path("files").mkdir(exist_ok=True)
+    plain, model = both(modules(), offload=Offload("nvme", folder="files"))
+    optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=RATE)
+    for i in range(3):
+        every, mine = batch(i)
+        loss_of(plain, every).backward()
+        descend(plain)
+        with Ledger(model) as tape:
+            optimizer.backward(loss_of(model, mine))
+            optimizer.step()
+        optimizer.zero_grad()
+    compare_output(model, plain)
+    print(f"read in a step: {tape.read_bytes:,} bytes, "
+          f"{tape.read_bytes / optimizer.predict().read_bytes:.2f} times what `predict` says")
+
+
+def damage() -> None:
+    """
+    ## Save, change one bit in the file of rank 1, and load
+    """
+    model, other = chain(modules()), chain(modules(seed=1))
+    save("saved", model, step=1)
+    if dist.get_rank() == 1:
+        (path,) = Path("saved").glob("*/rank-00001-*")
+        there = bytearray(path.read_bytes())
+        # The sign of the last number.
+        there[-1] ^= 0x80
+        path.write_bytes(there)
+    dist.barrier()
+    load("saved", other)
+    print(f"loaded; weights that are not as saved: {int((weights(other) != weights(model)).sum())}")

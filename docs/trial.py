@@ -1,0 +1,238 @@
+r"""
+# Try a mutation: the same program, with and without it
+
+A `Mutation` is a few lines of the source and what stands there instead; `Trials` runs a program of
+`programs.py` on two ranks, with a copy of the package that has them.
+
+To show what a line is for, take it out and train. What is imported stays imported, so each trial
+needs fresh processes. They are forked from one that has imported torch, and nothing of the package:
+torch takes seconds to import, a fork none. Each rank then imports the package from the copy, and
+makes sure that it is the copy.
+
+$$\text{seconds} = t_\text{torch} + \sum_\text{trials} t_\text{program}
+\qquad \text{instead of} \qquad \sum_\text{trials} (t_\text{torch} + t_\text{program})$$
+
+**Run this**: `python -m docs.mutations`.
+
+**Not covered, and what that costs**: GPUs. All ranks are on the CPU, so the mutations of streams
+that a GPU would show are not in the list.
+"""
+
+import ast
+import contextlib
+import difflib
+import importlib
+import io
+import itertools
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RANKS = 2
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """
+    ## A few lines of the source, and what comes of it if they are other ones
+    """
+
+    name: str
+    file: str  # in the package
+    section: str  # the function that the lines are in, with its class
+    old: str  # whole lines, which are in the file once
+    new: str  # instead
+    breaks: str  # the invariant, or nothing
+    program: str  # of `programs.py`, which shows it
+    healthy: str  # how a line begins that it prints, without the mutation
+    symptom: str  # and with it
+    why: str  # in Markdown
+
+    def lines(self) -> tuple[int, int]:
+        """
+        ### The first and the last line of `old` in the file, counted from 1
+
+        Raises `ValueError` where the file does not have these lines exactly once.
+        """
+        text = source(self.file)
+        begin = text.find(self.old)
+        whole = self.old.endswith("\n") and text[begin - 1 : begin] in ("", "\n")
+        if text.count(self.old) != 1 or not whole:
+            raise ValueError(
+                f"mutation {self.name}. Expected: whole lines that are in zero3/{self.file} once. "
+                f"Got: its `old`, {text.count(self.old)} times. What to do: copy the lines as they "
+                "are now.")
+        first = text.count("\n", 0, begin) + 1
+        return first, first + self.old.count("\n") - 1
+
+    @property
+    def line(self) -> int:
+        """
+        ### The first line of `old` in the file
+        """
+        return self.lines()[0]
+
+    def text(self) -> str:
+        """
+        ### The file with the mutation
+        """
+        self.lines()
+        return source(self.file).replace(self.old, self.new)
+
+    def diff(self) -> str:
+        """
+        ### What changes in the file, with the line numbers of `diff -u`
+        """
+        rows = difflib.unified_diff(
+            source(self.file).splitlines(), self.text().splitlines(), f"zero3/{self.file}",
+            f"zero3/{self.file}", lineterm="", n=1)
+        return "\n".join(rows)
+
+
+def source(file: str) -> str:
+    """
+    ## A file of the package
+    """
+    return (ROOT / "zero3" / file).read_text()
+
+
+def sections(file: str) -> dict[str, range]:
+    """
+    ## The lines of each class and function of a file, by qualified name
+    """
+    found: dict[str, range] = {}
+    todo: list[tuple[str, ast.AST]] = [("", ast.parse(source(file)))]
+    while todo:
+        prefix, node = todo.pop()
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, (ast.ClassDef, ast.FunctionDef)):
+                found[prefix + child.name] = range(child.lineno, (child.end_lineno or 0) + 1)
+                todo.append((f"{prefix}{child.name}.", child))
+    return found
+
+
+class Trials:
+    """
+    ## The processes in which mutations are tried
+
+    In a `with` block, after which none of them is left.
+    """
+
+    def __enter__(self) -> "Trials":
+        # A session of its own, so that everything in it can be ended at once.
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "docs.trial"], cwd=ROOT, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, text=True, start_new_session=True)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+
+    def run(self, program: str, mutation: Mutation | None = None, limit_s: float = 60) -> str:
+        """
+        ### Run a program, with a mutation or without, and return what its ranks print
+
+        * `limit_s` is how long it may take. A rank that has not answered then is ended, for a
+          mutation may hang
+
+        A line that all ranks print alike is there once, any other with its rank. An exception is
+        the last line of its rank. Raises `RuntimeError` where there is no process to run it.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.copytree(ROOT / "zero3", f"{folder}/zero3",
+                            ignore=shutil.ignore_patterns("__pycache__"))
+            if mutation:
+                Path(folder, "zero3", mutation.file).write_text(mutation.text())
+            assert self.process.stdin and self.process.stdout
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.write(json.dumps([folder, program, limit_s]) + "\n")
+                self.process.stdin.flush()
+            if answer := self.process.stdout.readline():
+                return json.loads(answer)
+            raise RuntimeError("trials. Expected: a process that forks ranks. Got: its end, with "
+                               f"{self.process.wait()}. What to do: read what it has printed.")
+
+
+def serve() -> None:
+    """
+    ## Fork ranks for each line on standard input, and answer each with a line
+    """
+    # Optimizers import the latter in their first step.
+    importlib.import_module("torch.distributed")
+    importlib.import_module("torch._dynamo")
+    # A plain fork does, for this process has computed nothing. With the first computation come
+    # OpenMP's threads, which a fork leaves behind, and for which the rank would wait.
+    context = multiprocessing.get_context("fork")
+    for line in sys.stdin:
+        folder, program, limit_s = json.loads(line)
+        said = [Path(folder, f"rank-{rank}") for rank in range(RANKS)]
+        ranks = [context.Process(target=_rank, args=(rank, Path(folder), program))
+                 for rank in range(RANKS)]
+        for process in ranks:
+            process.start()
+        end_s = time.monotonic() + limit_s
+        while time.monotonic() < end_s and any(
+                process.is_alive() and not path.exists()
+                for process, path in zip(ranks, said, strict=True)):
+            time.sleep(0.01)
+        for process in ranks:
+            process.kill()
+            process.join()
+        print(json.dumps(_merged([path.read_text().splitlines() if path.exists() else ["no answer"]
+                                  for path in said])), flush=True)
+
+
+def _merged(ranks: list[list[str]]) -> str:
+    """
+    #### The lines of all ranks, one below the other
+    """
+    lines: list[str] = []
+    for row in itertools.zip_longest(*ranks):
+        alike = len(set(row)) == 1
+        lines += row[:1] if alike else [f"rank {i} prints: {said}" for i, said in enumerate(row)
+                                        if said is not None]
+    return "\n".join(lines)
+
+
+def _rank(rank: int, folder: Path, program: str) -> None:
+    """
+    #### The life of a rank
+    """
+    import torch
+    import torch.distributed as dist
+
+    sys.path.insert(0, str(folder))
+    # Programs write where they are, and that is removed.
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank,
+                            world_size=RANKS, timeout=timedelta(seconds=30))
+    programs = importlib.import_module("docs.programs")
+    used = importlib.import_module("zero3.layer").__file__
+    assert used and Path(used).is_relative_to(folder), f"imported {used}"
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            getattr(programs, program)()
+    except Exception as error:
+        said.write(f"{type(error).__name__}: {error}\n")
+    partial = folder / f"rank-{rank}.partial"
+    partial.write_text(said.getvalue())
+    partial.rename(folder / f"rank-{rank}")
+    # Until all have answered, and it is ended: a rank that leaves takes the others' messages along.
+    signal.pause()
+
+
+if __name__ == "__main__":
+    serve()

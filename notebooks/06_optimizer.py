@@ -1,0 +1,357 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation: {extension: .py, format_name: percent}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
+# ---
+
+# %% [markdown]
+# # The optimizer: compute in 16 bits, learn in 32
+#
+# **Question**: the layers compute in bf16, 2 bytes for a parameter. Why do their ranks hold 16?
+#
+# An optimizer on shards is nearly an ordinary one. It is elementwise, so a rank steps its own
+# shards and asks nobody.
+# [`Zero3Optimizer`](../zero3/optimizer.py#the-stage-3-optimizer-mixed-precision-on-shards) adds
+# what half precision needs, and the two things that concern the model as a whole: how long its
+# gradient is, and whether any of it is infinite.
+#
+# The workers are in one file, to which each part of this notebook adds its own: after a change,
+# run the notebook from its first cell.
+
+# %% tags=["varies"]
+# %%writefile worker_06.py
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+
+from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential
+from zero3.launch import my_device
+from zero3.ledger import Ledger, held_bytes
+from zero3.states import norm_of
+
+WIDTH = 256
+
+
+def layers(dtype, depth):
+    torch.manual_seed(0)
+    return [nn.Linear(WIDTH, WIDTH).to(my_device(), dtype) for _ in range(depth)]
+
+
+def chain(dtype, depth):
+    return Zero3Sequential([Zero3Layer(layer) for layer in layers(dtype, depth)])
+
+
+def memory():
+    """What a rank holds, around the first step of a model in bf16"""
+    model = chain(torch.bfloat16, 4)
+    optimizer = Zero3Optimizer(model, torch.optim.AdamW, lr=1e-3)
+    held = {"built": held_bytes(model, optimizer)}
+    x = torch.ones(4, WIDTH, device=my_device(), dtype=torch.bfloat16)
+    optimizer.backward(model(x).float().square().mean())
+    held["after the first backward"] = held_bytes(model, optimizer)
+    optimizer.step()
+    held["after the first step"] = held_bytes(model, optimizer)
+    optimizer.zero_grad()
+    held["after zero_grad"] = held_bytes(model, optimizer)
+    return held, optimizer.predict()
+
+
+# %% [markdown]
+# ## Predict
+#
+# A rank has bf16 shards, and Adam. How many bytes does it hold for each parameter of its shards
+# when the optimizer has been built, after the first backward, after the first step, after
+# `zero_grad()`?
+
+# %%
+from math import log2
+
+import matplotlib.pyplot as plt
+
+from zero3.launch import default_ranks, preload, run
+
+preload("zero3.optimizer")
+N = default_ranks()
+shard_numel = -(-(256 * 256 + 256) // N)  # of a layer
+shards = 4 * shard_numel
+held, predicted = run("worker_06:memory", N)[0]
+for when, nbytes in held.items():
+    print(f"{when:26}{nbytes:12,} bytes{nbytes / shards:8.2f} for each parameter of a shard")
+
+counts = 4 * 4  # Adam counts the steps of each shard in 4 bytes
+assert held["built"] == (2 + 4) * shards
+assert held["after the first backward"] == (2 + 4 + 2) * shards
+assert held["after the first step"] == (2 + 4 + 2 + 8) * shards + counts
+assert held["after zero_grad"] == (2 + 4 + 8) * shards + counts == predicted.rest_bytes
+
+# %% [markdown]
+# **Measured**: two bytes of a shard, and at once four more: its *master*, the same numbers in
+# fp32. Backward brings a gradient of 2 bytes, and the first step Adam's two moments, 4 bytes each.
+# This is the $16 = 2 + 2 + 12$ of the paper; on $N$ ranks it is $\frac{16 \Psi}{N}$.
+#
+# ## Why a master
+#
+# The model below is 64 weights of 1, and the gradient of each of them is always 1. SGD takes a
+# hundred steps of 0.001. **Predict** the weight afterwards, for SGD on the bf16 shards themselves
+# and for `Zero3Optimizer`: 0.9, something near it, or 1?
+
+# %% tags=["varies"]
+# %%writefile -a worker_06.py
+
+
+def ones(dtype):
+    """64 weights of 1, each of whose gradients is what the input is"""
+    layer = nn.Linear(1, 64, bias=False, device=my_device(), dtype=dtype)
+    nn.init.ones_(layer.weight)
+    return Zero3Sequential([Zero3Layer(layer)])
+
+
+def small_steps(steps, lr, masters):
+    """The first weight of this rank's shard after each step, and its master"""
+    model = ones(torch.bfloat16)
+    (shard,) = model.get_trainable_chunk()
+    optimizer = (Zero3Optimizer(model, torch.optim.SGD, lr=lr) if masters else
+                 torch.optim.SGD([shard], lr=lr))
+    seen, x = [], torch.ones(1, 1, device=my_device(), dtype=torch.bfloat16)
+    for _ in range(steps):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        master = optimizer.owned[0].master if masters else shard
+        seen.append((shard[0].item(), master[0].item()))
+    return seen
+
+
+# %%
+plain, mixed = (run("worker_06:small_steps", N, 100, 0.001, masters)[0]
+                for masters in (False, True))
+print(f"SGD on the shard:  {plain[-1][0]:.4f}")
+print(f"with a master:     {mixed[-1][0]:.4f}, and the master {mixed[-1][1]:.4f}")
+assert plain[-1][0] == 1 and abs(mixed[-1][1] - 0.9) < 1e-4 and abs(mixed[-1][0] - 0.9) < 2**-8
+
+steps = range(1, 101)
+fig, ax = plt.subplots(figsize=(7, 3), layout="constrained")
+ax.plot(steps, [shard for shard, _ in plain], color="#d94801", label="bf16 shard, stepped itself")
+ax.plot(steps, [master for _, master in mixed], color="#9ecae1", label="fp32 master", linewidth=3)
+ax.step(steps, [shard for shard, _ in mixed], color="#08519c", linewidth=1, where="mid",
+        label="bf16 shard, the master rounded")
+ax.set(xlabel="step", ylabel="weight")
+ax.set_title(f"a hundred steps of 0.001, rank 0 of {N}", fontsize=9, loc="left")
+ax.spines[["top", "right"]].set_visible(False)
+ax.legend(frameon=False)
+plt.show()
+
+# %% [markdown]
+# **Measured**: it has not moved at all. Below 1 the nearest number of bf16 is $1 - \frac{1}{256}$;
+# a step of 0.001 is rounded back to 1, and so is the next one, which begins at 1 again. The master
+# adds the steps up, and the shard follows in stairs. Nothing else was changed: the same layer
+# computes in the same 16 bits.
+#
+# ## What fp16 needs besides
+#
+# fp16 has more digits than bf16 and a smaller range: below $2^{-24}$ it has no number, above 65504
+# neither. So the loss is multiplied by a scale before backward, and the gradient divided by it
+# afterwards, in fp32.
+#
+# **Predict** two things. Each gradient is $2^{-26}$: what is the norm of 64 of them, without and
+# with a scale of 65536? And the scale is "dynamic" and begins at 65536, the gradient is tiny on
+# all ranks but the last, where it is 8. How many steps are skipped, and by which ranks?
+
+# %% tags=["varies"]
+# %%writefile -a worker_06.py
+
+
+def tiny(loss_scale):
+    model = ones(torch.float16)
+    optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=1.0, loss_scale=loss_scale)
+    x = torch.ones(1, 1, device=my_device(), dtype=torch.float16)
+    optimizer.backward(model(x).float().sum() * 2**-26)
+    return optimizer.step()
+
+
+def overflow(attempts):
+    """The scale, what `step()` returned, and whether a weight moved, for each attempt"""
+    model = ones(torch.float16)
+    optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.01, loss_scale="dynamic")
+    last = optimizer.wire.rank == optimizer.wire.world_size - 1
+    x = torch.ones(1, 1, device=my_device(), dtype=torch.float16)
+    told = []
+    for _ in range(attempts):
+        scale, before = optimizer.loss_scale, optimizer.owned[0].master.clone()
+        optimizer.backward(model(x).float().sum() * (8 if last else 2**-10))
+        norm = optimizer.step()
+        told.append((scale, norm, not optimizer.owned[0].master.equal(before)))
+        optimizer.zero_grad()
+    return told
+
+
+# %%
+lost, kept = (run("worker_06:tiny", N, scale)[0] for scale in (None, 65536))
+print(f"norm of 64 gradients of 2**-26: {lost:g} without a scale, 2**{log2(kept):.3f} with one\n")
+assert lost == 0 and abs(kept / (2**-26 * 64**0.5) - 1) < 1e-6
+
+print(f"{'attempt':>7}{'scale':>8}   norm on each rank; has a weight moved")
+attempts = run("worker_06:overflow", N, 5)
+for i, told in enumerate(zip(*attempts, strict=True), 1):
+    norms = ", ".join("skipped" if norm is None else f"{norm:.3f}" for _, norm, _ in told)
+    print(f"{i:7}{told[0][0]:8g}   {norms}; {[moved for *_, moved in told]}")
+    assert len(set(told)) == 1  # all ranks say the same
+assert [norm is None for _, norm, _ in attempts[0]] == [True] * 4 + [False]
+
+# %% [markdown]
+# **Measured**: without a scale the gradient is zero, and with one nothing is lost, since the scale
+# is a power of two. And *all* ranks skip while one overflows: the others' gradients are finite,
+# but a step that some take and some do not would leave a model that is no longer one model. They
+# know it from one [message of 8 bytes for each
+# shard](../zero3/optimizer.py#the-squared-norm-of-each-shard-s-gradient-on-each-rank), in which an
+# infinity arrives as a norm that is infinite. A skip halves the scale, $8 \cdot 65536 / 2^4$ is
+# representable, and the fifth attempt steps.
+#
+# ## How long is the gradient
+#
+# Clipping scales the gradient down to a norm of at most 1, say. A rank has its shards' part of the
+# gradient and nothing else. **Predict**: what would go wrong if each rank clipped its own part?
+
+# %% tags=["varies"]
+# %%writefile -a worker_06.py
+
+
+def rows(optimizer, count):
+    """The global batch, `count` rows for each rank, and this rank's rows of it"""
+    torch.manual_seed(1)
+    batch = torch.randn(count * optimizer.wire.world_size, WIDTH).to(my_device())
+    return batch, batch.chunk(optimizer.wire.world_size)[optimizer.wire.rank]
+
+
+def loss_of(model, x):
+    """The mean over rows; the first eight features alone count"""
+    return (model(x)[:, :8] - 1).square().sum(dim=1).mean()
+
+
+def difference(model, plain):
+    with model.full_params() as params:
+        return max((params[name] - p).abs().max().item() for name, p in plain.named_parameters())
+
+
+def clip():
+    """Norms of this rank's part, of the whole, and plain PyTorch's; how far weights then differ"""
+    model, plain = chain(torch.float32, 2), nn.Sequential(*layers(torch.float32, 2))
+    optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.1, clip_grad_norm=1.0)
+    batch, mine = rows(optimizer, 4)
+    optimizer.backward(loss_of(model, mine))
+    parts = [norm_of(owned.read_grad()) for owned in optimizer.owned]
+    part, whole = norm_of(torch.stack(parts)).item(), optimizer.step()
+
+    loss_of(plain, batch).backward()
+    truth = nn.utils.clip_grad_norm_(plain.parameters(), 1.0).item()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    return part, whole, truth, difference(model, plain)
+
+
+# %%
+parts, wholes, truths, differences = zip(*run("worker_06:clip", N), strict=True)
+print(f"of each rank's part:      {[round(part, 3) for part in parts]}")
+print(f"what `step()` returned:   {wholes[0]:.3f}")
+print(f"plain PyTorch, one model: {truths[0]:.3f}\n")
+together = sum(part**2 for part in parts) ** 0.5
+assert len({*wholes}) == 1 and abs(together - wholes[0]) < 1e-4 > abs(truths[0] - wholes[0])
+assert max(differences) < 1e-6 and wholes[0] > 1
+
+cosine = sum(parts) / (N**0.5 * wholes[0])
+print("if each rank clipped its own part")
+print(f"norm of the whole:        {N**0.5:.3f}")
+print(f"cosine to the true one:   {cosine:.3f}")
+
+# %% [markdown]
+# **Measured**: the squares of the parts add up to the square of the whole, for each element is in
+# exactly one shard and the padding is zero. `Zero3Optimizer` returns plain PyTorch's norm, and the
+# clipped step leads to plain PyTorch's weights. With clipping by part, each rank's part would be
+# scaled by a number of its own. The gradient would be too long, and it would point elsewhere.
+#
+# ## Micro-batches
+#
+# A batch too large for the device comes in $k$ micro-batches, and their gradients add up. They may
+# do so in the shard, after a reduce for each; or, in `no_sync()`, in the layer's full gradient,
+# with one reduce in the last micro-batch. **Predict**: with $k = 4$, what part of the traffic is
+# left with `no_sync()`: a quarter, a half, or three quarters? And what does it cost?
+
+# %% tags=["varies"]
+# %%writefile -a worker_06.py
+
+
+def micro_batches(count, hold):
+    """A step of 16 rows in `count` micro-batches"""
+    model, plain = chain(torch.float32, 8), nn.Sequential(*layers(torch.float32, 8))
+    optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.1)
+    batch, mine = rows(optimizer, 16)
+    with Ledger(model, optimizer) as tape:
+        for i, x in enumerate(mine.chunk(count)):
+            # `nullcontext` for the last: the reduce has to happen.
+            with optimizer.no_sync() if hold and i + 1 < count else nullcontext():
+                optimizer.backward(loss_of(model, x) / count)
+        optimizer.step()
+    loss_of(plain, batch).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    predicted = optimizer.predict(micro_batches=count, no_sync=hold)
+    return tape.sent_bytes, tape.peak_live_bytes, predicted.sent_bytes, difference(model, plain)
+
+
+def opposite():
+    """A gradient of 1 on ranks 0, 2, 4 ..., and of -1 on the others: what `step()` returns"""
+    optimizer = Zero3Optimizer(model := ones(torch.float32), torch.optim.SGD, lr=0.1)
+    x = torch.full((1, 1), 1.0 - 2 * (optimizer.wire.rank % 2), device=my_device())
+    optimizer.backward(model(x).sum())
+    return optimizer.step()
+
+
+# %%
+print(f"{'micro-batches':26}{'sent':>14}{'at the peak':>14}   bytes of rank 0")
+sent, peak = {}, {}
+for name, count, hold in (("1", 1, False), ("4", 4, False), ("4, in no_sync", 4, True)):
+    ranks = run("worker_06:micro_batches", N, count, hold)
+    sent[name], peak[name], *_ = ranks[0]
+    print(f"{name:26}{sent[name]:14,}{peak[name]:14,}")
+    assert all(rank[0] == rank[2] and rank[3] < 1e-6 for rank in ranks)
+saved = 3 * (N - 1) * 8 * shard_numel * 4  # three reduces of all gradients, fp32
+assert sent["4"] - sent["4, in no_sync"] == saved
+if N > 1:
+    assert peak["4, in no_sync"] > peak["4"] > peak["1"]
+    print(f"\nleft with no_sync: {sent['4, in no_sync'] / sent['4']:.0%} of the traffic")
+
+# %% [markdown]
+# **Measured**: all three are plain PyTorch's step on the whole batch. `no_sync()` saves the
+# reduces of the first three micro-batches and not one gather: a layer that is sharded has to be
+# gathered forward and backward, whatever happens to its gradient. In return the full gradients of
+# *all* layers are there until the last micro-batch, the more of them the more layers there are. It
+# pays where the wire is slow and there is memory left.
+#
+# **Answer**: a rank holds 16 bytes for each parameter of its shards because 2 bytes are enough to
+# compute with, and not to add small steps up in. All of it is elementwise and stays with the
+# shard; what the ranks tell each other in a step is a norm for each shard.
+#
+# ## Exercise
+#
+# `opposite` above has a single layer of 64 weights; the gradient of each is 1 on even ranks and
+# $-1$ on odd ones. What does `step()` return on two ranks? And what would the mean of the ranks'
+# own norms have been?
+
+# %%
+mine = None  # what `step()` returns, on your number of ranks
+
+truth = run("worker_06:opposite", N)[0]
+print("not answered yet" if mine is None else "right" if abs(mine - truth) < 1e-6 else "not that")
+assert abs(truth - N % 2 / N * 64**0.5) < 1e-6
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# Zero. The reduce takes the mean over ranks first, and the mean of 1 and $-1$ is 0: on the global
+# batch these rows cancel. The norm of each rank's own gradient is $\sqrt{64} = 8$, and so is the
+# mean of the two. On an odd number $N$ of ranks one of them has no partner, and it is
+# $\frac{8}{N}$. It is said where [the norm is
+# taken](../zero3/optimizer.py#step-all-shards-if-the-gradient-is-finite).
+# </details>
+#
+# Next: [models that are no chain](07_whole_models.ipynb).

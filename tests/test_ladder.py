@@ -1,0 +1,137 @@
+"""
+# The ladder of `docs/ladder.py`: less memory on each rung, and always the same numbers
+"""
+
+import contextlib
+import io
+import json
+import shutil
+import subprocess
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import tests.ranks  # noqa: F401  (what ranks import once, before the first of them starts)
+from docs import ladder
+from zero3.estimate import describe
+from zero3.gpt import gpt_layers
+from zero3.predict import data_parallel, predict
+
+
+@pytest.fixture(scope="module")
+def climbed(tmp_path_factory):
+    """What the command wrote, by rung, and what it printed"""
+    out = tmp_path_factory.mktemp("ladder") / "ladder.json"
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        ladder.main(["--out", str(out)])
+    answer = json.loads(out.read_text())
+    return {row["rung"]: row for row in answer["rows"]}, answer, said.getvalue()
+
+
+def test_all_rungs_on_two_ranks_train_to_the_same_bits(climbed):
+    """
+    Every loss and every final weight is DDP's, whatever is in shards and wherever these rest: the
+    two ranks' gradients are halved and added, for which there is one order, and the optimizer goes
+    element by element. Breaks where the mean is taken twice, or not, or a shard is cut elsewhere.
+    Proves I1, I8, `Zero3Layer._post_backward_hook`, `Zero3Optimizer._update`, `my_device`, `run`.
+    """
+    rows, answer, _ = climbed
+    assert [*rows] == ["one process", "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3, CPU",
+                       "ZeRO-3, NVMe"]
+    for row in [*rows.values()][1:]:
+        assert row["losses"] == rows["DDP"]["losses"] and len(row["losses"]) == answer["steps"]
+        assert row["weight_difference"] == row["loss_difference"] == 0, row["rung"]
+    assert rows["DDP"]["losses"][-1] < rows["DDP"]["losses"][0] - 1
+
+
+def test_one_process_trains_to_nearly_the_same_numbers(climbed):
+    """
+    It takes the mean over the batch in one go, and the ranks a mean of means: sums in another order
+    differ by 1e-7 of their size, and five steps make little of that. A sum in place of the mean
+    moves losses and weights by more than a hundred times the bound.
+    Proves I1, `Zero3Layer._post_backward_hook`, `global_batch`.
+    """
+    row = climbed[0]["one process"]
+    assert 0 < row["loss_difference"] < 1e-5 and 0 < row["weight_difference"] < 1e-5
+
+
+def test_model_states_at_rest_are_what_the_formulas_say(climbed):
+    """
+    To the byte: 4 + 4 + 8 for each parameter, of which each rung cuts one more into two shards, and
+    4 for each tensor that Adam steps, in which it counts. The last two have nothing on the device;
+    the one has the same bytes in CPU memory, the other all but buffers in files, in whole blocks.
+    Proves I2, `held_bytes`, `disk_bytes`, `Offload`.
+    """
+    rows, answer, _ = climbed
+    psi, ranks = answer["params"], answer["ranks"]
+    tensors = sum(1 for layer in gpt_layers(ladder.CONFIG) for _ in layer.parameters())
+    shards = 4 * answer["layers"]
+    expected = {"one process": 16 * psi + 4 * tensors, "DDP": 16 * psi + 4 * tensors,
+                "ZeRO-1": 8 * psi + 8 * psi // ranks + shards,
+                "ZeRO-2": 4 * psi + 12 * psi // ranks + shards,
+                "ZeRO-3": 16 * psi // ranks + shards, "ZeRO-3, CPU": 0, "ZeRO-3, NVMe": 0}
+    assert {name: row["device_rest_bytes"] for name, row in rows.items()} == expected
+    cpu, files = rows["ZeRO-3, CPU"], rows["ZeRO-3, NVMe"]
+    assert (cpu["cpu_bytes"], cpu["file_bytes"]) == (expected["ZeRO-3"], 0)
+    assert 16 * psi // ranks < files["file_bytes"] < 16 * psi // ranks + 4 * 4096 * shards // 4
+    assert 0 < files["cpu_bytes"] < cpu["cpu_bytes"]
+    assert all(not row["cpu_bytes"] + row["file_bytes"] for row in [*rows.values()][:5])
+
+
+def test_no_rung_holds_more_on_the_device_than_the_one_below(climbed):
+    """
+    At rest and at the highest moment; and from DDP on each shard that is cut makes it less. Off the
+    device there are only whole layers, in turn. Breaks where a layer stays whole.
+    Proves I3, `Zero3Layer._cleanup_params`, `Zero3Layer._drop_grads`, `predict`.
+    """
+    rows, answer, _ = climbed
+    for below, above in pairwise(rows.values()):
+        for what in ("device_rest_bytes", "device_peak_bytes"):
+            same = above["rung"] == "DDP" or above["rests"] == "nvme" or (
+                what == "device_rest_bytes" and not below[what])
+            assert above[what] == below[what] if same else above[what] < below[what], above["rung"]
+    exact = predict(describe(gpt_layers(ladder.CONFIG)), answer["ranks"], stage3=True)
+    assert rows["ZeRO-3"]["device_peak_bytes"] == exact.peak_bytes
+
+
+def test_each_rung_sends_what_its_formula_says(climbed):
+    """
+    ZeRO-1 and ZeRO-2 as much as DDP, for a reduce-scatter and an all-gather are an all-reduce;
+    ZeRO-3, which is measured, half as much again, less a gather of the last layer.
+    Proves I4, `data_parallel`, `predict`.
+    """
+    rows, answer, _ = climbed
+    layers, ranks = describe(gpt_layers(ladder.CONFIG)), answer["ranks"]
+    plain = data_parallel(layers, ranks).sent_bytes
+    exact = predict(layers, ranks, stage3=True).sent_bytes
+    assert [row["sent_bytes"] for row in rows.values()] == [0, plain, plain, plain, *[exact] * 3]
+    head, norms = layers[-1].shard_bytes(ranks), 8 * answer["layers"]
+    assert exact == plain * 3 // 2 - head * (ranks - 1) + norms
+
+
+def test_the_ladder_says_where_its_figures_come_from_and_draws_them(climbed):
+    """
+    Device, torch and commit, a line for each rung, and a picture with a title, a description and a
+    bar that is as long as its rung's bytes.
+    Proves `report.commit`.
+    """
+    rows, answer, said = climbed
+    assert answer["torch"] == torch.__version__ and answer["device"] in said
+    if shutil.which("git") and (Path(__file__).parents[1] / ".git").exists():
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, check=True,
+                              capture_output=True, text=True).stdout
+        assert head.startswith(answer["commit"].removesuffix("-dirty"))
+    picture = ElementTree.fromstring(ladder.draw(answer["rows"]))
+    svg = "{http://www.w3.org/2000/svg}"
+    title, about = picture.find(f"{svg}title"), picture.find(f"{svg}desc")
+    assert title.text and picture.get("viewBox").startswith("0 0 640 ")
+    for name, row in rows.items():
+        assert f"\n{name} " in said and f"{row['device_peak_bytes']:,}" in said
+        assert f"{name}: " in about.text
+    bars = [float(box.get("width")) for box in picture.iter(f"{svg}rect")][4:]
+    assert bars[0] == bars[1] == 616
+    assert bars[2] == pytest.approx(
+        616 * rows["ZeRO-1"]["device_rest_bytes"] / rows["DDP"]["device_rest_bytes"], abs=0.1)

@@ -1,0 +1,339 @@
+"""
+# The site: it is built whole, its checks find what is wrong, and a browser can use it
+"""
+
+import functools
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("markdown_it", reason="the libraries of the site are not installed")
+
+from docs import build, figures
+from docs.annotate import Names, Source
+
+WIDE, PHONE = (1280, 900), (375, 800)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """What the site runs to be built, once."""
+    return figures.Figures()
+
+
+@pytest.fixture(scope="module")
+def site(measured, tmp_path_factory):
+    """The site in a folder, built as `make docs` builds it."""
+    out = tmp_path_factory.mktemp("site")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "Figures", lambda: measured)
+        assert build.main(["--out", str(out)]) == 0
+    return out
+
+
+# ------------------------------------------------------------------------------------------ pages
+
+
+def test_every_file_has_a_page_and_every_line_is_on_it_once(site):
+    """
+    Of the package, the tests and the site's own source. Breaks where a row loses a line between two
+    comments.
+    """
+    for folder in ("zero3", "tests", "docs"):
+        for path in (build.ROOT / folder).glob("*.py"):
+            if path.stat().st_size:
+                html = (site / build.page_of(f"{folder}/{path.name}")).read_text()
+                source = Source(path)
+                lines = [number for row in source.rows for number in row.lines]
+                assert all(html.count(f' id="L{number}"') == 1 for number in lines), path
+                assert html.count('<span class="line"') == len(lines) == len(set(lines))
+
+
+def test_a_file_is_cut_into_prose_and_code(tmp_path):
+    """
+    A docstring stands beside the lines of its function, with the decorator; a comment beside those
+    that follow it; and one at the end of a line stays there.
+    """
+    path = tmp_path / "one.py"
+    path.write_text('"""\n# Title\n"""\n\nx = 1  # at the end\n# why\n# so\ny = 2\n\n\n@z\ndef f():\n'
+                    '    """\n    ## Heading, too\n    """\n    # here\n    return x\n')
+    rows = [(row.prose, row.anchor, row.lines) for row in Source(path).rows]
+    assert rows == [("# Title", "title", [5]), ("why\nso", "", [8]),
+                    ("## Heading, too", "heading-too", [11, 12]), ("here", "", [17])]
+
+
+def test_names_in_code_lead_to_what_they_name(tmp_path):
+    """
+    A name of the file, an imported one, a method of `self`, one of a module; not an argument of the
+    same name, and not a method that two classes have.
+    """
+    (tmp_path / "one.py").write_text("class A:\n    def go(self):\n        return self.go\n\n\n"
+                                     "class B:\n    def stop(self): pass\n\n\n"
+                                     "class C:\n    def stop(self): pass\n")
+    (tmp_path / "two.py").write_text("from zero3.one import A\nfrom zero3 import one\n\n\n"
+                                     "def f(f, x):\n    f, x.go, x.stop, one.A, A\n\n\nf\n")
+    sources = [Source(tmp_path / f"{name}.py", f"{name}.html") for name in ("one", "two")]
+    names = Names(sources)
+    assert names.links(sources[0]) == {(3, 20): "#L2"}
+    assert names.links(sources[1]) == {
+        (6, 9): "one.html#L2", (6, 25): "one.html#L1", (6, 28): "one.html#L1", (9, 0): "#L5"}
+    assert names.find("go") == ("one", "A.go") and names.find("stop") is None
+
+
+def test_a_section_leads_to_its_tests_and_they_lead_back(site):
+    """Breaks where a test's last words are not read."""
+    heart, tests = (site / "layer.html").read_text(), (site / "test_bytes.html").read_text()
+    name = "test_the_next_layer_is_fetched_before_this_one_computes"
+    section = heart[heart.index('id="walk-the-layers-one-unshard-ahead"') :]
+    assert f'href="test_bytes.html#{name}"' in section[: section.index("</section>")]
+    assert 'href="layer.html#walk-the-layers-one-unshard-ahead"' in tests[tests.index(name) :]
+
+
+# ----------------------------------------------------------------------------------------- checks
+
+
+def test_what_cannot_be_trusted_ends_the_build(measured, monkeypatch, tmp_path, capsys):
+    """
+    A dead link, a dead anchor, an anchor that is there twice, a formula that does not parse, a
+    section without a test, a test of nothing, and a figure that is not known; nothing is written.
+    """
+    site = build.Site(measured)
+    good = '<h1 id="here"></h1><a href="#here"></a><a href="https://example.org"></a>'
+    found = []
+    for pages in ({"a.html": good + '<a href="gone.html"></a>'},
+                  {"a.html": good + '<a href="#gone"></a>'},
+                  {"a.html": good + '<p id="here"></p>'}, {"a.html": good}):
+        site.problems.clear()
+        site.check(pages)
+        found.append(site.problems[-1] if site.problems else "")
+    assert found == ["a.html: a link to gone.html leads nowhere",
+                     "a.html: a link to #gone leads nowhere",
+                     "a.html: the anchor #here is there 2 times", ""]
+    site.prose(r"$\notacommand{x}$", "a.html")
+    assert site.problems.pop() == r"a formula does not parse: \notacommand{x}"
+    layer = next(source for source in site.chapters if source.path.name == "layer.py")
+    site.proofs.pop(("layer", "Zero3Layer.fetch_params"))
+    site.check({})
+    assert site.problems.pop() == "layer.py: no test proves `Zero3Layer.fetch_params`"
+    assert layer.sections["Zero3Layer.fetch_params"].level == 3
+    monkeypatch.setattr(build, "WAYS_IN", [])
+    monkeypatch.setattr(build, "Figures", lambda: measured)
+    monkeypatch.setattr(build.Site, "build", lambda site: {"a.html": '<a href="gone"></a>'})
+    assert build.main(["--out", str(tmp_path / "site")]) == 1
+    assert "leads nowhere" in capsys.readouterr().out and not (tmp_path / "site").exists()
+
+
+def test_a_line_that_is_in_no_row_ends_the_build(tmp_path, monkeypatch):
+    """Breaks where `Source` trusts its own cut."""
+    path = tmp_path / "one.py"
+    path.write_text("x = 1\ny = 2\n")
+    assert len(Source(path).rows) == 1
+    monkeypatch.setattr("docs.annotate._comments", lambda text: [(1, ["# x = 1"])])
+    with pytest.raises(ValueError, match="missing or shown twice"):
+        Source(path)
+
+
+def test_a_timing_of_code_that_has_changed_is_refused(measured, monkeypatch, tmp_path):
+    """
+    A comment may change, a line may not. Breaks where figures outlive what they are of.
+    """
+    path = tmp_path / "one.py"
+    path.write_text('"""Old."""\nx = 1\n')
+    before = Source(path).digest()
+    path.write_text('"""\nNew.\n"""\n# and why\n\nx = 1\n')
+    assert Source(path).digest() == before
+    path.write_text('"""Old."""\nx = 2\n')
+    assert Source(path).digest() != before
+    assert measured.speed() and not measured.problems
+    told = (figures.HERE / "bench.json").read_text()
+    digest = Source(build.ROOT / "zero3/layer.py").digest()
+    assert digest in told
+    (tmp_path / "bench.json").write_text(told.replace(digest, "0" * 16))
+    monkeypatch.setattr(figures, "HERE", tmp_path)
+    (tmp_path.parent / "zero3").symlink_to(build.ROOT / "zero3")
+    measured.speed()
+    assert measured.problems.pop().startswith("bench.json: layer.py changed since it was timed")
+
+
+def test_a_figure_that_was_typed_or_is_not_known_is_refused(measured):
+    """Breaks where prose may say a number that nobody measured."""
+    assert measured.fill("a.md", "{{tape.caption}} `3 MiB` $4$ sixteen bytes", {}).count("torch")
+    assert not measured.problems
+    measured.fill("a.md", "It takes 3.5 MiB. {{nothing}}", {})
+    assert measured.problems == ["a.md: `3.5 MiB` is typed, and not filled in",
+                                 "a.md: there is no figure `nothing`"]
+    measured.problems.clear()
+
+
+# ---------------------------------------------------------------------------------------- browser
+
+
+@functools.cache
+def chromium():
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium")
+    for flag in ("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-"
+                 "background-networking", "disable-component-update", "disable-sync"):
+        options.add_argument(f"--{flag}")
+    options.add_argument(f"--user-data-dir={tempfile.mkdtemp()}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    service = webdriver.ChromeService(shutil.which("chromedriver"))
+    return webdriver.Chrome(options=options, service=service)
+
+
+@pytest.fixture
+def browser():
+    if not (shutil.which("chromium") and shutil.which("chromedriver")):
+        pytest.skip("chromium and chromedriver are not installed")
+    driver = chromium()
+    yield driver
+    # A page that complains is broken.
+    assert [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+def look(browser, size, theme="light"):
+    width, height = size
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {
+        "width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600})
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {
+        "features": [{"name": "prefers-color-scheme", "value": theme}]})
+
+
+def find(browser, selector):
+    return browser.find_element("css selector", selector)
+
+
+@pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
+def test_no_page_is_wider_than_its_window_and_every_formula_is_drawn(site, browser, size):
+    """
+    Nothing is cut, nothing is fetched from elsewhere, and formulas and pictures have a size.
+    """
+    look(browser, size)
+    for path in sorted(site.glob("*.html")):
+        browser.get(path.as_uri())
+        wide, flat, elsewhere = browser.execute_script("""
+            const flat = [...document.querySelectorAll('math, svg, img')].filter(
+                (it) => it.checkVisibility() && !it.closest('details:not([open])')
+                    && it.getBoundingClientRect().height < 3);
+            return [document.documentElement.scrollWidth - innerWidth,
+                    flat.map((it) => it.outerHTML),
+                    performance.getEntriesByType('resource').map((it) => it.name)
+                        .filter((name) => !name.startsWith('file:') && !name.startsWith('data:'))];
+        """)
+        assert (wide, flat, elsewhere) == (0, [], []), path.name
+
+
+def test_light_and_dark_may_be_chosen_and_are_remembered(site, browser):
+    """As the system has it first, then as the button says, on the next page too."""
+    ground = "return getComputedStyle(document.body).backgroundColor"
+    look(browser, WIDE, "dark")
+    browser.get((site / "index.html").as_uri())
+    browser.execute_script("localStorage.clear(); location.reload()")
+    dark = browser.execute_script(ground)
+    look(browser, WIDE, "light")
+    light = browser.execute_script(ground)
+    assert dark != light
+    find(browser, "#book-theme").click()
+    assert browser.execute_script(ground) == dark
+    browser.get((site / "layer.html").as_uri())
+    assert browser.execute_script(ground) == dark
+    find(browser, "#book-theme").click()
+    assert browser.execute_script(ground) == light
+
+
+def test_links_lead_through_the_book(site, browser):
+    """
+    From the index to the heart, from a name in its code to the definition, from a section to a
+    test and back, and on to the next page.
+    """
+    look(browser, WIDE)
+    browser.get((site / "index.html").as_uri())
+    find(browser, "main a[href='layer.html']").click()
+    assert browser.title.startswith("ZeRO-3")
+    link = browser.find_element("xpath", "//pre//a[text()='Wire'][1]")
+    target = link.get_attribute("href")
+    browser.execute_script("arguments[0].click()", link)
+    assert browser.current_url == target
+    assert target.endswith("wire.html#the-seam-between-cpu-and-gpu")
+    assert find(browser, ":target").is_displayed()
+    find(browser, "a[rel=before]").click()
+    summary = find(browser, "details.tests summary")
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", summary)
+    summary.click()
+    find(browser, "details.tests a").click()
+    assert "/test_" in browser.current_url and find(browser, ":target").is_displayed()
+    back = browser.execute_script("""
+        return document.querySelector(':target').closest('section').querySelector('.prose p a').href
+    """)
+    assert "/layer.html#" in back or "/wire.html#" in back
+
+
+def test_the_search_finds_headings_tests_and_names(site, browser):
+    """Each hit is a link; Enter goes to the first."""
+    look(browser, PHONE)
+    browser.get((site / "life.html").as_uri())
+    for words in ("unshard (all-gather)", "fetch_params", "padding loses nothing"):
+        field = find(browser, "#book-search")
+        field.clear()
+        field.send_keys(words)
+        assert words.split()[0] in find(browser, "#book-found a").text.lower()
+    field.send_keys("\n")
+    assert "test_layer.html#test_merging_and_padding_loses_nothing" in browser.current_url
+
+
+@pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
+def test_the_tape_can_be_scrubbed(site, browser, size):
+    """
+    Event by event, by phase, by address; the sentence, the states of the layers and the running
+    line change with it, and the line is that of the source's page.
+    """
+    look(browser, size)
+    browser.get((site / "tape.html").as_uri())
+    count = browser.execute_script("return tape.count")
+    assert count > 50
+
+    def buttons(text):
+        return next(b for b in browser.find_elements("css selector", "#tape button")
+                    if b.text == text)
+
+    def now():
+        return (browser.execute_script("return tape.index"), find(browser, ".tape-says").text,
+                [g.get_attribute("data-state") for g in
+                 browser.find_elements("css selector", "#tape [data-state]")])
+
+    browser.execute_script("tape.go(0)")
+    seen = [now()]
+    for _ in range(3):
+        buttons("▶").click()
+        seen.append(now())
+    assert [index for index, *_ in seen] == [0, 1, 2, 3]
+    assert len({text for _, text, _ in seen}) == 4 and seen[0][2] != seen[3][2]
+    buttons("backward").click()
+    assert "backward" in now()[1]
+    find(browser, "#tape input").send_keys("\ue014")
+    line = find(browser, "#tape pre .now")
+    file, number = browser.execute_script("""
+        const [rank, i] = [TAPE.ranks[0], tape.index - 1];
+        return rank.events[i].lines[0].slice(0, 2);
+    """)
+    source = (build.ROOT / "zero3" / file).read_text().split("\n")[number - 1]
+    assert source.strip() in line.text
+    browser.get((site / "tape.html").as_uri() + f"#e={count - 1}")
+    browser.refresh()
+    for _ in range(50):
+        if browser.execute_script("return tape.index") == count - 1:
+            break
+        time.sleep(0.1)
+    assert browser.execute_script("return tape.index") == count - 1
+
+
+def test_a_trace_for_perfetto_is_beside_the_pages(site):
+    """Its parts are what `test_tape.py` looks at."""
+    assert os.path.getsize(site / "trace.json") > 10_000
+    assert Path(site / "tape-data.js").read_text().startswith("const TAPE = {")
