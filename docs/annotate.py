@@ -21,7 +21,7 @@ imports, a method of the class around, or one that only one class of the package
 import ast
 import re
 import tokenize
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -94,27 +94,29 @@ class Source:
         #### Cut into rows
         """
         begins: dict[int, Row] = {}
-        spoken: set[int] = set()  # lines that are prose
+        spoken: dict[int, Row] = {}  # by whom a line of prose is said
         for name, node in (("", self.tree), *self.defined.items()):
             first = node.body[0]
             if (prose := ast.get_docstring(node)) is not None:
-                spoken.update(range(first.lineno, first.end_lineno + 1))
                 # A decorator belongs to what it decorates.
                 begin = min([getattr(node, "lineno", 1),
                              *(d.lineno for d in getattr(node, "decorator_list", ()))])
                 begins[begin] = Row(prose, name)
-        for first, comment in _comments(self.text):
-            spoken.update(range(first, first + len(comment)))
-            begins[first] = Row(_joined(comment))
+                spoken |= dict.fromkeys(range(first.lineno, first.end_lineno + 1), begins[begin])
+        for line, comment in _comments(self.text):
+            begins[line] = Row(_joined(comment))
+            spoken |= dict.fromkeys(range(line, line + len(comment)), begins[line])
         row = begins.setdefault(1, Row(""))
         for number, text in enumerate(self.texts, 1):
             row = begins.get(number, row)
             if number not in spoken and text.strip():
                 row.lines.append(number)
-        shown = [number for row in begins.values() for number in row.lines]
-        whole = {number for number, text in enumerate(self.texts, 1) if text.strip()}
-        if len(shown) != len(set(shown)) or set(shown) | spoken != whole | spoken:
-            raise ValueError(f"{self.path}: lines are missing or shown twice")
+        shown = Counter(number for row in begins.values() for number in row.lines)
+        for number, text in enumerate(self.texts, 1):
+            words = re.sub(r'^(# -{3,}|#|r?""")|"""$', "", text.strip()).strip()
+            times = int(words in spoken[number].prose) if number in spoken else shown[number]
+            if text.strip() and times != 1:
+                raise ValueError(f"{self.path}: line {number} is on the page {times} times")
         yield from (begins[number] for number in sorted(begins))
 
     def anchor_of(self, name: str) -> str:

@@ -301,7 +301,7 @@ assert drawn.equal(alone)
 # **Measured**: shards of what is made already, and one unit. A unit that has its values is copied
 # into its flat parameter, which is as large, so the worst moment has one more:
 #
-# $$\text{while a model is made} \le \sum_\ell \Big\lceil \frac{P_\ell}{N} \Big\rceil
+# $$\text{while a model is made} \le \sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil
 # + 2 \max_\ell P_\ell \quad \text{elements}$$
 #
 # The values are the same on any number of ranks, for [each module is seeded by its

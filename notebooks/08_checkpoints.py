@@ -151,8 +151,8 @@ for ranks in dict.fromkeys((N, 1, N + 1)):
 # Nothing was converted for this. A parameter that begins at element $o$ of its flat parameter has
 # its element $i$ in
 #
-# $$\text{file of rank} = \Big\lfloor \frac{o + i}{S} \Big\rfloor \qquad
-# \text{element of its shard} = (o + i) \bmod S \qquad S = \Big\lceil \frac{P_\ell}{N} \Big\rceil$$
+# $$\text{file of rank} = \left\lfloor \frac{o + i}{S} \right\rfloor \qquad
+# \text{element of its shard} = (o + i) \bmod S \qquad S = \left\lceil \frac{P_\ell}{N} \right\rceil$$
 #
 # and whoever loads reads the ranges that are its own now, from whichever files they are in. The
 # manifest, read by [`Archive`](../zero3/archive.py#a-checkpoint-to-be-read), has $o$ and the

@@ -14,7 +14,8 @@ from zero3 import launch
 
 
 def who():
-    return dist.get_rank(), launch.my_device(), "tests.cases" in sys.modules, torch.get_num_threads()
+    preloaded = "tests.cases" in sys.modules
+    return dist.get_rank(), launch.my_device(), preloaded, torch.get_num_threads()
 
 
 def test_each_rank_answers_and_the_answers_are_in_rank_order():

@@ -59,8 +59,8 @@ def test_a_file_is_cut_into_prose_and_code(tmp_path):
     that follow it; and one at the end of a line stays there.
     """
     path = tmp_path / "one.py"
-    path.write_text('"""\n# Title\n"""\n\nx = 1  # at the end\n# why\n# so\ny = 2\n\n\n@z\ndef f():\n'
-                    '    """\n    ## Heading, too\n    """\n    # here\n    return x\n')
+    path.write_text('"""\n# Title\n"""\n\nx = 1  # at the end\n# why\n# so\ny = 2\n\n\n@z\n'
+                    'def f():\n    """\n    ## Heading, too\n    """\n    # here\n    return x\n')
     rows = [(row.prose, row.anchor, row.lines) for row in Source(path).rows]
     assert rows == [("# Title", "title", [5]), ("why\nso", "", [8]),
                     ("## Heading, too", "heading-too", [11, 12]), ("here", "", [17])]
@@ -132,8 +132,8 @@ def test_a_line_that_is_in_no_row_ends_the_build(tmp_path, monkeypatch):
     path = tmp_path / "one.py"
     path.write_text("x = 1\ny = 2\n")
     assert len(Source(path).rows) == 1
-    monkeypatch.setattr("docs.annotate._comments", lambda text: [(1, ["# x = 1"])])
-    with pytest.raises(ValueError, match="missing or shown twice"):
+    monkeypatch.setattr("docs.annotate._comments", lambda text: [(1, ["# y"])])
+    with pytest.raises(ValueError, match="line 1 is on the page 0 times"):
         Source(path)
 
 

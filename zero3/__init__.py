@@ -24,6 +24,7 @@ Read the chapters in this order, and the tools where a chapter uses them: `wire.
 | tools | `disk.py` | reading and writing past the page cache, and how fast that is |
 | tools | `ledger.py` | the tape of what a rank sent, held, read and wrote |
 | tools | `predict.py` | the same bytes, from shapes |
+| tools | `launch.py` | ranks that are started from Python, in notebooks and tests |
 | tools | `estimate.py` | the papers' formulas, and a command line to ask them |
 | app | `gpt.py`, `train.py` | a byte-level GPT, and the main job |
 | app | `run.py`, `report.py` | its ranks and checkpoints; its table and pictures |
@@ -40,6 +41,7 @@ What the code keeps at all times has a number, and a test that fails without it:
 | I6, order | all ranks send the same in the same order, or get an error that names both sides |
 | I7, micro-batches | a second backward adds: $k$ of them are one batch $k$ times as large |
 | I8, tiers | where shards and states rest changes no bit, on the processor that steps them |
+| I9, devices | CPUs with gloo and GPUs with NCCL run the same lines |
 | I10, faults | what ends a run at any moment leaves the last checkpoint, and nothing that stays |
 
 The same three steps run through code, tests and the main job: predict (`predict`), run and measure
