@@ -123,8 +123,11 @@ class Site:
         """
         ### A formula as MathML
         """
-        html = convert(tex, display="block" if options["display_mode"] else "inline")
-        # What the converter does not know it leaves as it is.
+        try:
+            html = convert(tex, display="block" if options["display_mode"] else "inline")
+        except Exception as error:
+            html = f"\\{error!r}"
+        # A command that the converter does not know it leaves as it is.
         self.expect("\\" not in html, f"a formula does not parse: {tex}")
         return html
 
@@ -147,7 +150,7 @@ class Site:
         """
         text = escape(tokens[i].content, quote=False)
         link = r'<a href="invariants.html#i\1">I\1</a>'
-        return text if tokens[i].meta else re.sub(r"\bI(10|[1-8])\b", link, text)
+        return text if tokens[i].meta else re.sub(r"\bI(10|[1-9])\b", link, text)
 
     def prose(self, text: str, page: str, at: Source | None = None) -> str:
         """

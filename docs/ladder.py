@@ -1,7 +1,7 @@
 r"""
 # The ladder: from one process to files, and always the same numbers
 
-Seven ways to train one small GPT on the same batches, each with less on the device than the one
+Seven ways to train one small GPT on the same batches, none with more on the device than the one
 before it, and all with the same losses.
 
 What a rank holds of a model in training are its *model states*: parameters, gradients, and the
@@ -219,7 +219,7 @@ class Zero3(DataParallel):
 
     def __init__(self, layers: list[nn.Module], offload: Offload | None = None):
         self.model = Zero3Sequential([Zero3Layer(layer, offload=offload) for layer in layers])
-        # No buckets: one of the usual length would have the gradients of half of this small model.
+        # No buckets: one of the usual length would hold several of these small layers' gradients.
         self.optimizer = Zero3Optimizer(self.model, bucket_bytes=0, offload=offload, **ADAM)
         self.rests = self.optimizer.offload.tier
 

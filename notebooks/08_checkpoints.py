@@ -140,7 +140,7 @@ for ranks in dict.fromkeys((N, 1, N + 1)):
     print(f"loaded on {ranks}: same bits {same!s:7} losses  "
           + "  ".join(f"{loss:.3f}" for loss in after) + f"   then same bits: {still}")
     assert same and extra == {"epoch": 1} and (still or ranks != N)
-    assert all(abs(a - b) < 0.01 for a, b in zip(after, losses, strict=True))
+    assert all(abs(a - b) < 1e-3 for a, b in zip(after, losses, strict=True))
 
 # %% [markdown]
 # **Measured**: after loading, always: on more ranks and on fewer, no bit of a weight is another.
@@ -152,7 +152,8 @@ for ranks in dict.fromkeys((N, 1, N + 1)):
 # its element $i$ in
 #
 # $$\text{file of rank} = \left\lfloor \frac{o + i}{S} \right\rfloor \qquad
-# \text{element of its shard} = (o + i) \bmod S \qquad S = \left\lceil \frac{P_\ell}{N} \right\rceil$$
+# \text{element of its shard} = (o + i) \bmod S \qquad
+# S = \left\lceil \frac{P_\ell}{N} \right\rceil$$
 #
 # and whoever loads reads the ranges that are its own now, from whichever files they are in. The
 # manifest, read by [`Archive`](../zero3/archive.py#a-checkpoint-to-be-read), has $o$ and the

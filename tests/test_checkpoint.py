@@ -27,6 +27,7 @@ from zero3.blocks import BLOCK_BYTES, Blocks, Writer
 from zero3.convert import main
 from zero3.disk import File
 from zero3.formats import from_tensors
+from zero3.inventory import Inventory
 
 FP64, FP32, BF16 = torch.double, torch.float32, torch.bfloat16
 ROWS = 12  # of a global batch: splits over 1, 2, 3 and 4 ranks
@@ -377,7 +378,7 @@ def test_states_in_files_do_not_come_to_memory_together(tmp_path):
     Twenty layers whose states are in files: to save and to load them takes the pieces of a file
     that are under way, 32 MiB, and a shard, and not the states. An asynchronous save writes them at
     once.
-    Proves `Writer.write`, `Inventory.tensors`, `Inventory.entries`, `Saving._fill`.
+    Proves `Writer.write`, `Inventory.tensors`, `Saving._fill`.
     """
     for grown, states in run(saves_from_files, 1, tmp_path / "a", tmp_path):
         assert states > 100 and max(grown) < 60, (grown, states)
@@ -413,6 +414,22 @@ def saves_meanwhile(folder, torchs):
     other, other_optimizer = shard(plain(1), torchs=torchs)
     load(folder, other, other_optimizer)
     return events[:3], same(weights(other), before), not same(weights(model), before)
+
+
+def test_what_rests_in_files_comes_first_of_what_is_as_wide(tmp_path):
+    """
+    An asynchronous save writes it at once, and copies what comes after it. Breaks where a copy of
+    what is in memory would have to wait for files.
+    Proves `Inventory.entries`.
+    """
+    model = Zero3Sequential([
+        Zero3Layer(nn.Linear(3, 3), offload=Offload("nvme", tmp_path)),
+        Zero3Layer(nn.Linear(3, 3)), Zero3Layer(nn.Linear(3, 3).double()),
+        Zero3Layer(nn.Linear(3, 3), offload=Offload("nvme", tmp_path))])
+    inventory = Inventory(model, None)
+    manifest = inventory.manifest(inventory.describe(), None)
+    found = [(entry.name, entry.in_memory) for entry in inventory.entries(manifest)]
+    assert found == [("2.param", True), ("0.param", False), ("3.param", False), ("1.param", True)]
 
 
 @pytest.mark.parametrize("torchs", [False, True])

@@ -43,6 +43,7 @@ from tests.wholes import (
 from zero3 import Deferred, Offload, Zero3Optimizer, wrap
 from zero3.coordinator import continue_tokens, main
 from zero3.ledger import Ledger, held_bytes
+from zero3.units import Trace
 from zero3.wire import Transfer, Wire
 
 # They compute their loss in fp32, whatever the model computes in.
@@ -161,7 +162,7 @@ def test_a_pass_that_differs_is_counted_and_learnt_anew():
     """
     The order changes before steps 0, 3 and 6: three kinds of pass differ twice, and none after
     that. What they compute is right all along.
-    Proves `Trace`, `Trace.begin`, `Trace.end`, `Trace.follows`.
+    Proves `Trace`, `Trace.begin`, `Trace.end`.
     """
     for worst, misses in run(change_the_way, 2):
         assert worst < 1e-10 and misses == [0, 0, 0, 3, 3, 3, 6, 6, 6]
@@ -313,7 +314,7 @@ def test_live_parameters_never_exceed_their_limit(name):
 def test_what_is_full_is_the_rest_one_unit_and_what_is_fetched_ahead(name):
     """
     At every event, forward and backward, with nothing ahead, with the default, and with more.
-    Proves I3, `Schedule._soon`, `Schedule.comes_again`, `Schedule.end_forward`.
+    Proves I3, `Schedule._soon`, `Schedule.comes_again`.
     """
     for prefetch in (0, None, 2 * 162):
         peak, off, sizes = run(live, 2, name, None, prefetch)[0]
@@ -1223,6 +1224,56 @@ def test_a_wrapped_model_trains_on_a_gpu():
     Proves I9, `wrap`.
     """
     assert train_on_gpu("cuda")
+
+
+def test_a_trace_says_what_comes_only_while_the_pass_goes_as_the_last_one():
+    """
+    Breaks where what was learnt is believed after a pass has gone another way: it would fetch units
+    that nobody comes to.
+    Proves `Trace.follows`, `Trace.upcoming`.
+    """
+    trace = Trace()
+    trace.begin("eval")
+    assert trace.follows() and trace.upcoming() == []
+    trace.seen += "abc"
+    assert not trace.follows()
+    trace.begin("eval")
+    assert trace.follows() and trace.upcoming() == ["a", "b", "c"]
+    trace.seen += "a"
+    assert trace.follows() and trace.upcoming() == ["b", "c"]
+    trace.seen += "c"
+    assert not trace.follows() and trace.upcoming() == []
+    trace.end()
+    assert trace.misses == 1 and not trace.follows()
+
+
+class Stops(nn.Module):
+    """As many blocks as it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x, depth):
+        for block in self.blocks[:depth]:
+            x = block(x)
+        return x
+
+
+def test_what_was_fetched_ahead_in_vain_is_freed_at_the_end_of_forward():
+    """
+    A pass that ends sooner than the one before has begun to fetch a unit that it does not come to.
+    Breaks without the loop in `end_forward`: that unit would stay full.
+    Proves I2, `Schedule.end_forward`.
+    """
+    model = wrap(Stops(), nn.Linear)
+    with torch.no_grad():
+        model(torch.ones(1, 3), 4)
+        with Ledger(model) as tape:
+            model(torch.ones(1, 3), 2)
+    fetched = [e.layer for e in tape.events if e.event == "fetch"]
+    assert len(fetched) == 3
+    assert not any(unit.is_fetched for unit in model.units)
 
 
 def test_the_command_line_shows_that_the_order_is_learnt(capsys):

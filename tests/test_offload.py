@@ -169,7 +169,7 @@ def other_optimizers(folder):
 def test_optimizers_with_other_moments_and_with_none_rest_in_files_too(tmp_path):
     """
     What an optimizer keeps is found out, and not assumed; Adagrad makes it before the first step.
-    Proves I8, `moments_of`, `Owned.let_go`, `Owned._moments`, `Owned.drop_grad`.
+    Proves I8, `moments_of`, `Owned._moments`, `Owned.drop_grad`.
     """
     assert run(other_optimizers, 2, str(tmp_path)) == [[True] * 5] * 2
 
@@ -199,6 +199,22 @@ def written_and_loaded(folder):
             results.append(equal(everything(again, other), everything(model, optimizer)))
         results += [equal(found["device"], got) for got in found.values()]
     return results
+
+
+def test_states_in_files_leave_pieces_without_elements(tmp_path):
+    """
+    And what an optimizer has made when it was built is in the file, as Adagrad's sums are. Breaks
+    without `let_go`: the pieces would say that each element is there, and the sums begin at zero.
+    Proves `Owned.let_go`.
+    """
+    model = Zero3Sequential([Zero3Layer(nn.Linear(3, 3))])
+    optimizer = Zero3Optimizer(model, torch.optim.Adagrad, initial_accumulator_value=0.25,
+                               offload=Offload("nvme", tmp_path))
+    pieces = [p for group in optimizer.param_groups for p in group["params"]]
+    assert [p.numel() for p in pieces] == [0] and "sum" in optimizer.state[pieces[0]]
+    (owned,) = optimizer.owned
+    with owned.here(optimizer.state, write=False):
+        assert optimizer.state[pieces[0]]["sum"].tolist() == [0.25] * 12
 
 
 def test_weights_written_and_states_loaded_arrive_in_every_tier(tmp_path):

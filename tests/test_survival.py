@@ -11,9 +11,10 @@ from itertools import pairwise
 
 import pytest
 
-from tests.ranks import _CONTEXT, _answer, _rank, run
+from tests.ranks import run
 from tests.survivor import die_everywhere, survive
 from zero3.archive import MANIFEST
+from zero3.launch import _CONTEXT, _answer, _rank
 
 KILLS, FOREVER = 50, 1 << 40
 # A save of each kind, and one more that has to clear away after both.
@@ -32,7 +33,7 @@ class Life:
         for rank in range(2):
             mine, theirs = _CONTEXT.Pipe(duplex=False)
             process = _CONTEXT.Process(target=_rank, daemon=True, args=(
-                survive, rank, 2, str(scratch / "store"), theirs, (folder, steps, marks)))
+                survive, rank, 2, str(scratch / "store"), "cpu", theirs, (folder, steps, marks)))
             process.start()
             theirs.close()
             self.ranks.append(process)

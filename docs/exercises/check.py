@@ -28,7 +28,7 @@ import tempfile
 import textwrap
 import time
 import traceback
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -46,7 +46,6 @@ from zero3 import launch
 CLAIMS = dict(sorted((claims_alone.CLAIMS | claims_inside.CLAIMS).items()))
 # After an error on this rank alone, others may wait for its messages, and not hear of it.
 PATIENCE_S = 3
-END = "every rank comes to the end"
 
 
 class Verdict(NamedTuple):
@@ -124,14 +123,25 @@ def attempt(claim: Claim, case: Case, exercise: Exercise) -> Verdict:
     except Wrong as error:
         return Verdict("FAILS", *map(str, error.args), where, time.time())
     except BaseException as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [f for f in frames if Path(f.filename) == exercise.file] or frames[-1:]
-        got = f"{type(error).__name__}: {error}, {line(own[-1].filename, own[-1].lineno or 0)}"
+        frames = traceback.extract_tb(error.__traceback__)[::-1]
+        at = line([(frame.filename, frame.lineno or 0) for frame in frames], exercise)
+        got = f"{type(error).__name__}: {error}, {at}"
         return Verdict("FAILS", "no exception", got, where, time.time(), True)
     return Verdict("ok", time_s=time.time())
 
 
-def line(file: str, number: int) -> str:
+def line(frames: list[tuple[str, int]], exercise: Exercise) -> str:
+    """
+    ## The line to look at: the answer's, or one of this repository
+
+    * `frames` are files and lines, the innermost first
+    """
+    def distance(frame: tuple[str, int]) -> int:
+        file = Path(frame[0])
+        ours = ROOT in file.parents and "site-packages" not in file.parts
+        return 0 if file == exercise.file else 2 - (ours and file.parent != exercise.file.parent)
+
+    file, number = min(frames, key=distance)
     path = Path(file).relative_to(ROOT) if ROOT in Path(file).parents else file
     return f"at {path}, line {number}: `{linecache.getline(file, number).strip()}`"
 
@@ -190,37 +200,35 @@ def first_bad(folder: Path, which: str, world_size: int, number: int, ended: str
     """
     ## The rank that was the first to find a claim wrong, if there is one
 
-    What it left undone made others fail. A rank that is still to come to this claim, or never will,
-    has no verdict.
+    What it left undone made others fail. A rank that never came to an end has no verdict.
     """
     files = {rank: folder / f"{which}.{rank}" for rank in range(world_size)}
-    heard = {rank: Verdict(*json.loads(file.read_text())) for rank, file in files.items()
-             if file.exists()}
-    if bad := [verdict for verdict in heard.values() if verdict.status != "ok"]:
-        errors = [verdict for verdict in bad if verdict.is_error]
-        return min(errors, key=lambda verdict: verdict.time_s) if errors else bad[0]
-    silent = files.keys() - heard.keys()
-    return how_it_ended(folder, sorted(silent), world_size, number, ended) if silent else None
+    bad = [Verdict(*json.loads(file.read_text())) for file in files.values() if file.exists()]
+    bad = [verdict for verdict in bad if verdict.status != "ok"]
+    silent = [rank for rank, file in files.items() if not file.exists()]
+    errors = [verdict for verdict in bad if verdict.is_error]
+    if silent and len(errors) == len(bad):
+        errors += [how_it_ended(folder, rank, world_size, number, ended) for rank in silent]
+    return min(errors, key=lambda verdict: verdict.time_s) if errors else next(iter(bad), None)
 
 
-def how_it_ended(folder: Path, silent: list[int], world_size: int, number: int, ended: str
-                 ) -> Verdict:
+def how_it_ended(folder: Path, rank: int, world_size: int, number: int, ended: str) -> Verdict:
     """
-    ## Why ranks have no verdict: one waited too long, or its process ended
+    ## Why a rank has no verdict: it waited too long, or its process ended
     """
-    file = EXERCISES[number].file
-    for rank in silent:
-        text = ""
-        with suppress(FileNotFoundError):
-            text = (folder / f"stderr.{rank}").read_text(errors="replace")
-        if reason := re.search(r"Timeout|Fatal Python error: (.*)", text):
-            frames = re.findall(r'File "(.*?)", line (\d+) in', text)
-            own = [f for f in frames if Path(f[0]) == file] or frames[:1]
-            at = line(own[0][0], int(own[0][1])) if own else ""
-            what = f"its process ended ({reason[1]})" if reason[1] else "it waits for ever"
-            return Verdict("FAILS", END, f"{what}, {at}", f"rank {rank} of {world_size}",
-                           invariant="I6")
-    return Verdict("FAILS", END, ended, f"{world_size} ranks", invariant="I6")
+    stderr, text, time_s = folder / f"stderr.{rank}", "", time.time()
+    if stderr.exists():
+        text, time_s = stderr.read_text(errors="replace"), stderr.stat().st_mtime
+    reason = re.search(r"Timeout|Fatal Python error: (.*)", text)
+    frames = re.findall(r'File "(.*?)", line (\d+) in', text)
+    got = ended or text[-200:]
+    if reason:
+        got = f"its process ended ({reason[1]})" if reason[1] else "it waits for ever"
+        at = [(name, int(at)) for name, at in frames]
+        got += f", {line(at, EXERCISES[number])}" if at else ""
+        got += ". So it does where memory is freed that is in use" if reason[1] else ""
+    return Verdict("FAILS", "every rank comes to the end", got, f"rank {rank} of {world_size}",
+                   time_s if reason else time.time(), True, "I6")
 
 
 # ------------------------------------------------------------------------------------------- shown
@@ -263,9 +271,9 @@ def report(number: int, name: str, verdicts: list[Verdict]) -> str:
                              f"N={number} ARGS=--solution` shows it."))
     else:
         shown += ["", f"All {len(claims)} checks hold{on_ranks(exercise)}."]
-        then = f"Then comes `make exercise N={number + 1}`." if number + 1 in EXERCISES else ""
         shown.append(wrapped("Read next: ", f"{' and '.join(page(number).source)}, where zero3 "
-                             f"does it. {then}"))
+                             "does it."))
+        shown += [f"Then comes `make exercise N={number + 1}`."] * (number + 1 in EXERCISES)
     return "\n".join(shown)
 
 
@@ -295,6 +303,20 @@ def wrapped(before: str, text: str) -> str:
                          break_long_words=False, break_on_hyphens=False)
 
 
+def cannot_be_read(exercise: Exercise) -> str:
+    """
+    ## What keeps the reader's file from being imported, or nothing
+    """
+    try:
+        module = exercise.module()
+    except SyntaxError as error:
+        return "".join(traceback.format_exception_only(error))
+    missing = [f.__name__ for f in exercise.solutions if not hasattr(module, f.__name__)]
+    file = exercise.file.relative_to(ROOT)
+    return (missing and (f"{file} has no function `{missing[0]}`. What to do: give it this name "
+                        f"again, or begin anew with `git checkout {file}`.")) or ""
+
+
 def main() -> None:
     """
     ## Check, and say how it went; the exit status is 1 where a claim does not hold
@@ -313,6 +335,8 @@ def main() -> None:
               "exercise N=1`.")
         return
     name = "solution" if given.solution else "answer"
+    if problem := cannot_be_read(EXERCISES[given.number]):
+        sys.exit(problem)
     if given.solution:
         print(f"{page(given.number).solution}\n")
     launch.preload("docs.exercises.claims_inside")

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from docs.exercises.ex7_reshard_a_checkpoint import Layout, Place
+from docs.exercises.layout import Layout, Place
 from docs.exercises.oracle import STEP, Case, Claim, Wrong, equal, expect, show
 from zero3 import Zero3Layer
 

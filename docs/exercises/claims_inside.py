@@ -13,10 +13,11 @@ of training come last.
 """
 
 import copy
-import gc
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,6 @@ from docs.exercises.oracle import (
     expect,
     mine,
     modules,
-    spied,
 )
 from zero3 import Zero3Layer, Zero3Sequential
 from zero3.ledger import Ledger, held_bytes
@@ -57,53 +57,70 @@ def whole(model: Any) -> list[int]:
 # ------------------------------------------------------------------------------------ 3: unshard
 
 
+@contextmanager
+def gathers(layer: Any) -> Iterator[list[list[Any]]]:
+    """
+    ## The buffers that a layer gathers into, and the transfers
+
+    Each ends before the next one starts, whatever the answer does: a gather gives its buffer new
+    memory, and messages of the one before may be on their way into the old.
+    """
+    real, found = layer.wire.all_gather, []  # type: Any, list[list[Any]]
+
+    def end() -> None:
+        for _, transfer in found:
+            transfer.wait()
+
+    def gather(owner: Any, pairs: Any) -> Any:
+        end()
+        found.append([[full for full, _ in pairs], real(owner, pairs)])
+        return found[-1][1]
+
+    with mock.patch.object(layer.wire, "all_gather", gather):
+        try:
+            yield found
+        finally:
+            end()
+
+
 def writes_into_the_same_storage(case: Case) -> None:
     layer, g = first_of(chain())
     ours, full = g.full.untyped_storage(), g.full
-    with spied(layer.wire, "all_gather") as calls:
+    with gathers(layer) as found:
         layer.fetch_params()
-    # Whatever the answer did with them, the messages end before their memory does.
-    for _, transfer in calls:
-        transfer.wait()
-    expect(len(calls) > 0, "a gather", "none")
-    to = [flat.untyped_storage()._cdata for (_, pairs), _ in calls for flat, _ in pairs]
+    expect(len(found) > 0, "a gather", "none")
+    to = [flat.untyped_storage()._cdata for fulls, _ in found for flat in fulls]
     expect(g.full is full, "`group.full` stays the tensor that it is", "another tensor")
     expect(to == [ours._cdata], "a gather into `group.full`", "a gather into other memory")
 
 
 def returns_before_the_messages_do(case: Case) -> None:
     layer, _ = first_of(chain())
-    with spied(layer.wire, "all_gather") as calls:
+    with gathers(layer) as found:
         layer.fetch_params()
-    started, kept = [transfer for _, transfer in calls], layer._gather
-    for transfer in started:
-        transfer.wait()
-    expect(kept is not None and any(kept is t for t in started), "in `self._gather` the transfer, "
-           "which nobody has waited for", kept)
+        kept = layer._gather
+    expect(any(kept is transfer for _, transfer in found), "in `self._gather` the transfer, which "
+           "nobody has waited for", kept)
 
 
 def a_second_call_sends_nothing(case: Case) -> None:
     model = chain()
     layer, _ = first_of(model)
-    with Ledger(model) as tape, spied(layer.wire, "all_gather") as calls:
+    with Ledger(model) as tape, gathers(layer) as found:
         layer.fetch_params()
         layer.fetch_params()
-    for _, transfer in calls:
-        transfer.wait()
-    expect(len(calls) == 1, "1 gather for two calls of `fetch_params()`",
-           f"{len(calls)} gathers, {tape.sent_bytes} bytes sent")
+    expect(len(found) == 1, "1 gather for two calls of `fetch_params()`",
+           f"{len(found)} gathers, {tape.sent_bytes} bytes sent")
 
 
 def nothing_to_fetch(case: Case) -> None:
     model = chain()
     layer, _ = first_of(model)
     empty = model.module_list[1]
-    with layer.full_params(), spied(layer, "_all_gather") as inside:
+    with layer.full_params(), gathers(layer) as inside:
         layer.fetch_params()
-    with spied(empty, "_all_gather") as without:
+    with gathers(empty) as without:
         empty.fetch_params()
-    for _, transfer in (*inside, *without):
-        transfer.wait()
     expect(not inside, "no gather inside of `full_params()`", f"{len(inside)}")
     expect(not without, "no gather of a layer without parameters", f"{len(without)}")
 
@@ -125,6 +142,10 @@ def gradients_on_their_way_come_first(case: Case) -> None:
     g.grad = layer._empty(len(g.full), g.full.dtype).fill_(dist.get_rank() + 1)
     g.ready.update(slot.names for slot in g.slots)
     layer._backup_grads()
+    # The messages have arrived, so that an answer which gives their memory away does no more harm.
+    for work in layer.wire.reducing.works:
+        work.wait()
+    layer.wire.reducing.works = []
     layer.fetch_params()
     layer._wait_params()
     layer.wire.reducer.end()
@@ -310,7 +331,6 @@ def nothing_left(case: Case, how: str) -> None:
             if how == "break":
                 break
             raise KeyError
-    gc.collect()
     left = whole(model)
     for layer in model.module_list:
         layer._cleanup_params()

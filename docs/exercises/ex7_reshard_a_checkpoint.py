@@ -7,9 +7,11 @@ What stays the same is a parameter's name and its elements.
 
 **Given**
 
-* `saved` and `wanted`, each a `Layout`: a number of ranks, and for each parameter its `Place`,
-  which is in which layer's flat parameter it lies, from which offset on, and how many elements it
-  has. The parameters of a layer lie one after the other, from 0 on; the padding is at the end
+* `saved` and `wanted`, each a [`Layout`](layout.py): `layout.world_size` is a number of ranks, and
+  `layout.places` has a `Place` for each parameter's name. `place.layer` is the layer in whose flat
+  parameter it lies, `place.offset` where it begins there, and `place.numel` its elements. The
+  parameters of a layer lie one after the other, from 0 on; the padding is at the end.
+  `layout.shard_numels()` are the elements of a shard of each layer, padding included
 * `read(layer, rank, begin, end)`: elements `begin` to `end` of the shard that this rank saved of
   this layer, `(end - begin,)`. A shard may lie on a disk, so read what you need and nothing else
 * `rank`: which of the wanted ranks this is, and `dtype`, the data type of what it returns
@@ -26,39 +28,10 @@ in the shards of several ranks: `divmod` gives the rank, and the place in its sh
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
-
-@dataclass(frozen=True)
-class Place:
-    """
-    ## Where a parameter lies
-    """
-
-    layer: int
-    offset: int  # in the layer's flat parameter, in elements
-    numel: int
-
-
-@dataclass(frozen=True)
-class Layout:
-    """
-    ## Where all parameters lie, and in how many shards their layers are cut
-    """
-
-    world_size: int
-    places: dict[str, Place]  # by the parameters' names
-
-    def shard_numels(self) -> list[int]:
-        """
-        ### Elements of a shard of each layer, padding included
-        """
-        numels = [0] * (1 + max(p.layer for p in self.places.values()))
-        for p in self.places.values():
-            numels[p.layer] += p.numel
-        return [-(-numel // self.world_size) for numel in numels]
+from docs.exercises.layout import Layout
 
 
 def reshard(read: Callable[[int, int, int, int], torch.Tensor], saved: Layout, wanted: Layout,

@@ -13,12 +13,10 @@ went wrong.
 line in it does no harm, and is not found.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -107,23 +105,6 @@ def mine(flat: torch.Tensor) -> torch.Tensor:
     world_size = dist.get_world_size()
     padded = torch.cat([flat, flat.new_zeros(-len(flat) % world_size)])
     return padded.chunk(world_size)[dist.get_rank()]
-
-
-@contextmanager
-def spied(owner: Any, name: str) -> Iterator[list[tuple[Any, Any]]]:
-    """
-    ## Arguments and results of each call of a method
-    """
-    calls: list[tuple[Any, Any]] = []
-    real = getattr(owner, name)
-
-    def spy(*args: Any, **kwargs: Any) -> Any:
-        result = real(*args, **kwargs)
-        calls.append((args, result))
-        return result
-
-    with mock.patch.object(owner, name, spy):
-        yield calls
 
 
 @dataclass

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from docs.exercises.ex7_reshard_a_checkpoint import Layout
+from docs.exercises.layout import Layout
 from zero3 import Zero3Layer, Zero3Sequential
 from zero3.archive import Archive
 from zero3.inventory import Inventory
