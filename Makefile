@@ -31,7 +31,7 @@ train: $(STAMP) ## Train a small GPT in shards, NPROC=2 ranks (ARGS="--help" lis
 	$(ONE_THREAD) $(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) -m zero3.train $(ARGS)
 
 test: $(STAMP) ## Run the tests, JOBS=2 at once (ARGS="-k order" chooses some)
-	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 check: $(STAMP) ## Check style and types
 	$(BIN)/ruff check .
@@ -49,7 +49,7 @@ docs: $(STAMP) ## Build the book, build/site/index.html
 tape: $(STAMP) ## Record a step on two ranks, as tape.json and as a trace for Perfetto, in runs/tape
 	$(BIN)/python -m docs.tape --out runs/tape $(ARGS)
 
-exercise: $(STAMP) ## Check your answer to exercise N, from 1 to 7 (make exercise N=1)
+exercise: $(STAMP) ## Check your answer to exercise N, 1 to 7 (ARGS=--solution shows one)
 	$(BIN)/python -m docs.exercises.check $(N) $(ARGS)
 
 clean: ## Remove the environment and everything that runs left behind

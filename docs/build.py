@@ -32,6 +32,7 @@ from html import escape
 from pathlib import Path
 from string import Template
 from typing import Any
+from xml.etree import ElementTree
 
 import nbformat
 from latex2mathml.converter import convert
@@ -52,15 +53,17 @@ CHAPTERS = ("__init__ layer wire offload disk states optimizer units materialise
             "blocks archive inventory checkpoint formats convert ledger predict estimate launch "
             "gpt train run report").split()
 
+# How many parts an element of MathML has, where that is fixed.
+PARTS = {"mfrac": 2, "msub": 2, "msup": 2, "msubsup": 3, "munder": 2, "mover": 2, "munderover": 3}
+
 
 def page_of(path: str) -> str:
     """
-    ## The page of a file, wherever it is linked from
+    ## The page of a file
     """
-    path = Path(path.replace("__init__", "map"))
-    alone = path.suffix in (".md", ".ipynb") or path.parent.name in ("", ".", "zero3")
-    alone = alone or path.stem.startswith("test_")
-    return f"{path.stem}.html" if alone else f"{path.parent.name}-{path.stem}.html"
+    folder, name = Path(path).parent.name, Path(path).stem.replace("__init__", "map")
+    alone = not path.endswith(".py") or folder == "zero3" or name.startswith("test_")
+    return f"{name}.html" if alone else f"{folder}-{name}.html"
 
 
 class Site:
@@ -86,6 +89,10 @@ class Site:
             for row in test.rows:
                 for what in self.proven(test, row):
                     self.proofs[what].append((test, row))
+        # The pages of files, by the names of these; where two have one name, the package's is meant.
+        everything = [*WAYS_IN, *found("notebooks/*.ipynb"), *found("docs/**/*.py"),
+                      *found("tests/*.py"), *found("zero3/*.py")]
+        self.files = {Path(path).name: page_of(path) for path in everything}
         # Of each page: its HTML, and its headings with their levels and anchors.
         self.bodies: dict[str, str] = {}
         self.headings: dict[str, list[tuple[int, str, str]]] = defaultdict(list)
@@ -126,9 +133,12 @@ class Site:
         try:
             html = convert(tex, display="block" if options["display_mode"] else "inline")
         except Exception as error:
-            html = f"\\{error!r}"
-        # A command that the converter does not know it leaves as it is.
-        self.expect("\\" not in html, f"a formula does not parse: {tex}")
+            html = f"<math><mtext>\\{escape(repr(error))}</mtext></math>"
+        # The converter leaves what it does not know, and takes a fraction without a denominator.
+        wrong = [e.tag for e in ElementTree.fromstring(html).iter()
+                 if len(e) != PARTS.get(e.tag.split("}")[-1], len(e))]
+        good = "\\" not in html and not wrong and tex.count("{") == tex.count("}")
+        self.expect(good, f"a formula does not parse: {tex}")
         return html
 
     def named(self, tokens: list, i: int, options: Any, env: dict) -> str:
@@ -139,8 +149,7 @@ class Site:
         # A long name may break after an underscore.
         html = f"<code>{escape(text, quote=False).replace('_', '_<wbr>')}</code>"
         one = self.names.find(text.removesuffix("()"), at)
-        files = {source.path.name: source.page for source in self.chapters}
-        target = self.names.address(*one, at) if one else files.get(text)
+        target = self.names.address(*one, at) if one else self.files.get(text)
         # Links do not nest.
         return f'<a href="{target}">{html}</a>' if target and not tokens[i].meta else html
 
@@ -171,8 +180,8 @@ class Site:
             for child in token.children or ():
                 if child.type == "link_open" and "://" not in (href := str(child.attrGet("href"))):
                     path, mark, anchor = href.partition("#")
-                    known = path.endswith((".py", ".ipynb", ".md"))
-                    child.attrSet("href", (page_of(path) if known else path) + mark + anchor)
+                    target = self.files.get(Path(path).name, path)
+                    child.attrSet("href", target + mark + anchor)
                 linked = child.type == "link_open" or (linked and child.type != "link_close")
                 child.meta = {"linked": True} if linked else {}
         html = self.markdown.renderer.render(tokens, self.markdown.options, env)

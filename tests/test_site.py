@@ -16,6 +16,8 @@ pytest.importorskip("markdown_it", reason="the libraries of the site are not ins
 from docs import build, figures
 from docs.annotate import Names, Source
 
+# One process builds the site, and its browser looks at it.
+pytestmark = pytest.mark.xdist_group("site")
 WIDE, PHONE = (1280, 900), (375, 800)
 
 
