@@ -89,7 +89,7 @@ class Site:
             for row in test.rows:
                 for what in self.proven(test, row):
                     self.proofs[what].append((test, row))
-        # The pages of files, by the names of these; where two have one name, the package's is meant.
+        # The pages of files, by their names; where two have one, the package's is meant.
         everything = [*WAYS_IN, *found("notebooks/*.ipynb"), *found("docs/**/*.py"),
                       *found("tests/*.py"), *found("zero3/*.py")]
         self.files = {Path(path).name: page_of(path) for path in everything}
