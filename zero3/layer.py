@@ -244,8 +244,9 @@ class Zero3Layer(nn.Module):
 
         Returns $N \lceil P_\ell/N \rceil$ elements. The padding is zero and stays zero: its
         gradient is zero, so an elementwise optimizer does not move it, and it adds nothing to a
-        norm. Memory that nobody wrote could hold a NaN, and clipping by the global norm would then
-        turn every gradient of the model into NaN.
+        norm. Memory that nobody wrote could hold a NaN. Here it would stay in the padding, and go
+        into every checkpoint; in that of a gradient it would make the norm of all gradients NaN,
+        and clipping by it every gradient of the model.
         """
         numel = sum(p.numel() for p in params)
         padding = self._empty(-numel % self.wire.world_size, params[0].dtype).zero_()
