@@ -15,7 +15,7 @@ JOBS ?= 2
 ARGS ?=
 
 help: ## Show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 setup: $(STAMP) ## Make .venv and install the package in it (PYTHON=python3.12 chooses another Python)
 
@@ -31,7 +31,7 @@ train: $(STAMP) ## Train a small GPT in shards, NPROC=2 ranks (ARGS="--help" lis
 	$(ONE_THREAD) $(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) -m zero3.train $(ARGS)
 
 test: $(STAMP) ## Run the tests, JOBS=2 at once (ARGS="-k order" chooses some)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 check: $(STAMP) ## Check style and types
 	$(BIN)/ruff check .
@@ -53,5 +53,5 @@ exercise: $(STAMP) ## Check your answer to exercise N, 1 to 7 (ARGS=--solution s
 	$(BIN)/python -m docs.exercises.check $(N) $(ARGS)
 
 clean: ## Remove the environment and everything that runs left behind
-	rm -rf .venv build *.egg-info runs logs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build notebooks/worker_*.py *.egg-info runs logs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

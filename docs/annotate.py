@@ -29,6 +29,7 @@ from html import escape
 from io import StringIO
 from pathlib import Path
 
+import torch
 from pygments.lexers import PythonLexer
 from pygments.token import STANDARD_TYPES, Token
 
@@ -114,7 +115,10 @@ class Source:
         shown = Counter(number for row in begins.values() for number in row.lines)
         for number, text in enumerate(self.texts, 1):
             words = re.sub(r'^(# -{3,}|#|r?""")|"""$', "", text.strip()).strip()
-            times = int(words in spoken[number].prose) if number in spoken else shown[number]
+            said = spoken.get(number)
+            # Of two rows that begin in one line the first is lost.
+            times = shown[number] if said is None else sum(
+                row is said and words in row.prose for row in begins.values())
             if text.strip() and times != 1:
                 raise ValueError(f"{self.path}: line {number} is on the page {times} times")
         yield from (begins[number] for number in sorted(begins))
@@ -225,21 +229,27 @@ class Names:
         """
         ### Collect what the files define
 
-        A method is found by its own name too, where only one class has it.
+        A method is found by its own name too, where only one class has it, and nothing else is
+        called so: no variable, no attribute, nothing of torch's or of Python's own types.
         """
         self.sources = {source.path.stem: source for source in sources}
         self.found: dict[str, set[tuple[str, str]]] = defaultdict(set)
+        others = {name for kind in (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, Path, str,
+                                    list, dict, set) for name in dir(kind)}
+        for node in (node for source in sources for node in ast.walk(source.tree)):
+            stored = isinstance(getattr(node, "ctx", None), ast.Store)
+            others.add(node.attr if stored and isinstance(node, ast.Attribute) else
+                       getattr(node, "id", getattr(node, "arg", None)))
         classes = {name: node for source in sources for name, node in source.defined.items()
                    if isinstance(node, ast.ClassDef)}
         for stem, source in self.sources.items():
             for name in source.defined:
                 of, _, short = name.rpartition(".")
                 # A method by its own name is that of the class which has it first.
-                known = {name, f"{stem}.{name}"} | {short} - {
-                    node.name for base in getattr(classes.get(of), "bases", ())
-                    for node in getattr(classes.get(getattr(base, "id", "")), "body", ())
-                    if isinstance(node, ast.FunctionDef)}
-                for each in known:
+                inherited = {node.name for base in getattr(classes.get(of), "bases", ())
+                             for node in getattr(classes.get(getattr(base, "id", "")), "body", ())
+                             if isinstance(node, ast.FunctionDef)}
+                for each in {name, f"{stem}.{name}"} | {short} - inherited - others:
                     self.found[each].add((stem, name))
 
     def find(self, name: str, source: Source | None = None) -> tuple[str, str] | None:
@@ -261,7 +271,7 @@ class Names:
         """
         ### The link to something, from a page
         """
-        source = self.sources[stem]
+        source = at if at and at.path.stem == stem else self.sources[stem]
         page = "" if at is source else source.page
         return f"{page}#{source.anchor_of(name)}"
 
@@ -285,7 +295,9 @@ class Names:
             elif isinstance(node, ast.Attribute):
                 name, line, end = node.attr, node.end_lineno, node.end_col_offset
                 target = self._attribute(node, around, imported, source)
-            if target and target[1] in getattr(self.sources.get(target[0]), "defined", ()):
+            there = source if target and target[0] == source.path.stem else self.sources.get(
+                target[0] if target else "")
+            if target and there and target[1] in there.defined:
                 text = source.texts[line - 1].encode()[:end].decode(errors="ignore")
                 # Before Python 3.12 a place inside of an f-string is not where the parser says.
                 if text.endswith(name):
@@ -318,7 +330,6 @@ def _bound(function: ast.FunctionDef) -> set[str]:
     """
     #### The names that a function gives to things of its own
     """
-    spec = function.args
-    given = {a.arg for a in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs)}
-    return given | {node.id for node in ast.walk(function)
-                    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)} | {
+        node.id for node in ast.walk(function)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}

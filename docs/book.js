@@ -57,7 +57,7 @@ document.addEventListener("DOMContentLoaded", () => {
     for (const menu of menus) {
       if (!menu.contains(event.target) || event.target.closest("nav a")) menu.open = false;
     }
-    if (!event.target.closest(".search")) show([]);
+    if (!event.target.closest(".search input")) show([]);
   });
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") {

@@ -23,6 +23,7 @@ and the script does only what HTML cannot: the search, the choice of a theme, an
 
 import argparse
 import json
+import os
 import re
 import shutil
 import sys
@@ -53,6 +54,7 @@ CHAPTERS = ("__init__ layer wire offload disk states optimizer units materialise
             "blocks archive inventory checkpoint formats convert ledger predict estimate launch "
             "gpt train run report").split()
 
+STYLES = ("docs/*.css", "docs/*.js")
 # How many parts an element of MathML has, where that is fixed.
 PARTS = {"mfrac": 2, "msub": 2, "msup": 2, "msubsup": 3, "munder": 2, "mover": 2, "munderover": 3}
 
@@ -81,7 +83,7 @@ class Site:
         self.chapters = [self.source(f"zero3/{stem}.py") for stem in CHAPTERS]
         self.tests, self.tools = (
             [self.source(path) for path in found("tests/*.py")],
-            [self.source(path) for path in found("docs/**/*.py")])
+            [self.source(path) for path in (*found("docs/**/*.py"), "notebooks/run.py")])
         self.names = Names(self.chapters)
         # What proves a section, by file and name, or an invariant, by number.
         self.proofs: dict[Any, list[tuple[Source, Row]]] = defaultdict(list)
@@ -89,10 +91,10 @@ class Site:
             for row in test.rows:
                 for what in self.proven(test, row):
                     self.proofs[what].append((test, row))
-        # The pages of files, by their names; where two have one, the package's is meant.
-        everything = [*WAYS_IN, *found("notebooks/*.ipynb"), *found("docs/**/*.py"),
-                      *found("tests/*.py"), *found("zero3/*.py")]
-        self.files = {Path(path).name: page_of(path) for path in everything}
+        # The pages of files, by their paths from the root.
+        self.files = {path: page_of(path) for path in (*WAYS_IN, *found("notebooks/*.ipynb"))}
+        for source in (*self.chapters, *self.tests, *self.tools):
+            self.files[str(source.path.relative_to(ROOT))] = source.page
         # Of each page: its HTML, and its headings with their levels and anchors.
         self.bodies: dict[str, str] = {}
         self.headings: dict[str, list[tuple[int, str, str]]] = defaultdict(list)
@@ -119,8 +121,8 @@ class Site:
         said = re.search(r"\bProves\s(.*)\.\s*$", row.prose, re.DOTALL)
         for name, number in re.findall(r"`([^`]+)`|\b(I\d+)\b", said[1] if said else ""):
             one = number or self.names.find(name)
-            self.expect(one, f"{test.path.name}: {row.name} proves `{name}`, which the package has "
-                        "not, or twice")
+            self.expect(one, f"{test.path.name}: {row.name} proves `{name}`, "
+                        "which the package has not, or twice")
             if one:
                 yield one
 
@@ -130,15 +132,15 @@ class Site:
         """
         ### A formula as MathML
         """
+        # The converter leaves what it does not know, and takes a fraction without a denominator.
         try:
             html = convert(tex, display="block" if options["display_mode"] else "inline")
+            wrong = [e.tag for e in ElementTree.fromstring(html).iter()
+                     if len(e) != PARTS.get(e.tag.split("}")[-1], len(e))]
         except Exception as error:
-            html = f"<math><mtext>\\{escape(repr(error))}</mtext></math>"
-        # The converter leaves what it does not know, and takes a fraction without a denominator.
-        wrong = [e.tag for e in ElementTree.fromstring(html).iter()
-                 if len(e) != PARTS.get(e.tag.split("}")[-1], len(e))]
-        good = "\\" not in html and not wrong and tex.count("{") == tex.count("}")
-        self.expect(good, f"a formula does not parse: {tex}")
+            html, wrong = escape(repr(error)), [tex]
+        self.expect("\\" not in html and tex.count("{") == tex.count("}") and not wrong,
+                    f"a formula does not parse: {tex}")
         return html
 
     def named(self, tokens: list, i: int, options: Any, env: dict) -> str:
@@ -149,7 +151,7 @@ class Site:
         # A long name may break after an underscore.
         html = f"<code>{escape(text, quote=False).replace('_', '_<wbr>')}</code>"
         one = self.names.find(text.removesuffix("()"), at)
-        target = self.names.address(*one, at) if one else self.files.get(text)
+        target = self.names.address(*one, at) if one else self.files.get(f"zero3/{text}")
         # Links do not nest.
         return f'<a href="{target}">{html}</a>' if target and not tokens[i].meta else html
 
@@ -158,18 +160,22 @@ class Site:
         ### Text, with the numbers of invariants linked
         """
         text = escape(tokens[i].content, quote=False)
+        self.expect("$" not in text, f"a formula has no end: {text}")
         link = r'<a href="invariants.html#i\1">I\1</a>'
         return text if tokens[i].meta else re.sub(r"\bI(10|[1-9])\b", link, text)
 
-    def prose(self, text: str, page: str, at: Source | None = None) -> str:
+    def prose(self, text: str, origin: str, at: Source | None = None) -> str:
         """
         ### Markdown as HTML
 
         Headings get anchors; links to files lead to the pages of these.
 
-        * `page` is where it will stand, `at` is the source that it comes from
+        * `origin` is the file that it comes from, `at` the same where that is a source
         """
         env: dict[str, Any] = {"at": at}
+        page = self.files[origin]
+        # Only the pages of `docs` are written with HTML in them.
+        self.markdown.options["html"] = origin.startswith("docs/") and at is None
         tokens = self.markdown.parse(text, env)
         for i, token in enumerate(tokens):
             if token.type == "heading_open":
@@ -180,7 +186,8 @@ class Site:
             for child in token.children or ():
                 if child.type == "link_open" and "://" not in (href := str(child.attrGet("href"))):
                     path, mark, anchor = href.partition("#")
-                    target = self.files.get(Path(path).name, path)
+                    at_root = os.path.normpath(Path(origin).parent / path)
+                    target = self.files.get(at_root, path)
                     child.attrSet("href", target + mark + anchor)
                 linked = child.type == "link_open" or (linked and child.type != "link_close")
                 child.meta = {"linked": True} if linked else {}
@@ -195,9 +202,10 @@ class Site:
         ### A file in two columns
         """
         links, rows = self.names.links(source), []
+        origin = str(source.path.relative_to(ROOT))
         for row in source.rows:
             text = re.sub(r"\n(?=Proves )", "\n\n", row.prose)
-            prose = self.prose(text, source.page, source)
+            prose = self.prose(text, origin, source)
             if row.name and not row.heading:
                 # Tests have names that are sentences, and no headings.
                 title = row.name.removeprefix("test_").replace("_", " ")
@@ -208,6 +216,8 @@ class Site:
             if source in self.chapters:
                 prose += self.figures.beside(source.path.name, row.lines)
             code = source.code(row, links)
+            self.expect(code.count('<span class="line"') == len(row.lines),
+                        f"{source.path.name}: lines of `{row.name}` are missing or there twice")
             rows.append(f'<section class="row"><div class="prose">{prose}</div>'
                         f'<pre class="code">{code}</pre></section>')
         return "\n".join(rows)
@@ -226,18 +236,18 @@ class Site:
         """
         ### A notebook, as it was executed
         """
-        parts, page = [], page_of(path)
+        parts = []
         for cell in nbformat.read(ROOT / path, as_version=4).cells:
             if cell.cell_type == "markdown":
-                parts.append(self.prose(cell.source, page))
+                parts.append(self.prose(cell.source, path))
                 continue
             code = highlight(cell.source, PythonLexer(), HtmlFormatter(nowrap=True))
             parts.append(f'<pre class="cell">{code}</pre>')
-            for output in cell.outputs:
+            for output in joined(cell.outputs):
                 data = output.get("data", {})
                 if "image/png" in data:
-                    parts.append('<img alt="the picture that this cell draws" src="data:image/png;'
-                                 f'base64,{data["image/png"].strip()}">')
+                    parts.append('<div class="picture"><img alt="what this cell draws" src="data:'
+                                 f'image/png;base64,{data["image/png"].strip()}"></div>')
                 elif text := output.get("text") or data.get("text/plain"):
                     parts.append(f'<pre class="output">{escape(text)}</pre>')
         return f'<div class="text">{"".join(parts)}</div>'
@@ -253,8 +263,7 @@ class Site:
         proofs = {what: self.tested(tests) for what, tests in self.proofs.items()}
         for path in WAYS_IN:
             text = self.figures.fill(path, (ROOT / path).read_text(), proofs)
-            html = self.prose(text, page_of(path))
-            self.bodies[page_of(path)] = f'<div class="text">{html}</div>'
+            self.bodies[page_of(path)] = f'<div class="text">{self.prose(text, path)}</div>'
         groups = {
             "The way in": [page_of(path) for path in WAYS_IN],
             "Notebooks": [page_of(path) for path in found("notebooks/*.ipynb")],
@@ -267,7 +276,8 @@ class Site:
         return {page: self.framed(page, template, groups, order) for page in order}
 
     def title(self, page: str) -> str:
-        return next((text for level, text, _ in self.headings[page] if level == 1), page)
+        own = (text for level, text, _ in self.headings[page] if level == 1)
+        return next(own, page.removesuffix(".html"))
 
     def framed(self, page: str, template: Template, groups: dict, order: list[str]) -> str:
         """
@@ -277,12 +287,13 @@ class Site:
         around = {}
         for name, i in (("before", at - 1), ("after", at + 1)):
             there = order[i] if 0 <= i < len(order) else ""
-            around[name] = there and f'<a rel="{name}" href="{there}">{self.title(there)}</a>'
+            title = escape(self.title(there)) if there else ""
+            around[name] = there and f'<a rel="{name}" href="{there}">{title}</a>'
         lists = "".join(
-            f"<h2>{name}</h2><ul>" + "".join(
+            f"<details{' open' * (i < 3)}><summary>{name}</summary><ul>" + "".join(
                 f'<li><a href="{other}"{" aria-current=page" * (other == page)}>'
-                f"{escape(self.title(other))}</a></li>" for other in pages) + "</ul>"
-            for name, pages in groups.items())
+                f"{escape(self.title(other))}</a></li>" for other in pages) + "</ul></details>"
+            for i, (name, pages) in enumerate(groups.items()))
         inside = "".join(f'<li class="h{level}"><a href="#{anchor}">{escape(text)}</a></li>'
                          for level, text, anchor in self.headings[page] if level > 1)
         return template.substitute(
@@ -307,23 +318,41 @@ class Site:
         """
         stems = {Path(path).stem for path in found("zero3/*.py")}
         self.expect(stems == set(CHAPTERS), f"no order for {stems ^ set(CHAPTERS)}")
+        beside = {"search.js", *self.figures.files, *(Path(path).name for pattern in STYLES
+                                                      for path in found(pattern))}
         # What looks like a tag is one: in text and code `<` is escaped.
         anchors = {page: Counter(re.findall(r'<[a-z][^<>]*\sid="([^"]+)"', html))
                    for page, html in pages.items()}
         for page, html in pages.items():
             for anchor, times in anchors[page].items():
                 self.expect(times == 1, f"{page}: the anchor #{anchor} is there {times} times")
-            for href in {*re.findall(r'<a\s[^<>]*href="([^"]+)"', html)}:
+            for tag, _, href in {*re.findall(r"""<([a-z]+)\s[^<>]*?(href|src)=["']?([^"'\s>]*)""",
+                                             html)}:
                 path, _, anchor = href.partition("#")
                 there = anchors.get(path or page)
-                good = "://" in href or href in self.figures.files
-                good = good or (there is not None and (not anchor or anchor in there))
+                # A page may lead elsewhere, and fetches nothing from there.
+                good = (tag == "a" and "://" in href) or path in beside or href.startswith("data:")
+                good = good or (there is not None and (anchor in there if anchor else path))
                 self.expect(good, f"{page}: a link to {href} leads nowhere")
         for source in self.chapters:
             for row in source.rows:
                 public = row.name and (row.level == 2 or row.level == 3)
                 self.expect(not public or (source.path.stem, row.name) in self.proofs,
                             f"{source.path.name}: no test proves `{row.name}`")
+
+
+def joined(outputs: list) -> list:
+    """
+    ## Outputs of a cell; what is printed in one go may come in several pieces
+    """
+    kept: list = []
+    for output in outputs:
+        both = [each.get("name") for each in (*kept[-1:], output)]
+        if output.output_type == "stream" and both == [output.name] * 2:
+            kept[-1] = {**kept[-1], "text": kept[-1]["text"] + output.text}
+        else:
+            kept.append(output)
+    return kept
 
 
 def found(pattern: str) -> list[str]:
@@ -348,11 +377,13 @@ def main(argv: list[str] | None = None) -> int:
     if problems:
         print("\n".join(problems), f"\n{len(problems)} problems; nothing was written")
         return 1
+    if out.exists() and any(out.iterdir()) and not (out / "search.js").exists():
+        parser.error(f"expected an empty folder or an older site, got {out}")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     for page, html in pages.items():
         (out / page).write_text(html)
-    for file in (*ROOT.glob("docs/*.css"), *ROOT.glob("docs/*.js")):
+    for file in (file for pattern in STYLES for file in ROOT.glob(pattern)):
         shutil.copy(file, out)
     (out / "search.js").write_text(site.search_index())
     site.figures.write(out)

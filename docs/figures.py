@@ -27,13 +27,14 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import DiffLexer, PythonLexer
 
 from docs import ladder, tape
-from docs.annotate import Source
+from docs.annotate import Source, slug
 from docs.exercises.solutions import EXERCISES, page
 from docs.mutations import all_with_lines
 
 HERE = Path(__file__).parent
 # A number with one of these was measured.
-MEASURED = re.compile(r"\d[\d.,]*\s?(?:[kMGT]i?B|bytes|ms|seconds|s|tokens|times as)\b(?!/s)")
+MEASURED = re.compile(r"\d[\d.,]*\s?(?:[kKMGT]i?B|bytes|[mµu]?s|seconds|minutes|hours|tok\w*|"
+                      r"times (?:as|faster)|x|×|%)(?!\w)")
 
 
 class Figures:
@@ -94,12 +95,13 @@ class Figures:
         """
         ### The ladder as a table
         """
-        columns = {"device_rest_bytes": "device, at rest", "device_peak_bytes": "at the peak",
+        columns = {"device_rest_bytes": "device, after a step", "device_peak_bytes": "at the peak",
                    "cpu_bytes": "CPU memory", "file_bytes": "files", "sent_bytes": "sent in a step"}
         rows = [["", "in shards", *columns.values()]]
         rows += [[row["rung"], row["sharded"] or "nothing", *(f"{row[c]:,}" for c in columns)]
                  for row in self.ladder["rows"]]
-        return "Bytes of a rank:\n\n" + table(rows, 2)
+        return ("Bytes of a rank; after a step, with its gradients still there, as ZeRO counts:\n\n"
+                + table(rows, 2))
 
     def losses(self) -> str:
         """
@@ -122,7 +124,7 @@ class Figures:
         return "".join(
             f'<details class="mutation"><summary>without line '
             f'{first if first == last else f"{first} to {last}"}</summary>'
-            f'<pre>{escape(m.symptom)}</pre><a href="mutations.html#{m.name}">{m.name}</a>'
+            f'<pre>{escape(m.symptom)}</pre><a href="mutations.html#{slug(m.title)}">{m.title}</a>'
             "</details>"
             for (name, last), (m, first) in self.mutations.items()
             if name == file and last in lines)
@@ -135,7 +137,7 @@ class Figures:
         for (file, last), (m, first) in self.mutations.items():
             diff = highlight(m.diff(), DiffLexer(), HtmlFormatter(nowrap=True))
             parts.append(
-                f"## {m.name}\n\n[`{m.section}`](../zero3/{file}#L{first}), line {first}"
+                f"## {m.title}\n\n[`{m.section}`](../zero3/{file}#L{first}), line {first}"
                 + f" to {last}" * (last > first) + f"\n\n<pre>{diff}</pre>\n\n"
                 "<details><summary>What happens</summary>\n\n"
                 f"<pre>{escape(m.healthy)}   before\n{escape(m.symptom)}   after</pre>\n\n{m.why}"
@@ -149,9 +151,10 @@ class Figures:
         parts = []
         for number in EXERCISES:
             p = page(number)
+            task = re.sub(r"\]\((?=\w+\.py)", "](exercises/", p.task)
             places = re.sub(r"(`\S+`) \((\S+):(\d+)\)", r"[\1](../\2#L\3)", ", ".join(p.source))
             parts.append(
-                f"## {p.title}\n\n{p.task}\n\nFill in [the file](exercises/{EXERCISES[number].name}"
+                f"## {p.title}\n\n{task}\n\nFill in [the file](exercises/{EXERCISES[number].name}"
                 f".py), then `make exercise N={number}`.\n\n<pre>{colored(p.stub)}</pre>\n\n"
                 f"<details><summary>Solution</summary>\n\n<pre>{colored(p.solution)}</pre>\n\n"
                 f"In the source: {places}.\n\n</details>\n")
@@ -167,18 +170,18 @@ class Figures:
         """
         told = json.loads((HERE / "bench.json").read_text())
         changed = [name for name, digest in told["code"].items()
-                   if Source(HERE.parent / "zero3" / name).digest() != digest]
+                   if Source(HERE.parent / name).digest() != digest]
         if changed:
             self.problems.append(f"bench.json: {', '.join(changed)} changed since it was timed; "
                                  '`make bench ARGS="--out docs/bench.json"`')
         machine = told["machine"]
-        fsdp2, ddp = (told["ratios"][f"zero3/{peer}"]["tokens_per_s"][0]
-                      for peer in ("fsdp2", "ddp"))
-        return (f"In a second it trains {fsdp2:.2f} times as many tokens as FSDP2, and {ddp:.2f} "
+        fsdp2, ddp = ("{:.2f} ({:.2f} to {:.2f})".format(
+            *told["ratios"][f"zero3/{peer}"]["tokens_per_s"]) for peer in ("fsdp2", "ddp"))
+        return (f"In a second `zero3` trains {fsdp2} times as many tokens as FSDP2, and {ddp} "
                 "times as many as `DistributedDataParallel`, which shards nothing "
                 f"({told['settings']['ranks']} ranks, {machine['gpu'] or machine['cpu']}, torch "
-                f"{machine['torch']}, commit {machine['commit']}; the medians of "
-                f"{told['settings']['rounds']} rounds).")
+                f"{machine['torch']}, commit {machine['commit']}; median, least and "
+                f"most of {told['settings']['rounds']} rounds).")
 
 
 def caption(run: dict[str, Any], ranks: int) -> str:

@@ -319,7 +319,8 @@ def climb(folder: str | None = None) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         # By its name: where this is the main program, other processes could not import it else.
-        first, *others = launch.run("docs.ladder:climb_rank", RANKS, scratch)
+        first, *others = launch.run("docs.ladder:climb_rank", RANKS, scratch,
+                                     device="cpu")
     # Shards are of one length, and losses are the mean over ranks on each.
     assert all(other == first for other in others), (first, others)
     return {**first, "device": report.device_name(torch.device(first["device"])),

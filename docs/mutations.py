@@ -39,6 +39,7 @@ def all_with_lines() -> Iterator[tuple[Mutation, int, int]]:
 MUTATIONS = [
     Mutation(
         "mean", "layer.py", "Zero3Layer._post_backward_hook",
+        title="Without the division by the number of ranks",
         old="        mean = 1 / self.wire.world_size\n",
         new="        mean = 1\n",
         breaks="I1", program="step",
@@ -48,6 +49,7 @@ MUTATIONS = [
             "division gradients are $N$ times too large. Adam hides most of it, SGD nothing."),
     Mutation(
         "assign", "layer.py", "_Group.add_grad",
+        title="A second backward assigns",
         old="""\
         self.shard.grad = total if self.shard.grad is None else self.shard.grad.add_(total)
 """,
@@ -59,6 +61,7 @@ MUTATIONS = [
             "overwrites the others, whose work is thrown away."),
     Mutation(
         "no-hook", "layer.py", "Zero3Layer._shard",
+        title="A hook on a node that nobody keeps",
         old="""\
             hook = p.requires_grad and p.register_post_accumulate_grad_hook(
                 lambda p, ours=ours, at=at: ours()(at, p))
@@ -76,6 +79,7 @@ MUTATIONS = [
             "it, backward makes another one, and the hook is never called."),
     Mutation(
         "keep-storage", "layer.py", "Zero3Layer._cleanup_params",
+        title="The storage is kept",
         old="""\
         for g in self.groups:
             g.full.untyped_storage().resize_(0)
@@ -89,6 +93,7 @@ MUTATIONS = [
             "its messages arrive there; after an evaluation nothing does."),
     Mutation(
         "fresh-memory", "layer.py", "Zero3Layer.fetch_params",
+        title="Each gather into memory of its own",
         old="        self._gather = self._all_gather([g.full for g in self.groups])\n",
         new="""\
         fulls = [self._empty(len(g.full), g.full.dtype) for g in self.groups]
@@ -104,6 +109,7 @@ MUTATIONS = [
             "whole model is there. One storage, emptied and filled again, is what both see."),
     Mutation(
         "no-wait", "layer.py", "Zero3Layer._wait_params",
+        title="Nobody waits for the messages",
         old="            gather.wait()\n",
         new="",
         breaks="I1", program="late",
@@ -113,6 +119,7 @@ MUTATIONS = [
             "Here rank 0 comes a second late, and rank 1 does not notice."),
     Mutation(
         "free-the-last", "layer.py", "Zero3Layer._release",
+        title="The last layer is freed after forward",
         old="""\
         if call and call.outputs and self.layer_idx >= 0 and not self.next_layer:
             self._kept = weakref.ref(call, lambda _: self._cleanup_params())
@@ -127,6 +134,7 @@ MUTATIONS = [
             "it is gathered twice in a row, and nothing hides the wait."),
     Mutation(
         "no-prefetch", "layer.py", "Zero3Layer._pre_backward_hook",
+        title="Nothing is fetched ahead in backward",
         old="""\
         for layer in self.prev_layer:
             # Below the first layer that trains nothing goes backward, and nothing is fetched.
@@ -142,6 +150,7 @@ MUTATIONS = [
             "computation is added to the time of a step."),
     Mutation(
         "dirty-padding", "layer.py", "Zero3Layer._post_backward_hook",
+        title="The padding of a gradient is what the memory held",
         old="""\
             group.grad[group.slots[-1].offset + group.slots[-1].view.numel() :].zero_()
 """,
@@ -154,6 +163,7 @@ MUTATIONS = [
             "gradient of the model NaN."),
     Mutation(
         "unused", "layer.py", "Zero3Layer._backup_grads",
+        title="A parameter that got no gradient is left as it was",
         old="""\
         for g in groups:
             for slot in g.slots:
@@ -170,6 +180,7 @@ MUTATIONS = [
             "here it has to be zero."),
     Mutation(
         "skip-one", "layer.py", "Zero3Layer.fetch_params",
+        title="One rank leaves out a gather",
         old="        if self.is_fetched or self._full_elsewhere or not self.groups:\n",
         new="        if self.is_fetched or self._full_elsewhere or not self.groups or (\n"
             "                self.wire.rank == 1 and self.layer_idx == 2):\n",
@@ -182,6 +193,7 @@ MUTATIONS = [
             "is about to do, the error says what either of them does."),
     Mutation(
         "no-comparison", "wire.py", "Wire.open",
+        title="The ranks do not compare what they shard",
         old="""\
         for rank, theirs in enumerate(self.gather(layout)):
             for i in range(max(len(layout), len(theirs))):
@@ -200,6 +212,7 @@ MUTATIONS = [
             "second and the other way round."),
     Mutation(
         "master-stays", "states.py", "Owned.here",
+        title="The master is not rounded into its shard",
         old="""\
         if write and not self.own:
             self.group.home.replace(master)
@@ -213,6 +226,7 @@ MUTATIONS = [
             "model stays as it was born."),
     Mutation(
         "local-norm", "optimizer.py", "Zero3Optimizer._squares",
+        title="Each rank clips by its own norm",
         old="        return self.wire.numbers(self, squares.to(self.layers[0].device))\n",
         new="        return squares[None].to(self.layers[0].device)\n",
         breaks="I1", program="clip",
@@ -223,6 +237,7 @@ MUTATIONS = [
             "is not only too long, it points elsewhere."),
     Mutation(
         "skip-alone", "optimizer.py", "Zero3Optimizer._step",
+        title="Each rank looks for infinities in its own gradients",
         old="        if not math.isfinite(norm):\n",
         new="        if not squares[self.wire.rank].isfinite().all():\n",
         breaks="I6", program="overflow",
@@ -233,6 +248,7 @@ MUTATIONS = [
             "by different scales."),
     Mutation(
         "old-buffer", "offload.py", "InFile.release",
+        title="A buffer that was given back still counts as read",
         old="            self.buffer, self.held = None, False\n            self.present.clear()\n",
         new="            self.buffer, self.held = None, False\n",
         breaks="I8", program="files",
@@ -243,6 +259,7 @@ MUTATIONS = [
             "the output is not that of plain PyTorch either."),
     Mutation(
         "unchecked", "blocks.py", "Blocks.block",
+        title="No checksum is looked at",
         old="""\
             if f"{zlib.crc32(block):08x}" != self.crc32[8 * i : 8 * i + 8]:
                 raise Broken(f"{self.path}, the file of rank {self.rank}, is damaged: bytes "
@@ -253,8 +270,9 @@ MUTATIONS = [
         breaks="I10", program="damage",
         healthy="rank 1 prints: RuntimeError: rank 1: the checkpoint in saved/step-00000001 cannot",
         symptom="loaded; weights that are not as saved: 1",
-        why="One bit in the file of rank 1 has changed, the sign of a weight. Nothing else than "
-            "the checksum can tell it from a weight that was learnt."),
+        why="One bit in the file of rank 1 has changed, the sign of a weight. Only the checksum can "
+            "tell it from a weight that was learnt."),
+            "tell it from a weight that was learnt."),
 ]
 
 

@@ -11,7 +11,7 @@
   // What a rank holds, bottom to top as `tape.py` has it: its colour, and its name.
   const HELD = {
     rest: ["--c-shard", "at rest"],
-    reduced: ["--c-grad", "shards' gradients"],
+    reduced: ["--c-reduced", "shards' gradients"],
     whole: ["--c-whole", "whole"],
     unsharding: ["--c-flight", "unsharding"],
     gradients: ["--c-grad", "full gradients"],
@@ -138,7 +138,7 @@
         const about = `rank ${rank.rank}, ${layer.label}: ${state}`;
         parts.push(s("g", { role: "img", "aria-label": about, "data-state": state }, [
           box(left(r), mine, 0, 12, "--c-shard"), box(full(r), whole, 0, 12, held),
-          ["reduced", "shard"].includes(grads) ? box(left(r), mine, 14, 6, "--c-grad") : [],
+          ["reduced", "shard"].includes(grads) ? box(left(r), mine, 14, 6, "--c-reduced") : [],
           !["none", "shard"].includes(grads) ? box(full(r), whole, 14, 6, "--c-grad") : [],
           text(left(r), top + 33, state, { class: state === "shard" ? "muted" : null,
             "font-weight": computes ? 600 : 400 })]));
@@ -186,7 +186,9 @@
       const [, before, comment] = /^([^#]*)(#.*)?$/.exec(row.slice(indent));
       const now = number === at || null;
       return el("div", { class: now && "now", "aria-current": now }, [
-        el("a", { href: `${page}#L${number}` }, String(number)),
+        // Only lines of code have a place on the source's page.
+        before.trim() && !quiet ? el("a", { href: `${page}#L${number}` }, String(number))
+          : el("span", { class: "quiet" }, String(number)),
         el("span", { class: quiet ? "quiet" : null }, before),
         el("span", { class: "quiet" }, comment || "")]);
     }));

@@ -47,7 +47,7 @@ class Mutation:
     ## A few lines of the source, and what comes of it if they are other ones
     """
 
-    name: str
+    name: str  # short, for the command line
     file: str  # in the package
     section: str  # the function that the lines are in, with its class
     old: str  # whole lines, which are in the file once
@@ -57,6 +57,7 @@ class Mutation:
     healthy: str  # how a line begins that it prints, without the mutation
     symptom: str  # and with it
     why: str  # in Markdown
+    title: str
 
     def lines(self) -> tuple[int, int]:
         """

@@ -63,8 +63,8 @@ from zero3.wire import _all_gather, _reduce_scatter
 
 PEERS = ("zero3", "wrap", "ddp", "fsdp2")
 # What of the package a step goes through.
-TIMED = ("coordinator.py", "layer.py", "ledger.py", "offload.py", "optimizer.py", "states.py",
-         "units.py", "wire.py")
+TIMED = [f"zero3/{name}.py" for name in ("coordinator", "layer", "ledger", "offload", "optimizer",
+                                         "states", "units", "wire")]
 # What a run is measured by: its heading, its format, and what to divide by.
 COLUMNS = {
     "tokens_per_s": ("tokens/s", ",.0f", 1),
@@ -660,7 +660,7 @@ def main():
     print(f"{facts['gpu'] or facts['cpu']}, {facts['cores']} cores, load {facts['load'][0]:.1f}, "
           f"torch {facts['torch']}, {args.ranks} ranks")
     # Who shows the figures can see whether they are still of this code.
-    code = {name: Source(Path(zero3.__file__).parent / name).digest() for name in TIMED}
+    code = {path: Source(Path(__file__).parents[1] / path).digest() for path in TIMED}
     results = {"machine": facts, "settings": vars(args), "wire_is_exact": args.own_network,
                "code": code}
     if args.comm:

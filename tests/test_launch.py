@@ -3,7 +3,9 @@
 """
 
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,18 +16,37 @@ from zero3 import launch
 
 
 def who():
-    preloaded = "tests.cases" in sys.modules
-    return dist.get_rank(), launch.my_device(), preloaded, torch.get_num_threads()
+    return dist.get_rank(), launch.my_device(), torch.get_num_threads()
 
 
 def test_each_rank_answers_and_the_answers_are_in_rank_order():
     """
-    Ranks on the CPU compute on the CPU, with a thread each, and need not import what was imported
-    for all of them.
-    Proves `launch.run`, `my_device`, `preload`.
+    Ranks on the CPU compute on the CPU, with a thread each.
+    Proves `launch.run`, `my_device`.
     """
     cpu = torch.device("cpu")
-    assert run(who, 3) == [(0, cpu, True, 1), (1, cpu, True, 1), (2, cpu, True, 1)]
+    assert run(who, 3) == [(0, cpu, 1), (1, cpu, 1), (2, cpu, 1)]
+    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES"):
+        launch.run(who, 2, device="cuda")
+
+
+def has(module):
+    return module in sys.modules
+
+
+@pytest.mark.parametrize("modules", [(), ("zero3.estimate",)])
+def test_what_is_preloaded_need_not_be_imported_by_each_rank(modules, tmp_path):
+    """
+    In a process of its own, for the server of this one has started.
+    Proves `preload`.
+    """
+    (tmp_path / "mine.py").write_text(
+        "from zero3 import launch\n\nif __name__ == '__main__':\n"
+        f"    launch.preload(*{modules})\n"
+        "    print(launch.run('tests.test_launch:has', 1, 'zero3.estimate', device='cpu'))\n")
+    done = subprocess.run([sys.executable, tmp_path / "mine.py"], capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])})
+    assert done.stdout == f"[{bool(modules)}]\n", done.stderr
 
 
 def test_there_is_a_rank_for_each_gpu_or_two(monkeypatch):

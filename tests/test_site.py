@@ -2,10 +2,8 @@
 # The site: it is built whole, its checks find what is wrong, and a browser can use it
 """
 
-import functools
 import os
 import shutil
-import tempfile
 import time
 from pathlib import Path
 
@@ -16,8 +14,6 @@ pytest.importorskip("markdown_it", reason="the libraries of the site are not ins
 from docs import build, figures
 from docs.annotate import Names, Source
 
-# One process builds the site, and its browser looks at it.
-pytestmark = pytest.mark.xdist_group("site")
 WIDE, PHONE = (1280, 900), (375, 800)
 
 
@@ -107,27 +103,43 @@ def test_what_cannot_be_trusted_ends_the_build(measured, monkeypatch, tmp_path, 
     good = '<h1 id="here"></h1><a href="#here"></a><a href="https://example.org"></a>'
     found = []
     for pages in ({"a.html": good + '<a href="gone.html"></a>'},
+                  {"a.html": good + '<img src="gone.png">'},
+                  {"a.html": good + '<script src="https://example.org/x.js"></script>'},
+                  {"a.html": good + "<a href='gone'></a>"},
                   {"a.html": good + '<a href="#gone"></a>'},
                   {"a.html": good + '<p id="here"></p>'}, {"a.html": good}):
         site.problems.clear()
         site.check(pages)
         found.append(site.problems[-1] if site.problems else "")
     assert found == ["a.html: a link to gone.html leads nowhere",
+                     "a.html: a link to gone.png leads nowhere",
+                     "a.html: a link to https://example.org/x.js leads nowhere",
+                     "a.html: a link to gone leads nowhere",
                      "a.html: a link to #gone leads nowhere",
                      "a.html: the anchor #here is there 2 times", ""]
-    for tex in (r"\notacommand{x}", r"\frac{1}"):
-        site.prose(f"${tex}$", "a.html")
+    for tex in (r"\notacommand{x}", r"\frac{1}", r"\left( x"):
+        site.prose(f"${tex}$", "README.md")
         assert site.problems.pop() == f"a formula does not parse: {tex}"
     layer = next(source for source in site.chapters if source.path.name == "layer.py")
     site.proofs.pop(("layer", "Zero3Layer.fetch_params"))
     site.check({})
     assert site.problems.pop() == "layer.py: no test proves `Zero3Layer.fetch_params`"
     assert layer.sections["Zero3Layer.fetch_params"].level == 3
-    monkeypatch.setattr(build, "WAYS_IN", [])
     monkeypatch.setattr(build, "Figures", lambda: measured)
     monkeypatch.setattr(build.Site, "build", lambda site: {"a.html": '<a href="gone"></a>'})
     assert build.main(["--out", str(tmp_path / "site")]) == 1
     assert "leads nowhere" in capsys.readouterr().out and not (tmp_path / "site").exists()
+
+
+def test_a_folder_that_is_no_site_is_left_alone(measured, monkeypatch, tmp_path):
+    """Breaks where whatever is there is cleared away for the site."""
+    (tmp_path / "mine.txt").write_text("mine")
+    monkeypatch.setattr(build, "Figures", lambda: measured)
+    monkeypatch.setattr(build.Site, "build", lambda site: {})
+    monkeypatch.setattr(build.Site, "check", lambda site, pages: None)
+    with pytest.raises(SystemExit):
+        build.main(["--out", str(tmp_path)])
+    assert (tmp_path / "mine.txt").read_text() == "mine"
 
 
 def test_a_line_that_is_in_no_row_ends_the_build(tmp_path, monkeypatch):
@@ -155,17 +167,22 @@ def test_a_timing_of_code_that_has_changed_is_refused(measured, monkeypatch, tmp
     told = (figures.HERE / "bench.json").read_text()
     digest = Source(build.ROOT / "zero3/layer.py").digest()
     assert digest in told
-    (tmp_path / "bench.json").write_text(told.replace(digest, "0" * 16))
-    monkeypatch.setattr(figures, "HERE", tmp_path)
-    (tmp_path.parent / "zero3").symlink_to(build.ROOT / "zero3")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/bench.json").write_text(told.replace(digest, "0" * 16))
+    (tmp_path / "zero3").symlink_to(build.ROOT / "zero3")
+    monkeypatch.setattr(figures, "HERE", tmp_path / "docs")
     measured.speed()
-    assert measured.problems.pop().startswith("bench.json: layer.py changed since it was timed")
+    said = measured.problems.pop()
+    assert said.startswith("bench.json: zero3/layer.py changed since it was timed")
 
 
 def test_a_figure_that_was_typed_or_is_not_known_is_refused(measured):
     """Breaks where prose may say a number that nobody measured."""
     assert measured.fill("a.md", "{{tape.caption}} `3 MiB` $4$ sixteen bytes", {}).count("torch")
     assert not measured.problems
+    for typed in ("64 KiB", "1.4x", "1.43 times faster", "20 %", "3 GB", "12 ms"):
+        measured.fill("a.md", f"It takes {typed}.", {})
+        assert measured.problems.pop() == f"a.md: `{typed}` is typed, and not filled in"
     measured.fill("a.md", "It takes 3.5 MiB. {{nothing}}", {})
     assert measured.problems == ["a.md: `3.5 MiB` is typed, and not filled in",
                                  "a.md: there is no figure `nothing`"]
@@ -175,8 +192,10 @@ def test_a_figure_that_was_typed_or_is_not_known_is_refused(measured):
 # ---------------------------------------------------------------------------------------- browser
 
 
-@functools.cache
-def chromium():
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    if not (shutil.which("chromium") and shutil.which("chromedriver")):
+        pytest.skip("chromium and chromedriver are not installed")
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
@@ -184,20 +203,19 @@ def chromium():
     for flag in ("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-"
                  "background-networking", "disable-component-update", "disable-sync"):
         options.add_argument(f"--{flag}")
-    options.add_argument(f"--user-data-dir={tempfile.mkdtemp()}")
+    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('profile')}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     service = webdriver.ChromeService(shutil.which("chromedriver"))
-    return webdriver.Chrome(options=options, service=service)
+    driver = webdriver.Chrome(options=options, service=service)
+    yield driver
+    driver.quit()
 
 
 @pytest.fixture
-def browser():
-    if not (shutil.which("chromium") and shutil.which("chromedriver")):
-        pytest.skip("chromium and chromedriver are not installed")
-    driver = chromium()
-    yield driver
+def browser(chromium):
+    yield chromium
     # A page that complains is broken.
-    assert [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"] == []
+    assert [entry for entry in chromium.get_log("browser") if entry["level"] == "SEVERE"] == []
 
 
 def look(browser, size, theme="light"):

@@ -1,5 +1,5 @@
 r"""
-# zero3
+# zero3: the chapters
 
 ZeRO-3 to read and to train with; what the text claims of numbers, bytes and order is tested.
 

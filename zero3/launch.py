@@ -19,6 +19,7 @@ and NCCL between them, else there are two ranks on the CPU, and gloo.
 import importlib
 import multiprocessing
 import pickle
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -37,7 +38,8 @@ def preload(*modules: str) -> None:
     """
     ## Import modules once, for all ranks
 
-    Before the first of them starts. Optimizers import `torch._dynamo` in their first step.
+    Before the first of them starts, and in place of what was asked for before. Optimizers import
+    `torch._dynamo` in their first step.
     """
     _CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.distributed", *modules])
 
@@ -62,6 +64,9 @@ def run(worker: Callable | str, world_size: int | None = None, *args: Any, devic
     Raises `AssertionError` with the traceback of each rank that failed. A rank that has not
     answered after `timeout_s` seconds is an error, not a hang.
     """
+    if device not in ("auto", "cpu"):
+        raise ValueError(f'no such choice. Expected: "auto" or "cpu". Got: {device!r}. What to do: '
+                         "hide GPUs with CUDA_VISIBLE_DEVICES where not all shall be used.")
     world_size = world_size or default_ranks()
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
@@ -112,6 +117,8 @@ def _rank(worker, rank: int, world_size: int, store: str, device: str, pipe, arg
     """
     # Ranks share the cores; more threads than cores would wait for each other.
     torch.set_num_threads(1)
+    # A file that is written anew within a second would be taken for its old self.
+    sys.dont_write_bytecode = True
     gpu = device == "auto" and torch.cuda.device_count() >= world_size
     try:
         if gpu:
@@ -123,10 +130,12 @@ def _rank(worker, rank: int, world_size: int, store: str, device: str, pipe, arg
             module, function = worker.split(":")
             worker = getattr(importlib.import_module(module), function)
         answer = (True, worker(*args))
+        # Here: the pipe would pass tensors on as shared memory, which ends with this process.
+        told = pickle.dumps(answer)
     except BaseException:
         answer = (False, f"rank {rank}:\n{traceback.format_exc()}")
-    # Pickled here: the pipe would pass tensors on as shared memory, which ends with this process.
-    pipe.send_bytes(pickle.dumps(answer))
+        told = pickle.dumps(answer)
+    pipe.send_bytes(told)
     # Nobody leaves before all have answered: a rank that is gone takes the others' messages along.
     pipe.close()
     if answer[0]:
