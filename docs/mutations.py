@@ -270,9 +270,8 @@ MUTATIONS = [
         breaks="I10", program="damage",
         healthy="rank 1 prints: RuntimeError: rank 1: the checkpoint in saved/step-00000001 cannot",
         symptom="loaded; weights that are not as saved: 1",
-        why="One bit in the file of rank 1 has changed, the sign of a weight. Only the checksum can "
-            "tell it from a weight that was learnt."),
-            "tell it from a weight that was learnt."),
+        why="One bit in the file of rank 1 has changed, the sign of a weight. Only the checksum "
+            "can tell it from a weight that was learnt."),
 ]
 
 
