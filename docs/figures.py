@@ -135,7 +135,9 @@ class Figures:
         """
         parts = []
         for (file, last), (m, first) in self.mutations.items():
-            diff = highlight(m.diff(), DiffLexer(), HtmlFormatter(nowrap=True))
+            # Without the head, which says what stands above it.
+            diff = highlight("\n".join(m.diff().split("\n")[3:]), DiffLexer(),
+                             HtmlFormatter(nowrap=True))
             parts.append(
                 f"## {m.title}\n\n[`{m.section}`](../zero3/{file}#L{first}), line {first}"
                 + f" to {last}" * (last > first) + f"\n\n<pre>{diff}</pre>\n\n"

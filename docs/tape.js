@@ -187,8 +187,7 @@
       const now = number === at || null;
       return el("div", { class: now && "now", "aria-current": now }, [
         // Only lines of code have a place on the source's page.
-        before.trim() && !quiet ? el("a", { href: `${page}#L${number}` }, String(number))
-          : el("span", { class: "quiet" }, String(number)),
+        el("a", before.trim() && !quiet ? { href: `${page}#L${number}` } : {}, String(number)),
         el("span", { class: quiet ? "quiet" : null }, before),
         el("span", { class: "quiet" }, comment || "")]);
     }));
