@@ -80,6 +80,10 @@ def test_names_in_code_lead_to_what_they_name(tmp_path):
     assert names.links(sources[1]) == {
         (6, 9): "one.html#L2", (6, 25): "one.html#L1", (6, 28): "one.html#L1", (9, 0): "#L5"}
     assert names.find("go") == ("one", "A.go") and names.find("stop") is None
+    # A test has names of its own, and those of the package.
+    (tmp_path / "test_x.py").write_text("from zero3.one import A\n\n\ndef f(): A\n\n\nf\n")
+    assert names.links(Source(tmp_path / "test_x.py", "x.html")) == {
+        (4, 9): "one.html#L1", (7, 0): "#L4"}
 
 
 def test_a_section_leads_to_its_tests_and_they_lead_back(site):
@@ -348,6 +352,10 @@ def test_the_tape_can_be_scrubbed(site, browser, size):
     """)
     source = (build.ROOT / "zero3" / file).read_text().split("\n")[number - 1]
     assert source.strip() in line.text
+    for link in browser.execute_script(
+            "return [...document.querySelectorAll('#tape pre a[href]')].map((it) => it.href)"):
+        page, _, anchor = link.partition("#")
+        assert f' id="{anchor}"' in (site / page.rsplit("/", 1)[1]).read_text()
     browser.get((site / "tape.html").as_uri() + f"#e={count - 1}")
     browser.refresh()
     for _ in range(50):
