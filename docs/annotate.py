@@ -99,9 +99,7 @@ class Source:
         for name, node in (("", self.tree), *self.defined.items()):
             first = node.body[0]
             if (prose := ast.get_docstring(node)) is not None:
-                # A decorator belongs to what it decorates.
-                begin = min([getattr(node, "lineno", 1),
-                             *(d.lineno for d in getattr(node, "decorator_list", ()))])
+                begin = self.span(name).start if name else 1
                 begins[begin] = Row(prose, name)
                 spoken |= dict.fromkeys(range(first.lineno, first.end_lineno + 1), begins[begin])
         for line, comment in _comments(self.text):
@@ -122,6 +120,16 @@ class Source:
             if text.strip() and times != 1:
                 raise ValueError(f"{self.path}: line {number} is on the page {times} times")
         yield from (begins[number] for number in sorted(begins))
+
+    def span(self, name: str) -> range:
+        """
+        ### The lines of a class or a function
+
+        A decorator belongs to what it decorates.
+        """
+        node = self.defined[name]
+        first = min(part.lineno for part in (node, *node.decorator_list))
+        return range(first, (node.end_lineno or first) + 1)
 
     def anchor_of(self, name: str) -> str:
         """

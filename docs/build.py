@@ -39,12 +39,10 @@ import nbformat
 from latex2mathml.converter import convert
 from markdown_it import MarkdownIt
 from mdit_py_plugins.dollarmath import dollarmath_plugin
-from pygments import highlight
-from pygments.formatters import HtmlFormatter
-from pygments.lexers import PythonLexer
 
 from docs.annotate import Names, Row, Source, slug
-from docs.figures import Figures
+from docs.figures import Figures, colored
+from notebooks.run import joined
 
 ROOT = Path(__file__).parents[1]
 WAYS_IN = [f"docs/{name}.md" for name in "index life notation names ladder tape invariants "
@@ -211,9 +209,8 @@ class Site:
                 title = row.name.removeprefix("test_").replace("_", " ")
                 self.headings[source.page].append((3, title, row.anchor))
                 prose = f'<h3 id="{row.anchor}">{escape(title)}</h3>{prose}'
-            key = (source.path.stem, row.name)
-            prose += self.tested(self.proofs.get(key, []) if source in self.chapters else [])
             if source in self.chapters:
+                prose += self.tested(self.proofs.get((source.path.stem, row.name), []))
                 prose += self.figures.beside(source.path.name, row.lines)
             code = source.code(row, links)
             self.expect(code.count('<span class="line"') == len(row.lines),
@@ -224,13 +221,14 @@ class Site:
 
     def tested(self, proofs: list[tuple[Source, Row]]) -> str:
         """
-        ### The tests that prove something
+        ### The tests that prove something, if there are some
         """
+        if not proofs:
+            return ""
         items = "".join(f'<li><a href="{test.page}#{row.anchor}">{row.name}</a></li>'
                         for test, row in proofs)
         count = f"{len(proofs)} test{'s' * (len(proofs) > 1)}"
-        return (proofs and f'<details class="tests"><summary>{count}</summary><ul>{items}</ul>' \
-            "</details>") or ""
+        return f'<details class="tests"><summary>{count}</summary><ul>{items}</ul></details>'
 
     def notebook(self, path: str) -> str:
         """
@@ -241,8 +239,7 @@ class Site:
             if cell.cell_type == "markdown":
                 parts.append(self.prose(cell.source, path))
                 continue
-            code = highlight(cell.source, PythonLexer(), HtmlFormatter(nowrap=True))
-            parts.append(f'<pre class="cell">{code}</pre>')
+            parts.append(f'<pre class="cell">{colored(cell.source)}</pre>')
             for output in joined(cell.outputs):
                 data = output.get("data", {})
                 if "image/png" in data:
@@ -305,7 +302,7 @@ class Site:
         ### What the search looks through: headings, tests, and names
         """
         entries = [(text, f"{page}#{anchor}", self.title(page))
-                   for page, found in self.headings.items() for _, text, anchor in found]
+                   for page, headings in self.headings.items() for _, text, anchor in headings]
         entries += [(name, self.names.address(source.path.stem, name), source.path.name)
                     for source in self.chapters for name in source.defined]
         return f"const INDEX = {json.dumps(entries)};\n"
@@ -339,20 +336,6 @@ class Site:
                 public = row.name and (row.level == 2 or row.level == 3)
                 self.expect(not public or (source.path.stem, row.name) in self.proofs,
                             f"{source.path.name}: no test proves `{row.name}`")
-
-
-def joined(outputs: list) -> list:
-    """
-    ## Outputs of a cell; what is printed in one go may come in several pieces
-    """
-    kept: list = []
-    for output in outputs:
-        both = [each.get("name") for each in (*kept[-1:], output)]
-        if output.output_type == "stream" and both == [output.name] * 2:
-            kept[-1] = {**kept[-1], "text": kept[-1]["text"] + output.text}
-        else:
-            kept.append(output)
-    return kept
 
 
 def found(pattern: str) -> list[str]:

@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 
 import zero3
+from docs.annotate import Source
 from docs.views import Json, chrome_trace, staircase
 from zero3 import gpt, launch
 from zero3.estimate import describe
@@ -64,20 +65,10 @@ def functions(file: str) -> list[tuple[int, int, str]]:
 
     Decorators belong to them. One inside of another comes after it.
     """
-    found: list[tuple[int, int, str]] = []
-
-    def visit(node: ast.AST, outer: str) -> None:
-        for child in ast.iter_child_nodes(node):
-            name = outer
-            if isinstance(child, (ast.ClassDef, ast.FunctionDef)):
-                name = f"{outer}.{child.name}".strip(".")
-                if isinstance(child, ast.FunctionDef):
-                    first = min(n.lineno for n in (child, *child.decorator_list))
-                    found.append((first, child.end_lineno or first, name))
-            visit(child, name)
-
-    visit(ast.parse((PACKAGE / file).read_text(encoding="utf-8")), "")
-    return found
+    source = Source(PACKAGE / file)
+    spans = ((source.span(name), name) for name, node in source.defined.items()
+             if isinstance(node, ast.FunctionDef))
+    return [(span.start, span.stop - 1, name) for span, name in spans]
 
 
 def function_at(file: str, line: int) -> tuple[int, int, str]:

@@ -18,7 +18,6 @@ $$\text{seconds} = t_\text{torch} + \sum_\text{trials} t_\text{program}
 that a GPU would show are not in the list.
 """
 
-import ast
 import contextlib
 import difflib
 import importlib
@@ -105,21 +104,6 @@ def source(file: str) -> str:
     ## A file of the package
     """
     return (ROOT / "zero3" / file).read_text()
-
-
-def sections(file: str) -> dict[str, range]:
-    """
-    ## The lines of each class and function of a file, by qualified name
-    """
-    found: dict[str, range] = {}
-    todo: list[tuple[str, ast.AST]] = [("", ast.parse(source(file)))]
-    while todo:
-        prefix, node = todo.pop()
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, (ast.ClassDef, ast.FunctionDef)):
-                found[prefix + child.name] = range(child.lineno, (child.end_lineno or 0) + 1)
-                todo.append((f"{prefix}{child.name}.", child))
-    return found
 
 
 class Trials:

@@ -45,18 +45,28 @@ def execute(source: Path) -> nbformat.NotebookNode:
     return notebook
 
 
+def joined(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
+    """
+    ## Outputs of a cell; what is printed in one go may come in several pieces
+    """
+    kept: list[nbformat.NotebookNode] = []
+    for output in outputs:
+        # Only a stream has a name.
+        if kept and output.get("name") and output.name == kept[-1].get("name"):
+            kept[-1] = nbformat.from_dict({**kept[-1], "text": kept[-1].text + output.text})
+        else:
+            kept.append(output)
+    return kept
+
+
 def texts(cell: nbformat.NotebookNode) -> list[str]:
     """
     ## What a cell prints and shows; of a picture, that there is one
     """
     found: list[str] = []
-    for output in cell.get("outputs", ()):
+    for output in joined(cell.get("outputs", [])):
         if output.output_type == "stream":
-            # What is printed in one go may come in several pieces.
-            if found[-1:] and found[-1].startswith(f"{output.name}: "):
-                found[-1] += output.text
-            else:
-                found.append(f"{output.name}: {output.text}")
+            found.append(f"{output.name}: {output.text}")
         elif output.output_type == "error":
             found.append(f"{output.ename}: {output.evalue}")
         else:

@@ -11,8 +11,9 @@ import pytest
 
 import zero3
 from docs import programs
+from docs.annotate import Source
 from docs.mutations import MUTATIONS, all_with_lines
-from docs.trial import Trials, sections, source
+from docs.trial import ROOT, Trials, source
 
 BY_NAME = {mutation.name: mutation for mutation in MUTATIONS}
 
@@ -61,7 +62,8 @@ def test_every_mutation_is_of_whole_lines_in_the_function_that_it_names():
         rows = source(mutation.file).splitlines(keepends=True)
         assert "".join(rows[first - 1 : last]) == mutation.old
         assert "".join([*rows[: first - 1], mutation.new, *rows[last:]]) == mutation.text()
-        assert {first, last} <= set(sections(mutation.file)[mutation.section]), mutation.name
+        lines = Source(ROOT / "zero3" / mutation.file).span(mutation.section)
+        assert {first, last} <= set(lines), mutation.name
         assert mutation.breaks in known and callable(getattr(programs, mutation.program))
         assert mutation.line == first and mutation.old != mutation.new and mutation.why
 
