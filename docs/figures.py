@@ -30,6 +30,7 @@ from docs import ladder, tape
 from docs.annotate import Source, slug
 from docs.exercises.solutions import EXERCISES, page
 from docs.mutations import all_with_lines
+from zero3.estimate import places
 
 HERE = Path(__file__).parent
 # A number with one of these was measured.
@@ -63,6 +64,10 @@ class Figures:
             "mutations": self.all_mutations, "exercises": self.exercises,
             "bench.sentence": self.speed,
         }
+        # Bytes that a step moves into a tier and out of it, of one parameter on one rank.
+        for place in places(1, 1):
+            self.values |= {f"moves.{tier}.{place.params_in}.{place.states_in}": f"{moved:.0f}"
+                            for tier, moved in place.step_bytes.items()}
 
     def fill(self, name: str, text: str, proofs: dict[str, str]) -> str:
         """
