@@ -444,13 +444,85 @@ class Adds(nn.Module):
         return self.out(self.frozen(x + more[0]))
 
 
+class Moves(nn.Linear):
+    def forward(self, x):
+        # So does `nn.LSTM` on a GPU, whose parameters have to lie side by side.
+        self.weight.data = self.weight.data.clone()
+        return super().forward(x)
+
+
+class Moved(Case):
+    """A forward that gives its parameters other memory with the same values"""
+
+    def layers(self):
+        return [Moves(WIDTH, WIDTH), nn.Tanh(), Moves(WIDTH, WIDTH)]
+
+
+class Repeated(Case):
+    """One layer in several places of the chain, as ALBERT has it"""
+
+    def layers(self):
+        one, two = linear(), linear()
+        return [one, nn.Tanh(), two, one, one]
+
+    def wrap(self, module, **options):
+        self.wrapped = getattr(self, "wrapped", {})
+        if module not in self.wrapped:
+            self.wrapped[module] = Zero3Layer(module, **options)
+        return self.wrapped[module]
+
+
+class Adversarial(Case):
+    """A layer that is frozen for one of two backward passes, as a GAN's discriminator is"""
+
+    def layers(self):
+        return [linear(), nn.Tanh(), linear()]
+
+    def backward(self, model, x):
+        chain(model)[2].requires_grad_(False)
+        (self.loss(model, x) * 0.5).backward()
+        chain(model)[2].requires_grad_(True)
+        self.loss(model, x.flip(1)).backward()
+
+
+class Box:
+    def __init__(self, inside):
+        self.inside = inside
+
+
+class Boxes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(WIDTH), linear()
+
+    def forward(self, x):
+        return Box([self.out(self.norm(x))])
+
+
+class Unboxes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = linear()
+
+    def forward(self, box):
+        return self.out(box.inside[0])
+
+
+class Boxed(Case):
+    """A tensor that goes from layer to layer as an attribute of an object"""
+
+    def layers(self):
+        return [Boxes(), Unboxes()]
+
+
 CASES = {
     cls.__name__: cls
     for cls in (
         Chain, IntegerInput, Nested, CalledTwice, TwoGraphs, Accumulated, Frozen, Adapters, Unused,
         Tiny, CheckpointInside, CheckpointInsideReentrant, CheckpointAround,
         CheckpointAroundReentrant, CheckpointAroundSeveral, SideDoor, DataTypes, TiedInside,
-        Detached, InPlace, Library, LayerInLayer, OutputIsInput, Prompt,
+        Detached, InPlace, Library, LayerInLayer, OutputIsInput, Prompt, Moved, Repeated,
+        Adversarial, Boxed,
     )
 }
 

@@ -34,18 +34,25 @@ is 7.2.2.
 and sent with these formulas.
 
 **Not covered, and what that costs**: outside a `Zero3Sequential` a layer does not know its
-neighbours, so its unshard starts when it is called, and nothing hides the wait. Process subgroups,
-double backward (`create_graph=True`) and sparse gradients raise errors. A tensor is watched in
-tuples, lists, dicts, dataclasses and attributes of modules; one that needs a gradient and leaves a
-layer by another way brings backward to a freed layer.
+neighbours, so its unshard starts when it is called, and nothing hides the wait. Process subgroups
+and sparse gradients raise errors. So does double backward (`create_graph=True`, in a gradient
+penalty for instance), except inside of `full_params()`, which holds the whole layer meanwhile. A
+layer that writes to its own parameters in forward raises an error, because each rank would lose
+the write; only a write through `.data` in place (`weight.data.clamp_()`) goes unnoticed, and is
+lost. A tensor is watched in tuples, lists, dicts, dataclasses, attributes of modules and of other
+objects. If one that needs a gradient leaves or enters a layer by another way, backward reaches a
+freed layer: autograd then raises "modified by an inplace operation". Autocast keeps a 16-bit copy
+of every fp32 weight from forward to backward, and with that half of the memory that sharding has
+saved; layers in bf16 with `Zero3Optimizer`'s fp32 masters keep none.
 
 Names are labml's where labml has one, and say the standard term. The order to read in: shard,
 unshard, reshard, forward, backward, reduce, wiring.
 """
 
 import dataclasses
+import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import pairwise
@@ -59,7 +66,7 @@ from zero3.offload import FreedParameter, InFile, InMemory, Offload
 from zero3.wire import Transfer, Wire
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class _Slot:
     """
     ## Where one parameter lies in the flat parameter
@@ -70,7 +77,8 @@ class _Slot:
     offset: int  # elements
     view: torch.Tensor  # of the flat parameter, in the parameter's shape
     freed_class: type  # a `FreedParameter` that knows its name
-    hook: Any  # the handle of its gradient's
+    hook: Any = None  # the handle of its gradient's
+    version: int = 0  # the parameter's `_version` while its values are here
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         return flat[self.offset : self.offset + self.view.numel()].view(self.view.shape)
@@ -89,6 +97,7 @@ class _Group:
     inbox: torch.Tensor  # whose memory messages with gradients arrive in: `full`, as a rule
     home: InMemory | InFile  # where the shard rests
     shard: nn.Parameter  # (shard_numel,), what rests
+    trains: bool  # whether its parameters get gradients, as of the last forward
     grad: Any = None  # as long; of the shard's `grad_dtype`; until the end of the reduce
     ready: set[tuple[str, ...]] = dataclasses.field(default_factory=set)  # names of what `grad` has
 
@@ -223,20 +232,17 @@ class Zero3Layer(nn.Module):
         rest = self._empty(len(flat) // self.wire.world_size, flat.dtype)  # (shard_numel,), device
         self.wire.scatter(rest, flat)
         home = self.offload.shard(self, rest, next(iter(params)).requires_grad)
-        group, offset = _Group([], flat, flat, home, home.param), 0
+        group = _Group([], flat, flat, home, home.param, trains=False)
+        offset = 0
         for p, names in params.items():
             view = flat[offset : offset + p.numel()].view(p.shape)
-            # Weakly: the garbage collector does not see a parameter's hook, and what the hook
-            # refers to would stay for ever.
-            ours, at = weakref.WeakMethod(self._post_backward_hook), names[0]
-            hook = p.requires_grad and p.register_post_accumulate_grad_hook(
-                lambda p, ours=ours, at=at: ours()(at, p))
-            freed = FreedParameter.kind(self, at, self.cure)
-            group.slots.append(_Slot(p, names, offset, view, freed, hook))
+            freed = FreedParameter.kind(self, names[0], self.cure)
+            group.slots.append(_Slot(p, names, offset, view, freed))
             offset += view.numel()
         flat.untyped_storage().resize_(0)
         self.groups.append(group)
         self.chunk.append(group.shard)
+        self._follow_requires_grad()
 
     def _merge_and_pad_params(self, params: list[nn.Parameter]) -> torch.Tensor:
         r"""
@@ -257,6 +263,37 @@ class Zero3Layer(nn.Module):
         #### A vector that nobody wrote yet
         """
         return torch.empty(numel, device=self.device, dtype=dtype)
+
+    def _follow_requires_grad(self) -> None:
+        """
+        #### Freeze and unfreeze parameters as their shard is
+
+        `model.requires_grad_(False)` reaches the shards, because they are what `parameters()`
+        yields. Before each forward the parameters follow.
+        """
+        for i, g in enumerate(self.groups):
+            if g.trains == g.shard.requires_grad:
+                continue
+            g.trains = g.shard.requires_grad
+            # A freed parameter would report the change as a use.
+            with torch._C.DisableTorchFunctionSubclass():
+                for slot in g.slots:
+                    slot.param.requires_grad_(g.trains)
+                self._add_backward_hooks(i)
+
+    def _add_backward_hooks(self, group: int) -> None:
+        """
+        #### Have each parameter of a group report its gradient
+
+        * `group` is the index of the group
+        """
+        # A hook gets a weak reference and two indices. The garbage collector does not see the
+        # hooks of a parameter, so whatever a hook refers to would stay for ever.
+        ours = weakref.WeakMethod(self._post_backward_hook)
+        for i, slot in enumerate(self.groups[group].slots):
+            if slot.param.requires_grad and slot.hook is None:
+                slot.hook = slot.param.register_post_accumulate_grad_hook(
+                    lambda p, ours=ours, i=i: ours()(group, i, p))
 
     def get_trainable_chunk(self) -> list[nn.Parameter]:
         """
@@ -317,8 +354,56 @@ class Zero3Layer(nn.Module):
         if self._gather is not None:
             gather, self._gather = self._gather, None
             gather.wait()
-            for slot in self._slots():
-                slot.param.__class__ = nn.Parameter
+            self._open_params()
+
+    def _open_params(self) -> None:
+        """
+        #### Let the parameters be used: their values are here
+        """
+        for slot in self._slots():
+            slot.param.__class__ = nn.Parameter
+        _set_versions(self._slots(), freed=False)
+
+    def _close_params(self) -> None:
+        """
+        #### Report each use of the parameters from now on: their memory is about to go
+
+        Torch counts the changes of a tensor in its `_version`, and backward compares the count with
+        that of forward before it uses what forward saved. A freed parameter has another count. So a
+        backward pass that reaches it unexpectedly raises an error; without this it would read
+        address zero and end the interpreter.
+        """
+        for slot in self._slots():
+            slot.param.__class__ = slot.freed_class
+        _set_versions(self._slots(), freed=True)
+
+    def _check_params(self) -> None:
+        """
+        #### Make sure that nobody has written to the parameters
+
+        A write would be lost when the memory is freed, and each rank would have written its own.
+        Some modules give a parameter other memory with the same values, as `nn.LSTM` does on a GPU:
+        the parameter gets its place in the flat buffer back.
+
+        Raises `RuntimeError`.
+        """
+        # Inside of `full_params` a write is allowed, and the flat buffers have no memory.
+        for slot in self._slots() if self.is_fetched else ():
+            param = slot.param
+            moved = param.data_ptr() != slot.view.data_ptr()
+            written = param._version != slot.version
+            if moved:
+                # This waits for the device, but only for modules that do this.
+                written = param.shape != slot.view.shape or not torch.equal(param, slot.view)
+                param.data = slot.view
+            if written:
+                slot.version = param._version
+            self.expect(
+                not written, f"has written to `{slot.names[0]}`", "parameters that only an "
+                "optimizer changes", "a write in forward or backward, which each rank would lose "
+                "with the full parameter", "write to the shards between two steps (`for p in "
+                "model.get_trainable_chunk(): p.clamp_(...)` under `torch.no_grad()`), or in `with "
+                "model.full_params(writeback=True)`")
 
     @contextmanager
     def full_params(self, writeback: bool = False) -> Iterator[dict[str, nn.Parameter]]:
@@ -326,8 +411,9 @@ class Zero3Layer(nn.Module):
         ### The full parameters, by their original names
 
         All ranks enter and leave. Inside, the layer may be read, called and written to. With
-        `writeback=True` what rank 0 wrote is sharded at the end, unless that is an exception.
-        Afterwards the parameters are freed again: `clone` what should stay.
+        `writeback=True` what rank 0 wrote is sharded at the end. If a rank raises an exception in
+        the block, nothing is written, and the other ranks raise `RuntimeError`. Afterwards the
+        parameters are freed again: `clone` what should stay.
         """
         self._cleanup_params()
         # Into a buffer of its own: a view of it that somebody keeps stays valid.
@@ -337,11 +423,42 @@ class Zero3Layer(nn.Module):
         self._look_at(fulls)
         try:
             yield {name: slot.param for slot in self._slots() for name in slot.names}
-            for full, g in zip(fulls, self.groups, strict=True) if writeback else ():
-                self.wire.scatter(g.home.load(), full)
-                g.home.save()
+        except BaseException as error:
+            if writeback and not isinstance(error, GeneratorExit):
+                # The other ranks are about to write back, and wait for this one.
+                self.wire.gather(f"{type(error).__name__}: {error}")
+            raise
+        else:
+            if writeback:
+                self._write_back(fulls)
         finally:
             self._look_at(None)
+
+    @torch.no_grad()
+    def _write_back(self, fulls: list[torch.Tensor]) -> None:
+        """
+        #### Shard what rank 0 has written
+
+        First the ranks tell each other whether all of them are here with something to shard. Raises
+        `RuntimeError` on all ranks where one is not.
+        """
+        problem = ""
+        for full, g in zip(fulls, self.groups, strict=True):
+            for slot in g.slots:
+                place = slot.of(full)
+                param = slot.param
+                if param.shape != place.shape or param.dtype != place.dtype:
+                    problem = (f"`{slot.names[0]}` of {tuple(param.shape)}, {param.dtype}, in "
+                               f"place of {tuple(place.shape)}, {place.dtype}")
+                elif param.data_ptr() != place.data_ptr():
+                    # `p.data = values` has left the buffer alone.
+                    place.copy_(param)
+        self.wire.agree(self, "is not written back, and is as before",
+                        "a block that ends without an error, and parameters of the same shape and "
+                        "type", problem, "look for the error on that rank; change values only")
+        for full, g in zip(fulls, self.groups, strict=True):
+            self.wire.scatter(g.home.load(), full)
+            g.home.save()
 
     @torch.no_grad()
     def _look_at(self, fulls: list[torch.Tensor] | None) -> None:
@@ -354,8 +471,14 @@ class Zero3Layer(nn.Module):
                 for slot in g.slots:
                     # The object stays, and looks elsewhere: whatever refers to it goes on working.
                     slot.param.__class__ = nn.Parameter
+                    if not fulls:
+                        # What was written in the block belongs to the parameter from now on.
+                        slot.version = slot.param._version
                     slot.param.data = slot.of(fulls[i]) if fulls else slot.view
-                    slot.param.__class__ = nn.Parameter if fulls else slot.freed_class
+            if fulls:
+                self._open_params()
+            else:
+                self._close_params()
 
     def lend(self) -> bool:
         """
@@ -379,8 +502,7 @@ class Zero3Layer(nn.Module):
             return
         self._wait_params()
         self.is_fetched = False
-        for slot in self._slots():
-            slot.param.__class__ = slot.freed_class
+        self._close_params()
         for g in self.groups:
             g.full.untyped_storage().resize_(0)
         self.ledger.record(self, "free", sum(g.full.nbytes for g in self.groups))
@@ -416,6 +538,9 @@ class Zero3Layer(nn.Module):
         if self._kept and not recompute:
             # Full since a forward whose backward did not come; an optimizer may have stepped since.
             self._cleanup_params()
+        self._follow_requires_grad()
+        if torch.is_autocast_enabled(self.device.type) and torch.is_grad_enabled():
+            self._warn_of_autocast()
         self._enter_backward()
         self.fetch_params()
         self._wait_params()
@@ -425,6 +550,7 @@ class Zero3Layer(nn.Module):
             args = tuple(self._watch_input(call, value) for value in args)
             kwargs = {name: self._watch_input(call, value) for name, value in kwargs.items()}
             output = self.module(*args, **kwargs)
+            self._check_params()
             self._watch_output(call, output)
         except BaseException:
             # Checkpointing ends a recomputation by an exception too, and then backward goes on.
@@ -435,6 +561,21 @@ class Zero3Layer(nn.Module):
         if not recompute:
             self._release(call)
         return output
+
+    def _warn_of_autocast(self) -> None:
+        """
+        #### Say what autocast costs: it copies each fp32 weight, and backward needs the copy
+
+        So the 16-bit copies of all layers stay from forward to backward, however early their fp32
+        parameters are freed.
+        """
+        if any(g.full.dtype == torch.float32 for g in self.groups):
+            # The same words for each layer: Python shows a warning once.
+            warnings.warn(
+                f"rank {self.wire.rank}: layers of fp32 run under autocast, which keeps a 16-bit "
+                "copy of every weight from forward to backward. To free these too, convert the "
+                "layers with `.bfloat16()` before wrapping and let `Zero3Optimizer` keep fp32 "
+                "masters.", stacklevel=3)
 
     def _watch_input(self, call: _Call, value: Any) -> Any:
         """
@@ -484,6 +625,10 @@ class Zero3Layer(nn.Module):
 
         Unshard again, and start with the previous layer, for autograd will come to it next.
         """
+        self.expect(not torch.is_grad_enabled() or self._full_elsewhere, "cannot go backward twice", "backward without "
+                    "`create_graph`", "a backward pass that is itself recorded: a gradient "
+                    "penalty, for instance, or a Hessian", "compute it in a plain module, or in "
+                    "`with model.full_params():`")
         self._enter_backward()
         if call not in self._entered:
             self._entered.add(call)
@@ -498,14 +643,18 @@ class Zero3Layer(nn.Module):
         self._wait_params()
 
     @torch.no_grad()
-    def _post_backward_hook(self, name: str, param: nn.Parameter) -> None:
+    def _post_backward_hook(self, group_index: int, slot_index: int, param: nn.Parameter) -> None:
         """
         #### A parameter's gradient is complete: move it into the flat gradient
 
         In one pass, and then its own memory is gone: a layer does not collect its gradients twice.
         """
-        group, slot = next((g, s) for g in self.groups for s in g.slots if s.names[0] == name)
+        group = self.groups[group_index]
+        slot = group.slots[slot_index]
         grad: Any = param.grad
+        if grad is None:
+            # Autograd also calls the hook when it finds that there is no gradient.
+            return
         param.grad = None
         self.expect(grad.layout == torch.strided and not grad.requires_grad, "cannot reduce a "
                     "gradient", "a dense one without a graph", f"{grad.layout}, `{slot.names[0]}`",
@@ -547,7 +696,7 @@ class Zero3Layer(nn.Module):
         """
         #### Whether backward needs the full parameters no more
         """
-        trainable = sum(len(g.slots) for g in self.groups if g.shard.requires_grad)
+        trainable = sum(len(g.slots) for g in self.groups if g.trains)
         return self._inputs_left <= 0 and len(self._arrived) == trainable
 
     # ------------------------------------------------------------------------------------- reduce
@@ -561,6 +710,8 @@ class Zero3Layer(nn.Module):
         it hands the sums to `_add_reduced`. All ranks must come here. A rank sends each other one
         its share of the flat gradient, $(N-1)\lceil P_\ell/N \rceil$ elements.
         """
+        self._wait_params()
+        self._check_params()
         self._release()
         self._arrived.clear()
         groups = [g for g in self.groups if g.grad is not None]
@@ -669,7 +820,9 @@ class Zero3Sequential(nn.Module):
         """
         ### This rank's trainable shards, of all layers
         """
-        return [chunk for m in self.module_list for chunk in m.get_trainable_chunk()]
+        # Once, also of a layer that is in the chain twice.
+        chunks = (chunk for m in self.module_list for chunk in m.get_trainable_chunk())
+        return [*dict.fromkeys(chunks)]
 
     def walk(self) -> Iterator[Zero3Layer]:
         """
@@ -708,8 +861,11 @@ class Zero3Sequential(nn.Module):
         This holds the whole model; `Zero3Layer.full_params` holds one layer.
         """
         with ExitStack() as stack:
-            every = [stack.enter_context(m.full_params(writeback)) for m in self.module_list]
-            yield {f"{i}.{name}": p for i, layer in enumerate(every) for name, p in layer.items()}
+            # Once, also of a layer that is in the chain twice: it has a name for each place.
+            layers = dict.fromkeys(self.module_list)
+            params = {m: stack.enter_context(m.full_params(writeback)) for m in layers}
+            yield {f"{i}.{name}": p for i, m in enumerate(self.module_list)
+                   for name, p in params[m].items()}
 
 
 class _Settle:
@@ -740,3 +896,12 @@ def _own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
         yield prefix, module
         for name, child in module.named_children():
             yield from _own_modules(child, f"{prefix}{name}.")
+
+
+def _set_versions(slots: Iterable[_Slot], freed: bool) -> None:
+    """
+    #### Set the `_version` of parameters: as forward saw it, or one more while they are freed
+    """
+    every = [*slots]
+    torch._C._autograd._unsafe_set_version_counter(
+        [slot.param for slot in every], [slot.version + freed for slot in every])

@@ -22,7 +22,7 @@ import dataclasses
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,20 +39,26 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any, look_inside: bool = True) -> Iterator[torch.Tensor]:
     """
     ## Every tensor in a nest of tuples, lists, dicts, dataclasses and attributes of modules
+
+    * `look_inside` says that objects of other classes are searched too: their attributes, but not
+      the objects in these, which could lead anywhere
     """
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, nn.Module):
         value = [v for m in value.modules() for v in vars(m).values() if type(v) is torch.Tensor]
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         value = list(value.values())
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = [getattr(value, f.name) for f in dataclasses.fields(value)]
+    elif look_inside and hasattr(value, "__dict__"):
+        look_inside = False
+        value = [v for v in vars(value).values() if not isinstance(v, nn.Module)]
     for item in value if isinstance(value, (list, tuple)) else ():
-        yield from tensors_in(item)
+        yield from tensors_in(item, look_inside)
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,9 @@ _METHODS = ("dim", "numel", "size", "__len__", "element_size", "untyped_storage"
 _METADATA = {*(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
              *(getattr(torch.Tensor, name) for name in _METHODS),
              vars(torch._C.TensorBase)["grad_dtype"].__set__}
+# A shard in a file may also be frozen, and asked for its gradient.
+_OF_SHARDS = {torch.Tensor.grad.__get__, torch.Tensor.requires_grad.__set__,
+              torch.Tensor.requires_grad_}
 
 
 class FreedParameter(nn.Parameter):
@@ -78,24 +81,24 @@ class FreedParameter(nn.Parameter):
     name: str
     layer: weakref.ref
     cure: str
-    has_no_grad: bool  # and so may be asked for it
+    is_shard: bool  # one that rests in a file
 
     @classmethod
-    def kind(cls, layer: Any, name: str, cure: str, has_no_grad: bool = False
+    def kind(cls, layer: Any, name: str, cure: str, is_shard: bool = False
              ) -> type["FreedParameter"]:
         """
         ### The class for one parameter
         """
         known = {"layer": weakref.ref(layer), "name": name, "cure": cure}
-        return type("FreedParameter", (cls,), {**known, "has_no_grad": has_no_grad})
+        return type("FreedParameter", (cls,), {**known, "is_shard": is_shard})
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func in _METADATA or (cls.has_no_grad and func == torch.Tensor.grad.__get__):
+        if func in _METADATA or (cls.is_shard and func in _OF_SHARDS):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         layer = cls.layer()
-        layer.expect(not cls.has_no_grad and layer.lend(), f"freed `{cls.name}`", "a use in the "
+        layer.expect(not cls.is_shard and layer.lend(), f"freed `{cls.name}`", "a use in the "
                      "layer's forward, or in `with layer.full_params():`",
                      f"`{func.__name__}` outside", cls.cure)
         return func(*args, **(kwargs or {}))
@@ -453,7 +456,7 @@ class InFile:
         self.param = nn.Parameter(ghost, trains)
         self.param.__class__ = FreedParameter.kind(
             owner, "shard", "it rests in a file: look at it in `full_params()`, and step it with "
-            "`Zero3Optimizer`", has_no_grad=True)
+            "`Zero3Optimizer`", is_shard=True)
 
     def load(self) -> torch.Tensor:
         """

@@ -290,7 +290,7 @@ class Unit(Zero3Layer):
         done = self._inputs_left <= 0 and not self._pending
         return done and bool(self._entered) and all(call.inputs for call in self._entered)
 
-    def _post_backward_hook(self, name: str, param: nn.Parameter) -> None:
+    def _post_backward_hook(self, group_index: int, slot_index: int, param: nn.Parameter) -> None:
         """
         #### A parameter's gradient is complete: move it into the flat gradient
 
@@ -298,7 +298,7 @@ class Unit(Zero3Layer):
         """
         if self in self.wire.reducer.layers:
             self.wire.reducer.finish(self)
-        super()._post_backward_hook(name, param)
+        super()._post_backward_hook(group_index, slot_index, param)
 
     @torch.no_grad()
     def _backup_grads(self) -> None:

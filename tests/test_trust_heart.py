@@ -1,0 +1,315 @@
+"""
+# What a layer does with code that it did not expect: the right thing, or an error with the cure
+
+Programs that train wrongly without an error in many a sharded library: writes to parameters in
+forward, frozen layers, gradient penalties, blocks that one rank leaves by an exception.
+"""
+
+import copy
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from tests.cases import WIDTH, linear
+from tests.ranks import run
+from tests.test_layer import message
+from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
+
+# ------------------------------------------------------------------------ writes to parameters
+
+
+class Clamps(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(-0.05, 0.05)
+        return super().forward(x)
+
+
+class Replaces(nn.Linear):
+    def forward(self, x):
+        self.weight.data = self.weight.data * 0.5
+        return super().forward(x)
+
+
+def test_a_forward_that_writes_to_a_parameter_is_refused_and_leaves_the_layer_usable():
+    """
+    By an operation in place, by `.data`, and as `nn.Embedding(max_norm=)` does it. The layer rests
+    afterwards and has its old values. Breaks without `_check_params` in `forward`: the write would
+    be lost with the full parameter, and `Moved` in the cases would train a copy.
+    Proves `Zero3Layer._check_params`, `Zero3Layer._open_params`.
+    """
+    for module, x in ((Clamps(WIDTH, WIDTH), torch.ones(1, WIDTH)),
+                      (Replaces(WIDTH, WIDTH), torch.ones(1, WIDTH)),
+                      (nn.Embedding(5, WIDTH, max_norm=0.1), torch.tensor([1, 2]))):
+        before = module.weight.detach().clone()
+        layer = Zero3Layer(module)
+        text = message(lambda layer=layer, x=x: layer(x))
+        assert "written to `weight`" in text and "get_trainable_chunk" in text
+        assert not layer.is_fetched and layer.groups[0].full.untyped_storage().nbytes() == 0
+        with layer.full_params() as params:
+            assert torch.equal(params["weight"], before)
+
+
+def test_a_write_in_backward_is_refused():
+    """
+    An optimizer that steps each parameter in its gradient's hook would step one that is about to be
+    freed. Breaks without `_check_params` in `_backup_grads`.
+    Proves `Zero3Layer._check_params`, `Zero3Layer._backup_grads`.
+    """
+    module = linear()
+
+    def step(param):
+        with torch.no_grad():
+            param.sub_(param.grad)
+
+    module.weight.register_post_accumulate_grad_hook(step)
+    layer = Zero3Layer(module)
+    assert "written to `weight`" in message(lambda: layer(torch.ones(1, WIDTH)).sum().backward())
+
+
+def test_values_given_by_data_are_written_back():
+    """
+    `p.data = values` in the block has left the buffer that is sharded; a shape that does not fit is
+    an error, and nothing changes. Breaks without the copy in `_write_back`.
+    Proves `Zero3Layer._write_back`.
+    """
+    layer = Zero3Layer(nn.Linear(3, 3))
+    with layer.full_params(writeback=True) as params:
+        params["weight"].data = torch.full((3, 3), 7.0)
+
+    def misfit():
+        with layer.full_params(writeback=True) as params:
+            params["bias"].data = torch.zeros(4)
+
+    assert "`bias` of (4,)" in message(misfit)
+    with layer.full_params() as params:
+        assert params["weight"].eq(7).all() and params["bias"].shape == (3,)
+    layer(torch.ones(1, 3)).sum().backward()
+
+
+def leaves(kind):
+    """Rank 0 leaves the block by an exception; then all write, and train."""
+    torch.manual_seed(0)
+    modules = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    model = (Zero3Sequential([Zero3Layer(m) for m in modules]) if kind == "chain" else
+             wrap(nn.Sequential(*modules), nn.Linear))
+    told = ""
+    try:
+        with model.full_params(writeback=True) as params:
+            params["0.weight"].detach().fill_(9)
+            if dist.get_rank() == 0:
+                raise ValueError("of rank 0 alone")
+    except (ValueError, RuntimeError) as error:
+        told = f"{type(error).__name__}: {error}"
+    with model.full_params(writeback=True) as params:
+        old = params["0.weight"].eq(9).any().item()
+        params["0.bias"].detach().fill_(dist.get_rank() + 1)
+    model(torch.ones(1, 4)).sum().backward()
+    with model.full_params() as params:
+        return told, old, params["0.bias"].tolist()
+
+
+@pytest.mark.parametrize("kind", ["chain", "wrap"])
+def test_an_exception_of_one_rank_in_full_params_reaches_all(kind):
+    """
+    Nothing is written, nobody waits for ever, and the next block works. Breaks without the gather
+    in the `except` of `full_params`: the other rank would wait in the scatter.
+    Proves `Zero3Layer.full_params`, `Zero3Layer._write_back`, `Wire.agree`.
+    """
+    (mine, *first), (theirs, *second) = run(leaves, 2, kind)
+    assert mine == "ValueError: of rank 0 alone"
+    assert theirs.startswith("RuntimeError: rank 1:") and "on rank 0" in theirs
+    assert "ValueError: of rank 0 alone" in theirs
+    assert first == second == [False, [1.0] * 4]
+
+
+# --------------------------------------------------------------------------- backward of backward
+
+PENALTY = """
+import sys, torch
+from torch import nn
+from zero3 import Zero3Layer
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.w = nn.LayerNorm(8), nn.Parameter(torch.ones(8))
+    def forward(self, x):
+        return self.norm(x) * self.w
+class Hides(Scale):
+    def forward(self, x):
+        y = super().forward(x)
+        return lambda: y
+x = torch.randn(2, 8, requires_grad=True)
+try:
+    if sys.argv[1] == "penalty":
+        (g,) = torch.autograd.grad((Zero3Layer(Scale())(x) ** 3).sum(), x, create_graph=True)
+        g.square().sum().backward()
+    else:
+        Zero3Layer(Hides())(x)().sum().backward()
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("kind, expected", [
+    ("penalty", "rank 0: Scale cannot go backward twice"),
+    ("hidden", "modified by an inplace operation"),
+])
+def test_a_backward_that_needs_a_freed_parameter_raises(kind, expected):
+    """
+    In a process of its own, which a read of freed memory would end: a gradient penalty, and an
+    output that nobody could watch. Breaks without the check in `_pre_backward_hook`, and without
+    another `_version` in `_close_params`.
+    Proves `Zero3Layer._close_params`, `Zero3Layer._pre_backward_hook`, `_set_versions`.
+    """
+    done = subprocess.run([sys.executable, "-c", PENALTY, kind], capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": os.getcwd()}, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stdout
+
+
+def penalised(kind):
+    """The largest difference of a weight, after three steps with a gradient penalty."""
+    torch.manual_seed(0)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Softplus(), nn.LayerNorm(8), nn.Linear(8, 1)).double()
+    modules = copy.deepcopy(plain)
+    model = (Zero3Sequential([Zero3Layer(m) for m in modules]) if kind == "chain" else
+             wrap(modules, nn.Linear))
+
+    def penalty(model, x):
+        x = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return (grad.square().sum(1) - 1).square().mean()
+
+    ours, theirs = (torch.optim.SGD(p, 0.1) for p in
+                    (model.get_trainable_chunk(), plain.parameters()))
+    for step in range(3):
+        x = torch.randn(2 * world_size, 8, generator=torch.Generator().manual_seed(step)).double()
+        theirs.zero_grad()
+        penalty(plain, x).backward()
+        theirs.step()
+        ours.zero_grad()
+        with model.full_params():
+            penalty(model, x.chunk(world_size)[rank]).backward()
+        ours.step()
+    with model.full_params() as params:
+        return max((params[n] - p).abs().max().item() for n, p in plain.named_parameters())
+
+
+@pytest.mark.parametrize("kind", ["chain", "wrap"])
+def test_inside_of_full_params_a_gradient_penalty_is_that_of_plain_pytorch(kind):
+    """
+    The cure that the error names is right. Breaks where the check of `_pre_backward_hook` ignores
+    `_full_elsewhere`, or the hook of a parameter without a gradient goes on.
+    Proves I1, `Zero3Layer._pre_backward_hook`, `Zero3Layer.full_params`.
+    """
+    assert max(run(penalised, 2, kind)) < 1e-12
+
+
+# -------------------------------------------------------------------------------- frozen, thawed
+
+
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+def test_a_layer_may_be_frozen_and_thawed_after_wrapping(tier, tmp_path):
+    """
+    `requires_grad_` on the model reaches the shards, and the parameters follow: frozen ones get no
+    gradient and go on passing them, thawed ones train, also where they were wrapped frozen. Breaks
+    without `_follow_requires_grad` in `forward`.
+    Proves `Zero3Layer._follow_requires_grad`, `Zero3Layer._add_backward_hooks`, `FreedParameter`.
+    """
+    torch.manual_seed(0)
+    offload = Offload(tier, tmp_path if tier == "nvme" else None)
+    born_frozen = linear().requires_grad_(False)
+    model = Zero3Sequential([Zero3Layer(born_frozen, offload=offload),
+                             Zero3Layer(linear(), offload=offload)])
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    model.requires_grad_(False)
+    model(x).mean().backward()
+    assert x.grad is not None and all(p.grad is None for p in model.parameters())
+    model.requires_grad_(True)
+    optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.5, offload=offload)
+
+    def weights():
+        with model.full_params() as params:
+            return {name: p.detach().clone() for name, p in params.items()}
+
+    before = weights()
+    optimizer.backward(model(x).square().mean())
+    optimizer.step()
+    assert all(not torch.equal(p, before[name]) for name, p in weights().items())
+
+
+# -------------------------------------------------------------------------------------- autocast
+
+
+def saved_weight_bytes(model, x):
+    """What autograd saves in forward that is as large as a weight, and how much of it stays."""
+    saved = {}
+
+    def pack(tensor):
+        saved[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = model(x)
+    wide = x.shape[1] ** 2
+    return out, sum(t.untyped_storage().nbytes() for t in saved.values() if t.numel() >= wide)
+
+
+def test_autocast_keeps_all_weights_in_16_bits_and_says_so():
+    """
+    Under autocast the 16-bit copies of all weights but the first stay from forward to backward (the
+    first layer's input needs no gradient); layers in bf16 keep the last layer alone. Breaks where
+    the chapter says otherwise.
+    Proves `Zero3Layer.forward`.
+    """
+    depth, width = 5, 64
+
+    def chain(dtype):
+        return Zero3Sequential([Zero3Layer(nn.Linear(width, width, bias=False, dtype=dtype))
+                                for _ in range(depth)])
+
+    x = torch.randn(2, width)
+    with pytest.warns(UserWarning, match="rank 0: layers of fp32 run under autocast"):
+        with torch.autocast("cpu", torch.bfloat16):
+            out, nbytes = saved_weight_bytes(chain(torch.float32), x)
+    assert nbytes == (depth - 1) * 2 * width * width
+    out.float().sum().backward()
+    _, nbytes = saved_weight_bytes(chain(torch.bfloat16), x.bfloat16())
+    assert nbytes == 2 * width * width
+
+
+def test_a_gradient_finds_its_place_without_a_search():
+    """
+    The work for a gradient does not grow with the number of parameters in the layer. Counted in
+    calls of Python functions, for time would depend on the machine. Breaks with a search through
+    the slots in `_post_backward_hook`.
+    Proves `Zero3Layer._post_backward_hook`.
+    """
+
+    class Many(nn.Module):
+        def __init__(self, count):
+            super().__init__()
+            self.all = nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(count))
+
+        def forward(self, x):
+            return x * torch.stack([*self.all]).sum(0)
+
+    def calls_for_each(count):
+        out = Zero3Layer(Many(count))(torch.ones(2)).sum()
+        calls = []
+        sys.setprofile(lambda frame, event, _: calls.append(event == "call"))
+        try:
+            out.backward()
+        finally:
+            sys.setprofile(None)
+        return sum(calls) / count
+
+    assert calls_for_each(400) < 1.2 * calls_for_each(100)
