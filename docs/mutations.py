@@ -60,16 +60,17 @@ MUTATIONS = [
         why="Autograd adds to `.grad`, and so has a shard. The last of the four micro-batches "
             "overwrites the others, whose work is thrown away."),
     Mutation(
-        "no-hook", "layer.py", "Zero3Layer._shard",
+        "no-hook", "layer.py", "Zero3Layer._add_backward_hooks",
         title="A hook on a node that nobody keeps",
         old="""\
-            hook = p.requires_grad and p.register_post_accumulate_grad_hook(
-                lambda p, ours=ours, at=at: ours()(at, p))
+                slot.hook = slot.param.register_post_accumulate_grad_hook(
+                    lambda p, ours=ours, i=i: ours()(group, i, p))
 """,
         new="""\
-            with torch.enable_grad():
-                node = p.expand_as(p).grad_fn.next_functions[0][0] if p.requires_grad else None
-            hook = node and node.register_hook(lambda *_, p=p, ours=ours, at=at: ours()(at, p))
+                with torch.enable_grad():
+                    node = slot.param.expand_as(slot.param).grad_fn.next_functions[0][0]
+                slot.hook = node.register_hook(
+                    lambda *_, p=slot.param, ours=ours, i=i: ours()(group, i, p))
 """,
         breaks="I1", program="step",
         healthy="gradients: 1.00 times those of plain PyTorch",
@@ -152,7 +153,8 @@ MUTATIONS = [
         "dirty-padding", "layer.py", "Zero3Layer._post_backward_hook",
         title="The padding of a gradient is what the memory held",
         old="""\
-            group.grad[group.slots[-1].offset + group.slots[-1].view.numel() :].zero_()
+            for padding in group.padding():
+                group.grad[padding].zero_()
 """,
         new="",
         breaks="I5", program="clip_nan",

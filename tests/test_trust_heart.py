@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from tests.cases import WIDTH, linear
+from tests.cases import WIDTH, linear, train_both
 from tests.ranks import run
 from tests.test_layer import message
-from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
+from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save, wire, wrap
+from zero3.ledger import Ledger, held_bytes
 
 # ------------------------------------------------------------------------ writes to parameters
 
@@ -313,3 +314,63 @@ def test_a_gradient_finds_its_place_without_a_search():
         return sum(calls) / count
 
     assert calls_for_each(400) < 1.2 * calls_for_each(100)
+
+
+# ------------------------------------------------------------------------------------- alignment
+
+
+def aligned(folder):
+    """Everything as on an accelerator, as far as places in flat parameters go."""
+    real = wire.Wire.open
+
+    def open_as_on_an_accelerator(self, *args):
+        device = real(self, *args)
+        self.align_bytes = wire.ALIGN_BYTES
+        return device
+
+    wire.Wire.open = open_as_on_an_accelerator
+    told = {name: train_both(name) for name in ("Chain", "Adapters", "Tiny", "DataTypes")}
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(7, 3), nn.Linear(3, 7)).bfloat16() for _ in range(3)]
+    model = Zero3Sequential([Zero3Layer(layer) for layer in layers])
+    starts = []
+    for layer in model.module_list:
+        for g in layer.groups:
+            rows = layer.wire.rows(g.full)
+            elements = [slot.offset for slot in g.slots] + [r * rows.shape[1] for r in range(3)]
+            starts += [n * g.full.itemsize % 16 for n in elements]
+    optimizer = Zero3Optimizer(model, lr=0.1, clip_grad_norm=1.0, bucket_bytes=300)
+    for _ in range(2):
+        with Ledger(model, optimizer) as tape:
+            optimizer.backward(model(torch.ones(2, 7).bfloat16()).float().square().mean())
+            optimizer.step()
+        optimizer.zero_grad()
+    found = optimizer.predict()
+    differ = [held_bytes(model, optimizer) - found.rest_bytes, tape.sent_bytes - found.sent_bytes,
+              tape.peak_live_bytes - found.peak_bytes]
+    padding = [g.shard.detach()[max(0, slice.start - first) : max(0, slice.stop - first)]
+               for layer in model.module_list for g in layer.groups for slice in g.padding()
+               for first in [layer.wire.rank * len(g.shard)]]
+    told["padding"] = max(float(part.abs().max()) for part in padding if len(part))
+    # And back, into layers that are packed without padding between parameters.
+    save(folder, model, optimizer, step=2)
+    wire.Wire.open = real
+    packed = Zero3Sequential([Zero3Layer(copy.deepcopy(plain)) for plain in
+                              [nn.Sequential(nn.Linear(7, 3), nn.Linear(3, 7)).bfloat16()] * 3])
+    load(folder, packed, Zero3Optimizer(packed, lr=0.1))
+    with model.full_params() as mine, packed.full_params() as theirs:
+        told["checkpoint"] = max(float((mine[n] - theirs[n]).abs().max()) for n in mine)
+    return told, starts, differ
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_on_an_accelerator_parameters_and_rows_begin_at_multiples_of_16_bytes(world_size, tmp_path):
+    """
+    With the same numbers, zeros in the padding, bytes that are predicted exactly, and checkpoints
+    that load where nothing is padded. Breaks without `aligned` in `_merge_and_pad_params`, or with
+    a gradient whose padding between parameters is not zeroed.
+    Proves I1, I5, `Zero3Layer._merge_and_pad_params`, `Wire.aligned`, `Part`, `Archive.read`.
+    """
+    for told, starts, differ in run(aligned, world_size, str(tmp_path)):
+        assert told.pop("DataTypes") <= 1e-5 and max(told.values()) <= 1e-10, told
+        assert not any(starts) and differ == [0, 0, 0]

@@ -241,16 +241,18 @@ class Archive:
         """
         #### Make sure that a flat parameter is no larger than its files, and has its parameters
         """
-        shard_numel, end = -(-flat["numel"] // self.world_size), 0
+        shard_numel, end = (flat["numel"] + flat["padding"]) // self.world_size, 0
         at_most = min(each.nbytes for each in self.files)
         dtypes = [TYPES[name] for name in (flat["dtype"], *flat["keys"].values())]
         good = "param" in flat["keys"] and shard_numel >= 0
         good &= all(shard_numel * dtype.itemsize <= at_most for dtype in dtypes)
         for each in flat["params"]:
             good &= bool(each["names"]) and all(n >= 0 for n in each["shape"])
-            good &= each["offset"] == end
-            end += math.prod(each["shape"])
-        if not good or end != flat["numel"] or flat["padding"] != -end % self.world_size:
+            # After the one before, and on an accelerator some padding between them.
+            good &= each["offset"] >= end
+            end = each["offset"] + math.prod(each["shape"])
+        good &= flat["padding"] >= 0 and (end + flat["padding"]) % self.world_size == 0
+        if not good or end != flat["numel"]:
             raise ValueError(f"layer `{flat['layer']}` does not add up")
 
     def read(self, param: Param, key: str, begin: int, end: int) -> torch.Tensor:
@@ -261,7 +263,7 @@ class Archive:
         and the parameter.
         """
         flat, at = self.flats[param.flat], param.entry["offset"]
-        shard_numel = -(-flat["numel"] // self.world_size)
+        shard_numel = (flat["numel"] + flat["padding"]) // self.world_size
         try:
             found = torch.empty(end - begin, dtype=TYPES[flat["keys"][key]])
             while begin < end:

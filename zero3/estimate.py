@@ -49,9 +49,10 @@ class Part:
     element_bytes: int
     trainable: bool
     runs: tuple[int, ...] = ()  # elements of one param group after the other, where there are some
+    align_numel: int = 1  # of which shards have a multiple; on the CPU any number will do
 
     def shard_numel(self, world_size: int) -> int:
-        return -(-self.numel // world_size)
+        return -(-self.numel // (world_size * self.align_numel)) * self.align_numel
 
     def shard_bytes(self, world_size: int) -> int:
         return self.shard_numel(world_size) * self.element_bytes
@@ -109,15 +110,19 @@ def describe(layers: Any, group_by: Callable[[str, Any], Any] | None = None) -> 
     """
     specs = []
     for i, layer in enumerate(getattr(layers, "module_list", layers)):
+        align_bytes = layer.wire.align_bytes if hasattr(layer, "ledger") and layer.groups else 1
         # Of each kind of parameters: bytes of an element; then elements and param group of each.
         kinds: dict[Any, tuple[int, list[tuple[int, Any]]]] = {}
         for kind, width, numel, name, param in _parameters(layer):
             group = group_by(f"{i}.{name}", param) if group_by and kind[0] else None
+            align_numel = max(1, align_bytes // width)
+            numel = -(-numel // align_numel) * align_numel
             kinds.setdefault(kind, (width, []))[1].append((numel, group))
         parts = []
         for (trains, _), (width, each) in kinds.items():
             runs = [sum(n for n, _ in run) for _, run in groupby(each, key=lambda one: one[1])]
-            parts.append(Part(sum(runs), width, trains, tuple(runs)))
+            align_numel = max(1, align_bytes // width)
+            parts.append(Part(sum(runs), width, trains, tuple(runs), align_numel))
         buffers = sum(b.nbytes for b in layer.buffers())
         specs.append(LayerSpec(tuple(sorted(parts, key=lambda part: not part.trainable)), buffers))
     return specs

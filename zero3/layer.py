@@ -80,8 +80,12 @@ class _Slot:
     hook: Any = None  # the handle of its gradient's
     version: int = 0  # the parameter's `_version` while its values are here
 
+    @property
+    def end(self) -> int:
+        return self.offset + self.view.numel()
+
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat[self.offset : self.offset + self.view.numel()].view(self.view.shape)
+        return flat[self.offset : self.end].view(self.view.shape)
 
 
 @dataclasses.dataclass(repr=False)
@@ -100,6 +104,15 @@ class _Group:
     trains: bool  # whether its parameters get gradients, as of the last forward
     grad: Any = None  # as long; of the shard's `grad_dtype`; until the end of the reduce
     ready: set[tuple[str, ...]] = dataclasses.field(default_factory=set)  # names of what `grad` has
+
+    def padding(self) -> Iterator[slice]:
+        """
+        #### Where the flat parameter has padding: after a parameter, and at the end
+        """
+        begins = [*(slot.offset for slot in self.slots[1:]), len(self.full)]
+        for slot, begin in zip(self.slots, begins, strict=True):
+            if slot.end < begin:
+                yield slice(slot.end, begin)
 
     def add_grad(self, total: torch.Tensor) -> None:
         """
@@ -238,7 +251,7 @@ class Zero3Layer(nn.Module):
             view = flat[offset : offset + p.numel()].view(p.shape)
             freed = FreedParameter.kind(self, names[0], self.cure)
             group.slots.append(_Slot(p, names, offset, view, freed))
-            offset += view.numel()
+            offset += self.wire.aligned(p.numel(), p.dtype)
         flat.untyped_storage().resize_(0)
         self.groups.append(group)
         self.chunk.append(group.shard)
@@ -248,15 +261,23 @@ class Zero3Layer(nn.Module):
         r"""
         #### Merge parameters, and pad so that the length is divisible by `world_size`
 
-        Returns $N \lceil P_\ell/N \rceil$ elements. The padding is zero and stays zero: its
+        Returns $N \lceil P_\ell/N \rceil$ elements. On an accelerator each parameter, and each rank's
+        row, also begins at a multiple of 16 bytes: there matrix products, copies and NCCL are slow
+        elsewhere, and $P_\ell$ counts the padding between parameters. The padding is zero and stays zero: its
         gradient is zero, so an elementwise optimizer does not move it, and it adds nothing to a
         norm. Memory that nobody wrote could hold a NaN. Here it would stay in the padding, and go
         into every checkpoint; in that of a gradient it would make the norm of all gradients NaN,
         and clipping by it every gradient of the model.
         """
-        numel = sum(p.numel() for p in params)
-        padding = self._empty(-numel % self.wire.world_size, params[0].dtype).zero_()
-        return torch.cat([*(p.detach().reshape(-1) for p in params), padding])
+        dtype = params[0].dtype
+        pieces = []
+        for p in params:
+            padding_numel = self.wire.aligned(p.numel(), dtype) - p.numel()
+            pieces += [p.detach().reshape(-1), self._empty(padding_numel, dtype).zero_()]
+        numel = sum(map(len, pieces))
+        row_numel = self.wire.aligned(-(-numel // self.wire.world_size), dtype)
+        padding_numel = self.wire.world_size * row_numel - numel
+        return torch.cat([*pieces, self._empty(padding_numel, dtype).zero_()])
 
     def _empty(self, numel: int, dtype: torch.dtype | None) -> torch.Tensor:
         """
@@ -663,7 +684,8 @@ class Zero3Layer(nn.Module):
         if group.grad is None:
             # Of the parameters' data type, unless an optimizer has asked the shard for another.
             group.grad = self._empty(len(group.full), group.shard.grad_dtype)
-            group.grad[group.slots[-1].offset + group.slots[-1].view.numel() :].zero_()
+            for padding in group.padding():
+                group.grad[padding].zero_()
             self.ledger.record(self, "gradients", group.grad.nbytes)
         grad = grad.to(group.grad.dtype)
         # The mean over ranks, here and nowhere else. A rank's loss is the mean over its own batch,

@@ -40,6 +40,9 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single" if _NEW else "reduce_sca
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 # What a rank may be about to do, as a number that fits into a message.
 _ACTIONS = ("gather", "reduce", "norm", "fault")
+# On an accelerator parameters and shards begin at multiples of so many bytes: what one thread of it
+# loads at once.
+ALIGN_BYTES = 16
 # The tag of the messages that announce it. Data has tags of its own, from 2 up.
 _ORDER_TAG = 1
 
@@ -225,6 +228,7 @@ class Wire:
         self.fetch_stream, self.backup_stream = backend.Stream(), backend.Stream()
         self.current_stream, self._stream = backend.current_stream, backend.stream
         self.by_messages = at.type == "cpu"
+        self.align_bytes = 1 if at.type == "cpu" else ALIGN_BYTES
         return at
 
     @contextmanager
@@ -239,6 +243,13 @@ class Wire:
         stream.wait_stream(self.current_stream())
         with self._stream(stream):
             yield
+
+    def aligned(self, numel: int, dtype: torch.dtype) -> int:
+        """
+        ### The next number of elements after which another tensor may begin
+        """
+        step = max(1, self.align_bytes // dtype.itemsize)
+        return -(-numel // step) * step
 
     def rows(self, flat: torch.Tensor) -> torch.Tensor:
         """
