@@ -930,8 +930,8 @@ def test_a_file_that_was_cooled_is_not_in_the_page_cache(direct, tmp_path):
 
 def test_the_benchmark_prints_a_table_and_draws_it(tmp_path):
     """
-    Twelve ways of asking, six of each kind, each told as soon as it was measured; and a picture in a
-    folder that is made for it. A folder that is not there is one line and no traceback.
+    Twelve ways of asking, six of each kind, each told as soon as it was measured; and a picture in
+    a folder that is made for it. A folder that is not there is one line and no traceback.
     Proves `disk.main`, `disk.sweep`, `show`, `draw_disk`, `check_picture`.
     """
     picture = tmp_path / "pictures" / "disk.png"

@@ -2,15 +2,18 @@
 # What is passed is checked: hostile options, wrong arguments, too little of everything
 """
 
+import contextlib
+import datetime
+import io
 import os
-import subprocess
-import sys
-from pathlib import Path
+import time
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from zero3 import disk, estimate, train
-from zero3.options import folder, one_line, real, whole, within
+from tests.ranks import run
+from zero3 import disk, estimate, gpt, train
 
 NUMBERS = ["nan", "inf", "-inf", "-1", "", "x", "1e999", "9" * 400, "1\n2", "\x1b[31m"]
 
@@ -81,5 +84,136 @@ def test_without_a_name_no_picture_is_left_anywhere(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(disk, "WAYS", disk.WAYS[:2])
     disk.main(["bench", "--folder", ".", "--mib", "64", "--rounds", "2"])
     out, err = capsys.readouterr()
-    assert [line[:14] for line in err.splitlines()] == [f"round {i} of 2: " [:14] for i in (1, 1, 2, 2)]
+    assert [line[:13] for line in err.splitlines()] == [f"round {i} of 2:" for i in (1, 1, 2, 2)]
     assert "wrote" not in out and not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------------ the main job
+
+SMALL = ["--d-model=4", "--layers=1", "--seq-len=4", "--batch=2", "--steps=2", "--device=cpu"]
+WHOLE = ["--d-model", "--layers", "--heads", "--seq-len", "--batch", "--accumulate", "--steps",
+         "--eval-every"]
+
+
+@pytest.mark.parametrize(("option", "wrong"), [
+    *((option, [*NUMBERS, "0", "1.5"]) for option in WHOLE),
+    ("--save-every", NUMBERS), ("--sample", [*NUMBERS, "1000000000"]),
+    ("--lr", [*NUMBERS, "1e39"]), ("--clip", [*NUMBERS, "0", "1e39"]),
+    ("--loss-scale", [*NUMBERS, "0", "1e39"]),
+    ("--seed", ["nan", "", str(2**64), str(-2**63 - 1), "9" * 400]),
+    ("--prompt", [""]), ("--resume", ["", "/nowhere", __file__]),
+    ("--out", ["", __file__, f"{__file__}/x", "/proc", "/proc/x"]),
+    ("--text", ["", "/nowhere", "/proc", "/dev/null", "/proc/self/mem", os.fsdecode(b"\xff")]),
+    *((option, ["", "nan", "disk"]) for option in ("--offload-params", "--dtype", "--device")),
+])
+def test_a_hostile_option_is_one_line_of_the_main_job(option, wrong, tmp_path, capsys):
+    """
+    Before anything starts: the folder of the run stays as it was. Breaks where an option is first
+    looked at when it is used.
+    Proves `train.main`, `check_options`, `prepare`, `leave`, `load_bytes`.
+    """
+    for value in wrong:
+        out = [] if option == "--out" else [f"--out={tmp_path}"]
+        told = refused(capsys, train.main, *SMALL, *out, f"{option}={value}")
+        assert option in told or "there is no" in told or "the batch does not split" in told, told
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_go_only_where_they_can(tmp_path, capsys):
+    """
+    A folder of files that is not there, is none, takes none, or that no tier asks for. Breaks where
+    the first layer is built before anybody looks: 119 lines from two ranks.
+    Proves `check_options`, `options.folder`.
+    """
+    nvme = [*SMALL, f"--out={tmp_path}", "--offload-params=nvme"]
+    for wrong in ("", "/nowhere", __file__, "/proc"):
+        told = refused(capsys, train.main, *nvme, f"--offload-folder={wrong}")
+        assert "cannot write to the folder of --offload-folder" in told
+    told = refused(capsys, train.main, *nvme[:-1], f"--offload-folder={tmp_path}")
+    assert "nothing goes to --offload-folder" in told
+
+
+@pytest.mark.parametrize(("options", "what"), [
+    (["--d-model=100000"], "the model as it is built"),
+    (["--d-model=1000000000000"], "the model as it is built"),
+    (["--layers=10000000"], "the model as it is built"),
+    (["--d-model=10000", "--layers=8", "--offload-params=nvme"], "optimizer states"),
+    (["--batch=1000000000"], "a batch"),
+    (["--seq-len=30000", "--batch=16"], "the activations of a step"),
+])
+def test_sizes_beyond_memory_are_refused_with_what_they_need(options, what, tmp_path, capsys,
+                                                             monkeypatch):
+    """
+    At once, with the bytes needed and the bytes there. Breaks where the machine first tries: a
+    batch of a billion windows was drawn for 40 s, in silence.
+    Proves `check_memory`, `GPTConfig.numel`.
+    """
+    monkeypatch.setattr(train, "room", lambda at: 40 * 10**9)
+    start_s = time.perf_counter()
+    told = refused(capsys, train.main, *SMALL, f"--out={tmp_path}", *options)
+    assert f"there is no room for {what}" in told or f"there is no room for the {what}" in told
+    assert "40,000,000,000 bytes free" in told and "Expected: at least " in told
+    assert time.perf_counter() - start_s < 20
+
+
+def test_the_size_of_the_model_is_known_before_it_is_built():
+    """
+    Breaks where a layer gets another parameter and the check of memory does not hear of it.
+    Proves `GPTConfig.numel`.
+    """
+    for heads, layers in ((1, 1), (3, 2), (6, 5)):
+        config = gpt.GPTConfig(seq_len=7, d_model=12, n_heads=heads, n_layers=layers, d_ff=20)
+        built = sum(p.numel() for layer in gpt.gpt_layers(config) for p in layer.parameters())
+        assert config.numel == built
+
+
+def test_every_seed_of_64_bits_draws_batches_and_small_ones_draw_what_they_drew():
+    """
+    Breaks where the seed of a step, a million times as large, no longer fits.
+    Proves `global_batch`.
+    """
+    data = torch.arange(100, dtype=torch.uint8)
+    for seed in (2**64 - 1, 2**63, -2**63):
+        assert gpt.global_batch(data, 5, 3, 4, seed).shape == (3, 5)
+    for seed in (0, 7, -7):
+        generator = torch.Generator().manual_seed(1_000_003 * seed + 5)
+        starts = torch.randint(96, (3,), generator=generator)
+        assert gpt.global_batch(data, 5, 3, 4, seed)[:, 0].tolist() == starts.tolist()
+
+
+def lame(place, error, folder):
+    """The main job on a rank of two, of which rank 1 has a problem of its own."""
+    rank, before = dist.get_rank(), getattr(train, place)
+
+    def fail(*args):
+        if rank == 1:
+            raise error("only here")
+        return before(*args)
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
+    train.Ranks.connect = lambda self: None
+    train.timedelta = lambda seconds: datetime.timedelta(seconds=0.5)
+    setattr(train, place, fail)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        code = train.main([*SMALL, f"--out={folder}"])
+    (folder / f"{place} {rank}").write_text(f"{code} {said.getvalue()}")
+    # As `python -m zero3.train` ends.
+    os._exit(code)
+
+
+def test_what_one_rank_lacks_is_said_once_and_nobody_hangs(tmp_path):
+    """
+    A machine's own folder or memory: all ranks hear of it before anything starts. A rank that fails
+    alone while it builds speaks for itself, and the others learn that it is gone. Breaks where
+    they wait for it until their time-out.
+    Proves `prepare`, `leave`.
+    """
+    said = {}
+    for place, error in (("check_options", ValueError), ("build", RuntimeError)):
+        with pytest.raises(AssertionError, match="ended without an answer"):
+            run(lame, 2, place, error, tmp_path)
+        said[place] = [(tmp_path / f"{place} {rank}").read_text() for rank in range(2)]
+    assert said["check_options"] == ["2 zero3.train: only here (rank 1)\n", "2 "]
+    assert said["build"][1] == "2 zero3.train: cannot build the model. only here\n"
+    assert said["build"][0].startswith("2 zero3.train: cannot build the model. ")

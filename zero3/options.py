@@ -22,6 +22,7 @@ import os
 import sys
 import tempfile
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NoReturn
 
 # The largest number that torch takes as a size.
@@ -64,7 +65,7 @@ def within(name: str, value: float, least: float, most: float) -> None:
     expect(value <= most, f"{name} is too large", f"at most {most}", value, f"lower {name}")
 
 
-def folder(name: str, path: str | os.PathLike) -> None:
+def folder(name: str, path: str | Path) -> None:
     """
     ## Raise `ValueError` when no file can be made in a folder
 
