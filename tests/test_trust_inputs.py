@@ -11,9 +11,20 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.ranks import run
-from zero3 import disk, estimate, gpt, train
+from zero3 import (
+    Offload,
+    Zero3Layer,
+    Zero3Optimizer,
+    Zero3Sequential,
+    disk,
+    estimate,
+    gpt,
+    train,
+    wrap,
+)
 
 NUMBERS = ["nan", "inf", "-inf", "-1", "", "x", "1e999", "9" * 400, "1\n2", "\x1b[31m"]
 
@@ -217,3 +228,104 @@ def test_what_one_rank_lacks_is_said_once_and_nobody_hangs(tmp_path):
     assert said["check_options"] == ["2 zero3.train: only here (rank 1)\n", "2 "]
     assert said["build"][1] == "2 zero3.train: cannot build the model. only here\n"
     assert said["build"][0].startswith("2 zero3.train: cannot build the model. ")
+
+
+# ------------------------------------------------------------------------------ arguments of Python
+
+
+def message(make, kind, *words):
+    """An error of this kind, in the project's form, and nothing else."""
+    with pytest.raises(kind) as caught:
+        make()
+    told = str(caught.value)
+    assert all(word in told for word in ("Expected: ", "Got: ", "What to do: ", *words)), told
+
+
+@pytest.mark.parametrize("wrong", [
+    {"queue_depth": 1.5}, {"queue_depth": True}, {"queue_depth": 10**9}, {"queue_depth": "4"},
+    {"block_bytes": 1 << 40}, {"block_bytes": float("nan")}, {"block_bytes": -4096},
+    {"max_in_cpu": float("nan")}, {"max_in_cpu": float("inf")}, {"max_in_cpu": None},
+    {"buffers": 5.0}, {"buffers": 10**9}, {"direct": "no"}, {"folder": ""}, {"folder": 3},
+    {"tier": None}, {"tier": []}, {"tier": "nvme", "folder": None},
+])
+def test_an_offload_takes_whole_numbers_within_limits(wrong):
+    """
+    Breaks where a NaN, a fraction or a truth value passes for a number of bytes or threads.
+    Proves `Offload`, `whole`, `options.expect`.
+    """
+    given = {"tier": "nvme", "folder": "/", **wrong}
+    message(lambda: Offload(**given), ValueError, f"{next(iter(wrong.values()))!r}")
+
+
+def test_the_name_of_a_tier_is_an_offload_wherever_one_is_taken(tmp_path):
+    """
+    And files need a folder. Breaks where a layer fails with an attribute that a string has not, in
+    the middle of building.
+    Proves `Offload.of`, `Zero3Layer.__init__`, `wrap`, `Zero3Optimizer.__init__`.
+    """
+    model = Zero3Sequential([Zero3Layer(nn.Linear(3, 3), offload="cpu")])
+    assert model.module_list[0].groups[0].home.tier == "cpu"
+    assert Zero3Optimizer(model, offload="cpu").offload.tier == "cpu"
+    whole_model = wrap(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear, offload="cpu")
+    assert len({id(unit.offload) for unit in whole_model.units}) == 1
+    assert whole_model.units[1].offload.tier == "cpu"
+    nvme = Offload("nvme", tmp_path)
+    assert Offload.of(nvme) is nvme and Offload.of(None).tier == "device"
+    plain = nn.Sequential(nn.Linear(3, 3))
+    for make in (lambda: Zero3Layer(nn.Linear(3, 3), offload="nvme"),
+                 lambda: Zero3Optimizer(model, offload="nvme"),
+                 lambda: wrap(plain, nn.Linear, offload="nvme")):
+        message(make, ValueError, 'Offload("nvme", folder=')
+    for wrong in ("disk", "", 1, {"tier": "cpu"}):
+        message(lambda wrong=wrong: Zero3Layer(nn.Linear(3, 3), offload=wrong), ValueError)
+    # What was refused has changed nothing.
+    assert plain(torch.ones(3)).shape == (3,)
+
+
+def test_what_is_no_layer_and_no_model_is_refused_by_what_it_is():
+    """
+    A generator and an `nn.Sequential` of layers are lists of layers. Breaks where a generator is
+    walked twice, which makes an empty model, or a chain without layers returns its input.
+    Proves `Zero3Sequential.__init__`, `Zero3Layer.__init__`, `wrap`.
+    """
+    x = torch.ones(2, 3)
+    for kind in (lambda made: made, list, tuple, lambda made: nn.Sequential(*made)):
+        made = (Zero3Layer(nn.Linear(3, 3, bias=False)) for _ in range(2))
+        model = Zero3Sequential(kind(made))
+        assert len(model.module_list) == len(model.get_trainable_chunk()) == 2
+        with model.full_params() as params:
+            expected = x @ params["0.weight"].t() @ params["1.weight"].t()
+            assert model.module_list[0].next_layer == [model.module_list[1]]
+        assert torch.equal(model(x), expected)
+    for empty in ([], nn.Sequential(), iter(())):
+        message(lambda empty=empty: Zero3Sequential(empty), ValueError, "at least one layer")
+    for wrong in (None, 3, Zero3Layer(nn.Linear(3, 3))):
+        message(lambda wrong=wrong: Zero3Sequential(wrong), TypeError, "a list of Zero3Layers")
+    for wrong in ([nn.Linear(3, 3)], nn.Sequential(nn.Linear(3, 3)), "ab", [None]):
+        message(lambda wrong=wrong: Zero3Sequential(wrong), TypeError, "element 0")
+    for wrong in (None, nn.Linear, torch.ones(3), [nn.Linear(3, 3)]):
+        message(lambda wrong=wrong: Zero3Layer(wrong), TypeError, "Zero3Layer")
+        message(lambda wrong=wrong: wrap(wrong, nn.Linear), TypeError, "wrap")
+    for wrong in ("0", 0.0, True, [0]):
+        for name in ("rank", "world_size"):
+            message(lambda name=name, wrong=wrong: Zero3Layer(nn.Linear(3, 3), **{name: wrong}),
+                    TypeError, name)
+
+
+@pytest.mark.parametrize("wrong", ["x", float("nan"), float("inf"), -1, 1.5, True, [3]])
+def test_wrap_takes_numbers_of_elements(wrong):
+    """
+    Breaks where a NaN persists nothing and limits nothing, without a word.
+    Proves `wrap`, `Zero3Model.mark_persistent_parameters`.
+    """
+    plain = nn.Sequential(nn.Linear(3, 3))
+    for name in ("prefetch_numel", "max_live_numel", "persist_below_numel"):
+        message(lambda name=name: wrap(plain, nn.Linear, **{name: wrong}), ValueError, name)
+    for name in ("seed", "init"):
+        if wrong != -1 or name == "init":
+            message(lambda name=name: wrap(plain, nn.Linear, **{name: wrong}),
+                    (ValueError, TypeError), name)
+    model = wrap(plain, nn.Linear, prefetch_numel=0, max_live_numel=10**9)
+    message(lambda: model.mark_persistent_parameters(wrong), ValueError, "below_numel")
+    message(lambda: model.mark_persistent_parameters(3, wrong), ValueError, "model_numel")
+    assert model.mark_persistent_parameters(100, 12) == 12

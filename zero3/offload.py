@@ -53,7 +53,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero3.disk import File, aligned, main, whole_blocks
+from zero3.disk import ALIGN_BYTES, File, aligned, main, whole_blocks
+from zero3.options import expect, whole
 
 TIERS = ("device", "cpu", "nvme")
 # What a freed parameter still answers, because no element is read for it.
@@ -125,6 +126,8 @@ class Offload:
     * `block_bytes` are in a request
     * `buffers` is how many shards' optimizer states are in memory at once
 
+    Whatever takes an `Offload` also takes the name of a tier that needs no folder: `offload="cpu"`.
+
     Raises `ValueError` where these do not fit together. ZeRO-Infinity, section 5. Keeps I8.
     """
 
@@ -139,20 +142,42 @@ class Offload:
     in_cpu_bytes: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        for good, expected, got in (
-            (self.tier in TIERS, f"a tier of {TIERS}", self.tier),
-            ((self.tier == "nvme") == (self.folder is not None), "a folder with the nvme tier, and "
-             "with no other", f"tier {self.tier}, folder {self.folder}"),
-            (self.max_in_cpu >= 0, "at least 0 bytes in CPU memory", self.max_in_cpu),
-            (self.queue_depth > 0, "at least 1 request at once", self.queue_depth),
-            (self.buffers >= 3, "at least 3 buffers, to read into, to step and to write from",
-             self.buffers),
-            (self.block_bytes > 0 and whole_blocks(self.block_bytes) == self.block_bytes,
-             "blocks of a multiple of 4096 bytes", self.block_bytes),
+        place = isinstance(self.folder, (str, os.PathLike)) and bool(os.fspath(self.folder))
+        for good, expected, got, cure in (
+            (self.tier in TIERS, f"a tier of {TIERS}", repr(self.tier), "pass one of them"),
+            (place if self.tier == "nvme" else self.folder is None, "a folder with the nvme tier, "
+             "and with no other", f"tier {self.tier!r}, folder {self.folder!r}",
+             '`Offload("nvme", folder="/mnt/nvme")`, or leave the folder out'),
+            (whole(self.max_in_cpu), "`max_in_cpu`, bytes in CPU memory, at least 0",
+             repr(self.max_in_cpu), "pass a whole number"),
+            (isinstance(self.direct, bool), "`direct`, True or False", repr(self.direct),
+             "pass one of the two"),
+            # Each is a thread, and has a block of a buffer.
+            (whole(self.queue_depth, 1, 256), "`queue_depth`, 1 to 256 requests at once",
+             repr(self.queue_depth), "pass a whole number"),
+            (whole(self.buffers, 3, 1024), "`buffers`, 3 to 1024: to read into, to step and to "
+             "write from", repr(self.buffers), "pass a whole number"),
+            # The system moves less than 2 GiB in a request.
+            (whole(self.block_bytes, ALIGN_BYTES, 1 << 30)
+             and self.block_bytes % ALIGN_BYTES == 0, "`block_bytes`, a multiple of "
+             f"{ALIGN_BYTES} up to 1 GiB", repr(self.block_bytes), "pass such a number"),
         ):
-            if not good:
-                raise ValueError(f"Offload. Expected: {expected}. Got: {got}. "
-                                 "What to do: pass what is expected.")
+            expect(good, "Offload", expected, got, cure)
+
+    @classmethod
+    def of(cls, offload: "Offload | str | None") -> "Offload":
+        """
+        ### What was passed as `offload`
+
+        * `offload` is one already, the name of a tier, or nothing, which is the device
+
+        Raises `ValueError` for anything else, and for the nvme tier's name, because files need a
+        folder.
+        """
+        if isinstance(offload, cls):
+            return offload
+        tier: Any = "device" if offload is None else offload
+        return cls(tier)
 
     def place(self, nbytes: int) -> str:
         """

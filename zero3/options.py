@@ -47,14 +47,15 @@ def real(value: Any, least: float = 0.0, most: float = sys.float_info.max) -> bo
             and least <= value <= most)
 
 
-def expect(good: bool, what: str, expected: Any, got: Any, cure: str) -> None:
+def expect(good: bool, what: str, expected: Any, got: Any, cure: str,
+           kind: type[Exception] = ValueError) -> None:
     """
-    ## Raise `ValueError` when an option cannot work
+    ## Raise an error of this kind when an option cannot work
 
-    The error says what was expected, what was passed and what to do.
+    It says what was expected, what was passed and what to do.
     """
     if not good:
-        raise ValueError(f"{what}. Expected: {expected}. Got: {got}. What to do: {cure}.")
+        raise kind(f"{what}. Expected: {expected}. Got: {got}. What to do: {cure}.")
 
 
 def within(name: str, value: float, least: float, most: float) -> None:
