@@ -27,6 +27,9 @@ from typing import Any, NoReturn
 
 # The largest number that torch takes as a size.
 MOST = 2**63 - 1
+# What the application needs beside the library: `gpt.py`, `train.py` and `report.py`.
+APP = ("labml", "labml_nn", "matplotlib")
+INSTALL = "install the application's packages, `pip install 'zero3[app]'`"
 
 
 def whole(value: Any, least: int = 0, most: int = MOST) -> bool:

@@ -38,16 +38,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero3 import gpt
 from zero3.checkpoint import load
 from zero3.estimate import describe
 from zero3.layer import Zero3Layer, Zero3Sequential
 from zero3.ledger import Ledger, exponents
 from zero3.offload import TIERS, Offload, room
 from zero3.optimizer import Zero3Optimizer
-from zero3.options import MOST, Parser, expect, folder, missing, one_line, within
+from zero3.options import APP, INSTALL, MOST, Parser, expect, folder, missing, one_line, within
 from zero3.predict import data_parallel
 from zero3.run import Ranks, Run, progress, save_run, signals, take_up
+
+try:
+    from zero3 import gpt
+except ModuleNotFoundError as error:
+    if __name__ != "__main__":
+        raise
+    Parser(prog="zero3.train").error(
+        f"a package of the application is missing. Expected: {', '.join(APP)}. Got: {error}. "
+        f"What to do: {INSTALL}."
+    )
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Cross-entropy comes in nats.
@@ -383,8 +392,8 @@ def prepare(argv: list[str] | None) -> tuple[Any, gpt.GPTConfig, Ranks, tuple[to
             d_ff=2 * args.d_model,
         )
         texts = gpt.split(gpt.load_bytes(args.text), args.seq_len)
-        expect(not missing("matplotlib"), "cannot draw what the run leaves", "matplotlib",
-               "a Python without it", "install it, `pip install 'zero3[app]'`")
+        expect(not missing(*APP), "a package of the application is missing", ", ".join(APP),
+               f"a Python without {', '.join(missing(*APP))}", INSTALL)
         try:
             Path(args.out).mkdir(parents=True, exist_ok=True)
         except OSError as error:
