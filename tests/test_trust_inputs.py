@@ -6,7 +6,12 @@ import contextlib
 import datetime
 import io
 import os
+import re
+import resource
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +30,7 @@ from zero3 import (
     train,
     wrap,
 )
+from zero3.options import APP
 
 NUMBERS = ["nan", "inf", "-inf", "-1", "", "x", "1e999", "9" * 400, "1\n2", "\x1b[31m"]
 
@@ -329,3 +335,85 @@ def test_wrap_takes_numbers_of_elements(wrong):
     message(lambda: model.mark_persistent_parameters(wrong), ValueError, "below_numel")
     message(lambda: model.mark_persistent_parameters(3, wrong), ValueError, "model_numel")
     assert model.mark_persistent_parameters(100, 12) == 12
+
+
+# --------------------------------------------------------------------------------------- packaging
+
+WITHOUT = """
+import importlib, importlib.abc, runpy, sys
+class Without(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] in "labml labml_nn matplotlib torchvision torchtext".split():
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Without())
+if sys.argv[1] == "-m":
+    del sys.argv[:2]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+for name in sys.argv[1:] if sys.argv[0].endswith("without.py") else ():
+    importlib.import_module(name)
+"""
+
+
+def without(folder, *arguments):
+    """A Python in which the application's packages are not installed."""
+    (folder / "without.py").write_text(WITHOUT)
+    root = Path(__file__).parents[1]
+    return subprocess.run([sys.executable, folder / "without.py", *arguments], text=True,
+                          capture_output=True, env={**os.environ, "PYTHONPATH": str(root)})
+
+
+def test_the_library_imports_nothing_of_the_applications(tmp_path):
+    """
+    Every module but those that train the GPT and draw pictures; the job that does says which extra
+    to install, and the benchmark of the disk when it shall draw. Breaks where a chapter imports
+    what `pip install zero3` does not bring.
+    Proves `missing`, `check_picture`.
+    """
+    root = Path(__file__).parents[1]
+    names = {path.stem for path in (root / "zero3").glob("*.py")} - {"gpt", "train", "report"}
+    done = without(tmp_path, *sorted(f"zero3.{name}" for name in names))
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    text = (root / "pyproject.toml").read_text()
+    for name, packages in (("dependencies", ["torch", "numpy", "safetensors"]), ("app", APP)):
+        (declared,) = re.findall(rf"^{name} = \[(.*?)\]", text, re.DOTALL | re.MULTILINE)
+        assert re.findall(r'"([a-z-]+)', declared) == [p.replace("_", "-") for p in packages]
+    done = without(tmp_path, "-m", "zero3.train", "--steps=2")
+    assert "`pip install 'zero3[app]'`" in one_error(done.returncode, done.stderr)
+    bench = ["-m", "zero3.offload", "bench", f"--folder={tmp_path}"]
+    done = without(tmp_path, *bench, "--picture=x.png")
+    assert "`pip install 'zero3[app]'`" in one_error(done.returncode, done.stderr)
+
+
+# ------------------------------------------------------------------------------ limit on open files
+
+
+def many_files(hard, folder):
+    """Forty shards in files, with 16 descriptors to spare, and `hard` if asked for."""
+    taken = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 16, taken + hard))
+    nvme, layers = Offload("nvme", folder=folder, queue_depth=1), []
+    try:
+        for _ in range(40):
+            layers.append(Zero3Layer(nn.Linear(2, 2), offload=nvme))
+    except RuntimeError as error:
+        return len(layers), str(error)
+    x = torch.ones(1, 2)
+    optimizer = Zero3Optimizer(Zero3Sequential(layers), lr=0.1, offload=nvme)
+    optimizer.backward(optimizer.model(x).sum())
+    optimizer.step()
+    return len(layers), resource.getrlimit(resource.RLIMIT_NOFILE)[0] - taken
+
+
+def test_more_layers_in_files_than_the_usual_limit_on_open_files(tmp_path):
+    """
+    The soft limit is raised to the hard one. Where that is too low, all ranks say so, with the
+    rank, the layer, the limit and the cure. Breaks where 1,019 layers in files
+    end with "Too many open files" under the limit that most systems begin with.
+    Proves `allow_more_files`, `Store.file`.
+    """
+    assert run(many_files, 2, 1000, tmp_path) == [(40, 1000)] * 2
+    for layers, error in run(many_files, 2, 60, tmp_path):
+        assert 10 < layers < 40
+        assert re.match(r"rank [01]: Linear cannot offload to ", error)
+        assert f"Got: {layers} shards in files so far, and a limit of " in error
+        assert "(`ulimit -n`)" in error and ", on rank " in error

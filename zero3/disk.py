@@ -34,6 +34,7 @@ import concurrent.futures
 import errno
 import fcntl
 import os
+import resource
 import statistics
 import sys
 import tempfile
@@ -45,13 +46,16 @@ from typing import Any
 
 import torch
 
-from zero3.options import Parser, expect, folder, missing, whole, within
+from zero3.options import INSTALL, Parser, expect, folder, missing, whole, within
 
 # Serves disks with blocks of 512 and of 4096 bytes; for larger ones `File.move` falls back.
 ALIGN_BYTES = 4096
 # Past the cache or not, bytes of a request, and how many are with the disk at once.
 WAYS = [(direct, mib << 20, depth) for direct in (True, False)
         for mib, depth in ((1, 1), (1, 4), (4, 1), (4, 4), (8, 4), (4, 8))]
+# Files that a process may still open when it stops making more for shards. It needs a few to look
+# how much memory there is, to save a checkpoint, and to say what is wrong.
+SPARE_FILES = 32
 PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -75,6 +79,7 @@ class File:
         self.handle: Any = (open(folder / name, "xb+", buffering=0) if name else
                             tempfile.TemporaryFile(dir=folder, buffering=0))
         self.fd, self.nbytes = self.handle.fileno(), nbytes
+        allow_more_files(self.fd)
         self.users: list[Any] = []  # who has tensors in it
         os.posix_fallocate(self.fd, 0, nbytes)
         self.mapped: torch.Tensor | None = None
@@ -138,6 +143,25 @@ class File:
         os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
         if was_mapped:
             self._map()
+
+
+def allow_more_files(fd: int) -> int:
+    """
+    ## Raise this process's limit on open files once about half of it is taken
+
+    * `fd` is the descriptor of the file that was opened last. The system gives out the lowest one
+      that is free, so its number says how many are taken
+
+    Each file of a shard stays open, and most systems allow a process 1024 files unless it asks for
+    more. Half of the limit is left for what else it opens: sockets, other files, libraries.
+
+    Returns how many more files may be opened. The hard limit cannot be raised from here.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 2 * fd + SPARE_FILES >= soft and soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return soft - fd
 
 
 def whole_blocks(nbytes: int) -> int:
@@ -265,7 +289,7 @@ def check_picture(picture: Path) -> None:
     """
     what = "cannot draw --picture"
     expect(not missing("matplotlib"), what, "matplotlib", "a Python without it",
-           "install it, `pip install 'zero3[app]'`, or leave --picture out")
+           f"{INSTALL}, or leave --picture out")
     expect(picture.suffix in PICTURES and not picture.is_dir(), what,
            f"the name of a file, with one of {', '.join(PICTURES)}", picture, "pass another name")
     try:

@@ -29,14 +29,15 @@ call, so that nothing here tells them apart; `InFile` makes of it `read_async`, 
 **Run this**: `python -m zero3.offload bench --folder DIR` measures a disk both ways; `make train
 ARGS="--offload-params nvme --offload-optimizer nvme"` trains from files.
 
-**Not covered, and what that costs**: files are scratch and end with the run, so a run that is cut
-off begins again. They have no name in their folder from the moment they are made: the system gives
-their space back however the run ends, nobody else opens them, and several runs may share a folder;
-but `ls` does not show them, `df` does. Activations stay where they are computed. A shard in a file
-has no elements that an optimizer of torch's could step: that takes `Zero3Optimizer`. Whole layers
-are freed and made again all the time, and glibc keeps some of such memory for itself, in pieces;
-where that is too much, `MALLOC_MMAP_THRESHOLD_=131072` in the environment makes it give all back,
-at some cost in speed.
+**Not covered, and what that costs**: a shard in files has a file of its own, which stays open, so
+there are as many shards as the system's hard limit on open files allows (`ulimit -Hn`), less a few.
+Files are scratch and end with the run, so a run that is cut off begins again. They have no name in
+their folder from the moment they are made: the system gives their space back however the run ends,
+nobody else opens them, and several runs may share a folder; but `ls` does not show them, `df` does.
+Activations stay where they are computed. A shard in a file has no elements that an optimizer of
+torch's could step: that takes `Zero3Optimizer`. Whole layers are freed and made again all the time,
+and glibc keeps some of such memory for itself, in pieces; where that is too much,
+`MALLOC_MMAP_THRESHOLD_=131072` in the environment makes it give all back, at some cost in speed.
 """
 
 import concurrent.futures
@@ -53,7 +54,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero3.disk import ALIGN_BYTES, File, aligned, main, whole_blocks
+from zero3.disk import (
+    ALIGN_BYTES,
+    SPARE_FILES,
+    File,
+    aligned,
+    allow_more_files,
+    main,
+    whole_blocks,
+)
 from zero3.options import expect, whole
 
 TIERS = ("device", "cpu", "nvme")
@@ -276,14 +285,21 @@ class Store:
         try:
             made = File(folder, nbytes, self.offload.direct)
             self.files.add(made)
+            if allow_more_files(made.fd) < SPARE_FILES:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         except (OSError, RuntimeError) as error:
             # torch raises the latter where it cannot map a file.
             problem = f"{error}"
             if getattr(error, "errno", None) == errno.ENOSPC:
                 problem += f" with {shutil.disk_usage(folder).free:,} bytes left"
+            if os.strerror(errno.EMFILE) in problem:
+                most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+                problem = (f"{len(self.files) - 1} shards in files so far, and a limit of {most} "
+                           "files for all that the process opens (`ulimit -Hn`)")
         owner.wire.agree(owner, f"cannot offload to {folder}", f"a folder that takes {nbytes:,} "
-                         "bytes more from each rank", problem, "make the folder, let this user "
-                         "write to it, or choose one on a larger disk")
+                         "bytes more from each rank, in a file of its own", problem, "make the "
+                         "folder, let this user write to it, choose one on a larger disk, or raise "
+                         "a limit on open files (`ulimit -n`) before the start")
         return made  # type: ignore[return-value]
 
     def take(self, user: "InFile") -> torch.Tensor:
