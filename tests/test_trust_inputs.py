@@ -198,6 +198,27 @@ def test_every_seed_of_64_bits_draws_batches_and_small_ones_draw_what_they_drew(
         assert gpt.global_batch(data, 5, 3, 4, seed)[:, 0].tolist() == starts.tolist()
 
 
+def test_a_run_that_diverges_ends_with_one_line(tmp_path, capsys):
+    """
+    A learning rate that passes for a number, and is too high. Breaks where the optimizer's error
+    comes with a traceback through the main job.
+    Proves `train.main`, `leave`.
+    """
+    options = [*SMALL[:4], "--device=cpu", "--steps=9", "--lr=1e30", f"--out={tmp_path}"]
+    assert "lower the learning rate" in refused(capsys, train.main, *options)
+
+
+def test_bytes_that_are_no_utf_8_continue_like_others(tmp_path, capsys):
+    """
+    And the largest seed trains. Breaks where the prompt is first encoded after training.
+    Proves `finish`, `global_batch`.
+    """
+    prompt = os.fsdecode(b"\xff\xfe")
+    options = ["--sample=2", f"--prompt={prompt}", f"--seed={2**64 - 1}", f"--out={tmp_path}"]
+    assert train.main([*SMALL, *options]) == 0
+    assert "\n\ufffd\ufffd" in capsys.readouterr().out
+
+
 def lame(place, error, folder):
     """The main job on a rank of two, of which rank 1 has a problem of its own."""
     rank, before = dist.get_rank(), getattr(train, place)

@@ -458,8 +458,15 @@ def main(argv: list[str] | None = None) -> int:
         except ValueError as error:
             return leave(error, rank, world_size)
         begun = len(run.losses)
-        with progress(ranks, args.steps) as show:
-            train(model, optimizer, text, held_out, args, ranks, show, run)
+        try:
+            with progress(ranks, args.steps) as show:
+                train(model, optimizer, text, held_out, args, ranks, show, run)
+        except RuntimeError as error:
+            # An error that says what to do needs no traceback: the learning rate was too high,
+            # another rank is gone, the disk is full.
+            if "What to do: " not in str(error):
+                raise
+            return leave(error, rank, world_size)
         if run.measured:
             finish(model, optimizer, config, args, ranks, run)
             if args.save_every or begun:
