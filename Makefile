@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "zero3 needs Python 3.10 or newer, and $(PYTHON) is %d.%d. Set PYTHON=..." % sys.version_info[:2])'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[tests,docs,notebooks]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[app,tests,docs,notebooks]'
 	@touch $@
 
 train: $(STAMP) ## Train a small GPT in shards, NPROC=2 ranks (ARGS="--help" lists the options)

@@ -86,6 +86,9 @@ from zero3.launch import my_device
 from zero3.ledger import Ledger, held_bytes
 
 ROWS = 4  # of each rank, in a step
+# By default a GPU's convolutions round fp32 to 10 bits. One process and several would round other
+# sums, and 3 decimals would not be left.
+torch.backends.cudnn.allow_tf32 = False
 
 
 def new_layers(config):

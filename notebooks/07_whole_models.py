@@ -108,6 +108,7 @@ def train(ways, limits):
 
 # %%
 import matplotlib.pyplot as plt
+import torch
 
 from zero3 import report
 from zero3.launch import default_ranks, preload, run
@@ -142,7 +143,9 @@ assert show(1, "forward") == (7, 7)
 assert show(1, "backward")[0] == 0
 assert show(2, "forward") == (1, 7)
 assert show(2, "backward") == (0, 4)
-assert all(rank["off"] < 1e-5 for rank in ranks)
+# One process with the rows of all ranks adds in another order than the ranks do. The more ranks
+# there are, the more sums differ.
+assert all(rank["off"] < 1e-5 * max(1, N / 2) for rank in ranks)
 
 # %% [markdown]
 # **Measured**: in all passes but the first. Nothing is known in the first forward, and each unit
@@ -217,8 +220,11 @@ for name, limit in limits.items():
     print(f"{name:16}{gathers[name]:18}{most:14,}{most / whole:14.0%}")
     weights.append(found["weights"])
     assert most <= rest + 2 * block + limit["prefetch_numel"]
-assert [*gathers.values()] == [11, 11, 9, 6] and all(w.equal(weights[0]) for w in weights)
-print(f"\nsame bits: {all(w.equal(weights[0]) for w in weights)}")
+same = all(w.equal(weights[0]) for w in weights)
+# Bits are promised on a CPU. NCCL may add in another order from one run to the next.
+close = all(w.allclose(weights[0], atol=1e-5) for w in weights)
+assert [*gathers.values()] == [11, 11, 9, 6] and (close if torch.cuda.is_available() else same)
+print(f"\nsame bits: {same}")
 
 # %% [markdown]
 # **Measured**: six, one for each unit: what comes soon again is not freed, and from forward to

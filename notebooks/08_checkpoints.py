@@ -132,6 +132,7 @@ assert 0 <= written - 12 * numel < 12 * 2 * N
 # Where are the weights the same to the bit? And after two more steps?
 
 # %%
+on_gpus = torch.cuda.is_available()
 print(f"saved on {N}; losses afterwards{'':13}" + "  ".join(f"{loss:.3f}" for loss in losses))
 for ranks in dict.fromkeys((N, 1, N + 1)):
     loaded, after, weights, extra = run("worker_08:goes_on", ranks, str(folder), rows)[0]
@@ -139,8 +140,11 @@ for ranks in dict.fromkeys((N, 1, N + 1)):
     still = all(weights[name].equal(weight) for name, weight in later.items())
     print(f"loaded on {ranks}: same bits {same!s:7} losses  "
           + "  ".join(f"{loss:.3f}" for loss in after) + f"   then same bits: {still}")
-    assert same and extra == {"epoch": 1} and (still or ranks != N)
-    assert all(abs(a - b) < 1e-3 for a, b in zip(after, losses, strict=True))
+    assert same and extra == {"epoch": 1} and (still or ranks != N or on_gpus)
+    # On GPUs other kernels run for other numbers of rows, and more ranks than GPUs run on the CPU.
+    # Each rounds to the 8 bits of bf16 in other places.
+    assert all(abs(a - b) < (1 / 256 if on_gpus else 1e-3)
+               for a, b in zip(after, losses, strict=True))
 
 # %% [markdown]
 # **Measured**: after loading, always: on more ranks and on fewer, no bit of a weight is another.

@@ -288,6 +288,8 @@ def test_the_command_line_prints_the_three_stages_with_their_bases():
     rows = [[float(x) for x in line.split()[-3:]] for line in text.splitlines() if line[1:2] == ":"]
     assert rows[:2] == [[120, 135, 150], [31.41, 46.41, 31.88]]
     assert rows[2:] == [[16.64, 16.88, 17.11], [1.88, 2.11, 2.34]]
-    for params, error in (("-1", "invalid number value"), ("0", "expected parameters, ranks")):
+    for params, error in (
+            ("-1", "invalid number value"),
+            ("0", "--params is too small. Expected: at least 1. Got: 0.0.")):
         wrong = subprocess.run([*command, params], capture_output=True, text=True)
         assert wrong.returncode == 2 and error in wrong.stderr

@@ -930,9 +930,9 @@ def test_a_file_that_was_cooled_is_not_in_the_page_cache(direct, tmp_path):
 
 def test_the_benchmark_prints_a_table_and_draws_it(tmp_path):
     """
-    Twelve ways of asking, six of each kind, and a picture in a folder that is made for it. A folder
-    that is not there is an error and no traceback.
-    Proves `disk.main`, `disk.sweep`, `show`, `draw_disk`.
+    Twelve ways of asking, six of each kind, each told as soon as it was measured; and a picture in
+    a folder that is made for it. A folder that is not there is one line and no traceback.
+    Proves `disk.main`, `disk.sweep`, `show`, `draw_disk`, `check_picture`.
     """
     picture = tmp_path / "pictures" / "disk.png"
     told = ask("zero3.offload", "bench", "--folder", str(tmp_path), "--mib", "64", "--rounds", "1",
@@ -940,9 +940,11 @@ def test_the_benchmark_prints_a_table_and_draws_it(tmp_path):
     assert told.returncode == 0, told.stderr
     assert told.stdout.count("past the cache") == 6
     assert told.stdout.count("mapped into memory") == 6
+    assert told.stderr.count("round 1 of 1: ") == told.stderr.count("\n") == 12
     assert picture.stat().st_size > 10_000
     told = ask("zero3.offload", "bench", "--folder", str(tmp_path / "missing"))
-    assert told.returncode == 2 and "expected a folder with room for 1024 MiB" in told.stderr
+    assert told.returncode == 2 and "Expected: a folder that takes files. Got: " in told.stderr
+    assert told.stderr.count("\n") == 1
 
 
 # -------------------------------------------------------------------------------------------- gpu

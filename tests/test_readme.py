@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(),
                     re.DOTALL)
@@ -17,9 +18,15 @@ BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README
 def program(which, folder):
     """
     The first block, with lines of it replaced by another block as the text between them says; or
-    with the block about checkpoints in the end.
+    with the block about checkpoints in the end. Without two GPUs a CPU stands in for them.
     """
     first, *others = BLOCKS
+    if which == "gpu":
+        lines = first.splitlines(keepends=True)
+        begin = next(i for i, line in enumerate(lines) if "init_process_group" in line)
+        (block,) = [block for block in others if "nccl" in block]
+        return "".join([*lines[:begin], block, *lines[begin + 3 :]]).replace(
+            "model(x), y", "model(x.to(device)), y.to(device)")
     lines = [line for name in (["layers", "model", "optimizer"] if which == "wrap" else
                                ["model", "optimizer"]) for line in first.splitlines()
              if line.startswith(f"{name} =")]
@@ -33,13 +40,20 @@ def program(which, folder):
     return first.replace(f"{lines[0]}\n", block.replace("/mnt/nvme", str(folder)))
 
 
-@pytest.mark.parametrize("which", ["first", "wrap", "nvme"])
+@pytest.mark.parametrize("which", ["first", "wrap", "nvme", "gpu"])
 def test_a_program_of_the_readme_runs_on_two_ranks(which, tmp_path):
     """
     Each ends with the shapes of the full parameters, which both ranks print.
     Proves `Zero3Sequential`, `Zero3Optimizer`, `Offload`, `wrap`.
     """
-    (tmp_path / "mine.py").write_text(program(which, tmp_path))
+    text = program(which, tmp_path)
+    if which == "gpu" and torch.cuda.device_count() < 2:
+        for theirs, ours in (('torch.device("cuda", int(os.environ["LOCAL_RANK"]))',
+                              'torch.device("cpu")'), ("torch.cuda.set_device(device)\n", ""),
+                             ('"nccl", device_id=device', '"gloo"')):
+            assert text.count(theirs) == 1
+            text = text.replace(theirs, ours)
+    (tmp_path / "mine.py").write_text(text)
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
          "mine.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120,

@@ -26,6 +26,7 @@ Read the chapters in this order, and the tools where a chapter uses them: `wire.
 | tools | `predict.py` | the same bytes, from shapes |
 | tools | `launch.py` | ranks that are started from Python, in notebooks and tests |
 | tools | `estimate.py` | the papers' formulas, and a command line to ask them |
+| tools | `options.py` | checks of what is passed, and one line when it cannot work |
 | app | `gpt.py`, `train.py` | a byte-level GPT, and the main job |
 | app | `run.py`, `report.py` | its ranks and checkpoints; its table and pictures |
 

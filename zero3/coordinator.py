@@ -56,6 +56,7 @@ from zero3.layer import Zero3Layer, _own_modules
 from zero3.ledger import Ledger, tensors_in
 from zero3.materialise import Deferred, Source, save
 from zero3.offload import Offload
+from zero3.options import MOST, expect, whole
 from zero3.units import Schedule, Unit
 from zero3.wire import Wire
 
@@ -204,8 +205,12 @@ class Zero3Model(nn.Module):
 
         Each is gathered once after a step, in place of forward and backward of each micro-batch.
         All ranks call it alike, between two steps. Returns the elements that will stay. Suspends I2
-        for them.
+        for them. Raises `ValueError` for what is no whole number.
         """
+        for name, value in (("below_numel", below_numel), ("model_numel", model_numel)):
+            left_out = value is None and name == "model_numel"
+            expect(left_out or whole(value), f"mark_persistent_parameters: `{name}`", "a whole "
+                   "number of elements", repr(value), "pass such a number")
         self.release_all()
         left_numel = float("inf") if model_numel is None else model_numel
         for unit in self.units:
@@ -363,7 +368,7 @@ class Zero3Model(nn.Module):
 
 def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = (),
          prefetch_numel: int | None = None, max_live_numel: int | None = None,
-         persist_below_numel: int = 0, offload: Offload | None = None,
+         persist_below_numel: int = 0, offload: Offload | str | None = None,
          device: torch.device | str | None = None, seed: int = 0,
          init: Callable[[nn.Module], Any] | None = None, checkpoint: str | Path | None = None,
          debug: bool = False) -> Zero3Model:
@@ -385,23 +390,35 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
     * `max_live_numel` elements of full parameters there are at once, at most, those that persist
       among them; `full_params` and `save` come on top. Left out, there is no limit
     * `persist_below_numel`: as for `mark_persistent_parameters`
-    * `offload` says where shards rest; left out, on the device
+    * `offload` says where shards rest, as an `Offload` or as "cpu"; left out, on the device
     * `device` is where to materialise; left out, where the model is, or the CPU
     * `seed`, `init` and `checkpoint` are as for `Source`
     * `debug` has ranks compare what they are about to gather; on the CPU messages always say so,
       and this finds out on an accelerator what NCCL would hang on, where one rank gathers one unit
       and another one another
 
-    Raises `TypeError` for what is no class. Raises `RuntimeError` where there is nothing to wrap, a
+    Raises `TypeError` for what is no model, no class or no function, and `ValueError` for numbers
+    that cannot be, before anything changes. Raises `RuntimeError` where there is nothing to wrap, a
     unit has no values, the limit is too low, and as `Zero3Layer`; where units inside of others, or
     external ones, exceed the limit, in the first pass. ZeRO-Infinity, sections 6.2, 7.1 and 7.2.
     Keeps I1 to I8; I2 but for what persists, I3 and I4 as the formula and the table in `units.py`
     say.
     """
+    expect(isinstance(model, nn.Module), "wrap", "a model", repr(model),
+           "pass the model itself, and not its class", TypeError)
+    expect(init is None or callable(init), "wrap: `init`", "a function of a module", repr(init),
+           "pass one, or leave it out", TypeError)
+    for name, value, least in (("prefetch_numel", prefetch_numel, 0),
+                               ("max_live_numel", max_live_numel, 1),
+                               ("persist_below_numel", persist_below_numel, 0),
+                               ("seed", seed, -MOST)):
+        left_out = value is None and name in ("prefetch_numel", "max_live_numel")
+        expect(left_out or whole(value, least), f"wrap: `{name}`",
+               f"a whole number of at least {least}", repr(value), "pass such a number")
     at = next((p.device for p in model.parameters() if not p.is_meta), "cpu")
     source = Source(torch.device(device or at), seed, init, checkpoint)
     return Zero3Model(model, layer_classes, leaf_classes, source, prefetch_numel, max_live_numel,
-                      persist_below_numel, offload, debug)
+                      persist_below_numel, Offload.of(offload), debug)
 
 
 def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 20, *,

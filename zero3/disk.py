@@ -22,7 +22,8 @@ from the disk and went to it. If they are over 1 % fewer than were read or writt
 figure. What a disk or a virtual
 machine's host caches by itself cannot be told from here: choose a size above it.
 
-**Run this**: `python -m zero3.offload bench --folder DIR`.
+**Run this**: `python -m zero3.offload bench --folder DIR`. It takes a few minutes, with a line for
+each figure as it comes. `--picture FILE` draws them too.
 
 **Not covered, and what that costs**: the system's asynchronous calls (`io_uring`, libaio) need one
 thread where these are several; `make bench ARGS="--disk DIR"` measures what libaio gains, by fio.
@@ -33,7 +34,9 @@ import concurrent.futures
 import errno
 import fcntl
 import os
+import resource
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -43,8 +46,17 @@ from typing import Any
 
 import torch
 
+from zero3.options import INSTALL, Parser, expect, folder, missing, whole, within
+
 # Serves disks with blocks of 512 and of 4096 bytes; for larger ones `File.move` falls back.
 ALIGN_BYTES = 4096
+# Past the cache or not, bytes of a request, and how many are with the disk at once.
+WAYS = [(direct, mib << 20, depth) for direct in (True, False)
+        for mib, depth in ((1, 1), (1, 4), (4, 1), (4, 4), (8, 4), (4, 8))]
+# Files that a process may still open when it stops making more for shards. It needs a few to look
+# how much memory there is, to save a checkpoint, and to say what is wrong.
+SPARE_FILES = 32
+PICTURES = (".png", ".svg", ".pdf")
 
 
 class File:
@@ -67,6 +79,7 @@ class File:
         self.handle: Any = (open(folder / name, "xb+", buffering=0) if name else
                             tempfile.TemporaryFile(dir=folder, buffering=0))
         self.fd, self.nbytes = self.handle.fileno(), nbytes
+        allow_more_files(self.fd)
         self.users: list[Any] = []  # who has tensors in it
         os.posix_fallocate(self.fd, 0, nbytes)
         self.mapped: torch.Tensor | None = None
@@ -130,6 +143,25 @@ class File:
         os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
         if was_mapped:
             self._map()
+
+
+def allow_more_files(fd: int) -> int:
+    """
+    ## Raise this process's limit on open files once about half of it is taken
+
+    * `fd` is the descriptor of the file that was opened last. The system gives out the lowest one
+      that is free, so its number says how many are taken
+
+    Each file of a shard stays open, and most systems allow a process 1024 files unless it asks for
+    more. Half of the limit is left for what else it opens: sockets, other files, libraries.
+
+    Returns how many more files may be opened. The hard limit cannot be raised from here.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 2 * fd + SPARE_FILES >= soft and soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return soft - fd
 
 
 def whole_blocks(nbytes: int) -> int:
@@ -204,68 +236,104 @@ def _disk_bytes(write: bool) -> int:
     return int(dict(line.split(": ") for line in lines)[name])
 
 
-def sweep(folder: Path, nbytes: int, rounds: int) -> Iterator[list[Speed]]:
+def sweep(folder: Path, nbytes: int, rounds: int) -> Iterator[tuple[int, Speed]]:
     """
     ## Every way of asking, once in each round
 
     * `nbytes` are as for `measure`; `rounds` is how often
 
-    Yields what each round gave. One way after the other in each, for disks that others share are
-    faster at one time than at another, and that would look like the effect of a setting.
+    Yields each figure as soon as it is there, with the number of its round. The ways take turns
+    within a round, because a disk that others share is faster at one time than at another, and
+    that would look like the effect of a setting.
     """
-    asked = [(direct, block << 20, depth) for direct in (True, False)
-             for block, depth in ((1, 1), (1, 4), (4, 1), (4, 4), (8, 4), (4, 8))]
-    for _ in range(rounds):
-        yield [measure(folder, nbytes, *each) for each in asked]
+    for turn in range(rounds):
+        for each in WAYS:
+            yield turn, measure(folder, nbytes, *each)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """
     ## The command line, of `zero3.offload`
     """
-    parser = argparse.ArgumentParser(prog="python -m zero3.offload")
-    bench = parser.add_subparsers(required=True).add_parser(
+    parser = Parser(prog="python -m zero3.offload")
+    bench = parser.add_subparsers(required=True, metavar="bench").add_parser(
         "bench", help="measure how fast a disk reads and writes",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    bench.add_argument("--folder", type=Path, required=True, help="on the disk to measure")
+    bench.add_argument("--folder", required=True, help="on the disk to measure")
     bench.add_argument("--mib", type=int, default=1024, help="size of the file that is written")
     bench.add_argument("--rounds", type=int, default=3, help="how often everything is measured")
-    bench.add_argument("--out", type=Path, default=Path("runs/disk.png"), help="the picture")
-    args = parser.parse_args()
-    nbytes = args.mib << 20
-    if args.rounds < 1 or nbytes < 64 << 20 or nbytes % (32 << 20):
-        parser.error("expected at least one round, and a file of 64 MiB or another multiple of 32, "
-                     f"got {args.rounds} and {args.mib} MiB")
+    bench.add_argument("--picture", "--out", type=Path, metavar="FILE", help="draw the figures too "
+                       f"(*{', *'.join(PICTURES)}); left out, nothing is written")
+    args = parser.parse_args(argv)
+    nbytes = args.mib << 20 if whole(args.mib, 64, 1 << 40) else 0
     try:
-        show(args.folder, nbytes, args.rounds, args.out)
+        expect(nbytes > 0 and nbytes % (32 << 20) == 0, "--mib does not split into requests",
+               "64 or another multiple of 32", args.mib, "pass such a number of MiB")
+        within("--rounds", args.rounds, 1, 1000)
+        folder("--folder", args.folder)
+        if args.picture is not None:
+            check_picture(args.picture)
+        show(Path(args.folder), nbytes, args.rounds, args.picture)
+    except ValueError as error:
+        bench.error(f"{error}")
     except OSError as error:
-        parser.error(f"expected a folder with room for {args.mib} MiB, got {error}")
+        bench.error(f"cannot measure. Expected: a folder with room for {args.mib} MiB. Got: "
+                    f"{error}. What to do: choose a folder on a larger disk, or pass --mib")
 
 
-def show(folder: Path, nbytes: int, rounds: int, picture: Path) -> None:
+def check_picture(picture: Path) -> None:
+    """
+    ## Raise `ValueError` when a picture could not be written
+
+    Before minutes are spent on its figures. Makes the folder that it goes to.
+    """
+    what = "cannot draw --picture"
+    expect(not missing("matplotlib"), what, "matplotlib", "a Python without it",
+           f"{INSTALL}, or leave --picture out")
+    expect(picture.suffix in PICTURES and not picture.is_dir(), what,
+           f"the name of a file, with one of {', '.join(PICTURES)}", picture, "pass another name")
+    try:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        expect(False, what, "a folder for it", error, "choose another one")
+    folder("--picture", picture.parent)
+
+
+def show(folder: Path, nbytes: int, rounds: int, picture: Path | None) -> None:
     """
     ## Measure, and say what was found
 
-    The median of the rounds, in GB/s (1e9 bytes). Raises `OSError` as `measure` does.
+    Each figure goes to the error stream as it comes, because all of them take minutes. Then the
+    medians of the rounds are printed, in GB/s (1e9 bytes). Raises `OSError` as `measure` does.
     """
-    # Here, because matplotlib takes a second to import.
-    from zero3 import report
-
-    found = list(zip(*sweep(folder, nbytes, rounds), strict=True))
+    found: dict[Any, list[Speed]] = {}
+    for turn, speed in sweep(folder, nbytes, rounds):
+        found.setdefault(_way(speed), []).append(speed)
+        print(f"round {turn + 1} of {rounds}: {_way(speed)}   write {_figure(speed.write_gb_s):16}"
+              f"read {_figure(speed.read_gb_s)}", file=sys.stderr, flush=True)
     print(f"a file of {nbytes >> 20} MiB in {folder}, cold: written, forced out and dropped from "
           f"the page cache before\nit is read. GB/s (1e9 bytes), median of {rounds} rounds "
           "(least and most)\n")
     print(f"{'way':22}{'block':>8}{'queue':>7}   {'write':22}{'read':22}")
-    for rows in found:
-        way = "past the cache" if rows[0].direct else "mapped into memory"
-        cells = [_cell([getattr(row, what) for row in rows])
-                 for what in ("write_gb_s", "read_gb_s")]
-        print(f"{way:22}{rows[0].block_bytes >> 20:>4} MiB{rows[0].queue_depth:>7}   "
-              + "".join(f"{cell:22}" for cell in cells).rstrip())
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    caption = f"{nbytes >> 20} MiB, {rounds} rounds, commit {report.commit()}"
-    report.draw_disk(found, caption).savefig(picture)
-    print(f"\nwrote {picture}")
+    for way, rows in found.items():
+        cells = [_cell([row.write_gb_s for row in rows]), _cell([row.read_gb_s for row in rows])]
+        print(f"{way}   " + "".join(f"{cell:22}" for cell in cells).rstrip())
+    if picture is not None:
+        # Here, because matplotlib takes a second to import.
+        from zero3 import report
+
+        caption = f"{nbytes >> 20} MiB, {rounds} rounds, commit {report.commit()}"
+        report.draw_disk([tuple(rows) for rows in found.values()], caption).savefig(picture)
+        print(f"\nwrote {picture}")
+
+
+def _way(speed: Speed) -> str:
+    way = "past the cache" if speed.direct else "mapped into memory"
+    return f"{way:22}{speed.block_bytes >> 20:>4} MiB{speed.queue_depth:>7}"
+
+
+def _figure(value: float | None) -> str:
+    return "not the disk's" if value is None else f"{value:.2f} GB/s"
 
 
 def _cell(values: list[float | None]) -> str:

@@ -30,6 +30,10 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any
 
+from zero3.options import Parser, within
+
+# More than any model or machine has. Beyond it a product of two options is no number.
+MOST = 1e24
 # Bytes per parameter of half-precision training with Adam: parameters, gradients, optimizer states
 # ($K$).
 #
@@ -249,11 +253,11 @@ def advise(params: float, ranks: int, has: dict[str, float], layers: int = 32) -
     return next((place for place in places(params, ranks, layers) if place.fits(mine)), None)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """
     ## The command line
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m zero3.estimate",
         description="Memory for model states, stage by stage; with --gpu, tier by tier.")
     add = parser.add_argument
@@ -265,11 +269,14 @@ def main() -> None:
     add("--layers", type=int, default=32, help="layers of the model, taken to be equally large")
     add("--tokens", type=float, default=8192.0, help="of a rank in a step")
     add("--tflops", type=float, default=70.0, help="that a device reaches, in 1e12 flops a second")
-    args = parser.parse_args()
-    if min(args.params, args.tokens, args.tflops) <= 0 or min(args.ranks, args.layers) < 1:
-        parser.error("expected parameters, ranks, layers, tokens and flops above zero, got "
-                     f"{args.params:g}, {args.ranks}, {args.layers}, {args.tokens:g} and "
-                     f"{args.tflops:g}")
+    args = parser.parse_args(argv)
+    try:
+        for name, least in (("params", 1), ("ranks", 1), ("layers", 1), ("tokens", 1),
+                            ("tflops", 1e-6), ("gpu", 0), ("cpu", 0), ("nvme", 0)):
+            if getattr(args, name) is not None:
+                within(f"--{name}", getattr(args, name), least, MOST)
+    except ValueError as error:
+        parser.error(f"{error}")
     if args.gpu is None:
         show_stages(args.params, args.ranks)
     else:

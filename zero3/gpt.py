@@ -45,6 +45,9 @@ from labml_nn.transformers.primer_ez import MultiDConvHeadAttention, SquaredReLU
 from torch import nn
 from torch.nn import functional as F
 
+from zero3.offload import room
+from zero3.options import expect
+
 # labml_nn 0.5 shows its attention to `tracker.debug`, which labml 0.5 does not have: without it,
 # every forward raises.
 if not hasattr(tracker, "debug"):
@@ -71,6 +74,20 @@ class GPTConfig:
                 f"d_model does not split into heads. Expected: a multiple of {self.n_heads} heads. "
                 f"Got: d_model = {self.d_model}. What to do: change one of the two."
             )
+
+    @property
+    def numel(self) -> int:
+        """
+        ### Parameters of the model, without building it
+
+        A block has four square matrices and two of the feed-forward network, with their biases,
+        two norms, and three convolutions with three weights and a bias for each feature of a head.
+        """
+        d, per_head = self.d_model, self.d_model // self.n_heads
+        block = 4 * (d * d + d) + 2 * d * self.d_ff + self.d_ff + d + 2 * 2 * d + 3 * 4 * per_head
+        embedding = (self.n_vocab + self.seq_len) * d
+        head = 2 * d + self.n_vocab * (d + 1)
+        return embedding + self.n_layers * block + head
 
 
 class Embedding(nn.Module):
@@ -215,12 +232,17 @@ def load_bytes(path: str | Path | None = None) -> torch.Tensor:
     in the training part too.
     """
     if path is not None:
-        if not Path(path).is_file():
-            raise ValueError(
-                f"there is no text to train on. Expected: a file. Got: {path}. "
-                "What to do: check the path, or leave it out and take the default text."
-            )
-        data = Path(path).read_bytes()
+        what = "there is no text to train on"
+        cure = "check the path, or leave it out and take the default text"
+        expect(Path(path).is_file(), what, "a file", path or "an empty path", cure)
+        nbytes, left_bytes = Path(path).stat().st_size, room(torch.device("cpu"))
+        # It is copied once.
+        expect(2 * nbytes <= left_bytes, what, f"a file that fits into {left_bytes:,} bytes of "
+               "memory twice", f"{path}, of {nbytes:,} bytes", "take a part of it")
+        try:
+            data = Path(path).read_bytes()
+        except OSError as error:
+            expect(False, what, "a file that can be read", error, cure)
     else:
         from pydoc_data.topics import topics
 
@@ -253,7 +275,8 @@ def global_batch(
     int64, and takes its rows of it. So any number of ranks trains on the same windows, and there
     is nothing to send.
     """
-    generator = torch.Generator().manual_seed(1_000_003 * seed + step)
+    # Within the 64 bits of a seed, whatever the product is.
+    generator = torch.Generator().manual_seed((1_000_003 * seed + step) % 2**64)
     starts = torch.randint(len(data) - seq_len, (rows,), generator=generator)
     return data.unfold(0, seq_len + 1, 1)[starts].long()
 

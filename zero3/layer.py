@@ -63,6 +63,7 @@ from torch import nn
 
 from zero3.ledger import Ledger, Silence, in_backward, tensors_in
 from zero3.offload import FreedParameter, InFile, InMemory, Offload
+from zero3.options import expect, whole
 from zero3.wire import Transfer, Wire
 
 
@@ -161,7 +162,7 @@ class Zero3Layer(nn.Module):
 
     def __init__(self, module: nn.Module, rank: int | None = None, world_size: int | None = None,
                  device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-                 offload: Offload | None = None):
+                 offload: Offload | str | None = None):
         """
         ### Shard a module
 
@@ -172,16 +173,23 @@ class Zero3Layer(nn.Module):
         * `rank` and `world_size` default to those of the process group; without one, to 0 and 1
         * `device` defaults to where the parameters are
         * `dtype` is what all parameters must be; left out, a layer may mix data types
-        * `offload` says where the shards rest; left out, on the device
+        * `offload` says where the shards rest, as an `Offload` or as "cpu"; left out, on the device
 
+        Raises `TypeError` for what is no module or no rank, and `ValueError` for what is no tier.
         Raises `RuntimeError` where the module is sharded already, shares a parameter with another
         layer, is elsewhere or of another dtype, or differs between ranks; and where there is no
         room for the shards.
         ZeRO, section 5.3. Keeps I2 and I5.
         """
+        expect(isinstance(module, nn.Module), "Zero3Layer", "a module", repr(module),
+               "pass the layer itself, and not its class", TypeError)
+        for number in (rank, world_size):
+            expect(number is None or whole(number), "Zero3Layer", "whole numbers for `rank` and "
+                   "`world_size`", repr(number), "leave them out, and take the process group's",
+                   TypeError)
         super().__init__()
         self.module = module
-        self.wire, self.offload = Wire(rank, world_size), offload or Offload()
+        self.wire, self.offload = Wire(rank, world_size), Offload.of(offload)
         # Neighbours and place in forward order; `Zero3Sequential` sets them.
         self.prev_layer, self.next_layer = [], []  # type: tuple[list[Zero3Layer], list[Zero3Layer]]
         self.layer_idx, self.label = -1, type(module).__name__
@@ -815,15 +823,21 @@ class Zero3Sequential(nn.Module):
     ## A chain of layers, each unsharded while the one before computes
     """
 
-    def __init__(self, modules: list[Zero3Layer]):
+    def __init__(self, modules: Iterable[Zero3Layer]):
         """
         ### Link the layers
 
-        * `modules` are `Zero3Layer`s, in forward order
+        * `modules` are `Zero3Layer`s, in forward order: a list, or whatever yields them
 
-        Raises `TypeError` for anything else.
+        Raises `TypeError` for anything else, and `ValueError` without a layer.
         """
         super().__init__()
+        expect(isinstance(modules, Iterable), "Zero3Sequential", "a list of Zero3Layers",
+               type(modules), "pass `[layer]` for one", TypeError)
+        # Once: a generator yields each layer a single time.
+        modules = list(modules)
+        expect(len(modules) > 0, "Zero3Sequential", "at least one layer", "none",
+               "look at what should have made the layers")
         for i, m in enumerate(modules):
             if not isinstance(m, Zero3Layer):
                 raise TypeError(f"Zero3Sequential, element {i}. Expected: a Zero3Layer. Got: "

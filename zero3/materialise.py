@@ -206,8 +206,16 @@ class Source:
         """
         #### Random numbers of a module's own, and afterwards those from before
         """
-        with torch.random.fork_rng():
-            torch.manual_seed(zlib.crc32(f"{self.seed} {at}".encode()))
+        seed = zlib.crc32(f"{self.seed} {at}".encode())
+        # `torch.manual_seed` and a bare `fork_rng` would go through every GPU of the machine. A
+        # rank has one.
+        gpu = [self.device] if self.device.type != "cpu" else []
+        with torch.random.fork_rng(gpu, device_type=self.device.type if gpu else "cuda"):
+            torch.default_generator.manual_seed(seed)
+            for device in gpu:
+                backend = torch.get_device_module(device)
+                with backend.device(device):
+                    backend.manual_seed(seed)
             yield
 
 

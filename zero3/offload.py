@@ -29,14 +29,15 @@ call, so that nothing here tells them apart; `InFile` makes of it `read_async`, 
 **Run this**: `python -m zero3.offload bench --folder DIR` measures a disk both ways; `make train
 ARGS="--offload-params nvme --offload-optimizer nvme"` trains from files.
 
-**Not covered, and what that costs**: files are scratch and end with the run, so a run that is cut
-off begins again. They have no name in their folder from the moment they are made: the system gives
-their space back however the run ends, nobody else opens them, and several runs may share a folder;
-but `ls` does not show them, `df` does. Activations stay where they are computed. A shard in a file
-has no elements that an optimizer of torch's could step: that takes `Zero3Optimizer`. Whole layers
-are freed and made again all the time, and glibc keeps some of such memory for itself, in pieces;
-where that is too much, `MALLOC_MMAP_THRESHOLD_=131072` in the environment makes it give all back,
-at some cost in speed.
+**Not covered, and what that costs**: a shard in files has a file of its own, which stays open, so
+there are as many shards as the system's hard limit on open files allows (`ulimit -Hn`), less a few.
+Files are scratch and end with the run, so a run that is cut off begins again. They have no name in
+their folder from the moment they are made: the system gives their space back however the run ends,
+nobody else opens them, and several runs may share a folder; but `ls` does not show them, `df` does.
+Activations stay where they are computed. A shard in a file has no elements that an optimizer of
+torch's could step: that takes `Zero3Optimizer`. Whole layers are freed and made again all the time,
+and glibc keeps some of such memory for itself, in pieces; where that is too much,
+`MALLOC_MMAP_THRESHOLD_=131072` in the environment makes it give all back, at some cost in speed.
 """
 
 import concurrent.futures
@@ -53,7 +54,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero3.disk import File, aligned, main, whole_blocks
+from zero3.disk import (
+    ALIGN_BYTES,
+    SPARE_FILES,
+    File,
+    aligned,
+    allow_more_files,
+    main,
+    whole_blocks,
+)
+from zero3.options import expect, whole
 
 TIERS = ("device", "cpu", "nvme")
 # What a freed parameter still answers, because no element is read for it.
@@ -128,6 +138,8 @@ class Offload:
     * `block_bytes` are in a request
     * `buffers` is how many shards' optimizer states are in memory at once
 
+    Whatever takes an `Offload` also takes the name of a tier that needs no folder: `offload="cpu"`.
+
     Raises `ValueError` where these do not fit together. ZeRO-Infinity, section 5. Keeps I8.
     """
 
@@ -142,20 +154,42 @@ class Offload:
     in_cpu_bytes: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        for good, expected, got in (
-            (self.tier in TIERS, f"a tier of {TIERS}", self.tier),
-            ((self.tier == "nvme") == (self.folder is not None), "a folder with the nvme tier, and "
-             "with no other", f"tier {self.tier}, folder {self.folder}"),
-            (self.max_in_cpu >= 0, "at least 0 bytes in CPU memory", self.max_in_cpu),
-            (self.queue_depth > 0, "at least 1 request at once", self.queue_depth),
-            (self.buffers >= 3, "at least 3 buffers, to read into, to step and to write from",
-             self.buffers),
-            (self.block_bytes > 0 and whole_blocks(self.block_bytes) == self.block_bytes,
-             "blocks of a multiple of 4096 bytes", self.block_bytes),
+        place = isinstance(self.folder, (str, os.PathLike)) and bool(os.fspath(self.folder))
+        for good, expected, got, cure in (
+            (self.tier in TIERS, f"a tier of {TIERS}", repr(self.tier), "pass one of them"),
+            (place if self.tier == "nvme" else self.folder is None, "a folder with the nvme tier, "
+             "and with no other", f"tier {self.tier!r}, folder {self.folder!r}",
+             '`Offload("nvme", folder="/mnt/nvme")`, or leave the folder out'),
+            (whole(self.max_in_cpu), "`max_in_cpu`, bytes in CPU memory, at least 0",
+             repr(self.max_in_cpu), "pass a whole number"),
+            (isinstance(self.direct, bool), "`direct`, True or False", repr(self.direct),
+             "pass one of the two"),
+            # Each is a thread, and has a block of a buffer.
+            (whole(self.queue_depth, 1, 256), "`queue_depth`, 1 to 256 requests at once",
+             repr(self.queue_depth), "pass a whole number"),
+            (whole(self.buffers, 3, 1024), "`buffers`, 3 to 1024: to read into, to step and to "
+             "write from", repr(self.buffers), "pass a whole number"),
+            # The system moves less than 2 GiB in a request.
+            (whole(self.block_bytes, ALIGN_BYTES, 1 << 30)
+             and self.block_bytes % ALIGN_BYTES == 0, "`block_bytes`, a multiple of "
+             f"{ALIGN_BYTES} up to 1 GiB", repr(self.block_bytes), "pass such a number"),
         ):
-            if not good:
-                raise ValueError(f"Offload. Expected: {expected}. Got: {got}. "
-                                 "What to do: pass what is expected.")
+            expect(good, "Offload", expected, got, cure)
+
+    @classmethod
+    def of(cls, offload: "Offload | str | None") -> "Offload":
+        """
+        ### What was passed as `offload`
+
+        * `offload` is one already, the name of a tier, or nothing, which is the device
+
+        Raises `ValueError` for anything else, and for the nvme tier's name, because files need a
+        folder.
+        """
+        if isinstance(offload, cls):
+            return offload
+        tier: Any = "device" if offload is None else offload
+        return cls(tier)
 
     def place(self, nbytes: int) -> str:
         """
@@ -254,14 +288,21 @@ class Store:
         try:
             made = File(folder, nbytes, self.offload.direct)
             self.files.add(made)
+            if allow_more_files(made.fd) < SPARE_FILES:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         except (OSError, RuntimeError) as error:
             # torch raises the latter where it cannot map a file.
             problem = f"{error}"
             if getattr(error, "errno", None) == errno.ENOSPC:
                 problem += f" with {shutil.disk_usage(folder).free:,} bytes left"
+            if os.strerror(errno.EMFILE) in problem:
+                most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+                problem = (f"{len(self.files) - 1} shards in files so far, and a limit of {most} "
+                           "files for all that the process opens (`ulimit -Hn`)")
         owner.wire.agree(owner, f"cannot offload to {folder}", f"a folder that takes {nbytes:,} "
-                         "bytes more from each rank", problem, "make the folder, let this user "
-                         "write to it, or choose one on a larger disk")
+                         "bytes more from each rank, in a file of its own", problem, "make the "
+                         "folder, let this user write to it, choose one on a larger disk, or raise "
+                         "a limit on open files (`ulimit -n`) before the start")
         return made  # type: ignore[return-value]
 
     def take(self, user: "InFile") -> torch.Tensor:

@@ -103,7 +103,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
                  group_by: Callable[[str, nn.Parameter], dict[str, Any]] | None = None,
                  loss_scale: float | str | None = None, clip_grad_norm: float | None = None,
                  reduce_dtype: torch.dtype | None = None, bucket_bytes: int = 1 << 18,
-                 offload: Offload | None = None,
+                 offload: Offload | str | None = None,
                  scale_window: int = 1000, scale_floor: float = 1.0, **kwargs):
         """
         ### Take over the shards of a model
@@ -126,8 +126,8 @@ class Zero3Optimizer(torch.optim.Optimizer):
         * `reduce_dtype` is of the gradients on their way and in the shard; left out, the layer's
         * `bucket_bytes` of full gradients, those of all ranks' shards, wait for each other to be
           reduced in one message; a layer that has as many does not wait
-        * `offload` says where masters, moments and the shards' gradients rest; left out, on the
-          device. From both other tiers the step is computed by the CPU
+        * `offload` says where masters, moments and the shards' gradients rest, as an `Offload` or
+          as "cpu"; left out, on the device. From both other tiers the step is computed by the CPU
 
         Raises `RuntimeError` where parameters are not sharded, the optimizer is not elementwise, an
         argument is out of its range, or there is no room. ZeRO, section 3.1. Keeps I1, I2 and I5 to
@@ -138,7 +138,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         # Without layers there is an error to come, and it names the rank.
         self.wire = self.layers[0].wire if self.layers else Wire()
         self.ledger: Ledger | Silence = Silence()
-        self.group_by, self.offload = group_by or (lambda name, param: {}), offload or Offload()
+        self.group_by, self.offload = group_by or (lambda name, param: {}), Offload.of(offload)
         self.dynamic, self.scaled = loss_scale == "dynamic", loss_scale is not None
         self.scale_window, self.scale_floor = scale_window, scale_floor
         start = max(65536.0, scale_floor) if self.dynamic else loss_scale

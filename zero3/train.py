@@ -28,36 +28,52 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zero3 import gpt
 from zero3.checkpoint import load
 from zero3.estimate import describe
 from zero3.layer import Zero3Layer, Zero3Sequential
 from zero3.ledger import Ledger, exponents
-from zero3.offload import TIERS, Offload
+from zero3.offload import TIERS, Offload, room
 from zero3.optimizer import Zero3Optimizer
+from zero3.options import APP, INSTALL, MOST, Parser, expect, folder, missing, one_line, within
 from zero3.predict import data_parallel
 from zero3.run import Ranks, Run, progress, save_run, signals, take_up
+
+try:
+    from zero3 import gpt
+except ModuleNotFoundError as error:
+    if __name__ != "__main__":
+        raise
+    Parser(prog="zero3.train").error(
+        f"a package of the application is missing. Expected: {', '.join(APP)}. Got: {error}. "
+        f"What to do: {INSTALL}."
+    )
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Cross-entropy comes in nats.
 BITS = 1 / math.log(2)
 # Windows for one evaluation, in batches; always the same ones.
 EVAL_BATCHES = 4
+# What modules, hooks and shards of a block take beside its elements, at least.
+BLOCK_BYTES = 100_000
+# A text of this length takes hours to write, because each byte gathers the whole model.
+MOST_SAMPLE = 1_000_000
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """
     ## The options
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="zero3.train",
         description="Train a byte-level GPT, sharded over all ranks.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -101,28 +117,82 @@ def loss_scale(text: str) -> float | str:
 def check_options(args: argparse.Namespace, ranks: Ranks) -> None:
     """
     ## Refuse what cannot work, before anything starts
+
+    Raises `ValueError`.
     """
-    least = {"steps": 2, "layers": 1, "heads": 1, "d_model": 1, "seq_len": 1, "eval_every": 1,
-             "accumulate": 1, "clip": 1e-6, "loss_scale": 1e-6, "save_every": 0}
-    for name, value in least.items():
+    most_fp32 = torch.finfo(torch.float32).max
+    limits = {"steps": (2, MOST), "layers": (1, MOST), "heads": (1, MOST), "d_model": (1, MOST),
+              "seq_len": (1, MOST), "batch": (1, MOST), "eval_every": (1, MOST),
+              "accumulate": (1, MOST), "save_every": (0, MOST), "sample": (0, MOST_SAMPLE),
+              # What torch takes as a seed.
+              "seed": (-2**63, 2**64 - 1),
+              "lr": (0, most_fp32), "clip": (1e-6, most_fp32), "loss_scale": (1e-6, most_fp32)}
+    for name, (least, most) in limits.items():
         given = getattr(args, name)
-        if given not in (None, "dynamic") and not given >= value:
-            option = f"--{name.replace('_', '-')}"
-            raise ValueError(
-                f"{option} is too small. Expected: at least {value}. Got: {given}. "
-                f"What to do: raise {option}."
-            )
-    if args.batch < 1 or args.batch % (ranks.world_size * args.accumulate):
-        raise ValueError(
-            "the batch does not split. Expected: a multiple of "
-            f"{ranks.world_size} ranks times {args.accumulate} micro-batches. "
-            f"Got: --batch {args.batch}. What to do: change one of the three."
-        )
-    if not args.prompt:
-        raise ValueError(
-            "there is nothing to continue. Expected: a prompt of at least one byte. "
-            "Got: an empty one. What to do: pass --prompt."
-        )
+        if given not in (None, "dynamic"):
+            within(f"--{name.replace('_', '-')}", given, least, most)
+    expect(args.batch % (ranks.world_size * args.accumulate) == 0, "the batch does not split",
+           f"a multiple of {ranks.world_size} ranks times {args.accumulate} micro-batches",
+           f"--batch {args.batch}", "change one of the three")
+    expect(bool(args.prompt), "there is nothing to continue", "a prompt of at least one byte",
+           "an empty one", "pass --prompt")
+    # An empty path would be the folder in which the run was started.
+    resumable = args.resume in ("auto", "no") or (args.resume and Path(args.resume).is_dir())
+    expect(resumable, "there is no checkpoint for --resume", "a folder, `auto` or `no`",
+           repr(args.resume), "pass one")
+    expect(bool(args.out), "there is no place to write to", "a folder", "an empty --out",
+           "pass --out")
+    in_files = "nvme" in (args.offload_params, args.offload_optimizer)
+    if args.offload_folder is not None:
+        expect(in_files, "nothing goes to --offload-folder", "--offload-params nvme or "
+               "--offload-optimizer nvme beside it", "neither", "pass one of them, or leave "
+               "--offload-folder out")
+        folder("--offload-folder", args.offload_folder)
+
+
+def check_memory(config: gpt.GPTConfig, args: argparse.Namespace, ranks: Ranks) -> None:
+    """
+    ## Refuse sizes that memory has no room for, before anything is built
+
+    Each part counts what it needs at least, so nothing is refused that would work. Ranks of one
+    machine share its CPU memory and its disk.
+
+    Raises `ValueError`, with the bytes that are needed and those that are free.
+    """
+    width = DTYPES[args.dtype].itemsize
+    shard_numel = config.numel / ranks.world_size
+    # Two moments, a gradient, and an fp32 master where the parameters are narrower.
+    state_bytes = 8 + DTYPES[args.reduce_dtype or args.dtype].itemsize + 4 * (width < 4)
+    rows = args.batch / ranks.world_size / args.accumulate
+    # Autograd saves each block's attention and the fp32 logits.
+    row_numel = config.n_layers * config.n_heads * config.seq_len**2
+    row_bytes = width * row_numel + 4 * config.seq_len * config.n_vocab
+    smaller, shorter = "lower --d-model or --layers", "lower --batch or --seq-len"
+    for what, tier, nbytes, cure in (
+        # Each rank builds the whole model in fp32, and shards it layer by layer.
+        ("the model as it is built", "cpu",
+         4 * config.numel + config.n_layers * BLOCK_BYTES, smaller),
+        ("the parameters", args.offload_params, width * shard_numel, smaller),
+        ("the optimizer states", args.offload_optimizer, state_bytes * shard_numel, smaller),
+        # Every rank draws the windows of all ranks, first as bytes and then as numbers.
+        ("a batch", "cpu", args.batch * (8 + 9 * (config.seq_len + 1)), shorter),
+        ("the activations of a step", "device", rows * row_bytes,
+         f"{shorter}, or raise --accumulate"),
+    ):
+        at, sharers = "the GPU", 1
+        if tier == "nvme":
+            at = f"{args.offload_folder or args.out}"
+            left_bytes = shutil.disk_usage(at).free
+        elif tier == "cpu" or ranks.device.type == "cpu":
+            at, left_bytes = "the CPU", room(torch.device("cpu"))
+        else:
+            left_bytes = room(ranks.device)
+        if at != "the GPU":
+            sharers = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        need_bytes = int(sharers * nbytes)
+        expect(need_bytes <= left_bytes, f"there is no room for {what}",
+               f"at least {need_bytes:,} bytes on {at}, for {sharers} rank(s)",
+               f"{left_bytes:,} bytes free", cure)
 
 
 def build(
@@ -173,10 +243,14 @@ def begin(
     """
     ## The model and its optimizer, as they were built or as a checkpoint has them
 
-    Raises `ValueError` on all ranks where the checkpoint cannot be loaded.
+    Raises `ValueError` where there is no room for the model, and on all ranks where the checkpoint
+    cannot be loaded.
     """
     found = take_up(args, ranks)
-    model, optimizer = build(config, args, ranks)
+    try:
+        model, optimizer = build(config, args, ranks)
+    except RuntimeError as error:
+        raise ValueError(f"cannot build the model. {error}") from error
     if args.table:
         ranks.say(optimizer.table(args.accumulate) + "\n")
     if found is None:
@@ -185,7 +259,7 @@ def begin(
         told = load(found, model, optimizer)
         run.losses, run.held_out, run.train_s = (
             told[name] for name in ("losses", "held_out", "train_s"))
-    except (RuntimeError, KeyError, TypeError) as error:
+    except (RuntimeError, OSError, KeyError, TypeError) as error:
         raise ValueError(f"cannot go on from {found}. {error}") from error
     step = len(run.losses)
     if step + 1 == args.steps:
@@ -259,7 +333,8 @@ def finish(model, optimizer, config: gpt.GPTConfig, args, ranks: Ranks, run: Run
     All ranks call it; rank 0 prints and writes.
     """
     drawn = torch.Generator().manual_seed(args.seed)
-    prompt = args.prompt.encode()
+    # A byte that is no UTF-8 is one of the prompt too.
+    prompt = args.prompt.encode(errors="surrogateescape")
     text = gpt.sample(model, prompt, args.sample, args.seq_len, 0.5, drawn, ranks.device).decode(
         errors="replace"
     )
@@ -304,23 +379,56 @@ def finish(model, optimizer, config: gpt.GPTConfig, args, ranks: Ranks, run: Run
 def prepare(argv: list[str] | None) -> tuple[Any, gpt.GPTConfig, Ranks, tuple[torch.Tensor, ...]]:
     """
     ## Options, sizes, ranks and text, or an error before anything starts
+
+    Raises `ValueError` on all ranks when one of them has a problem: each machine has files and
+    memory of its own.
     """
     args = parse_args(argv)
-    ranks = Ranks.find(args.device)
-    check_options(args, ranks)
-    config = gpt.GPTConfig(
-        seq_len=args.seq_len, d_model=args.d_model, n_heads=args.heads, n_layers=args.layers,
-        d_ff=2 * args.d_model,
-    )
-    texts = gpt.split(gpt.load_bytes(args.text), args.seq_len)
+    ranks, problem = Ranks.find(args.device), ""
     try:
-        Path(args.out).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"there is no place to write to. Expected: a folder. Got: {error}. "
-            "What to do: pass --out."
-        ) from error
+        check_options(args, ranks)
+        config = gpt.GPTConfig(
+            seq_len=args.seq_len, d_model=args.d_model, n_heads=args.heads, n_layers=args.layers,
+            d_ff=2 * args.d_model,
+        )
+        texts = gpt.split(gpt.load_bytes(args.text), args.seq_len)
+        expect(not missing(*APP), "a package of the application is missing", ", ".join(APP),
+               f"a Python without {', '.join(missing(*APP))}", INSTALL)
+        try:
+            Path(args.out).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            expect(False, "there is no place to write to", "a folder", error, "pass --out")
+        folder("--out", args.out)
+        check_memory(config, args, ranks)
+    except ValueError as error:
+        problem = f"{error}"
+    ranks.connect()
+    for rank, theirs in enumerate(ranks.gather(problem)):
+        if theirs:
+            raise ValueError(theirs + f" (rank {rank})" * (rank > 0))
     return args, config, ranks, texts
+
+
+def leave(error: Exception, rank: int, world_size: int) -> int:
+    """
+    ## End with one line, and with exit code 2
+
+    Rank 0 says it. Another rank says it only when rank 0 does not have the same error.
+    """
+    line = f"zero3.train: {one_line(str(error))}"
+    if not rank:
+        print(line, file=sys.stderr, flush=True)
+    if world_size > 1:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        try:
+            # torchrun ends all ranks with the first that leaves. None leaves before rank 0 has
+            # spoken.
+            dist.barrier(async_op=True).wait(timedelta(seconds=5))
+        except RuntimeError:
+            if rank:
+                print(line, file=sys.stderr, flush=True)
+    return 2
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -335,42 +443,45 @@ def main(argv: list[str] | None = None) -> int:
                 quiet.enter_context(contextlib.redirect_stdout(nowhere))
                 quiet.enter_context(contextlib.redirect_stderr(nowhere))
             args, config, ranks, (text, held_out) = prepare(argv)
-    except (ValueError, SystemExit) as error:
-        code = error.code if isinstance(error, SystemExit) else 2
-        if isinstance(error, ValueError) and not rank:
-            print(f"zero3.train: {error}", file=sys.stderr, flush=True)
-        if code and world_size > 1:
-            # torchrun ends all ranks with the first that fails. None leaves before rank 0 has
-            # spoken.
+    except ValueError as error:
+        return leave(error, rank, world_size)
+    except SystemExit as error:
+        # argparse has spoken, or has shown its help.
+        if error.code and world_size > 1:
             dist.init_process_group("gloo")
             dist.barrier()
-        return int(code or 0)
-    ranks.connect()
+        return int(error.code or 0)
     with signals() as came:
         run = Run(came=came)
         try:
             model, optimizer = begin(config, args, ranks, run)
         except ValueError as error:
-            # On all ranks alike.
-            if not rank:
-                print(f"zero3.train: {error}", file=sys.stderr, flush=True)
-            code = 2
-        else:
-            code, begun = 0, len(run.losses)
+            return leave(error, rank, world_size)
+        begun = len(run.losses)
+        try:
             with progress(ranks, args.steps) as show:
                 train(model, optimizer, text, held_out, args, ranks, show, run)
-            if run.measured:
-                finish(model, optimizer, config, args, ranks, run)
-                if args.save_every or begun:
-                    where = save_run(model, optimizer, args, run)
-                    ranks.say(f"saved {where}, the end of this run")
+        except RuntimeError as error:
+            # An error that says what to do needs no traceback: the learning rate was too high,
+            # another rank is gone, the disk is full.
+            if "What to do: " not in str(error):
+                raise
+            return leave(error, rank, world_size)
+        if run.measured:
+            finish(model, optimizer, config, args, ranks, run)
+            if args.save_every or begun:
+                where = save_run(model, optimizer, args, run)
+                ranks.say(f"saved {where}, the end of this run")
     if ranks.world_size > 1:
         # Nobody leaves while rank 0 still speaks or draws.
         dist.barrier()
-    return code
+    return 0
 
 
 if __name__ == "__main__":
+    # A sample has whatever bytes the model writes, and a path those of the file system. Neither may
+    # end a run at the end of it.
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
