@@ -147,6 +147,9 @@ class Owned:
         else:
             self.holder = nn.Parameter(self.master)
             self.holder.grad_dtype = self.grad_dtype
+        # Those of a file arrive in CPU memory first.
+        cpu = torch.device("cpu")
+        self.group.grad_device = cpu if self.holder is None else self.holder.device
         home.release()
         # An optimizer before this one may have put its own there.
         vars(self.group).pop("add_grad", None)
