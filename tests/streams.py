@@ -276,6 +276,17 @@ class Accelerator:
                 if index not in pool or pool[index][0] < time:
                     pool[index] = (time, f"{what}, in memory that was freed then,")
 
+    def of_host(self, real: Callable) -> Callable:
+        """
+        ### What looks at memory of the host's, without an operation
+        """
+        def look(*args: Any, **kwargs: Any) -> torch.Tensor:
+            tensor = real(*args, **kwargs)
+            self.make(tensor.untyped_storage(), CPU)
+            return tensor
+
+        return look
+
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         at = tensor.untyped_storage().data_ptr()
         return self.find(tensor).pinned or any(
@@ -394,6 +405,10 @@ class Accelerator:
         checks: Any = checkpoint._allowed_determinism_checks_to_fns
         self.stack.callback(checks.__setitem__, "default", checks["default"])
         checks["default"] = checks["none"]
+        for name in ("frombuffer", "from_file"):
+            self.replace(torch, name, self.of_host(getattr(torch, name)))
+        # Marks for a profiler, which a build without CUDA has not.
+        self.replace(torch.cuda.nvtx, "range", contextlib.nullcontext)
         wire: Any = zero3.wire
         self.replace(torch, "get_device_module", lambda *_: self)
         self.replace(storage, "resize_", resized)
@@ -454,8 +469,7 @@ class _Places(TorchFunctionMode):
             return self.device.is_pinned(args[0])
         asked = [a for a in (*args, kwargs.get("device")) if isinstance(a, torch.device)]
         pinned = kwargs.pop("pin_memory", False)
-        of_host = pinned or func in (torch.frombuffer, torch.from_file)
-        place = (asked[0] if asked else CPU if of_host else None, pinned)
+        place = (asked[0] if asked else CPU if pinned else None, pinned)
         if func == torch.Tensor.cpu:
             func, asked = torch.Tensor.to, [CPU]
             args, place = (args[0], CPU), (CPU, False)

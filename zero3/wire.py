@@ -27,7 +27,8 @@ NCCL has a stream of its own for the collectives. Each crossing is an event:
 | compute, before a layer | the copy and the gather of *this* layer | it reads the parameters |
 | backup, before a reduce | compute, up to now | backward wrote the gradients there |
 | compute, at the next reduce | the sums of this one | the optimizer reads them |
-| the host, one reduce later | the copy of the sums to CPU memory | it is the optimizer there |
+| the host, one layer later | the copy of a shard from CPU memory | it may write there next |
+| the host, one reduce later | the copy of the sums to CPU memory | it reads them there |
 
 The second row says *this* layer: compute waits for an event that was recorded behind the layer's
 own copy. If it waited for all that the fetch stream has, the copy of the next layer would be among
@@ -83,6 +84,7 @@ class Transfer:
     pairs: Pairs
     # Recorded on the stream: behind the copies of a gather, and behind the sums of a reduce.
     done: Any = None
+    from_cpu: bool = False  # an accelerator copies from memory to which the host may write
     order: torch.Tensor | None = None  # (world_size, 4) int64: what each rank is about to do
     order_works: list[Any] = field(default_factory=list)
     works: list[Any] = field(default_factory=list)
@@ -111,6 +113,10 @@ class Transfer:
             # On the compute stream itself: the fetch stream goes on with the next layer.
             self._arrive()
         self.wire.current_stream().wait_event(self.done)
+        if self.from_cpu:
+            # The host waits too, before it may write to the shard: an optimizer on the CPU steps it
+            # in place. This copy has had the computation of a layer, and the next is queued behind.
+            self.done.synchronize()
         if self.action == "gather":
             self.layer.ledger.record(self.layer, "gathered", sum(f.nbytes for f, _ in self.pairs))
         # They hold the buffers, which would outlive the moment at which the layer frees them.
@@ -379,6 +385,7 @@ class Wire:
                 # what it was read into is then free for the next one.
                 mine = self.rows(full)[self.rank]
                 mine.copy_(shard, non_blocking=True)
+                transfer.from_cpu |= shard.device != full.device
                 self._gather(transfer, full, mine)
             transfer.done.record()
         layer.ledger.record(layer, "fetch", sum(full.nbytes for full, _ in pairs), transfer)
