@@ -179,7 +179,7 @@ PLANTED = {
     "compute does not wait for the copy of its shard":
         (1, "device", False, Line, "wait_event", nothing),
     "the host steps a shard that is being copied":
-        (2, "cpu", False, Event, "synchronize", nothing),
+        (2, "cpu", False, Transfer, "from_cpu", property(lambda _: False, nothing)),
     "the optimizer does not wait for the sums":
         (2, "device", False, Line, "wait_event", nothing),
     "the host does not wait for a gradient that it reads":
