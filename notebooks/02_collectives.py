@@ -282,7 +282,7 @@ steps = run("worker_02:layer_step", N, side)
 for rank, (_, events, total, order_bytes) in enumerate(steps):
     print(f"rank {rank}: " + ", ".join(f"{event} {nbytes:,} bytes" for event, nbytes in events))
     assert total == 3 * (N - 1) * shard_bytes
-    assert order_bytes in (0, 3 * (N - 1) * 32)  # announcements, see below
+    assert order_bytes == 3 * (N - 1) * 32  # announcements, see below
 
 # %%
 if seen:
@@ -305,8 +305,8 @@ if seen:
 # What the kernel counts beyond that is too little for these digits: the headers of messages, and
 # the 32 bytes with which each transfer [announces
 # itself](../zero3/wire.py#announce-what-this-rank-is-about-to-transfer), so that ranks that diverge
-# get an error and not noise. On GPUs the collectives are NCCL's, its reduce-scatter is a real one,
-# and nothing is announced.
+# get an error and not noise. On GPUs the collectives are NCCL's, and its reduce-scatter is a real
+# one; transfers announce themselves there too, and the device compares.
 #
 # ## Exercise
 #

@@ -567,7 +567,7 @@ def train_both(name, steps=3, check=None, optimizer=None, offload=None):
                                       **options))
     worst = 0.0
     for step in range(steps):
-        generator = torch.Generator().manual_seed(step)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(step)
         x = torch.randn(ROWS * world_size, WIDTH, generator=generator, dtype=torch.double)
         for stepped, trained, rows in (
             (adam[0], plain, x),

@@ -39,7 +39,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,14 +171,17 @@ def whole_blocks(nbytes: int) -> int:
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def aligned(nbytes: int, pinned: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def aligned(nbytes: int, take: Callable[[int], torch.Tensor] | None = None
+            ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     ## Memory for direct reads and writes
 
-    Returns all that was taken, and the aligned part of it, `(nbytes,)` uint8; `pinned`, if an
-    accelerator shall copy from it.
+    * `take` takes so many bytes, where it matters how
+
+    Returns all that was taken, and the aligned part of it, `(nbytes,)` uint8.
     """
-    taken = torch.empty(nbytes + ALIGN_BYTES, dtype=torch.uint8, pin_memory=pinned)
+    size = nbytes + ALIGN_BYTES
+    taken = take(size) if take else torch.empty(size, dtype=torch.uint8)
     first = -taken.data_ptr() % ALIGN_BYTES
     return taken, taken[first : first + nbytes]
 

@@ -105,6 +105,7 @@ class _Group:
     trains: bool  # whether its parameters get gradients, as of the last forward
     grad: Any = None  # as long; of the shard's `grad_dtype`; until the end of the reduce
     ready: set[tuple[str, ...]] = dataclasses.field(default_factory=set)  # names of what `grad` has
+    grad_device: torch.device | None = None  # where the shard's gradient rests; left out, with it
 
     def padding(self) -> Iterator[slice]:
         """
@@ -770,7 +771,7 @@ class Zero3Layer(nn.Module):
         groups = [g for g in self.groups if g.grad is not None]
         for g, total in zip(groups, totals, strict=True):
             # The sum of what each rank divided: the mean. The compute stream has waited for it.
-            g.add_grad(total)
+            self.wire.deliver(total, g.grad_device or g.shard.device, g.add_grad)
         self.ledger.record(self, "reduced", sum(t.nbytes for t in totals))
         self._drop_grads()
         for g in groups:

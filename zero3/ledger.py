@@ -15,7 +15,9 @@ $$\text{live} = \sum_{\text{distinct storages } s} \text{bytes}(s)
 **Run this**: `make train`; its table and `tape.png` are drawn from a `Ledger`.
 
 **Not covered, and what that costs**: activations are not the model's and are not counted; memory
-that one event takes and gives back before it is recorded is not seen.
+that one event takes and gives back before it is recorded is not seen. On an accelerator times are
+the host's: when it handed the work over, and not when the device did it, which may be much later.
+Bytes are right there; how long a layer took, and what overlapped, `torch.profiler` tells.
 """
 
 import dataclasses
@@ -67,7 +69,7 @@ class Event:
     ## One entry on the tape
     """
 
-    time_s: float  # since the tape began
+    time_s: float  # since the tape began, by the host's clock
     rank: int
     layer: str
     phase: str  # "forward", "backward" or "step"

@@ -37,17 +37,23 @@ nobody else opens them, and several runs may share a folder; but `ls` does not s
 Activations stay where they are computed. A shard in a file has no elements that an optimizer of
 torch's could step: that takes `Zero3Optimizer`. Whole layers are freed and made again all the time,
 and glibc keeps some of such memory for itself, in pieces; where that is too much,
-`MALLOC_MMAP_THRESHOLD_=131072` in the environment makes it give all back, at some cost in speed.
+`MALLOC_MMAP_THRESHOLD_=131072` in the environment makes it give all back, at some cost in speed. On an
+accelerator, gradients on their way to CPU memory, and there until `zero_grad()`, are in torch's
+pinned memory, which rounds each up to a power of two: up to twice the bytes that are predicted for
+them.
 """
 
 import concurrent.futures
 import errno
+import mmap
 import os
 import resource
 import shutil
+import sys
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -269,7 +275,8 @@ class Store:
 
     def __init__(self, offload: Offload, owner: Any):
         self.offload, self.buffers, self.buffer_bytes = offload, 0, 0
-        self.pinned = owner.device.type != "cpu"
+        # Pinned memory, if an accelerator shall copy from it.
+        self.take_memory = partial(pinned, owner.device) if owner.device.type != "cpu" else None
         self.event = torch.get_device_module(owner.device).Event
         self.memory: list[torch.Tensor] = []  # all buffers
         self.free: list[tuple[torch.Tensor, Any]] = []  # with the event after which it may be used
@@ -333,7 +340,7 @@ class Store:
         self.free.clear()
         self.memory.clear()
         for _ in range(self.buffers):
-            memory, buffer = aligned(self.buffer_bytes, self.pinned)
+            memory, buffer = aligned(self.buffer_bytes, self.take_memory)
             self.memory.append(memory)
             self.free.append((buffer, self.event()))
         user.record("buffers", sum(memory.nbytes for memory in self.memory))
@@ -585,8 +592,46 @@ def copy_to(at: torch.device, values: torch.Tensor, dtype: torch.dtype,
 
     In CPU memory it is pinned, where there is a `device` that can copy from there by itself.
     """
-    pinned = at.type == "cpu" and device.type != "cpu"
-    return torch.empty(len(values), dtype=dtype, device=at, pin_memory=pinned).copy_(values)
+    if at.type == "cpu" and device.type != "cpu":
+        return pinned(device, len(values) * dtype.itemsize).view(dtype).copy_(values)
+    return torch.empty(len(values), dtype=dtype, device=at).copy_(values)
+
+
+class _Pages(mmap.mmap):
+    """
+    ## Memory of the system's that an accelerator may read and write by itself
+
+    Until it goes, and that is before the system has it back.
+    """
+
+    registered: Any = None  # the device's module, and the address
+
+    def __del__(self) -> None:
+        if self.registered is not None and not sys.is_finalizing():
+            backend, address = self.registered
+            # A copy may still be on its way.
+            backend.synchronize()
+            backend.cudart().cudaHostUnregister(address)
+
+
+def pinned(device: torch.device, nbytes: int) -> torch.Tensor:
+    """
+    ## Pinned CPU memory for a device: `(nbytes,)` uint8
+
+    Exactly as much. torch's own pinned memory is rounded up to a power of two, so a shard of 1.1
+    GiB would take 2. Here the system gives pages, and the device is told of them
+    (`cudaHostRegister`). That takes long, so it is for what stays: shards, masters, buffers of
+    files. A device that cannot be told gets torch's.
+    """
+    backend: Any = torch.get_device_module(device)
+    if nbytes and hasattr(backend, "cudart"):
+        pages = _Pages(-1, nbytes)
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
+        address = memory.data_ptr()
+        if int(backend.cudart().cudaHostRegister(address, nbytes, 0)) == 0:
+            pages.registered = backend, address
+            return memory
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 def room(at: torch.device) -> int:

@@ -142,8 +142,8 @@ def predict(
     found = Prediction(
         rest.param_bytes, rest.grad_bytes, rest.master_bytes, rest.moment_bytes + count_bytes,
         buffer_bytes, step.peak, step.sent_bytes, step.messages,
-        # Each transfer is announced by four 8-byte numbers; NCCL's are not.
-        32 * step.transfers * by_messages,
+        # Each transfer is announced by four 8-byte numbers.
+        32 * step.transfers,
         rest.pool_bytes, rest.disk_bytes, rest.read_bytes + step.read_bytes, rest.written_bytes)
     return replace(found, peak_bytes=found.rest_bytes + step.peak)
 

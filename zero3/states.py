@@ -28,8 +28,8 @@ begin to be read. In a chain that has no more shards than there are buffers, the
 **Run this**: `make train ARGS="--offload-optimizer nvme"`; `tape.png` shows the reads and writes.
 
 **Not covered, and what that costs**: a shard's states are read and written whole, even if one of
-its pieces alone has something to step. On an accelerator gradients on their way to the CPU, and
-updated shards on their way back, are copied while it waits. With several micro-batches, states are
+its pieces alone has something to step. On an accelerator updated shards on their way back from the
+CPU are copied while it waits. With several micro-batches, states are
 read ahead for each of them, and used for the last.
 """
 
@@ -147,6 +147,9 @@ class Owned:
         else:
             self.holder = nn.Parameter(self.master)
             self.holder.grad_dtype = self.grad_dtype
+        # Those of a file arrive in CPU memory first.
+        cpu = torch.device("cpu")
+        self.group.grad_device = cpu if self.holder is None else self.holder.device
         home.release()
         # An optimizer before this one may have put its own there.
         vars(self.group).pop("add_grad", None)

@@ -4,9 +4,9 @@ r"""
 `Wire` carries what ranks tell each other, and `Reducer` and `Bucket` say when gradients go.
 
 All that a training step sends goes through one class. It starts a transfer and returns, so that
-what is computed in between hides the time it takes; it counts what it sends; and where it sends by
-messages, on the CPU, it announces each transfer, so that ranks which diverged learn it from each
-other. What is sent once, when layers are wrapped and written to, is not counted.
+what is computed in between hides the time it takes; it counts what it sends; and it announces each
+transfer, so that ranks which diverged learn it from each other. What is sent once, when layers are
+wrapped and written to, is not counted.
 
 | transfer | sends to each other rank | starts | is waited for |
 |---|---|---|---|
@@ -16,11 +16,34 @@ other. What is sent once, when layers are wrapped and written to, is not counted
 
 **Run this**: `make bench ARGS=--comm` measures messages against gloo's collectives.
 
+On an accelerator three things run beside each other. The *compute stream* is the one that the
+caller uses. The *fetch stream* copies this rank's shard into the flat buffer, and starts the
+all-gather. The *backup stream* starts the reduce-scatter, and copies what arrived to CPU memory.
+NCCL has a stream of its own for the collectives. Each crossing is an event:
+
+| who | waits for | because |
+|---|---|---|
+| fetch, before a gather | compute, up to now | the optimizer wrote the shard there |
+| compute, before a layer | the copy and the gather of *this* layer | it reads the parameters |
+| backup, before a reduce | compute, up to now | backward wrote the gradients there |
+| compute, at the next reduce | the sums of this one | the optimizer reads them |
+| the host, one layer later | the copy of a shard from CPU memory | it may write there next |
+| the host, one reduce later | the copy of the sums to CPU memory | it reads them there |
+
+The second row says *this* layer: compute waits for an event that was recorded behind the layer's
+own copy. If it waited for all that the fetch stream has, the copy of the next layer would be among
+it, which was queued before, and no copy would ever overlap computation.
+
 **Not covered, and what that costs**: process subgroups. On an accelerator the bytes counted are
-what the collective's algorithm needs, while the transport may send more; and a rank that others
-wait for in vain is found out by NCCL's time-out.
+what the collective's algorithm needs, while the transport may send more. If ranks diverge there, an
+assertion on the device fails, and the error comes with the next operation that waits for the
+device. It says that the ranks diverged, but not which ranks and layers: nobody reads on the host
+what the others announced. Run the same program on the CPU, where the error names both sides, or
+look at the collectives that each rank issued last, with torch's flight recorder
+(`TORCH_FR_BUFFER_SIZE`). A rank that ended without an announcement is found out by NCCL's time-out.
 """
 
+import functools
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,6 +68,8 @@ _ACTIONS = ("gather", "reduce", "norm", "fault")
 ALIGN_BYTES = 16
 # The tag of the messages that announce it. Data has tags of its own, from 2 up.
 _ORDER_TAG = 1
+# Four numbers of 8 bytes: layer, action, bytes, and a checksum of the layers.
+_ORDER_BYTES = 32
 
 
 @dataclass
@@ -60,6 +85,9 @@ class Transfer:
     action: str  # one of `_ACTIONS`
     stream: Any
     pairs: Pairs
+    # Recorded on the stream: behind the copies of a gather, and behind the sums of a reduce.
+    done: Any = None
+    from_cpu: bool = False  # an accelerator copies from memory to which the host may write
     order: torch.Tensor | None = None  # (world_size, 4) int64: what each rank is about to do
     order_works: list[Any] = field(default_factory=list)
     works: list[Any] = field(default_factory=list)
@@ -69,28 +97,45 @@ class Transfer:
 
     def wait(self) -> list[torch.Tensor]:
         """
-        ### Wait for the messages
+        ### Wait for the transfer
 
-        The compute stream waits for the stream of the transfer; on the CPU this thread waits.
-        Returns what a reduce gives: per pair the sum over ranks of this rank's share,
-        `(shard_numel,)`.
+        The compute stream waits for this transfer, and for nothing that was started after it; on
+        the CPU this thread waits. Returns what a reduce gives: per pair the sum over ranks of this
+        rank's share, `(shard_numel,)`, in memory of the backup stream.
 
         Raises `RuntimeError` where another rank is about to do something else (I6), or is gone.
         """
-        with self.wire.on(self.stream):
-            # What once broke stays so: the messages that others sent since then fit nothing here.
-            self.wire.broken = self.wire.broken or self._complete()
-            if self.wire.broken:
-                # With the last reference its messages would go, and others may wait for them.
-                self.wire.lost.append(self)
-                raise RuntimeError(self.wire.broken)
-            totals = [self.wire.total(*pair) for pair in self.pairs if self.action == "reduce"]
-        self.wire.current_stream().wait_stream(self.stream)
+        totals: list[torch.Tensor] = []
+        if self.action == "reduce":
+            # The sums are made on the backup stream, which may copy them on to CPU memory.
+            with self.wire.on(self.stream):
+                self._arrive()
+                totals = [self.wire.total(*pair) for pair in self.pairs]
+                self.done.record()
+        else:
+            # On the compute stream itself: the fetch stream goes on with the next layer.
+            self._arrive()
+        self.wire.current_stream().wait_event(self.done)
+        if self.from_cpu:
+            # The host waits too, before it may write to the shard: an optimizer on the CPU steps it
+            # in place. This copy has had the computation of a layer, and the next is queued behind.
+            self.done.synchronize()
         if self.action == "gather":
             self.layer.ledger.record(self.layer, "gathered", sum(f.nbytes for f, _ in self.pairs))
         # They hold the buffers, which would outlive the moment at which the layer frees them.
         self.works, self.order_works, self.pairs = [], [], []
         return totals
+
+    def _arrive(self) -> None:
+        """
+        #### Have the current stream wait, or raise
+        """
+        # What once broke stays so: the messages that others sent since then fit nothing here.
+        self.wire.broken = self.wire.broken or self._complete()
+        if self.wire.broken:
+            # With the last reference its messages would go, and others may wait for them.
+            self.wire.lost.append(self)
+            raise RuntimeError(self.wire.broken)
 
     def _complete(self) -> str:
         """
@@ -100,20 +145,52 @@ class Transfer:
         try:
             for work in self.order_works:
                 work.wait()
-            rows = self.order.tolist() if self.order is not None else []
-            for other, row in enumerate(rows):
-                mine = rows[self.wire.rank]
-                if row != mine:
-                    return (f"{where}: the ranks diverged. Expected: {self.wire.told(mine)}, on "
-                            f"all ranks, as here. Got: {self.wire.told(row)}, on rank {other}. "
-                            f"What to do: look for an error on rank {other}; without one, call the "
-                            "same layers in the same order on all ranks. Start again.")
+            # Before the wait for the data: that of ranks which diverged may never come.
+            if problem := self._diverged(where):
+                return problem
             for work in self.works:
                 work.wait()
         except (RuntimeError, ValueError) as error:
             return (f"{where}: the other ranks are lost. Expected: their part of a {self.action}. "
                     f"Got: {error}. What to do: look for the first error on another rank, and "
                     "start again.")
+        return ""
+
+    def _diverged(self, where: str) -> str:
+        """
+        #### Compare what the ranks have announced
+
+        Messages are compared here, which names both sides. What a collective gathered is on the
+        device, and to look at it the host would have to wait. So the device compares: if the rows
+        differ, the assertion fails there, and so does the next call that waits for the device.
+        On the CPU it raises at once.
+        """
+        if self.order is None:
+            return ""
+        if not self.wire.by_messages:
+            return self._assert_same(where, self.order)
+        rows = self.order.tolist()
+        mine = rows[self.wire.rank]
+        for other, row in enumerate(rows):
+            if row != mine:
+                return (f"{where}: the ranks diverged. Expected: {self.wire.told(mine)}, on "
+                        f"all ranks, as here. Got: {self.wire.told(row)}, on rank {other}. "
+                        f"What to do: look for an error on rank {other}; without one, call the "
+                        "same layers in the same order on all ranks. Start again.")
+        return ""
+
+    def _assert_same(self, where: str, order: torch.Tensor) -> str:
+        problem = (f"{where}: the ranks diverged. Expected: a {self.action} of this layer on all "
+                   "ranks, as here. Got: another transfer on another rank. What to do: look for an "
+                   "error on another rank; without one, call the same layers in the same order on "
+                   "all ranks: the same program on the CPU names both sides. Start again.")
+        try:
+            torch._assert_async((order == order[self.wire.rank]).all(), problem)
+        except RuntimeError as error:
+            if problem not in str(error):
+                # An earlier failure on the device, which the first call after it reports.
+                raise
+            return problem
         return ""
 
 
@@ -123,7 +200,9 @@ class Wire:
 
     On an accelerator the collectives are NCCL's, and streams put them beside the computation.
     On the CPU each is $N-1$ messages out and $N-1$ in, carried by a thread of gloo's while this one
-    computes; streams are absent there, torch's CPU module has no-ops by the same names.
+    computes; streams are absent there, torch's CPU module has no-ops by the same names. The tests
+    put a device in its place that has streams and no speed, and check which operation waits for
+    which.
 
     Messages rather than gloo's collectives, because its reduce-scatter sends what an all-reduce
     sends: a step would send $4\Psi$ instead of $3\Psi$. `python -m tests.bench --comm` measures
@@ -156,6 +235,10 @@ class Wire:
         # its way to the disk.
         self.reducing, self.saving = None, None  # type: tuple[Any, Any]
         self.stepping = False  # inside of the optimizer's step
+        # One reduced gradient at most is on its way to CPU memory.
+        self.leaving: _Leaving | None = None
+        # What this rank announces by collectives, in the device's memory.
+        self._rows: dict[tuple[int, ...], torch.Tensor] = {}
         # Why nothing can be sent any more, once that is so; and what could not be waited for then.
         self.broken, self.lost = "", []  # type: tuple[str, list[Transfer]]
 
@@ -185,8 +268,8 @@ class Wire:
 
         * `what`, `expected`, `got` and `cure` are as for `Zero3Layer.expect`
 
-        Raises `RuntimeError`, here and again in the next wait for a transfer. By messages the other
-        ranks raise one too; NCCL's wait until their time-out.
+        Raises `RuntimeError`, here and again in the next wait for a transfer. The other ranks raise
+        one too, where they wait for the transfer that this rank does not begin.
         """
         try:
             layer.expect(False, what, expected, got, cure)
@@ -225,10 +308,39 @@ class Wire:
                              f"{here}, as here", f"{there} on rank {rank}",
                              "build the same module, in the same order, on all ranks")
         backend = torch.get_device_module(at)
-        self.fetch_stream, self.backup_stream = backend.Stream(), backend.Stream()
-        self.current_stream, self._stream = backend.current_stream, backend.stream
         self.by_messages = at.type == "cpu"
         self.align_bytes = 1 if at.type == "cpu" else ALIGN_BYTES
+        if not self.by_messages:
+            at = self._device(layer, at, backend)
+        self.fetch_stream, self.backup_stream = streams(at)
+        self.current_stream = functools.partial(backend.current_stream, at)
+        self.event, self._stream, self.device = backend.Event, backend.stream, at
+        return at
+
+    def _device(self, layer: Any, at: torch.device, backend: Any) -> torch.device:
+        """
+        #### Make sure that an accelerator is the one that this rank's collectives use
+
+        Returns it with its number. NCCL takes the *current* device for what it sends by itself, and
+        waits for that one's stream. Two devices in one rank would wait for nothing, or for ever.
+        """
+        cannot = f"cannot compute on {at}"
+        there = backend.device_count() if backend.is_available() else 0
+        layer.expect((at.index or 0) < there, cannot, f"one of {there} such devices", at,
+                     "choose one that this process sees, or move the module to the CPU")
+        current = torch.device(at.type, backend.current_device())
+        at = current if at.index is None else at
+        layer.expect(at == current, cannot, f"the current device, {current}", at,
+                     f"call `torch.{at.type}.set_device({at.index})` on this rank before "
+                     "`init_process_group`, or move the module")
+        if self.world_size > 1:
+            bound = getattr(dist.group.WORLD, "bound_device_id", None)
+            layer.expect(bound in (None, at), cannot, f"{bound}, which the process group has", at,
+                         f"pass `device_id={at}` to `init_process_group`, or move the module")
+            backends = str(dist.get_backend_config())
+            layer.expect(f"{at.type}:" in backends, cannot, f"a process group for {at.type}",
+                         f"one for {backends}", "call `init_process_group` without a backend, or "
+                         "with one that serves this device")
         return at
 
     @contextmanager
@@ -276,12 +388,17 @@ class Wire:
                              "cannot gather", f"{full.dtype} on {full.device}, as wrapped",
                              f"a shard of {shard.dtype} on {shard.device}",
                              "convert or move the module before wrapping it, not after")
-                full.untyped_storage().resize_(full.nbytes)
+                storage = full.untyped_storage()
+                if storage.nbytes() != full.nbytes:
+                    # Only then: to resize to the same size takes the memory a second time.
+                    storage.resize_(full.nbytes)
                 # From wherever it rests to where it will be needed, and from there to the others:
                 # what it was read into is then free for the next one.
                 mine = self.rows(full)[self.rank]
                 mine.copy_(shard, non_blocking=True)
+                transfer.from_cpu |= shard.device != full.device
                 self._gather(transfer, full, mine)
+            transfer.done.record()
         layer.ledger.record(layer, "fetch", sum(full.nbytes for full, _ in pairs), transfer)
         return transfer
 
@@ -323,6 +440,7 @@ class Wire:
         with self.on(self.fetch_stream):
             transfer = self._begin([layer], "norm", self.fetch_stream, [(rows, mine)])
             self._gather(transfer, rows.view(-1), mine)
+            transfer.done.record()
         layer.ledger.record(layer, "norm", rows.nbytes, transfer)
         transfer.wait()
         return rows
@@ -333,6 +451,41 @@ class Wire:
         """
         transfer, self.reducing = self.reducing, None
         return transfer.wait()
+
+    def deliver(self, total: torch.Tensor, where: torch.device,
+                add: Callable[[torch.Tensor], None]) -> None:
+        """
+        ### Hand a reduced gradient to the place where it rests
+
+        * `total` is `(shard_numel,)`, on the device
+        * `add` gets it, on the device `where`
+
+        From an accelerator to CPU memory the backup stream copies it while the layers below
+        compute. `add` is called once it has arrived: when the next one leaves, or at the end of the
+        pass (`delivered`). So the host waits for a copy that had the backward of a whole layer.
+        """
+        if where == total.device or where.type != "cpu":
+            add(total)
+            return
+        self.delivered()
+        there = torch.empty_like(total, device=where, pin_memory=True)
+        # The backup stream waits for the compute stream: one rank alone has no reduce, and its
+        # `total` is the gradient that backward has just written.
+        with self.on(self.backup_stream):
+            there.copy_(total, non_blocking=True)
+            event = self.event()
+            event.record()
+        self.leaving = _Leaving(total, there, event, add)
+
+    def delivered(self) -> None:
+        """
+        ### Wait until the gradient that is on its way to CPU memory has arrived
+        """
+        leaving, self.leaving = self.leaving, None
+        if leaving is not None:
+            # The host waits, for it reads the gradient next.
+            leaving.copied.synchronize()
+            leaving.add(leaving.there)
 
     def total(self, grad: torch.Tensor, inbox: torch.Tensor) -> torch.Tensor:
         """
@@ -388,21 +541,37 @@ class Wire:
 
         32 bytes to each other rank, ahead of the data and without waiting. Ranks that took
         different branches would otherwise exchange different layers: where the sizes are the same,
-        the model turns to noise; where they are not, gloo ends the process. NCCL is not asked: to
-        look at what came, the host would have to wait for the device each time.
+        the model turns to noise; where they are not, gloo ends the process and NCCL hangs.
         """
-        transfer = Transfer(self, layers[0], action, stream, pairs)
-        if self.by_messages and self.world_size > 1:
-            transfer.order = torch.empty(self.world_size, 4, dtype=torch.int64)
+        transfer = Transfer(self, layers[0], action, stream, pairs, self.event())
+        if self.world_size > 1:
             numbers = [layer.layer_idx for layer in layers]
             # A checksum, for two buckets may begin with the same layer and have as many bytes.
-            transfer.order[self.rank] = torch.tensor([
-                numbers[0], _ACTIONS.index(action), sum(full.nbytes for full, _ in pairs),
-                zlib.crc32(str(numbers).encode())])
-            mine = [transfer.order[self.rank]] * self.world_size
-            transfer.order_works = self._send(transfer.order, mine, _ORDER_TAG)
-            transfer.order_bytes = mine[0].nbytes * (self.world_size - 1)
+            row = (numbers[0], _ACTIONS.index(action), sum(full.nbytes for full, _ in pairs),
+                   zlib.crc32(str(numbers).encode()))
+            if self.by_messages:
+                transfer.order = torch.empty(self.world_size, 4, dtype=torch.int64)
+                transfer.order[self.rank] = torch.tensor(row)
+                mine = [transfer.order[self.rank]] * self.world_size
+                transfer.order_works = self._send(transfer.order, mine, _ORDER_TAG)
+            else:
+                self._announce(transfer, row)
+            transfer.order_bytes = _ORDER_BYTES * (self.world_size - 1)
         return transfer
+
+    def _announce(self, transfer: Transfer, row: tuple[int, ...]) -> None:
+        """
+        #### Announce it by a collective
+
+        It comes before the data in NCCL's own order, so it meets the others' announcements,
+        whatever they are about to send. The host waits for nothing, except the first time, when it
+        copies the numbers to the device.
+        """
+        if row not in self._rows:
+            self._rows[row] = torch.tensor(row, device=self.device)
+        transfer.order = self._rows[row].new_empty(self.world_size, 4)
+        transfer.order_works = [
+            _all_gather(transfer.order.view(-1), self._rows[row], async_op=True)]
 
     def _gather(self, transfer: Transfer, full: torch.Tensor, mine: torch.Tensor) -> None:
         if self.world_size > 1 and not self.by_messages:
@@ -456,7 +625,7 @@ class Reducer:
         * `pairs` are as for `Wire.reduce_scatter`
         """
         if layer not in self.layers:
-            self.end()
+            self._land()
             self.layers = [layer]
             self.wire.reduce_scatter(self.layers, pairs)
 
@@ -472,7 +641,16 @@ class Reducer:
 
     def end(self) -> None:
         """
-        ### End all reduces
+        ### End all reduces: gradients are where they rest
+        """
+        self._land()
+        self.wire.delivered()
+
+    def _land(self) -> None:
+        """
+        #### End the reduce in flight
+
+        Its sums may still be on their way to CPU memory.
         """
         for layer in self.layers[:1]:
             self.finish(layer)
@@ -482,6 +660,17 @@ class Reducer:
         ### Forget a layer's gradients, or end their reduce if it has begun
         """
         self.finish(layer)
+
+
+class _Leaving(NamedTuple):
+    """
+    ## A reduced gradient on its way to CPU memory
+    """
+
+    total: torch.Tensor  # on the device; kept, or its memory would be used again during the copy
+    there: torch.Tensor  # as long, in pinned memory
+    copied: Any  # the event behind the copy
+    add: Callable[[torch.Tensor], None]  # gets `there`
 
 
 class _Gradient(NamedTuple):
@@ -543,7 +732,7 @@ class Bucket(Reducer):
         which may differ between ranks. All ranks must come here with the same ones.
         """
         # Not `self.end()`, which would send what waits, and come here again.
-        super().end()
+        self._land()
         alike: dict[torch.dtype, list[_Gradient]] = {}
         for one in sorted(gradients, key=lambda one: -one.layer.layer_idx):
             alike.setdefault(one.grad.dtype, []).append(one)
@@ -593,6 +782,21 @@ class Bucket(Reducer):
         if self.waiting:
             self._send(self.waiting)
         super().end()
+
+
+@functools.cache
+def streams(device: torch.device) -> tuple[Any, Any]:
+    """
+    ## The fetch stream and the backup stream of a device
+
+    All wires of a device share them. The allocator keeps freed memory for the stream that took it,
+    so layers with streams of their own could not use each other's. Of high priority, as in FSDP2:
+    the small copies before and after a collective go ahead of the large kernels that wait for it.
+    """
+    backend = torch.get_device_module(device)
+    # torch's CPU module has a stand-in, which is on no device.
+    options = {} if device.type == "cpu" else {"device": device, "priority": -1}
+    return backend.Stream(**options), backend.Stream(**options)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

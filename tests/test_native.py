@@ -1,0 +1,283 @@
+"""
+# The lines that a GPU runs, as far as two ranks on the CPU can run them (I9)
+
+NCCL's path takes collectives in place of messages, which gloo has too. Autograd runs the backward
+of a GPU's operations on a thread of its own.
+"""
+
+import gc
+import threading
+from contextlib import contextmanager
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests import cases, wholes
+from tests.ranks import run
+from tests.streams import Accelerator
+from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, launch
+from zero3.ledger import Ledger
+from zero3.wire import Wire, streams
+
+# Those take seconds to build, and train as the others do.
+WHOLES = [name for name in wholes.WHOLES if name not in ("GPT2", "Llama", "Vision")]
+
+
+@contextmanager
+def collectives():
+    """
+    Every wire takes collectives, as on an accelerator
+    """
+    def opened(self, *args, real=Wire.open):
+        at = real(self, *args)
+        self.by_messages = False
+        return at
+
+    with mock.patch.object(Wire, "open", opened):
+        yield
+
+
+@contextmanager
+def other_thread():
+    """
+    Backward runs on another thread, as an accelerator's does
+    """
+    def backward(self, *args, real=torch.Tensor.backward, **kwargs):
+        raised = []
+
+        def go():
+            try:
+                real(self, *args, **kwargs)
+            except BaseException as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=go)
+        thread.start()
+        thread.join()
+        if raised:
+            raise raised[0]
+
+    with mock.patch.object(torch.Tensor, "backward", backward):
+        yield
+
+
+def with_masters(model, **options):
+    return Zero3Optimizer(model, torch.optim.AdamW, fused=False, bucket_bytes=600, **options)
+
+
+def train_all():
+    """The largest difference to plain PyTorch, of each case and each whole model"""
+    worst = {}
+    with collectives(), other_thread():
+        for i, name in enumerate(cases.CASES):
+            # By turns: torch's optimizer on shards, and one with masters and buckets.
+            optimizer = with_masters if i % 2 else None
+            worst[name] = cases.train_both(name, steps=2, optimizer=optimizer)
+        for i, name in enumerate(WHOLES):
+            optimizer = None if i % 2 else with_masters
+            worst[f"whole {name}"], _ = wholes.train_both(name, steps=2, optimizer=optimizer)
+    return worst
+
+
+def test_everything_trains_over_collectives_and_with_backward_on_another_thread():
+    """
+    All cases and whole models give the numbers of plain PyTorch on the paths that only a GPU takes
+    by itself. Breaks with a hook that believes to be on the thread of the forward, or with shares
+    in another order than the collective's.
+    Proves I1, I9, `Wire.all_gather`, `Wire.reduce_scatter`, `Wire.numbers`, `Wire.total`.
+    """
+    for worst in run(train_all, 2):
+        assert len(worst) == len(cases.CASES) + len(WHOLES)
+        for name, difference in worst.items():
+            assert difference <= (1e-5 if name == "DataTypes" else 1e-10), (name, difference)
+
+
+# ------------------------------------------------------------------------------------ divergence
+
+
+def linear():
+    return nn.Linear(4, 4)
+
+
+def diverge():
+    """Two ranks gather different layers of one size; then one is alone with a fault"""
+    said = []
+    with collectives():
+        layers = [Zero3Layer(linear()) for _ in range(2)]
+        for layer in Zero3Sequential(layers).module_list:
+            layer.wire = layers[0].wire
+        mine = layers[dist.get_rank()]
+        try:
+            mine(torch.ones(1, 4))
+        except RuntimeError as error:
+            said.append(str(error))
+        layer = Zero3Layer(linear())
+        try:
+            if dist.get_rank() == 0:
+                layer.wire.fail(layer, "has a fault", "none", "one", "look after it")
+            layer(torch.ones(1, 4))
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def test_ranks_that_diverge_over_collectives_get_an_error_and_not_noise():
+    """
+    I6, where the host cannot look at what the others announced: an assertion on the device compares
+    it, which on the CPU raises at once. Layers of one size would else be exchanged for each other.
+    A rank that raises has the others raise, who would wait for it.
+    Proves I6, `Wire._announce`, `Transfer._diverged`, `Transfer._assert_same`, `Wire.fail`.
+    """
+    for rank, (layers, fault) in enumerate(run(diverge, 2)):
+        assert f"rank {rank}: layer {rank} (Linear): the ranks diverged" in layers
+        assert "a gather of this layer on all ranks" in layers and "names both sides" in layers
+        assert ("has a fault" if rank == 0 else "the ranks diverged") in fault
+
+
+def account(bucket_bytes):
+    """What the ledger counts in a step, and what was predicted"""
+    with collectives():
+        model = Zero3Sequential([Zero3Layer(nn.Linear(4, 4)) for _ in range(4)])
+    optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.1, bucket_bytes=bucket_bytes)
+    for _ in range(2):
+        with Ledger(model, optimizer) as tape:
+            optimizer.backward(model(torch.ones(2, 4)).square().mean())
+            optimizer.step()
+        optimizer.zero_grad()
+    p = optimizer.predict()
+    counted = (tape.sent_bytes, tape.messages, tape.order_bytes, tape.peak_live_bytes)
+    return counted, (p.sent_bytes, p.messages, p.order_bytes, p.peak_bytes)
+
+
+def test_announcements_over_collectives_are_counted_and_predicted():
+    """
+    32 bytes to each other rank for each transfer, as by messages.
+    Proves I4, I6, `Wire._announce`, `predict`.
+    """
+    for bucket_bytes in (0, 1 << 18):
+        for counted, predicted in run(account, 2, bucket_bytes):
+            assert counted == predicted and counted[2]
+
+
+def fails_twice():
+    layer = Zero3Layer(linear())
+    lost = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="has a fault"):
+            layer.wire.fail(layer, "has a fault", "none", "one", "look after it")
+        lost.append(len(layer.wire.lost))
+    with pytest.raises(RuntimeError, match="has a fault"):
+        layer(torch.ones(1, 4))
+    return lost, len(layer.wire.lost)
+
+
+def test_a_fault_is_announced_once():
+    """
+    A wire that is broken already sends nothing more: the others have heard of the first fault, and
+    a second announcement would wait for a receiver who never comes.
+    Proves I6, `Wire.fail`.
+    """
+    assert run(fails_twice, 2) == [([1, 1], 2)] * 2
+
+
+# ---------------------------------------------------------------------------------------- devices
+
+
+@pytest.mark.parametrize("device, current, expected", [
+    ("cuda:1", 0, "call `torch.cuda.set_device\\(1\\)`"),
+    ("cuda:7", 0, "choose one that this process sees"),
+    ("cuda:1", 1, ""),
+    ("cuda", 1, ""),
+])
+def test_a_layer_is_on_the_device_that_its_rank_uses(device, current, expected):
+    """
+    NCCL takes the current device for what it sends by itself. Another one raises before anything is
+    sent, and says which call is missing. Streams are made on the layer's device, of high priority,
+    once for all wires.
+    Proves I9, `Wire.open`, `Wire._device`, `streams`.
+    """
+    with Accelerator() as there:
+        there.device_count = lambda: 2
+        there.current_device = lambda: current
+        if expected:
+            with pytest.raises(RuntimeError, match=expected):
+                Zero3Layer(nn.Tanh(), device=device)
+            return
+        layers = [Zero3Layer(nn.Tanh(), device=device) for _ in range(2)]
+        assert layers[0].device == torch.device("cuda", 1)
+        assert there.options == [{"device": torch.device("cuda", 1), "priority": -1}] * 2
+        assert layers[0].wire.fetch_stream is layers[1].wire.fetch_stream
+        assert streams(layers[0].device)[1] is layers[1].wire.backup_stream
+
+
+def test_pinned_memory_is_as_large_as_what_is_in_it():
+    """
+    A shard in CPU memory, and the buffers of files, are registered with the device to the byte, and
+    unregistered before the system has their memory back. Breaks with torch's pinned memory, which
+    is rounded up to a power of two.
+    Proves `pinned`, `_Pages`, `copy_to`, `Store`.
+    """
+    with Accelerator() as device:
+        layer = Zero3Layer(nn.Linear(100, 100), offload=Offload("cpu"))
+        assert list(device.pages.values()) == [4 * 10100]
+        (shard,) = layer.get_trainable_chunk()
+        assert shard.data_ptr() in device.pages and shard.untyped_storage().nbytes() == 4 * 10100
+        registered = device.cudaHostRegister
+        device.cudaHostRegister = lambda *_: 1
+        # A device that takes no such memory.
+        other = Zero3Layer(nn.Linear(10, 10), offload=Offload("cpu"))
+        device.cudaHostRegister = registered
+        assert len(device.pages) == 1 and other.get_trainable_chunk()[0].is_pinned()
+        del shard, layer
+        # A layer refers to itself.
+        gc.collect()
+        assert not device.pages
+
+
+def test_full_params_takes_the_memory_of_a_layer_once():
+    """
+    To resize a storage to the size that it has would take its memory a second time while the first
+    is still there. Breaks without the comparison in `Wire.all_gather`.
+    Proves I3, `Wire.all_gather`, `Zero3Layer.full_params`.
+    """
+    layer = Zero3Layer(nn.Linear(100, 100))
+    sizes = []
+    resize = torch.UntypedStorage.resize_
+
+    def counted(storage, nbytes):
+        sizes.append(nbytes)
+        return resize(storage, nbytes)
+
+    with mock.patch.object(torch.UntypedStorage, "resize_", counted):
+        with layer.full_params() as params:
+            assert params["weight"].abs().sum() > 0
+    assert not any(sizes)
+
+
+def train_on_gpus():
+    """All cases, with NCCL"""
+    torch.set_default_device(launch.my_device())
+    worst = {}
+    for name in cases.CASES:
+        for tier in ("device", "cpu"):
+            offload = Offload(tier)
+            for optimizer in (None, partial(with_masters, offload=offload)):
+                worst[name, tier, bool(optimizer)] = cases.train_both(
+                    name, offload=offload, optimizer=optimizer)
+    return worst
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs, for NCCL between them")
+def test_all_cases_train_on_two_gpus():
+    """
+    The numbers of plain PyTorch on the global batch, with real streams and NCCL.
+    Proves I1, I8, I9, `Wire`.
+    """
+    for worst in launch.run(train_on_gpus, 2, timeout_s=600):
+        for (name, *how), difference in worst.items():
+            assert difference <= (1e-5 if name == "DataTypes" else 1e-9), (name, how, difference)
