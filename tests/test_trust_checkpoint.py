@@ -1,0 +1,188 @@
+"""
+# Checkpoints that somebody forged, two runs in one folder, ranks that disagree
+"""
+
+import json
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from tests.test_checkpoint import plain, rewrite, shard, train
+from zero3 import load, save
+from zero3.archive import newest
+from zero3.blocks import Broken, check_name, printable
+from zero3.convert import main
+from zero3.formats import from_tensors
+
+CLEAR = "\x1b[2J"  # clears a terminal's screen
+
+
+def command(*args):
+    return main([str(arg) for arg in args])
+
+
+def dcp_folder(folder):
+    """A small folder of DCP's, of weights alone."""
+    with warnings.catch_warnings():
+        # That nothing is distributed here.
+        warnings.simplefilter("ignore")
+        dcp.save({"weight": torch.ones(3)}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+# -------------------------------------------------------------------------------------- hostile
+
+
+@pytest.mark.parametrize("name, key", [
+    ("w", "../../../escaped"), ("w", "/escaped"), ("..", "exp_avg"), ("a/../../escaped", "exp_avg"),
+    ("w", "a\\b"), ("w", "fp32"), ("w", "step"),
+])
+def test_a_name_that_leads_out_of_its_folder_writes_nothing(tmp_path, capsys, name, key):
+    """
+    A checkpoint whose parameter or moment is called by a path, or by the name of another file of
+    that folder, is refused before DeepSpeed's layout gets its first file. Breaks where the
+    parameters' names alone are looked at.
+    Proves `check_name`, `to_deepspeed`.
+    """
+    one, like = torch.ones(2), (torch.float32, (2,))
+    from_tensors(tmp_path / "run", 0, {name: {"param": like, key: like}}, {}, lambda *_: one)
+    assert command("universal", tmp_path / "run", tmp_path / "a" / "b" / "out") == 1
+    told = capsys.readouterr().err
+    assert "is another file's name" in told if key in ("fp32", "step") else "is no name of" in told
+    assert not [*tmp_path.rglob("*.pt")] and not (tmp_path / "a").exists()
+
+
+def test_names_are_checked_wherever_they_come_from(tmp_path, capsys):
+    """
+    In an index of safetensors, in DeepSpeed's note of the newest folder, and in DCP's list of its
+    files, a path is refused, and so are names that are empty or do not print.
+    Proves `check_name`, `from_safetensors`, `from_deepspeed`, `_DcpReader`.
+    """
+    for good in ("weight", "module.0.weight", "größe", "a b", "..a", "a..b"):
+        assert check_name(good, as_path=True) == good
+    assert check_name("a/b") == "a/b"
+    for bad in ("", "\0", "a\nb", CLEAR, "\u202e"):
+        with pytest.raises(Broken, match="is no name of a parameter"):
+            check_name(bad)
+    for bad in (".", "..", "/", "a/b", "a\\b", ""):
+        with pytest.raises(Broken, match="is no name of a file"):
+            check_name(bad, as_path=True)
+    # Hugging Face's, DeepSpeed's and DCP's.
+    (tmp_path / "hf").mkdir()
+    index = {"weight_map": {"a": ".."}}
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "ds").mkdir()
+    (tmp_path / "ds" / "latest_universal").write_text("..")
+    folder = dcp_folder(tmp_path / "dcp")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = "../dcp/__0_0.distcp"
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    for what, source in (("import", "hf"), ("universal", "ds"), ("universal", "dcp")):
+        assert command(what, tmp_path / source, tmp_path / "out") == 1
+        assert "is no name of a file or folder" in capsys.readouterr().err, source
+    assert not (tmp_path / "out").exists()
+
+
+class Hostile:
+    """What a pickle of this runs is up to it."""
+
+    def __init__(self, function, *args):
+        self.function, self.args = function, args
+
+    def __reduce__(self):
+        return self.function, self.args
+
+
+def test_what_is_in_dcps_metadata_is_not_run(tmp_path, capsys):
+    """
+    A `.metadata` that would open a file is refused by the name of what it asks for, alone and
+    inside of what DCP has written, and nothing has been opened. DCP's own is read. Breaks with
+    Python's `pickle.load`.
+    Proves `_MetadataUnpickler`, `_DcpReader`.
+    """
+    folder = dcp_folder(tmp_path / "dcp")
+    assert not command("universal", folder, tmp_path / "good")
+    good = pickle.loads((folder / ".metadata").read_bytes())
+    touched = tmp_path / "touched"
+    for hostile in (Hostile(open, str(touched), "w"), Hostile(eval, "1"),
+                    Hostile(getattr, "x", "upper"), Hostile(torch.load, "x")):
+        for told in (hostile, {"state_dict_metadata": hostile}):
+            (folder / ".metadata").write_bytes(pickle.dumps(told))
+            capsys.readouterr()
+            assert command("universal", folder, tmp_path / "out") == 1
+            assert "which is none of DCP's records" in capsys.readouterr().err
+        good.planner_data = hostile
+        (folder / ".metadata").write_bytes(pickle.dumps(good))
+        assert command("universal", folder, tmp_path / "out") == 1
+    assert not touched.exists() and not (tmp_path / "out").exists()
+
+
+def test_what_does_not_print_is_escaped(tmp_path, capsys):
+    """
+    A manifest with names that would clear the screen, or that have a line of their own: the command
+    line and the errors have them escaped. Breaks where a name is printed as it is.
+    Proves `printable`, `say`, `Broken`, `load`.
+    """
+    assert printable(f"ä {CLEAR}\n") == "ä \\x1b[2J\\n"
+    model, optimizer = shard(plain())
+    train(model, optimizer, 0)
+    save(tmp_path / "run", model, optimizer, step=1)
+    name = f"{CLEAR}\nwrote it"
+
+    def forge(told):
+        told["flats"][0]["layer"] = told["flats"][0]["params"][0]["names"][0] = name
+        told["optimizer"]["class"] = f"AdamW{CLEAR}"
+
+    rewrite(newest(tmp_path / "run"), forge)
+    escaped = "\\x1b[2J\\nwrote it"
+    for what in (("inspect",), ("universal", tmp_path / "out"), ("verify",),
+                 ("export", tmp_path / "out")):
+        command(what[0], tmp_path / "run", *what[1:])
+        told = capsys.readouterr()
+        assert CLEAR not in told.out + told.err and "\nwrote" not in told.out + told.err
+        assert escaped in told.out + told.err or what[0] in ("verify", "export")
+    with pytest.raises(RuntimeError) as error:
+        load(tmp_path / "run", model, optimizer)
+    assert CLEAR not in str(error.value)
+    (tmp_path / f"x{CLEAR}").mkdir()
+    assert command("inspect", tmp_path / f"x{CLEAR}") == 1
+    assert CLEAR not in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------- command line
+
+
+def test_the_command_line_ends_in_one_line_whatever_it_is_given(tmp_path, capsys):
+    """
+    Arguments that are none, and folders with anything in them: an error in a line, and exit status
+    1 or 2, and no checkpoint. Breaks where an exception that nobody thought of goes through.
+    Proves `convert.main`, `verify`.
+    """
+    model, _ = shard(nn.Sequential(nn.Linear(2, 2)))
+    save(tmp_path / "run", model, step=1)
+    pickles = b"", b"hello", b"\x80\x05.", b"cnosuch.module\nx\n.", pickle.dumps(3)
+    for i, raw in enumerate(pickles):
+        (tmp_path / f"dcp{i}").mkdir()
+        (tmp_path / f"dcp{i}" / ".metadata").write_bytes(raw)
+        assert command("universal", tmp_path / f"dcp{i}", tmp_path / "out") == 1
+    for i, text in enumerate(("[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "{",
+                              '{"weight_map": {}}', "[" * 100_000)):
+        (tmp_path / f"hf{i}").mkdir()
+        (tmp_path / f"hf{i}" / "model.safetensors.index.json").write_text(text)
+        assert command("import", tmp_path / f"hf{i}", tmp_path / "out") == 1
+    told = capsys.readouterr()
+    assert told.err.count("zero3.checkpoint ") == len(told.err.splitlines()) == 12
+    assert not told.out and not (tmp_path / "out").exists()
+    for args in (("inspect", ""), ("export", tmp_path / "run", ""),
+                 ("export", tmp_path / "run", tmp_path / "out", "--file-bytes", "-5"),
+                 ("import", tmp_path / "run", tmp_path / "out", "--step", "-1"),
+                 ("import", tmp_path / "run", tmp_path / "out", "--step", "9" * 300)):
+        with pytest.raises(SystemExit) as error:
+            command(*args)
+        assert error.value.code == 2 and len(capsys.readouterr().err.splitlines()) < 7
+    assert not (tmp_path / "out").exists()
