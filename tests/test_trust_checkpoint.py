@@ -11,10 +11,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from tests.test_checkpoint import plain, rewrite, shard, train
-from zero3 import load, save
-from zero3.archive import newest
-from zero3.blocks import Broken, check_name, printable
+from tests.test_checkpoint import plain, refused, rewrite, same, shard, train, weights
+from zero3 import Zero3Optimizer, load, save
+from zero3.archive import MANIFEST, file_name, newest
+from zero3.blocks import Broken, check_name, checksums, printable
 from zero3.convert import main
 from zero3.formats import from_tensors
 
@@ -186,3 +186,116 @@ def test_the_command_line_ends_in_one_line_whatever_it_is_given(tmp_path, capsys
             command(*args)
         assert error.value.code == 2 and len(capsys.readouterr().err.splitlines()) < 7
     assert not (tmp_path / "out").exists()
+
+
+# ------------------------------------------------------------------- all or nothing, in one process
+
+
+def poison(path, change, file_change=None):
+    """What a manifest says, and what a rank's file has, otherwise; with the right checksums."""
+    if file_change:
+        file = path / file_name(0, 1)
+        raw = file.read_bytes()
+        assert raw.count(file_change[0]) == 1 and len(file_change[0]) == len(file_change[1])
+        raw = raw.replace(*file_change)
+        file.write_bytes(raw)
+        found = checksums(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+        rewrite(path, lambda told: told["files"][0].update(crc32=found))
+    rewrite(path, change)
+
+
+def test_what_would_poison_the_optimizer_changes_nothing(tmp_path):
+    """
+    Options of param groups, what the optimizer counts, its loss scale and the random numbers'
+    states, each made something with which no step could be taken, or with which the next one would
+    train something else: refused, with the weights, the options and the states as before, and the
+    next step is taken. Breaks where an option is taken over as it stands, or a state is first set
+    after the weights are there.
+    Proves `Inventory._check_optimizer`, `Inventory._try`, `_is_like`, `_check_random_states`,
+    `load`.
+    """
+    model, optimizer = shard(plain())
+    train(model, optimizer, 0)
+    save(tmp_path / "run", model, optimizer, step=1)
+    path = newest(tmp_path / "run")
+    good = {name: (path / name).read_bytes() for name in (MANIFEST, file_name(0, 1))}
+
+    def option(key, value):
+        return lambda told: told["optimizer"]["groups"][0].update({key: value})
+
+    def scale(key, value):
+        return lambda told: told["optimizer"]["scale"].update({key: value})
+
+    def state(change):
+        return lambda told: [change(each) for flat in told["flats"] for each in flat["states"]]
+
+    nothing = lambda told: None  # noqa: E731
+    cases = [(option(key, value), None) for key, value in (
+        ("lr", "x"), ("lr", float("nan")), ("lr", float("inf")), ("lr", -1.0), ("lr", True),
+        ("params", []), ("fused", "x"), ("betas", [0.9]), ("betas", {"__tuple__": [0.9, 2.0]}),
+        ("betas", 0.9), ("maximize", "yes"), ("eps", None), ("weight_decay", [1]),
+        ("weight_decay", {"__tensor__": "0000803f0000803f", "dtype": "F32", "shape": [2]}),
+        ("initial_lr", "x"), ("more", {"a": 1}))]
+    cases += [(scale(key, value), None) for key, value in (
+        ("step", 5), ("loss_scale", 0), ("loss_scale", float("nan")), ("loss_scale", "x"),
+        ("good_steps", -1), ("good_steps", 0.5), ("skipped_steps", None))]
+    cases += [(state(change), None) for change in (
+        lambda each: each["scalars"].update(step="x"), lambda each: each["scalars"].update(step=1),
+        lambda each: each["scalars"].update(
+            step={"__tensor__": "0000c07f", "dtype": "F32", "shape": []}),
+        lambda each: each.update(moments=[]), lambda each: each.update(scalars={}),
+        lambda each: each["moments"].append("exp_avg_cubed"))]
+    cases += [(nothing, (b"MT19937", b"MT19936")),
+              (nothing, (rb'\"python\": {\"__tuple__\": [3,', rb'\"python\": {\"__tuple__\": [9,')),
+              (nothing, (rb'\"python\"', rb'\"pythom\"'))]
+    model, optimizer = shard(plain(1))
+    for i, (change, file_change) in enumerate(cases):
+        poison(path, change, file_change)
+        before = repr([{**g, "params": 0} for g in optimizer.param_groups]), vars(optimizer).keys()
+        try:
+            refused(path, model, optimizer)
+        except BaseException as error:
+            raise AssertionError(f"case {i}") from error
+        after = repr([{**g, "params": 0} for g in optimizer.param_groups]), vars(optimizer).keys()
+        assert before == after, i
+        assert all(p.isfinite().all() for p in weights(model).values()), i
+        for name, raw in good.items():
+            (path / name).write_bytes(raw)
+    load(path, model, optimizer)
+
+
+def test_options_that_are_right_come_back(tmp_path):
+    """
+    Those that a scheduler has added, a learning rate in a tensor, an `eps` of zero and integers for
+    numbers; by torch's optimizers too, and by one of somebody's own with an argument that no option
+    names. Breaks where a check is stricter than the optimizer.
+    Proves `Inventory._try`, `_is_like`.
+    """
+    class Own(torch.optim.SGD):
+        def __init__(self, params, must, **kwargs):
+            super().__init__(params, **kwargs)
+
+    made = [(torch.optim.AdamW, {"lr": torch.tensor(0.01), "eps": 0}),
+            (torch.optim.SGD, {"lr": 1, "momentum": 0.5, "nesterov": True}),
+            (torch.optim.RMSprop, {"lr": 0.01, "centered": True, "eps": 0}),
+            (torch.optim.Adagrad, {"lr": 0.01}), (torch.optim.NAdam, {"lr": 0.01}),
+            (torch.optim.Rprop, {"lr": 0.01}), (torch.optim.ASGD, {"lr": 0.01}),
+            (Own, {"must": 1, "lr": 0.01})]
+    for i, (cls, options) in enumerate(made):
+        pairs = []
+        for seed in (0, 1):
+            model, _ = shard(plain(seed))
+            if i % 2:
+                pairs.append((model, Zero3Optimizer(model, cls, **options)))
+            else:
+                pairs.append((model, cls(model.get_trainable_chunk(), **options)))
+        (model, optimizer), (other, its) = pairs
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        train(model, optimizer, 0)
+        scheduler.step()
+        save(tmp_path / f"{i}", model, optimizer, step=1)
+        load(tmp_path / f"{i}", other, its)
+        assert its.param_groups[0]["initial_lr"] == optimizer.param_groups[0]["initial_lr"]
+        for pair in pairs:
+            train(*pair, 1)
+        assert same(weights(model), weights(other)), cls

@@ -313,7 +313,9 @@ def load(folder: str | Path, model: nn.Module, optimizer: Any = None) -> Any:
             if shape != t.shape:
                 raise Broken(f"`{name}` is of {tuple(shape)} in the checkpoint, of "
                              f"{tuple(t.shape)} here")
-        extra, states = decode(archive.manifest["extra"]), _random_states_of(archive, wire)
+        extra = decode(archive.manifest["extra"])
+        states = _random_states_of(archive, wire)
+        _check_random_states(states, inventory.device)
     except Exception as error:
         problem = f"{error}" or repr(error)
     wire.agree(inventory, f"in {path} cannot be loaded", "one of this model and optimizer, as it "
@@ -352,6 +354,23 @@ def _random_states_of(archive: Archive, wire: Wire) -> dict[str, Any]:
     if streams and same:
         return decode(json.loads(streams))
     return {"seed": zlib.crc32(f"{wire.rank} {streams}".encode())} if streams else {}
+
+
+def _check_random_states(states: dict[str, Any], device: torch.device) -> None:
+    """
+    #### Make sure that each stream can be set, by streams that nobody uses
+
+    Raises `Broken` where one cannot.
+    """
+    try:
+        if "torch" in states:
+            torch.Generator().set_state(states["torch"])
+            random.Random().setstate(states["python"])
+            np.random.RandomState().set_state(states["numpy"])
+        if "device" in states and device.type != "cpu":
+            torch.Generator(device).set_state(states["device"])
+    except Exception as error:
+        raise Broken(f"a state of random numbers is none: {error!r}") from error
 
 
 def _set_random_states(states: dict[str, Any], device: torch.device) -> None:
