@@ -9,10 +9,12 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 
 from tests.test_checkpoint import plain, refused, rewrite, same, shard, train, weights
-from zero3 import Zero3Optimizer, load, save
+from zero3 import Zero3Layer, Zero3Optimizer, load, save, wrap
 from zero3.archive import MANIFEST, file_name, newest
 from zero3.blocks import Broken, check_name, checksums, printable
 from zero3.convert import main
@@ -299,3 +301,80 @@ def test_options_that_are_right_come_back(tmp_path):
         for pair in pairs:
             train(*pair, 1)
         assert same(weights(model), weights(other)), cls
+
+
+# ---------------------------------------------------------------------------- one module, two names
+
+
+class Normed(nn.Module):
+    """With buffers of its own"""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
+class Twice(nn.Module):
+    """One module under three names, in two places"""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.one = self.two = Normed()
+        self.rest = nn.Sequential(self.one, nn.Linear(2, 2))
+
+    def forward(self, x):
+        return self.rest(self.two(torch.tanh(self.one(x))))
+
+
+def sharded(kind, seed=0):
+    if kind == "layer":
+        return Zero3Layer(Twice(seed))
+    return wrap(Twice(seed), Normed if kind == "unit" else nn.Sequential)
+
+
+@pytest.mark.parametrize("kind", ["layer", "unit", "wrap"])
+def test_a_module_under_two_names_has_both_everywhere(tmp_path, kind):
+    """
+    In the full parameters, in a checkpoint and in an export, parameters and buffers; another model
+    loads them by either, also where the checkpoint has one name of each, and a step on it is that
+    of plain PyTorch. Breaks with `named_children`, which drops the second name.
+    Proves `_own_modules`, `plain_names`, `Inventory.names`, `Inventory.check`.
+    """
+    x, plainly, model = torch.randn(4, 2), Twice(), sharded(kind)
+    for each in (plainly, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        each(x).square().sum().backward()
+        optimizer.step()
+    expected = plainly.state_dict()
+    found = weights(model)
+    assert found.keys() == {n for n, _ in plainly.named_parameters(remove_duplicate=False)}
+    assert all(torch.allclose(found[name], expected[name]) for name in found)
+    save(tmp_path / "run", model, step=1)
+    assert not command("export", tmp_path / "run", tmp_path / "out")
+    file = tmp_path / "out" / "model.safetensors"
+    with safe_open(file, "pt") as opened:
+        aliases = {name: of for name, of in opened.metadata().items() if name != "format"}
+    there = load_file(file)
+    there |= {name: there[of] for name, of in aliases.items()}
+    assert there.keys() == expected.keys()
+    assert all(torch.allclose(there[name], expected[name]) for name in expected)
+
+    def first_names(told):
+        # As checkpoints had it that were saved before.
+        told["replicated"] = [name for name in told["replicated"] if name.startswith("one.")]
+        for flat in told["flats"]:
+            for each in flat["params"]:
+                each["names"] = each["names"][:1]
+
+    for change in (lambda told: None, first_names):
+        rewrite(newest(tmp_path / "run"), change)
+        other = sharded(kind, 1)
+        load(tmp_path / "run", other)
+        assert same(weights(other), found)
+        assert torch.equal(dict(other.named_buffers())[next(
+            name for name, _ in other.named_buffers() if name.endswith("running_mean"))],
+            there["one.norm.running_mean"])

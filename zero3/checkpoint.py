@@ -308,7 +308,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: Any = None) -> Any:
         for flat in inventory.flats:
             for key in ("param", *flat.moments):
                 inventory.shard(archive, flat, key)
-        for name, t in inventory.replicated.items():
+        for name, t in inventory.found.items():
             shape = archive.replicated(wire.rank, name).shape
             if shape != t.shape:
                 raise Broken(f"`{name}` is of {tuple(shape)} in the checkpoint, of "

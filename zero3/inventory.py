@@ -44,7 +44,7 @@ from zero3.blocks import TYPES, Broken, type_name
 from zero3.coordinator import Zero3Model
 from zero3.layer import Zero3Layer, _Group, _Slot
 from zero3.offload import InFile
-from zero3.optimizer import Zero3Optimizer, plain_paths
+from zero3.optimizer import Zero3Optimizer, plain_names
 from zero3.states import Owned, moments_of
 from zero3.wire import Wire
 
@@ -60,7 +60,7 @@ class Flat:
     ## A flat parameter of the model at hand
     """
 
-    path: str  # of its layer, in the plain model
+    paths: list[str]  # of its layer, in the plain model: several where it is registered so
     layer: Zero3Layer
     group: _Group
     owned: Owned | None  # of `Zero3Optimizer`'s
@@ -107,7 +107,7 @@ class Inventory:
     label = "the checkpoint"
 
     def __init__(self, model: nn.Module, optimizer: Any):
-        self.model, self.optimizer, paths = model, optimizer, plain_paths(model)
+        self.model, self.optimizer, paths = model, optimizer, plain_names(model)
         layers = [m for m in paths if isinstance(m, Zero3Layer) and m.groups]
         # Without layers there is an error to come, and it names the rank.
         self.wire = layers[0].wire if layers else Wire()
@@ -133,9 +133,11 @@ class Inventory:
         self.expect(optimizer is None or any(flat.pieces for flat in self.flats), "cannot save or "
                     "load this optimizer", "one of this model's shards", type(optimizer).__name__,
                     "build it on the model, after wrapping")
-        # Whole on each rank: buffers, and frozen parameters outside of layers.
+        # Whole on each rank: buffers, and frozen parameters outside of layers, by each name; and
+        # those of these names that `check` found in a checkpoint.
         self.replicated: dict[str, torch.Tensor] = {}
-        for m, path in paths.items():
+        self.found: dict[str, torch.Tensor] = {}
+        for m, path in ((m, path) for m, every in paths.items() for path in every):
             kept = {n: b for n, b in m._buffers.items() if n not in m._non_persistent_buffers_set}
             for name, t in {**kept, **m._parameters}.items():
                 if t is not None and t not in shards:
@@ -147,7 +149,7 @@ class Inventory:
         """
         ### What a parameter is called in the plain model, by all of its names
         """
-        own = [f"{flat.path}.{name}".strip(".") for name in slot.names]
+        own = [f"{path}.{name}".strip(".") for path in flat.paths for name in slot.names]
         tied = self.model.tied if isinstance(self.model, Zero3Model) else {}
         return own + [name for name, p in tied.items() if p is slot.param and name not in own]
 
@@ -173,7 +175,7 @@ class Inventory:
                     scalars = {k: encode(v, k) for k, v in state.items() if k not in moments}
                     kept[index] = {"param_group": index, "moments": [*moments], "scalars": scalars}
             entries.append({
-                "layer": flat.path, "dtype": type_name(shard.dtype), "numel": numel,
+                "layer": flat.paths[0], "dtype": type_name(shard.dtype), "numel": numel,
                 "padding": len(flat.group.full) - numel, "keys": keys, "states": kept,
                 "params": [{"names": self.names(flat, slot), "shape": [*slot.view.shape],
                             "offset": slot.offset, "param_group": index}
@@ -308,8 +310,12 @@ class Inventory:
                  for name in self.names(flat, slot)}
         more = {p.name for p in archive.params if p.name not in known}
         more |= {*archive.manifest["replicated"]}
+        self.found = {name: t for name, t in self.replicated.items() if name in more}
+        # Of several names for the same tensor one will do.
+        known_ids = {id(t) for t in self.found.values()}
+        missing = {name for name, t in self.replicated.items() if id(t) not in known_ids}
         for only, there, here in ((more - {*self.replicated}, "the checkpoint", "this model"),
-                                  ({*self.replicated} - more, "this model", "the checkpoint")):
+                                  (missing, "this model", "the checkpoint")):
             if only:
                 some = ", ".join(f"`{name}`" for name in sorted(only)[:5])
                 raise Broken(f"{some}, {len(only)} in all, in {there} and not in {here}")
@@ -465,7 +471,7 @@ class Inventory:
                     group = self.param_groups[index]
                     for key, value in self._on_device(scalars, group, piece.device).items():
                         self.state[piece][key] = value
-        for name, t in self.replicated.items():
+        for name, t in self.found.items():
             t.copy_(archive.replicated(self.wire.rank, name))
         if self.optimizer is not None:
             # They are of the weights from before.
