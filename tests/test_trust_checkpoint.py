@@ -2,23 +2,31 @@
 # Checkpoints that somebody forged, two runs in one folder, ranks that disagree
 """
 
+import errno
+import fcntl
 import json
+import os
 import pickle
+import signal
+import socket
 import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.ranks import run
 from tests.test_checkpoint import plain, refused, rewrite, same, shard, train, weights
 from zero3 import Zero3Layer, Zero3Optimizer, load, save, wrap
-from zero3.archive import MANIFEST, file_name, newest
+from zero3.archive import _HELD, MANIFEST, file_name, newest
 from zero3.blocks import Broken, check_name, checksums, printable
 from zero3.convert import main
 from zero3.formats import from_tensors
+from zero3.inventory import Inventory
 
 CLEAR = "\x1b[2J"  # clears a terminal's screen
 
@@ -378,3 +386,155 @@ def test_a_module_under_two_names_has_both_everywhere(tmp_path, kind):
         assert torch.equal(dict(other.named_buffers())[next(
             name for name, _ in other.named_buffers() if name.endswith("running_mean"))],
             there["one.norm.running_mean"])
+
+
+# --------------------------------------------------------------------------- two runs in one folder
+
+
+def saves_beside(folder):
+    """Another process: it may load, and may not save."""
+    model, optimizer = shard(plain(1))
+    messages = []
+    try:
+        save(folder, model, optimizer, step=2)
+    except RuntimeError as error:
+        messages.append(str(error))
+    load(folder, model, optimizer)
+    if not dist.get_rank():
+        # A child by `fork` does not keep the lock after this process.
+        save(folder.parent / "mine", model.module_list[0], step=1)
+        pid = os.fork()
+        if not pid:
+            os._exit(len(_HELD))
+        messages.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    return messages
+
+
+def saves_and_is_killed(folder):
+    model, optimizer = shard(plain())
+    save(folder, model, optimizer, step=1)
+    save(folder, model, optimizer, step=2, async_write=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_second_run_in_a_folder_is_told_who_holds_it(tmp_path, capsys):
+    """
+    By process and machine, on all of its ranks; the first one's save that is under way is not
+    touched, and the other may load. A process that is killed holds nothing any more, and no file of
+    a lock is left. Breaks where `sweep` takes another run's files for leftovers.
+    Proves `hold`, `_holder`, `_let_go`, `place`, `Saving.begin`, `Saving._agree`.
+    """
+    folder = tmp_path / "run"
+    with pytest.raises(AssertionError, match="ended without an answer"):
+        run(saves_and_is_killed, 1, folder)
+    assert sorted(os.listdir(folder)) == ["step-00000001", "step-00000002.partial"]
+    model, optimizer = shard(plain())
+    save(folder, model, optimizer, step=1)
+    saving = save(folder, model, optimizer, step=2, async_write=True)
+    found = run(saves_beside, 1, folder)[0]
+    who = f"{folder} is where process {os.getpid()} on {socket.gethostname()} (`"
+    assert who in found[0] and "choose another folder" in found[0] and found[1:] == [0]
+    assert saving.wait() == folder / "step-00000002"
+    save(folder, model, optimizer, step=3)
+    assert sorted(os.listdir(folder)) == ["step-00000002", "step-00000003"]
+    # What is another format's goes elsewhere.
+    for what in (("export",), ("universal",), ("universal", "--format", "dcp")):
+        assert command(what[0], folder, folder, *what[1:]) == 1
+        assert "has checkpoints in it" in capsys.readouterr().err
+    assert sorted(os.listdir(folder)) == ["step-00000002", "step-00000003"]
+
+
+def test_a_file_system_that_locks_no_folder_gets_a_warning(tmp_path, monkeypatch):
+    """
+    And the checkpoint. Breaks where the error of the lock is the run's, or nothing is said.
+    Proves `hold`.
+    """
+    def refuses(*_):
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    model, _ = shard(plain())
+    with pytest.warns(UserWarning, match="cannot be locked here .*: make sure that no other run"):
+        save(tmp_path / "run", model, step=1)
+    assert newest(tmp_path / "run")
+
+
+# -------------------------------------------------------------------------------- ranks that differ
+
+
+def calls_otherwise(folder):
+    """Rank 1 does something else than rank 0; what each of them is told."""
+    model, optimizer = shard(plain())
+    save(folder, model, optimizer, step=1)
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    good = {"folder": folder, "model": model, "optimizer": optimizer, "step": 2}
+    messages = []
+    for what, bad in ((save, {"step": -1}), (save, {"keep": 0}), (save, {"step": "x"}),
+                      (save, {"extra": lambda: 0}), (save, {"model": nn.Linear(2, 2)}),
+                      (save, {"optimizer": other}), (save, {"folder": None}),
+                      (save, {"step": 3}), (save, {"folder": folder.parent / "b"}),
+                      (save, {"async_write": True}), (save, {"optimizer": None}),
+                      (load, {"folder": folder.parent / "b"}), (load, {"model": nn.Linear(2, 2)})):
+        told = {**good, **(bad if dist.get_rank() else {})}
+        if what is load:
+            told.pop("step")
+        try:
+            what(told.pop("folder"), told.pop("model"), told.pop("optimizer"), **told)
+            messages.append("")
+        except (RuntimeError, TypeError) as error:
+            messages.append(str(error))
+    # As if nothing had been: a link is the same folder.
+    if not dist.get_rank():
+        (folder.parent / "link").symlink_to(folder)
+    dist.barrier()
+    save(folder.parent / "link" if dist.get_rank() else folder, model, optimizer, step=2)
+    load(folder, model, optimizer)
+    return messages, sorted(os.listdir(folder))
+
+
+def test_a_rank_that_is_called_otherwise_is_named_on_all(tmp_path):
+    """
+    One that raises over its arguments, and one that saves another step or loads another folder: the
+    error on the others has its rank and its cause, and it has its own. Breaks where one raises
+    before the others are there, who then wait for ever.
+    Proves `_all_here`, `checkpoint.save`, `load`.
+    """
+    (first, names), (second, _) = run(calls_otherwise, 2, tmp_path / "run")
+    assert names == ["step-00000001", "step-00000002"]
+    causes = ["Got: -1 and 2", "Got: 2 and 0", "cannot be interpreted as an integer",
+              "`extra` is a function", "Got: Linear", "one of this model's shards", "NoneType"]
+    for mine, theirs, cause in zip(first, second, causes, strict=False):
+        assert "on rank 1" in mine and cause in mine and cause in theirs, mine
+        assert mine.startswith("rank 0: ")
+    differences = ["2 on rank 0, 3 on rank 1", f"'{tmp_path}/b' on rank 1", "True on rank 1",
+                   "'AdamW' on rank 0, None on rank 1", f"'{tmp_path}/b' on rank 1"]
+    for mine, theirs, told in zip(first[7:12], second[7:12], differences, strict=True):
+        assert told in mine and told in theirs and "What to do: call it alike" in mine
+    assert "error on rank 1" in first[12] and "Got: Linear" in second[12]
+
+
+def is_damaged_meanwhile(folder):
+    """Between the two times that a load reads a file, on one rank."""
+    model, optimizer = shard(plain())
+    save(folder, model, optimizer, step=1)
+    take = Inventory.take
+
+    def broken(self, *args):
+        if dist.get_rank():
+            raise OSError(errno.EIO, "Input/output error")
+        take(self, *args)
+
+    Inventory.take = broken
+    try:
+        load(folder, model, optimizer)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_what_breaks_after_all_was_whole_is_told_to_all_ranks(tmp_path):
+    """
+    Breaks where one rank raises in `take` and the others go on to the next collective.
+    Proves `load`.
+    """
+    for told in run(is_damaged_meanwhile, 2, tmp_path):
+        assert "was whole, and then was not" in told and "error, on rank 1" in told

@@ -43,7 +43,7 @@ import torch
 from safetensors import safe_open
 from torch.distributed.checkpoint.api import CheckpointException
 
-from zero3.archive import Archive, Param, newest, steps
+from zero3.archive import Archive, Param, newest, place, steps
 from zero3.blocks import BLOCK_BYTES, TYPES, Broken, Writer, check_name
 from zero3.formats import from_dcp, from_deepspeed, from_tensors, say, to_dcp, to_deepspeed
 from zero3.materialise import Source
@@ -130,7 +130,7 @@ def export(folder: Path, out: Path, dtype: torch.dtype | None = None, file_bytes
     # As safetensors says it: which name of a tied parameter stands for which others.
     tied = {other: param.name for param in archive.params for other in param.entry["names"][1:]}
     index: dict[str, str] = {}
-    out.mkdir(parents=True, exist_ok=True)
+    place(out)
     with ExitStack() as undo:
         for i, each in enumerate(files, 1):
             name = f"model-{i:05}-of-{len(files):05}.safetensors" if files[1:] else _ONE

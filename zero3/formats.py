@@ -51,7 +51,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from zero3 import __version__
-from zero3.archive import Archive, Param, commit, decode, encode, file_name, partial_path
+from zero3.archive import Archive, Param, commit, decode, encode, file_name, partial_path, place
 from zero3.blocks import TYPES, Broken, Writer, check_name, printable, type_name
 
 # What DeepSpeed calls the master; the moments have torch's names.
@@ -74,8 +74,10 @@ def from_tensors(folder: Path, step: int, tensors: dict[str, dict[str, tuple]],
 
     Raises `Broken` where the folder has something in it, which could be a run's.
     """
-    if step < 0 or (folder.exists() and [*folder.iterdir()]):
-        raise Broken(f"{folder} is not empty, or step {step} is none: choose others")
+    if step < 0:
+        raise Broken(f"step {step} is none: pass one of at least 0")
+    if folder.exists() and [*folder.iterdir()]:
+        raise Broken(f"{folder} is not empty: choose another")
     flats, entries = [], []  # type: tuple[list[dict[str, Any]], list[tuple]]
     for i, (name, keys) in enumerate(tensors.items()):
         if "param" not in keys:
@@ -95,8 +97,8 @@ def from_tensors(folder: Path, step: int, tensors: dict[str, dict[str, tuple]],
                 raise Broken(f"`{name}` is of {tuple(shape)}, and its {key} of {tuple(there)}")
             entries.append((f"{i}.{key}", kind, (math.prod(shape),), name, key))
     entries.sort(key=lambda entry: -entry[1].itemsize)
-    unfinished = partial_path(folder, step)
-    unfinished.mkdir(parents=True)
+    unfinished = partial_path(place(folder), step)
+    unfinished.mkdir()
     try:
         like = {at: (kind, shape) for at, kind, shape, *_ in entries}
         with Writer(unfinished / file_name(0, 1), like) as writer:
@@ -154,6 +156,7 @@ def to_deepspeed(folder: Path, out: Path, torch_adam: bool) -> None:
         at.parent.mkdir(parents=True, exist_ok=True)
         torch.save(value, at)
 
+    place(out)
     taken = archive.manifest["step"]
     for param in archive.params:
         for key in ("param", *archive.states(param)["moments"]):
@@ -312,6 +315,7 @@ def to_dcp(folder: Path, out: Path) -> None:
         groups.append({"initial_lr": options["lr"], **options, "params": names})
     state = {"model": model, **({"optim": {"state": states, "param_groups": groups}} if groups
                                 else {})}
+    place(out)
     with warnings.catch_warnings():
         # It warns that there is no process group; none is needed.
         warnings.simplefilter("ignore")
