@@ -34,16 +34,24 @@ a run had begun that is gone:
 
 A save sweeps before it begins; to load changes nothing.
 
+**One run in a folder.** Two that save into the same one would take each other's files for
+leftovers. So `hold` locks a run's folder, from rank 0's first save until that process ends, however
+it ends. The lock is the system's, on the folder itself: it leaves no file, and a load needs none.
+
 **Not covered, and what that costs**: all ranks write into one folder, which on several machines has
-to be a shared one. Two runs that save into the same folder at once take each other's files for
-leftovers; others may load from it.
+to be a shared one. A file system that locks no folders, as NFS does not, gets a warning in place of
+a lock.
 """
 
+import errno
+import fcntl
 import json
 import math
 import os
 import re
 import shutil
+import socket
+import warnings
 import zlib
 from collections import Counter
 from dataclasses import dataclass
@@ -52,7 +60,7 @@ from typing import Any
 
 import torch
 
-from zero3.blocks import TYPES, Blocks, Broken, force_out, type_name
+from zero3.blocks import TYPES, Blocks, Broken, force_out, printable, type_name
 
 FORMAT, VERSION = "zero3 checkpoint", 1
 MANIFEST = "manifest.json"
@@ -70,6 +78,10 @@ _SCHEMA: Any = {
 }
 # What is under `optimizer`, where that is something.
 _OPTIMIZER: Any = {"class": str, "groups": [dict], "scale": dict}
+
+
+# The folders that this process holds, by device and inode, and their descriptors.
+_HELD: dict[tuple[int, int], int] = {}
 
 
 def file_name(rank: int, world_size: int) -> str:
@@ -147,6 +159,81 @@ def sweep(folder: Path) -> None:
             shutil.rmtree(path)
     for path in _named(folder, ".removed").values():
         shutil.rmtree(path)
+
+
+def hold(folder: Path) -> None:
+    """
+    ## Keep other runs from saving into a folder, until this process ends
+
+    * `folder` is there already; to hold it again changes nothing
+
+    Call it before `sweep`, and before anything is written. Raises `Broken` with the process that
+    holds the folder, and `OSError`.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    told = os.fstat(fd)
+    at = told.st_dev, told.st_ino
+    if at in _HELD:
+        os.close(fd)
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise Broken(f"{folder} is where {_holder(told)} saves its checkpoints, and two runs in a "
+                     "folder remove each other's: end that one, or choose another folder") from None
+    except OSError as error:
+        if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP):
+            os.close(fd)
+            raise
+        warnings.warn(f"{folder} cannot be locked here ({error}): make sure that no other run "
+                      "saves into it", stacklevel=2)
+    # The lock lasts as long as the descriptor, which also keeps the inode from being given to
+    # another folder.
+    _HELD[at] = fd
+
+
+def _holder(folder: os.stat_result) -> str:
+    """
+    #### Who holds a folder, as the system knows it
+    """
+    device = f"{os.major(folder.st_dev):02x}:{os.minor(folder.st_dev):02x}"
+    try:
+        for line in Path("/proc/locks").read_text().splitlines():
+            _, kind, *_, pid, at, _, _ = line.split()
+            if kind == "FLOCK" and at == f"{device}:{folder.st_ino}":
+                said = Path(f"/proc/{int(pid)}/cmdline").read_bytes().decode(errors="replace")
+                command = printable(said.replace("\0", " ").strip())
+                return f"process {pid} on {socket.gethostname()} (`{command:.80}`)"
+    except (OSError, ValueError):
+        # Another system's, or one that has just ended.
+        pass
+    return "a process of another machine or container"
+
+
+def _let_go() -> None:
+    """
+    #### In a process that was forked: the lock is the parent's alone, and ends with that
+    """
+    for fd in _HELD.values():
+        os.close(fd)
+    _HELD.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+def place(folder: Path) -> Path:
+    """
+    ## A folder to write into what is no checkpoint of ours; it is made, and held
+
+    Raises `Broken` where it is a run's or a checkpoint's own, and `OSError`.
+    """
+    if steps(folder) or (folder / MANIFEST).exists():
+        raise Broken(f"{folder} has checkpoints in it: choose a folder of its own")
+    folder.mkdir(parents=True, exist_ok=True)
+    hold(folder)
+    return folder
 
 
 def partial_path(folder: Path, step: int) -> Path:

@@ -56,6 +56,35 @@ class Broken(Exception):
     ## What cannot go into a checkpoint, or does not come out of it as it was written
     """
 
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+def printable(text: str) -> str:
+    r"""
+    ## Text as a terminal may have it: what does not print is escaped
+
+    A name in a file can be anything, also `\x1b[2J`, which clears a screen, or a line break, with
+    which a name could pass for a message of ours.
+    """
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def check_name(name: str, as_path: bool = False) -> str:
+    """
+    ## A name from a file, if it is one
+
+    * `as_path` says that it will be the name of a file or of a folder
+
+    Raises `Broken` for an empty name and for one that does not print, and as a path also for `.`,
+    `..` and for one with a separator: these lead out of the folder in which they are looked up.
+    """
+    leads_away = as_path and (name in (".", "..") or "/" in name or "\\" in name)
+    if not name or not name.isprintable() or leads_away:
+        what = "of a file or folder" if as_path else "of a parameter or of a moment"
+        raise Broken(f"`{name}` is no name {what}: somebody may have forged it, to write elsewhere")
+    return name
+
 
 def type_name(dtype: torch.dtype, name: str = "a tensor") -> str:
     """

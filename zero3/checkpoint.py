@@ -46,10 +46,12 @@ each rank begins a stream of its own. `extra` is rank 0's.
 
 import json
 import operator
+import os
 import random
 import shutil
 import sys
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -66,13 +68,14 @@ from zero3.archive import (
     decode,
     encode,
     file_name,
+    hold,
     newest,
     partial_path,
     remove,
     steps,
     sweep,
 )
-from zero3.blocks import Broken, Writer
+from zero3.blocks import Broken, Writer, printable
 from zero3.inventory import Entry, Inventory
 from zero3.wire import Wire
 
@@ -100,15 +103,55 @@ def save(folder: str | Path, model: nn.Module, optimizer: Any = None, *, step: i
 
     Returns a `Saving`, on which an asynchronous save can be waited for.
 
-    Raises `RuntimeError` on all ranks where it cannot be saved, or the asynchronous one before
-    could not be and nobody was told yet; the checkpoints before are then as they were. Keeps I10.
+    Raises `RuntimeError` on all ranks where it cannot be saved, where the ranks were not called
+    alike or another run saves into the folder, or the asynchronous one before could not be and
+    nobody was told yet; the checkpoints before are then as they were. Keeps I10.
     """
-    inventory = Inventory(model, optimizer)
+    def agreed(inventory: Inventory) -> dict[str, Any]:
+        found = {"folder": os.path.realpath(folder), "step": operator.index(step),
+                 "keep": operator.index(keep), "async_write": bool(async_write)}
+        inventory.expect(step >= 0 and keep > 0, "cannot be saved", "a `step` of at least 0, and "
+                         "at least 1 to `keep`", f"{step} and {keep}", "pass these")
+        return found
+
+    inventory = _all_here("saved", model, optimizer, agreed)
     if inventory.wire.saving:
         inventory.wire.saving.leave()
     saving = Saving(inventory, Path(folder), operator.index(step), operator.index(keep))
     saving.begin(extra, async_write)
     return saving
+
+
+def _all_here(done: str, model: nn.Module, optimizer: Any,
+              agreed: Callable[[Inventory], dict[str, Any]]) -> Inventory:
+    """
+    #### List what a model has, once all ranks are here and were called alike
+
+    * `done` is what shall be done to the checkpoint, for errors
+    * `agreed` checks this rank's arguments, and returns those that all ranks must have alike
+
+    All ranks must call it (all-gather of these). An exception of one rank goes on there; the others
+    raise a `RuntimeError` with it, in place of waiting for that rank.
+    """
+    wire, mine, raised = Wire(), {}, None  # type: tuple[Wire, dict[str, Any], Exception | None]
+    try:
+        inventory = Inventory(model, optimizer)
+        mine = {"optimizer": inventory.kind if optimizer else None, **agreed(inventory)}
+    except Exception as error:
+        raised = error
+    problem = printable(f"{raised}" or repr(raised)) if raised else ""
+    every = wire.gather((problem, mine))
+    if raised:
+        raise raised
+    for rank, (problem, theirs) in enumerate(every):
+        inventory.expect(not problem, f"cannot be {done}", "all ranks here, called alike",
+                         f"an error on rank {rank}, which is not: {problem}",
+                         f"look at what rank {rank} was called with; nothing has changed")
+        for name, value in theirs.items():
+            inventory.expect(value == every[0][1][name], f"cannot be {done}", f"the same `{name}` "
+                             "on all ranks", f"{every[0][1][name]!r} on rank 0, {value!r} on rank "
+                             f"{rank}", "call it alike on all ranks; nothing has changed")
+    return inventory
 
 
 class Saving:
@@ -121,6 +164,7 @@ class Saving:
         self.partial = partial_path(folder, step)
         self.first = not inventory.wire.rank  # this is rank 0
         self.manifest: dict[str, Any] = {}
+        self.made = False  # the folder, by rank 0
         self.writer: Any = None
         self.written: Any = None  # this rank's file: a `Future` of what `_write` returns
         self.hook: Any = None
@@ -135,16 +179,15 @@ class Saving:
         """
         inventory, wire, problem = self.inventory, self.inventory.wire, ""
         described, options = [], None  # type: tuple[list[dict[str, Any]], dict[str, Any] | None]
-        inventory.expect(self.step >= 0 and self.keep > 0, "cannot be saved", "a `step` of at "
-                         "least 0, and at least 1 to `keep`", f"{self.step} and {self.keep}",
-                         "pass these")
         try:
             self.manifest = {"step": self.step, "extra": encode(extra)}
             described, options = inventory.describe(), inventory.options()
             if self.first:
                 self.folder.mkdir(parents=True, exist_ok=True)
+                hold(self.folder)
                 sweep(self.folder)
                 self.partial.mkdir()
+                self.made = True
         except Exception as error:
             # Whatever it is: the other ranks wait for this one, and shall hear of it.
             problem = f"{error}" or repr(error)
@@ -153,11 +196,11 @@ class Saving:
         entries = inventory.entries(self.manifest)
         like = {entry.name: (entry.dtype, entry.shape) for entry in entries}
         path = self.partial / file_name(wire.rank, wire.world_size)
-        streams = json.dumps(encode(_random_states(inventory.device)))
         try:
+            streams = json.dumps(encode(_random_states(inventory.device)))
             self.writer = Writer(path, like, {"random": streams})
-        except (OSError, Broken) as error:
-            problem = f"{error}"
+        except Exception as error:
+            problem = f"{error}" or repr(error)
         self._agree(problem)
         self._fill(entries, async_write)
         if not async_write:
@@ -269,8 +312,9 @@ class Saving:
             if self.writer and not self.written:
                 # Nothing is written: to have the file closed.
                 self._write([], "another rank's")
-            if self.first and not (self.partial / MANIFEST).exists():
-                # With a manifest it is a checkpoint already, and `sweep` gives it its name.
+            if self.made and not (self.partial / MANIFEST).exists():
+                # A folder that was not made here is another run's. With a manifest it is a
+                # checkpoint already, and `sweep` gives it its name.
                 shutil.rmtree(self.partial, ignore_errors=True)
             raise
 
@@ -291,7 +335,8 @@ def load(folder: str | Path, model: nn.Module, optimizer: Any = None) -> Any:
     Raises `RuntimeError` on all ranks where there is no checkpoint, where it is damaged or of
     another model; model and optimizer are then as they were. Keeps I5 and I10.
     """
-    inventory = Inventory(model, optimizer)
+    inventory = _all_here("loaded", model, optimizer,
+                          lambda _: {"folder": os.path.realpath(folder)})
     wire, problem = inventory.wire, ""
     if wire.saving:
         wire.saving.leave()
@@ -308,19 +353,27 @@ def load(folder: str | Path, model: nn.Module, optimizer: Any = None) -> Any:
         for flat in inventory.flats:
             for key in ("param", *flat.moments):
                 inventory.shard(archive, flat, key)
-        for name, t in inventory.replicated.items():
+        for name, t in inventory.found.items():
             shape = archive.replicated(wire.rank, name).shape
             if shape != t.shape:
                 raise Broken(f"`{name}` is of {tuple(shape)} in the checkpoint, of "
                              f"{tuple(t.shape)} here")
-        extra, states = decode(archive.manifest["extra"]), _random_states_of(archive, wire)
+        extra = decode(archive.manifest["extra"])
+        states = _random_states_of(archive, wire)
+        _check_random_states(states, inventory.device)
     except Exception as error:
-        problem = f"{error}" or repr(error)
+        problem = printable(f"{error}") or repr(error)
     wire.agree(inventory, f"in {path} cannot be loaded", "one of this model and optimizer, as it "
                "was saved", problem, "pass the folder of another one; `python -m zero3.checkpoint "
                "verify` says which are as they were written")
-    inventory.take(archive, groups)
-    _set_random_states(states, inventory.device)
+    try:
+        inventory.take(archive, groups)
+        _set_random_states(states, inventory.device)
+    except Exception as error:
+        problem = printable(f"{error}") or repr(error)
+    wire.agree(inventory, f"in {path} was whole, and then was not", "files that nobody writes to "
+               "while they are loaded", problem, "load it again, or another one: until then the "
+               "model has values of both")
     return extra
 
 
@@ -352,6 +405,23 @@ def _random_states_of(archive: Archive, wire: Wire) -> dict[str, Any]:
     if streams and same:
         return decode(json.loads(streams))
     return {"seed": zlib.crc32(f"{wire.rank} {streams}".encode())} if streams else {}
+
+
+def _check_random_states(states: dict[str, Any], device: torch.device) -> None:
+    """
+    #### Make sure that each stream can be set, by streams that nobody uses
+
+    Raises `Broken` where one cannot.
+    """
+    try:
+        if "torch" in states:
+            torch.Generator().set_state(states["torch"])
+            random.Random().setstate(states["python"])
+            np.random.RandomState().set_state(states["numpy"])
+        if "device" in states and device.type != "cpu":
+            torch.Generator(device).set_state(states["device"])
+    except Exception as error:
+        raise Broken(f"a state of random numbers is none: {error!r}") from error
 
 
 def _set_random_states(states: dict[str, Any], device: torch.device) -> None:

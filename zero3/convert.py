@@ -37,16 +37,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch.distributed.checkpoint.api import CheckpointException
 
-from zero3.archive import Archive, Param, newest, steps
-from zero3.blocks import BLOCK_BYTES, TYPES, Broken, Writer
-from zero3.formats import from_dcp, from_deepspeed, from_tensors, to_dcp, to_deepspeed
+from zero3.archive import Archive, Param, newest, place, steps
+from zero3.blocks import BLOCK_BYTES, TYPES, Broken, Writer, check_name
+from zero3.formats import from_dcp, from_deepspeed, from_tensors, say, to_dcp, to_deepspeed
 from zero3.materialise import Source
 
 # Elements of a parameter that `export` has in memory at once; and its file, where there is one.
@@ -63,20 +62,20 @@ def inspect(folder: Path) -> None:
     archive = Archive(folder)
     manifest, optimizer = archive.manifest, archive.manifest["optimizer"]
     nbytes = sum(file.nbytes for file in archive.files)
-    print(f"{folder}: step {manifest['step']:,}, saved by {archive.world_size} ranks, {nbytes:,} "
-          "bytes")
+    say(f"{folder}: step {manifest['step']:,}, saved by {archive.world_size} ranks, {nbytes:,} "
+        "bytes")
     if optimizer is not None:
-        print(f"{optimizer['class']}, {len(optimizer['groups'])} param groups")
+        say(f"{optimizer['class']}, {len(optimizer['groups'])} param groups")
     for flat in archive.flats:
         kept = ", ".join(f"{key} {dtype}" for key, dtype in flat["keys"].items())
         padding = f" and {flat['padding']} of padding" if flat["padding"] else ""
-        print(f"{flat['numel']:>14,}{padding} in layer {flat['layer'] or '(the rest)'}, "
-              f"{flat['dtype']}; kept: {kept}")
+        say(f"{flat['numel']:>14,}{padding} in layer {flat['layer'] or '(the rest)'}, "
+            f"{flat['dtype']}; kept: {kept}")
         for each in flat["params"]:
-            print(f"{math.prod(each['shape']):>18,}  {' = '.join(each['names'])} "
-                  f"{tuple(each['shape'])}")
+            say(f"{math.prod(each['shape']):>18,}  {' = '.join(each['names'])} "
+                f"{tuple(each['shape'])}")
     for name in manifest["replicated"]:
-        print(f"{math.prod(archive.announced(name)[1]):>14,} in {name}, whole on each rank")
+        say(f"{math.prod(archive.announced(name)[1]):>14,} in {name}, whole on each rank")
 
 
 def verify(folders: list[Path]) -> int:
@@ -98,10 +97,11 @@ def verify(folders: list[Path]) -> int:
                     end = -(-flat["numel"] // archive.world_size)
                     for key in flat["keys"]:
                         file.read(f"{i}.{key}", end, end)
-            print(f"{folder}: as it was written")
-        except (Broken, OSError, ValueError, KeyError, TypeError) as error:
+            say(f"{folder}: as it was written")
+        except Exception as error:
+            # Whatever it is, the other folders are looked at too.
             broken = 1
-            print(f"{folder}: {error}", file=sys.stderr)
+            say(f"{folder}: {_told(error)}", sys.stderr)
     return broken
 
 
@@ -130,7 +130,7 @@ def export(folder: Path, out: Path, dtype: torch.dtype | None = None, file_bytes
     # As safetensors says it: which name of a tied parameter stands for which others.
     tied = {other: param.name for param in archive.params for other in param.entry["names"][1:]}
     index: dict[str, str] = {}
-    out.mkdir(parents=True, exist_ok=True)
+    place(out)
     with ExitStack() as undo:
         for i, each in enumerate(files, 1):
             name = f"model-{i:05}-of-{len(files):05}.safetensors" if files[1:] else _ONE
@@ -147,8 +147,8 @@ def export(folder: Path, out: Path, dtype: torch.dtype | None = None, file_bytes
     if files[1:]:
         (out / "model.safetensors.index.json").write_text(json.dumps(
             {"metadata": {"total_size": total_bytes}, "weight_map": index}, indent=1))
-    print(f"wrote {len(parts)} tensors of step {archive.manifest['step']}, {total_bytes:,} bytes, "
-          f"to {out}, in {len(files)} files")
+    say(f"wrote {len(parts)} tensors of step {archive.manifest['step']}, {total_bytes:,} bytes, "
+        f"to {out}, in {len(files)} files")
 
 
 def _files(parts: dict[str, tuple], file_bytes: int) -> list[dict[str, tuple]]:
@@ -183,7 +183,10 @@ def from_safetensors(source: Path, folder: Path, step: int) -> None:
     ## Make a checkpoint of Hugging Face's safetensors: a file, an index, or the folder of either
     """
     files, tensors = Source(torch.device("cpu"), checkpoint=source).files, {}
+    if not files:
+        raise Broken(f"{source} has no tensors")
     for name, path in files.items():
+        check_name(path.name, as_path=True)
         with safe_open(path, framework="pt") as file:
             part = file.get_slice(name)
             tensors[name] = {"param": (TYPES[part.get_dtype()], tuple(part.get_shape()))}
@@ -219,6 +222,33 @@ def _at(folder: Path) -> Path:
     return newest(folder) or newest(folder / "checkpoints") or folder
 
 
+def _told(error: BaseException) -> str:
+    """
+    #### An error in a line; of a library's own, which may not say much, also its kind
+    """
+    if isinstance(error, (Broken, OSError)):
+        return f"{error}"
+    return f"this is not what it was taken for, or damaged: {error!r}"
+
+
+def _path(text: str) -> Path:
+    """
+    #### A folder from the command line; an empty one would be where the program was started
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty: pass a folder, or `.` for this one")
+    return Path(text)
+
+
+def _count(text: str) -> int:
+    """
+    #### A number of steps or bytes
+    """
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is no number of at least 0")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m zero3.checkpoint")
     commands = parser.add_subparsers(required=True, dest="command")
@@ -231,17 +261,17 @@ def _parser() -> argparse.ArgumentParser:
     }
     for name, text in helps.items():
         command = commands.add_parser(name, help=text)
-        command.add_argument("folder", type=Path, metavar="FOLDER",
+        command.add_argument("folder", type=_path, metavar="FOLDER",
                              help="a run's, a checkpoint's own, or what to read from")
         if name in ("export", "import", "universal"):
-            command.add_argument("out", type=Path, metavar="OUT", help="the folder to write to")
+            command.add_argument("out", type=_path, metavar="OUT", help="the folder to write to")
         if name in ("import", "universal"):
-            command.add_argument("--step", type=int, default=0, help="steps taken, of "
+            command.add_argument("--step", type=_count, default=0, help="steps taken, of "
                                  "safetensors and of what DCP has without an optimizer")
         if name == "export":
             command.add_argument("--dtype", choices=["F32", "BF16", "F16"], help="of floating "
                                  "parameters; left out, the model's")
-            command.add_argument("--file-bytes", type=int, default=5 << 30, metavar="N",
+            command.add_argument("--file-bytes", type=_count, default=5 << 30, metavar="N",
                                  help="in a file, at most")
         if name == "universal":
             command.add_argument("--format", choices=["deepspeed", "dcp"], default="deepspeed")
@@ -271,9 +301,13 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         # Whoever reads has read enough, and what Python still wants to flush goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (Broken, OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError,
-            SafetensorError, CheckpointException, UnpicklingError) as error:
-        what = f"{error}" if isinstance(error, (Broken, OSError)) else f"{error!r}"
-        print(f"zero3.checkpoint {args.command}: {what}", file=sys.stderr)
+    except Exception as error:
+        # Whatever it is: a file of somebody else's can break any library that reads it.
+        say(f"zero3.checkpoint {args.command}: {_told(error)}", sys.stderr)
+        return 1
+    except CheckpointException as error:
+        # Torch's is no `Exception`: it has one for each rank, and a trace of where they were.
+        causes = [cause for cause, _ in error.failures.values()]
+        say(f"zero3.checkpoint {args.command}: {_told(causes[0])}", sys.stderr)
         return 1
     return 0

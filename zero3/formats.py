@@ -23,23 +23,24 @@ in the files `fp32.pt`, `exp_avg.pt` and `exp_avg_sq.pt` of a folder, or, in a D
 
 **Run this**: `python -m zero3.checkpoint universal FOLDER OUT`, with `--format dcp` for the other.
 
-**Not covered, and what that costs**: both are pickles, in part. Where we read them torch unpickles
-no more than tensors and plain containers, except a DCP folder's own `.metadata`: take that from
-people whom you trust. DeepSpeed 0.19 gives all param groups of its Stage 3 one tensor that counts
-steps, which torch's Adam then moves on once for each. With `--torch-adam` and several groups give
-each its own after loading: `for s in engine.optimizer.optimizer.state.values(): s["step"] =
-s["step"].clone()`.
+**Not covered, and what that costs**: both are pickles, in part. Where we read them, nothing but
+tensors, plain containers and DCP's own records are unpickled, and no name in them leads to another
+folder. A folder of somebody else's may still say sizes that no memory has. DeepSpeed 0.19 gives all
+param groups of its Stage 3 one tensor that counts steps, which torch's Adam then moves on once for
+each. With `--torch-adam` and several groups give each its own after loading: `for s in
+engine.optimizer.optimizer.state.values(): s["step"] = s["step"].clone()`.
 """
 
 import math
 import os
+import pickle
 import shutil
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from typing import Any, TextIO
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -50,8 +51,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from zero3 import __version__
-from zero3.archive import Archive, Param, commit, decode, encode, file_name, partial_path
-from zero3.blocks import TYPES, Broken, Writer, type_name
+from zero3.archive import Archive, Param, commit, decode, encode, file_name, partial_path, place
+from zero3.blocks import TYPES, Broken, Writer, check_name, printable, type_name
 
 # What DeepSpeed calls the master; the moments have torch's names.
 _FP32 = "fp32"
@@ -73,10 +74,16 @@ def from_tensors(folder: Path, step: int, tensors: dict[str, dict[str, tuple]],
 
     Raises `Broken` where the folder has something in it, which could be a run's.
     """
-    if step < 0 or (folder.exists() and [*folder.iterdir()]):
-        raise Broken(f"{folder} is not empty, or step {step} is none: choose others")
+    if step < 0:
+        raise Broken(f"step {step} is none: pass one of at least 0")
+    if folder.exists() and [*folder.iterdir()]:
+        raise Broken(f"{folder} is not empty: choose another")
     flats, entries = [], []  # type: tuple[list[dict[str, Any]], list[tuple]]
     for i, (name, keys) in enumerate(tensors.items()):
+        if "param" not in keys:
+            raise Broken(f"`{name}` has moments there, and no values")
+        for each in (name, *keys, *scalars.get(name, {})):
+            check_name(each)
         dtype, shape = keys["param"]
         moments, known = [key for key in keys if key != "param"], encode(scalars.get(name, {}))
         states = [{"param_group": None, "moments": moments, "scalars": known}]
@@ -90,8 +97,8 @@ def from_tensors(folder: Path, step: int, tensors: dict[str, dict[str, tuple]],
                 raise Broken(f"`{name}` is of {tuple(shape)}, and its {key} of {tuple(there)}")
             entries.append((f"{i}.{key}", kind, (math.prod(shape),), name, key))
     entries.sort(key=lambda entry: -entry[1].itemsize)
-    unfinished = partial_path(folder, step)
-    unfinished.mkdir(parents=True)
+    unfinished = partial_path(place(folder), step)
+    unfinished.mkdir()
     try:
         like = {at: (kind, shape) for at, kind, shape, *_ in entries}
         with Writer(unfinished / file_name(0, 1), like) as writer:
@@ -104,7 +111,16 @@ def from_tensors(folder: Path, step: int, tensors: dict[str, dict[str, tuple]],
     done = commit(unfinished, {
         "step": step, "world_size": 1, "versions": {"zero3": __version__}, "files": [file],
         "flats": flats, "replicated": [], "optimizer": None, "extra": None})
-    print(f"wrote {len(tensors)} parameters to {done}")
+    say(f"wrote {len(tensors)} parameters to {done}")
+
+
+def say(line: str, file: TextIO | None = None) -> None:
+    """
+    ## Print a line, with what does not print escaped
+
+    * `file` is standard output, where it is left out
+    """
+    print(printable(line), file=file)
 
 
 def _full(archive: Archive, param: Param, key: str) -> torch.Tensor:
@@ -125,19 +141,24 @@ def to_deepspeed(folder: Path, out: Path, torch_adam: bool) -> None:
     * `torch_adam` says that the engine that loads it runs torch's Adam, which counts steps in a
       tensor; its own count them in a number
 
-    The files that its stages 1 to 3 ask for, and no others.
+    The files that its stages 1 to 3 ask for, and no others. Raises `Broken`, before anything is
+    written, where a parameter or a moment has no name for a file.
     """
     archive, root = Archive(folder), out / "universal"
+    for param in archive.params:
+        check_name(param.name, as_path=True)
+        for key in archive.states(param)["moments"]:
+            if check_name(key, as_path=True) in (_FP32, "step"):
+                raise Broken(f"`{param.name}` has a moment `{key}`, which is another file's name")
 
     def put(value: Any, *path: str) -> None:
         at = root.joinpath(*path)
         at.parent.mkdir(parents=True, exist_ok=True)
         torch.save(value, at)
 
+    place(out)
     taken = archive.manifest["step"]
     for param in archive.params:
-        if Path(param.name).name != param.name:
-            raise Broken(f"`{param.name}` is no name of a folder")
         for key in ("param", *archive.states(param)["moments"]):
             # Without a name, which would keep it in memory beside the next one.
             put({"param": _full(archive, param, key).to(torch.float32)},
@@ -156,8 +177,8 @@ def to_deepspeed(folder: Path, out: Path, torch_adam: bool) -> None:
              "skipped_steps": 0}, f"{name}_model_states.pt")
     # Last: it says that the rest is there.
     (out / "latest_universal").write_text(root.name)
-    print(f"wrote {len(archive.params)} parameters of step {archive.manifest['step']} to {root}; "
-          f"DeepSpeed loads {out}")
+    say(f"wrote {len(archive.params)} parameters of step {archive.manifest['step']} to {root}; "
+        f"DeepSpeed loads {out}")
 
 
 class _Stub:
@@ -174,7 +195,9 @@ def from_deepspeed(source: Path, folder: Path) -> None:
     ## Make a checkpoint of DeepSpeed's universal layout
     """
     latest = source / "latest_universal"
-    root = source / Path(latest.read_text().strip()).name if latest.exists() else source
+    root = source
+    if latest.exists():
+        root = source / check_name(latest.read_text().strip(), as_path=True)
     stubs: list[Any] = [(_Stub, f"deepspeed.runtime.{name}") for name in (
         "zero.config.ZeroStageEnum", "fp16.loss_scaler.LossScaler",
         "fp16.loss_scaler.DynamicLossScaler")]
@@ -292,11 +315,58 @@ def to_dcp(folder: Path, out: Path) -> None:
         groups.append({"initial_lr": options["lr"], **options, "params": names})
     state = {"model": model, **({"optim": {"state": states, "param_groups": groups}} if groups
                                 else {})}
+    place(out)
     with warnings.catch_warnings():
         # It warns that there is no process group; none is needed.
         warnings.simplefilter("ignore")
         dcp.save(state, storage_writer=_DcpWriter(out, lambda name: readers[name]()), no_dist=True)
-    print(f"wrote {len(readers)} tensors of step {archive.manifest['step']} to {out}")
+    say(f"wrote {len(readers)} tensors of step {archive.manifest['step']} to {out}")
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """
+    ## Reads DCP's `.metadata`, which is a pickle, and runs nothing that is in it
+
+    A pickle names the functions and classes that make its objects, and Python's own reader calls
+    whatever is named. Here these are looked up in a short list of records, sizes and data types.
+    """
+
+    _ADMITTED = {
+        "torch.distributed.checkpoint.metadata": (
+            "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+            "TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+        "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+        "torch.serialization": ("_get_layout",),
+        "torch": ("Size",),
+        "collections": ("OrderedDict",),
+        "pathlib": ("PosixPath", "WindowsPath"),
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in self._ADMITTED.get(module, ()):
+            # A path is somebody's note of where the folder was; of another system's it cannot be
+            # one here.
+            return PurePath if module == "pathlib" else super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise Broken(f"`.metadata` asks for `{module}.{name}`, which is none of DCP's records: to "
+                     "read it could run anything. If you trust it, load the folder by "
+                     "`torch.distributed.checkpoint` and save it again")
+
+
+class _DcpReader(dcp.FileSystemReader):
+    """
+    ## DCP's reader, with a look at what its folder says before that is believed
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
+        with open(Path(self.path) / ".metadata", "rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata, dcp.Metadata):
+            raise Broken(f"`.metadata` has a {type(metadata).__name__}, and nothing of DCP's")
+        for info in metadata.storage_data.values():
+            check_name(info.relative_path, as_path=True)
+        return metadata
 
 
 def from_dcp(source: Path, folder: Path, step: int) -> None:
@@ -305,7 +375,7 @@ def from_dcp(source: Path, folder: Path, step: int) -> None:
 
     Of weights alone, or with what an optimizer knows, wherever in it `model` and `optim` are.
     """
-    reader = dcp.FileSystemReader(source)
+    reader = _DcpReader(source)
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, True)
     entries: dict[str, Any] = metadata.state_dict_metadata

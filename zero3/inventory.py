@@ -27,6 +27,8 @@ number of steps as the others of its new flat parameter, or there is an error; s
 trains now and did not then.
 """
 
+import inspect
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,12 +44,14 @@ from zero3.blocks import TYPES, Broken, type_name
 from zero3.coordinator import Zero3Model
 from zero3.layer import Zero3Layer, _Group, _Slot
 from zero3.offload import InFile
-from zero3.optimizer import Zero3Optimizer, plain_paths
+from zero3.optimizer import Zero3Optimizer, plain_names
 from zero3.states import Owned, moments_of
 from zero3.wire import Wire
 
 # Options of a param group that say how torch computes, and not what.
 _WAYS = ("params", "fused", "foreach", "capturable", "differentiable")
+# What a `Zero3Optimizer` knows of its loss scale.
+_SCALE = ("loss_scale", "good_steps", "skipped_steps")
 
 
 @dataclass(eq=False)
@@ -56,7 +60,7 @@ class Flat:
     ## A flat parameter of the model at hand
     """
 
-    path: str  # of its layer, in the plain model
+    paths: list[str]  # of its layer, in the plain model: several where it is registered so
     layer: Zero3Layer
     group: _Group
     owned: Owned | None  # of `Zero3Optimizer`'s
@@ -65,7 +69,7 @@ class Flat:
     indices: list[int | None]  # the param group of each parameter
     # In a checkpoint: each parameter's place, and what is known of those of a param group.
     found: list[Param] = field(default_factory=list)
-    states: dict[int | None, dict[str, Any]] = field(default_factory=dict)
+    states: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def moments(self) -> list[str]:
@@ -103,7 +107,7 @@ class Inventory:
     label = "the checkpoint"
 
     def __init__(self, model: nn.Module, optimizer: Any):
-        self.model, self.optimizer, paths = model, optimizer, plain_paths(model)
+        self.model, self.optimizer, paths = model, optimizer, plain_names(model)
         layers = [m for m in paths if isinstance(m, Zero3Layer) and m.groups]
         # Without layers there is an error to come, and it names the rank.
         self.wire = layers[0].wire if layers else Wire()
@@ -129,9 +133,11 @@ class Inventory:
         self.expect(optimizer is None or any(flat.pieces for flat in self.flats), "cannot save or "
                     "load this optimizer", "one of this model's shards", type(optimizer).__name__,
                     "build it on the model, after wrapping")
-        # Whole on each rank: buffers, and frozen parameters outside of layers.
+        # Whole on each rank: buffers, and frozen parameters outside of layers, by each name; and
+        # those of these names that `check` found in a checkpoint.
         self.replicated: dict[str, torch.Tensor] = {}
-        for m, path in paths.items():
+        self.found: dict[str, torch.Tensor] = {}
+        for m, path in ((m, path) for m, every in paths.items() for path in every):
             kept = {n: b for n, b in m._buffers.items() if n not in m._non_persistent_buffers_set}
             for name, t in {**kept, **m._parameters}.items():
                 if t is not None and t not in shards:
@@ -143,7 +149,7 @@ class Inventory:
         """
         ### What a parameter is called in the plain model, by all of its names
         """
-        own = [f"{flat.path}.{name}".strip(".") for name in slot.names]
+        own = [f"{path}.{name}".strip(".") for path in flat.paths for name in slot.names]
         tied = self.model.tied if isinstance(self.model, Zero3Model) else {}
         return own + [name for name, p in tied.items() if p is slot.param and name not in own]
 
@@ -169,7 +175,7 @@ class Inventory:
                     scalars = {k: encode(v, k) for k, v in state.items() if k not in moments}
                     kept[index] = {"param_group": index, "moments": [*moments], "scalars": scalars}
             entries.append({
-                "layer": flat.path, "dtype": type_name(shard.dtype), "numel": numel,
+                "layer": flat.paths[0], "dtype": type_name(shard.dtype), "numel": numel,
                 "padding": len(flat.group.full) - numel, "keys": keys, "states": kept,
                 "params": [{"names": self.names(flat, slot), "shape": [*slot.view.shape],
                             "offset": slot.offset, "param_group": index}
@@ -184,8 +190,7 @@ class Inventory:
             "class": self.kind,
             "groups": [encode({k: v for k, v in group.items() if k not in _WAYS}, "param group")
                        for group in self.param_groups],
-            "scale": {key: getattr(self.optimizer, key) for key in
-                      ("loss_scale", "good_steps", "skipped_steps")
+            "scale": {key: getattr(self.optimizer, key) for key in _SCALE
                       if hasattr(self.optimizer, key)}}
 
     def manifest(self, described: list[dict[str, Any]], options: dict[str, Any] | None
@@ -281,10 +286,9 @@ class Inventory:
                     there = f"of {param.shape}" if param else "missing"
                     raise Broken(f"`{names[0]}` is {there} in the checkpoint, of {shape} here")
                 theirs, states = param.entry["param_group"], archive.states(param)
-                # Now, for an error in the middle of `take` would come too late.
-                decode(states["scalars"])
                 if theirs is not None and index is not None:
-                    decode(archive.manifest["optimizer"]["groups"][theirs])
+                    if not 0 <= theirs < len(archive.manifest["optimizer"]["groups"]):
+                        raise Broken(f"`{names[0]}` is of a param group that is not there")
                     # Which is which is found out here; each is one, and no two are the same.
                     mine = groups.setdefault(theirs, index)
                     if mine != index or [*groups.values()].count(index) > 1:
@@ -299,14 +303,19 @@ class Inventory:
                 if states["moments"] and not {*needs} <= {*states["moments"]}:
                     raise Broken(f"`{flat.found[0].name}` has {states['moments']} there, and this "
                                  f"optimizer needs {needs}")
+        self._check_optimizer(archive, groups)
         # What came from another format does not tell buffers from parameters, and may have a tied
         # parameter under each of its names.
         known = {name for flat in self.flats for slot in flat.group.slots
                  for name in self.names(flat, slot)}
         more = {p.name for p in archive.params if p.name not in known}
         more |= {*archive.manifest["replicated"]}
+        self.found = {name: t for name, t in self.replicated.items() if name in more}
+        # Of several names for the same tensor one will do.
+        known_ids = {id(t) for t in self.found.values()}
+        missing = {name for name, t in self.replicated.items() if id(t) not in known_ids}
         for only, there, here in ((more - {*self.replicated}, "the checkpoint", "this model"),
-                                  ({*self.replicated} - more, "this model", "the checkpoint")):
+                                  (missing, "this model", "the checkpoint")):
             if only:
                 some = ", ".join(f"`{name}`" for name in sorted(only)[:5])
                 raise Broken(f"{some}, {len(only)} in all, in {there} and not in {here}")
@@ -330,6 +339,90 @@ class Inventory:
         two = torch.zeros(2, device=self.optimizer.device)
         return {i: moments_of(cls, kwargs, group, two)[0]
                 for i, group in enumerate(self.param_groups)}
+
+    def _check_optimizer(self, archive: Archive, groups: dict[int, int]) -> None:
+        """
+        #### Make sure that the optimizer can step with what a checkpoint has for it
+
+        Now, because an error in the middle of `take` comes too late, and one in the next step later
+        still. Raises `Broken` with the option that is of another kind than here, or with what the
+        optimizer itself says in a step on two elements.
+        """
+        saved = archive.manifest["optimizer"]
+        told: dict[int, dict[str, Any]] = {}  # by the index of the param group here
+        for theirs, mine in groups.items():
+            told[mine] = decode(saved["groups"][theirs])
+            here = self.param_groups[mine]
+            for key, value in told[mine].items():
+                # A scheduler adds options, `initial_lr` for instance, which may not be here yet.
+                like = here.get(key, here.get("lr") if key.endswith("lr") else None)
+                if key in _WAYS or not _is_like(value, like):
+                    raise Broken(f"param group {theirs} has a `{key}` of {value!r:.60} there, and "
+                                 f"of {like!r:.60} here")
+        for key, value in (saved["scale"] if saved else {}).items():
+            counts = key in _SCALE and type(value) is int and value >= 0
+            scales = key == "loss_scale" and type(value) in (int, float) and 0 < value < math.inf
+            if not (scales if key == "loss_scale" else counts):
+                raise Broken(f"the optimizer's `{key}` is {value!r:.60} there")
+        tried: list[tuple] = []
+        for flat in self.flats:
+            for index, states in flat.states.items():
+                dtypes = archive.flats[flat.found[0].flat]["keys"]
+                group = {**self.param_groups[index], **told.get(index, {})}
+                if (index, states, dtypes) not in tried:
+                    tried.append((index, states, dtypes))
+                    self._try(flat, group, states, dtypes)
+
+    def _try(self, flat: Flat, group: dict[str, Any], states: dict[str, Any],
+             dtypes: dict[str, str]) -> None:
+        """
+        #### Take a step with these options and states, on two elements
+
+        * `dtypes` are those of the parameter and of its moments in the checkpoint, by key
+        """
+        shard = flat.group.shard
+        wide, device = shard.dtype, shard.device
+        cls: Any = type(self.optimizer)
+        known: dict[str, Any] = {}
+        if isinstance(self.optimizer, Zero3Optimizer):
+            cls, known = self.optimizer.made_by
+            wide, device = flat.owned.wide if flat.owned else wide, self.optimizer.device
+        options = {key: value for key, value in group.items() if key != "params"}
+        accepted = inspect.signature(cls).parameters
+        known = {**known, **{k: v for k, v in options.items() if k in accepted}}
+        try:
+            inspect.signature(cls).bind([], **known)
+        except TypeError:
+            # It cannot be made again from its options, as torch's own can.
+            return
+        # Nothing is zero, for an `eps` may be.
+        param = nn.Parameter(torch.ones(2, dtype=wide, device=device))
+        param.grad = torch.full_like(param, 0.5)
+        scalars = decode(states["scalars"])
+        try:
+            # The constructor looks at its arguments, and not at the options of a group.
+            optimizer = cls([param], **known)
+            optimizer.param_groups[0].update(options)
+            optimizer.state[param].update(self._on_device(scalars, group, device))
+            for key in states["moments"]:
+                dtype = wide if dtypes[key] == dtypes["param"] else TYPES[dtypes[key]]
+                optimizer.state[param][key] = torch.ones(2, dtype=dtype, device=device)
+            optimizer.step()
+        except Exception as error:
+            raise Broken(f"the optimizer cannot step `{flat.found[0].name}` with what is there, "
+                         f"{scalars!r:.60}: {error!r}") from error
+        if not param.isfinite().all():
+            raise Broken(f"the optimizer makes `{flat.found[0].name}` infinite or NaN with what is "
+                         f"there, {scalars!r:.60}")
+
+    def _on_device(self, scalars: dict[str, Any], group: dict[str, Any], device: torch.device
+                   ) -> dict[str, Any]:
+        """
+        #### What an optimizer counts, where its param group wants it
+        """
+        on_device = group.get("fused") or group.get("capturable")
+        return {key: value.to(device) if isinstance(value, torch.Tensor) and on_device else value
+                for key, value in scalars.items()}
 
     def shard(self, archive: Archive, flat: Flat, key: str) -> torch.Tensor:
         """
@@ -373,14 +466,12 @@ class Inventory:
                             kept = moment[where].to(piece.device, dtype, copy=True)
                             self.state[piece][key] = kept
                 for index, _, piece in flat.pieces:
-                    group, states = self.param_groups[index], flat.states[index]
-                    on_device = group.get("fused") or group.get("capturable")
-                    for key, value in states["scalars"].items():
-                        value = decode(value)
-                        if isinstance(value, torch.Tensor) and on_device:
-                            value = value.to(piece.device)
+                    # Read anew for each: an optimizer counts in them.
+                    scalars = decode(flat.states[index]["scalars"])
+                    group = self.param_groups[index]
+                    for key, value in self._on_device(scalars, group, piece.device).items():
                         self.state[piece][key] = value
-        for name, t in self.replicated.items():
+        for name, t in self.found.items():
             t.copy_(archive.replicated(self.wire.rank, name))
         if self.optimizer is not None:
             # They are of the weights from before.
@@ -404,3 +495,26 @@ class Inventory:
                 # This run has chosen whether to scale; a dynamic scale goes on from where it was.
                 if key != "loss_scale" or self.optimizer.dynamic:
                     setattr(self.optimizer, key, value)
+
+
+def _is_like(value: Any, here: Any) -> bool:
+    """
+    #### Whether an option of a param group is of the kind that it is of here
+
+    A number is finite, or what it is here; of what is not here, any number, text or flag will do.
+    """
+    if isinstance(value, torch.Tensor):
+        value = value.item() if value.numel() == 1 else None
+    if isinstance(here, torch.Tensor):
+        here = here.item()
+    if isinstance(here, (list, tuple)) and isinstance(value, (list, tuple)):
+        return len(value) == len(here) and all(map(_is_like, value, here))
+    if isinstance(value, float) and not math.isfinite(value):
+        return value == here
+    if here is None or value is None:
+        return not isinstance(value, dict)
+    if isinstance(here, (bool, str)) or isinstance(value, (bool, str)):
+        return type(value) is type(here)
+    if isinstance(value, (int, float)) and isinstance(here, (int, float)):
+        return True
+    return isinstance(value, type(here))

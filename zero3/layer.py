@@ -928,11 +928,15 @@ class _Settle:
 def _own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """
     #### The module and those in it, down to the next `Zero3Layer`
+
+    One that is registered under several names comes once under each.
     """
     if not isinstance(module, Zero3Layer):
         yield prefix, module
-        for name, child in module.named_children():
-            yield from _own_modules(child, f"{prefix}{name}.")
+        # Not `named_children`, which drops all names but the first.
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from _own_modules(child, f"{prefix}{name}.")
 
 
 def _set_versions(slots: Iterable[_Slot], freed: bool) -> None:

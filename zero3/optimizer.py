@@ -536,11 +536,18 @@ class Zero3Optimizer(torch.optim.Optimizer):
 def plain_paths(model: nn.Module) -> dict[nn.Module, str]:
     """
     ## What each module is called in the plain model
+    """
+    return {module: names[0] for module, names in plain_names(model).items()}
+
+
+def plain_names(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """
+    ## All that each module is called in the plain model, where it may be registered more than once
 
     There the wrappers, and the attributes in which they have what they wrap, are no part of a name.
     """
-    found = {}
-    for path, module in model.named_modules():
+    found: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
         parts, owner = [], model
         for part in path.split(".") if path else ():
             if not hasattr(type(owner), "get_trainable_chunk"):
@@ -549,5 +556,5 @@ def plain_paths(model: nn.Module) -> dict[nn.Module, str]:
                 break
             owner = owner._modules[part]  # type: ignore[assignment]
         else:
-            found[module] = ".".join(parts)
+            found.setdefault(module, []).append(".".join(parts))
     return found

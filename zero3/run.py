@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero3.archive import Archive, decode, sweep
+from zero3.archive import Archive, decode, hold, sweep
 from zero3.checkpoint import newest, save
 from zero3.ledger import Event, Ledger, disk_bytes, held_bytes
 
@@ -205,6 +205,8 @@ def take_up(args, ranks: Ranks) -> Path | None:
     folder, found, problem = checkpoints(args), None, ""
     if not ranks.rank and args.resume == "auto":
         try:
+            if folder.exists():
+                hold(folder)
             sweep(folder)
             if found := newest(folder):
                 options = decode(Archive(found).manifest["extra"])["options"]
