@@ -59,7 +59,7 @@ class Contents:
         * `params` are what its modules had as parameters, and now have as plain attributes
         """
         self.layer = layer
-        self.hidden = [(owner._parameters, own) for owner, own in params.items() if own]
+        self.hidden = [(owner, own) for owner, own in params.items() if own]
         self.depth = 0  # of the `with` blocks that show them now
         self.known = Known([layer, *params])
 
@@ -83,8 +83,20 @@ class Contents:
                          "out of what replaces parameters, as `fully_shard` and "
                          "`distribute_module` do")
         if self.depth == 0 and self.known.has_changed():
+            self._hide_again()
             owners = [owner for _, owner in self._look()]
             self.known = Known([layer, *owners])
+
+    def _hide_again(self) -> None:
+        """
+        #### Make parameters plain attributes again, where somebody has assigned them
+
+        `torch.func.functional_call` exchanges them, and afterwards assigns the same ones.
+        """
+        for owner, params in self.hidden:
+            for name, p in params.items():
+                if p is not None and name not in vars(owner) and owner._parameters.get(name) is p:
+                    vars(owner)[name] = owner._parameters.pop(name)
 
     def _look(self) -> list[tuple[str, nn.Module]]:
         """
@@ -128,18 +140,18 @@ class Contents:
         is what an optimizer needs.
         """
         self.depth += 1
-        for shown, params in self.hidden:
-            shown.update(params)
+        for owner, params in self.hidden:
+            owner._parameters.update(params)
 
     def __exit__(self, *exception: Any) -> None:
         self.depth -= 1
-        for shown, params in self.hidden if self.depth == 0 else ():
-            if len(shown) == len(params):
-                shown.clear()
+        for owner, params in self.hidden if self.depth == 0 else ():
+            if len(owner._parameters) == len(params):
+                owner._parameters.clear()
             else:
                 # What the module has registered meanwhile stays, and `check` will find it.
                 for name in params:
-                    shown.pop(name, None)
+                    owner._parameters.pop(name, None)
 
     def refuse_state_dicts(self, owner: nn.Module) -> list[Any]:
         """

@@ -171,7 +171,7 @@ class Zero3Model(nn.Module):
         units: dict[nn.Module, Unit] = {}
         for parent, name, layer, path in [*places, (None, "", model, "")]:
             if layer not in units:
-                module = source.make(layer, path)
+                module = source.make(self, layer, path)
                 own = {f"{path}.{at}".strip("."): m for at, m in _own_modules(module)}
                 for m in own.values():
                     self.layout.setdefault(m, [*m._parameters])

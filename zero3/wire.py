@@ -383,7 +383,8 @@ class Wire:
             # A sparse tensor has as many elements on each rank as it likes.
             parts = [tensor.detach()]
             self._together(dist.broadcast_object_list, parts, 0)
-            tensor.detach().copy_(parts[0])
+            with torch.no_grad():
+                tensor.copy_(parts[0])
             return
         whole = tensor.detach().contiguous()
         self._together(dist.broadcast, _bytes(whole), 0)
