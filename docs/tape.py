@@ -48,7 +48,7 @@ from zero3.predict import data_parallel
 
 PACKAGE = Path(zero3.__file__).parent
 MOST_LINES = 4  # of the calls that led to an event
-SKIP = ("launch.py",)  # files whose calls say nothing about it
+SKIP = ("launch.py", "contents.py")  # files whose calls say nothing about it
 # Small, so that the page is; four blocks, so that a reader sees the pattern repeat.
 CONFIG = gpt.GPTConfig(seq_len=32, d_model=32, n_heads=2, n_layers=4, d_ff=64)
 

@@ -20,6 +20,7 @@ Read the chapters in this order, and the tools where a chapter uses them: `wire.
 | 5 | `inventory.py` | what of a model and its optimizer goes into one, and comes out again |
 | 5 | `checkpoint.py` | `save` and `load`: on any number of ranks, while training goes on |
 | 5 | `formats.py`, `convert.py` | to other libraries, and back; `python -m zero3.checkpoint` |
+| tools | `contents.py` | what is added to sharded modules, and other libraries around them |
 | tools | `wire.py` | what ranks send each other, and buckets of gradients |
 | tools | `disk.py` | reading and writing past the page cache, and how fast that is |
 | tools | `ledger.py` | the tape of what a rank sent, held, read and wrote |

@@ -52,6 +52,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from zero3.contents import Known, uncompiled
 from zero3.layer import Zero3Layer, _own_modules
 from zero3.ledger import Ledger, tensors_in
 from zero3.materialise import Deferred, Source, save
@@ -111,13 +112,39 @@ class Zero3Model(nn.Module):
 
         self._stop_counting = weakref.finalize(
             self, register_optimizer_step_post_hook(count).remove)
+        self.known = Known([self])
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            module: Any = super().__getattr__("module")
-            return getattr(module.module, name)
+            root: Any = super().__getattr__("module")
+            return root.read(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # `known` is the last that `__init__` sets. From then on what the model has is the model's.
+        theirs = "known" in vars(self) and name not in vars(self) and name not in self._modules
+        theirs = theirs and "module" in self._modules
+        if theirs and not hasattr(type(self), name) and hasattr(self.module.module, name):
+            setattr(self.module.module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __len__(self) -> int:
+        return len(self.module)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.module)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self.module
+
+    def __bool__(self) -> bool:
+        # Without this, Python would ask for the length, which most models have not.
+        return True
 
     # ---------------------------------------------------------------------------------------- wrap
 
@@ -145,7 +172,7 @@ class Zero3Model(nn.Module):
         units: dict[nn.Module, Unit] = {}
         for parent, name, layer, path in [*places, (None, "", model, "")]:
             if layer not in units:
-                module = source.make(layer, path)
+                module = source.make(self, layer, path)
                 own = {f"{path}.{at}".strip("."): m for at, m in _own_modules(module)}
                 for m in own.values():
                     self.layout.setdefault(m, [*m._parameters])
@@ -236,13 +263,26 @@ class Zero3Model(nn.Module):
         if owners[0] is not users[0] and owners[0] not in users[0].externals:
             users[0].externals.append(owners[0])
 
+    @uncompiled
     def forward(self, *args, **kwargs):
         """
         ### Forward pass of the model
         """
         self.expect("module" in self._modules, "was destroyed", "a use before that", "one after",
                     "call what `destroy` returned")
+        self._check_children()
+        self.module.contents.check()
         return self.module(*args, **kwargs)
+
+    def _check_children(self) -> None:
+        """
+        #### Notice layers that were assigned to this object, where the model does not see them
+        """
+        if self.known.has_changed():
+            extra = [name for name, p in self.named_parameters()
+                     if p.requires_grad and not name.startswith("module.")]
+            self.expect(not extra, "has new parameters", "those that it was wrapped with", extra,
+                        Unit.cure_for_new)
 
     # ----------------------------------------------------------------------------------------- use
 
@@ -283,7 +323,11 @@ class Zero3Model(nn.Module):
         for every token needs it.
         """
         root, plain, schedule = self.module, self.module.module, self.schedule
-        with root.full_params(), plain.register_forward_pre_hook(lambda *_: schedule.arrive(root)):
+        self._check_children()
+        root.contents.check()
+        # Shown, for a model may ask its own parameters for their device in between.
+        arrive = plain.register_forward_pre_hook(lambda *_: schedule.arrive(root))
+        with root.full_params(), root.contents, arrive:
             schedule.stack.append(root)
             try:
                 if hasattr(plain, "generate"):

@@ -61,6 +61,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero3.contents import Contents, Known, uncompiled
 from zero3.ledger import Ledger, Silence, in_backward, tensors_in
 from zero3.offload import FreedParameter, InFile, InMemory, Offload
 from zero3.options import expect, whole
@@ -160,6 +161,9 @@ class Zero3Layer(nn.Module):
     # What to do about a parameter that is not where somebody looks for it.
     cure = ("wrap each module once, put modules that share a parameter into one Zero3Layer, and "
             "build the optimizer on `get_trainable_chunk()` after wrapping")
+    # What to do about a layer or a parameter that was added.
+    cure_for_new = ("wrap it in a `Zero3Layer` of its own, or assign it before this layer is "
+                    "wrapped; and build the optimizer afterwards")
 
     def __init__(self, module: nn.Module, rank: int | None = None, world_size: int | None = None,
                  device: torch.device | str | None = None, dtype: torch.dtype | None = None,
@@ -213,17 +217,18 @@ class Zero3Layer(nn.Module):
         for kind in sorted(kinds, key=lambda kind: kind[0]):
             self._shard({p: n for p, n in found.items() if (not p.requires_grad, p.dtype) == kind})
         self._look_at(None)
+        params: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
         for _, owner in _own_modules(module):
             # From now on a plain attribute: the module finds the parameter by the same name, and
             # `parameters()` yields the shards alone.
-            vars(owner).update(owner._parameters)
+            params[owner] = dict(owner._parameters)
+            vars(owner).update(params[owner])
             owner._parameters.clear()
-            # Or a `state_dict()` would have shards, or nothing, where everybody looks for weights.
-            self.refusals.append(owner.register_state_dict_pre_hook(lambda *_: self.expect(
-                not self.groups, "has no state dict", "weights", "shards", "take `zero3.save`, or "
-                "the weights in `with model.full_params() as params:`")))
             for buffer in owner._buffers.values():
                 self.wire.broadcast(buffer)
+        self.contents = Contents(self, params)
+        for owner in params:
+            self.refusals += self.contents.refuse_state_dicts(owner)
 
     # -------------------------------------------------------------------------------------- shard
 
@@ -553,6 +558,7 @@ class Zero3Layer(nn.Module):
 
     # ------------------------------------------------------------------------------------ forward
 
+    @uncompiled
     def forward(self, *args, **kwargs):
         """
         ### Forward pass
@@ -565,6 +571,7 @@ class Zero3Layer(nn.Module):
         # again. Its backward follows, so the layer stays full until then and recomputation sends
         # nothing.
         recompute = in_backward()
+        self.contents.check()
         if self._kept and not recompute:
             # Full since a forward whose backward did not come; an optimizer may have stepped since.
             self._cleanup_params()
@@ -579,7 +586,9 @@ class Zero3Layer(nn.Module):
         try:
             args = tuple(self._watch_input(call, value) for value in args)
             kwargs = {name: self._watch_input(call, value) for name, value in kwargs.items()}
-            output = self.module(*args, **kwargs)
+            # Meanwhile `self.parameters()` in the module yields its full parameters.
+            with self.contents:
+                output = self.module(*args, **kwargs)
             self._check_params()
             self._watch_output(call, output)
         except BaseException:
@@ -632,7 +641,8 @@ class Zero3Layer(nn.Module):
         """
         for tensor in tensors_in((output, self.module)):
             ours = {g.full.untyped_storage().data_ptr() for g in self.groups if len(g.full)}
-            self.expect(tensor.untyped_storage().data_ptr() not in ours, "puts out freed memory",
+            own = tensor.layout != torch.strided or tensor.untyped_storage().data_ptr() not in ours
+            self.expect(own, "puts out freed memory",
                         "a tensor of its own", f"a view of a parameter, {tensor.shape}", "clone it")
             if tensor.requires_grad and torch.is_grad_enabled():
                 call.outputs += 1
@@ -818,6 +828,20 @@ class Zero3Layer(nn.Module):
     def _slots(self) -> Iterator[_Slot]:
         return (slot for g in self.groups for slot in g.slots)
 
+    def admits(self, layer: nn.Module) -> bool:
+        """
+        ### Whether a sharded layer may be inside of this one
+
+        `Unit` overrides this, because a whole model has a list of all its layers.
+        """
+        return True
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """
+        ### Refuse `copy.copy`, `copy.deepcopy`, `pickle` and `torch.save`
+        """
+        self.contents.refuse_copies()
+
 
 class Zero3Sequential(nn.Module):
     """
@@ -852,6 +876,8 @@ class Zero3Sequential(nn.Module):
             # One wire: its streams and its reducer are shared, and one reduce is in flight.
             after.wire = before.wire
         self.module_list: Any = nn.ModuleList(modules)
+        self.layers = tuple(modules)
+        self.known = Known([self, self.module_list])
 
     def get_trainable_chunk(self) -> list[nn.Parameter]:
         """
@@ -868,6 +894,7 @@ class Zero3Sequential(nn.Module):
         The next layer's starts before this one computes. `forward` walks so; do it yourself where
         layers take more than one tensor: `for layer in model.walk(): x = layer(x, mask)`.
         """
+        self._check_layers()
         try:
             for layer in self.module_list:
                 for ahead in (layer, *layer.next_layer):
@@ -879,6 +906,20 @@ class Zero3Sequential(nn.Module):
                 if not layer._kept and not in_backward():
                     layer._cleanup_params()
 
+    def _check_layers(self) -> None:
+        """
+        #### Notice layers that were added to the chain or taken out of it
+
+        Each layer knows its neighbours since the chain was built.
+        """
+        for first in self.layers[:1] if self.known.has_changed() else ():
+            names = [name for name, _ in self.named_children()]
+            first.expect(False, "is in a chain that has other layers than before",
+                         f"the {len(self.layers)} that it was built with",
+                         f"{len(self.module_list)}, and submodules {names}",
+                         "build a new `Zero3Sequential` of `Zero3Layer`s, and the optimizer on it")
+
+    @uncompiled
     def forward(self, *args, **kwargs):
         """
         ### Forward pass of the chain

@@ -80,14 +80,29 @@ class Source:
     init: Callable[[nn.Module], Any] | None = None
     checkpoint: str | Path | None = None
 
-    def make(self, module: nn.Module, path: str) -> nn.Module:
+    def make(self, model: Any, module: nn.Module, path: str) -> nn.Module:
         """
         ### The layer itself, where it was deferred
+
+        * `model` raises errors, on all ranks
+
+        Raises `RuntimeError` on all ranks if the factory of one of them raises.
         """
         if not isinstance(module, Deferred):
             return module
-        with self._seeded(path), self.device:
-            return module.factory().train(module.training)
+        made: nn.Module = module
+        cause: Exception | None = None
+        try:
+            with self._seeded(path), self.device:
+                made = module.factory().train(module.training)
+        except Exception as error:
+            cause = error
+        try:
+            model.wire.agree(model, f"cannot make `{path}`", "a layer from its factory",
+                             repr(cause) if cause else "", "look into the factory")
+        except RuntimeError as error:
+            raise error from cause
+        return made
 
     @torch.no_grad()
     def fill(self, model: Any, modules: dict[str, nn.Module], path: str,

@@ -75,7 +75,8 @@ TIERS = ("device", "cpu", "nvme")
 # What a freed parameter still answers, because no element is read for it.
 _PROPERTIES = ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad_fn",
                "grad_dtype", "_version", "nbytes")
-_METHODS = ("dim", "numel", "size", "__len__", "element_size", "untyped_storage")
+_METHODS = ("dim", "numel", "size", "__len__", "element_size", "untyped_storage",
+            "is_floating_point", "is_complex")
 _METADATA = {*(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
              *(getattr(torch.Tensor, name) for name in _METHODS),
              vars(torch._C.TensorBase)["grad_dtype"].__set__}

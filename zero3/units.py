@@ -54,12 +54,14 @@ written through `.data` of a persistent unit's shard is seen after `release_all(
 """
 
 import weakref
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from zero3.contents import uncompiled
 from zero3.layer import Zero3Layer, _Call
 from zero3.ledger import in_backward
 from zero3.offload import Offload
@@ -125,6 +127,8 @@ class Unit(Zero3Layer):
 
     cure = ("call what `wrap` returned, and use the parameter in the forward of a module; where "
             "not all ranks do, `register_external_parameter`; build the optimizer after `wrap`")
+    cure_for_new = ("add it to the plain model: `plain = model.destroy()`, change `plain`, `wrap` "
+                    "it again and build the optimizer again")
 
     def __init__(self, module: nn.Module, schedule: "Schedule", path: str, leaf: bool,
                  device: torch.device, offload: Offload | None):
@@ -152,7 +156,20 @@ class Unit(Zero3Layer):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+            return self.read(name)
+
+    def read(self, name: str) -> Any:
+        """
+        ### An attribute of the module
+
+        A property may look at the parameters: `device` and `dtype` of Hugging Face's models do.
+        They can see the data type and the device of parameters that are freed.
+        """
+        module = super().__getattr__("module")
+        if not isinstance(getattr(type(module), name, None), property):
+            return getattr(module, name)
+        with self.contents:
+            return getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # The last that `__init__` sets; what comes after is somebody else's, or known to it.
@@ -162,6 +179,51 @@ class Unit(Zero3Layer):
         else:
             super().__setattr__(name, value)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """
+        ### The module's class, so that `isinstance` says of a unit what it says of the module
+
+        A model may treat its layers by their classes. `isinstance(unit, Unit)` is true as well,
+        because it asks `type(unit)` first.
+        """
+        module = vars(self).get("_modules", {}).get("module")
+        return Unit if module is None else type(module)
+
+    @__class__.setter
+    def __class__(self, new: type) -> None:
+        # `fully_shard` gives what it shards another class.
+        self.expect(False, "cannot change its class", "a unit", new.__name__, "leave sharded "
+                    "modules out of `fully_shard`, or do not `wrap` them")
+
+    def _get_name(self) -> str:
+        # For `repr`.
+        return type(self).__name__
+
+    # What a container offers, and a `TypeError` where the module is none.
+
+    def __len__(self) -> int:
+        return len(self.module)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.module)  # type: ignore[call-overload]
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]  # type: ignore[index]
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self.module  # type: ignore[operator]
+
+    def __bool__(self) -> bool:
+        # Without this, Python would ask for the length, which most modules have not.
+        return bool(self.module)
+
+    def admits(self, layer: nn.Module) -> bool:
+        """
+        ### Whether a sharded layer is a unit of the same model
+        """
+        return any(layer is unit for unit in self.schedule.units)
+
     def full_name(self, name: str) -> str:
         """
         ### What a parameter of this unit is called in the plain model
@@ -170,6 +232,7 @@ class Unit(Zero3Layer):
 
     # ------------------------------------------------------------------------------------- forward
 
+    @uncompiled
     def forward(self, *args, **kwargs):
         """
         ### Forward pass, as part of the model's

@@ -248,8 +248,26 @@ class Wire:
         """
         things = [thing] * self.world_size
         if self.world_size > 1:
-            dist.all_gather_object(things, thing)
+            self._together(dist.all_gather_object, things, thing)
         return things
+
+    def _together(self, collective: Callable, *args: Any) -> None:
+        """
+        #### Call a collective; if another rank does not, raise an error that says so
+
+        A rank that raised before it came here ends its process, and closes its connections. The
+        backend then reports a closed connection or a time-out, and knows nothing of the reason.
+
+        Raises `RuntimeError`.
+        """
+        try:
+            collective(*args)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.rank}: another rank has ended, or does something else. Expected: all "
+                f"{self.world_size} ranks to call the same functions of zero3. Got: {error}. What "
+                "to do: look for the first error on the other ranks, which is the cause, and start "
+                "again.") from error
 
     def agree(self, layer: Any, what: str, expected: str, problem: str, cure: str) -> None:
         """
@@ -516,17 +534,25 @@ class Wire:
             rows = [_bytes(row) for row in self.rows(full)] if self.rank == 0 else None
             # On the device: the shard may rest elsewhere.
             mine = torch.empty_like(shard, device=full.device)
-            dist.scatter(_bytes(mine), rows)
+            self._together(dist.scatter, _bytes(mine), rows)
             shard.copy_(mine)
 
     def broadcast(self, tensor: torch.Tensor | None) -> None:
         """
         ### Give each rank rank 0's tensor
         """
-        if self.world_size > 1 and tensor is not None and tensor.numel():
-            whole = tensor.detach().contiguous()
-            dist.broadcast(_bytes(whole), 0)
-            tensor.detach().copy_(whole)
+        if self.world_size == 1 or tensor is None or not tensor.numel():
+            return
+        if tensor.layout != torch.strided:
+            # A sparse tensor has as many elements on each rank as it likes.
+            parts = [tensor.detach()]
+            self._together(dist.broadcast_object_list, parts, 0)
+            with torch.no_grad():
+                tensor.copy_(parts[0])
+            return
+        whole = tensor.detach().contiguous()
+        self._together(dist.broadcast, _bytes(whole), 0)
+        tensor.detach().copy_(whole)
 
     def told(self, row: list[int]) -> str:
         """
