@@ -1,11 +1,256 @@
 """
 # Ranks for tests: real processes, real gloo
+
+`run(worker, world_size, *args)` calls a worker on each rank and returns the answers in rank order.
+
+A new process costs more than most workers do: it imports the test's file, starts threads and takes
+its first step. So ranks live on from call to call. What may not live on is made anew each time: the
+process group with its connections, the random numbers, and every module of ours that the call
+imported. After the call a rank looks for whatever else the worker left behind: a function that was
+replaced, a thread, an open file, a limit, an environment variable, a layer that is still alive. A
+rank that finds something ends, and so do all ranks of a call that failed. The next call starts new
+ones.
+
+`run(..., fresh=True)` starts new processes in any case, for workers that measure their process or
+end it.
 """
 
-from functools import partial
+import builtins
+import gc
+import inspect
+import os
+import pickle
+import random
+import resource
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
 
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.optim import optimizer as torch_optimizer
+
+import zero3
 from zero3 import launch
 
 # What every rank imports, imported once.
-launch.preload("tests.cases", "tests.survivor")
-run = partial(launch.run, device="cpu")
+launch.preload("tests.cases", "tests.survivor", "tests.ranks")
+
+LIMITS = [value for name, value in vars(resource).items() if name.startswith("RLIMIT_")]
+OURS = ("tests", "zero3", "docs", "notebooks")
+# With modules and classes of ours, whatever tests replace something of.
+REPLACEABLE = (torch, torch.Tensor, torch.cuda, torch.autograd, torch.nn, torch.nn.Module,
+               torch.nn.functional, torch.optim.Optimizer, dist, dist.distributed_c10d, builtins,
+               os, random, threading, time)
+# The hooks of all modules and all optimizers.
+HOOKS = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks,
+         torch.nn.modules.module._global_forward_hooks,
+         torch.nn.modules.module._global_forward_pre_hooks,
+         torch.nn.modules.module._global_backward_hooks)
+
+
+def run(worker: Callable | str, world_size: int, *args: Any, fresh: bool = False,
+        timeout_s: float = 120) -> list[Any]:
+    """
+    ## Run a worker on each rank, and return the answers in rank order
+
+    * `fresh` starts processes for this call alone, as `launch.run` does
+
+    The rest is as for `launch.run`.
+    """
+    if fresh:
+        return launch.run(worker, world_size, *args, device="cpu", timeout_s=timeout_s)
+    ranks = _pool.first(world_size)
+    good = False
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for number, rank in enumerate(ranks):
+                place = (number, world_size, f"{folder}/store")
+                rank.pipe.send_bytes(pickle.dumps((place, worker, args)))
+            answers = [launch._answer(rank.pipe, number, timeout_s)
+                       for number, rank in enumerate(ranks)]
+        good = all(each for each, _ in answers)
+    finally:
+        _pool.release(ranks, good)
+    if not good:
+        raise AssertionError("\n".join(text for each, text in answers if not each))
+    return [result for _, result in answers]
+
+
+class Rank:
+    """
+    ## A process that waits for calls
+    """
+
+    def __init__(self):
+        self.pipe, theirs = launch._CONTEXT.Pipe()
+        self.process = launch._CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+class Pool:
+    """
+    ## The ranks that are alive
+    """
+
+    def __init__(self):
+        self.ranks: list[Rank] = []
+
+    def first(self, count: int) -> list[Rank]:
+        """
+        ### As many ranks as a call needs
+        """
+        for rank in [rank for rank in self.ranks if not rank.process.is_alive()]:
+            self.end(rank)
+        while len(self.ranks) < count:
+            self.ranks.append(Rank())
+        return self.ranks[:count]
+
+    def release(self, ranks: list[Rank], good: bool) -> None:
+        """
+        ### Keep the ranks that are as they were before the call, and end the others
+        """
+        # All have answered now: a rank that leaves sooner takes the others' messages along.
+        for rank in ranks if good else []:
+            rank.pipe.send_bytes(b"leave")
+        for rank in ranks:
+            kept, left = launch._answer(rank.pipe, 0, 10) if good else (False, "a call that failed")
+            if os.environ.get("ZERO3_RANKS") and not kept:
+                print(f"a rank ends because of {left}", file=sys.stderr)
+            if not kept:
+                self.end(rank)
+
+    def end(self, rank: Rank) -> None:
+        self.ranks.remove(rank)
+        rank.end()
+
+
+_pool = Pool()
+
+
+# ------------------------------------------------------------------------------------ in the rank
+
+
+def _serve(pipe: Any) -> None:
+    """
+    #### The life of a rank
+    """
+    # Ranks share the cores; more threads than cores would wait for each other.
+    torch.set_num_threads(1)
+    seed = torch.initial_seed()
+    # Whatever is alive now stays: the collector need not look at it after each call.
+    gc.collect()
+    gc.freeze()
+    while True:
+        try:
+            call = pipe.recv_bytes()
+        except EOFError:
+            return
+        torch.manual_seed(seed)
+        random.seed()
+        np.random.seed()
+        before = _state()
+        pipe.send_bytes(_answer(call))
+        # The others may still wait for messages of this rank's.
+        pipe.recv_bytes()
+        left = ", ".join(_left(before))
+        pipe.send_bytes(pickle.dumps((not left, left)))
+        gc.freeze()
+
+
+def _answer(call: bytes) -> bytes:
+    """
+    #### What the worker returns, or the traceback
+    """
+    where = "a rank"
+    try:
+        (rank, world_size, store), worker, args = pickle.loads(call)
+        where = f"rank {rank}"
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank,
+                                world_size=world_size, timeout=timedelta(seconds=60))
+        with warnings.catch_warnings():
+            return pickle.dumps((True, worker(*args)))
+    except BaseException:
+        return pickle.dumps((False, f"{where}:\n{traceback.format_exc()}"))
+
+
+def _left(before: dict[str, Any]) -> Iterator[str]:
+    """
+    #### What a call left behind, after everything has gone that goes by itself
+    """
+    dist.destroy_process_group()
+    # A test's file may keep state in its variables, and the next call of it shall find none.
+    for name in sys.modules.keys() - before["modules"]:
+        if name.partition(".")[0] in OURS:
+            parent, _, child = name.rpartition(".")
+            vars(sys.modules.get(parent, zero3)).pop(child, None)
+            del sys.modules[name]
+    gc.collect()
+    kinds = (zero3.Zero3Layer, zero3.Zero3Optimizer, zero3.wire.Wire)
+    for kept in {type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, kinds)}:
+        yield f"a {kept}"
+    after = _state()
+    for what in before.keys() - {"modules", "names"}:
+        if before[what] != after[what]:
+            yield what
+    for (owner, name), value in before["names"].items():
+        now = after["names"].get((owner, name))
+        # Torch itself wraps `step` of each class of optimizers, once.
+        if now is not value and not getattr(now, "hooked", False):
+            yield f"{owner}.{name}"
+
+
+def _state() -> dict[str, Any]:
+    """
+    #### What a worker may change for those that come after it
+    """
+    ours = [module for name, module in sys.modules.items() if name.partition(".")[0] in OURS]
+    classes = {value for module in ours for value in vars(module).values()
+               if inspect.isclass(value) and value.__module__.partition(".")[0] in OURS}
+    owners = [*REPLACEABLE, *ours, *classes]
+    return {
+        "modules": {*sys.modules},
+        "names": {(owner.__name__, name): value for owner in owners
+                  for name, value in vars(owner).items()},
+        "threads": {thread.ident for thread in threading.enumerate()},
+        "open files": _open_files(),
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "path": [*sys.path],
+        "limits": [resource.getrlimit(each) for each in LIMITS],
+        "signals": [signal.getsignal(each) for each in signal.valid_signals()],
+        "torch's modes": (torch.get_num_threads(), torch.get_default_dtype(),
+                          torch.get_default_device(), torch.is_grad_enabled(),
+                          torch.is_inference_mode_enabled(), torch.is_anomaly_enabled(),
+                          torch.are_deterministic_algorithms_enabled(),
+                          torch.is_autocast_enabled("cpu")),
+        "hooks": [len(hooks) for hooks in HOOKS],
+    }
+
+
+def _open_files() -> dict[str, str]:
+    """
+    #### The descriptors of this process, and what they are of
+    """
+    found = {}
+    for fd in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        try:
+            found[fd] = os.readlink(f"/proc/self/fd/{fd}")
+        except FileNotFoundError:
+            # The folder itself was open to be listed.
+            pass
+    return found

@@ -23,7 +23,7 @@ from torch import nn
 from tests.ranks import run
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save, wrap
 from zero3.archive import MANIFEST, Archive, decode, encode, file_name, newest, steps
-from zero3.blocks import BLOCK_BYTES, Blocks, Writer
+from zero3.blocks import BLOCK_BYTES, Blocks, Broken, Writer
 from zero3.convert import main
 from zero3.disk import File
 from zero3.formats import from_tensors
@@ -380,7 +380,7 @@ def test_states_in_files_do_not_come_to_memory_together(tmp_path):
     once.
     Proves `Writer.write`, `Inventory.tensors`, `Saving._fill`.
     """
-    for grown, states in run(saves_from_files, 1, tmp_path / "a", tmp_path):
+    for grown, states in run(saves_from_files, 1, tmp_path / "a", tmp_path, fresh=True):
         assert states > 100 and max(grown) < 60, (grown, states)
 
 
@@ -635,6 +635,28 @@ def test_what_is_damaged_late_in_a_file_is_found_by_the_rank_that_reads_it(tmp_p
     assert (archive.read(a, "param", 0, a.numel) == 1).all()
     with pytest.raises(Exception, match=r"`b`, its param: .*rank-00000-of-00001.*is damaged"):
         archive.read(b, "param", 0, b.numel)
+
+
+def test_a_damaged_block_is_named_by_its_bytes(tmp_path):
+    """
+    From its first to its last, counted in the file: of a block in the middle, and of the last one,
+    which is shorter. Breaks where a block's number is said in place of its bytes, or the last block
+    is taken for a whole one.
+    Proves `Blocks.block`, `Broken`.
+    """
+    announced = {"a": {"param": (FP32, (3 << 18,))}}
+    from_tensors(tmp_path, 0, announced, {}, lambda name, key: torch.ones(3 << 18))
+    (file,) = Archive(newest(tmp_path)).files
+    path, total = file.path, file.nbytes
+    assert 3 * BLOCK_BYTES < total < 4 * BLOCK_BYTES
+    good = path.read_bytes()
+    for place, first, last in ((BLOCK_BYTES, BLOCK_BYTES, 2 * BLOCK_BYTES),
+                               (2 * BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES),
+                               (total - 1, 3 * BLOCK_BYTES, total)):
+        path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+        (file,) = Archive(newest(tmp_path)).files
+        with pytest.raises(Broken, match=f": bytes {first:,} to {last:,} have another checksum"):
+            file.raw(0, total)
 
 
 def rewrite(path, change):

@@ -202,7 +202,7 @@ def test_no_conversion_has_the_model_in_memory(tmp_path):
     names = ("run", "hf", "back", "ds", "ds_back", "dcp", "dcp_back")
     run_, hf, back, ds, ds_back, dcp_, dcp_back = (tmp_path / name for name in names)
     style = ("--format", "dcp")
-    grown = [run(grown_mib, 1, *args)[0] for args in (
+    grown = [run(grown_mib, 1, *args, fresh=True)[0] for args in (
         ("export", run_, hf), ("import", hf, back), ("universal", run_, ds),
         ("universal", ds, ds_back), ("universal", run_, dcp_, *style),
         ("universal", dcp_, dcp_back, *style))]

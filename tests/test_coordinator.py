@@ -1313,7 +1313,7 @@ def test_a_model_of_four_times_the_memory_limit_is_made_trained_and_saved(tmp_pa
     Proves `wrap`, `Source.fill`, `materialise.save`.
     """
     for limit_bytes, params_bytes, grown_bytes in run(
-            in_a_quarter, 2, str(tmp_path), timeout_s=300):
+            in_a_quarter, 2, str(tmp_path), timeout_s=300, fresh=True):
         assert params_bytes >= 4 * limit_bytes and grown_bytes < ROOM_BYTES
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == params_bytes

@@ -282,7 +282,7 @@ def test_a_rank_that_is_gone_is_an_error_on_the_others_and_not_a_hang(tmp_path):
     Proves I6, `Transfer`, `Transfer._complete`, `run`, `_answer`.
     """
     with pytest.raises(AssertionError, match="rank 1: the process ended"):
-        run(leave, 2, tmp_path / "error")
+        run(leave, 2, tmp_path / "error", fresh=True)
     text = (tmp_path / "error").read_text()
     assert "rank 0: layer 0 (Linear)" in text and "their part of a gather" in text
 

@@ -120,6 +120,19 @@ def test_every_tier_trains_to_the_same_bits(world_size, dtype, micro_batches, tm
         assert rank == dict.fromkeys(tiers("anywhere"), True)
 
 
+def test_pieces_of_states_in_files_have_no_elements_before_a_step_and_after(tmp_path):
+    """
+    What the optimizer's param groups list has its values in a file, and shows no others: until the
+    first step these would be zeros. Breaks without the `let_go` in `Zero3Optimizer.__init__`.
+    Proves `Owned.let_go`, `Zero3Optimizer.__init__`.
+    """
+    model, optimizer = build(chain(BF16), None, Offload("nvme", tmp_path))
+    for i in range(2):
+        listed = [piece for group in optimizer.param_groups for piece in group["params"]]
+        assert [piece.numel() for piece in listed] == [0] * 6
+        step(model, optimizer, i, BF16)
+
+
 def all_cases(folder):
     def optimizer(model, **options):
         return Zero3Optimizer(model, offload=Offload("nvme", folder), **options)

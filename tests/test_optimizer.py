@@ -133,7 +133,7 @@ def accumulate(k, clip, hold, options):
     reference = torch.optim.AdamW(plain.parameters(), **adam)
     optimizer = Zero3Optimizer(model, **adam, clip_grad_norm=clip, **options)
     worst, norms = 0.0, []
-    for step in range(4):
+    for step in range(3):
         # As many rows for each micro-batch of each rank; 3 is odd.
         x = batch(3 * k * world_size, step)
         plain(x).square().mean().backward()
@@ -151,10 +151,12 @@ def accumulate(k, clip, hold, options):
 
 
 def accumulate_all():
-    return [(case, accumulate(*case)) for case in (
-        (k, clip, hold, options) for k in (1, 2, 4) for clip in (None, 0.05, 50.0)
-        for hold, options in ((False, {}), (True, {"bucket_bytes": 0}),
-                              (True, {"loss_scale": 1024.0})))]
+    ways = ((False, {}), (True, {"bucket_bytes": 0}), (True, {"loss_scale": 1024.0}))
+    cases = [(k, clip, *way) for i, k in enumerate((1, 2, 4))
+             for j, clip in enumerate((None, 0.05, 50.0)) for m, way in enumerate(ways)
+             # All on two ranks; else a third of them, in which each two of the three still meet.
+             if dist.get_world_size() == 2 or (i + j + m) % 3 == 0]
+    return [(case, accumulate(*case)) for case in cases]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -157,7 +157,7 @@ def test_a_save_that_is_killed_between_any_two_calls_leaves_the_old_state_or_the
     there too early (written under its own name).
     Proves I10, `archive.commit`, `_settle`, `remove`, `archive.sweep`.
     """
-    (old, new, found), = run(die_everywhere, 1, tmp_path, *SAVES[name])
+    (old, new, found), = run(die_everywhere, 1, tmp_path, *SAVES[name], fresh=True)
     assert old != new
     only = ["step-00000020", "step-00000020/manifest.json",
             "step-00000020/rank-00000-of-00001.safetensors"]

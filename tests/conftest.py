@@ -1,0 +1,54 @@
+"""
+# How the tests run: the longest files first, and what runs is said
+
+`make test` gives each file to one of the processes that run side by side, because its tests share
+what they recorded once.
+"""
+
+import time
+
+# A long file that begins last would keep one process busy while the others have nothing to do.
+LONGEST = ("test_mutations", "test_coordinator", "test_exercises", "test_notebooks", "test_train",
+           "test_survival", "test_checkpoint", "test_offload", "test_site", "test_optimizer",
+           "test_convert", "test_equality", "test_bench")
+
+
+def pytest_collection_modifyitems(items):
+    """
+    ## Begin with the files that take longest
+    """
+    def place(item):
+        name = item.path.stem
+        return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+    items.sort(key=place)
+
+
+def pytest_configure(config):
+    """
+    ## Say which file begins, and when
+
+    Dots alone would leave a log without a word for a minute.
+    """
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Progress(config))
+
+
+class Progress:
+    """
+    ## A line for each file, at its first test
+    """
+
+    def __init__(self, config):
+        self.config, self.began_s, self.files = config, time.monotonic(), set()
+
+    def pytest_runtest_logstart(self, nodeid):
+        file = nodeid.partition("::")[0]
+        if file in self.files:
+            return
+        self.files.add(file)
+        reporter = self.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter.verbosity == 0:
+            minutes, seconds = divmod(int(time.monotonic() - self.began_s), 60)
+            reporter.ensure_newline()
+            reporter.write_line(f"{minutes:2}:{seconds:02} {file}")
