@@ -275,13 +275,13 @@ class Zero3Layer(nn.Module):
         r"""
         #### Merge parameters, and pad so that the length is divisible by `world_size`
 
-        Returns $N \lceil P_\ell/N \rceil$ elements. On an accelerator each parameter, and each rank's
-        row, also begins at a multiple of 16 bytes: there matrix products, copies and NCCL are slow
-        elsewhere, and $P_\ell$ counts the padding between parameters. The padding is zero and stays zero: its
-        gradient is zero, so an elementwise optimizer does not move it, and it adds nothing to a
-        norm. Memory that nobody wrote could hold a NaN. Here it would stay in the padding, and go
-        into every checkpoint; in that of a gradient it would make the norm of all gradients NaN,
-        and clipping by it every gradient of the model.
+        Returns $N \lceil P_\ell/N \rceil$ elements. On an accelerator each parameter, and each
+        rank's row, also begins at a multiple of 16 bytes: there matrix products, copies and NCCL
+        are slow elsewhere, and $P_\ell$ counts the padding between parameters. The padding is zero
+        and stays zero: its gradient is zero, so an elementwise optimizer does not move it, and it
+        adds nothing to a norm. Memory that nobody wrote could hold a NaN. Here it would stay in the
+        padding, and go into every checkpoint; in that of a gradient it would make the norm of all
+        gradients NaN, and clipping by it every gradient of the model.
         """
         dtype = params[0].dtype
         pieces = []
@@ -665,10 +665,10 @@ class Zero3Layer(nn.Module):
 
         Unshard again, and start with the previous layer, for autograd will come to it next.
         """
-        self.expect(not torch.is_grad_enabled() or self._full_elsewhere, "cannot go backward twice", "backward without "
-                    "`create_graph`", "a backward pass that is itself recorded: a gradient "
-                    "penalty, for instance, or a Hessian", "compute it in a plain module, or in "
-                    "`with model.full_params():`")
+        recorded = torch.is_grad_enabled() and not self._full_elsewhere
+        self.expect(not recorded, "cannot go backward twice", "backward without `create_graph`",
+                    "a backward pass that is itself recorded: a gradient penalty, for instance, or "
+                    "a Hessian", "compute it in `with model.full_params():`")
         self._enter_backward()
         if call not in self._entered:
             self._entered.add(call)
@@ -985,5 +985,6 @@ def _set_versions(slots: Iterable[_Slot], freed: bool) -> None:
     #### Set the `_version` of parameters: as forward saw it, or one more while they are freed
     """
     every = [*slots]
-    torch._C._autograd._unsafe_set_version_counter(
-        [slot.param for slot in every], [slot.version + freed for slot in every])
+    params = tuple(slot.param for slot in every)
+    versions = tuple(slot.version + freed for slot in every)
+    torch._C._autograd._unsafe_set_version_counter(params, versions)

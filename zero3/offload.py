@@ -37,8 +37,8 @@ nobody else opens them, and several runs may share a folder; but `ls` does not s
 Activations stay where they are computed. A shard in a file has no elements that an optimizer of
 torch's could step: that takes `Zero3Optimizer`. Whole layers are freed and made again all the time,
 and glibc keeps some of such memory for itself, in pieces; where that is too much,
-`MALLOC_MMAP_THRESHOLD_=131072` in the environment makes it give all back, at some cost in speed. On an
-accelerator, gradients on their way to CPU memory, and there until `zero_grad()`, are in torch's
+`MALLOC_MMAP_THRESHOLD_=131072` in the environment makes it give all back, at some cost in speed. On
+an accelerator, gradients on their way to CPU memory, and there until `zero_grad()`, are in torch's
 pinned memory, which rounds each up to a power of two: up to twice the bytes that are predicted for
 them.
 """
@@ -81,8 +81,8 @@ _METADATA = {*(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
              *(getattr(torch.Tensor, name) for name in _METHODS),
              vars(torch._C.TensorBase)["grad_dtype"].__set__}
 # A shard in a file may also be frozen, and asked for its gradient.
-_OF_SHARDS = {torch.Tensor.grad.__get__, torch.Tensor.requires_grad.__set__,
-              torch.Tensor.requires_grad_}
+_OF_SHARDS = {vars(torch._C.TensorBase)["grad"].__get__,
+              vars(torch._C.TensorBase)["requires_grad"].__set__, torch.Tensor.requires_grad_}
 
 
 class FreedParameter(nn.Parameter):
