@@ -308,9 +308,9 @@ class Store:
                 problem = (f"{len(self.files) - 1} shards in files so far, and a limit of {most} "
                            "files for all that the process opens (`ulimit -Hn`)")
         owner.wire.agree(owner, f"cannot offload to {folder}", f"a folder that takes {nbytes:,} "
-                         "bytes more from each rank, in a file of its own", problem, "make the "
-                         "folder, let this user write to it, choose one on a larger disk, or raise "
-                         "a limit on open files (`ulimit -n`) before the start")
+                         "bytes more from each rank", problem, "make the folder, let this user "
+                         "write to it, choose one on a larger disk, or raise the limit on open "
+                         "files (`ulimit -n`) before the start")
         return made  # type: ignore[return-value]
 
     def take(self, user: "InFile") -> torch.Tensor:

@@ -1,13 +1,13 @@
 r"""
 # Options: what may be passed, and one line when it may not
 
-`whole` and `real` check a number, `folder` checks a place for files, `expect` raises the error,
+`whole` and `within` check a number, `folder` checks a place for files, `expect` raises the error,
 and `Parser` ends a command line with one line in place of a traceback.
 
-A wrong option is cheapest to find before anything starts: before ranks connect, memory is taken and
-a minute has passed. Most wrong numbers pass a check that looks right. `nan < 1` is false and so is
-`nan > 9`, so a NaN is neither too small nor too large; `1.5` is large enough for a number of
-threads; and in Python `True` is 1. So each check here asks for what is right, and refuses the rest:
+A wrong option is cheapest to find before anything starts: before memory is taken and a minute has
+passed. Many wrong numbers pass a check that looks right. `nan < 1` is false and so is `nan > 9`, so
+a NaN is neither too small nor too large; `1.5` is large enough for a number of threads; and in
+Python `True` is 1. So each check here asks for what is right, and refuses the rest:
 
 $$\text{least} \le \text{value} \le \text{most}$$
 
@@ -19,7 +19,6 @@ name the rank and the parameter.
 
 import argparse
 import os
-import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,14 +38,6 @@ def whole(value: Any, least: int = 0, most: int = MOST) -> bool:
     An `int`, or a number of another library that can be an index. A truth value is none.
     """
     return (hasattr(type(value), "__index__") and not isinstance(value, bool)
-            and least <= value <= most)
-
-
-def real(value: Any, least: float = 0.0, most: float = sys.float_info.max) -> bool:
-    """
-    ## Whether this is a finite number within limits
-    """
-    return (hasattr(type(value), "__float__") and not isinstance(value, bool)
             and least <= value <= most)
 
 
