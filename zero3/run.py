@@ -36,7 +36,7 @@ from zero3.ledger import Event, Ledger, disk_bytes, held_bytes
 # What makes a run another one: a checkpoint of one is not taken up by the other unasked.
 OPTIONS = ("d_model", "layers", "heads", "seq_len", "batch", "accumulate", "steps", "lr", "seed",
            "dtype", "reduce_dtype", "loss_scale", "clip", "text")
-# How long a rank that lost the others waits for one of them to print the reason.
+# How long, in seconds, a rank that lost the others leaves it to one of them to print the reason.
 CAUSE_S = 2
 
 
@@ -209,11 +209,12 @@ def fresh_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
                     raise RuntimeError("nothing of this attempt")
                 time.sleep(0.005)
     except RuntimeError as error:
+        who = f"rank {missing}" if rank or missing else "each other rank"
         raise RuntimeError(
-            f"rank {rank}: the other ranks are lost. Expected: a sign of rank {missing} within "
-            f"{timeout_s:g} s. Got: {error}. What to do: look for the first error on rank "
-            f"{missing}, and for a firewall between the two; raise --timeout if it may start "
-            "later than that.") from error
+            f"rank {rank}: the other ranks are lost. Expected: a sign of {who} within "
+            f"{timeout_s:g} s. Got: {error}. What to do: look for the first error on {who}, and "
+            "for a firewall in between; raise --timeout if ranks may start later than that."
+        ) from error
     return dist.PrefixStore(token, store)
 
 
@@ -230,10 +231,9 @@ def agree(store: dist.Store | None, rank: int, world_size: int, problem: str) ->
     if store is not None:
         store.set(f"problem/{rank}", problem)
         if rank:
-            try:
-                return store.get("ready") == b"yes"
-            except RuntimeError:
-                return False  # rank 0 has spoken, and gone, and the store was its own
+            ready = store.get("ready") == b"yes"
+            store.set(f"heard/{rank}", "")
+            return ready
         for other in range(1, world_size):
             problems.setdefault(store.get(f"problem/{other}").decode(), []).append(other)
     for text, ranks in problems.items():
@@ -243,6 +243,8 @@ def agree(store: dist.Store | None, rank: int, world_size: int, problem: str) ->
     ready = {*problems} == {""}
     if store is not None:
         store.set("ready", "yes" if ready else "no")
+        # The store may be this rank's, and would end with it.
+        store.wait([f"heard/{other}" for other in range(1, world_size)])
     return ready
 
 
@@ -266,33 +268,31 @@ def end_with_parent() -> None:
         os._exit(1)
 
 
-def tell_failure(error: Exception, rank: int, store: dist.Store | None) -> None:
+def tell_failure(error: Exception, rank: int, store: dist.Store) -> None:
     """
     ## Print an error, the cause first
 
-    The rank that fails first prints its traceback. The others fail because of it, or of the same
-    bug, and print a line each.
+    The rank that fails first prints its traceback. If others fail by themselves too, most likely of
+    the same bug, they print a line each; and so do those that only lost a rank, after a while, so
+    that the cause stands above.
     """
+    line = " ".join(f"{type(error).__name__}: {error}".split())
     told = "".join(traceback.format_exception(error))
-    follows = is_consequence(error)
-    first = not follows
-    with contextlib.suppress(RuntimeError):  # the store may be gone with its rank
-        if store is not None:
-            store.set_timeout(timedelta(seconds=CAUSE_S))
-            if follows:
-                store.wait(["cause"])
-            first = store.add("failures", 1) == 1
-    line = f"{type(error).__name__}: {error}".splitlines()[0]
-    if first:
-        text = f"rank {rank} failed\n{told}"
+    if is_consequence(error):
+        # torchrun also names the rank that ends first.
+        time.sleep(CAUSE_S)
+        # An error in torch's own words says too little without its traceback.
+        ours = str(error).startswith(f"rank {rank}: ")
+        text = f"ends as a consequence. {line}\n" if ours else f"ends as a consequence\n{told}"
     else:
-        text = f"rank {rank} {'ends as a consequence' if follows else 'failed too'}. {line}\n"
-    print(f"zero3.train: {text}", end="", file=sys.stderr, flush=True)
-    with contextlib.suppress(RuntimeError):
-        if store is not None:
-            store.set("cause", "")
-    if follows:
-        # torchrun names the rank that it sees end first.
+        first = True
+        # The store may be gone with its rank.
+        with contextlib.suppress(RuntimeError):
+            first = store.add("failures", 1) == 1
+        text = f"failed\n{told}" if first else f"failed too. {line}\n"
+    print(f"zero3.train: rank {rank} {text}", end="", file=sys.stderr, flush=True)
+    if not rank:
+        # The store may be this rank's, and others may be about to count their failures.
         time.sleep(CAUSE_S)
 
 

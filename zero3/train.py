@@ -392,7 +392,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             return train_and_finish(args, config, ranks, text, held_out, run)
         except Exception as error:
-            if world_size == 1:
+            if store is None:
                 raise
             tell_failure(error, rank, store)
             return 1
