@@ -24,7 +24,7 @@ import torch.distributed as dist
 from tests.ranks import run
 from tests.survivor import digest, fails_in_forward, free_port, one_rank, signalled, survive
 from tests.test_train import SMALL, started, wait_for, workers
-from zero3 import Zero3Layer, Zero3Sequential, launch, train
+from zero3 import Zero3Layer, Zero3Sequential, launch, train, wrap
 
 ROOT = Path(__file__).parents[1]
 RESTARTS = 20
@@ -91,10 +91,10 @@ def nodes():
 
 def test_a_machine_may_be_lost_and_come_back(nodes, tmp_path):
     """
-    Two machines with a torchrun each, and one store for all attempts. One machine is lost, and the
-    other one goes on alone from the newest checkpoint; it comes back, and both go on from there
-    together. At most the steps since the last checkpoint are lost. Breaks without the handshake of
-    `fresh_store`, or with the number of the restart in its place, which differs between machines.
+    Two machines with a torchrun each. One machine is lost, and the other one goes on alone from the
+    newest checkpoint; it comes back, and both go on from there together. At most the steps since
+    the last checkpoint are lost. Breaks with the number of the restart in place of the token of
+    `fresh_store`, because it differs between machines; and where a lost rank leaves with 0.
     Proves I10, `fresh_store`, `take_up`, `end_with_parent`.
     """
     first, every = tmp_path / "first", 20
@@ -104,7 +104,7 @@ def test_a_machine_may_be_lost_and_come_back(nodes, tmp_path):
             "torch.distributed.run", "--nnodes=1:2", "--nproc_per_node=1", "--rdzv-backend=c10d",
             "--rdzv-id=z", "--rdzv-endpoint=10.199.0.1:29400",
             f"--local-addr=10.199.0.{number + 1}", f"--rdzv-conf=is_host={1 - number},"
-            "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2",
+            "last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=8",
             "--max-restarts=3", "--monitor-interval=0.1"]
         argv = [*SMALL, "--device", "cpu", "--steps", "1000000", "--eval-every", "5",
                 "--save-every", str(every), "--timeout", "20", "--out", str(tmp_path / "out")]
@@ -113,7 +113,9 @@ def test_a_machine_may_be_lost_and_come_back(nodes, tmp_path):
              "zero3.train", *argv], stdout=log.open("w"), stderr=subprocess.STDOUT, cwd=ROOT,
             # No name server can be reached from there, and a host's name leads out of it.
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
-                 "RES_OPTIONS": "timeout:1 attempts:1", "GLOO_SOCKET_IFNAME": "wire"})
+                 "RES_OPTIONS": "timeout:1 attempts:1", "GLOO_SOCKET_IFNAME": "wire",
+                 # With one store, torch does not tell a machine that comes back where it is.
+                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
     def wait_for_first(pattern):
         """Wait for a line of the first machine's after those that were waited for before"""
@@ -346,3 +348,24 @@ def test_ranks_from_python_are_told_by_their_cause_too(monkeypatch):
         assert len(lines) == 2 and ("the other ranks are lost" in lines[0])
         assert ("rank 2: no answer" in lines[1]) == (how == "asleep")
         assert time.monotonic() - begun_s < 60
+
+
+def test_random_numbers_of_a_module_touch_no_other_gpu(monkeypatch):
+    """
+    Saving their states would open a context on each GPU of the machine, on each rank. Breaks where
+    `fork_rng` is called without `devices=`.
+    Proves `wrap`.
+    """
+    real, asked = torch.random.fork_rng, []
+
+    def fork_rng(devices=None, **more):
+        asked.append(devices)
+        return real(devices, **more)
+
+    monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    before = torch.get_rng_state()
+    wrap(model, torch.nn.Linear)
+    assert asked and asked == [[]] * len(asked)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -206,7 +206,9 @@ class Source:
         """
         #### Random numbers of a module's own, and afterwards those from before
         """
-        with torch.random.fork_rng():
+        # By default it would save the state of all GPUs of the machine, on each rank.
+        mine = [] if self.device.type == "cpu" else [self.device]
+        with torch.random.fork_rng(devices=mine):
             torch.manual_seed(zlib.crc32(f"{self.seed} {at}".encode()))
             yield
 

@@ -8,7 +8,8 @@ what it leaves behind, and `take_up` finds the checkpoint from which a run goes 
 
 **Not covered, and what that costs**: a run that shall end does so after the step that it is in. A
 step of minutes takes longer than most systems wait before they end a process by force; then the
-last checkpoint is the one from before.
+last checkpoint is the one from before. Ranks end with a torchrun that was killed on Linux alone,
+and only from `end_with_parent` on: torch is imported before that.
 """
 
 import contextlib
@@ -255,7 +256,8 @@ def end_with_parent() -> None:
     torchrun starts each rank in a session of its own. Without this a rank outlives a torchrun that
     was killed, and the same command would start a second run in the same folder. Linux sends this
     process a signal when its parent dies. SIGKILL, because a rank that waits for another one would
-    not see a milder one. Other systems have no such call; there the ranks live on.
+    not see a milder one. Other systems have no such call; there the ranks live on. So does one
+    whose torchrun dies while torch is imported, where orphans have another parent than process 1.
     """
     if not dist.is_torchelastic_launched() or sys.platform != "linux":
         return

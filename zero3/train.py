@@ -17,6 +17,8 @@ one rank needs no torchrun. It prints losses, a sample and the table, and writes
 `tape.png`, `gradients.png` and `metrics.json`. With `--save-every 100` it saves checkpoints too.
 Ctrl-C saves one in any case; the same command then goes on from there, to the same numbers. After
 Ctrl-C torchrun ends with a traceback of its own, a `SignalException`: that it was told to end.
+When one rank fails, its traceback stands first, and the others add a line each. No rank waits for
+another one longer than `--timeout`.
 
 **Not covered, and what that costs**: text that does not fit into memory. A batch is drawn by the
 number of its step, so a run needs no more than that number to find its place in the data.
