@@ -27,8 +27,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[app,tests,docs,notebooks]'
 	@touch $@
 
+# A store of its own for each attempt, for ARGS of torchrun's own such as --max-restarts: torchrun
+# otherwise keeps one, with the addresses of ranks that are dead.
 train: $(STAMP) ## Train a small GPT in shards, NPROC=2 ranks (ARGS="--help" lists the options)
-	$(ONE_THREAD) $(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) -m zero3.train $(ARGS)
+	TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 $(ONE_THREAD) $(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) -m zero3.train $(ARGS)
 
 test: $(STAMP) ## Run the tests, JOBS=2 at once (ARGS="-k order" chooses some)
 	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)

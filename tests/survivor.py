@@ -1,18 +1,22 @@
 """
 # A training run that may be killed at any moment, and a save that kills itself
 
-Workers of `test_survival.py`, which other processes import.
+Workers of `test_survival.py` and of `test_trust_job.py`, which other processes import.
 """
 
 import builtins
 import hashlib
+import importlib
 import os
 import random
 import shutil
 import signal
+import socket
 import sys
 import time
+from datetime import timedelta
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,9 +24,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save
+from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, gpt, load, save, train
 from zero3.archive import MANIFEST, sweep
 from zero3.checkpoint import newest
+from zero3.run import fresh_store
 
 WIDTH, TRACE_NUMEL = 48, 3 << 17
 # Each changes what a reader finds there; `fsync` only says when it would outlast a power cut.
@@ -248,3 +253,112 @@ def die_everywhere(folder, before, told):
         shutil.rmtree(here)
         if not killed:
             return old, new, found
+
+
+# --------------------------------------------------------------------- a run that torchrun restarts
+
+
+def killed_in_each_attempt(folder, restarts):
+    """
+    ## A rank of torchrun's: one step further than the attempt before, and then it dies
+
+    The last attempt writes a digest of this rank's weights to the folder.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    store = fresh_store(rank, world_size, timeout_s=20)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size,
+                            timeout=timedelta(seconds=20))
+    weights, taken = survive(folder / "checkpoints", attempt + 1, None)
+    with open(folder / f"attempts-{rank}", "a") as file:
+        file.write(f"{attempt} {taken}\n")
+    dist.barrier()
+    if attempt < restarts:
+        if rank == attempt % world_size:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+    (folder / f"digest-{rank}").write_text(digest(weights))
+
+
+def digest(weights):
+    """All weights and buffers, in 64 digits."""
+    return hashlib.sha256(repr(sorted(weights.items())).encode()).hexdigest()
+
+
+def agent(folder, restarts, backend):
+    """
+    ## What torchrun does, with ranks that are forked from a server
+
+    The same agent, rendezvous and store. Forked ranks need not import torch in each attempt.
+    """
+    import torch.multiprocessing as mp
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    mp.set_forkserver_preload(["tests.survivor", "torch._dynamo"])
+    # Port 0: any that is free. A static rendezvous has to be given one.
+    port = 0 if backend == "c10d" else free_port()
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="restarts", max_restarts=restarts,
+        monitor_interval=0.03, start_method="forkserver", rdzv_backend=backend,
+        rdzv_endpoint=f"localhost:{port}", rdzv_configs={"rank": 0, "timeout": 60})
+    elastic_launch(config, killed_in_each_attempt)(Path(folder), restarts)
+
+
+def free_port():
+    """A port that nobody listens on, just now."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+# ------------------------------------------------------------------------- ranks of the main job
+
+
+def one_rank(rank, world_size, port, argv, output, before):
+    """A rank of the main job: what torchrun tells it, and where it writes to"""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost",
+                   "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    file = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", closefd=False, buffering=1)
+    if before is not None:
+        before(rank)
+    code = train.main(argv)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def fails_in_forward(failing, rank):
+    """A bug of these ranks', in the third batch"""
+    batches = []
+    real = gpt.next_byte_loss
+
+    def next_byte_loss(model, windows):
+        batches.append(windows)
+        if rank in failing and len(batches) == 3:
+            model.module_list[1].module.register_forward_pre_hook(lambda *_: 1 / 0)
+        return real(model, windows)
+
+    gpt.next_byte_loss = next_byte_loss
+
+
+def signalled(rank):
+    """SIGTERM for rank 1 alone, in its third batch"""
+    batches = []
+    real = gpt.global_batch
+
+    def global_batch(*args):
+        batches.append(args)
+        if rank == 1 and len(batches) == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return real(*args)
+
+    gpt.global_batch = global_batch
+
+
+if __name__ == "__main__":
+    # Under its own name, as the forked ranks import it.
+    importlib.import_module("tests.survivor").agent(sys.argv[1], int(sys.argv[2]), sys.argv[3])

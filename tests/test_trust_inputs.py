@@ -3,7 +3,6 @@
 """
 
 import contextlib
-import datetime
 import io
 import os
 import re
@@ -202,7 +201,7 @@ def test_a_run_that_diverges_ends_with_one_line(tmp_path, capsys):
     """
     A learning rate that passes for a number, and is too high. Breaks where the optimizer's error
     comes with a traceback through the main job.
-    Proves `train.main`, `leave`.
+    Proves `train.main`, `tell_failure`.
     """
     options = [*SMALL[:4], "--device=cpu", "--steps=9", "--lr=1e30", f"--out={tmp_path}"]
     assert "lower the learning rate" in refused(capsys, train.main, *options)
@@ -229,8 +228,8 @@ def lame(place, error, folder):
         return before(*args)
 
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
-    train.Ranks.connect = lambda self: None
-    train.timedelta = lambda seconds: datetime.timedelta(seconds=0.5)
+    train.Ranks.connect = lambda self, *_: None
+    train.fresh_store = lambda *_: dist.distributed_c10d._get_default_store()
     setattr(train, place, fail)
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
@@ -245,16 +244,17 @@ def test_what_one_rank_lacks_is_said_once_and_nobody_hangs(tmp_path):
     A machine's own folder or memory: all ranks hear of it before anything starts. A rank that fails
     alone while it builds speaks for itself, and the others learn that it is gone. Breaks where
     they wait for it until their time-out.
-    Proves `prepare`, `leave`.
+    Proves `prepare`, `agree`, `tell_failure`.
     """
     said = {}
     for place, error in (("check_options", ValueError), ("build", RuntimeError)):
         with pytest.raises(AssertionError, match="ended without an answer"):
             run(lame, 2, place, error, tmp_path)
         said[place] = [(tmp_path / f"{place} {rank}").read_text() for rank in range(2)]
-    assert said["check_options"] == ["2 zero3.train: only here (rank 1)\n", "2 "]
-    assert said["build"][1] == "2 zero3.train: cannot build the model. only here\n"
-    assert said["build"][0].startswith("2 zero3.train: cannot build the model. ")
+    assert said["check_options"] == ["2 zero3.train: on rank 1: only here\n", "2 "]
+    assert said["build"][1].startswith("1 zero3.train: rank 1 failed\nTraceback")
+    assert "cannot build the model. only here" in said["build"][1]
+    assert said["build"][0].startswith("1 zero3.train: rank 0 ends as a consequence. ")
 
 
 # ------------------------------------------------------------------------------ arguments of Python

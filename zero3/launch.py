@@ -21,6 +21,7 @@ import multiprocessing
 import pickle
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -32,6 +33,10 @@ import torch
 import torch.distributed as dist
 
 _CONTEXT: Any = multiprocessing.get_context("forkserver")
+# The first words of an error that another rank has caused.
+_CONSEQUENCE = "as a consequence,"
+# How long the other ranks may take to notice that one has failed.
+_GRACE_S = 10
 
 
 def preload(*modules: str) -> None:
@@ -61,7 +66,8 @@ def run(worker: Callable | str, world_size: int | None = None, *args: Any, devic
     * `world_size` is the number of ranks; left out, `default_ranks()`
     * `device` is "cpu", or "auto": a GPU for each rank where there are as many
 
-    Raises `AssertionError` with the traceback of each rank that failed. A rank that has not
+    Raises `AssertionError` as soon as a rank has failed and the others have noticed: with its
+    traceback first, then a line from each rank that only lost the others. A rank that has not
     answered after `timeout_s` seconds is an error, not a hang.
     """
     if device not in ("auto", "cpu"):
@@ -79,15 +85,17 @@ def run(worker: Callable | str, world_size: int | None = None, *args: Any, devic
             theirs.close()
             pipes.append(mine)
             processes.append(process)
+        failed = ["no answer was read"]
         try:
-            answers = [_answer(pipe, rank, timeout_s) for rank, pipe in enumerate(pipes)]
+            answers, failed = _answers(pipes, timeout_s)
         finally:
             for process in processes:
-                process.join(timeout=5)
+                # After a failure the others may wait for the rank that is gone.
+                process.join(timeout=0 if failed else 5)
                 process.kill()
-    if failed := [text for good, text in answers if not good]:
-        raise AssertionError("\n".join(failed))
-    return [result for _, result in answers]
+    if failed:
+        raise AssertionError(report(failed))
+    return [answers[rank] for rank in range(world_size)]
 
 
 def my_device() -> torch.device:
@@ -97,6 +105,72 @@ def my_device() -> torch.device:
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def is_consequence(error: BaseException) -> bool:
+    """
+    ## Whether an error only says that another rank is lost
+
+    When a rank raises and ends, each rank that waits for it raises too. Those errors hide the one
+    that matters. They are recognised by where they come from: a wait of `zero3.wire`, or a
+    collective of `torch.distributed`.
+    """
+    # An error that is handled may lead to further ones, so look at the first.
+    while earlier := error.__cause__ or (not error.__suppress_context__ and error.__context__):
+        error = earlier
+    if not isinstance(error, RuntimeError):
+        return False
+    frames = list(traceback.walk_tb(error.__traceback__))
+    module = frames[-1][0].f_globals.get("__name__", "") if frames else ""
+    return (module.startswith("torch.distributed")
+            or "the other ranks are lost" in str(error)
+            # A rank announces a fault of its own in place of a transfer.
+            or "Got: fault of" in str(error))
+
+
+def report(failed: list[str]) -> str:
+    """
+    ## The texts of the ranks that failed: causes first, then a line for each consequence
+
+    * `failed` are their texts, in the order in which they came
+
+    Without a cause all of them are kept whole.
+    """
+    causes = [text for text in failed if not text.startswith(_CONSEQUENCE)]
+    lines = [text.strip().splitlines()[-1] for text in failed if text.startswith(_CONSEQUENCE)]
+    if not causes:
+        return "\n".join(failed)
+    return "\n".join([*causes, *(line if line.startswith(_CONSEQUENCE) else f"{_CONSEQUENCE} {line}"
+                                 for line in lines)])
+
+
+def _answers(pipes: list[connection.Connection], timeout_s: float) -> tuple[dict, list[str]]:
+    """
+    #### The ranks' results, by rank, and the texts of those that failed, as they come
+
+    A failure is known at once, although other ranks may still wait for the one that failed. Those
+    have `_GRACE_S` seconds to say so.
+    """
+    results: dict[int, Any] = {}
+    failed: list[str] = []
+    waiting = dict(zip(pipes, range(len(pipes)), strict=True))
+    deadline_s = time.monotonic() + timeout_s
+    while waiting:
+        ready = connection.wait(waiting, max(0, deadline_s - time.monotonic()))
+        if not ready:
+            silent = ", ".join(f"rank {rank}" for rank in waiting.values())
+            return results, [*failed, (
+                f"{_CONSEQUENCE} {silent}: no answer after another rank had failed" if failed
+                else f"{silent}: no answer after {timeout_s} s")]
+        for pipe in [pipe for pipe in waiting if pipe in ready]:
+            rank = waiting.pop(pipe)
+            good, result = _answer(pipe, rank, timeout_s)
+            if good:
+                results[rank] = result
+            else:
+                failed.append(result)
+                deadline_s = min(deadline_s, time.monotonic() + _GRACE_S)
+    return results, failed
 
 
 def _answer(pipe: connection.Connection, rank: int, timeout_s: float) -> tuple[bool, Any]:
@@ -132,8 +206,9 @@ def _rank(worker, rank: int, world_size: int, store: str, device: str, pipe, arg
         answer = (True, worker(*args))
         # Here: the pipe would pass tensors on as shared memory, which ends with this process.
         told = pickle.dumps(answer)
-    except BaseException:
-        answer = (False, f"rank {rank}:\n{traceback.format_exc()}")
+    except BaseException as error:
+        whose = f"{_CONSEQUENCE} " if is_consequence(error) else ""
+        answer = (False, f"{whose}rank {rank}:\n{traceback.format_exc()}")
         told = pickle.dumps(answer)
     pipe.send_bytes(told)
     # Nobody leaves before all have answered: a rank that is gone takes the others' messages along.

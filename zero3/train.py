@@ -17,6 +17,8 @@ one rank needs no torchrun. It prints losses, a sample and the table, and writes
 `tape.png`, `gradients.png` and `metrics.json`. With `--save-every 100` it saves checkpoints too.
 Ctrl-C saves one in any case; the same command then goes on from there, to the same numbers. After
 Ctrl-C torchrun ends with a traceback of its own, a `SignalException`: that it was told to end.
+When one rank fails, its traceback stands first, and the others add a line each. No rank waits for
+another one longer than `--timeout`.
 
 **Not covered, and what that costs**: text that does not fit into memory. A batch is drawn by the
 number of its step, so a run needs no more than that number to find its place in the data.
@@ -25,18 +27,17 @@ number of its step, so a run needs no more than that number to find its place in
 import argparse
 import contextlib
 import dataclasses
+import io
 import json
 import math
 import os
 import shutil
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from zero3.checkpoint import load
 from zero3.estimate import describe
@@ -46,7 +47,18 @@ from zero3.offload import TIERS, Offload, room
 from zero3.optimizer import Zero3Optimizer
 from zero3.options import APP, INSTALL, MOST, Parser, expect, folder, missing, one_line, within
 from zero3.predict import data_parallel
-from zero3.run import Ranks, Run, progress, save_run, signals, take_up
+from zero3.run import (
+    Ranks,
+    Run,
+    agree,
+    end_with_parent,
+    fresh_store,
+    progress,
+    save_run,
+    signals,
+    take_up,
+    tell_failure,
+)
 
 try:
     from zero3 import gpt
@@ -67,6 +79,10 @@ EVAL_BATCHES = 4
 BLOCK_BYTES = 100_000
 # A text of this length takes hours to write, because each byte gathers the whole model.
 MOST_SAMPLE = 1_000_000
+# Sequences in a step; where ranks times micro-batches do not divide it, the next multiple.
+BATCH = 16
+# Much longer than a step and than what one rank does alone; torch's own limit is half an hour.
+TIMEOUT_S = 300.0
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -83,7 +99,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--layers", type=int, default=4, help="transformer blocks")
     add("--heads", type=int, default=2, help="attention heads of a block")
     add("--seq-len", type=int, default=64, help="bytes in a sequence")
-    add("--batch", type=int, default=16, help="sequences in a step, of all ranks together")
+    add("--batch", type=int, metavar="N", help="sequences in a step, of all ranks together; left "
+        f"out, {BATCH}, or the next multiple of ranks times micro-batches")
     add("--accumulate", type=int, default=1, help="micro-batches that a batch is cut into")
     add("--steps", type=int, default=650, help="optimizer steps")
     add("--lr", type=float, default=4e-3, help="highest learning rate")
@@ -105,6 +122,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--resume", default="auto", metavar="DIR", help="a checkpoint to go on from, of whatever "
         "run; auto: the newest of this one; no: none, and the first one that is saved replaces "
         "those of later steps")
+    add("--timeout", type=seconds, default=TIMEOUT_S, metavar="SECONDS", help="how long a rank "
+        "waits for the others before it ends with an error")
     add("--sample", type=int, default=300, help="bytes to write after training")
     add("--prompt", default="The ", help="what the sample begins with")
     return parser.parse_args(argv)
@@ -112,6 +131,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def loss_scale(text: str) -> float | str:
     return text if text == "dynamic" else float(text)
+
+
+def seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"expected seconds, more than 0, got {text}")
+    return value
 
 
 def check_options(args: argparse.Namespace, ranks: Ranks) -> None:
@@ -243,14 +269,14 @@ def begin(
     """
     ## The model and its optimizer, as they were built or as a checkpoint has them
 
-    Raises `ValueError` where there is no room for the model, and on all ranks where the checkpoint
-    cannot be loaded.
+    Raises `RuntimeError` if there is no room for the model, and `ValueError` on all ranks if the
+    checkpoint cannot be loaded.
     """
     found = take_up(args, ranks)
     try:
         model, optimizer = build(config, args, ranks)
     except RuntimeError as error:
-        raise ValueError(f"cannot build the model. {error}") from error
+        raise RuntimeError(f"cannot build the model. {error}") from error
     if args.table:
         ranks.say(optimizer.table(args.accumulate) + "\n")
     if found is None:
@@ -380,102 +406,127 @@ def prepare(argv: list[str] | None) -> tuple[Any, gpt.GPTConfig, Ranks, tuple[to
     """
     ## Options, sizes, ranks and text, or an error before anything starts
 
-    Raises `ValueError` on all ranks when one of them has a problem: each machine has files and
-    memory of its own.
+    Raises `ValueError` for this rank alone, because each machine has files and memory of its own.
+    `main` tells the other ranks.
     """
     args = parse_args(argv)
-    ranks, problem = Ranks.find(args.device), ""
+    ranks = Ranks.find(args.device)
+    if args.batch is None:
+        share = max(1, ranks.world_size * args.accumulate)
+        args.batch = -(-BATCH // share) * share
+        if args.batch != BATCH:
+            ranks.say(f"--batch {args.batch}, because {BATCH} is no multiple of {share} "
+                      "(ranks times micro-batches)")
+    check_options(args, ranks)
+    config = gpt.GPTConfig(
+        seq_len=args.seq_len, d_model=args.d_model, n_heads=args.heads, n_layers=args.layers,
+        d_ff=2 * args.d_model,
+    )
+    texts = gpt.split(gpt.load_bytes(args.text), args.seq_len)
+    expect(not missing(*APP), "a package of the application is missing", ", ".join(APP),
+           f"a Python without {', '.join(missing(*APP))}", INSTALL)
     try:
-        check_options(args, ranks)
-        config = gpt.GPTConfig(
-            seq_len=args.seq_len, d_model=args.d_model, n_heads=args.heads, n_layers=args.layers,
-            d_ff=2 * args.d_model,
-        )
-        texts = gpt.split(gpt.load_bytes(args.text), args.seq_len)
-        expect(not missing(*APP), "a package of the application is missing", ", ".join(APP),
-               f"a Python without {', '.join(missing(*APP))}", INSTALL)
-        try:
-            Path(args.out).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            expect(False, "there is no place to write to", "a folder", error, "pass --out")
-        folder("--out", args.out)
-        check_memory(config, args, ranks)
-    except ValueError as error:
-        problem = f"{error}"
-    ranks.connect()
-    for rank, theirs in enumerate(ranks.gather(problem)):
-        if theirs:
-            raise ValueError(theirs + f" (rank {rank})" * (rank > 0))
+        Path(args.out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        expect(False, "there is no place to write to", "a folder", error, "pass --out")
+    folder("--out", args.out)
+    check_memory(config, args, ranks)
     return args, config, ranks, texts
-
-
-def leave(error: Exception, rank: int, world_size: int) -> int:
-    """
-    ## End with one line, and with exit code 2
-
-    Rank 0 says it. Another rank says it only when rank 0 does not have the same error.
-    """
-    line = f"zero3.train: {one_line(str(error))}"
-    if not rank:
-        print(line, file=sys.stderr, flush=True)
-    if world_size > 1:
-        if not dist.is_initialized():
-            dist.init_process_group("gloo")
-        try:
-            # torchrun ends all ranks with the first that leaves. None leaves before rank 0 has
-            # spoken.
-            dist.barrier(async_op=True).wait(timedelta(seconds=5))
-        except RuntimeError:
-            if rank:
-                print(line, file=sys.stderr, flush=True)
-    return 2
 
 
 def main(argv: list[str] | None = None) -> int:
     """
     ## Train, and say how it went
+
+    Returns the exit code: 0 at the end of the run, 2 for what cannot work, 1 for an error; and
+    128 + 15 or 128 + 2, as shells have it, if SIGTERM or Ctrl-C ended the run before its last step.
     """
+    end_with_parent()
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    problem, timeout_s, store = "", TIMEOUT_S, None
     try:
         # argparse writes to the screen by itself, and would do so on every rank.
-        with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as quiet:
+        with contextlib.ExitStack() as quiet:
             if rank:
-                quiet.enter_context(contextlib.redirect_stdout(nowhere))
-                quiet.enter_context(contextlib.redirect_stderr(nowhere))
+                quiet.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            told = quiet.enter_context(contextlib.redirect_stderr(io.StringIO()))
             args, config, ranks, (text, held_out) = prepare(argv)
+        timeout_s = args.timeout
     except ValueError as error:
-        return leave(error, rank, world_size)
+        problem = str(error)
     except SystemExit as error:
-        # argparse has spoken, or has shown its help.
-        if error.code and world_size > 1:
-            dist.init_process_group("gloo")
-            dist.barrier()
-        return int(error.code or 0)
+        if not error.code:
+            return 0
+        problem = told.getvalue().strip().splitlines()[-1].removeprefix("zero3.train: ")
+    try:
+        if world_size > 1:
+            store = fresh_store(rank, world_size, timeout_s)
+        if not agree(store, rank, world_size, problem):
+            return 2
+        ranks.connect(store, timeout_s)
+    except RuntimeError as error:
+        print(f"zero3.train: {error}", file=sys.stderr, flush=True)
+        return 1
     with signals() as came:
         run = Run(came=came)
         try:
-            model, optimizer = begin(config, args, ranks, run)
-        except ValueError as error:
-            return leave(error, rank, world_size)
+            return train_and_finish(args, config, ranks, text, held_out, run)
+        except Exception as error:
+            return tell_failure(error, rank, store)
+
+
+def train_and_finish(args, config: gpt.GPTConfig, ranks: Ranks, text, held_out, run: Run) -> int:
+    """
+    ## From the first step to the last, or to a signal
+
+    All ranks call it. Returns the exit code.
+    """
+    code = 0
+    try:
+        check_alike(args, ranks)
+        model, optimizer = begin(config, args, ranks, run)
+    except ValueError as error:
+        # On all ranks alike.
+        if not ranks.rank:
+            print(f"zero3.train: {one_line(str(error))}", file=sys.stderr, flush=True)
+        code = 2
+    else:
         begun = len(run.losses)
-        try:
-            with progress(ranks, args.steps) as show:
-                train(model, optimizer, text, held_out, args, ranks, show, run)
-        except RuntimeError as error:
-            # An error that says what to do needs no traceback: the learning rate was too high,
-            # another rank is gone, the disk is full.
-            if "What to do: " not in str(error):
-                raise
-            return leave(error, rank, world_size)
+        with progress(ranks, args.steps) as show:
+            train(model, optimizer, text, held_out, args, ranks, show, run)
         if run.measured:
             finish(model, optimizer, config, args, ranks, run)
             if args.save_every or begun:
                 where = save_run(model, optimizer, args, run)
                 ranks.say(f"saved {where}, the end of this run")
-    if ranks.world_size > 1:
-        # Nobody leaves while rank 0 still speaks or draws.
-        dist.barrier()
-    return 0
+        elif len(run.losses) < args.steps:
+            # A supervisor shall not take the run for done. The signal came to some rank.
+            code = 128 + max(number for came in ranks.gather(run.came) for number in came)
+    # Nobody leaves while rank 0 still speaks or draws.
+    ranks.barrier()
+    return code
+
+
+def check_alike(args: argparse.Namespace, ranks: Ranks) -> None:
+    """
+    ## Refuse ranks that were started with different options
+
+    Machines of one run are started by a command each. With another --seed on one of them, weights
+    would be put together from two models. Raises `ValueError` on all ranks alike.
+    """
+    # Paths may differ between machines.
+    mine = {name: value for name, value in vars(args).items()
+            if name not in ("text", "out", "offload_folder", "resume")}
+    first, *others = ranks.gather(mine)
+    for rank, theirs in enumerate(others, 1):
+        for name, value in first.items():
+            if theirs[name] != value:
+                option = f"--{name.replace('_', '-')}"
+                raise ValueError(
+                    f"the ranks have different options. Expected: {option} {value}, as on rank 0. "
+                    f"Got: {option} {theirs[name]}, on rank {rank}. What to do: start all machines "
+                    "with the same command."
+                )
 
 
 if __name__ == "__main__":
