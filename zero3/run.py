@@ -291,7 +291,7 @@ def tell_failure(error: Exception, rank: int, store: dist.Store | None) -> int:
         # torchrun also names the rank that ends first.
         time.sleep(CAUSE_S)
         # An error in torch's own words says too little without its traceback.
-        ours = str(error).startswith(f"rank {rank}: ")
+        ours = f"rank {rank}: " in str(error)
         text = f"ends as a consequence. {line}\n" if ours else f"ends as a consequence\n{told}"
     else:
         first = True
