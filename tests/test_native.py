@@ -143,6 +143,9 @@ def account(bucket_bytes):
     with collectives():
         model = Zero3Sequential([Zero3Layer(nn.Linear(4, 4)) for _ in range(4)])
     optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.1, bucket_bytes=bucket_bytes)
+    with torch.inference_mode():
+        # What is announced first is made here, and is used in training too.
+        model(torch.ones(2, 4))
     for _ in range(2):
         with Ledger(model, optimizer) as tape:
             optimizer.backward(model(torch.ones(2, 4)).square().mean())

@@ -181,7 +181,7 @@ class Owned:
         """
         ### Add to the gradient, where the master rests
 
-        * `total` is the reduced gradient, `(shard_numel,)`, on the device
+        * `total` is the reduced gradient, `(shard_numel,)`; `Wire.deliver` has brought it here
 
         Its norm is taken while it is in memory, or a step would have to read it twice.
         """

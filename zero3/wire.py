@@ -180,6 +180,13 @@ class Transfer:
         return ""
 
     def _assert_same(self, where: str, order: torch.Tensor) -> str:
+        """
+        #### Have the device compare
+
+        * `order` is `(world_size, 4)` int64, on the device
+
+        Returns why not, where the assertion has failed already.
+        """
         problem = (f"{where}: the ranks diverged. Expected: a {self.action} of this layer on all "
                    "ranks, as here. Got: another transfer on another rank. What to do: look for an "
                    "error on another rank; without one, call the same layers in the same order on "
@@ -318,6 +325,10 @@ class Wire:
             layer.expect(dtype in (None, p.dtype), what, dtype, p.dtype, "convert the module with "
                          "`.to(dtype)` first, or leave `dtype` out to mix data types")
             at = p.device
+        backend = torch.get_device_module(at)
+        self.by_messages = at.type == "cpu"
+        if not self.by_messages:
+            at = self._device(layer, at, backend)
         layout = [(n, tuple(p.shape), p.dtype, p.requires_grad) for p, n in params.items()]
         for rank, theirs in enumerate(self.gather(layout)):
             for i in range(max(len(layout), len(theirs))):
@@ -325,11 +336,7 @@ class Wire:
                 layer.expect(here == there, f"differs between ranks at parameter {i}",
                              f"{here}, as here", f"{there} on rank {rank}",
                              "build the same module, in the same order, on all ranks")
-        backend = torch.get_device_module(at)
-        self.by_messages = at.type == "cpu"
         self.align_bytes = 1 if at.type == "cpu" else ALIGN_BYTES
-        if not self.by_messages:
-            at = self._device(layer, at, backend)
         self.fetch_stream, self.backup_stream = streams(at)
         self.current_stream = functools.partial(backend.current_stream, at)
         self.event, self._stream, self.device = backend.Event, backend.stream, at
