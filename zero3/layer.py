@@ -37,7 +37,10 @@ and sent with these formulas.
 neighbours, so its unshard starts when it is called, and nothing hides the wait. Process subgroups,
 double backward (`create_graph=True`) and sparse gradients raise errors. A tensor is watched in
 tuples, lists, dicts, dataclasses and attributes of modules; one that needs a gradient and leaves a
-layer by another way brings backward to a freed layer.
+layer by another way brings backward to a freed layer. Transforms of `torch.func` around a layer
+raise errors; inside of its module they work. `torch.compile` around layers runs them uncompiled:
+compile their modules, `layer.module.compile()`. Parameters outside of layers are not reduced,
+unless `DistributedDataParallel` is around the whole.
 
 Names are labml's where labml has one, and say the standard term. The order to read in: shard,
 unshard, reshard, forward, backward, reduce, wiring.
