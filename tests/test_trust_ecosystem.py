@@ -128,7 +128,7 @@ def test_ddp_and_fsdp_are_refused_or_leave_the_shards_alone():
     too DDP is right. `fully_shard` puts DTensors where the shards were, and an optimizer would step
     those: the next forward says so. A unit refuses its new class at once, and the older FSDP does
     not take shards. Breaks where DDP broadcasts rank 0's shards over everybody's.
-    Proves I1, `look_at_wrapper`, `Contents.check`, `Unit.__class__`.
+    Proves I1, `look_at_wrapper`, `is_sharded`, `Contents.check`, `Unit.__class__`.
     """
     for (said, off), (later, older) in run(others, 2):
         for text in said.values():
@@ -203,7 +203,8 @@ def test_what_is_added_to_a_whole_model_is_noticed(add):
     """
     With its name, in the next forward. Breaks where a new layer runs unsharded, and is stepped by
     nobody.
-    Proves `Contents.check`, `Known.has_changed`, `Zero3Model.forward`, `Unit.admits`.
+    Proves `Contents`, `Contents.check`, `Known`, `Known.has_changed`, `Zero3Model.forward`,
+    `Unit.admits`.
     """
     model = whole()
     model(torch.ones(1, 4))
@@ -215,7 +216,7 @@ def test_what_is_added_to_a_whole_model_is_noticed(add):
 def test_what_trains_nothing_may_be_added_and_layers_may_change_places():
     """
     Breaks where every change is an error.
-    Proves `Contents.check`, `Contents.__enter__`.
+    Proves `Contents.__init__`, `Contents.check`, `Contents.__enter__`.
     """
     model = wrap(nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(3))), nn.Sequential)
     layers = model.module.module
@@ -274,9 +275,8 @@ def test_loading_a_state_dict_says_what_to_do(strict):
 
 def test_copies_and_pickles_say_what_to_do():
     """
-    `deepcopy`, `pickle`, `torch.save` and torch's own moving averages; and a moving average of the
-    shards is that of the weights.
-    Proves `Contents.refuse_copies`, `Zero3Layer.get_trainable_chunk`.
+    `deepcopy`, `pickle`, `torch.save` and torch's own moving averages.
+    Proves `Contents.refuse_copies`, `Zero3Layer.__reduce_ex__`.
     """
     for model in (Zero3Layer(nn.Linear(4, 4)), chain(), whole()):
         for does in (copy.deepcopy, copy.copy, pickle.dumps, torch.optim.swa_utils.AveragedModel,

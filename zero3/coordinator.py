@@ -37,7 +37,9 @@ before its order is known and after; `make bench ARGS="--peers zero3 wrap"` meas
 depends on a rank's data belongs inside of one, by `leaf_classes`. A parameter that is smaller than
 its unit saves no message by staying full: a unit is gathered as one flat parameter, and persists as
 a whole. `predict` knows chains only. Of the model's methods, `forward` and `generate` fetch what
-they need.
+they need. Layers that train are added to the plain model, before `wrap` or after `destroy`; others
+raise an error in the next forward. `isinstance` says what a unit's module is, but not what the
+whole model is: ask `model.module`.
 """
 
 import weakref

@@ -43,7 +43,10 @@ lost. A tensor is watched in tuples, lists, dicts, dataclasses, attributes of mo
 objects. If one that needs a gradient leaves or enters a layer by another way, backward reaches a
 freed layer: autograd then raises "modified by an inplace operation". Autocast keeps a 16-bit copy
 of every fp32 weight from forward to backward, and with that half of the memory that sharding has
-saved; layers in bf16 with `Zero3Optimizer`'s fp32 masters keep none.
+saved; layers in bf16 with `Zero3Optimizer`'s fp32 masters keep none. Transforms of
+`torch.func` around a layer raise errors; inside of its module they work. `torch.compile` around
+layers runs them uncompiled: compile their modules, `layer.module.compile()`. Parameters outside of
+layers are not reduced, unless `DistributedDataParallel` is around the whole.
 
 Names are labml's where labml has one, and say the standard term. The order to read in: shard,
 unshard, reshard, forward, backward, reduce, wiring.

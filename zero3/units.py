@@ -48,9 +48,9 @@ where the other one happens to be whole; from then on it is fetched along, forwa
 **Not covered, and what that costs**: a unit that is called outside of the model's own forward is
 fetched on demand; other methods of the model that use what is at the root raise errors. A layer
 that is called twice stays full in backward from the one call to the other. An attribute that units
-have themselves, `layer_idx` for instance, is read from `unit.module`; there is no `isinstance`,
-`len` or iteration through a unit; and inside of one `self.parameters()` yields nothing. What is
-written through `.data` of a persistent unit's shard is seen after `release_all()`.
+have themselves, `layer_idx` for instance, is read from `unit.module`. `isinstance` says of a unit
+what it says of its module, `type` does not; and `isinstance(unit, Iterable)` is true of all of
+them. What is written through `.data` of a persistent unit's shard is seen after `release_all()`.
 """
 
 import weakref
