@@ -31,7 +31,7 @@ train: $(STAMP) ## Train a small GPT in shards, NPROC=2 ranks (ARGS="--help" lis
 	$(ONE_THREAD) $(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) -m zero3.train $(ARGS)
 
 test: $(STAMP) ## Run the tests, JOBS=2 at once (ARGS="-k order" chooses some)
-	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(STAMP) ## Check style and types
 	$(BIN)/ruff check .
