@@ -33,7 +33,7 @@ train: $(STAMP) ## Train a small GPT in shards, NPROC=2 ranks (ARGS="--help" lis
 	TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 $(ONE_THREAD) $(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) -m zero3.train $(ARGS)
 
 test: $(STAMP) ## Run the tests, JOBS=2 at once (ARGS="-k order" chooses some)
-	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(STAMP) ## Check style and types
 	$(BIN)/ruff check .

@@ -16,6 +16,7 @@ end it.
 """
 
 import builtins
+import contextlib
 import gc
 import inspect
 import os
@@ -48,8 +49,8 @@ LIMITS = [value for name, value in vars(resource).items() if name.startswith("RL
 OURS = ("tests", "zero3", "docs", "notebooks")
 # With modules and classes of ours, whatever tests replace something of.
 REPLACEABLE = (torch, torch.Tensor, torch.cuda, torch.autograd, torch.nn, torch.nn.Module,
-               torch.nn.functional, torch.optim.Optimizer, dist, dist.distributed_c10d, builtins,
-               os, random, threading, time)
+               torch.nn.functional, torch.optim.Optimizer, dist, builtins, os, random,
+               threading, time)
 # The hooks of all modules and all optimizers.
 HOOKS = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks,
          torch.nn.modules.module._global_forward_hooks,
@@ -192,7 +193,8 @@ def _left(before: dict[str, Any]) -> Iterator[str]:
     """
     #### What a call left behind, after everything has gone that goes by itself
     """
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     # A test's file may keep state in its variables, and the next call of it shall find none.
     for name in sys.modules.keys() - before["modules"]:
         if name.partition(".")[0] in OURS:
@@ -206,7 +208,7 @@ def _left(before: dict[str, Any]) -> Iterator[str]:
     after = _state()
     for what in before.keys() - {"modules", "names"}:
         if before[what] != after[what]:
-            yield what
+            yield f"{what}, {before[what]} and then {after[what]}"
     for (owner, name), value in before["names"].items():
         now = after["names"].get((owner, name))
         # Torch itself wraps `step` of each class of optimizers, once.
@@ -245,12 +247,12 @@ def _state() -> dict[str, Any]:
 def _open_files() -> dict[str, str]:
     """
     #### The descriptors of this process, and what they are of
+
+    Not those of installed libraries' own files: matplotlib keeps its fonts open.
     """
     found = {}
     for fd in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        try:
+        # The folder itself was open to be listed, and is not any more.
+        with contextlib.suppress(FileNotFoundError):
             found[fd] = os.readlink(f"/proc/self/fd/{fd}")
-        except FileNotFoundError:
-            # The folder itself was open to be listed.
-            pass
-    return found
+    return {fd: name for fd, name in found.items() if "/site-packages/" not in name}
