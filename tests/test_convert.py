@@ -6,9 +6,11 @@ import ctypes
 import json
 import os
 import resource
+import subprocess
 import sys
 import types
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -362,36 +364,77 @@ def test_a_plain_state_dict_that_dcp_saved_is_read_too(tmp_path):
                 {name: p.detach() for name, p in model.state_dict().items()})
 
 
-def deepspeed_loads(source):
-    # As its launcher does.
-    os.environ["LOCAL_RANK"] = f"{dist.get_rank()}"
-    import deepspeed
-
-    config = {"train_micro_batch_size_per_gpu": 6, "zero_optimization": {"stage": 3},
-              "zero_allow_untested_optimizer": True, "checkpoint": {"load_universal": True}}
-    model = plain(1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, weight_decay=0.1)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    engine.load_checkpoint(source)
-    found = {}
-    for name, p in engine.module.named_parameters():
-        found[name, "param"] = deepspeed.utils.safe_get_full_fp32_param(p)
-        for key in ("exp_avg", "exp_avg_sq"):
-            found[name, key] = deepspeed.utils.safe_get_full_optimizer_state(p, key)
-    return found
+DEEPSPEED = os.environ.get("ZERO3_DEEPSPEED_PYTHON")
+needs_deepspeed = pytest.mark.skipif(not DEEPSPEED, reason="set ZERO3_DEEPSPEED_PYTHON to the "
+                                     "python of an environment with DeepSpeed")
 
 
-def test_deepspeed_loads_a_universal_folder_of_ours(tmp_path):
+def deepspeed(folder, stage, steps, load=None, save=None):
+    """Two ranks of an engine of DeepSpeed's: what it has after loading, and after these steps."""
+    folder.mkdir()
+    told = {"stage": stage, "load": load and str(load), "steps": steps, "save": save and str(save),
+            "out": str(folder / "out.pt")}
+    (folder / "told.json").write_text(json.dumps(told))
+    path = f"{Path(DEEPSPEED).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "PATH": path}
+    ranks = [subprocess.Popen(
+        [DEEPSPEED, Path(__file__).parent / "deepspeed_engine.py", str(rank), folder / "store",
+         folder / "told.json"], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for rank in range(2)]
+    for process in ranks:
+        said, _ = process.communicate(timeout=600)
+        assert not process.returncode, said.decode()[-3000:]
+    if save:
+        done = subprocess.run(
+            [DEEPSPEED, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder",
+             save / "own", "--output_folder", save / "universal", "--num_extract_workers", "1",
+             "--num_merge_workers", "1"], env=env, capture_output=True, timeout=600)
+        assert not done.returncode, done.stderr.decode()[-3000:]
+    return torch.load(folder / "out.pt", weights_only=True)
+
+
+def without_steps(found):
+    return {at: t for at, t in found.items() if at[1] != "step"}
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_goes_on_from_a_universal_folder_of_ours(tmp_path, stage):
     """
-    Weights and moments in its Stage 3 on two ranks, bit for bit, which three ranks of ours saved.
+    Three ranks of ours saved it: weights and moments are the same bit for bit in two param groups
+    of its stages on two ranks, and the count of steps, and one more step there is one more step
+    here. Breaks where stages 1 and 2 find fewer param groups than they have, or a version that
+    they cannot read.
     Proves `to_deepspeed`.
     """
-    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed here")
     run(saves, 3, tmp_path / "run")
-    assert not command("universal", tmp_path / "run", tmp_path / "ds", "--torch-adam")
-    found = run(deepspeed_loads, 2, tmp_path / "ds")[0]
-    expected = {at: t for at, t in contents(tmp_path / "run").items() if at[1] != "step"}
-    assert same(found, expected)
+    assert not command("universal", tmp_path / "run", tmp_path / "out", "--torch-adam")
+    found = deepspeed(tmp_path / "ds", stage, [2], load=tmp_path / "out")
+    loaded, counted = found["loaded"]
+    assert same(loaded, without_steps(contents(tmp_path / "run"))) and counted == [2.0]
+    run(goes_on, 2, tmp_path / "all", None)
+    after, counted = found["after"]
+    assert difference(after, without_steps(contents(tmp_path / "all"))) < 1e-6 and counted == [3.0]
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_we_go_on_from_a_universal_folder_of_deepspeeds(tmp_path, stage):
+    """
+    Two steps there, made universal by its own converter: weights, moments and counts are the same
+    here bit for bit, and one more step on three ranks makes the three that we take alone. Breaks
+    where the states of stage 3 alone are looked for, or the steps are taken from one place.
+    Proves `from_deepspeed`, `_Stub`.
+    """
+    after, counted = deepspeed(tmp_path / "ds", stage, [0, 1], save=tmp_path / "own")["after"]
+    assert not command("universal", tmp_path / "own", tmp_path / "run")
+    assert newest(tmp_path / "run").name == "step-00000002"
+    found = contents(tmp_path / "run")
+    assert same(without_steps(found), after) and counted == [2.0]
+    assert {float(t) for (_, key), t in found.items() if key == "step"} == {2.0}
+    run(goes_on, 3, tmp_path / "end", tmp_path / "run")
+    run(goes_on, 2, tmp_path / "all", None)
+    assert difference(contents(tmp_path / "end"), contents(tmp_path / "all")) < 1e-6
 
 
 # ------------------------------------------------------------------------------------- command line

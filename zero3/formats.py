@@ -54,8 +54,9 @@ from zero3 import __version__
 from zero3.archive import Archive, Param, commit, decode, encode, file_name, partial_path, place
 from zero3.blocks import TYPES, Broken, Writer, check_name, printable, type_name
 
-# What DeepSpeed calls the master; the moments have torch's names.
-_FP32 = "fp32"
+# What DeepSpeed calls the master; the moments have torch's names. And the version whose layout this
+# is: its stages 1 and 2 compare it with those that they can read.
+_FP32, _DEEPSPEED_VERSION = "fp32", "0.19.8"
 
 
 def from_tensors(folder: Path, step: int, tensors: dict[str, dict[str, tuple]],
@@ -168,9 +169,10 @@ def to_deepspeed(folder: Path, out: Path, torch_adam: bool) -> None:
             put(torch.tensor(float(taken)) if torch_adam else taken, "zero", param.name, "step.pt")
     step = torch.tensor(float(taken)) if torch_adam else taken
     # DeepSpeed copies options from here into each of its groups. It gets none and keeps its own.
-    groups = [{"params": [0]}]
-    put({"optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": groups},
-         "param_groups": groups, "ds_version": f"zero3 {__version__}"},
+    # Stages 1 and 2 load as many groups as are listed here, so there is one for each parameter.
+    groups = [{"params": [i]} for i in range(len(archive.params))]
+    put({"optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": groups[:1]},
+         "param_groups": groups, "ds_version": _DEEPSPEED_VERSION},
         "zero", "optimizer_state.pt")
     for name in ("zero_pp_rank_0_mp_rank_00", "mp_rank_00"):
         put({"dp_world_size": 1, "mp_world_size": 1, "global_steps": archive.manifest["step"],
@@ -206,8 +208,11 @@ def from_deepspeed(source: Path, folder: Path) -> None:
         with torch.serialization.safe_globals(stubs):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
-    # Stage 3 has flat tensors, and the shapes beside them; stages 1 and 2 have whole ones.
-    about = open_file(root / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    # Stage 3 has flat tensors, and the shapes beside them; stages 1 and 2 have whole ones, and the
+    # steps beside each.
+    states_of = [root / f"{name}_model_states.pt"
+                 for name in ("zero_pp_rank_0_mp_rank_00", "mp_rank_00")]
+    about = open_file(next((path for path in states_of if path.exists()), states_of[0]))
     shapes = {name: shape for each in about.get("param_shapes", []) for name, shape in each.items()}
     steps_taken = about["global_steps"] - about.get("skipped_steps", 0)
     with suppress(OSError, KeyError):
