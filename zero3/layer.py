@@ -54,6 +54,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero3.gradients import clip_grad_norm_, mark
 from zero3.ledger import Ledger, Silence, in_backward, tensors_in
 from zero3.offload import FreedParameter, InFile, InMemory, Offload
 from zero3.wire import Transfer, Wire
@@ -91,6 +92,9 @@ class _Group:
     shard: nn.Parameter  # (shard_numel,), what rests
     grad: Any = None  # as long; of the shard's `grad_dtype`; until the end of the reduce
     ready: set[tuple[str, ...]] = dataclasses.field(default_factory=set)  # names of what `grad` has
+    layer: Any = None  # a weak reference
+    sink: Any = None  # who keeps the gradient, where it does not rest in the shard
+    watch: list[Any] = dataclasses.field(default_factory=list)  # handles of hooks on the shard
 
     def add_grad(self, total: torch.Tensor) -> None:
         """
@@ -98,10 +102,25 @@ class _Group:
 
         * `total` is the reduced gradient, `(shard_numel,)`
 
-        `Zero3Optimizer` replaces this where the master rests elsewhere: there the gradient goes.
+        `Zero3Optimizer` keeps it where the master rests.
         """
+        if self.sink is not None:
+            self.sink.add_grad(total)
+            return
         total = total.to(self.shard.device)
-        self.shard.grad = total if self.shard.grad is None else self.shard.grad.add_(total)
+        if self.shard.grad is None:
+            grad = mark(total, self, used=set())
+        else:
+            grad = mark(self.shard.grad.add_(total), self, used=None)
+        self.note_used(grad)
+        self.shard.grad = grad
+
+    def note_used(self, grad: Any) -> None:
+        """
+        #### Note of which parameters a shard's gradient has something
+        """
+        if grad.used is not None:
+            grad.used |= self.ready
 
 
 class _Call:
@@ -224,6 +243,7 @@ class Zero3Layer(nn.Module):
         self.wire.scatter(rest, flat)
         home = self.offload.shard(self, rest, next(iter(params)).requires_grad)
         group, offset = _Group([], flat, flat, home, home.param), 0
+        group.layer = weakref.ref(self)
         for p, names in params.items():
             view = flat[offset : offset + p.numel()].view(p.shape)
             # Weakly: the garbage collector does not see a parameter's hook, and what the hook
@@ -266,6 +286,14 @@ class Zero3Layer(nn.Module):
         to a shard what it would do to the parameters, for it does not ask where an element belongs.
         """
         return [g.shard for g in self.groups if g.shard.requires_grad and len(g.shard)]
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """
+        ### Clip the gradient of this layer, as it is on all ranks together
+
+        As for `Zero3Sequential`.
+        """
+        return clip_grad_norm_(self, max_norm, norm_type)
 
     # ------------------------------------------------------------------------------------ unshard
 
@@ -604,6 +632,17 @@ class Zero3Layer(nn.Module):
             g.grad = None
             g.ready.clear()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """
+        ### Drop the gradients of the shards, and what `no_sync` of an optimizer holds back
+
+        A module that has this layer somewhere inside does not know of the latter.
+        """
+        super().zero_grad(set_to_none)
+        for layer in self.modules():
+            if isinstance(layer, Zero3Layer):
+                layer._drop_grads()
+
     def _settle(self, raised: bool = False) -> None:
         """
         #### End a `backward()`
@@ -670,6 +709,26 @@ class Zero3Sequential(nn.Module):
         ### This rank's trainable shards, of all layers
         """
         return [chunk for m in self.module_list for chunk in m.get_trainable_chunk()]
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """
+        ### Clip the gradient of the whole model
+
+        * `max_norm` is the greatest norm that the mean gradient may have
+        * `norm_type` is the $p$ of the norm, or `math.inf`
+
+        All ranks call it, where they would call `torch.nn.utils.clip_grad_norm_`: that one sees a
+        rank's shards alone. Returns the norm before clipping, the same bits on all ranks.
+        """
+        return clip_grad_norm_(self, max_norm, norm_type)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """
+        ### Drop the gradients of the shards, and what `no_sync` of an optimizer holds back
+        """
+        super().zero_grad(set_to_none)
+        for layer in self.module_list:
+            layer.zero_grad(set_to_none)
 
     def walk(self) -> Iterator[Zero3Layer]:
         """

@@ -78,7 +78,7 @@ class FreedParameter(nn.Parameter):
     name: str
     layer: weakref.ref
     cure: str
-    has_no_grad: bool  # and so may be asked for it
+    has_no_grad: bool  # of its own, and so may be asked for it, and to drop it
 
     @classmethod
     def kind(cls, layer: Any, name: str, cure: str, has_no_grad: bool = False
@@ -91,7 +91,8 @@ class FreedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func in _METADATA or (cls.has_no_grad and func == torch.Tensor.grad.__get__):
+        drops = func == torch.Tensor.grad.__set__ and args[1] is None
+        if func in _METADATA or (cls.has_no_grad and (drops or func == torch.Tensor.grad.__get__)):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         layer = cls.layer()
