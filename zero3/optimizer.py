@@ -51,7 +51,11 @@ would train something else; those that torch has are refused. One that counts it
 param group counts one for each shard, for each is stepped by itself. A squared norm above fp32's
 range, of scaled gradients around $10^{19}$, counts as an overflow. A gradient that is missing on
 one rank only is zero there while its layer waits in a bucket; where the layer does not, the ranks
-raise an error.
+raise an error. `zero_grad()` of a module in which the model is one of several does not see the full
+gradients that `no_sync` holds back. A parameter that was used in other steps than its neighbours is
+a piece of its own from then on, as in plain PyTorch a tensor of its own: that costs a count of
+steps and a little of the time of a step; and a step in which no rank used a parameter sends 8 bytes
+for each parameter of its shard more than `predict` says.
 """
 
 import inspect
@@ -395,7 +399,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         # The heart has taken the mean over ranks already, so this is the norm of what plain
         # training on the global batch would have. The mean of the ranks' norms would not be: with a
         # gradient of 1 on one rank and of -1 on the other that is 1, and the norm of their mean 0.
-        squares = self._squares()  # (world_size, shards) fp64, in CPU memory
+        squares = self._squares().cpu()  # (world_size, shards) fp64
         norm = squares.abs().sum().sqrt().item() / self.loss_scale
         if not math.isfinite(norm):
             self._overflow(squares)
@@ -426,8 +430,8 @@ class Zero3Optimizer(torch.optim.Optimizer):
         square of the whole model's norm. A number for each shard, and not one alone, so that the
         error can name the layer with the infinite gradient. A negative sign says that this rank had
         no gradient for some of the shard's parameters. All-gather: all ranks call it, and send 8
-        bytes for each shard to each other one. Returns `(world_size, shards)` fp64 in CPU memory,
-        the same bits on all ranks.
+        bytes for each shard to each other one. Returns `(world_size, shards)` fp64, the same bits
+        on all ranks.
         """
         zero = torch.zeros((), device=self.device)
         norms = [owned.grad_norm() for owned in self.owned]
@@ -439,7 +443,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         if any(partly):
             signs = torch.tensor([-1.0 if part else 1.0 for part in partly], device=squares.device)
             squares = squares.copysign(signs)
-        return self.wire.numbers(self, squares.to(self.layers[0].device)).cpu()
+        return self.wire.numbers(self, squares.to(self.layers[0].device))
 
     def _used(self, partly: list[bool]) -> dict[Owned, list[bool]]:
         """
