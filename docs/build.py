@@ -48,8 +48,8 @@ ROOT = Path(__file__).parents[1]
 WAYS_IN = [f"docs/{name}.md" for name in "index life notation names ladder tape invariants "
            "mutations exercises".split()] + ["README.md"]
 # In the order in which to read them.
-CHAPTERS = ("__init__ layer wire offload disk states optimizer units materialise coordinator "
-            "blocks archive inventory checkpoint formats convert ledger predict estimate launch "
+CHAPTERS = ("__init__ layer wire gradients offload disk states optimizer units materialise "
+            "coordinator blocks archive inventory checkpoint formats convert ledger predict estimate launch "
             "gpt train run report").split()
 
 STYLES = ("docs/*.css", "docs/*.js")

@@ -7,6 +7,7 @@ numbers, the test demands the error and the cure in it.
 
 import copy
 import math
+import os
 import pickle
 import tempfile
 from contextlib import nullcontext
@@ -20,6 +21,7 @@ from tests.ranks import run
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save, wrap
 from zero3.gradients import GradientElsewhere, ShardGradient, clip_grad_norm_, norm_of
 from zero3.ledger import Ledger, held_bytes
+from zero3.optimizer import step_threads
 
 WIDTH = 5
 
@@ -70,11 +72,13 @@ def tiers(folder):
 def clip_rightly():
     found = []
     for norm_type in (2.0, 1.0, math.inf):
-        for kind in ("chain", "wrapped", "module"):
+        for kind in ("chain", "wrapped", "module", "layer"):
             plain = plain_chain()
             model = shard(plain)
             if kind == "wrapped":
                 model = wrap(copy.deepcopy(plain), nn.Linear)
+            elif kind == "layer":
+                model = Zero3Layer(copy.deepcopy(plain))
             optimizers = [torch.optim.SGD(m.parameters(), 1.0) for m in (plain, model)]
             plain(batch()).square().mean().backward()
             model(mine(batch())).square().mean().backward()
@@ -89,9 +93,10 @@ def clip_rightly():
 
 def test_the_models_own_clip_takes_the_norm_of_the_whole_gradient():
     """
-    Norm and weights are those of plain PyTorch, in fp64, for three kinds of norm and of models; and
-    the norm has the same bits on all ranks. Breaks where a rank clips by its own shards.
-    Proves I1, `clip_grad_norm_`, `Zero3Sequential.clip_grad_norm_`, `Zero3Model.clip_grad_norm_`.
+    Norm and weights are those of plain PyTorch, in fp64, for three kinds of norm and four of
+    models; and the norm has the same bits on all ranks. Breaks where a rank clips by its own shards.
+    Proves I1, `clip_grad_norm_`, `Zero3Sequential.clip_grad_norm_`, `Zero3Model.clip_grad_norm_`,
+    `Zero3Layer.clip_grad_norm_`.
     """
     ranks = run(clip_rightly, 2) + run(clip_rightly, 3)
     for rank in ranks:
@@ -279,6 +284,7 @@ def ways_to_zero():
     ways = {
         "optimizer": lambda model, optimizer: optimizer.zero_grad(),
         "model": lambda model, optimizer: model.zero_grad(),
+        "wrapped model": lambda model, optimizer: model.zero_grad(),
         "model to zero": lambda model, optimizer: model.zero_grad(set_to_none=False),
         "around": lambda model, optimizer: nn.ModuleList([model]).zero_grad(),
         "torch": lambda model, optimizer: torch.optim.SGD(model.parameters()).zero_grad(),
@@ -291,6 +297,8 @@ def ways_to_zero():
             for way, zero in ways.items():
                 places = tiers(folder)[tier]
                 model = shard(plain_chain(), places[0])
+                if way == "wrapped model":
+                    model = wrap(plain_chain(), nn.Linear, offload=places[0])
                 optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.1, offload=places[1])
                 norms = []
                 for step in range(3):
@@ -311,8 +319,9 @@ def test_every_way_to_drop_gradients_drops_them_wherever_they_rest():
     `p.grad = None`; also of what `no_sync` holds back. Breaks where the gradient's holder does not
     see what happened to the shard's `.grad`: norms of 1.30, 2.37, 3.03 in place of 1.30, 1.07,
     0.89.
-    Proves I7, `GradientElsewhere`, `Owned.drop_grad`, `Zero3Sequential.zero_grad`,
-    `Zero3Layer.zero_grad`.
+    Proves I7, `GradientElsewhere`, `elsewhere`, `grad_of`, `set_grad`, `Owned.drop_grad`,
+    `Owned.spent`, `Owned.grad_norm`, `Zero3Sequential.zero_grad`, `Zero3Layer.zero_grad`,
+    `Zero3Model.zero_grad`.
     """
     plain = plain_chain()
     reference, expected = torch.optim.SGD(plain.parameters(), 0.1), []
@@ -436,9 +445,25 @@ def alternate_all():
             for name in OPTIMIZERS:
                 folder = dist_folder()
                 found[tier, name] = alternate(tiers(scratch)[tier], name, folder)
+        found["predicted"] = predicted_after_a_cut()
         found["groups"] = alternate((None, None), "AdamW", dist_folder(), lambda n, p: {
             "weight_decay": 0.1 if p.ndim > 1 else 0.0} if n != "x" else {}) * 0
     return found
+
+
+def predicted_after_a_cut():
+    """How far the bytes at rest are from the formula, after a cut."""
+    model = Zero3Sequential([Zero3Layer(Heads())])
+    optimizer = Zero3Optimizer(model)
+    for step in range(2):
+        optimizer.backward(model(mine(batch(step)), step=0).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    # The other head, for the first time: its moments are born.
+    optimizer.backward(model(mine(batch()), step=1).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    return abs(held_bytes(model, optimizer) - optimizer.predict().rest_bytes)
 
 
 def dist_folder():
@@ -454,8 +479,9 @@ def test_parameters_without_a_gradient_stay_as_they_are(world_size):
     Two heads in alternate steps, with momentum, weight decay, and counted steps, on all tiers, over
     a checkpoint and a state dict: weights and counts are plain PyTorch's. Breaks where an unused
     parameter is stepped with a zero gradient (off by 4.9e-3), or shares its count with a used one.
-    Proves I1, I8, `Zero3Optimizer._used`, `Zero3Optimizer._squares`, `Owned.cut`, `Owned.recut`,
-    `Inventory.describe`, `Archive.states`.
+    Proves I1, I8, `Zero3Optimizer._used`, `Zero3Optimizer._squares`, `Zero3Optimizer.regroup`,
+    `Owned.cut`, `Owned.recut`, `Owned.kinds`, `Owned.used`, `Owned.groups_here`,
+    `Inventory.describe`, `Flat.within`, `Archive.states`.
     """
     for rank in run(alternate_all, world_size):
         for case, worst in rank.items():
@@ -542,6 +568,20 @@ def test_what_is_written_through_data_comes_into_the_master():
             assert max(worst) < 0.0102
 
 
+def test_a_step_on_the_cpu_takes_the_cores_that_an_accelerator_leaves_idle():
+    """
+    Shared between the ranks of the machine; not while the layers compute there too, nor against
+    somebody's own choice.
+    Proves `step_threads`.
+    """
+    cpu, gpu, cores = torch.device("cpu"), torch.device("cuda", 0), len(os.sched_getaffinity(0))
+    assert step_threads(cpu, gpu, 1, 1) == cores
+    assert step_threads(cpu, gpu, 1, 2) == max(1, cores // 2)
+    assert step_threads(cpu, gpu, 1, 10 * cores) == 1
+    assert step_threads(cpu, gpu, 3, 1) == 3
+    assert step_threads(cpu, cpu, 1, 1) == step_threads(gpu, gpu, 1, 1) == 1
+
+
 # ------------------------------------------------------------------------------- arguments, closure
 
 
@@ -575,7 +615,7 @@ def test_what_an_optimizer_cannot_use_is_refused_with_the_cure():
     """
     A loss that is none, a size that is none, a parameter that would not be stepped, a data type
     that has no imaginary part.
-    Proves `Zero3Optimizer.backward`, `Zero3Optimizer.add_param_group`, `Zero3Optimizer`.
+    Proves `Zero3Optimizer.backward`, `Zero3Optimizer.add_param_group`, `Zero3Optimizer`, `finite`.
     """
     model = shard(plain_chain())
     optimizer = Zero3Optimizer(model)

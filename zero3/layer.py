@@ -283,7 +283,8 @@ class Zero3Layer(nn.Module):
         ### This rank's trainable shards
 
         1-D parameters, one per data type, for this rank's optimizer. An elementwise optimizer does
-        to a shard what it would do to the parameters, for it does not ask where an element belongs.
+        to a shard what it would do to the parameters, for it does not ask where an element belongs;
+        but it steps one that was not used with a gradient of zero, which has none in plain PyTorch.
         """
         return [g.shard for g in self.groups if g.shard.requires_grad and len(g.shard)]
 
@@ -634,7 +635,7 @@ class Zero3Layer(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """
-        ### Drop the gradients of the shards, and what `no_sync` of an optimizer holds back
+        ### Drop the gradients of this layer's shards, and what `no_sync` holds back
 
         A module that has this layer somewhere inside does not know of the latter.
         """
@@ -724,7 +725,7 @@ class Zero3Sequential(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """
-        ### Drop the gradients of the shards, and what `no_sync` of an optimizer holds back
+        ### Drop the gradients of all shards, and what `no_sync` of an optimizer holds back
         """
         super().zero_grad(set_to_none)
         for layer in self.module_list:

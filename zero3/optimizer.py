@@ -60,6 +60,7 @@ for each parameter of its shard more than `predict` says.
 
 import inspect
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -383,12 +384,19 @@ class Zero3Optimizer(torch.optim.Optimizer):
             # What `no_sync` has held back, where no other micro-batch took it along; in backward's
             # order, which is the same on all ranks.
             layer._backup_grads()
+        before = torch.get_num_threads()
         for bucket in self.buckets:
             bucket.end()
             bucket.wire.stepping = True
         try:
+            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.wire.world_size))
+            threads = step_threads(self.device, self.layers[0].device, before, ranks)
+            if threads != before:
+                torch.set_num_threads(threads)
             return self._step()
         finally:
+            if torch.get_num_threads() != before:
+                torch.set_num_threads(before)
             for bucket in self.buckets:
                 bucket.wire.stepping = False
 
@@ -637,6 +645,21 @@ class Zero3Optimizer(torch.optim.Optimizer):
             (o.wide for o in self.owned))]
         rows = self.predict(micro_batches).table([", ".join(names) for names in dtypes])
         return f"rank {self.wire.rank} will hold, in bytes\n{rows}"
+
+
+def step_threads(at: torch.device, device: torch.device, threads: int, ranks: int) -> int:
+    """
+    ## How many threads a step computes with
+
+    * `at` is where it is computed, and `device` where the layers are
+    * `threads` are those that torch has now; `ranks` are on this machine
+
+    torchrun gives each rank one thread, so that ranks that compute on the CPU do not wait for each
+    other. While an accelerator computes the layers, the cores are idle but for the step: they are
+    shared between the ranks. More threads than one are somebody's choice, and stay.
+    """
+    idle = at.type == "cpu" and device.type != "cpu" and threads == 1
+    return max(1, len(os.sched_getaffinity(0)) // ranks) if idle else threads
 
 
 def finite(value: Any) -> bool:

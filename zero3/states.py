@@ -27,6 +27,9 @@ begin to be read. In a chain that has no more shards than there are buffers, the
 
 **Run this**: `make train ARGS="--offload-optimizer nvme"`; `tape.png` shows the reads and writes.
 
+A piece whose parameters are used in different steps is cut between them, because the optimizer
+counts the steps of each and begins the moments of each with its first gradient.
+
 **Not covered, and what that costs**: a shard's states are read and written whole, even if one of
 its pieces alone has something to step. On an accelerator gradients on their way to the CPU, and
 updated shards on their way back, are copied while it waits. With several micro-batches, states are
