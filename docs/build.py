@@ -48,9 +48,9 @@ ROOT = Path(__file__).parents[1]
 WAYS_IN = [f"docs/{name}.md" for name in "index life notation names ladder tape invariants "
            "mutations exercises".split()] + ["README.md"]
 # In the order in which to read them.
-CHAPTERS = ("__init__ layer contents wire offload disk states optimizer units materialise "
-            "coordinator blocks archive inventory checkpoint formats convert ledger predict "
-            "estimate options launch gpt train run report").split()
+CHAPTERS = ("__init__ layer contents wire gradients offload disk states optimizer units "
+            "materialise coordinator blocks archive inventory checkpoint formats convert ledger "
+            "predict estimate options launch gpt train run report").split()
 
 STYLES = ("docs/*.css", "docs/*.js")
 # How many parts an element of MathML has, where that is fixed.

@@ -50,10 +50,8 @@ MUTATIONS = [
     Mutation(
         "assign", "layer.py", "_Group.add_grad",
         title="A second backward assigns",
-        old="""\
-        self.shard.grad = total if self.shard.grad is None else self.shard.grad.add_(total)
-""",
-        new="        self.shard.grad = total\n",
+        old="            grad = mark(self.shard.grad.add_(total), self, used=None)\n",
+        new="            grad = mark(total, self, used=None)\n",
         breaks="I7", program="micro_batches",
         healthy="gradient of 4 micro-batches: 1.00 times that of the whole batch",
         symptom="gradient of 4 micro-batches: 0.25 times that of the whole batch",

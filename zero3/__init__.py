@@ -22,6 +22,7 @@ Read the chapters in this order, and the tools where a chapter uses them: `wire.
 | 5 | `formats.py`, `convert.py` | to other libraries, and back; `python -m zero3.checkpoint` |
 | tools | `contents.py` | what is added to sharded modules, and other libraries around them |
 | tools | `wire.py` | what ranks send each other, and buckets of gradients |
+| tools | `gradients.py` | a shard's gradient, which knows that it is a part; clipping by all |
 | tools | `disk.py` | reading and writing past the page cache, and how fast that is |
 | tools | `ledger.py` | the tape of what a rank sent, held, read and wrote |
 | tools | `predict.py` | the same bytes, from shapes |
@@ -45,6 +46,12 @@ What the code keeps at all times has a number, and a test that fails without it:
 | I8, tiers | where shards and states rest changes no bit, on the processor that steps them |
 | I9, devices | CPUs with gloo and GPUs with NCCL run the same lines |
 | I10, faults | what ends a run at any moment leaves the last checkpoint, and nothing that stays |
+
+I1 holds with `Zero3Optimizer`, and with an optimizer of torch's on the shards as long as each
+parameter gets a gradient. A parameter that the loss does not depend on has none in plain PyTorch
+and stays as it is. In a shard it lies between others and has a gradient of zero, so weight decay,
+momentum and the count of steps of an optimizer of torch's move it; `Zero3Optimizer` leaves it as it
+is.
 
 The same three steps run through code, tests and the main job: predict (`predict`), run and measure
 (`ledger`), compare.

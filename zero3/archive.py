@@ -391,8 +391,12 @@ class Archive:
         """
         ### What the optimizer knew of a parameter: names of moments, and numbers
         """
-        found = [each for each in self.flats[param.flat]["states"]
-                 if each["param_group"] == param.entry["param_group"]]
+        flat = self.flats[param.flat]
+        place = flat["params"].index(param.entry)
+        # Without `params` it is of all parameters of the param group.
+        found = [each for each in flat["states"]
+                 if each["param_group"] == param.entry["param_group"]
+                 and place in each.get("params", (place,))]
         return found[0] if found else {"moments": [], "scalars": {}}
 
 
@@ -414,6 +418,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if raw[: len(head)] != _first_line(raw[len(head) :]):
         raise Broken(f"{path} is damaged: it has another checksum")
     _fit(manifest, _SCHEMA, "the manifest")
+    for states in (each for flat in manifest["flats"] for each in flat["states"]):
+        _fit(states.get("params", []), [int], "the manifest, `params` of a state")
     if manifest["optimizer"] is not None:
         _fit(manifest["optimizer"], _OPTIMIZER, "the manifest, `optimizer`")
     good = (manifest["format"], manifest["version"]) == (FORMAT, VERSION)

@@ -55,6 +55,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zero3.contents import Known, uncompiled
+from zero3.gradients import clip_grad_norm_
 from zero3.layer import Zero3Layer, _own_modules
 from zero3.ledger import Ledger, tensors_in
 from zero3.materialise import Deferred, Source, save
@@ -293,6 +294,21 @@ class Zero3Model(nn.Module):
         ### This rank's trainable shards, of all units
         """
         return [shard for unit in self.units for shard in unit.get_trainable_chunk()]
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """
+        ### Clip the gradient of the whole model
+
+        As `Zero3Sequential.clip_grad_norm_`; all ranks call it.
+        """
+        return clip_grad_norm_(self, max_norm, norm_type)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """
+        ### Drop the gradients of the shards, and what `no_sync` of an optimizer holds back
+        """
+        super().zero_grad(set_to_none)
+        self.module.zero_grad(set_to_none)
 
     @contextmanager
     def full_params(self, writeback: bool = False) -> Iterator[dict[str, nn.Parameter]]:

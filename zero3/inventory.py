@@ -14,7 +14,8 @@ $$\text{elements that a rank saves} = \sum_\ell \left\lceil \frac{P_\ell}{N} \ri
 
 The key `param` is the master where there is one, and the shard where there is none. What an
 optimizer knows of a parameter beside tensors of its length, the number of its steps for instance,
-is the same on all ranks and goes into the manifest, for each flat parameter and param group.
+is the same on all ranks and goes into the manifest, for each flat parameter and param group; and
+for each parameter, if some have been used in other steps than others.
 
 One shard at a time is in memory of what rests in files, whatever is done with it.
 
@@ -22,9 +23,10 @@ One shard at a time is in memory of what rests in files, whatever is done with i
 another.
 
 **Not covered, and what that costs**: what a module keeps for itself by `get_extra_state`; pass it
-as `extra`. A parameter that is loaded into other layers than it was saved from needs the same
-number of steps as the others of its new flat parameter, or there is an error; so does one that
-trains now and did not then.
+as `extra`. With an optimizer of torch's on the shards, a parameter that is loaded into other layers
+than it was saved from needs the same number of steps as the others of its new flat parameter, or
+there is an error; so does one that trains now and did not then. `Zero3Optimizer` cuts its pieces
+between such parameters.
 """
 
 import inspect
@@ -67,16 +69,26 @@ class Flat:
     # As `Owned` has them: param group, where in the shard, and what the optimizer has for that.
     pieces: list[tuple[int, slice, nn.Parameter]]
     indices: list[int | None]  # the param group of each parameter
-    # In a checkpoint: each parameter's place, and what is known of those of a param group.
+    # In a checkpoint: each parameter's place, and what the optimizer knew of it.
     found: list[Param] = field(default_factory=list)
-    states: dict[int, dict[str, Any]] = field(default_factory=dict)
+    states: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def moments(self) -> list[str]:
         """
         ### What a checkpoint has of it, beside the parameter itself
         """
-        return sorted({key for states in self.states.values() for key in states["moments"]})
+        return sorted({key for states in self.states for key in states["moments"]})
+
+    def within(self, where: slice) -> list[int]:
+        """
+        ### Which parameters have elements in this part of the shard, by places in the flat one
+        """
+        if self.owned is None:
+            # There is one piece, the whole shard.
+            return [i for i, slot in enumerate(self.group.slots) if slot.view.numel()]
+        return [i for i, span in enumerate(self.owned.spans)
+                if max(span.start, where.start) < min(span.stop, where.stop)]
 
     @property
     def in_file(self) -> bool:
@@ -159,21 +171,23 @@ class Inventory:
         """
         ### What this rank has, for the manifest: an entry for each flat parameter
 
-        Of its states, those of the param groups of which this rank has a piece, by group.
+        Of its states, those of the parameters of which this rank has a piece, by parameter.
         """
         entries = []
         for flat in self.flats:
-            shard, slots, kept = flat.group.shard, flat.group.slots, {}
+            shard, slots = flat.group.shard, flat.group.slots
+            kept: dict[int, dict[str, Any]] = {}
             wide = flat.owned.wide if flat.owned else shard.dtype
             keys, numel = {"param": type_name(wide)}, slots[-1].offset + slots[-1].view.numel()
-            for index, _, piece in flat.pieces:
+            for index, where, piece in flat.pieces:
                 state = self.state.get(piece, {})
                 moments = {key: value for key, value in state.items()
                            if isinstance(value, torch.Tensor) and value.dim() == 1}
                 keys |= {key: type_name(value.dtype) for key, value in moments.items()}
                 if state:
                     scalars = {k: encode(v, k) for k, v in state.items() if k not in moments}
-                    kept[index] = {"param_group": index, "moments": [*moments], "scalars": scalars}
+                    entry = {"param_group": index, "moments": [*moments], "scalars": scalars}
+                    kept |= dict.fromkeys(flat.within(where), entry)
             entries.append({
                 "layer": flat.paths[0], "dtype": type_name(shard.dtype), "numel": numel,
                 "padding": len(flat.group.full) - numel, "keys": keys, "states": kept,
@@ -198,7 +212,7 @@ class Inventory:
         """
         ### What all ranks have together (all-gather; all ranks must call it)
 
-        * `described` is what `describe` gave; here all groups' states come together in a list
+        * `described` is what `describe` gave; here all parameters' states come together in a list
         * `options` is what `options` gave
         """
         first, *others = self.wire.gather(described)
@@ -207,7 +221,7 @@ class Inventory:
                 mine["keys"] |= theirs["keys"]
                 mine["states"] |= theirs["states"]
         for flat in first:
-            flat["states"] = [*flat["states"].values()]
+            flat["states"] = _in_groups(flat["params"], flat["states"])
         return {
             "world_size": self.wire.world_size, "flats": first, "replicated": [*self.replicated],
             "versions": {"zero3": __version__, "torch": torch.__version__},
@@ -278,7 +292,7 @@ class Inventory:
         groups: dict[int, int] = {}
         wanted = self._wanted(archive)
         for flat in self.flats:
-            flat.found, flat.states = [], {}
+            flat.found, flat.states = [], []
             for slot, index in zip(flat.group.slots, flat.indices, strict=True):
                 names, shape = self.names(flat, slot), tuple(slot.view.shape)
                 param = next((archive.by_name[n] for n in names if n in archive.by_name), None)
@@ -294,11 +308,17 @@ class Inventory:
                     if mine != index or [*groups.values()].count(index) > 1:
                         raise Broken(f"the param group of `{names[0]}` has other parameters here "
                                      "than in the checkpoint")
-                if index is not None and flat.states.setdefault(index, states) != states:
-                    raise Broken(f"the optimizer knows other things of `{names[0]}`, the number of "
-                                 "its steps for instance, than of the rest of its shard")
                 flat.found.append(param)
-            for index, states in flat.states.items():
+                flat.states.append(states)
+            if flat.pieces and not flat.owned:
+                # One of torch's has one state for the shard.
+                parts = flat.within(slice(0, len(flat.group.shard)))
+                for i in parts:
+                    if flat.states[i] != flat.states[parts[0]]:
+                        raise Broken(f"the optimizer knows other things of `{flat.found[i].name}`, "
+                                     "the number of its steps for instance, than of the rest of "
+                                     "its shard")
+            for index, states in zip(flat.indices, flat.states, strict=True):
                 needs = wanted.get(index, [])
                 if states["moments"] and not {*needs} <= {*states["moments"]}:
                     raise Broken(f"`{flat.found[0].name}` has {states['moments']} there, and this "
@@ -366,7 +386,9 @@ class Inventory:
                 raise Broken(f"the optimizer's `{key}` is {value!r:.60} there")
         tried: list[tuple] = []
         for flat in self.flats:
-            for index, states in flat.states.items():
+            for index, states in zip(flat.indices, flat.states, strict=True):
+                if index is None:
+                    continue
                 dtypes = archive.flats[flat.found[0].flat]["keys"]
                 group = {**self.param_groups[index], **told.get(index, {})}
                 if (index, states, dtypes) not in tried:
@@ -451,6 +473,12 @@ class Inventory:
         for layer in {flat.layer for flat in self.flats}:
             layer._cleanup_params()
         for flat in self.flats:
+            if flat.owned:
+                flat.owned.recut(flat.states, self.state)
+                flat.pieces = flat.owned.pieces
+        if isinstance(self.optimizer, Zero3Optimizer):
+            self.optimizer.regroup()
+        for flat in self.flats:
             with self.here(flat, write=True) as values:
                 param = self.shard(archive, flat, "param")
                 values.copy_(param)
@@ -461,13 +489,13 @@ class Inventory:
                     moment = self.shard(archive, flat, key)
                     # Moments that had the master's data type get this master's.
                     dtype = values.dtype if moment.dtype == param.dtype else moment.dtype
-                    for index, where, piece in flat.pieces:
-                        if key in flat.states[index]["moments"]:
+                    for _, where, piece in flat.pieces:
+                        if key in flat.states[flat.within(where)[0]]["moments"]:
                             kept = moment[where].to(piece.device, dtype, copy=True)
                             self.state[piece][key] = kept
-                for index, _, piece in flat.pieces:
+                for index, where, piece in flat.pieces:
                     # Read anew for each: an optimizer counts in them.
-                    scalars = decode(flat.states[index]["scalars"])
+                    scalars = decode(flat.states[flat.within(where)[0]]["scalars"])
                     group = self.param_groups[index]
                     for key, value in self._on_device(scalars, group, piece.device).items():
                         self.state[piece][key] = value
@@ -518,3 +546,29 @@ def _is_like(value: Any, here: Any) -> bool:
     if isinstance(value, (int, float)) and isinstance(here, (int, float)):
         return True
     return isinstance(value, type(here))
+
+
+def _in_groups(params: list[dict[str, Any]], states: dict[int, dict[str, Any]]
+               ) -> list[dict[str, Any]]:
+    """
+    #### What an optimizer knows of a flat parameter, each thing once
+
+    * `params` are the manifest's; `states` has, by the place in them, what is known of a parameter
+
+    Of a param group, as a rule, there is one entry. If some of its parameters have been used in
+    other steps than others, each entry says by `params` which ones it is of.
+    """
+    found: list[dict[str, Any]] = []
+    for group in dict.fromkeys(param["param_group"] for param in params):
+        members = [i for i, param in enumerate(params)
+                   if param["param_group"] == group and 0 not in param["shape"]]
+        entries: list[dict[str, Any]] = []
+        for i in members:
+            if i in states and states[i] not in entries:
+                entries.append(states[i])
+        if len(entries) == 1 and all(i in states for i in members):
+            found += entries
+            continue
+        found += [{**entry, "params": [i for i in members if states.get(i) == entry]}
+                  for entry in entries]
+    return found

@@ -65,6 +65,7 @@ import torch
 from torch import nn
 
 from zero3.contents import Contents, Known, uncompiled
+from zero3.gradients import clip_grad_norm_, mark
 from zero3.ledger import Ledger, Silence, in_backward, tensors_in
 from zero3.offload import FreedParameter, InFile, InMemory, Offload
 from zero3.options import expect, whole
@@ -110,6 +111,9 @@ class _Group:
     grad: Any = None  # as long; of the shard's `grad_dtype`; until the end of the reduce
     ready: set[tuple[str, ...]] = dataclasses.field(default_factory=set)  # names of what `grad` has
     grad_device: torch.device | None = None  # where the shard's gradient rests; left out, with it
+    layer: Any = None  # a weak reference
+    sink: Any = None  # who keeps the gradient, where it does not rest in the shard
+    watch: list[Any] = dataclasses.field(default_factory=list)  # handles of hooks on the shard
 
     def padding(self) -> Iterator[slice]:
         """
@@ -126,10 +130,25 @@ class _Group:
 
         * `total` is the reduced gradient, `(shard_numel,)`
 
-        `Zero3Optimizer` replaces this where the master rests elsewhere: there the gradient goes.
+        `Zero3Optimizer` keeps it where the master rests.
         """
+        if self.sink is not None:
+            self.sink.add_grad(total)
+            return
         total = total.to(self.shard.device)
-        self.shard.grad = total if self.shard.grad is None else self.shard.grad.add_(total)
+        if self.shard.grad is None:
+            grad = mark(total, self, used=set())
+        else:
+            grad = mark(self.shard.grad.add_(total), self, used=None)
+        self.note_used(grad)
+        self.shard.grad = grad
+
+    def note_used(self, grad: Any) -> None:
+        """
+        #### Note of which parameters a shard's gradient has something
+        """
+        if grad.used is not None:
+            grad.used |= self.ready
 
 
 class _Call:
@@ -263,6 +282,7 @@ class Zero3Layer(nn.Module):
         self.wire.scatter(rest, flat)
         home = self.offload.shard(self, rest, next(iter(params)).requires_grad)
         group = _Group([], flat, flat, home, home.param, trains=False)
+        group.layer = weakref.ref(self)
         offset = 0
         for p, names in params.items():
             view = flat[offset : offset + p.numel()].view(p.shape)
@@ -338,9 +358,18 @@ class Zero3Layer(nn.Module):
         ### This rank's trainable shards
 
         1-D parameters, one per data type, for this rank's optimizer. An elementwise optimizer does
-        to a shard what it would do to the parameters, for it does not ask where an element belongs.
+        to a shard what it would do to the parameters, for it does not ask where an element belongs;
+        but it steps one that was not used with a gradient of zero, which has none in plain PyTorch.
         """
         return [g.shard for g in self.groups if g.shard.requires_grad and len(g.shard)]
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """
+        ### Clip the gradient of this layer, as it is on all ranks together
+
+        As for `Zero3Sequential`.
+        """
+        return clip_grad_norm_(self, max_norm, norm_type)
 
     # ------------------------------------------------------------------------------------ unshard
 
@@ -799,6 +828,17 @@ class Zero3Layer(nn.Module):
             g.grad = None
             g.ready.clear()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """
+        ### Drop the gradients of this layer's shards, and what `no_sync` holds back
+
+        A module that has this layer somewhere inside does not know of the latter.
+        """
+        super().zero_grad(set_to_none)
+        for layer in self.modules():
+            if isinstance(layer, Zero3Layer):
+                layer._drop_grads()
+
     def _settle(self, raised: bool = False) -> None:
         """
         #### End a `backward()`
@@ -889,6 +929,26 @@ class Zero3Sequential(nn.Module):
         # Once, also of a layer that is in the chain twice.
         chunks = (chunk for m in self.module_list for chunk in m.get_trainable_chunk())
         return [*dict.fromkeys(chunks)]
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """
+        ### Clip the gradient of the whole model
+
+        * `max_norm` is the greatest norm that the mean gradient may have
+        * `norm_type` is the $p$ of the norm, or `math.inf`
+
+        All ranks call it, where they would call `torch.nn.utils.clip_grad_norm_`: that one sees a
+        rank's shards alone. Returns the norm before clipping, the same bits on all ranks.
+        """
+        return clip_grad_norm_(self, max_norm, norm_type)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """
+        ### Drop the gradients of all shards, and what `no_sync` of an optimizer holds back
+        """
+        super().zero_grad(set_to_none)
+        for layer in self.module_list:
+            layer.zero_grad(set_to_none)
 
     def walk(self) -> Iterator[Zero3Layer]:
         """

@@ -111,7 +111,8 @@ class FreedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func in _METADATA or (cls.is_shard and func in _OF_SHARDS):
+        drops = func == torch.Tensor.grad.__set__ and args[1] is None
+        if func in _METADATA or (cls.is_shard and (drops or func in _OF_SHARDS)):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         layer = cls.layer()

@@ -51,25 +51,31 @@ would train something else; those that torch has are refused. One that counts it
 param group counts one for each shard, for each is stepped by itself. A squared norm above fp32's
 range, of scaled gradients around $10^{19}$, counts as an overflow. A gradient that is missing on
 one rank only is zero there while its layer waits in a bucket; where the layer does not, the ranks
-raise an error.
+raise an error. `zero_grad()` of a module in which the model is one of several does not see the full
+gradients that `no_sync` holds back. A parameter that was used in other steps than its neighbours is
+a piece of its own from then on, as in plain PyTorch a tensor of its own: that costs a count of
+steps and a little of the time of a step; and a step in which no rank used a parameter sends 8 bytes
+for each parameter of its shard more than `predict` says.
 """
 
 import inspect
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import groupby
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from zero3.estimate import describe
+from zero3.gradients import GradientElsewhere, grad_of, set_grad
 from zero3.layer import Zero3Layer, _Group
 from zero3.ledger import Ledger, Silence
 from zero3.offload import Offload
 from zero3.predict import Prediction, predict
-from zero3.states import Owned, moments_of, norm_of
+from zero3.states import Owned, moments_of
 from zero3.wire import Bucket, Wire
 
 # Optimizers of torch's that a flat, dense shard cannot serve.
@@ -98,6 +104,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
     # What the wire and the ledger ask of a layer; the message with the norms goes by this name.
     expect: Any = Zero3Layer.expect
     label, layer_idx = "the optimizer", -1
+    complete = False  # built, so that nothing can be added any more
 
     def __init__(self, model: nn.Module, optimizer_class: Any = torch.optim.AdamW, *,
                  group_by: Callable[[str, nn.Parameter], dict[str, Any]] | None = None,
@@ -114,7 +121,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         * `model` is a `Zero3Sequential`, or any module whose parameters are all in `Zero3Layer`s
         * `optimizer_class` is an elementwise one of `torch.optim` or like it, which keeps what it
           knows of a parameter in that parameter's state; `kwargs` are its arguments, and
-          `fused=True` is added where it knows that
+          `fused=True` is added where it knows that and all parameters are real
         * `group_by` says what is special about a parameter: it gets its name and the parameter,
           which has a shape but no values, and returns the options in which it differs. Parameters
           with equal options become a param group; `lambda name, p: {"weight_decay": 0.1 * (p.ndim
@@ -146,12 +153,16 @@ class Zero3Optimizer(torch.optim.Optimizer):
         self.good_steps = self.skipped_steps = 0
         self.clip_grad_norm, self.reduce_dtype = clip_grad_norm, reduce_dtype
         self._check(model, optimizer_class)
+        good = finite(bucket_bytes) and bucket_bytes >= 0
+        self.expect(good, "cannot use `bucket_bytes`", "a number of bytes, 0 or more", bucket_bytes,
+                    "pass another, or leave it out")
 
         # One for each wire: the layers of a chain share one.
         wires = dict.fromkeys(layer.wire for layer in self.layers)
         self.buckets = [Bucket(wire, bucket_bytes) for wire in wires]
         for bucket in self.buckets:
             bucket.wire.reducer = bucket
+            bucket.scaled = self.scaled
 
         # Of each param group, filled by `_own`. One of which this rank has no piece stays, empty,
         # so that the groups are the same on all ranks.
@@ -163,7 +174,9 @@ class Zero3Optimizer(torch.optim.Optimizer):
         self.expect(bool(self.owned), "has nothing to do", "a trainable Zero3Layer", "none",
                     "wrap the model first, and leave some parameter trainable")
         ways = {"fused", "foreach", "differentiable"}
-        if "fused" in inspect.signature(optimizer_class).parameters and not ways & kwargs.keys():
+        real = not any(owned.shard.dtype.is_complex for owned in self.owned)
+        knows = "fused" in inspect.signature(optimizer_class).parameters
+        if knows and real and not ways & kwargs.keys():
             # One loop over memory in place of one for each operation of the formula.
             kwargs["fused"] = True
         self._rest(optimizer_class, kwargs, options)
@@ -172,6 +185,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         # Param groups and states are one thing with two owners: a scheduler that sets a learning
         # rate here sets it there.
         super().__init__(self.inner.param_groups, self.inner.defaults)
+        self.complete = True
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         for owned in self.owned:
             owned.let_go(self.state)
@@ -191,7 +205,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
                     "of their gradients", stray, "wrap the modules that they are in")
         for what in ("loss_scale", "clip_grad_norm", "scale_floor", "scale_window"):
             value = getattr(self, what)
-            good = isinstance(value, (int, float)) and 0 < value < math.inf
+            good = finite(value) and value > 0
             self.expect(good or (what == "clip_grad_norm" and value is None), f"cannot use "
                         f"`{what}`", "a positive number", value, "pass another, or leave it out")
         dtype = self.reduce_dtype
@@ -203,34 +217,33 @@ class Zero3Optimizer(torch.optim.Optimizer):
     def _own(self, layer: Zero3Layer, group: _Group, path: str, plain: str,
              options: list) -> Owned:
         """
-        #### Cut a shard where one param group ends and another begins
-
-        A shard holds matrices and biases one after the other, and may begin or end inside of one.
-        Each param group gets views of its pieces. The padding goes with what is before it.
+        #### Find each parameter's param group, and where it is in this rank's shard
         """
         shard, dtype = group.shard, self.reduce_dtype or group.shard.dtype
-        grad = shard.grad if group.home.tier != "nvme" else None
+        layer.expect(dtype.is_complex or not shard.dtype.is_complex, "cannot use `reduce_dtype`",
+                     "complex numbers, as its parameters are", dtype, "leave it out, for a real "
+                     "data type would drop the imaginary part")
+        if isinstance(grad_of(shard), GradientElsewhere):
+            # It rests with the optimizer before this one.
+            set_grad(shard, None)
+        grad = grad_of(shard)
         layer.expect(grad is None or grad.dtype == dtype, "has gradients", f"{dtype}",
                      shard.grad_dtype, "call `zero_grad()` of the optimizer before this one first")
         # torch lets `.grad` be of this type, and the layer makes its flat gradient of it.
         shard.grad_dtype = dtype
-        indices = []
-        for slot in group.slots:
+        indices, spans = [], []
+        # A parameter ends where the next begins, the last one with the padding.
+        ends = [*(slot.offset for slot in group.slots[1:]), len(group.full)]
+        first = self.wire.rank * len(shard)
+        for slot, end in zip(group.slots, ends, strict=True):
             special = self.group_by(f"{plain}.{slot.names[0]}".strip("."), slot.param)
             if special not in options:
                 options.append(special)
             indices.append(options.index(special))
-        # A parameter ends where the next begins, the last one with the padding.
-        ends = [*(slot.offset for slot in group.slots[1:]), len(group.full)]
-        pieces, first, end = [], self.wire.rank * len(shard), 0
-        for index, run in groupby(zip(indices, ends, strict=True), key=lambda pair: pair[0]):
-            begin, end = end, [*run][-1][1]
-            where = slice(max(begin - first, 0), min(end - first, len(shard)))
-            if where.start < where.stop:
-                wide = torch.promote_types(shard.dtype, torch.float32)
-                pieces.append((index, where, nn.Parameter(torch.empty(0, dtype=wide))))
+            begin, stop = (min(max(at - first, 0), len(shard)) for at in (slot.offset, end))
+            spans.append(slice(begin, stop))
         name = layer.label if layer.layer_idx >= 0 or not path else f"{path} ({layer.label})"
-        return Owned(layer, name, group, dtype, pieces, indices)
+        return Owned(layer, name, group, dtype, indices, spans)
 
     def _rest(self, optimizer_class: Any, kwargs: dict[str, Any], options: list) -> None:
         """
@@ -255,6 +268,35 @@ class Zero3Optimizer(torch.optim.Optimizer):
         self._scratch_bytes = max(len(o.shard) * o.wide.itemsize * (o.grad_dtype != o.wide)
                                   for o in self.owned)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """
+        ### Not possible: param groups are made with the optimizer
+
+        Raises `RuntimeError`. A parameter outside of the model's shards would never be stepped.
+        """
+        self.expect(not self.complete, "cannot take another param group", "those that it was built "
+                    "with", [*param_group], "wrap the module first, and build the "
+                    "optimizer on the whole model; `group_by=` makes param groups, and parameters "
+                    "outside of the model take an optimizer of their own")
+        super().add_param_group(param_group)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """
+        #### Asked by torch's `GradScaler`, which cannot scale for this optimizer
+        """
+        self.expect(False, "cannot step", "its own loss scale", "torch's GradScaler",
+                    "pass `loss_scale=\"dynamic\"`, and call `optimizer.backward(loss)` and "
+                    "`optimizer.step()` in place of the scaler's methods")
+        return False
+
+    def regroup(self) -> None:
+        """
+        ### Put all shards' pieces into their param groups again, after some were cut
+        """
+        for i, group in enumerate(self.param_groups):
+            group["params"] = self._pieces(i, self.owned)
+
     def _pieces(self, index: int, owned: list[Owned]) -> list[nn.Parameter]:
         """
         #### What a param group has of these shards
@@ -272,9 +314,18 @@ class Zero3Optimizer(torch.optim.Optimizer):
         All ranks call it. For $k$ micro-batches that shall count as one batch pass `loss / k` of
         each; gradients add up until `zero_grad()`. Keeps I7.
 
-        Raises `RuntimeError` where the loss is in fp16 and the scale is not a number of fp16, for
-        then each gradient would be infinite.
+        Raises `RuntimeError` if the loss is no scalar or has no graph; and if it is in fp16 and the
+        scale is not a number of fp16, because then each gradient would be infinite.
         """
+        tensor = isinstance(loss, torch.Tensor)
+        self.expect(tensor and loss.numel() == 1, "cannot go backward", "a loss of one element",
+                    f"one of shape {tuple(loss.shape)}" if tensor else type(loss).__name__,
+                    "return the loss from what computes it, and take its mean")
+        self.expect(loss.requires_grad and loss.is_floating_point(), "cannot go backward",
+                    "a loss in real numbers that depends on a trainable parameter",
+                    f"{loss.dtype} {'with' if loss.requires_grad else 'without'} a graph",
+                    "compute it outside of `torch.no_grad()`, and without `.item()` or "
+                    "`.detach()` on the way")
         self.expect(self.loss_scale <= torch.finfo(loss.dtype).max, "cannot scale the loss", "one "
                     f"in fp32, at a scale of {self.loss_scale:g}", loss.dtype, "call `.float()` on "
                     "what it is computed from")
@@ -302,31 +353,50 @@ class Zero3Optimizer(torch.optim.Optimizer):
     # ---------------------------------------------------------------------------------------- step
 
     @torch.no_grad()
-    def step(self) -> float | None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """
         ### Update the shards
 
+        * `closure` clears the gradients, computes the loss, calls `backward` and returns the loss,
+          as for torch's optimizers; left out, the gradients are those that are there
+
         All ranks call it, and `zero_grad()` before the next backward. Returns the norm of the mean
         gradient of the whole model, before clipping and without the scale; or `None` where a
-        gradient overflowed and no rank has stepped. Keeps I1 and I5.
+        gradient overflowed and no rank has stepped. With a closure it returns the closure's loss,
+        as torch's do; `skipped_steps` then says whether a gradient overflowed. Keeps I1 and I5.
+
+        A parameter that got no gradient on any rank since `zero_grad()` stays as it is, with its
+        moments and its number of steps, as in plain PyTorch.
 
         Raises `RuntimeError` with the layer's name where a gradient is infinite or NaN and there is
         no loss scale, or a dynamic one is at its floor; with a fixed scale it skips the step. It
         also raises inside of `no_sync()`. Weights and states are then as before: `zero_grad()`, and
         go on.
         """
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            self.step()
+            return loss
         self.expect(not any(bucket.holds for bucket in self.buckets), "cannot step", "gradients "
                     "that are reduced", "some that are held back", "leave `no_sync()` first")
         for layer in reversed(self.layers):
             # What `no_sync` has held back, where no other micro-batch took it along; in backward's
             # order, which is the same on all ranks.
             layer._backup_grads()
+        before = torch.get_num_threads()
         for bucket in self.buckets:
             bucket.end()
             bucket.wire.stepping = True
         try:
+            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.wire.world_size))
+            threads = step_threads(self.device, self.layers[0].device, before, ranks)
+            if threads != before:
+                torch.set_num_threads(threads)
             return self._step()
         finally:
+            if torch.get_num_threads() != before:
+                torch.set_num_threads(before)
             for bucket in self.buckets:
                 bucket.wire.stepping = False
 
@@ -337,8 +407,8 @@ class Zero3Optimizer(torch.optim.Optimizer):
         # The heart has taken the mean over ranks already, so this is the norm of what plain
         # training on the global batch would have. The mean of the ranks' norms would not be: with a
         # gradient of 1 on one rank and of -1 on the other that is 1, and the norm of their mean 0.
-        squares = self._squares()
-        norm = squares.sum().sqrt().item() / self.loss_scale
+        squares = self._squares().cpu()  # (world_size, shards) fp64
+        norm = squares.abs().sum().sqrt().item() / self.loss_scale
         if not math.isfinite(norm):
             self._overflow(squares)
             return None
@@ -347,13 +417,14 @@ class Zero3Optimizer(torch.optim.Optimizer):
         factor = min(clip, 1.0) / self.loss_scale
         # (bytes of the largest master,); each shard's gradient in turn is widened there.
         scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self.device)
-        todo = [owned for owned in self.owned if owned.has_grad]
+        used = self._used(squares.signbit().all(dim=0).tolist())
+        todo = [owned for owned in self.owned if owned.has_grad and any(used.get(owned, [True]))]
         for i, owned in enumerate(todo):
             # A pipeline, where states rest in files: one buffer is written from, this shard is
             # stepped in another, and into the others the next ones' states are read.
             for ahead in todo[i : i + self.offload.buffers - 1]:
                 ahead.read_async()
-            self._update(owned, factor, scratch)
+            self._update(owned, used.get(owned), factor, scratch)
         self.good_steps += 1
         if self.dynamic and self.good_steps % self.scale_window == 0:
             self.loss_scale *= 2
@@ -364,15 +435,42 @@ class Zero3Optimizer(torch.optim.Optimizer):
         #### The squared norm of each shard's gradient, on each rank
 
         An element is in exactly one shard and the padding is zero, so these numbers add up to the
-        square of the whole model's norm. A number for each shard, and not one alone, so that an
-        infinity has an address. All-gather: all ranks call it, and send 8 bytes for each shard to
-        each other one. Returns `(world_size, shards)` fp64, the same bits on all ranks.
+        square of the whole model's norm. A number for each shard, and not one alone, so that the
+        error can name the layer with the infinite gradient. A negative sign says that this rank had
+        no gradient for some of the shard's parameters. All-gather: all ranks call it, and send 8
+        bytes for each shard to each other one. Returns `(world_size, shards)` fp64, the same bits
+        on all ranks.
         """
         zero = torch.zeros((), device=self.device)
-        norms = [owned.norm if owned.norm is not None else
-                 norm_of(owned.grad) if owned.grad is not None else zero for owned in self.owned]
-        squares = torch.stack([norm.double() for norm in norms]).square()
+        norms = [owned.grad_norm() for owned in self.owned]
+        whole = [zero if norm is None else norm for norm in norms]
+        squares = torch.stack([norm.double() for norm in whole]).square()
+        partly = [norm is not None and owned.used is not None
+                  and len(owned.used) < len(owned.group.slots)
+                  for norm, owned in zip(norms, self.owned, strict=True)]
+        if any(partly):
+            signs = torch.tensor([-1.0 if part else 1.0 for part in partly], device=squares.device)
+            squares = squares.copysign(signs)
         return self.wire.numbers(self, squares.to(self.layers[0].device))
+
+    def _used(self, partly: list[bool]) -> dict[Owned, list[bool]]:
+        """
+        #### Which parameters had a gradient on any rank, in shards of which no rank had them all
+
+        * `partly` says of each shard whether that is so; it is the same on all ranks
+
+        All-gather of 8 bytes for each parameter of these shards, in steps that have any; all ranks
+        call it. Returns a flag for each parameter.
+        """
+        asked = [owned for owned, part in zip(self.owned, partly, strict=True) if part]
+        if not asked:
+            return {}
+        mine = [float(slot.names in (owned.used or ())) for owned in asked
+                for slot in owned.group.slots]
+        rows = self.wire.numbers(self, torch.tensor(
+            mine, dtype=torch.double, device=self.layers[0].device))
+        flags = iter((rows.sum(dim=0) > 0).tolist())
+        return {owned: [next(flags) for _ in owned.group.slots] for owned in asked}
 
     def _overflow(self, squares: torch.Tensor) -> None:
         """
@@ -381,7 +479,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         Backward comes to the last layer first, and what is infinite there spreads to the layers
         below: in a chain, the last one that has it is where it began.
         """
-        worst = squares.sum(dim=0).nan_to_num(math.inf)
+        worst = squares.abs().sum(dim=0).nan_to_num(math.inf)
         last = int((worst == worst.max()).nonzero().max())
         may_skip = self.scaled and (not self.dynamic or self.loss_scale / 2 >= self.scale_floor)
         scaled = f" at a loss scale of {self.loss_scale:g}, the lowest" if self.scaled else ""
@@ -393,10 +491,17 @@ class Zero3Optimizer(torch.optim.Optimizer):
         if self.dynamic:
             self.loss_scale, self.good_steps = self.loss_scale / 2, 0
 
-    def _update(self, owned: Owned, factor: float, scratch: torch.Tensor) -> None:
+    def _update(self, owned: Owned, used: list[bool] | None, factor: float,
+                scratch: torch.Tensor) -> None:
         """
         #### Unscale, clip, step and round one shard
+
+        * `used` says of each parameter whether a gradient came for it; left out, for all
         """
+        before = len(owned.pieces)
+        pieces = owned.pieces if used is None else owned.cut(used, self.state)
+        if len(owned.pieces) != before:
+            self.regroup()
         with owned.here(self.state) as (master, grad):
             if grad.dtype != master.dtype:
                 # All shards share the memory for this, one after the other: fp32 gradients of all
@@ -406,7 +511,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
             if factor != 1:
                 # In place: a gradient that was wide enough is spent after this.
                 grad.mul_(factor)
-            for _, where, piece in owned.pieces:
+            for _, where, piece in pieces:
                 piece.grad = grad[where]
             every = [group["params"] for group in self.param_groups]
             try:
@@ -414,7 +519,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
                 # and with its pieces alone in sight, or each step would look at those of all
                 # shards.
                 for i, group in enumerate(self.param_groups):
-                    group["params"] = self._pieces(i, [owned])
+                    group["params"] = [piece for index, _, piece in pieces if index == i]
                 self.inner.step()
             finally:
                 for group, params in zip(self.param_groups, every, strict=True):
@@ -422,10 +527,9 @@ class Zero3Optimizer(torch.optim.Optimizer):
             # While the pieces still hold the widened gradient, or the tape would not count it.
             tier = "device" if self.device == owned.layer.device else "cpu"
             owned.layer.ledger.record(owned.layer, "step", grad.nbytes, tier=tier)
-            for *_, piece in owned.pieces:
+            for *_, piece in pieces:
                 piece.grad = None
-        # What was scaled in a buffer is not what the file has; it is spent.
-        owned.norm = None
+        owned.spent()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """
@@ -459,7 +563,8 @@ class Zero3Optimizer(torch.optim.Optimizer):
                         key: value.clone() if owned.states is not None
                         and isinstance(value, torch.Tensor) else value
                         for key, value in self.state[piece].items()}
-        own = {"masters": masters, "loss_scale": self.loss_scale,
+        own = {"masters": masters, "cuts": [owned.kinds() for owned in self.owned],
+               "loss_scale": self.loss_scale,
                "good_steps": self.good_steps, "skipped_steps": self.skipped_steps}
         found = self.inner.state_dict()
         every = [piece for group in self.param_groups for piece in group["params"]]
@@ -480,6 +585,11 @@ class Zero3Optimizer(torch.optim.Optimizer):
         sizes = [len(master) for master in masters]
         self.expect(sizes == own, "cannot load this state", f"shards of {own} elements",
                     f"{sizes}", "load it into the same model on as many ranks, on the same rank")
+        if len(state_dict["param_groups"]) == len(self.param_groups):
+            for owned, kinds in zip(self.owned, state_dict["cuts"], strict=True):
+                # Cut where the saved pieces were, between parameters used in different steps.
+                owned.recut(kinds, self.state)
+            self.regroup()
         self.inner.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         for owned, master in zip(self.owned, masters, strict=True):
@@ -512,13 +622,17 @@ class Zero3Optimizer(torch.optim.Optimizer):
                     "and as many states in each param group", f"a {type(self.model).__name__}, "
                     f"{len(offloads)} and {len(kept)} kinds", "measure with `Ledger`")
         ((moments, step_bytes),) = kept
-        return predict(
+        found = predict(
             describe(self.model, self.group_by), self.wire.world_size,
             rank=self.wire.rank, moments=moments, step_bytes=step_bytes,
             by_messages=self.wire.by_messages, stage3=True, micro_batches=micro_batches,
             no_sync=no_sync, bucket_bytes=self.buckets[0].bucket_bytes,
             reduce_bytes=self.reduce_dtype.itemsize if self.reduce_dtype else None,
             params_in=chain[0].offload, states_in=self.offload)
+        # Cuts between parameters that were used in different steps.
+        more = sum(len(owned.pieces) - owned.groups_here() for owned in self.owned) * step_bytes
+        return replace(found, optimizer_bytes=found.optimizer_bytes + more,
+                       peak_bytes=found.peak_bytes + more)
 
     def table(self, micro_batches: int = 1) -> str:
         """
@@ -531,6 +645,28 @@ class Zero3Optimizer(torch.optim.Optimizer):
             (o.wide for o in self.owned))]
         rows = self.predict(micro_batches).table([", ".join(names) for names in dtypes])
         return f"rank {self.wire.rank} will hold, in bytes\n{rows}"
+
+
+def step_threads(at: torch.device, device: torch.device, threads: int, ranks: int) -> int:
+    """
+    ## How many threads a step computes with
+
+    * `at` is where it is computed, and `device` where the layers are
+    * `threads` are those that torch has now; `ranks` are on this machine
+
+    torchrun gives each rank one thread, so that ranks that compute on the CPU do not wait for each
+    other. While an accelerator computes the layers, the cores are idle but for the step: they are
+    shared between the ranks. More threads than one are somebody's choice, and stay.
+    """
+    idle = at.type == "cpu" and device.type != "cpu" and threads == 1
+    return max(1, len(os.sched_getaffinity(0)) // ranks) if idle else threads
+
+
+def finite(value: Any) -> bool:
+    """
+    ## Whether an argument is a number, and neither infinite nor NaN
+    """
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def plain_paths(model: nn.Module) -> dict[nn.Module, str]:

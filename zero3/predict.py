@@ -16,7 +16,8 @@ $$\text{rest} = \sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil \, (b + K t_
 with $b$ bytes per element of the parameters and $b_g$ of their gradients on the way, $K$ bytes that
 the optimizer keeps for each, $g_\ell$ unshards of layer $\ell$ (two, but one for the last layer,
 and one below the first trainable layer) and $t_\ell = 1$ where it trains. Micro-batches send as
-much each time, and `Zero3Optimizer` 8 bytes for each trainable shard once in a step.
+much each time, and `Zero3Optimizer` 8 bytes for each trainable shard once in a step (in a step in
+which no rank used a parameter, 8 more for each parameter of its shard).
 
 What rests in files is not in memory. In its place there are a few buffers; and what is read and
 written is what `_Rest` finds when it goes through the same buffers in the same order.
@@ -26,8 +27,9 @@ written is what `_Rest` finds when it goes through the same buffers in the same 
 **Not covered, and what that costs**: activations, which do not depend on the sharding and have to
 be added; layers outside a `Zero3Sequential`; parameters that no gradient reaches, which keep their
 layer full to the end of the pass; buckets that hold two half-precision data types, whose messages
-are counted as one. Of files: a chain of which the last layer alone trains, which reads the one
-below ahead in vain; an `Offload` with `max_in_cpu` that another model has used before.
+are counted as one; parameters that a step did not use, and those that no step has used yet, which
+have no moments. Of files: a chain of which the last layer alone trains, which reads the one below
+ahead in vain; an `Offload` with `max_in_cpu` that another model has used before.
 """
 
 from dataclasses import dataclass, field, replace

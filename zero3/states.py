@@ -27,12 +27,17 @@ begin to be read. In a chain that has no more shards than there are buffers, the
 
 **Run this**: `make train ARGS="--offload-optimizer nvme"`; `tape.png` shows the reads and writes.
 
+A piece whose parameters are used in different steps is cut between them, because the optimizer
+counts the steps of each and begins the moments of each with its first gradient.
+
 **Not covered, and what that costs**: a shard's states are read and written whole, even if one of
 its pieces alone has something to step. On an accelerator updated shards on their way back from the
 CPU are copied while it waits. With several micro-batches, states are
 read ahead for each of them, and used for the last.
 """
 
+import copy
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,14 +45,33 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.linalg import vector_norm
 
+from zero3.gradients import GradientElsewhere, elsewhere, grad_of, norm_of, own_part, set_grad
 from zero3.layer import Zero3Layer, _Group
 from zero3.offload import InFile, Offload, copy_to
 
-# Elements whose squares fp32 adds up at once; the blocks' sums are added afterwards. One sum over
-# millions is too large to notice its next term.
-_BLOCK_NUMEL = 1 << 16
+
+class CountedShard(nn.Parameter):
+    """
+    ## A shard that has a master elsewhere
+
+    The step rounds the master into the shard, so whatever somebody wrote into the shard has to come
+    into the master before. torch counts writes in a tensor's `_version`, but not those through
+    `.data`. Here `.data` is `.detach()`, which shares memory and count; and to set it is to copy.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            if func == torch.Tensor.data.__get__:
+                return args[0].detach()
+            if func == torch.Tensor.data.__set__:
+                shard, values = args
+                alike = (values.shape, values.dtype, values.device)
+                if alike == (shard.shape, shard.dtype, shard.device):
+                    shard.detach().copy_(values)
+                    return None
+            return func(*args, **(kwargs or {}))
 
 
 @dataclass(eq=False, repr=False)
@@ -60,8 +84,10 @@ class Owned:
     name: str  # of the layer
     group: _Group
     grad_dtype: torch.dtype
-    pieces: list[tuple[int, slice, nn.Parameter]]  # param group, where in the master, a view of it
     indices: list[int]  # the param group of each parameter in the flat one
+    spans: list[slice]  # where in the shard each of these is; the padding goes with the last
+    # Param group, where in the master, a view of it.
+    pieces: list[tuple[int, slice, nn.Parameter]] = field(default_factory=list)
     # (shard_numel,), fp32 or wider, in memory; or the shard itself; or nothing, and it is in a file
     master: Any = None
     own: bool = False  # the shard is its own master
@@ -101,13 +127,29 @@ class Owned:
     @property
     def grad(self) -> torch.Tensor | None:
         """
-        ### The gradient, where it rests in memory
+        ### The gradient, where it rests in memory: a plain tensor
         """
-        return self.holder.grad if self.holder is not None else None
+        self._look()
+        grad = self.holder.grad if self.holder is not None else None
+        return None if grad is None or isinstance(grad, GradientElsewhere) else own_part(grad)
 
     @property
     def has_grad(self) -> bool:
-        return self.norm is not None or self.grad is not None
+        return self.grad is not None or self.norm is not None
+
+    @property
+    def used(self) -> set[tuple[str, ...]] | None:
+        """
+        ### Names of the parameters that the gradient is of, as far as this rank knows; or all
+        """
+        return getattr(grad_of(self.shard), "used", None)
+
+    def grad_norm(self) -> torch.Tensor | None:
+        """
+        ### The norm of the gradient, if there is one
+        """
+        grad = self.grad
+        return self.norm if grad is None else norm_of(grad)
 
     # ---------------------------------------------------------------------------------------- rest
 
@@ -152,13 +194,16 @@ class Owned:
         self.group.grad_device = cpu if self.holder is None else self.holder.device
         home.release()
         # An optimizer before this one may have put its own there.
-        vars(self.group).pop("add_grad", None)
-        if self.holder is not shard or offload.tier == "nvme":
-            self.group.add_grad = self.add_grad  # type: ignore[method-assign]
-        for _, where, piece in self.pieces:
-            # Elements that are all one, until `let_go`, for those of a file are not here.
-            there = torch.zeros(1, dtype=wide).expand(len(values)) if self.states else self.master
-            piece.data = there[where]
+        self.group.sink = self if self.holder is not shard else None
+        if not isinstance(home, InFile):
+            shard.__class__ = nn.Parameter if self.own else CountedShard
+            self._watch()
+        # Elements that are all one, until `let_go`, because those of a file are not here.
+        there = torch.zeros(1, dtype=wide).expand(len(values)) if self.states else self.master
+        # A shard holds matrices and biases one after the other, and may begin or end inside of one.
+        # It is cut where one param group ends and another begins.
+        self.pieces = [(index, where, nn.Parameter(there[where]))
+                       for where, index in self._runs(slice(0, len(values)), self.indices)]
         self.version = shard._version
 
     def let_go(self, state: Any) -> None:
@@ -183,8 +228,16 @@ class Owned:
 
         * `total` is the reduced gradient, `(shard_numel,)`; `Wire.deliver` has brought it here
 
-        Its norm is taken while it is in memory, or a step would have to read it twice.
+        The shard's own `.grad` then says that there is one, and of which parameters. The norm of
+        one that goes to a file is taken while it is in memory, or a step would have to read it
+        twice.
         """
+        self._look()
+        sign: Any = grad_of(self.shard)
+        if sign is None:
+            sign = elsewhere(self.group)
+            set_grad(self.shard, sign)
+        self.group.note_used(sign)
         if self.states is None:
             holder: Any = self.holder
             # Of a bucket it is a view, and would keep the shares that have gone to files.
@@ -202,11 +255,66 @@ class Owned:
             if kept := first._kept():
                 first.read_async(*kept)
 
+    def _look(self) -> None:
+        """
+        #### Notice what somebody did to the shard's `.grad`, while the gradient rests elsewhere
+
+        `zero_grad()` of a module or of an optimizer of torch's takes it away, and so the gradient
+        is gone. A tensor that somebody put there is the gradient from now on.
+        """
+        found = grad_of(self.shard)
+        if self.group.sink is not self or isinstance(found, GradientElsewhere):
+            return
+        self._forget()
+        if found is not None:
+            names = getattr(found, "used", None)
+            set_grad(self.shard, None)
+            self.add_grad(own_part(found))
+            grad_of(self.shard).used = names
+
+    def _watch(self) -> None:
+        """
+        #### Have a gradient that autograd brings to the shard itself added to the one that is there
+
+        That of a regulariser over `model.parameters()`, for instance.
+        """
+        for handle in self.group.watch:
+            handle.remove()
+        # Weakly, or shard and hook would keep each other for ever.
+        ours = weakref.WeakMethod(self._take_along)
+        self.group.watch = [self.shard.register_hook(
+            lambda grad: method(grad) if (method := ours()) else grad)]
+
+    @torch.no_grad()
+    def _take_along(self, grad: torch.Tensor) -> torch.Tensor:
+        """
+        #### A gradient is about to be added to the shard's `.grad`
+
+        It is of all parameters. If the one that is there rests elsewhere, it is brought along.
+        """
+        found = grad_of(self.shard)
+        if isinstance(found, GradientElsewhere):
+            before = self.read_grad() if self.has_grad else None
+            set_grad(self.shard, None)
+            if before is not None:
+                grad = grad + before.to(grad.device, grad.dtype)
+        elif found is not None and hasattr(found, "used"):
+            found.used = None
+        return grad
+
+    def _forget(self) -> None:
+        """
+        #### Have no gradient elsewhere
+        """
+        self.norm = None
+        if self.holder is not None and self.holder is not self.shard:
+            self.holder.grad = None
+
     def read_grad(self) -> torch.Tensor | None:
         """
         ### The gradient, wherever it rests; from a file, a copy
         """
-        if self.states is None:
+        if not self.has_grad or self.states is None:
             return self.grad
         grad = self.states.wait("grad")["grad"].clone()
         self.states.release()
@@ -216,16 +324,22 @@ class Owned:
         """
         ### Forget the gradient, or make it zero
         """
-        if self.holder is not None and set_to_none:
-            self.holder.grad = None
+        if set_to_none:
+            set_grad(self.shard, None)
+            self._forget()
         elif self.grad is not None:
             self.grad.zero_()
-        elif set_to_none:
-            self.norm = None
         elif self.norm is not None and self.states is not None:
             self.norm = torch.zeros_like(self.norm)
             self.states.blank("grad")["grad"].zero_()
             self.states.write_async("grad")
+
+    def spent(self) -> None:
+        """
+        ### Forget a gradient that was scaled in a buffer, for it is not what the file has
+        """
+        if self.states is not None:
+            self.drop_grad()
 
     # ---------------------------------------------------------------------------------------- step
 
@@ -290,6 +404,89 @@ class Owned:
             # A master that was only read here is still the old one in its file.
             self.version = self.shard._version
 
+    # --------------------------------------------------------------------------------------- pieces
+
+    def cut(self, used: list[bool], state: Any) -> list[tuple[int, slice, nn.Parameter]]:
+        """
+        ### The pieces that are stepped, if a gradient came for these parameters alone
+
+        * `used` says so for each parameter of the flat one
+        * `state` is the optimizer's
+
+        A piece that has some of both is cut there, for good: from now on the optimizer counts their
+        steps, and whatever else it knows, apart. The new pieces' moments are views of the old
+        one's.
+        """
+        pieces, stepped = [], []
+        for index, where, piece in self.pieces:
+            runs = self._runs(where, used)
+            state_before = state.pop(piece, {}) if len(runs) > 1 else {}
+            for run, uses in runs:
+                part = piece
+                if len(runs) > 1:
+                    inside = slice(run.start - where.start, run.stop - where.start)
+                    # In a file it has no elements now.
+                    part = nn.Parameter(piece.detach()[inside] if len(piece) else piece.detach())
+                    if state_before:
+                        state[part] = _share(state_before, inside, where.stop - where.start)
+                pieces.append((index, run, part))
+                if uses:
+                    stepped.append(pieces[-1])
+        self.pieces = pieces
+        return stepped
+
+    def _runs(self, where: slice, kinds: list[Any]) -> list[tuple[slice, Any]]:
+        """
+        #### Cut a piece between neighbours of different kinds
+
+        * `kinds` has something for each parameter of the flat one, to be compared
+        """
+        inside = []
+        for span, kind in zip(self.spans, kinds, strict=True):
+            begin, end = max(span.start, where.start), min(span.stop, where.stop)
+            if begin < end:
+                inside.append((slice(begin, end), kind))
+        runs: list[tuple[slice, Any]] = []
+        for span, kind in inside:
+            if runs and runs[-1][1] == kind:
+                runs[-1] = (slice(runs[-1][0].start, span.stop), kind)
+            else:
+                runs.append((span, kind))
+        return runs
+
+    def groups_here(self) -> int:
+        """
+        ### How many pieces the param groups alone make
+        """
+        return len(self._runs(slice(0, len(self.shard)), self.indices))
+
+    def kinds(self) -> list[int]:
+        """
+        ### Which parameters of the flat one are in one piece: a number for each, alike in a piece
+        """
+        found = []
+        for span in self.spans:
+            found.append(sum(where.start <= span.start for _, where, _ in self.pieces))
+        return found
+
+    def recut(self, kinds: list[Any], state: Any) -> None:
+        """
+        ### Cut all pieces anew, between neighbours of different kinds, and forget their states
+
+        * `kinds` has something for each parameter of the flat one, to be compared
+        * `state` is the optimizer's
+        """
+        whole = slice(0, len(self.shard))
+        runs = self._runs(whole, [*zip(self.indices, kinds, strict=True)])
+        if [run for run, _ in runs] == [where for _, where, _ in self.pieces]:
+            return
+        for *_, piece in self.pieces:
+            state.pop(piece, None)
+        self.pieces = []
+        for where, (index, _) in runs:
+            memory = self.master[where] if self.states is None else torch.empty(0, dtype=self.wide)
+            self.pieces.append((index, where, nn.Parameter(memory)))
+
     def _moments(self, state: Any, views: dict[str, torch.Tensor]) -> Iterator[tuple]:
         """
         #### Where the optimizer has each moment of a piece, and where it lies in the buffer
@@ -300,13 +497,21 @@ class Owned:
                     yield state[piece], key, views[key][where]
 
 
-def norm_of(grad: torch.Tensor) -> torch.Tensor:
+def _share(state: dict[str, Any], inside: slice, numel: int) -> dict[str, Any]:
     """
-    ## The norm of a gradient, `(n,)` to `()`, in fp32 or wider
+    #### What an optimizer knows of a piece, for a part of it
+
+    * `inside` is where in the piece of `numel` elements the part is
     """
-    wide = torch.promote_types(grad.dtype, torch.float32)
-    norms = [vector_norm(block.to(wide)) for block in grad.split(_BLOCK_NUMEL)]
-    return vector_norm(torch.stack(norms))
+    found = {}
+    for key, value in state.items():
+        moment = isinstance(value, torch.Tensor) and value.dim() == 1
+        if moment and len(value) == numel:
+            found[key] = value[inside]
+        else:
+            # A number; or a moment without elements, which is in a file.
+            found[key] = copy.deepcopy(value)
+    return found
 
 
 def moments_of(

@@ -647,6 +647,8 @@ class Reducer:
     place of this one that lets small layers wait for each other.
     """
 
+    scaled = False  # whether gradients are those of a loss that was multiplied by a scale
+
     def __init__(self, wire: Wire):
         self.wire = wire
         self.layers: list[Any] = []  # whose gradients are in flight

@@ -1,0 +1,312 @@
+r"""
+# The gradient of a shard: a part, and it knows it
+
+`ShardGradient` is the type of a shard's gradient. It behaves like any tensor, and raises an error
+where somebody takes the norm of one rank's part for the norm of the whole.
+
+Two shards of three weights have the gradients (3, 4) on rank 0 and (12, 0) on rank 1. The norm of
+the model's gradient is 13. PyTorch's `clip_grad_norm_(model.parameters(), 1)` finds 5 on one rank
+and 12 on the other, so that each rank shrinks its part by another factor and the model takes a step
+in a wrong direction, without an error. The right norm needs one small collective:
+
+$$\lVert g \rVert_p = \Big( \sum_{r=0}^{N-1} \sum_\ell \lVert g_\ell^{(r)} \rVert_p^p \Big)^{1/p}$$
+
+An element is in exactly one shard and the padding is zero, so nothing is counted twice.
+
+| the call | on a shard's gradient |
+|---|---|
+| `model.clip_grad_norm_(c)` | the norm of the whole model, one all-gather of a number per shard |
+| `torch.nn.utils.clip_grad_norm_`, every norm of torch's | an error that names the call above |
+| `torch.amp.GradScaler` | the ranks agree whether there was an overflow: all step, or none |
+| `clip_grad_value_`, optimizers, in-place operations | as for any tensor |
+| `g.as_subclass(torch.Tensor)` | a plain tensor with the same memory, to look at one's own part |
+
+`GradientElsewhere` has a gradient's shape and no memory. A shard's `.grad` is one of these while
+its gradient rests in CPU memory or in a file. To read it is an error; to remove it, as
+`model.zero_grad()` does, removes the gradient.
+
+**Run this**: `python -m pytest tests/test_trust_gradients.py`.
+
+**Not covered, and what that costs**: the mark does not survive arithmetic. A norm that somebody
+adds up by himself, `(g * g).sum()` for instance, is that of this rank's part, and so is a search
+for NaN; nothing notices it. On torch 2.13 and a CPU an optimizer of torch's takes 2 microseconds
+more for each shard and step; `Zero3Optimizer` steps plain tensors.
+"""
+
+import copy
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.linalg import vector_norm
+
+# Elements whose squares fp32 adds up at once; the blocks' sums are added afterwards. One sum over
+# millions is too large to notice its next term.
+_BLOCK_NUMEL = 1 << 16
+# Blocks that the CPU widens at a time, so that the copies stay in its cache.
+_WIDENED_BLOCKS = 16
+
+# Every way in which torch takes a norm, `clip_grad_norm_` and `get_total_norm` among them.
+_NORMS = {
+    torch.Tensor.norm, torch.norm, torch.functional.norm, torch.linalg.norm,
+    torch.linalg.vector_norm, torch.linalg.matrix_norm, torch._foreach_norm,
+    torch.nn.functional.normalize, *(getattr(torch, name) for name in ("_foreach_powsum",)
+                                     if hasattr(torch, name)),
+}
+# What gives the same numbers once more, which are a part still.
+_SAME = {torch.Tensor.detach, vars(torch._C.TensorBase)["data"].__get__, torch.Tensor.float,
+         torch.Tensor.double, torch.Tensor.to, torch.Tensor.cpu}
+_ZERO = {torch.Tensor.zero_, torch._foreach_zero_}
+_UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
+# What a tensor without memory can answer.
+_METADATA = {
+    *(getattr(torch.Tensor, name).__get__ for name in (
+        "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn",
+        "is_sparse", "is_sparse_csr", "is_cuda", "is_cpu", "is_meta", "is_quantized", "_version",
+        "nbytes")),
+    *(getattr(torch.Tensor, name) for name in (
+        "dim", "numel", "nelement", "size", "stride", "__len__", "element_size", "is_complex",
+        "is_floating_point", "untyped_storage", "requires_grad_", "detach_", "__hash__")),
+}
+_CURE = ("clip with `model.clip_grad_norm_(...)`, or `Zero3Optimizer(..., clip_grad_norm=...)`; "
+         "without a `Zero3Sequential` or `wrap`, with `zero3.gradients.clip_grad_norm_(model, "
+         "...)`; to look at this rank's part take `.as_subclass(torch.Tensor)` of the gradient")
+
+
+class ShardGradient(torch.Tensor):
+    """
+    ## The gradient of a shard
+    """
+
+    group: weakref.ref  # the flat parameter, a `_Group`
+    # Names of the parameters of which a gradient has come in on this rank since there is this one;
+    # `None` says that somebody else made it, and that it is of all.
+    used: set[tuple[str, ...]] | None
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in _NORMS:
+            _refuse(args, "cannot give a norm", "the norm of the whole model's gradient",
+                    f"`{func.__name__}` of the part that this rank has", _CURE)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            if func in _SAME and isinstance(result, torch.Tensor):
+                return _like(result, args[0])
+            if func is _UNSCALE:
+                _agree_on_overflow(*args, **(kwargs or {}))
+        return result
+
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        # A copy belongs to no shard.
+        return copy.deepcopy(self.as_subclass(torch.Tensor), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+class GradientElsewhere(ShardGradient):
+    """
+    ## In place of a gradient that is not here
+    """
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func not in _ZERO:
+            _refuse(args, "has no gradient to read", "one in the shard's own memory",
+                    f"`{getattr(func, '__name__', func)}` of one that rests with its master",
+                    "let `Zero3Optimizer` clip, scale and step, by `clip_grad_norm=` and "
+                    "`loss_scale=`; `optimizer.owned[i].read_grad()` brings a gradient")
+        for grad in _found(args):
+            if not isinstance(grad, cls):
+                grad.zero_()
+                continue
+            group = grad.group()
+            if group is not None and group.sink is not None:
+                group.sink.drop_grad(set_to_none=False)
+        return args[0]
+
+    def __repr__(self, *, tensor_contents=None):
+        return f"<a gradient of {len(self)} elements that is not here>"
+
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone()
+
+
+def own_part(grad: torch.Tensor) -> torch.Tensor:
+    """
+    ## A shard's gradient as a plain tensor, in the same memory
+    """
+    return grad.as_subclass(torch.Tensor) if isinstance(grad, ShardGradient) else grad
+
+
+def mark(grad: torch.Tensor, group: Any, used: set | None) -> ShardGradient:
+    """
+    ## The same gradient, as a part of the model's
+
+    * `group` is the flat parameter that it is of
+    * `used` names the parameters of which it has something; `None` stands for all of them
+    """
+    if not isinstance(grad, ShardGradient):
+        grad = grad.as_subclass(ShardGradient)
+        grad.group, grad.used = weakref.ref(group), used
+    return grad
+
+
+def elsewhere(group: Any) -> GradientElsewhere:
+    """
+    ## A gradient without memory, for a shard
+
+    * `group` is the shard's flat parameter
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        shard = group.shard
+        one = torch.empty(1, dtype=shard.grad_dtype or shard.dtype, device=shard.device)
+        grad = one.expand(len(shard)).as_subclass(GradientElsewhere)
+        grad.untyped_storage().resize_(0)
+    grad.group, grad.used = weakref.ref(group), set()
+    return grad
+
+
+def grad_of(shard: nn.Parameter) -> Any:
+    """
+    ## What a shard has for a gradient, also if it rests in a file
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return shard.grad
+
+
+def set_grad(shard: nn.Parameter, grad: torch.Tensor | None) -> None:
+    """
+    ## Give a shard a gradient, also if it rests in a file
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        shard.grad = grad
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    r"""
+    ## Clip the gradient of a whole model
+
+    * `model` has all of its trainable parameters in `Zero3Layer`s
+    * `max_norm` is the greatest norm that its mean gradient may have
+    * `norm_type` is the $p$ of the norm, a positive number or `math.inf`
+
+    In place of `torch.nn.utils.clip_grad_norm_`, between backward and the optimizer's step. All
+    ranks must call it: an all-gather of 8 bytes for each trainable shard. Returns the norm before
+    clipping, in fp64 and with the same bits on all ranks.
+
+    Raises `RuntimeError` where parameters are not sharded, or a gradient is not in its shard: with
+    masters elsewhere, or with a loss scale, `Zero3Optimizer(clip_grad_norm=)` clips.
+    """
+    layers: list[Any] = [m for m in model.modules() if {"groups", "wire"} <= {*vars(m)}]
+    groups = [g for layer in layers for g in layer.groups if g.shard.requires_grad]
+    if not groups:
+        raise RuntimeError("clip_grad_norm_: no shards. Expected: a model with a trainable "
+                           f"Zero3Layer. Got: {type(model).__name__}. What to do: wrap it first.")
+    first = layers[0]
+    shards = {g.shard for g in groups}
+    stray = [n for n, p in model.named_parameters() if p.requires_grad and p not in shards]
+    first.expect(not stray, "cannot clip", "all trainable parameters in Zero3Layers", stray,
+                 "wrap the modules that they are in, or freeze them")
+    first.expect(norm_type > 0, "cannot clip", "a positive `norm_type`, or math.inf", norm_type,
+                 "pass 2.0, or leave it out")
+    scaled = getattr(first.wire.reducer, "scaled", False)
+    first.expect(not scaled, "cannot clip", "gradients without a loss scale", "the scaled ones of "
+                 "a `Zero3Optimizer`", "pass `clip_grad_norm=` to it, which unscales first")
+    norms, grads = [], []
+    for group in groups:
+        grad = grad_of(group.shard)
+        here = group.grad is None and not isinstance(grad, GradientElsewhere)
+        first.expect(here, "cannot clip", "gradients in the shards", "one that rests elsewhere, or "
+                     "is held back by `no_sync()`", "pass `clip_grad_norm=` to `Zero3Optimizer`")
+        if grad is None or not len(grad):
+            norms.append(torch.zeros((), dtype=torch.double))
+        else:
+            grads.append(own_part(grad))
+            norms.append(norm_of(grads[-1], norm_type).double())
+    mine = torch.stack([norm.to(first.device) for norm in norms])  # (shards,) fp64, device
+    norm = vector_norm(first.wire.numbers(first, mine), norm_type)
+    # The 1e-6 is torch's.
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(factor.to(grad.device))
+    return norm
+
+
+def norm_of(grad: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:
+    """
+    ## The norm of a gradient, `(n,)` to `()`, in fp32 or wider
+    """
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    whole = len(grad) // _BLOCK_NUMEL * _BLOCK_NUMEL
+    blocks = grad[:whole].view(-1, _BLOCK_NUMEL)
+    # An accelerator widens in the kernel, so that one launch does for all blocks. The CPU makes a
+    # copy of what it widens.
+    copies = grad.dtype != wide and grad.device.type == "cpu"
+    rows = _WIDENED_BLOCKS if copies else max(len(blocks), 1)
+    parts = blocks.split(rows) if whole else ()
+    norms = [vector_norm(part, norm_type, dim=1, dtype=wide) for part in parts]
+    if whole < len(grad):
+        norms.append(vector_norm(grad[whole:], norm_type, dtype=wide).view(1))
+    return vector_norm(torch.cat(norms), norm_type)
+
+
+# ------------------------------------------------------------------------------------ small things
+
+
+def _found(args: Any) -> Iterator[ShardGradient]:
+    for arg in args:
+        if isinstance(arg, ShardGradient):
+            yield arg
+        elif isinstance(arg, (list, tuple)):
+            yield from _found(arg)
+
+
+def _like(result: torch.Tensor, grad: ShardGradient) -> torch.Tensor:
+    if isinstance(result, ShardGradient):
+        return result
+    return mark(result, grad.group(), grad.used)
+
+
+def _layer(args: Any) -> Any:
+    """
+    #### The layer of the first gradient among these, if there still is one
+    """
+    group = next(_found(args)).group()
+    return group.layer() if group is not None else None
+
+
+def _refuse(args: Any, what: str, expected: str, got: str, cure: str) -> None:
+    layer = _layer(args)
+    # One rank alone has the whole gradient.
+    alone = layer is None or layer.wire.world_size == 1
+    missing = any(isinstance(grad, GradientElsewhere) for grad in _found(args))
+    if missing and layer is None:
+        raise RuntimeError(f"{what}: its model is gone. Expected: {expected}. Got: {got}. What to "
+                           f"do: {cure}.")
+    if missing or not alone:
+        layer.expect(False, what, expected, got, cure)
+
+
+def _agree_on_overflow(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """
+    #### Have all ranks know of an overflow that one of them has in its shards
+
+    `GradScaler` has unscaled these gradients, and set `found_inf` on this rank. All ranks call it:
+    an all-gather of 4 bytes, for each data type of gradients.
+    """
+    layer = _layer([grads])
+    if layer is not None and layer.wire.world_size > 1:
+        mine = found_inf.view(1).to(layer.device)  # (1,) fp32, device
+        found_inf.copy_(layer.wire.numbers(layer, mine).max())
+
+
