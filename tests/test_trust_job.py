@@ -233,7 +233,8 @@ def test_what_is_wrong_on_one_rank_alone_ends_all_of_them_with_its_reason(tmp_pa
                             "'many'\n")
     for lonely, rank, missing in ((absent, 0, "each other rank"), (headless, 1, "rank 0")):
         assert lonely.codes() == [1]
-        assert lonely.text().startswith(
+        # If there is no store to connect to, torch's own log says so too, above.
+        assert lonely.text().splitlines()[-1].startswith(
             f"zero3.train: rank {rank}: the other ranks are lost. Expected: a sign of "
             f"{missing} within 3 s. Got: "), lonely.text()
         assert "Traceback" not in lonely.text()
