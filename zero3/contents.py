@@ -78,10 +78,11 @@ class Contents:
                      "`torch.func.functional_call(layer.module, params, ...)` in `with "
                      "layer.full_params() as params:`")
         for group, shard in zip(layer.groups, layer.chunk._parameters.values(), strict=False):
-            layer.expect(shard is group.shard, "has lost its shard", "the one that it was wrapped "
-                         "with", f"a {type(shard).__name__} in its place", "leave sharded layers "
-                         "out of what replaces parameters, as `fully_shard` and "
-                         "`distribute_module` do")
+            if shard is not group.shard:
+                layer.expect(False, "has lost its shard", "the one that it was wrapped with",
+                             f"a {type(shard).__name__} in its place", "leave sharded layers out "
+                             "of what replaces parameters, as `fully_shard` and "
+                             "`distribute_module` do")
         if self.depth == 0 and self.known.has_changed():
             self._hide_again()
             owners = [owner for _, owner in self._look()]

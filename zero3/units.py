@@ -497,9 +497,9 @@ class Schedule:
                 break
             unit.fetch_params()
         # What comes after these is read from its file.
-        if after := next((unit for unit in upcoming if not unit.is_fetched), None):
-            for g in after.groups:
-                g.home.read_async()
+        after = next((unit for unit in upcoming if not unit.is_fetched), None)
+        for g in after.groups if after is not None else ():
+            g.home.read_async()
 
     def live_numel(self, *wanted: Unit) -> int:
         """
