@@ -246,6 +246,12 @@ def test_a_layer_may_be_frozen_and_thawed_after_wrapping(tier, tmp_path):
     optimizer.step()
     assert all(not torch.equal(p, before[name]) for name, p in weights().items())
 
+    model.module_list[0].requires_grad_(False)
+    late = Zero3Optimizer(model, torch.optim.SGD, lr=0.5, offload=offload)
+    model.module_list[0].requires_grad_(True)
+    late.backward(model(x).square().mean())
+    assert "layer 0" in (text := message(late.step)) and "freeze afterwards" in text
+
 
 # -------------------------------------------------------------------------------------- autocast
 

@@ -380,6 +380,13 @@ class Zero3Optimizer(torch.optim.Optimizer):
             return loss
         self.expect(not any(bucket.holds for bucket in self.buckets), "cannot step", "gradients "
                     "that are reduced", "some that are held back", "leave `no_sync()` first")
+        known = {owned.shard for owned in self.owned}
+        for layer in self.layers:
+            # They were frozen when this optimizer was built.
+            thawed = [g.shard for g in layer.groups if g.shard.requires_grad and len(g.shard)]
+            layer.expect(known.issuperset(thawed), "cannot be stepped", "parameters that trained "
+                         "when the optimizer was built", "some that were frozen then", "build the "
+                         "optimizer while all that will train is trainable; freeze afterwards")
         for layer in reversed(self.layers):
             # What `no_sync` has held back, where no other micro-batch took it along; in backward's
             # order, which is the same on all ranks.
