@@ -49,8 +49,8 @@ WAYS_IN = [f"docs/{name}.md" for name in "index life notation names ladder tape 
            "mutations exercises".split()] + ["README.md"]
 # In the order in which to read them.
 CHAPTERS = ("__init__ layer wire gradients offload disk states optimizer units materialise "
-            "coordinator blocks archive inventory checkpoint formats convert ledger predict estimate "
-            "launch gpt train run report").split()
+            "coordinator blocks archive inventory checkpoint formats convert ledger predict "
+            "estimate launch gpt train run report").split()
 
 STYLES = ("docs/*.css", "docs/*.js")
 # How many parts an element of MathML has, where that is fixed.
