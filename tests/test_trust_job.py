@@ -292,9 +292,10 @@ def test_a_run_that_was_told_to_end_does_not_pass_for_one_that_is_done(tmp_path)
 def test_the_default_batch_fits_any_number_of_ranks(tmp_path, monkeypatch):
     """
     It is 16, as ever, on 1, 2, 4, 8 and 16 ranks, and else the next multiple, which is said. A
-    batch that was asked for is not changed. A run on 3 ranks needs no option. Breaks where the
-    default is refused, or another number of ranks trains something else unasked.
-    Proves `prepare`, `parse_args`.
+    batch that was asked for is not changed. A run on 3 ranks needs no option, and none of them
+    leaves before rank 0 has written its figures. Breaks where the default is refused, or another
+    number of ranks trains something else unasked.
+    Proves `prepare`, `parse_args`, `Ranks.barrier`.
     """
     found = {}
     for ranks in range(1, 17):
