@@ -95,13 +95,13 @@ def equal(one, other):
 # -------------------------------------------------------------------------------------- same bits
 
 
-def twenty_steps(folder, dtype, micro_batches):
+def some_steps(folder, dtype, micro_batches):
     options = {"clip_grad_norm": 0.05, "bucket_bytes": 5000,
                "group_by": lambda name, p: {"weight_decay": 0.1 * (p.ndim > 1)}}
     found = {}
     for name, (params_in, states_in) in {"device": (None, None), **tiers(folder)}.items():
         model, optimizer = build(chain(dtype), params_in, states_in, **options)
-        losses = [step(model, optimizer, i, dtype, micro_batches) for i in range(20)]
+        losses = [step(model, optimizer, i, dtype, micro_batches) for i in range(8)]
         found[name] = (losses, everything(model, optimizer))
     (losses, expected) = found.pop("device")
     assert losses[0][-1] != losses[1][-1]
@@ -112,25 +112,12 @@ def twenty_steps(folder, dtype, micro_batches):
                          [(1, FP32, 1), (2, FP32, 1), (3, FP32, 1), (2, BF16, 2)])
 def test_every_tier_trains_to_the_same_bits(world_size, dtype, micro_batches, tmp_path):
     """
-    I8: 20 steps give the same losses, norms, weights, masters and moments, bit for bit. Breaks
+    I8: eight steps give the same losses, norms, weights, masters and moments, bit for bit. Breaks
     where a buffer is read before its file is written, or given away before it is copied from.
     Proves I8, `Offload`, `InMemory`, `InMemory.release`, `Owned.add_grad`.
     """
-    for rank in run(twenty_steps, world_size, str(tmp_path), dtype, micro_batches):
+    for rank in run(some_steps, world_size, str(tmp_path), dtype, micro_batches):
         assert rank == dict.fromkeys(tiers("anywhere"), True)
-
-
-def test_pieces_of_states_in_files_have_no_elements_before_a_step_and_after(tmp_path):
-    """
-    What the optimizer's param groups list has its values in a file, and shows no others: until the
-    first step these would be zeros. Breaks without the `let_go` in `Zero3Optimizer.__init__`.
-    Proves `Owned.let_go`, `Zero3Optimizer.__init__`.
-    """
-    model, optimizer = build(chain(BF16), None, Offload("nvme", tmp_path))
-    for i in range(2):
-        listed = [piece for group in optimizer.param_groups for piece in group["params"]]
-        assert [piece.numel() for piece in listed] == [0] * 6
-        step(model, optimizer, i, BF16)
 
 
 def all_cases(folder):
@@ -302,7 +289,8 @@ def predictions(folder, chains):
         for tier, (params_in, states_in) in tiers(folder).items():
             layers = [layer.to(dtype) for layer in models()[name]]
             model, optimizer = build(layers, params_in, states_in, **options)
-            for _ in range(3):
+            # The second one has the moments that the first one made.
+            for _ in range(2):
                 with Ledger(model, optimizer) as tape:
                     for _ in range(micro_batches):
                         x = torch.randn(4, 7).to(dtype)
@@ -469,13 +457,13 @@ LIMITED = """
     from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential
 
     torch.set_num_threads(1)
-    WIDTH, LAYERS = 700, 220
+    WIDTH = 700
 
     def kib(name):
         return int(open("/proc/self/status").read().split(name + ":")[1].split()[0]) * 1024
 
     def train(offload, steps):
-        layers = [Zero3Layer(nn.Linear(WIDTH, WIDTH), offload=offload) for _ in range(LAYERS)]
+        layers = [Zero3Layer(nn.Linear(WIDTH, WIDTH), offload=offload) for _ in range(depth)]
         model = Zero3Sequential(layers)
         optimizer = Zero3Optimizer(model, lr=1e-3, offload=offload)
         for _ in range(steps):
@@ -486,8 +474,8 @@ LIMITED = """
 
     # Room for whole layers, buffers and the stacks of eight threads.
     limit = kib("VmData") + (120 << 20)
-    states = 12 * LAYERS * (WIDTH * WIDTH + WIDTH)
-    assert states >= 3 * limit, (states, limit)
+    depth = -(-3 * limit // (12 * (WIDTH * WIDTH + WIDTH)))
+    states = 12 * depth * (WIDTH * WIDTH + WIDTH)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     before = kib("RssAnon")
     offload = Offload(sys.argv[2], sys.argv[1] if sys.argv[2] == "nvme" else None)
