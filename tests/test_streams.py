@@ -206,7 +206,7 @@ def test_each_planted_mistake_is_found(ranks, tmp_path):
     """
     Each takes one wait away, and none changes a number here, where all runs in the host's order.
     Breaks with a rule that the device does not know, or with a wait that nothing needs.
-    Proves I9, `Wire.on`, `Wire.deliver`, `Transfer.wait`, `InFile.release`.
+    Proves I9, `Wire.on`, `Wire.deliver`, `_Leaving`, `Transfer.wait`, `InFile.release`.
     """
     for found in run(plant, ranks, str(tmp_path)):
         assert found.keys() == {what for what, (n, *_) in PLANTED.items() if n == ranks}
