@@ -565,8 +565,12 @@ class Wire:
         """
         ### What a rank has announced
         """
-        sent = f", {row[2]} bytes, layers' checksum {row[3]}" if _ACTIONS[row[1]] != "fault" else ""
-        return f"{_ACTIONS[row[1]]} of {self.names.get(row[0], f'layer {row[0]}')}{sent}"
+        layer, action, nbytes, checksum = row
+        sent = f", {nbytes} bytes, layers' checksum {checksum}" if _ACTIONS[action] != "fault" else ""
+        # Whatever is in no chain has the number -1.
+        alone = "the gradients" if _ACTIONS[action] == "norm" else "a layer in no chain"
+        name = self.names.get(layer, f"layer {layer}" if layer >= 0 else alone)
+        return f"{_ACTIONS[action]} of {name}{sent}"
 
     def _begin(self, layers: list[Any], action: str, stream: Any, pairs: list) -> Transfer:
         """
