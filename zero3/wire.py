@@ -566,7 +566,9 @@ class Wire:
         ### What a rank has announced
         """
         layer, action, nbytes, checksum = row
-        sent = f", {nbytes} bytes, layers' checksum {checksum}" if _ACTIONS[action] != "fault" else ""
+        sent = ""
+        if _ACTIONS[action] != "fault":
+            sent = f", {nbytes} bytes, layers' checksum {checksum}"
         # Whatever is in no chain has the number -1.
         alone = "the gradients" if _ACTIONS[action] == "norm" else "a layer in no chain"
         name = self.names.get(layer, f"layer {layer}" if layer >= 0 else alone)
