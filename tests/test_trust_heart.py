@@ -322,6 +322,28 @@ def test_a_gradient_finds_its_place_without_a_search():
     assert calls_for_each(400) < 1.2 * calls_for_each(100)
 
 
+class TwoNames(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = linear()
+        self.two = self.one
+
+    def forward(self, x):
+        return self.two(x.to(next(self.one.parameters()).dtype))
+
+
+def test_a_module_with_two_names_sees_its_parameters_and_has_both_names():
+    """
+    Inside of forward by `parameters()`, and in `full_params` by each name. Breaks where a module
+    that comes twice is emptied twice in `Zero3Layer.__init__`.
+    Proves `Zero3Layer.__init__`, `_own_modules`.
+    """
+    layer = Zero3Layer(TwoNames())
+    layer(torch.ones(1, WIDTH, dtype=torch.double)).sum().backward()
+    with layer.full_params() as params:
+        assert {*params} == {f"{name}.{p}" for name in ("one", "two") for p in ("weight", "bias")}
+
+
 # ------------------------------------------------------------------------------------- alignment
 
 

@@ -240,7 +240,8 @@ class Zero3Layer(nn.Module):
             self._shard({p: n for p, n in found.items() if (not p.requires_grad, p.dtype) == kind})
         self._look_at(None)
         params: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
-        for _, owner in _own_modules(module):
+        # Once, also of a module that has two names.
+        for owner in dict.fromkeys(owner for _, owner in _own_modules(module)):
             # From now on a plain attribute: the module finds the parameter by the same name, and
             # `parameters()` yields the shards alone.
             params[owner] = dict(owner._parameters)
