@@ -96,6 +96,9 @@ MUTATIONS = [
         old="        self._gather = self._all_gather([g.full for g in self.groups])\n",
         new="""\
         fulls = [self._empty(len(g.full), g.full.dtype) for g in self.groups]
+        for full, g in zip(fulls, self.groups, strict=True):
+            for slot in g.slots:
+                slot.view = slot.of(full)
         self._gather = self._all_gather(fulls)
         self._look_at(fulls)
         self._full_elsewhere = False

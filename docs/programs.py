@@ -140,8 +140,10 @@ def whole_in_graph(loss: torch.Tensor) -> int:
     found, todo = set(), [loss.grad_fn]
     while todo:
         node = todo.pop()
-        # What a product with weights keeps of them, for the gradient of its input.
-        weight = getattr(node, "_saved_mat2", None)
+        # What a product with weights keeps of them, for the gradient of its input. As it is stored,
+        # because autograd gives nobody a freed parameter.
+        saved = getattr(node, "_raw_saved_mat2", None)
+        weight = saved.data if saved is not None else None
         if weight is not None and weight.untyped_storage().nbytes():
             found.add(weight.untyped_storage()._cdata)
         todo += [before for before, _ in node.next_functions if before]  # type: ignore[union-attr]

@@ -208,8 +208,9 @@ class Zero3Layer(nn.Module):
         room for the shards.
         ZeRO, section 5.3. Keeps I2 and I5.
         """
-        expect(isinstance(module, nn.Module), "Zero3Layer", "a module", repr(module),
-               "pass the layer itself, and not its class", TypeError)
+        if not isinstance(module, nn.Module):
+            expect(False, "Zero3Layer", "a module", repr(module), "pass the layer itself, and not "
+                   "its class", TypeError)
         for number in (rank, world_size):
             expect(number is None or whole(number), "Zero3Layer", "whole numbers for `rank` and "
                    "`world_size`", repr(number), "leave them out, and take the process group's",
