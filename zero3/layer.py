@@ -458,21 +458,29 @@ class Zero3Layer(nn.Module):
         """
         # Inside of `full_params` a write is allowed, and the flat buffers have no memory.
         for slot in self._slots() if self.is_fetched else ():
-            param = slot.param
-            moved = param.data_ptr() != slot.view.data_ptr()
-            written = param._version != slot.version
-            if moved:
-                # This waits for the device, but only for modules that do this.
-                written = param.shape != slot.view.shape or not torch.equal(param, slot.view)
-                param.data = slot.view
-            if written:
-                slot.version = param._version
+            # A unit that stays full for others is closed already, and would report this as a use.
+            with torch._C.DisableTorchFunctionSubclass():
+                written = self._take_back(slot)
             self.expect(
                 not written, f"has written to `{slot.names[0]}`", "parameters that only an "
                 "optimizer changes", "a write in forward or backward, which each rank would lose "
                 "with the full parameter", "write to the shards between two steps (`for p in "
                 "model.get_trainable_chunk(): p.clamp_(...)` under `torch.no_grad()`), or in `with "
                 "model.full_params(writeback=True)`")
+
+    def _take_back(self, slot: _Slot) -> bool:
+        """
+        #### Have a parameter in its place again, and return whether somebody wrote to it
+        """
+        param = slot.param
+        written = param._version != slot.version
+        if param.data_ptr() != slot.view.data_ptr():
+            # To compare waits for the device, but only modules that move parameters come here.
+            written = param.shape != slot.view.shape or not torch.equal(param, slot.view)
+            param.data = slot.view
+        if written:
+            slot.version = param._version
+        return written
 
     @contextmanager
     def full_params(self, writeback: bool = False) -> Iterator[dict[str, nn.Parameter]]:
