@@ -8,9 +8,10 @@ what they recorded once.
 import time
 
 # A long file that begins last would keep one process busy while the others have nothing to do.
-LONGEST = ("test_mutations", "test_coordinator", "test_exercises", "test_notebooks", "test_train",
-           "test_survival", "test_checkpoint", "test_offload", "test_site", "test_optimizer",
-           "test_convert", "test_equality", "test_bench")
+LONGEST = ("test_coordinator", "test_offload", "test_train", "test_notebooks", "test_optimizer",
+           "test_survival", "test_exercises", "test_site", "test_readme", "test_convert",
+           "test_cases", "test_mutations", "test_equality", "test_checkpoint", "test_bytes",
+           "test_bench")
 
 
 def pytest_collection_modifyitems(items):
