@@ -229,8 +229,8 @@ def test_what_is_wrong_on_one_rank_alone_ends_all_of_them_with_its_reason(tmp_pa
         "zero3.train: the ranks have different options. Expected: --seed 0, as on rank 0. Got: "
         "--seed 1, on rank 1. What to do: start all machines with the same command.\n")
     assert words.codes() == [2, 2]
-    assert words.text() == ("zero3.train: on rank 1: error: argument --steps: invalid int value: "
-                            "'many'\n")
+    assert words.text() == ("zero3.train: on rank 1: argument --steps: invalid int value: 'many'. "
+                            "What to do: see `zero3.train --help`.\n")
     for lonely, rank, missing in ((absent, 0, "each other rank"), (headless, 1, "rank 0")):
         assert lonely.codes() == [1]
         # If there is no store to connect to, torch's own log says so too, above.

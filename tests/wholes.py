@@ -474,8 +474,9 @@ def train_both(name, steps=3, micro=1, twice=False, check=None, optimizer=None, 
                 del loss
             if check:
                 check(model)
-        for p in plain.parameters():
-            # What no token of the batch came to has no gradient there, and in a shard one of zero.
+        for p in plain.parameters() if optimizer is None else ():
+            # What no token of the batch came to has no gradient there. In a shard it has one of
+            # zero, with which an optimizer of torch's steps it; `Zero3Optimizer` does not.
             if p.grad is None and p.requires_grad:
                 p.grad = torch.zeros_like(p)
         for each in pair:

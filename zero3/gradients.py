@@ -166,7 +166,7 @@ def elsewhere(group: Any) -> GradientElsewhere:
 
     * `group` is the shard's flat parameter
     """
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunction():
         shard = group.shard
         one = torch.empty(1, dtype=shard.grad_dtype or shard.dtype, device=shard.device)
         grad = one.expand(len(shard)).as_subclass(GradientElsewhere)
@@ -179,7 +179,7 @@ def grad_of(shard: nn.Parameter) -> Any:
     """
     ## What a shard has for a gradient, also if it rests in a file
     """
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunction():
         return shard.grad
 
 
@@ -187,7 +187,7 @@ def set_grad(shard: nn.Parameter, grad: torch.Tensor | None) -> None:
     """
     ## Give a shard a gradient, also if it rests in a file
     """
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunction():
         shard.grad = grad
 
 

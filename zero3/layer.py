@@ -336,7 +336,7 @@ class Zero3Layer(nn.Module):
                 continue
             g.trains = g.shard.requires_grad
             # A freed parameter would report the change as a use.
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunction():
                 for slot in g.slots:
                     slot.param.requires_grad_(g.trains)
                 self._add_backward_hooks(i)
@@ -459,7 +459,7 @@ class Zero3Layer(nn.Module):
         # Inside of `full_params` a write is allowed, and the flat buffers have no memory.
         for slot in self._slots() if self.is_fetched else ():
             # A unit that stays full for others is closed already, and would report this as a use.
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunction():
                 written = self._take_back(slot)
             self.expect(
                 not written, f"has written to `{slot.names[0]}`", "parameters that only an "

@@ -451,13 +451,13 @@ class Zero3Optimizer(torch.optim.Optimizer):
         zero = torch.zeros((), device=self.device)
         norms = [owned.grad_norm() for owned in self.owned]
         whole = [zero if norm is None else norm for norm in norms]
-        squares = torch.stack([norm.double() for norm in whole]).square()
+        squares = torch.stack([norm.double() for norm in whole]).square()  # (shards,) fp64
         partly = [norm is not None and owned.used is not None
                   and len(owned.used) < len(owned.group.slots)
                   for norm, owned in zip(norms, self.owned, strict=True)]
         if any(partly):
-            signs = torch.tensor([-1.0 if part else 1.0 for part in partly], device=squares.device)
-            squares = squares.copysign(signs)
+            squares = torch.stack([-square if part else square
+                                   for square, part in zip(squares, partly, strict=True)])
         return self.wire.numbers(self, squares.to(self.layers[0].device))
 
     def _used(self, partly: list[bool]) -> dict[Owned, list[bool]]:

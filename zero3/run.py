@@ -298,10 +298,16 @@ def tell_failure(error: Exception, rank: int, store: dist.Store | None) -> int:
         # The store may be gone with its rank.
         with contextlib.suppress(RuntimeError):
             first = store is None or store.add("failures", 1) == 1
+            if store is not None and not first:
+                # The cause stands first.
+                store.wait(["cause"], timedelta(seconds=CAUSE_S))
         text = f"failed too. {line}\n"
         if first:
             text = f"failed. {line}\n" if cured else f"failed\n{told}"
     print(f"zero3.train: rank {rank} {text}", end="", file=sys.stderr, flush=True)
+    with contextlib.suppress(RuntimeError):
+        if store is not None:
+            store.set("cause", "")
     if not rank and store is not None:
         # The store may be this rank's, and others may be about to count their failures.
         time.sleep(CAUSE_S)
