@@ -113,6 +113,7 @@ class _Group:
     grad_device: torch.device | None = None  # where the shard's gradient rests; left out, with it
     layer: Any = None  # a weak reference
     sink: Any = None  # who keeps the gradient, where it does not rest in the shard
+    parts: bool = False  # of gradients that come in a bucket together, others go to files
     watch: list[Any] = dataclasses.field(default_factory=list)  # handles of hooks on the shard
 
     def padding(self) -> Iterator[slice]:
@@ -135,7 +136,9 @@ class _Group:
         if self.sink is not None:
             self.sink.add_grad(total)
             return
-        total = total.to(self.shard.device)
+        # Of a bucket it is a view, and would keep the shares that have gone to files.
+        shared = self.parts and total.untyped_storage().nbytes() > total.nbytes
+        total = total.to(self.shard.device, copy=shared)
         if self.shard.grad is None:
             grad = mark(total, self, used=set())
         else:

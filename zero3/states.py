@@ -195,6 +195,7 @@ class Owned:
         home.release()
         # An optimizer before this one may have put its own there.
         self.group.sink = self if self.holder is not shard else None
+        self.group.parts = offload.tier == "nvme"
         if not isinstance(home, InFile):
             shard.__class__ = nn.Parameter if self.own else CountedShard
             self._watch()
