@@ -8,10 +8,10 @@ what they recorded once.
 import time
 
 # A long file that begins last would keep one process busy while the others have nothing to do.
-LONGEST = ("test_coordinator", "test_offload", "test_train", "test_notebooks", "test_optimizer",
-           "test_survival", "test_exercises", "test_site", "test_readme", "test_convert",
-           "test_cases", "test_mutations", "test_equality", "test_checkpoint", "test_bytes",
-           "test_bench")
+LONGEST = ("test_coordinator", "test_offload", "test_trust_job", "test_notebooks", "test_site",
+           "test_train", "test_bench", "test_optimizer", "test_exercises", "test_trust_gradients",
+           "test_readme", "test_checkpoint", "test_survival", "test_equality", "test_trust_heart",
+           "test_streams", "test_convert", "test_launch", "test_mutations", "test_trust_inputs")
 
 
 def pytest_collection_modifyitems(items):
