@@ -115,17 +115,17 @@ def describe(layers: Any, group_by: Callable[[str, Any], Any] | None = None) -> 
     specs = []
     for i, layer in enumerate(getattr(layers, "module_list", layers)):
         align_bytes = layer.wire.align_bytes if hasattr(layer, "ledger") and layer.groups else 1
-        # Of each kind of parameters: bytes of an element; then elements and param group of each.
-        kinds: dict[Any, tuple[int, list[tuple[int, Any]]]] = {}
+        # Of each kind of parameters: bytes of an element, and of how many elements there is a
+        # multiple; then elements and param group of each.
+        kinds: dict[Any, tuple[int, int, list[tuple[int, Any]]]] = {}
         for kind, width, numel, name, param in _parameters(layer):
             group = group_by(f"{i}.{name}", param) if group_by and kind[0] else None
             align_numel = max(1, align_bytes // width)
             numel = -(-numel // align_numel) * align_numel
-            kinds.setdefault(kind, (width, []))[1].append((numel, group))
+            kinds.setdefault(kind, (width, align_numel, []))[2].append((numel, group))
         parts = []
-        for (trains, _), (width, each) in kinds.items():
+        for (trains, _), (width, align_numel, each) in kinds.items():
             runs = [sum(n for n, _ in run) for _, run in groupby(each, key=lambda one: one[1])]
-            align_numel = max(1, align_bytes // width)
             parts.append(Part(sum(runs), width, trains, tuple(runs), align_numel))
         buffers = sum(b.nbytes for b in layer.buffers())
         specs.append(LayerSpec(tuple(sorted(parts, key=lambda part: not part.trainable)), buffers))
