@@ -81,6 +81,8 @@ class Source:
         Raises `ValueError` if a line would be in no row, or in two.
         """
         self.path, self.page = path, page
+        # By which names refer to it: the file's, or the folder's of a command line.
+        self.key = path.parent.name if path.stem == "__main__" else path.stem
         self.text = path.read_text()
         self.texts = self.text.split("\n")
         self.tree = ast.parse(self.text)
@@ -240,7 +242,7 @@ class Names:
         A method is found by its own name too, where only one class has it, and nothing else is
         called so: no variable, no attribute, nothing of torch's or of Python's own types.
         """
-        self.sources = {source.path.stem: source for source in sources}
+        self.sources = {source.key: source for source in sources}
         self.found: dict[str, set[tuple[str, str]]] = defaultdict(set)
         others = {name for kind in (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, Path, str,
                                     list, dict, set) for name in dir(kind)}
@@ -267,7 +269,7 @@ class Names:
         * `source` is the file in which it stands, whose own things come first
         """
         found = self.found.get(name, set())
-        here = {one for one in found if source and one[0] == source.path.stem}
+        here = {one for one in found if source and one[0] == source.key}
         # Of a function and one inside of another by the same name, the outer one is meant.
         for some in (here, found):
             best = [one for one in some if one[1] == name] or list(some)
@@ -279,7 +281,7 @@ class Names:
         """
         ### The link to something, from a page
         """
-        source = at if at and at.path.stem == stem else self.sources[stem]
+        source = at if at and at.key == stem else self.sources[stem]
         page = "" if at is source else source.page
         return f"{page}#{source.anchor_of(name)}"
 
@@ -299,11 +301,11 @@ class Names:
             if isinstance(node, ast.Name) and node.id not in bound:
                 name, line, end = node.id, node.end_lineno, node.end_col_offset
                 target = (imported.get(name) if name in imported else
-                          (source.path.stem, name) if name in source.defined else None)
+                          (source.key, name) if name in source.defined else None)
             elif isinstance(node, ast.Attribute):
                 name, line, end = node.attr, node.end_lineno, node.end_col_offset
                 target = self._attribute(node, around, imported, source)
-            there = source if target and target[0] == source.path.stem else self.sources.get(
+            there = source if target and target[0] == source.key else self.sources.get(
                 target[0] if target else "")
             if target and there and target[1] in there.defined:
                 text = source.texts[line - 1].encode()[:end].decode(errors="ignore")
@@ -325,7 +327,7 @@ class Names:
         """
         owner = node.value.id if isinstance(node.value, ast.Name) else ""
         if owner == "self" and f"{around}.{node.attr}" in source.defined:
-            return source.path.stem, f"{around}.{node.attr}"
+            return source.key, f"{around}.{node.attr}"
         if owner in imported and imported[owner][1] in self.sources:
             # A module, as in `gpt.sample`.
             return imported[owner][1], node.attr

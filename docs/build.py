@@ -48,9 +48,18 @@ ROOT = Path(__file__).parents[1]
 WAYS_IN = [f"docs/{name}.md" for name in "index life notation names ladder tape invariants "
            "mutations exercises".split()] + ["README.md"]
 # In the order in which to read them.
-CHAPTERS = ("__init__ layer contents wire gradients offload disk states optimizer units "
-            "materialise coordinator blocks archive inventory checkpoint formats convert ledger "
-            "predict estimate options launch gpt train run report").split()
+CHAPTERS = [f"zero3/{name}.py" for name in """
+    __init__ layer wire offload
+    guards/contents guards/gradients guards/options guards/version
+    files/disk files/bench
+    optimizer/states optimizer/stage3
+    whole_model/units whole_model/materialise whole_model/wrap whole_model/__main__
+    checkpoint/tensor_files checkpoint/reader checkpoint/entries checkpoint/save_load
+    checkpoint/formats checkpoint/convert checkpoint/__main__
+    measure/ledger
+    estimate/predict estimate/formulas estimate/__main__
+    train/launch train/gpt train/job train/run train/report train/__main__
+    """.split()]
 
 STYLES = ("docs/*.css", "docs/*.js")
 # How many parts an element of MathML has, where that is fixed.
@@ -61,7 +70,8 @@ def page_of(path: str) -> str:
     """
     ## The page of a file
     """
-    folder, name = Path(path).parent.name, Path(path).stem.replace("__init__", "map")
+    folder = Path(path).parent.name
+    name = Path(path).stem.replace("__init__", "map").replace("__main__", "command")
     alone = not path.endswith(".py") or folder == "zero3" or name.startswith("test_")
     return f"{name}.html" if alone else f"{folder}-{name}.html"
 
@@ -78,7 +88,7 @@ class Site:
         * `figures` has what runs have shown
         """
         self.figures, self.problems = figures, []  # type: tuple[Figures, list[str]]
-        self.chapters = [self.source(f"zero3/{stem}.py") for stem in CHAPTERS]
+        self.chapters = [self.source(path) for path in CHAPTERS]
         self.tests, self.tools = (
             [self.source(path) for path in found("tests/*.py")],
             [self.source(path) for path in (*found("docs/**/*.py"), "notebooks/run.py")])
@@ -93,6 +103,8 @@ class Site:
         self.files = {path: page_of(path) for path in (*WAYS_IN, *found("notebooks/*.ipynb"))}
         for source in (*self.chapters, *self.tests, *self.tools):
             self.files[str(source.path.relative_to(ROOT))] = source.page
+        # A chapter by the name of its file alone.
+        self.by_name = {source.path.name: source.page for source in self.chapters}
         # Of each page: its HTML, and its headings with their levels and anchors.
         self.bodies: dict[str, str] = {}
         self.headings: dict[str, list[tuple[int, str, str]]] = defaultdict(list)
@@ -149,7 +161,7 @@ class Site:
         # A long name may break after an underscore.
         html = f"<code>{escape(text, quote=False).replace('_', '_<wbr>')}</code>"
         one = self.names.find(text.removesuffix("()"), at)
-        target = self.names.address(*one, at) if one else self.files.get(f"zero3/{text}")
+        target = self.names.address(*one, at) if one else self.by_name.get(text)
         # Links do not nest.
         return f'<a href="{target}">{html}</a>' if target and not tokens[i].meta else html
 
@@ -210,8 +222,8 @@ class Site:
                 self.headings[source.page].append((3, title, row.anchor))
                 prose = f'<h3 id="{row.anchor}">{escape(title)}</h3>{prose}'
             if source in self.chapters:
-                prose += self.tested(self.proofs.get((source.path.stem, row.name), []))
-                prose += self.figures.beside(source.path.name, row.lines)
+                prose += self.tested(self.proofs.get((source.key, row.name), []))
+                prose += self.figures.beside(origin.removeprefix("zero3/"), row.lines)
             code = source.code(row, links)
             self.expect(code.count('<span class="line"') == len(row.lines),
                         f"{source.path.name}: lines of `{row.name}` are missing or there twice")
@@ -303,7 +315,7 @@ class Site:
         """
         entries = [(text, f"{page}#{anchor}", self.title(page))
                    for page, headings in self.headings.items() for _, text, anchor in headings]
-        entries += [(name, self.names.address(source.path.stem, name), source.path.name)
+        entries += [(name, self.names.address(source.key, name), source.path.name)
                     for source in self.chapters for name in source.defined]
         return f"const INDEX = {json.dumps(entries)};\n"
 
@@ -313,8 +325,8 @@ class Site:
         """
         ### Note links that lead nowhere, anchors that are there twice, and what nothing proves
         """
-        stems = {Path(path).stem for path in found("zero3/*.py")}
-        self.expect(stems == set(CHAPTERS), f"no order for {stems ^ set(CHAPTERS)}")
+        files = set(found("zero3/**/*.py"))
+        self.expect(files == set(CHAPTERS), f"no order for {files ^ set(CHAPTERS)}")
         beside = {"search.js", *self.figures.files, *(Path(path).name for pattern in STYLES
                                                       for path in found(pattern))}
         # What looks like a tag is one: in text and code `<` is escaped.
@@ -334,7 +346,7 @@ class Site:
         for source in self.chapters:
             for row in source.rows:
                 public = row.name and (row.level == 2 or row.level == 3)
-                self.expect(not public or (source.path.stem, row.name) in self.proofs,
+                self.expect(not public or (source.key, row.name) in self.proofs,
                             f"{source.path.name}: no test proves `{row.name}`")
 
 

@@ -30,7 +30,7 @@ from docs import ladder, tape
 from docs.annotate import Source, slug
 from docs.exercises.solutions import EXERCISES, page
 from docs.mutations import all_with_lines
-from zero3.estimate import places
+from zero3.estimate.formulas import places
 
 HERE = Path(__file__).parent
 # A number with one of these was measured.

@@ -50,9 +50,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, launch
-from zero3.gpt import GPTConfig, global_batch, gpt_layers, load_bytes, next_byte_loss
-from zero3.ledger import Ledger, disk_bytes, held_bytes
+from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential
+from zero3.guards.version import commit_name
+from zero3.measure.ledger import Ledger, disk_bytes, held_bytes
+from zero3.train import launch
+from zero3.train.gpt import GPTConfig, global_batch, gpt_layers, load_bytes, next_byte_loss
 from zero3.wire import _all_gather, _reduce_scatter
 
 RANKS, STEPS, ROWS = 2, 5, 4  # rows of the global batch
@@ -315,7 +317,7 @@ def climb(folder: str | None = None) -> dict[str, Any]:
     highest moment. Losses are means over ranks, differences are from DDP.
     """
     # Here, because matplotlib takes a second to import, and ranks need none.
-    from zero3 import report
+    from zero3.train import report
 
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         # By its name: where this is the main program, other processes could not import it else.
@@ -324,7 +326,7 @@ def climb(folder: str | None = None) -> dict[str, Any]:
     # Shards are of one length, and losses are the mean over ranks on each.
     assert all(other == first for other in others), (first, others)
     return {**first, "device": report.device_name(torch.device(first["device"])),
-            "torch": torch.__version__, "commit": report.commit()}
+            "torch": torch.__version__, "commit": commit_name()}
 
 
 # -------------------------------------------------------------------------------------------- show
@@ -397,5 +399,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    launch.preload("zero3.gpt")
+    launch.preload("zero3.train.gpt")
     main()

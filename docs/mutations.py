@@ -214,7 +214,7 @@ MUTATIONS = [
             "fit, so every gather works, and rank 1 computes with the first layer's weights in the "
             "second and the other way round."),
     Mutation(
-        "master-stays", "states.py", "Owned.here",
+        "master-stays", "optimizer/states.py", "Owned.here",
         title="The master is not rounded into its shard",
         old="""\
         if write and not self.own:
@@ -228,7 +228,7 @@ MUTATIONS = [
             "not rounded into its shard learns alone: losses are finite, norms are fine, and the "
             "model stays as it was born."),
     Mutation(
-        "local-norm", "optimizer.py", "Zero3Optimizer._squares",
+        "local-norm", "optimizer/stage3.py", "Zero3Optimizer._squares",
         title="Each rank clips by its own norm",
         old="        return self.wire.numbers(self, squares.to(self.layers[0].device))\n",
         new="        return squares[None].to(self.layers[0].device)\n",
@@ -239,7 +239,7 @@ MUTATIONS = [
             "by the norm of what it has, 3 or 4, the parts shrink by different factors: the step "
             "is not only too long, it points elsewhere."),
     Mutation(
-        "skip-alone", "optimizer.py", "Zero3Optimizer._step",
+        "skip-alone", "optimizer/stage3.py", "Zero3Optimizer._step",
         title="Each rank looks for infinities in its own gradients",
         old="        if not math.isfinite(norm):\n",
         new="        if not squares[self.wire.rank].isfinite().all():\n",
@@ -261,7 +261,7 @@ MUTATIONS = [
             "still believes to have read its own reads less, and computes with that one's weights: "
             "the output is not that of plain PyTorch either."),
     Mutation(
-        "unchecked", "blocks.py", "Blocks.block",
+        "unchecked", "checkpoint/tensor_files.py", "Blocks.block",
         title="No checksum is looked at",
         old="""\
             if f"{zlib.crc32(block):08x}" != self.crc32[8 * i : 8 * i + 8]:

@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch import nn
 
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save
-from zero3.estimate import describe
-from zero3.ledger import Ledger, held_bytes
-from zero3.predict import predict
+from zero3.estimate.formulas import describe
+from zero3.estimate.predict import predict
+from zero3.measure.ledger import Ledger, held_bytes
 
 # Rows of each rank's batch; numbers in a row, of what goes in and of what comes out; and the step.
 ROWS, WIDTH, RATE = 4, 6, 0.5

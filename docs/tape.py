@@ -39,12 +39,13 @@ import torch.distributed as dist
 import zero3
 from docs.annotate import Source
 from docs.views import Json, chrome_trace, staircase
-from zero3 import gpt, launch
-from zero3.estimate import describe
+from zero3.estimate.formulas import describe
+from zero3.estimate.predict import data_parallel
+from zero3.guards.version import commit_name
 from zero3.layer import Zero3Layer, Zero3Sequential
-from zero3.ledger import Ledger, held_bytes
-from zero3.optimizer import Zero3Optimizer
-from zero3.predict import data_parallel
+from zero3.measure.ledger import Ledger, held_bytes
+from zero3.optimizer.stage3 import Zero3Optimizer
+from zero3.train import gpt, launch
 
 PACKAGE = Path(zero3.__file__).parent
 MOST_LINES = 4  # of the calls that led to an event
@@ -98,8 +99,8 @@ class Lines(Ledger):
         while frame is not None and len(calls) < MOST_LINES:
             # Torch's own frames lie between ours where autograd calls a hook.
             path, name = Path(frame.f_code.co_filename), frame.f_code.co_name
-            if path.parent == PACKAGE and path.name not in SKIP and name != "<lambda>":
-                calls.append((path.name, frame.f_lineno))
+            if path.is_relative_to(PACKAGE) and path.name not in SKIP and name != "<lambda>":
+                calls.append((path.relative_to(PACKAGE).as_posix(), frame.f_lineno))
             frame = frame.f_back
         self.lines.append(calls)
 
@@ -119,7 +120,7 @@ def record(world_size: int = 2, steps: int = 3, config: gpt.GPTConfig = CONFIG,
     Raises `RuntimeError` where the ranks recorded different events, and `AssertionError` where a
     rank failed, or held other bytes than predicted.
     """
-    from zero3 import report  # Here, for matplotlib takes a second to import.
+    from zero3.train import report  # Here, for matplotlib takes a second to import.
 
     if world_size < 2:
         raise ValueError(f"there is no tape of one rank. Expected: at least 2 ranks. Got: "
@@ -141,7 +142,7 @@ def record(world_size: int = 2, steps: int = 3, config: gpt.GPTConfig = CONFIG,
             e["time_s"] += late_s
     known = answers[0][1]
     known["device"] = report.device_name(torch.device(known["device"]))
-    return {**known, "world_size": world_size, "steps": steps, "commit": report.commit(),
+    return {**known, "world_size": world_size, "steps": steps, "commit": commit_name(),
             "torch": torch.__version__, "functions": _code(ranks), "ranks": ranks}
 
 
@@ -342,7 +343,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to write to")
     parser.add_argument("--ranks", type=int, default=2, help="ranks")
     args = parser.parse_args(argv)
-    launch.preload("zero3.gpt", "zero3.optimizer")
+    launch.preload("zero3.train.gpt", "zero3.optimizer.stage3")
     tape, out = record(args.ranks), Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     (out / "tape.json").write_text(json.dumps(tape), encoding="utf-8")

@@ -22,7 +22,7 @@
 # **Your prediction**, before you run anything: what is $K$ for Adam? Is half precision smaller than
 # fp32, all model states together? And with the states cut among 64 ranks, which cut saves most?
 #
-# This notebook belongs to [`estimate.py`](../zero3/estimate.py#estimate-the-papers-formulas), which
+# This notebook belongs to [`estimate.py`](../zero3/estimate/formulas.py#estimate-the-papers-formulas), which
 # has the papers' formulas.
 
 # %%
@@ -31,11 +31,11 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
-from zero3.estimate import BASES, show_stages, stages
-from zero3.launch import default_ranks, preload, run
-from zero3.ledger import held_bytes
+from zero3.estimate.formulas import BASES, show_stages, stages
+from zero3.measure.ledger import held_bytes
+from zero3.train.launch import default_ranks, preload, run
 
-preload("zero3.optimizer")
+preload("zero3.optimizer.stage3")
 N = default_ranks()
 SIDE, DEPTH = 420, 4  # a chain of four square matrices
 PSI = DEPTH * SIDE**2
@@ -175,8 +175,8 @@ import torch.distributed as dist
 from torch import nn
 
 from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential
-from zero3.launch import my_device
-from zero3.ledger import held_bytes
+from zero3.measure.ledger import held_bytes
+from zero3.train.launch import my_device
 
 
 def whole_model(side, depth):
@@ -306,7 +306,7 @@ print([f"{nbytes / 1e9:,.0f} GB" for nbytes in stages(1e12, ranks)])
 # </details>
 #
 # **In the source**: the table is
-# [`stages`](../zero3/estimate.py#zero-s-table-1-bytes-of-model-states-per-rank); counted are
-# [storages](../zero3/ledger.py#bytes-of-the-distinct-storages-that-modules-and-optimizers-hold);
-# masters and moments of a shard are [`Zero3Optimizer`](../zero3/optimizer.py#zero3-optimizer)'s.
+# [`stages`](../zero3/estimate/formulas.py#zero-s-table-1-bytes-of-model-states-per-rank); counted are
+# [storages](../zero3/measure/ledger.py#bytes-of-the-distinct-storages-that-modules-and-optimizers-hold);
+# masters and moments of a shard are [`Zero3Optimizer`](../zero3/optimizer/stage3.py#zero3-optimizer)'s.
 # Next: [the collectives](02_collectives.ipynb), each alone.

@@ -28,7 +28,7 @@
 # %matplotlib inline
 from matplotlib.figure import Figure
 
-from zero3.launch import default_ranks, preload, run
+from zero3.train.launch import default_ranks, preload, run
 
 preload("zero3.layer")
 N = default_ranks()
@@ -51,8 +51,8 @@ import torch.distributed as dist
 from torch import nn
 
 from zero3 import Zero3Layer
-from zero3.launch import my_device
-from zero3.ledger import Ledger
+from zero3.measure.ledger import Ledger
+from zero3.train.launch import my_device
 
 
 def collective(name, mine):

@@ -26,7 +26,7 @@
 import torch
 from matplotlib.figure import Figure
 
-from zero3.launch import default_ranks, preload, run
+from zero3.train.launch import default_ranks, preload, run
 
 preload("zero3.layer")
 N = default_ranks()
@@ -46,8 +46,8 @@ import torch.distributed as dist
 from torch import nn
 
 from zero3 import Zero3Layer
-from zero3.launch import my_device
-from zero3.ledger import Ledger
+from zero3.measure.ledger import Ledger
+from zero3.train.launch import my_device
 
 ROWS = 4  # of each rank
 
@@ -212,7 +212,7 @@ print("\nwhole weights while it computed, and the same storage as before, on all
 
 # %% [markdown]
 # From outside one does not see what happens within `_backup_grads`. The
-# [`Ledger`](../zero3/ledger.py#the-tape) does: the parameters go first, and on the CPU the other
+# [`Ledger`](../zero3/measure/ledger.py#the-tape) does: the parameters go first, and on the CPU the other
 # ranks' gradients then arrive in the very memory that they had.
 
 # %%

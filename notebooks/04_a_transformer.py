@@ -28,13 +28,14 @@ import textwrap
 
 import torch
 
-from zero3.estimate import describe
-from zero3.gpt import GPTConfig, gpt_layers
-from zero3.launch import default_ranks, preload, run
-from zero3.predict import data_parallel, predict
-from zero3.report import commit, device_name, draw_tape, table
+from zero3.estimate.formulas import describe
+from zero3.estimate.predict import data_parallel, predict
+from zero3.guards.version import commit_name
+from zero3.train.gpt import GPTConfig, gpt_layers
+from zero3.train.launch import default_ranks, preload, run
+from zero3.train.report import device_name, draw_tape, table
 
-preload("zero3.gpt", "torch._dynamo")
+preload("zero3.train.gpt", "torch._dynamo")
 N, STEPS = default_ranks(), 10
 config = GPTConfig(seq_len=32, d_model=64, n_layers=3, d_ff=128)
 
@@ -81,9 +82,9 @@ import torch.distributed as dist
 from torch import nn
 
 from zero3 import Zero3Layer, Zero3Sequential
-from zero3.gpt import global_batch, gpt_layers, load_bytes, next_byte_loss
-from zero3.launch import my_device
-from zero3.ledger import Ledger, held_bytes
+from zero3.measure.ledger import Ledger, held_bytes
+from zero3.train.gpt import global_batch, gpt_layers, load_bytes, next_byte_loss
+from zero3.train.launch import my_device
 
 ROWS = 4  # of each rank, in a step
 # By default a GPU's convolutions round fp32 to 10 bits. One process and several would round other
@@ -224,7 +225,7 @@ for _, _, other in answers:
 
 # %%
 device = torch.device("cuda", 0) if on_gpus else torch.device("cpu")
-caption = f"One step on {N} ranks, {device_name(device)}, torch {torch.__version__}, {commit()}"
+caption = f"One step on {N} ranks, {device_name(device)}, torch {torch.__version__}, {commit_name()}"
 fig = draw_tape([tape for *_, tape in answers], [predicted] * N, plain, caption)
 fig.set_dpi(80)
 fig
@@ -263,8 +264,8 @@ for n_layers in (1, 2, 3, 6, 12):  # go on
 # **In the source**: the [walk](../zero3/layer.py#walk-the-layers-one-unshard-ahead) of a chain;
 # [what announces
 # backward](../zero3/layer.py#a-gradient-of-an-output-is-here-this-layer-s-backward-begins); the
-# [formulas](../zero3/predict.py#predict-the-same-bytes-from-shapes) and the
-# [tape](../zero3/ledger.py#the-tape); the model is
-# [`gpt.py`](../zero3/gpt.py#a-byte-level-gpt-as-a-list-of-layers). `make train` trains a larger one
+# [formulas](../zero3/estimate/predict.py#predict-the-same-bytes-from-shapes) and the
+# [tape](../zero3/measure/ledger.py#the-tape); the model is
+# [`gpt.py`](../zero3/train/gpt.py#a-byte-level-gpt-as-a-list-of-layers). `make train` trains a larger one
 # for some minutes, until it writes text. Next: [where shards rest](05_offload.ipynb) when the
 # device has no room for them.

@@ -28,8 +28,8 @@ import torch
 from torch import nn
 
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential
-from zero3.launch import my_device
-from zero3.ledger import Ledger, disk_bytes, held_bytes
+from zero3.measure.ledger import Ledger, disk_bytes, held_bytes
+from zero3.train.launch import my_device
 
 WIDTH = 256
 
@@ -86,13 +86,13 @@ import matplotlib.pyplot as plt
 import torch
 from torch import nn
 
-from zero3 import report
-from zero3.estimate import describe, efficiency, places
-from zero3.launch import default_ranks, preload, run
+from zero3.estimate.formulas import describe, efficiency, places
+from zero3.estimate.predict import predict
 from zero3.offload import Offload
-from zero3.predict import predict
+from zero3.train import report
+from zero3.train.launch import default_ranks, preload, run
 
-preload("zero3.optimizer")
+preload("zero3.optimizer.stage3")
 N = default_ranks()
 PLACES = [("device", "device"), ("device", "cpu"), ("cpu", "cpu"), ("nvme", "nvme")]
 found = {place: run("worker_05:train", N, *place) for place in PLACES}
@@ -113,7 +113,7 @@ for (params_in, states_in), ranks in found.items():
 # On a machine without a GPU the device's memory *is* the CPU's, and the first three rows are
 # alike. With GPUs the sums stay what they are, and lie elsewhere.
 #
-# Each figure is what [`predict`](../zero3/predict.py#predict-the-same-bytes-from-shapes) says of
+# Each figure is what [`predict`](../zero3/estimate/predict.py#predict-the-same-bytes-from-shapes) says of
 # it from the shapes alone; the cell stops where one is not. Now the numbers that were trained.
 
 # %%
@@ -231,7 +231,7 @@ plt.show()
 # Reads (purple) begin before the layer is whole (blue); in backward each gradient goes to its file
 # as soon as it is reduced (pink), and the states with which the step begins are asked for before
 # backward is over. The step itself is a
-# [pipeline](../zero3/states.py#the-states-of-a-shard-master-moments-gradient-and-where-they-rest):
+# [pipeline](../zero3/optimizer/states.py#the-states-of-a-shard-master-moments-gradient-and-where-they-rest):
 # one shard is stepped (green) while others are read and written.
 #
 # ## What a tier costs
@@ -280,7 +280,7 @@ assert efficiency(8192 / 4, DISK, PEAK) < 0.1 < 0.9 < efficiency(524288 / 4, CPU
 # compute more for each step. The three speeds above are round figures: `python -m zero3.offload
 # bench --folder DIR` measures your disk, and `python -m zero3.estimate --model 8b --ranks 1 --gpu
 # 80GB --cpu 128GB --nvme 1TB` says which tiers a model needs. The formula is
-# [`efficiency`](../zero3/estimate.py#estimate-the-papers-formulas), from ZeRO-Infinity.
+# [`efficiency`](../zero3/estimate/formulas.py#estimate-the-papers-formulas), from ZeRO-Infinity.
 #
 # ## Exercise
 #

@@ -12,7 +12,7 @@
 #
 # An optimizer on shards is nearly an ordinary one. It is elementwise, so a rank steps its own
 # shards and asks nobody.
-# [`Zero3Optimizer`](../zero3/optimizer.py#the-stage-3-optimizer-mixed-precision-on-shards) adds
+# [`Zero3Optimizer`](../zero3/optimizer/stage3.py#the-stage-3-optimizer-mixed-precision-on-shards) adds
 # what half precision needs, and the two things that concern the model as a whole: how long its
 # gradient is, and whether any of it is infinite.
 #
@@ -27,9 +27,9 @@ import torch
 from torch import nn
 
 from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential
-from zero3.launch import my_device
-from zero3.ledger import Ledger, held_bytes
-from zero3.states import norm_of
+from zero3.measure.ledger import Ledger, held_bytes
+from zero3.optimizer.states import norm_of
+from zero3.train.launch import my_device
 
 WIDTH = 256
 
@@ -70,9 +70,9 @@ from math import log2
 
 import matplotlib.pyplot as plt
 
-from zero3.launch import default_ranks, preload, run
+from zero3.train.launch import default_ranks, preload, run
 
-preload("zero3.optimizer")
+preload("zero3.optimizer.stage3")
 N = default_ranks()
 shard_numel = -(-(256 * 256 + 256) // N)  # of a layer
 shards = 4 * shard_numel
@@ -205,7 +205,7 @@ assert [norm is None for _, norm, _ in attempts[0]] == [True] * 4 + [False]
 # is a power of two. And *all* ranks skip while one overflows: the others' gradients are finite,
 # but a step that some take and some do not would leave a model that is no longer one model. They
 # know it from one [message of 8 bytes for each
-# shard](../zero3/optimizer.py#the-squared-norm-of-each-shard-s-gradient-on-each-rank), in which an
+# shard](../zero3/optimizer/stage3.py#the-squared-norm-of-each-shard-s-gradient-on-each-rank), in which an
 # infinity arrives as a norm that is infinite. A skip halves the scale, $8 \cdot 65536 / 2^4$ is
 # representable, and the fifth attempt steps.
 #
@@ -351,7 +351,7 @@ assert abs(truth - N % 2 / N * 64**0.5) < 1e-6
 # batch these rows cancel. The norm of each rank's own gradient is $\sqrt{64} = 8$, and so is the
 # mean of the two. On an odd number $N$ of ranks one of them has no partner, and it is
 # $\frac{8}{N}$. It is said where [the norm is
-# taken](../zero3/optimizer.py#step-all-shards-if-the-gradient-is-finite).
+# taken](../zero3/optimizer/stage3.py#step-all-shards-if-the-gradient-is-finite).
 # </details>
 #
 # Next: [models that are no chain](07_whole_models.ipynb).

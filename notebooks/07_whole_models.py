@@ -11,7 +11,7 @@
 # **Question**: a chain knows which layer comes next, and fetches it in time. A model that is
 # written freely says nothing. How can its layers be fetched ahead?
 #
-# `wrap` puts a [`Unit`](../zero3/units.py#a-layer-of-a-whole-model) in the place of each layer and
+# `wrap` puts a [`Unit`](../zero3/whole_model/units.py#a-layer-of-a-whole-model) in the place of each layer and
 # one more, the root's, around what is left over. The model is called as before. Below, the blocks
 # lie in a dict, in an order that has nothing to do with their use; `b` is used twice; and
 # embedding and head are one parameter with two names.
@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from zero3 import Zero3Optimizer, wrap
-from zero3.launch import my_device
-from zero3.ledger import Ledger
+from zero3.measure.ledger import Ledger
+from zero3.train.launch import my_device
 
 WIDTH, TOKENS = 64, 97
 
@@ -110,10 +110,10 @@ def train(ways, limits):
 import matplotlib.pyplot as plt
 import torch
 
-from zero3 import report
-from zero3.launch import default_ranks, preload, run
+from zero3.train import report
+from zero3.train.launch import default_ranks, preload, run
 
-preload("zero3.coordinator")
+preload("zero3.whole_model.wrap")
 N = default_ranks()
 ranks = run("worker_07:train", N, ["abcbde", "abcbde", "abde", "abcbde", "abcbde"], {})
 first = ranks[0]
@@ -150,7 +150,7 @@ assert all(rank["off"] < 1e-5 * max(1, N / 2) for rank in ranks)
 # %% [markdown]
 # **Measured**: in all passes but the first. Nothing is known in the first forward, and each unit
 # is fetched when it is called. But [backward has a guess from the
-# start](../zero3/units.py#the-order-in-which-units-are-come-to): it comes to the units in the
+# start](../zero3/whole_model/units.py#the-order-in-which-units-are-come-to): it comes to the units in the
 # reverse of the order in which forward left them. From the second step on the pass of the step
 # before says what comes; the root alone, in brackets, has nothing before it.
 #
@@ -248,7 +248,7 @@ assert 0 <= together - first["plain"] < N * len(first["units"])
 # **Measured**: once. It has one owner, one shard, one gradient and one pair of moments. Where the
 # two names lie in different units, the one that is not the owner finds it as a parameter of
 # somebody else, and [the owner is fetched
-# along](../zero3/coordinator.py#whole-models-wrap-them-where-they-stand).
+# along](../zero3/whole_model/wrap.py#whole-models-wrap-them-where-they-stand).
 #
 # ## A model that is never whole
 #
@@ -311,7 +311,7 @@ assert drawn.equal(alone)
 # + 2 \max_\ell P_\ell \quad \text{elements}$$
 #
 # The values are the same on any number of ranks, for [each module is seeded by its
-# name](../zero3/materialise.py#models-larger-than-memory-made-read-and-written-layer-by-layer).
+# name](../zero3/whole_model/materialise.py#models-larger-than-memory-made-read-and-written-layer-by-layer).
 # With `checkpoint=` they are read instead, one unit's tensors at a time.
 #
 # **Answer**: the order need not be told: it is the same in each step, so that the first one is

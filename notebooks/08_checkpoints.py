@@ -13,7 +13,7 @@
 #
 # A long run ends many times before it is done. What it needs to go on is in the shards: all ranks
 # write them at the same time, each into a file of its own, and a
-# [manifest](../zero3/archive.py#what-a-checkpoint-is-on-disk) says once for all what these numbers
+# [manifest](../zero3/checkpoint/reader.py#what-a-checkpoint-is-on-disk) says once for all what these numbers
 # are.
 #
 # Below are two layers of odd sizes in bf16, with Adam. `goes_on` builds the model with other
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save
-from zero3.launch import my_device
+from zero3.train.launch import my_device
 
 
 def build(seed):
@@ -96,11 +96,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from zero3.archive import Archive
-from zero3.convert import export
-from zero3.launch import default_ranks, preload, run
+from zero3.checkpoint.convert import export
+from zero3.checkpoint.reader import Archive
+from zero3.train.launch import default_ranks, preload, run
 
-preload("zero3.checkpoint")
+preload("zero3.checkpoint.save_load")
 N = default_ranks()
 rows = 2 * N * (N + 1)  # which 1, N and N + 1 ranks can share
 scratch = tempfile.TemporaryDirectory()
@@ -160,7 +160,7 @@ for ranks in dict.fromkeys((N, 1, N + 1)):
 # S = \left\lceil \frac{P_\ell}{N} \right\rceil$$
 #
 # and whoever loads reads the ranges that are its own now, from whichever files they are in. The
-# manifest, read by [`Archive`](../zero3/archive.py#a-checkpoint-to-be-read), has $o$ and the
+# manifest, read by [`Archive`](../zero3/checkpoint/reader.py#a-checkpoint-to-be-read), has $o$ and the
 # shape:
 
 # %%
@@ -248,7 +248,7 @@ assert all(f"file of rank {N - 1}, is damaged" in error and untouched for error,
 # %% [markdown]
 # **Measured**: all ranks, also those that read nothing damaged: `load` checks everything, has the
 # ranks agree, and only then begins to change the model. Otherwise some would have loaded and some
-# not. [Checksums](../zero3/blocks.py#files-of-tensors-written-as-a-stream-read-by-ranges-checked)
+# not. [Checksums](../zero3/checkpoint/tensor_files.py#files-of-tensors-written-as-a-stream-read-by-ranges-checked)
 # are of blocks of 1 MiB, so that a reader of a range checks what it reads. The checkpoint before
 # is whole, and was loaded next.
 #
@@ -271,7 +271,7 @@ assert as_saved and not as_stepped
 # **Measured**: those of the moment of `save`. Until all files and the manifest are on the disk the
 # folder ends in `.partial`, and no `load` takes it for a checkpoint. A rename makes it one, which
 # a file system does [wholly or not at
-# all](../zero3/archive.py#make-a-folder-of-files-a-checkpoint); so whatever ends a run in between
+# all](../zero3/checkpoint/reader.py#make-a-folder-of-files-a-checkpoint); so whatever ends a run in between
 # leaves the checkpoint before.
 #
 # ## To leave
@@ -293,7 +293,7 @@ assert same
 
 # %% [markdown]
 # **Measured**: PyTorch and safetensors.
-# [`export`](../zero3/convert.py#write-the-weights-as-hugging-face-has-them) reads parameter after
+# [`export`](../zero3/checkpoint/convert.py#write-the-weights-as-hugging-face-has-them) reads parameter after
 # parameter, whichever ranks had it, rounds the master to the model's data type, and gives it the
 # name that it has in the plain model. On the command line it is `python -m zero3.checkpoint export
 # FOLDER OUT`; `universal` takes moments along, to DeepSpeed and FSDP2.

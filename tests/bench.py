@@ -55,16 +55,18 @@ from torch.nn import functional as F
 import zero3
 from docs.annotate import Source
 from tests.ranks import run
-from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, disk, save
-from zero3.archive import file_name
-from zero3.ledger import Ledger
-from zero3.report import commit
+from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, save
+from zero3.checkpoint.reader import file_name
+from zero3.files import disk
+from zero3.guards.version import commit_name
+from zero3.measure.ledger import Ledger
 from zero3.wire import _all_gather, _reduce_scatter
 
 PEERS = ("zero3", "wrap", "ddp", "fsdp2")
 # What of the package a step goes through.
-TIMED = [f"zero3/{name}.py" for name in ("coordinator", "layer", "ledger", "offload", "optimizer",
-                                         "states", "units", "wire")]
+TIMED = [f"zero3/{name}.py" for name in ("layer", "measure/ledger", "offload", "optimizer/stage3",
+                                         "optimizer/states", "whole_model/units",
+                                         "whole_model/wrap", "wire")]
 # What a run is measured by: its heading, its format, and what to divide by.
 COLUMNS = {
     "tokens_per_s": ("tokens/s", ",.0f", 1),
@@ -512,7 +514,7 @@ def machine(args):
         "load": os.getloadavg(),
         "torch": torch.__version__,
         "python": sys.version.split()[0],
-        "commit": commit(),
+        "commit": commit_name(),
     }
 
 

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch.optim import optimizer as torch_optimizer
 
 import zero3
-from zero3 import launch
+from zero3.train import launch
 
 # What every rank imports, imported once.
 launch.preload("tests.cases", "tests.survivor", "tests.ranks")

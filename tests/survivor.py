@@ -24,10 +24,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, gpt, load, save, train
-from zero3.archive import MANIFEST, sweep
-from zero3.checkpoint import newest
-from zero3.run import fresh_store
+from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save
+from zero3.checkpoint.reader import MANIFEST, sweep
+from zero3.checkpoint.save_load import newest
+from zero3.train import gpt
+from zero3.train import job as train
+from zero3.train.run import fresh_store
 
 WIDTH, TRACE_NUMEL = 48, 3 << 17
 # Each changes what a reader finds there; `fsync` only says when it would outlast a power cut.

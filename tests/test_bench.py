@@ -85,7 +85,7 @@ def test_messages_send_half_of_what_gloos_reduce_scatter_sends(tmp_path):
 def test_the_benchmark_of_checkpoints_writes_as_many_bytes_plainly(tmp_path):
     """
     And leaves nothing but its results. It says nothing of speed here.
-    Proves `checkpoint.save`, `File.move`.
+    Proves `save_load.save`, `File.move`.
     """
     (tmp_path / "saved").mkdir()
     command = [sys.executable, "-m", "tests.bench", "--save", str(tmp_path / "saved"), "--gib",

@@ -22,12 +22,12 @@ from torch import nn
 
 from tests.ranks import run
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save, wrap
-from zero3.archive import MANIFEST, Archive, decode, encode, file_name, newest, steps
-from zero3.blocks import BLOCK_BYTES, Blocks, Broken, Writer
-from zero3.convert import main
-from zero3.disk import File
-from zero3.formats import from_tensors
-from zero3.inventory import Inventory
+from zero3.checkpoint.convert import main
+from zero3.checkpoint.entries import Inventory
+from zero3.checkpoint.formats import from_tensors
+from zero3.checkpoint.reader import MANIFEST, Archive, decode, encode, file_name, newest, steps
+from zero3.checkpoint.tensor_files import BLOCK_BYTES, Blocks, Broken, Writer
+from zero3.files.disk import File
 
 FP64, FP32, BF16 = torch.double, torch.float32, torch.bfloat16
 ROWS = 12  # of a global batch: splits over 1, 2, 3 and 4 ranks
@@ -156,7 +156,7 @@ def test_a_run_goes_on_on_any_number_of_ranks(tmp_path, kind, dtype, tier, torch
     Saved on 2 ranks after three steps, taken up on 1, 2, 3 and 4: two steps later weights, moments
     and the counts of steps are those of a run that never stopped. On 2 ranks bit for bit. Breaks
     where a shard is cut wrongly, a moment forgotten, or padding taken for a parameter.
-    Proves `checkpoint.save`, `load`, `Inventory.shard`, `Inventory.take`.
+    Proves `save_load.save`, `load`, `Inventory.shard`, `Inventory.take`.
     """
     there = (kind, dtype, tier, tmp_path)
     run(goes_on, 2, None, tmp_path / "a", *there, 3, torchs)
@@ -496,7 +496,7 @@ def test_the_newest_are_kept_and_a_step_may_be_saved_again(tmp_path):
     """
     Two stay. A run that is taken up again at an earlier step replaces what it comes to again, and
     has nothing of later steps any more. What others have put into the folder is theirs.
-    Proves `checkpoint.save`, `steps`, `_settle`, `_named`.
+    Proves `save_load.save`, `steps`, `_settle`, `_named`.
     """
     model, optimizer = shard(plain())
     (tmp_path / "step-notes").mkdir()
@@ -1023,7 +1023,7 @@ def test_a_checkpoint_has_its_name_only_after_all_of_it_is_on_the_disk(tmp_path,
     The file and its folder are forced out before the manifest is renamed into it, the folder again
     before it gets its own name, and the folder around it in the end. Breaks without `fsync`, which
     no killed process shows, for what it wrote is still in the page cache.
-    Proves I10, `force_out`, `archive.commit`.
+    Proves I10, `force_out`, `reader.commit`.
     """
     calls, fsync, rename = [], os.fsync, os.rename
 

@@ -30,10 +30,10 @@ from tests.ranks import run
 from tests.test_checkpoint import batch, contents, difference, same, shard, train, weights
 from tests.wholes import GPT2
 from zero3 import load, save, wrap
-from zero3.archive import Archive, newest, steps
-from zero3.convert import main
-from zero3.formats import from_tensors
-from zero3.gpt import GPTConfig, gpt_layers
+from zero3.checkpoint.convert import main
+from zero3.checkpoint.formats import from_tensors
+from zero3.checkpoint.reader import Archive, newest, steps
+from zero3.train.gpt import GPTConfig, gpt_layers
 
 
 def plain(seed=0):

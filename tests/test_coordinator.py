@@ -41,9 +41,9 @@ from tests.wholes import (
     train_both,
 )
 from zero3 import Deferred, Offload, Zero3Optimizer, wrap
-from zero3.coordinator import continue_tokens, main
-from zero3.ledger import Ledger, held_bytes
-from zero3.units import Trace
+from zero3.measure.ledger import Ledger, held_bytes
+from zero3.whole_model.units import Trace
+from zero3.whole_model.wrap import continue_tokens, main
 from zero3.wire import Transfer, Wire
 
 # They compute their loss in fp32, whatever the model computes in.
@@ -1281,7 +1281,7 @@ def test_the_command_line_shows_that_the_order_is_learnt(capsys):
     """
     In the first step a unit is fetched when it is come to, in the second one while the unit before
     it computes.
-    Proves `coordinator.main`.
+    Proves `wrap.main`.
     """
     main()
     first, _, second, *_ = capsys.readouterr().out.splitlines()

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.ranks import run
 from zero3 import Zero3Layer, Zero3Sequential
-from zero3.gpt import GPTConfig, global_batch, gpt_layers, load_bytes, next_byte_loss
+from zero3.train.gpt import GPTConfig, global_batch, gpt_layers, load_bytes, next_byte_loss
 
 STEPS, ROWS = 100, 12  # rows of the global batch: 1, 2, 3 and 4 ranks divide them
 # Bytes in a row, and sizes of the model: small, because the claim is about steps.

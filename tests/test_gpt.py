@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero3.gpt import (
+from zero3.train.gpt import (
     GPTConfig,
     global_batch,
     gpt_layers,

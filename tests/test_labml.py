@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import zero3.gpt  # noqa: F401  (defines what labml_nn's modules miss)
+import zero3.train.gpt  # noqa: F401  (defines what labml_nn's modules miss)
 from tests.ranks import run
 from zero3 import Zero3Layer, Zero3Sequential
 

@@ -17,9 +17,9 @@ import torch
 import tests.ranks  # noqa: F401  (what ranks import once, before the first of them starts)
 from docs import ladder
 from zero3 import Offload
-from zero3.estimate import describe
-from zero3.gpt import gpt_layers
-from zero3.predict import data_parallel, predict
+from zero3.estimate.formulas import describe
+from zero3.estimate.predict import data_parallel, predict
+from zero3.train.gpt import gpt_layers
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_the_ladder_says_where_its_figures_come_from_and_draws_them(climbed):
     """
     Device, torch and commit, a line for each rung, and a picture with a title, a description and a
     bar that is as long as its rung's bytes.
-    Proves `report.commit`.
+    Proves `commit_name`.
     """
     rows, answer, said = climbed
     assert answer["torch"] == torch.__version__ and answer["device"] in said

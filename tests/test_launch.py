@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero3 import launch
+from zero3.train import launch
 
 run = partial(launch.run, device="cpu")
 
@@ -43,7 +43,7 @@ def test_what_is_preloaded_need_not_be_imported_by_each_rank(modules, tmp_path):
     Proves `preload`.
     """
     (tmp_path / "mine.py").write_text(
-        "from zero3 import launch\n\nif __name__ == '__main__':\n"
+        "from zero3.train import launch\n\nif __name__ == '__main__':\n"
         f"    launch.preload(*{modules})\n"
         "    print(launch.run('tests.test_launch:has', 1, 'zero3.estimate', device='cpu'))\n")
     done = subprocess.run([sys.executable, tmp_path / "mine.py"], capture_output=True, text=True,

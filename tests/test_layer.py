@@ -17,7 +17,7 @@ from tests.ranks import run
 from tests.test_cases import at_rest
 from zero3 import Zero3Layer, Zero3Sequential
 from zero3.layer import FreedParameter
-from zero3.ledger import Ledger
+from zero3.measure.ledger import Ledger
 
 
 def three():

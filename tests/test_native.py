@@ -19,8 +19,9 @@ from torch import nn
 from tests import cases, wholes
 from tests.ranks import run
 from tests.streams import Accelerator
-from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, launch
-from zero3.ledger import Ledger
+from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential
+from zero3.measure.ledger import Ledger
+from zero3.train import launch
 from zero3.wire import Wire, streams
 
 # Those take seconds to build, and train as the others do.

@@ -27,11 +27,19 @@ from tests.cases import CASES, WIDTH, freeze, train_both
 from tests.ranks import run
 from tests.test_bytes import models
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential
-from zero3.disk import File, _disk_bytes, aligned, measure
-from zero3.estimate import LayerSpec, Part, advise, bandwidth_for, efficiency, number, places
-from zero3.ledger import Ledger, disk_bytes, exponents, held_bytes
+from zero3.estimate.formulas import (
+    LayerSpec,
+    Part,
+    advise,
+    bandwidth_for,
+    efficiency,
+    number,
+    places,
+)
+from zero3.estimate.predict import predict
+from zero3.files.disk import File, _disk_bytes, aligned, measure
+from zero3.measure.ledger import Ledger, disk_bytes, exponents, held_bytes
 from zero3.offload import InFile, room
-from zero3.predict import predict
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -881,7 +889,7 @@ def ask(*arguments):
 def test_the_command_line_says_whether_it_fits_and_where():
     """
     The example of the documentation, and one that does not fit.
-    Proves `estimate.main`, `show_places`, `advise`, `bandwidth_for`.
+    Proves `formulas.main`, `show_places`, `advise`, `bandwidth_for`.
     """
     told = ask("zero3.estimate", "--model", "8b", "--ranks", "1", "--gpu", "80GB", "--cpu", "128GB",
                "--nvme", "1TB")
@@ -933,7 +941,7 @@ def test_the_benchmark_prints_a_table_and_draws_it(tmp_path):
     """
     Twelve ways of asking, six of each kind, each told as soon as it was measured; and a picture in
     a folder that is made for it. A folder that is not there is one line and no traceback.
-    Proves `disk.main`, `disk.sweep`, `show`, `draw_disk`, `check_picture`.
+    Proves `bench.main`, `bench.sweep`, `show`, `bench.draw`, `check_picture`.
     """
     picture = tmp_path / "pictures" / "disk.png"
     told = ask("zero3.offload", "bench", "--folder", str(tmp_path), "--mib", "64", "--rounds", "1",

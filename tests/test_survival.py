@@ -13,8 +13,8 @@ import pytest
 
 from tests.ranks import run
 from tests.survivor import die_everywhere, survive
-from zero3.archive import MANIFEST
-from zero3.launch import _CONTEXT, _answer, _rank
+from zero3.checkpoint.reader import MANIFEST
+from zero3.train.launch import _CONTEXT, _answer, _rank
 
 KILLS, FOREVER = 50, 1 << 40
 # A save of each kind, and one more that has to clear away after both.
@@ -99,7 +99,7 @@ def test_a_run_that_is_killed_at_any_moment_ends_with_the_same_bits(tmp_path, be
     save. A checkpoint that was there is never lost, and no temporary file is left. Breaks where a
     save that was cut off is taken for a checkpoint (have `sweep` rename any folder), or where
     something that a step needs is not saved (leave out `_go_on`, or the moments).
-    Proves I10, `checkpoint.save`, `load`, `archive.sweep`, `newest`.
+    Proves I10, `save_load.save`, `load`, `reader.sweep`, `newest`.
     """
     rng, folder, newest = random.Random(0), tmp_path / "checkpoints", 0
     seen, during, spent_s, in_writes = Counter(), Counter(), Counter(), 0
@@ -153,9 +153,9 @@ def test_a_save_that_is_killed_between_any_two_calls_leaves_the_old_state_or_the
     """
     For each call of a save that changes something on the disk: killed there, the run finds the
     checkpoint before or the new one, bit for bit, and its next save leaves nothing else. Breaks
-    where something is removed too early (the oldest checkpoint before `commit`), or a manifest is
+    where something is removed too early (the oldest checkpoint before `commit_name`), or a manifest is
     there too early (written under its own name).
-    Proves I10, `archive.commit`, `_settle`, `remove`, `archive.sweep`.
+    Proves I10, `reader.commit`, `_settle`, `remove`, `reader.sweep`.
     """
     (old, new, found), = run(die_everywhere, 1, tmp_path, *SAVES[name], fresh=True)
     assert old != new

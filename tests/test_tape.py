@@ -13,7 +13,7 @@ import pytest
 
 import zero3
 from docs.tape import CONFIG, chrome_trace, functions, record, staircase
-from zero3 import launch
+from zero3.train import launch
 
 PACKAGE = Path(zero3.__file__).parent
 

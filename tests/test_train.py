@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run as run_on_ranks
-from zero3.gpt import lr_at
-from zero3.ledger import Event
-from zero3.report import commit, spans
-from zero3.train import Ranks, main
+from zero3.guards.version import commit_name
+from zero3.measure.ledger import Event
+from zero3.train.gpt import lr_at
+from zero3.train.job import Ranks, main
+from zero3.train.report import spans
 
 SMALL = ["--d-model", "16", "--layers", "2", "--seq-len", "16", "--batch", "4"]
 
@@ -131,7 +132,7 @@ def test_a_run_from_files_has_the_losses_of_one_in_memory_and_its_table_is_equal
 def test_a_run_leaves_pictures_and_figures(finished):
     """
     Breaks where a picture is not written, or losses are lost between evaluations.
-    Proves `finish`, `draw_loss`, `draw_tape`, `draw_gradients`, `report.commit`.
+    Proves `finish`, `draw_loss`, `draw_tape`, `draw_gradients`, `commit_name`.
     """
     _, out, metrics = finished
     for picture in ("loss.png", "tape.png", "gradients.png"):
@@ -139,7 +140,7 @@ def test_a_run_leaves_pictures_and_figures(finished):
     assert len(metrics["losses"]) == 6
     assert metrics["losses"][0] == pytest.approx(8, abs=0.2)
     assert [step for step, _ in metrics["held_out"]] == [3, 6]
-    assert metrics["ranks"] == 2 and metrics["commit"] == commit()
+    assert metrics["ranks"] == 2 and metrics["commit"] == commit_name()
     assert metrics["tokens_per_s"] > 0
 
 
@@ -196,7 +197,7 @@ def test_what_cannot_work_is_one_line_from_rank_0(tmp_path):
     """
     Breaks where each rank complains, or rank 1 leaves first and torchrun ends rank 0 before it has
     spoken.
-    Proves `train.main`, `check_options`.
+    Proves `job.main`, `check_options`.
     """
     run = run_train(tmp_path, "--batch", "3")
     assert run.returncode != 0
@@ -222,7 +223,7 @@ def test_what_cannot_work_is_one_line_from_rank_0(tmp_path):
 def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, capsys, options, error):
     """
     Breaks where an option is first looked at when the model is built.
-    Proves `train.main`, `parse_args`, `check_options`, `prepare`.
+    Proves `job.main`, `parse_args`, `check_options`, `prepare`.
     """
     assert main([*SMALL, "--device", "cpu", "--out", str(tmp_path), *options]) == 2
     assert error in capsys.readouterr().err

@@ -22,11 +22,11 @@ from torch import nn
 from tests.ranks import run
 from tests.test_checkpoint import plain, refused, rewrite, same, shard, train, weights
 from zero3 import Zero3Layer, Zero3Optimizer, load, save, wrap
-from zero3.archive import _HELD, MANIFEST, file_name, newest
-from zero3.blocks import Broken, check_name, checksums, printable
-from zero3.convert import main
-from zero3.formats import from_tensors
-from zero3.inventory import Inventory
+from zero3.checkpoint.convert import main
+from zero3.checkpoint.entries import Inventory
+from zero3.checkpoint.formats import from_tensors
+from zero3.checkpoint.reader import _HELD, MANIFEST, file_name, newest
+from zero3.checkpoint.tensor_files import Broken, check_name, checksums, printable
 
 CLEAR = "\x1b[2J"  # clears a terminal's screen
 
@@ -497,7 +497,7 @@ def test_a_rank_that_is_called_otherwise_is_named_on_all(tmp_path):
     One that raises over its arguments, and one that saves another step or loads another folder: the
     error on the others has its rank and its cause, and it has its own. Breaks where one raises
     before the others are there, who then wait for ever.
-    Proves `_all_here`, `checkpoint.save`, `load`.
+    Proves `_all_here`, `save_load.save`, `load`.
     """
     (first, names), (second, _) = run(calls_otherwise, 2, tmp_path / "run")
     assert names == ["step-00000001", "step-00000002"]

@@ -20,7 +20,7 @@ from tests.cases import WIDTH, linear, train_both
 from tests.ranks import run
 from tests.test_layer import message
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save, wire, wrap
-from zero3.ledger import Ledger, held_bytes
+from zero3.measure.ledger import Ledger, held_bytes
 
 # ------------------------------------------------------------------------ writes to parameters
 

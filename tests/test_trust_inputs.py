@@ -29,7 +29,7 @@ from zero3 import (
     train,
     wrap,
 )
-from zero3.options import APP
+from zero3.guards.options import APP
 
 NUMBERS = ["nan", "inf", "-inf", "-1", "", "x", "1e999", "9" * 400, "1\n2", "\x1b[31m"]
 
@@ -60,7 +60,7 @@ def test_a_hostile_number_is_one_line_of_the_estimate(option, capsys):
     """
     Not finite, negative, empty, no number, too large to multiply, with escape codes. Breaks where a
     NaN passes because it is neither too small nor too large.
-    Proves `estimate.main`, `Parser`, `Parser.error`, `one_line`.
+    Proves `formulas.main`, `Parser`, `Parser.error`, `one_line`.
     """
     given = {"--params": "8b", "--ranks": "2", "--gpu": "80GB"}
     for value in [*NUMBERS, *(["0"] if option not in ("--gpu", "--cpu", "--nvme") else [])]:
@@ -72,7 +72,7 @@ def test_a_hostile_option_is_one_line_of_the_benchmark(capsys, tmp_path):
     """
     Found before anything is measured, so at once. Breaks where the picture is first looked at
     after two minutes.
-    Proves `disk.main`, `check_picture`, `options.folder`, `within`.
+    Proves `bench.main`, `check_picture`, `options.folder`, `within`.
     """
     (tmp_path / "file.png").mkdir()
     here = f"--folder={tmp_path}"
@@ -94,7 +94,7 @@ def test_without_a_name_no_picture_is_left_anywhere(tmp_path, monkeypatch, capsy
     """
     And none of the figures waits for the others. Breaks where the benchmark draws `runs/disk.png`
     wherever it was started.
-    Proves `show`, `disk.sweep`.
+    Proves `show`, `bench.sweep`.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(disk, "WAYS", disk.WAYS[:2])
@@ -126,7 +126,7 @@ def test_a_hostile_option_is_one_line_of_the_main_job(option, wrong, tmp_path, c
     """
     Before anything starts: the folder of the run stays as it was. Breaks where an option is first
     looked at when it is used.
-    Proves `train.main`, `check_options`, `prepare`, `leave`, `load_bytes`.
+    Proves `job.main`, `check_options`, `prepare`, `leave`, `load_bytes`.
     """
     for value in wrong:
         out = [] if option == "--out" else [f"--out={tmp_path}"]
@@ -201,7 +201,7 @@ def test_a_run_that_diverges_ends_with_one_line(tmp_path, capsys):
     """
     A learning rate that passes for a number, and is too high. Breaks where the optimizer's error
     comes with a traceback through the main job.
-    Proves `train.main`, `tell_failure`.
+    Proves `job.main`, `tell_failure`.
     """
     options = [*SMALL[:4], "--device=cpu", "--steps=9", "--lr=1e30", f"--out={tmp_path}"]
     assert "lower the learning rate" in refused(capsys, train.main, *options)

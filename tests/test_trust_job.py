@@ -2,7 +2,7 @@
 The main job when something goes wrong around it: restarts, stopped and killed processes, other
 options on another machine, errors on one rank.
 
-Most ranks here are forked, as those of `launch.run`, and call `train.main` with the environment
+Most ranks here are forked, as those of `launch.run`, and call `job.main` with the environment
 that torchrun would give them.
 """
 
@@ -24,7 +24,9 @@ import torch.distributed as dist
 from tests.ranks import run
 from tests.survivor import digest, fails_in_forward, free_port, one_rank, signalled, survive
 from tests.test_train import SMALL, started, wait_for, workers
-from zero3 import Zero3Layer, Zero3Sequential, launch, train, wrap
+from zero3 import Zero3Layer, Zero3Sequential, wrap
+from zero3.train import job as train
+from zero3.train import launch
 
 ROOT = Path(__file__).parents[1]
 RESTARTS = 20
@@ -188,7 +190,7 @@ def test_the_rank_with_the_bug_is_told_first_and_the_others_in_a_line_each(tmp_p
     of the others. There were 148 lines before, with four tracebacks. So too if it is rank 0, whose
     store ends with it. A bug of all ranks has one traceback too. Breaks where `main` lets the
     errors through, or a lost rank does not wait for the cause.
-    Proves `tell_failure`, `is_consequence`, `train.main`.
+    Proves `tell_failure`, `is_consequence`, `job.main`.
     """
     argv = [*SHORT, "--out", str(tmp_path / "out")]
     jobs = {ranks: Job(tmp_path / f"output{i}", [argv] * 4, partial(fails_in_forward, ranks))
@@ -212,7 +214,7 @@ def test_what_is_wrong_on_one_rank_alone_ends_all_of_them_with_its_reason(tmp_pa
     Before the process group is up: a text that is not on the machine of rank 1, options that
     differ, a rank that never starts. One line, not the words of gloo. Breaks where a rank leaves
     without a word to the others, or does not compare.
-    Proves `agree`, `check_alike`, `fresh_store`, `train.main`.
+    Proves `agree`, `check_alike`, `fresh_store`, `job.main`.
     """
     argv = [*SHORT, "--out", str(tmp_path / "out"), "--timeout", "3"]
     three = [*argv, "--batch", "6"]

@@ -23,7 +23,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from zero3 import gpt, wrap
+from zero3 import wrap
+from zero3.train import gpt
 
 # labml_nn's attention runs with what that module gives to labml.
 assert gpt.tracker.debug

@@ -60,15 +60,24 @@ The same three steps run through code, tests and the main job: predict (`predict
 from importlib import import_module
 from typing import Any
 
-__version__ = "0.1.0"
-_HOMES = {"Zero3Layer": "layer", "Zero3Sequential": "layer", "Offload": "offload",
-          "Zero3Optimizer": "optimizer", "Zero3Model": "coordinator", "wrap": "coordinator",
-          "Deferred": "materialise", "save": "checkpoint", "load": "checkpoint"}
-__all__ = list(_HOMES)
+from zero3.guards.version import __version__ as __version__
+
+_PUBLIC = {
+    "Zero3Layer": "layer",
+    "Zero3Sequential": "layer",
+    "Offload": "offload",
+    "Zero3Optimizer": "optimizer.stage3",
+    "Zero3Model": "whole_model.wrap",
+    "wrap": "whole_model.wrap",
+    "Deferred": "whole_model.materialise",
+    "save": "checkpoint.save_load",
+    "load": "checkpoint.save_load",
+}
+__all__ = list(_PUBLIC)
 
 
 def __getattr__(name: str) -> Any:
-    # Only what is asked for is imported: `python -m zero3.estimate` needs no model.
-    if name in _HOMES:
-        return getattr(import_module(f"zero3.{_HOMES[name]}"), name)
+    # Import only what is asked for: `python -m zero3.estimate` needs no model.
+    if name in _PUBLIC:
+        return getattr(import_module(f"zero3.{_PUBLIC[name]}"), name)
     raise AttributeError(f"module `zero3` has no attribute `{name}`")

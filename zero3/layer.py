@@ -64,11 +64,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero3.contents import Contents, Known, uncompiled
-from zero3.gradients import clip_grad_norm_, mark
-from zero3.ledger import Ledger, Silence, in_backward, tensors_in
+from zero3.guards.contents import Contents, Known, uncompiled
+from zero3.guards.gradients import clip_grad_norm_, mark
+from zero3.guards.options import expect, whole
+from zero3.measure.ledger import Ledger, Silence, in_backward, tensors_in
 from zero3.offload import FreedParameter, InFile, InMemory, Offload
-from zero3.options import expect, whole
 from zero3.wire import Transfer, Wire
 
 

@@ -60,16 +60,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero3.disk import (
+from zero3.files.disk import (
     ALIGN_BYTES,
     SPARE_FILES,
     File,
     aligned,
     allow_more_files,
-    main,
     whole_blocks,
 )
-from zero3.options import expect, whole
+from zero3.guards.options import expect, whole
 
 TIERS = ("device", "cpu", "nvme")
 # What a freed parameter still answers, because no element is read for it.
@@ -672,4 +671,7 @@ def room(at: torch.device) -> int:
 
 
 if __name__ == "__main__":
+    # Imported here: a training run has no use for the command line.
+    from zero3.files.bench import main
+
     main()

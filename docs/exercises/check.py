@@ -41,7 +41,7 @@ import zero3
 from docs.exercises import claims_alone, claims_inside
 from docs.exercises.oracle import Case, Claim, Wrong
 from docs.exercises.solutions import EXERCISES, ROOT, Exercise, page
-from zero3 import launch
+from zero3.train import launch
 
 CLAIMS = dict(sorted((claims_alone.CLAIMS | claims_inside.CLAIMS).items()))
 # After an error on this rank alone, others may wait for its messages, and not hear of it.

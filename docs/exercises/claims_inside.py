@@ -36,7 +36,7 @@ from docs.exercises.oracle import (
     modules,
 )
 from zero3 import Zero3Layer, Zero3Sequential
-from zero3.ledger import Ledger, held_bytes
+from zero3.measure.ledger import Ledger, held_bytes
 from zero3.offload import FreedParameter
 
 

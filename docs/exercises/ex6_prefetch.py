@@ -28,7 +28,7 @@ next are whole, and no more. I4: what is kept for backward is not gathered again
 from collections.abc import Iterator
 
 from zero3 import Zero3Layer, Zero3Sequential
-from zero3.ledger import in_backward  # noqa: F401  (for your answer)
+from zero3.measure.ledger import in_backward  # noqa: F401  (for your answer)
 
 
 def walk(self: Zero3Sequential) -> Iterator[Zero3Layer]:

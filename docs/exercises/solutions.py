@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 from docs.exercises.layout import Layout
 from zero3 import Zero3Layer, Zero3Sequential
-from zero3.archive import Archive
-from zero3.inventory import Inventory
+from zero3.checkpoint.entries import Inventory
+from zero3.checkpoint.reader import Archive
 from zero3.wire import Wire
 
 HERE = Path(__file__).parent

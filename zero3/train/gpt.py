@@ -45,8 +45,8 @@ from labml_nn.transformers.primer_ez import MultiDConvHeadAttention, SquaredReLU
 from torch import nn
 from torch.nn import functional as F
 
+from zero3.guards.options import expect
 from zero3.offload import room
-from zero3.options import expect
 
 # labml_nn 0.5 shows its attention to `tracker.debug`, which labml 0.5 does not have: without it,
 # every forward raises.

@@ -29,7 +29,7 @@ else, which is fetched along with them.
 | `mark_persistent_parameters` | the same, with `stage3_model_persistence_threshold` |
 | `register_external_parameter` | the same |
 
-**Run this**: `python -m zero3.coordinator` writes down what happens in two steps of a small model,
+**Run this**: `python -m zero3.whole_model` writes down what happens in two steps of a small model,
 before its order is known and after; `make bench ARGS="--peers zero3 wrap"` measures `wrap` beside a
 `Zero3Sequential` of the same layers.
 
@@ -54,14 +54,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from zero3.contents import Known, uncompiled
-from zero3.gradients import clip_grad_norm_
+from zero3.guards.contents import Known, uncompiled
+from zero3.guards.gradients import clip_grad_norm_
+from zero3.guards.options import MOST, expect, whole
 from zero3.layer import Zero3Layer, _own_modules
-from zero3.ledger import Ledger, tensors_in
-from zero3.materialise import Deferred, Source, save
+from zero3.measure.ledger import Ledger, tensors_in
 from zero3.offload import Offload
-from zero3.options import MOST, expect, whole
-from zero3.units import Schedule, Unit
+from zero3.whole_model.materialise import Deferred, Source, save
+from zero3.whole_model.units import Schedule, Unit
 from zero3.wire import Wire
 
 Classes = type | Iterable[type]
@@ -563,7 +563,3 @@ def main() -> None:
                     and e.event in ("fetch", "compute", "reduce")]
             print(f"step {step}, {phase}: {', '.join(told)}")
     print(model.memory_report())
-
-
-if __name__ == "__main__":
-    main()

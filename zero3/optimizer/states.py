@@ -46,7 +46,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero3.gradients import GradientElsewhere, elsewhere, grad_of, norm_of, own_part, set_grad
+from zero3.guards.gradients import (
+    GradientElsewhere,
+    elsewhere,
+    grad_of,
+    norm_of,
+    own_part,
+    set_grad,
+)
 from zero3.layer import Zero3Layer, _Group
 from zero3.offload import InFile, Offload, copy_to
 

@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from zero3.disk import File, aligned, whole_blocks
+from zero3.files.disk import File, aligned, whole_blocks
 
 # What one checksum is of.
 BLOCK_BYTES = 1 << 20

@@ -50,9 +50,18 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from zero3 import __version__
-from zero3.archive import Archive, Param, commit, decode, encode, file_name, partial_path, place
-from zero3.blocks import TYPES, Broken, Writer, check_name, printable, type_name
+from zero3.checkpoint.reader import (
+    Archive,
+    Param,
+    commit,
+    decode,
+    encode,
+    file_name,
+    partial_path,
+    place,
+)
+from zero3.checkpoint.tensor_files import TYPES, Broken, Writer, check_name, printable, type_name
+from zero3.guards.version import __version__
 
 # What DeepSpeed calls the master; the moments have torch's names. And the version whose layout this
 # is: its stages 1 and 2 compare it with those that they can read.

@@ -49,7 +49,6 @@ import operator
 import os
 import random
 import shutil
-import sys
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -61,7 +60,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from zero3.archive import (
+from zero3.checkpoint.entries import Entry, Inventory
+from zero3.checkpoint.reader import (
     MANIFEST,
     Archive,
     commit,
@@ -75,8 +75,7 @@ from zero3.archive import (
     steps,
     sweep,
 )
-from zero3.blocks import Broken, Writer, printable
-from zero3.inventory import Entry, Inventory
+from zero3.checkpoint.tensor_files import Broken, Writer, printable
 from zero3.wire import Wire
 
 
@@ -438,9 +437,3 @@ def _set_random_states(states: dict[str, Any], device: torch.device) -> None:
     np.random.set_state(states["numpy"])
     if "device" in states and device.type != "cpu":
         torch.get_device_module(device).set_rng_state(states["device"], device)
-
-
-if __name__ == "__main__":
-    from zero3.convert import main
-
-    sys.exit(main())

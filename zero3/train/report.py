@@ -17,14 +17,10 @@ that short ones can be seen; how long they took is on the tape itself, in `Event
 
 import os
 import platform
-import shutil
-import statistics
-import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,9 +29,8 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from zero3.disk import Speed
-from zero3.ledger import Event
-from zero3.predict import Prediction
+from zero3.estimate.predict import Prediction
+from zero3.measure.ledger import Event
 
 MIB = 2**20
 # Of what a layer holds: colour, height of the bar, and how far below the middle of its row.
@@ -80,17 +75,6 @@ def table(predicted: list[Prediction], plain: Prediction, measured: list[dict[st
         cells = [f"{held[c]:>16,} {f'{off[c]:+,}' if off[c] else 'equal':5}" for c in columns]
         lines.append("measured".rjust(24).ljust(26) + "".join(cells))
     return "\n".join(line.rstrip() for line in lines)
-
-
-def commit() -> str:
-    """
-    ## The commit that a figure comes from, `-dirty` where files differ from it
-    """
-    if shutil.which("git") is None:
-        return "unknown"
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    done = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
 
 
 def device_name(device: torch.device) -> str:
@@ -274,32 +258,4 @@ def draw_gradients(gradients: list[dict[int, int]], caption: str) -> Figure:
     ax.set_title(caption, fontsize=9, loc="left")
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False, loc="upper right")
-    return fig
-
-
-def draw_disk(found: list[tuple[Speed, ...]], caption: str) -> Figure:
-    """
-    ## How fast a disk is, by the way of asking
-
-    * `found` has for each way what the rounds gave
-
-    A bar is the median, a dot is a round. Where the page cache had a part in it, there is neither.
-    """
-    fig = Figure(figsize=(9, 4.5), dpi=150, layout="constrained")
-    axes = fig.subplots(1, 2, sharey=True)
-    names = [f"{'direct' if rows[0].direct else 'mapped'}, {rows[0].block_bytes >> 20} MiB x "
-             f"{rows[0].queue_depth}" for rows in found]
-    for ax, what in zip(axes, ("write_gb_s", "read_gb_s"), strict=True):
-        for i, rows in enumerate(found):
-            speeds = [getattr(row, what) for row in rows]
-            if None not in speeds:
-                color = "#2171b5" if rows[0].direct else "#fdae6b"
-                ax.barh(i, statistics.median(speeds), color=color)
-                ax.plot(speeds, [i] * len(speeds), ".", color="#252525", markersize=4)
-        ax.set(xlabel=f"{what.split('_')[0]} (GB/s)", xlim=(0, None))
-        ax.grid(axis="x", alpha=0.3)
-        ax.spines[["top", "right"]].set_visible(False)
-    axes[0].set_yticks(range(len(names)), names, fontsize=8)
-    axes[0].invert_yaxis()
-    fig.suptitle(caption, fontsize=9)
     return fig

@@ -60,7 +60,7 @@ from typing import Any
 
 import torch
 
-from zero3.blocks import TYPES, Blocks, Broken, force_out, printable, type_name
+from zero3.checkpoint.tensor_files import TYPES, Blocks, Broken, force_out, printable, type_name
 
 FORMAT, VERSION = "zero3 checkpoint", 1
 MANIFEST = "manifest.json"

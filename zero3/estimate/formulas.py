@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any
 
-from zero3.options import Parser, within
+from zero3.guards.options import Parser, within
 
 # More than any model or machine has. Beyond it a product of two options is no number.
 MOST = 1e24
@@ -342,7 +342,3 @@ def show_places(args: argparse.Namespace, has: dict[str, float]) -> None:
               f"{bandwidth_for(0.9, states, peak) / 1e9:,.0f} GB/s to its optimizer states"
               + (f",\n{bandwidth_for(0.9, args.tokens, peak) / 1e9:,.0f} GB/s to its parameters."
                  if best.params_in != "device" else "."))
-
-
-if __name__ == "__main__":
-    main()

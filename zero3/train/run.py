@@ -29,11 +29,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero3.archive import Archive, decode, hold, sweep
-from zero3.checkpoint import newest, save
-from zero3.launch import is_consequence
-from zero3.ledger import Event, Ledger, disk_bytes, held_bytes
-from zero3.options import one_line
+from zero3.checkpoint.reader import Archive, decode, hold, sweep
+from zero3.checkpoint.save_load import newest, save
+from zero3.guards.options import one_line
+from zero3.measure.ledger import Event, Ledger, disk_bytes, held_bytes
+from zero3.train.launch import is_consequence
 
 # What makes a run another one: a checkpoint of one is not taken up by the other unasked.
 OPTIONS = ("d_model", "layers", "heads", "seq_len", "batch", "accumulate", "steps", "lr", "seed",

@@ -69,13 +69,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero3.estimate import describe
-from zero3.gradients import GradientElsewhere, grad_of, set_grad
+from zero3.estimate.formulas import describe
+from zero3.estimate.predict import Prediction, predict
+from zero3.guards.gradients import GradientElsewhere, grad_of, set_grad
 from zero3.layer import Zero3Layer, _Group
-from zero3.ledger import Ledger, Silence
+from zero3.measure.ledger import Ledger, Silence
 from zero3.offload import Offload
-from zero3.predict import Prediction, predict
-from zero3.states import Owned, moments_of
+from zero3.optimizer.states import Owned, moments_of
 from zero3.wire import Bucket, Wire
 
 # Optimizers of torch's that a flat, dense shard cannot serve.

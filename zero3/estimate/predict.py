@@ -35,8 +35,8 @@ ahead in vain; an `Offload` with `max_in_cpu` that another model has used before
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from zero3.disk import ALIGN_BYTES, whole_blocks
-from zero3.estimate import LayerSpec, Part
+from zero3.estimate.formulas import LayerSpec, Part
+from zero3.files.disk import ALIGN_BYTES, whole_blocks
 from zero3.offload import Offload
 
 

@@ -43,10 +43,17 @@ import torch
 from safetensors import safe_open
 from torch.distributed.checkpoint.api import CheckpointException
 
-from zero3.archive import Archive, Param, newest, place, steps
-from zero3.blocks import BLOCK_BYTES, TYPES, Broken, Writer, check_name
-from zero3.formats import from_dcp, from_deepspeed, from_tensors, say, to_dcp, to_deepspeed
-from zero3.materialise import Source
+from zero3.checkpoint.formats import (
+    from_dcp,
+    from_deepspeed,
+    from_tensors,
+    say,
+    to_dcp,
+    to_deepspeed,
+)
+from zero3.checkpoint.reader import Archive, Param, newest, place, steps
+from zero3.checkpoint.tensor_files import BLOCK_BYTES, TYPES, Broken, Writer, check_name
+from zero3.whole_model.materialise import Source
 
 # Elements of a parameter that `export` has in memory at once; and its file, where there is one.
 _PART_NUMEL, _ONE = 1 << 20, "model.safetensors"

@@ -43,7 +43,7 @@ gathered once for all of them. Between two uses a unit is in one of these states
 parameters of another (section 7.1 of the paper calls them external) is noticed the first time, also
 where the other one happens to be whole; from then on it is fetched along, forward and backward.
 
-**Run this**: `python -m zero3.coordinator` writes down what happens in two steps of a small model.
+**Run this**: `python -m zero3.whole_model` writes down what happens in two steps of a small model.
 
 **Not covered, and what that costs**: a unit that is called outside of the model's own forward is
 fetched on demand; other methods of the model that use what is at the root raise errors. A layer
@@ -61,9 +61,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero3.contents import uncompiled
+from zero3.guards.contents import uncompiled
 from zero3.layer import Zero3Layer, _Call
-from zero3.ledger import in_backward
+from zero3.measure.ledger import in_backward
 from zero3.offload import Offload
 
 

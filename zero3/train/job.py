@@ -39,15 +39,27 @@ from typing import Any
 
 import torch
 
-from zero3.checkpoint import load
-from zero3.estimate import describe
+from zero3.checkpoint.save_load import load
+from zero3.estimate.formulas import describe
+from zero3.estimate.predict import data_parallel
+from zero3.guards.options import (
+    APP,
+    INSTALL,
+    MOST,
+    Parser,
+    expect,
+    folder,
+    missing,
+    one_line,
+    within,
+)
+from zero3.guards.version import commit_name
 from zero3.layer import Zero3Layer, Zero3Sequential
-from zero3.ledger import Ledger, exponents
+from zero3.measure.ledger import Ledger, exponents
 from zero3.offload import TIERS, Offload, room
-from zero3.optimizer import Zero3Optimizer
-from zero3.options import APP, INSTALL, MOST, Parser, expect, folder, missing, one_line, within
-from zero3.predict import data_parallel
-from zero3.run import (
+from zero3.optimizer.stage3 import Zero3Optimizer
+from zero3.train import gpt
+from zero3.train.run import (
     Ranks,
     Run,
     agree,
@@ -59,16 +71,6 @@ from zero3.run import (
     take_up,
     tell_failure,
 )
-
-try:
-    from zero3 import gpt
-except ModuleNotFoundError as error:
-    if __name__ != "__main__":
-        raise
-    Parser(prog="zero3.train").error(
-        f"a package of the application is missing. Expected: {', '.join(APP)}. Got: {error}. "
-        f"What to do: {INSTALL}."
-    )
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Cross-entropy comes in nats.
@@ -371,7 +373,7 @@ def finish(model, optimizer, config: gpt.GPTConfig, args, ranks: Ranks, run: Run
     if ranks.rank:
         return
     # Here, because matplotlib takes a second to import, and only rank 0 draws.
-    from zero3 import report
+    from zero3.train import report
 
     ranks.say(f"\n{text}\n")
     ranks.say(report.table(predicted, plain, measured))
@@ -382,7 +384,7 @@ def finish(model, optimizer, config: gpt.GPTConfig, args, ranks: Ranks, run: Run
         "ranks": ranks.world_size,
         "device": device,
         "torch": version,
-        "commit": report.commit(),
+        "commit": commit_name(),
         "tokens_per_s": args.batch * args.seq_len * args.steps / run.train_s,
         "loss_unit": "bits per byte",
         "losses": run.losses,
@@ -527,15 +529,3 @@ def check_alike(args: argparse.Namespace, ranks: Ranks) -> None:
                     f"Got: {option} {theirs[name]}, on rank {rank}. What to do: start all machines "
                     "with the same command."
                 )
-
-
-if __name__ == "__main__":
-    # A sample has whatever bytes the model writes, and a path those of the file system. Neither may
-    # end a run at the end of it.
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # At once: now and then a thread of the process group's would still ask for an interpreter that
-    # is shutting down, and abort a run that is done.
-    os._exit(code)

@@ -71,7 +71,7 @@ _METADATA = {
         "is_floating_point", "untyped_storage", "requires_grad_", "detach_", "__hash__")),
 }
 _CURE = ("clip with `model.clip_grad_norm_(...)`, or `Zero3Optimizer(..., clip_grad_norm=...)`; "
-         "without a `Zero3Sequential` or `wrap`, with `zero3.gradients.clip_grad_norm_(model, "
+         "without a `Zero3Sequential` or `wrap`, with `zero3.guards.gradients.clip_grad_norm_(model, "
          "...)`; to look at this rank's part take `.as_subclass(torch.Tensor)` of the gradient")
 
 

@@ -40,14 +40,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zero3 import __version__
-from zero3.archive import Archive, Param, decode, encode
-from zero3.blocks import TYPES, Broken, type_name
-from zero3.coordinator import Zero3Model
+from zero3.checkpoint.reader import Archive, Param, decode, encode
+from zero3.checkpoint.tensor_files import TYPES, Broken, type_name
+from zero3.guards.version import __version__
 from zero3.layer import Zero3Layer, _Group, _Slot
 from zero3.offload import InFile
-from zero3.optimizer import Zero3Optimizer, plain_names
-from zero3.states import Owned, moments_of
+from zero3.optimizer.stage3 import Zero3Optimizer, plain_names
+from zero3.optimizer.states import Owned, moments_of
+from zero3.whole_model.wrap import Zero3Model
 from zero3.wire import Wire
 
 # Options of a param group that say how torch computes, and not what.

@@ -1,0 +1,5 @@
+import sys
+
+from zero3.checkpoint.convert import main
+
+sys.exit(main())

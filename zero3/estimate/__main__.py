@@ -1,0 +1,3 @@
+from zero3.estimate.formulas import main
+
+main()

@@ -1,0 +1,233 @@
+r"""
+# How fast a disk is
+
+`measure` writes a file and reads it again, past the page cache or through it, and
+`python -m zero3.offload bench` compares the ways.
+
+Offloading to files is fast enough only if the disk is. One request at a time keeps a fast disk
+waiting for the next one, so the bandwidth depends on how many requests are in flight and how large
+they are:
+
+$$\text{bandwidth} = \min\Big(\text{bw}_\text{disk},\;
+\frac{\text{queue depth} \cdot \text{block}}{\text{latency of a request}}\Big)$$
+
+**A figure of the disk, and not of the page cache.** The file is written, forced out (`fsync`, which
+counts as writing) and dropped from the page cache before it is read. Afterwards the system says how
+many bytes went to the disk and came from it. If more than 1 % are missing, there is no figure.
+
+**Run this**: `python -m zero3.offload bench --folder DIR`. It takes a few minutes, and prints a
+line for each figure as it comes. `--picture FILE` draws them too.
+
+**Not covered, and what that costs**: caches inside a disk or of a virtual machine's host cannot be
+seen from here, so choose a file larger than they are. The system's asynchronous calls (`io_uring`,
+libaio) need one thread where this needs several; `make bench ARGS="--disk DIR"` measures the
+difference with fio.
+"""
+
+import argparse
+import concurrent.futures
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero3.files.disk import File, aligned
+from zero3.guards.options import INSTALL, Parser, expect, folder, missing, whole, within
+from zero3.guards.version import commit_name
+
+# Past the cache or not, bytes of a request, and how many are with the disk at once.
+WAYS = [(direct, mib << 20, depth) for direct in (True, False)
+        for mib, depth in ((1, 1), (1, 4), (4, 1), (4, 4), (8, 4), (4, 8))]
+PICTURES = (".png", ".svg", ".pdf")
+
+
+@dataclass(frozen=True)
+class Speed:
+    """
+    ## What a disk gave, in one way of asking
+    """
+
+    direct: bool
+    block_bytes: int
+    queue_depth: int
+    write_gb_s: float | None  # GB are 1e9 bytes; nothing, where the cache had a part in it
+    read_gb_s: float | None
+
+
+def measure(folder: Path, nbytes: int, direct: bool, block_bytes: int, queue_depth: int) -> Speed:
+    """
+    ## Write a file and read it again
+
+    * `nbytes` is its size, a multiple of `block_bytes`, which are in a request
+    * `direct` is as for `File`; `queue_depth` requests are with the disk at once
+
+    Raises `OSError` where the folder has no room for it.
+    """
+    file = File(folder, nbytes, direct)
+    _, memory = aligned(block_bytes * queue_depth)
+    memory.random_(0, 256)
+    blocks = memory.split(block_bytes)
+    speeds = []
+    with concurrent.futures.ThreadPoolExecutor(queue_depth) as workers:
+        # The first time over, the file system also marks the space as written. A run writes it
+        # again in every step, so it is the second time that counts.
+        for write in (True, True, False):
+            before, start_s = _disk_bytes(write), time.perf_counter()
+            moves = [workers.submit(file.move, write, blocks[i % queue_depth], at)
+                     for i, at in enumerate(range(0, nbytes, block_bytes))]
+            for move in moves:
+                move.result()
+            if write:
+                os.fsync(file.fd)
+            took_s, moved_bytes = time.perf_counter() - start_s, _disk_bytes(write) - before
+            speeds.append(nbytes / took_s / 1e9 if moved_bytes >= 0.99 * nbytes else None)
+            file.cool()
+    return Speed(direct, block_bytes, queue_depth, *speeds[1:])
+
+
+def _disk_bytes(write: bool) -> int:
+    """
+    #### What this process has had the disk do so far, as the system counts it
+    """
+    name = "write_bytes" if write else "read_bytes"
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)[name])
+
+
+def sweep(folder: Path, nbytes: int, rounds: int) -> Iterator[tuple[int, Speed]]:
+    """
+    ## Every way of asking, once in each round
+
+    * `nbytes` are as for `measure`; `rounds` is how often
+
+    Yields each figure as soon as it is there, with the number of its round. The ways take turns
+    within a round, because a disk that others share is faster at one time than at another, and
+    that would look like the effect of a setting.
+    """
+    for turn in range(rounds):
+        for each in WAYS:
+            yield turn, measure(folder, nbytes, *each)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """
+    ## The command line, of `zero3.offload`
+    """
+    parser = Parser(prog="python -m zero3.offload")
+    bench = parser.add_subparsers(required=True, metavar="bench").add_parser(
+        "bench", help="measure how fast a disk reads and writes",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    bench.add_argument("--folder", required=True, help="on the disk to measure")
+    bench.add_argument("--mib", type=int, default=1024, help="size of the file that is written")
+    bench.add_argument("--rounds", type=int, default=3, help="how often everything is measured")
+    bench.add_argument("--picture", "--out", type=Path, metavar="FILE", help="draw the figures too "
+                       f"(*{', *'.join(PICTURES)}); left out, nothing is written")
+    args = parser.parse_args(argv)
+    nbytes = args.mib << 20 if whole(args.mib, 64, 1 << 40) else 0
+    try:
+        expect(nbytes > 0 and nbytes % (32 << 20) == 0, "--mib does not split into requests",
+               "64 or another multiple of 32", args.mib, "pass such a number of MiB")
+        within("--rounds", args.rounds, 1, 1000)
+        folder("--folder", args.folder)
+        if args.picture is not None:
+            check_picture(args.picture)
+        show(Path(args.folder), nbytes, args.rounds, args.picture)
+    except ValueError as error:
+        bench.error(f"{error}")
+    except OSError as error:
+        bench.error(f"cannot measure. Expected: a folder with room for {args.mib} MiB. Got: "
+                    f"{error}. What to do: choose a folder on a larger disk, or pass --mib")
+
+
+def check_picture(picture: Path) -> None:
+    """
+    ## Raise `ValueError` when a picture could not be written
+
+    Before minutes are spent on its figures. Makes the folder that it goes to.
+    """
+    what = "cannot draw --picture"
+    expect(not missing("matplotlib"), what, "matplotlib", "a Python without it",
+           f"{INSTALL}, or leave --picture out")
+    expect(picture.suffix in PICTURES and not picture.is_dir(), what,
+           f"the name of a file, with one of {', '.join(PICTURES)}", picture, "pass another name")
+    try:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        expect(False, what, "a folder for it", error, "choose another one")
+    folder("--picture", picture.parent)
+
+
+def show(folder: Path, nbytes: int, rounds: int, picture: Path | None) -> None:
+    """
+    ## Measure, and say what was found
+
+    Each figure goes to the error stream as it comes, because all of them take minutes. Then the
+    medians of the rounds are printed, in GB/s (1e9 bytes). Raises `OSError` as `measure` does.
+    """
+    found: dict[Any, list[Speed]] = {}
+    for turn, speed in sweep(folder, nbytes, rounds):
+        found.setdefault(_way(speed), []).append(speed)
+        print(f"round {turn + 1} of {rounds}: {_way(speed)}   write {_figure(speed.write_gb_s):16}"
+              f"read {_figure(speed.read_gb_s)}", file=sys.stderr, flush=True)
+    print(f"a file of {nbytes >> 20} MiB in {folder}, cold: written, forced out and dropped from "
+          f"the page cache before\nit is read. GB/s (1e9 bytes), median of {rounds} rounds "
+          "(least and most)\n")
+    print(f"{'way':22}{'block':>8}{'queue':>7}   {'write':22}{'read':22}")
+    for way, rows in found.items():
+        cells = [_cell([row.write_gb_s for row in rows]), _cell([row.read_gb_s for row in rows])]
+        print(f"{way}   " + "".join(f"{cell:22}" for cell in cells).rstrip())
+    if picture is not None:
+        caption = f"{nbytes >> 20} MiB, {rounds} rounds, commit {commit_name()}"
+        draw([tuple(rows) for rows in found.values()], caption).savefig(picture)
+        print(f"\nwrote {picture}")
+
+
+def draw(found: list[tuple[Speed, ...]], caption: str) -> Any:
+    """
+    ## How fast a disk is, by the way of asking
+
+    * `found` has for each way what the rounds gave
+
+    A bar is the median, a dot is a round. Where the page cache had a part in it, there is neither.
+    """
+    # Imported here, because matplotlib takes a second to import.
+    from matplotlib.figure import Figure
+
+    fig = Figure(figsize=(9, 4.5), dpi=150, layout="constrained")
+    axes = fig.subplots(1, 2, sharey=True)
+    names = [f"{'direct' if rows[0].direct else 'mapped'}, {rows[0].block_bytes >> 20} MiB x "
+             f"{rows[0].queue_depth}" for rows in found]
+    for ax, what in zip(axes, ("write_gb_s", "read_gb_s"), strict=True):
+        for i, rows in enumerate(found):
+            speeds = [getattr(row, what) for row in rows]
+            if None not in speeds:
+                color = "#2171b5" if rows[0].direct else "#fdae6b"
+                ax.barh(i, statistics.median(speeds), color=color)
+                ax.plot(speeds, [i] * len(speeds), ".", color="#252525", markersize=4)
+        ax.set(xlabel=f"{what.split('_')[0]} (GB/s)", xlim=(0, None))
+        ax.grid(axis="x", alpha=0.3)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0].set_yticks(range(len(names)), names, fontsize=8)
+    axes[0].invert_yaxis()
+    fig.suptitle(caption, fontsize=9)
+    return fig
+
+
+def _way(speed: Speed) -> str:
+    way = "past the cache" if speed.direct else "mapped into memory"
+    return f"{way:22}{speed.block_bytes >> 20:>4} MiB{speed.queue_depth:>7}"
+
+
+def _figure(value: float | None) -> str:
+    return "not the disk's" if value is None else f"{value:.2f} GB/s"
+
+
+def _cell(values: list[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return "not the disk's"
+    return f"{statistics.median(known):.2f} ({min(known):.2f}-{max(known):.2f})"

@@ -1,0 +1,3 @@
+from zero3.whole_model.wrap import main
+
+main()
