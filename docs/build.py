@@ -49,7 +49,7 @@ WAYS_IN = [f"docs/{name}.md" for name in "index life notation names ladder tape 
            "mutations exercises".split()] + ["README.md"]
 # In the order in which to read them.
 CHAPTERS = [f"zero3/{name}.py" for name in """
-    __init__ layer wire offload
+    __init__ layer comm offload
     guards/contents guards/gradients guards/options guards/version
     files/disk files/bench
     optimizer/states optimizer/stage3

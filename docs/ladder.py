@@ -51,11 +51,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential
+from zero3.comm import _all_gather, _reduce_scatter
 from zero3.guards.version import commit_name
 from zero3.measure.ledger import Ledger, disk_bytes, held_bytes
 from zero3.train import launch
 from zero3.train.gpt import GPTConfig, global_batch, gpt_layers, load_bytes, next_byte_loss
-from zero3.wire import _all_gather, _reduce_scatter
 
 RANKS, STEPS, ROWS = 2, 5, 4  # rows of the global batch
 CONFIG = GPTConfig(seq_len=32, d_model=64, n_layers=8, d_ff=128)

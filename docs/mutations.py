@@ -40,7 +40,7 @@ MUTATIONS = [
     Mutation(
         "mean", "layer.py", "Zero3Layer._post_backward_hook",
         title="Without the division by the number of ranks",
-        old="        mean = 1 / self.wire.world_size\n",
+        old="        mean = 1 / self.comm.world_size\n",
         new="        mean = 1\n",
         breaks="I1", program="step",
         healthy="gradients: 1.00 times those of plain PyTorch",
@@ -48,7 +48,7 @@ MUTATIONS = [
         why="A reduce-scatter adds, and the loss of the global batch is a mean: without the "
             "division gradients are $N$ times too large. Adam hides most of it, SGD nothing."),
     Mutation(
-        "assign", "layer.py", "_Group.add_grad",
+        "assign", "layer.py", "FlatParameter.add_grad",
         title="A second backward assigns",
         old="            grad = mark(self.shard.grad.add_(total), self, used=None)\n",
         new="            grad = mark(total, self, used=None)\n",
@@ -80,7 +80,7 @@ MUTATIONS = [
         "keep-storage", "layer.py", "Zero3Layer._cleanup_params",
         title="The storage is kept",
         old="""\
-        for g in self.groups:
+        for g in self.flats:
             g.full.untyped_storage().resize_(0)
 """,
         new="",
@@ -93,10 +93,10 @@ MUTATIONS = [
     Mutation(
         "fresh-memory", "layer.py", "Zero3Layer.fetch_params",
         title="Each gather into memory of its own",
-        old="        self._gather = self._all_gather([g.full for g in self.groups])\n",
+        old="        self._gather = self._all_gather([g.full for g in self.flats])\n",
         new="""\
-        fulls = [self._empty(len(g.full), g.full.dtype) for g in self.groups]
-        for full, g in zip(fulls, self.groups, strict=True):
+        fulls = [self._empty(len(g.full), g.full.dtype) for g in self.flats]
+        for full, g in zip(fulls, self.flats, strict=True):
             for slot in g.slots:
                 slot.view = slot.of(full)
         self._gather = self._all_gather(fulls)
@@ -184,9 +184,9 @@ MUTATIONS = [
     Mutation(
         "skip-one", "layer.py", "Zero3Layer.fetch_params",
         title="One rank leaves out a gather",
-        old="        if self.is_fetched or self._full_elsewhere or not self.groups:\n",
-        new="        if self.is_fetched or self._full_elsewhere or not self.groups or (\n"
-            "                self.wire.rank == 1 and self.layer_idx == 2):\n",
+        old="        if self.is_fetched or self._full_elsewhere or not self.flats:\n",
+        new="        if self.is_fetched or self._full_elsewhere or not self.flats or (\n"
+            "                self.comm.rank == 1 and self.layer_idx == 2):\n",
         breaks="I6", program="step",
         healthy="gradients: 1.00 times those of plain PyTorch",
         symptom="rank 0 prints: RuntimeError: rank 0: layer 2 (Sequential): the ranks diverged. "
@@ -195,7 +195,7 @@ MUTATIONS = [
             "would wait for ever, or take the next message for this one. As each announces what it "
             "is about to do, the error says what either of them does."),
     Mutation(
-        "no-comparison", "wire.py", "Wire.open",
+        "no-comparison", "comm.py", "Communicator.open",
         title="The ranks do not compare what they shard",
         old="""\
         for rank, theirs in enumerate(self.gather(layout)):
@@ -218,7 +218,7 @@ MUTATIONS = [
         title="The master is not rounded into its shard",
         old="""\
         if write and not self.own:
-            self.group.home.replace(master)
+            self.group.storage.replace(master)
 """,
         new="",
         breaks="I1", program="master",
@@ -230,7 +230,7 @@ MUTATIONS = [
     Mutation(
         "local-norm", "optimizer/stage3.py", "Zero3Optimizer._squares",
         title="Each rank clips by its own norm",
-        old="        return self.wire.numbers(self, squares.to(self.layers[0].device))\n",
+        old="        return self.comm.numbers(self, squares.to(self.layers[0].device))\n",
         new="        return squares[None].to(self.layers[0].device)\n",
         breaks="I1", program="clip",
         healthy="the step: 0.60 and 0.80",
@@ -242,7 +242,7 @@ MUTATIONS = [
         "skip-alone", "optimizer/stage3.py", "Zero3Optimizer._step",
         title="Each rank looks for infinities in its own gradients",
         old="        if not math.isfinite(norm):\n",
-        new="        if not squares[self.wire.rank].isfinite().all():\n",
+        new="        if not squares[self.comm.rank].isfinite().all():\n",
         breaks="I6", program="overflow",
         healthy="steps skipped: 1, loss scale 32768",
         symptom="rank 0 prints: steps skipped: 0, loss scale 65536",
@@ -261,7 +261,7 @@ MUTATIONS = [
             "still believes to have read its own reads less, and computes with that one's weights: "
             "the output is not that of plain PyTorch either."),
     Mutation(
-        "unchecked", "checkpoint/tensor_files.py", "Blocks.block",
+        "unchecked", "checkpoint/tensor_files.py", "TensorFile.block",
         title="No checksum is looked at",
         old="""\
             if f"{zlib.crc32(block):08x}" != self.crc32[8 * i : 8 * i + 8]:

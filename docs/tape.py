@@ -19,7 +19,7 @@ While it is recorded, both are checked: what a rank holds between steps and at i
 `trace.json`, which https://ui.perfetto.dev and `chrome://tracing` open.
 
 **Not covered, and what that costs**: the tape knows when the ledger was told, not when a message
-crossed the wire, so messages in flight are those that were begun and not yet waited for. Buckets:
+crossed the comm, so messages in flight are those that were begun and not yet waited for. Buckets:
 each layer here is reduced alone, for a bucket's entries name its first layer only. Offload tiers,
 whose reads and writes are not drawn.
 """
@@ -165,7 +165,7 @@ def worker(steps: int, config: gpt.GPTConfig) -> tuple[Json, Json]:
     layers = [_layer(m) for m in model.module_list]
     return {
         "rank": rank, "predicted": predicted, "measured": measured, "start_s": tape._start_s,
-        **_told(tape, layers, predicted["rest_bytes"], optimizer.wire),
+        **_told(tape, layers, predicted["rest_bytes"], optimizer.comm),
     }, {
         "device": device.type, "layers": layers,
         "data_parallel": {"rest_bytes": plain.rest_bytes, "peak_bytes": plain.peak_bytes},
@@ -176,10 +176,10 @@ def _last_step(model: Any, optimizer: Zero3Optimizer, steps: int, seq_len: int) 
     """
     #### Train, and listen to the last step
     """
-    wire, text, tape = optimizer.wire, gpt.load_bytes(), Lines(model, optimizer)
+    comm, text, tape = optimizer.comm, gpt.load_bytes(), Lines(model, optimizer)
     for step in range(steps):
-        windows = gpt.global_batch(text, step, 2 * wire.world_size, seq_len)
-        mine = windows[2 * wire.rank : 2 * wire.rank + 2].to(optimizer.device)
+        windows = gpt.global_batch(text, step, 2 * comm.world_size, seq_len)
+        mine = windows[2 * comm.rank : 2 * comm.rank + 2].to(optimizer.device)
         # So that no rank's first message waits for a rank that still starts.
         dist.barrier()
         with tape if step + 1 == steps else nullcontext():
@@ -192,23 +192,23 @@ def _last_step(model: Any, optimizer: Zero3Optimizer, steps: int, seq_len: int) 
 def _layer(layer: Zero3Layer) -> Json:
     return {
         "label": layer.label,
-        "params": sum(slot.param.numel() for g in layer.groups for slot in g.slots),
-        "bytes": sum(g.full.nbytes for g in layer.groups),  # with padding
-        "shard_bytes": sum(g.shard.nbytes for g in layer.groups),
+        "params": sum(slot.param.numel() for g in layer.flats for slot in g.slots),
+        "bytes": sum(g.full.nbytes for g in layer.flats),  # with padding
+        "shard_bytes": sum(g.shard.nbytes for g in layer.flats),
     }
 
 
-def _told(tape: Lines, layers: list[Json], rest_bytes: int, wire: Any) -> Json:
+def _told(tape: Lines, layers: list[Json], rest_bytes: int, comm: Any) -> Json:
     """
     #### A rank's events with their lines and sentences, and its frames
     """
     names = ("time_s", "layer", "phase", "event", "bytes", "live_bytes", "sent_bytes")
     events = [{name: getattr(e, name) for name in names} for e in tape.events]
-    states, labels = frames(events, layers, rest_bytes, wire.by_messages), [
+    states, labels = frames(events, layers, rest_bytes, comm.by_messages), [
         layer["label"] for layer in layers]
     for before, e, calls in zip(states, events, tape.lines, strict=False):
         e["lines"] = [(file, line, function_at(file, line)[2]) for file, line in calls]
-        e["text"] = tell(e, before, labels, wire.world_size)
+        e["text"] = tell(e, before, labels, comm.world_size)
     return {"events": events, "frames": states}
 
 
@@ -229,19 +229,19 @@ def _code(ranks: list[Json]) -> dict[str, Json]:
 # --------------------------------------------------------------------------------------- the frames
 
 # What a rank holds, from the bottom of the picture to the top.
-HELD = ("rest", "reduced", "whole", "unsharding", "gradients", "inbox")
+HELD = ("rest", "reduced", "whole", "unsharding", "gradients", "receive_buffer")
 
 
-def frames(events: list[Json], layers: list[Json], rest_bytes: int, inbox: bool) -> list[Json]:
+def frames(events: list[Json], layers: list[Json], rest_bytes: int, receive_buffer: bool) -> list[Json]:
     """
     ## The state of each layer, and the messages in flight, before the first event and after each
 
     * `layers` have a label, bytes and bytes of a shard
-    * `inbox` says that messages with gradients arrive where the full parameters were
+    * `receive_buffer` says that messages with gradients arrive where the full parameters were
 
     | of a layer | is |
     |---|---|
-    | `params` | shard, unsharding, whole, or inbox |
+    | `params` | shard, unsharding, whole, or receive_buffer |
     | `busy` | whether it computes, forward or backward |
     | `grads` | none, filling, full, reducing, reduced, or shard: of all these the shard's is left |
     | `state` | a word for all: shard, unsharding, whole, computing, gradients, reducing, reduced |
@@ -257,7 +257,7 @@ def frames(events: list[Json], layers: list[Json], rest_bytes: int, inbox: bool)
         name = e["layer"]
         # The norm is the optimizer's, and of no layer; it is waited for where it is begun.
         if name in states:
-            _move(states[name], e["event"], inbox)
+            _move(states[name], e["event"], receive_buffer)
         if e["event"] in ("fetch", "reduce"):
             flight[name, e["event"]] = {
                 "layer": [*states].index(name), "what": e["event"], "bytes": e["sent_bytes"],
@@ -268,14 +268,14 @@ def frames(events: list[Json], layers: list[Json], rest_bytes: int, inbox: bool)
     return told
 
 
-def _move(state: Json, event: str, inbox: bool) -> None:
+def _move(state: Json, event: str, receive_buffer: bool) -> None:
     """
     #### What an event makes of a layer
     """
     changes: dict[str, Json] = {
         "fetch": {"params": "unsharding"}, "gathered": {"params": "whole"},
         "compute": {"busy": True}, "computed": {"busy": False}, "gradients": {"grads": "filling"},
-        "reduce": {"grads": "reducing", "params": "inbox" if inbox else "shard"},
+        "reduce": {"grads": "reducing", "params": "receive_buffer" if receive_buffer else "shard"},
         "reduced": {"grads": "reduced"},
         # A layer frees its parameters before the buffers of its reduce.
         "free": {"params": "shard", "busy": False,
@@ -317,10 +317,10 @@ def tell(e: Json, before: Json, labels: list[str], world_size: int) -> str:
     others = "the other rank" if world_size == 2 else f"the {world_size - 1} other ranks"
     owned = before["layers"][labels.index(name)] if name in labels else {}
     backward = e["phase"] == "backward"
-    inbox = " and the buffer that messages came into" if owned.get("params") == "inbox" else ""
+    receive_buffer = " and the buffer that messages came into" if owned.get("params") == "receive_buffer" else ""
     gives = (f"frees its full parameters, {nbytes}; its shard stays"
              if owned.get("params") == "whole" else
-             f"gives back its full gradient{inbox}, {nbytes}")
+             f"gives back its full gradient{receive_buffer}, {nbytes}")
     return {
         "fetch": f"{name} starts to unshard; its shard, {sent}, is on its way to {others}",
         "gathered": f"{name} is whole: the shards of {others} have arrived",

@@ -21,7 +21,7 @@
 # twice and reduces the gradients once. How much more is that than data parallelism, which reduces
 # once and gathers nothing?
 #
-# This notebook belongs to [`wire.py`](../zero3/wire.py#the-wire), through which everything goes
+# This notebook belongs to [`comm.py`](../zero3/comm.py#the-wire), through which everything goes
 # that ranks send each other.
 
 # %%
@@ -304,7 +304,7 @@ if seen:
 #
 # What the kernel counts beyond that is too little for these digits: the headers of messages, and
 # the 32 bytes with which each transfer [announces
-# itself](../zero3/wire.py#announce-what-this-rank-is-about-to-transfer), so that ranks that diverge
+# itself](../zero3/comm.py#announce-what-this-rank-is-about-to-transfer), so that ranks that diverge
 # get an error and not noise. On GPUs the collectives are NCCL's, and its reduce-scatter is a real
 # one; transfers announce themselves there too, and the device compares.
 #
@@ -326,18 +326,18 @@ if seen:
 #
 # ```python
 # def my_reduce_scatter(mine):
-#     inbox = torch.empty_like(mine)
-#     dist.all_to_all_single(inbox, mine)
-#     return inbox.view(dist.get_world_size(), -1).sum(0)
+#     receive_buffer = torch.empty_like(mine)
+#     dist.all_to_all_single(receive_buffer, mine)
+#     return receive_buffer.view(dist.get_world_size(), -1).sum(0)
 # ```
 #
 # An all-to-all brings each rank its row of all vectors; what is left is to add them. It needs an
-# inbox as large as the vector, where a ring needs a row. `zero3` has one at hand: the memory where
+# receive_buffer as large as the vector, where a ring needs a row. `zero3` has one at hand: the memory where
 # the full parameters were, which backward needs no more.
 #
 # </details>
 #
-# **In the source**: [gather](../zero3/wire.py#start-to-gather-each-shard-into-its-flat-buffer),
-# [reduce](../zero3/wire.py#start-to-reduce-scatter-each-flat-gradient), and the
-# [sum](../zero3/wire.py#this-rank-s-share-of-the-sum-over-ranks-shard-numel). Next: [one
+# **In the source**: [gather](../zero3/comm.py#start-to-gather-each-shard-into-its-flat-buffer),
+# [reduce](../zero3/comm.py#start-to-reduce-scatter-each-flat-gradient), and the
+# [sum](../zero3/comm.py#this-rank-s-share-of-the-sum-over-ranks-shard-numel). Next: [one
 # layer](03_one_layer.ipynb), opened up.

@@ -85,7 +85,7 @@ def plain(ranks):
 def merged():
     layer, linear = Zero3Layer(readable()), readable()
     flat = layer._merge_and_pad_params(list(linear.parameters()))
-    return flat.tolist(), layer.groups[0].shard.tolist()
+    return flat.tolist(), layer.flats[0].shard.tolist()
 
 
 def touched():
@@ -101,7 +101,7 @@ def touched():
 def opened():
     linear, ranks = readable(), dist.get_world_size()
     layer = Zero3Layer(linear)
-    group, notes = layer.groups[0], []
+    group, notes = layer.flats[0], []
 
     def note(call):
         tensors = group.shard, group.full, group.grad, group.shard.grad
@@ -145,7 +145,7 @@ def itself():
     layer = Zero3Layer(readable())
     with Ledger(layer) as tape:
         mean_loss(layer(my_inputs())).backward()
-    return [(e.phase, e.event, e.live_bytes) for e in tape.events], layer.groups[0].shard.grad.cpu()
+    return [(e.phase, e.event, e.live_bytes) for e in tape.events], layer.flats[0].shard.grad.cpu()
 
 
 # %% [markdown]

@@ -51,7 +51,7 @@ def train(params_in, states_in, depth=8, steps=4, **options):
     # On a machine with an NVMe disk, `dir=` is a folder on it.
     with tempfile.TemporaryDirectory() as folder:
         model, optimizer = build(folder, params_in, states_in, depth, **options)
-        torch.manual_seed(optimizer.wire.rank)  # each rank has rows of its own
+        torch.manual_seed(optimizer.comm.rank)  # each rank has rows of its own
         x = torch.randn(16, WIDTH).to(my_device(), torch.bfloat16)
         losses = []
         for _ in range(steps):

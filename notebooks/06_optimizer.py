@@ -175,7 +175,7 @@ def overflow(attempts):
     """The scale, what `step()` returned, and whether a weight moved, for each attempt"""
     model = ones(torch.float16)
     optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.01, loss_scale="dynamic")
-    last = optimizer.wire.rank == optimizer.wire.world_size - 1
+    last = optimizer.comm.rank == optimizer.comm.world_size - 1
     x = torch.ones(1, 1, device=my_device(), dtype=torch.float16)
     told = []
     for _ in range(attempts):
@@ -221,8 +221,8 @@ assert [norm is None for _, norm, _ in attempts[0]] == [True] * 4 + [False]
 def rows(optimizer, count):
     """The global batch, `count` rows for each rank, and this rank's rows of it"""
     torch.manual_seed(1)
-    batch = torch.randn(count * optimizer.wire.world_size, WIDTH).to(my_device())
-    return batch, batch.chunk(optimizer.wire.world_size)[optimizer.wire.rank]
+    batch = torch.randn(count * optimizer.comm.world_size, WIDTH).to(my_device())
+    return batch, batch.chunk(optimizer.comm.world_size)[optimizer.comm.rank]
 
 
 def loss_of(model, x):
@@ -301,7 +301,7 @@ def micro_batches(count, hold):
 def opposite():
     """A gradient of 1 on ranks 0, 2, 4 ..., and of -1 on the others: what `step()` returns"""
     optimizer = Zero3Optimizer(model := ones(torch.float32), torch.optim.SGD, lr=0.1)
-    x = torch.full((1, 1), 1.0 - 2 * (optimizer.wire.rank % 2), device=my_device())
+    x = torch.full((1, 1), 1.0 - 2 * (optimizer.comm.rank % 2), device=my_device())
     optimizer.backward(model(x).sum())
     return optimizer.step()
 

@@ -77,12 +77,12 @@ def train(ways, limits):
     model = wrap(Tangle().to(my_device()), Block, **limits)
     optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.5)
     oracle = torch.optim.SGD(plain.parameters(), lr=0.5)
-    ranks = model.wire.world_size
+    ranks = model.comm.world_size
     ids = torch.randint(TOKENS, (4 * ranks, 16)).to(my_device())  # of all ranks
     found = {"tapes": [], "most_numel": 0}
     for way in ways:
         with Tape(model) as tape:
-            optimizer.backward(loss_of(model, ids.chunk(ranks)[model.wire.rank], way))
+            optimizer.backward(loss_of(model, ids.chunk(ranks)[model.comm.rank], way))
         optimizer.step()
         optimizer.zero_grad()
         loss_of(plain, ids, way).backward()

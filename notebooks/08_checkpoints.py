@@ -97,7 +97,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from zero3.checkpoint.convert import export
-from zero3.checkpoint.reader import Archive
+from zero3.checkpoint.reader import CheckpointReader
 from zero3.train.launch import default_ranks, preload, run
 
 preload("zero3.checkpoint.save_load")
@@ -160,11 +160,11 @@ for ranks in dict.fromkeys((N, 1, N + 1)):
 # S = \left\lceil \frac{P_\ell}{N} \right\rceil$$
 #
 # and whoever loads reads the ranges that are its own now, from whichever files they are in. The
-# manifest, read by [`Archive`](../zero3/checkpoint/reader.py#a-checkpoint-to-be-read), has $o$ and the
+# manifest, read by [`CheckpointReader`](../zero3/checkpoint/reader.py#a-checkpoint-to-be-read), has $o$ and the
 # shape:
 
 # %%
-flat = Archive(folder / "step-00000003").flats[0]
+flat = CheckpointReader(folder / "step-00000003").flats[0]
 for param in flat["params"]:
     name, shape = param["names"][0], tuple(param["shape"])
     print(f"{name:9}{shape!s:11} begins at element {param['offset']:,}")
@@ -331,7 +331,7 @@ else:
 # mine = divmod(200 * 501 + 7, S)
 # ```
 #
-# On two ranks that is in the file of rank 1. `Archive.read` does the same, and goes on in the next
+# On two ranks that is in the file of rank 1. `CheckpointReader.read` does the same, and goes on in the next
 # file where a range ends behind a shard.
 # </details>
 #

@@ -14,7 +14,7 @@ data parallelism is 2 and ZeRO-3 is 3:
 $$\text{sent} \Big/ \Psi\frac{N-1}{N}$$
 
 **Run this**: `make bench`; `python -m tests.bench --step` compares a step of `Zero3Optimizer` with
-one of FSDP2's optimizer, `python -m tests.bench --comm` compares `Wire`'s messages with gloo's
+one of FSDP2's optimizer, `python -m tests.bench --comm` compares `Communicator`'s messages with gloo's
 collectives for the same bytes, `python -m tests.bench --disk DIR` our direct reads and writes with
 those of fio, `python -m tests.bench --save DIR` a checkpoint with plain direct writes of as many
 bytes.
@@ -57,16 +57,16 @@ from docs.annotate import Source
 from tests.ranks import run
 from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, save
 from zero3.checkpoint.reader import file_name
+from zero3.comm import _all_gather, _reduce_scatter
 from zero3.files import disk
 from zero3.guards.version import commit_name
 from zero3.measure.ledger import Ledger
-from zero3.wire import _all_gather, _reduce_scatter
 
 PEERS = ("zero3", "wrap", "ddp", "fsdp2")
 # What of the package a step goes through.
 TIMED = [f"zero3/{name}.py" for name in ("layer", "measure/ledger", "offload", "optimizer/stage3",
                                          "optimizer/states", "whole_model/units",
-                                         "whole_model/wrap", "wire")]
+                                         "whole_model/wrap", "comm")]
 # What a run is measured by: its heading, its format, and what to divide by.
 COLUMNS = {
     "tokens_per_s": ("tokens/s", ",.0f", 1),
@@ -394,19 +394,19 @@ def table(medians, ratios):
 
 def measure_comm(args):
     """
-    ## gloo's collectives and `Wire`'s messages, one after the other, again and again
+    ## gloo's collectives and `Communicator`'s messages, one after the other, again and again
 
     Returns of each its milliseconds and the bytes that all ranks sent, per repetition.
     """
     layer, n = Zero3Layer(nn.Linear(1, 1)), args.ranks
     shard = torch.full((int(args.mib * 2**18) // n,), 1.0 + dist.get_rank())
-    full, grad, inbox, mine = shard.repeat(n), shard.repeat(n), shard.repeat(n), shard.clone()
+    full, grad, receive_buffer, mine = shard.repeat(n), shard.repeat(n), shard.repeat(n), shard.clone()
     ways = {
         "all-gather, gloo": lambda: _all_gather(full, shard),
-        "all-gather, Wire": lambda: layer.wire.all_gather(layer, [(full, shard)]).wait(),
+        "all-gather, Communicator": lambda: layer.comm.all_gather(layer, [(full, shard)]).wait(),
         "reduce-scatter, gloo": lambda: _reduce_scatter(mine, grad),
-        "reduce-scatter, Wire": lambda: (layer.wire.reduce_scatter([layer], [(grad, inbox)]),
-                                         layer.wire.reduced()),
+        "reduce-scatter, Communicator": lambda: (layer.comm.reduce_scatter([layer], [(grad, receive_buffer)]),
+                                         layer.comm.reduced()),
     }
     found = {name: [] for name in ways}  # of (milliseconds, bytes)
     for repeat in range(REPEATS + 1):

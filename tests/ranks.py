@@ -202,7 +202,7 @@ def _left(before: dict[str, Any]) -> Iterator[str]:
             vars(sys.modules.get(parent, zero3)).pop(child, None)
             del sys.modules[name]
     gc.collect()
-    kinds = (zero3.Zero3Layer, zero3.Zero3Optimizer, zero3.wire.Wire)
+    kinds = (zero3.Zero3Layer, zero3.Zero3Optimizer, zero3.comm.Communicator)
     for kept in {type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, kinds)}:
         yield f"a {kept}"
     after = _state()

@@ -48,7 +48,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-import zero3.wire
+import zero3.comm
 from zero3.offload import _METADATA, FreedParameter, InFile
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -357,23 +357,23 @@ class Accelerator:
         """
         ### Blocks of a file, which threads move between the file and a buffer
         """
-        def start(home: InFile, event: str, names: Any) -> None:
-            names, at = [*names], home.buffer
+        def start(storage: InFile, event: str, names: Any) -> None:
+            names, at = [*names], storage.buffer
             self.disk.merge(self.host.clock)
             self.operate(self.disk, f"{event} of a file", [at] if event == "write" else [],
                          [at] if event == "read" else [])  # type: ignore[list-item]
             done = self.Event()
             done.record(self.disk)
-            vars(home).setdefault("done", {})[event] = done
-            real(home, event, names)
+            vars(storage).setdefault("done", {})[event] = done
+            real(storage, event, names)
 
         return start
 
     def moved(self, real: Callable) -> Callable:
-        def end(home: InFile, event: str) -> None:
-            if home.moving[event]:
-                self.host.merge(vars(home)["done"][event].clock)
-            real(home, event)
+        def end(storage: InFile, event: str) -> None:
+            if storage.moving[event]:
+                self.host.merge(vars(storage)["done"][event].clock)
+            real(storage, event)
 
         return end
 
@@ -409,19 +409,19 @@ class Accelerator:
             self.replace(torch, name, self.of_host(getattr(torch, name)))
         # Marks for a profiler, which a build without CUDA has not.
         self.replace(torch.cuda.nvtx, "range", contextlib.nullcontext)
-        wire: Any = zero3.wire
+        comm: Any = zero3.comm
         self.replace(torch, "get_device_module", lambda *_: self)
         self.replace(storage, "resize_", resized)
         self.replace(torch.autograd, "_engine_run_backward", run_backward)
-        self.replace(wire, "_all_gather", self.collective(wire._all_gather, "all-gather"))
-        self.replace(wire, "_reduce_scatter",
-                     self.collective(wire._reduce_scatter, "reduce-scatter"))
+        self.replace(comm, "_all_gather", self.collective(comm._all_gather, "all-gather"))
+        self.replace(comm, "_reduce_scatter",
+                     self.collective(comm._reduce_scatter, "reduce-scatter"))
         self.replace(InFile, "_start", self.moves(InFile._start))
         self.replace(InFile, "_end", self.moved(InFile._end))
-        if hasattr(wire, "streams"):
+        if hasattr(comm, "streams"):
             # Streams that an earlier device made.
-            wire.streams.cache_clear()
-            self.stack.callback(wire.streams.cache_clear)
+            comm.streams.cache_clear()
+            self.stack.callback(comm.streams.cache_clear)
         self.stack.enter_context(_Operations(self))
         self.stack.enter_context(_Places(self))
         return self

@@ -59,7 +59,7 @@ def build(seed=0):
 
 def go(model, optimizer, step):
     """Data by the step's number; noise from all three streams of this process."""
-    drawn = torch.Generator().manual_seed(1000 * step + model.module_list[0].wire.rank)
+    drawn = torch.Generator().manual_seed(1000 * step + model.module_list[0].comm.rank)
     x = torch.randn(8, WIDTH, generator=drawn) * (1 + random.random())
     loss = F.mse_loss(model(x), x[:, :5] + np.random.standard_normal())
     optimizer.backward(loss)

@@ -16,7 +16,7 @@ def test_the_benchmark_trains_its_peers_alike_and_ours_sends_less_than_fsdp2(tmp
     All see the same losses, to 1e-5: sums over ranks are added in different orders, which
     moves the last bits of fp32. A batch of its own, a sum in place of the mean in
     `_post_backward_hook`, or other weights in `wrap` break it. Ours sends three times the
-    parameters, a little less when wrapped, and FSDP2 on gloo four, if `Wire` exchanges messages and
+    parameters, a little less when wrapped, and FSDP2 on gloo four, if `Communicator` exchanges messages and
     not collectives.
     Proves I1, `Zero3Layer._post_backward_hook`, `wrap`.
     """
@@ -65,7 +65,7 @@ def test_messages_send_half_of_what_gloos_reduce_scatter_sends(tmp_path):
     """
     Where the loopback's count is exact: a reduce-scatter by messages sends what an all-gather
     does, and gloo's own twice that. Headers add less than a hundredth.
-    Proves `Wire`, `Wire.reduce_scatter`, `Wire._exchange`.
+    Proves `Communicator`, `Communicator.reduce_scatter`, `Communicator._exchange`.
     """
     out = tmp_path / "comm.json"
     done = subprocess.run(
@@ -78,7 +78,7 @@ def test_messages_send_half_of_what_gloos_reduce_scatter_sends(tmp_path):
     if results["wire_is_exact"]:
         psi = {name: row["wire_psi"] for name, row in results["medians"].items()}
         assert psi["reduce-scatter, gloo"] == pytest.approx(2, rel=0.01)
-        for name in ("reduce-scatter, Wire", "all-gather, Wire", "all-gather, gloo"):
+        for name in ("reduce-scatter, Communicator", "all-gather, Communicator", "all-gather, gloo"):
             assert psi[name] == pytest.approx(1, rel=0.01), name
 
 

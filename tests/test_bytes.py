@@ -91,7 +91,7 @@ def test_a_step_sends_three_times_the_model_less_the_last_layers_second_gather()
     """
     I4 in elements: 3 Psi (N-1)/N, minus the last layer's share of that for one gather. Breaks where
     the last layer is freed after forward.
-    Proves I4, `Zero3Layer._release`, `Wire.all_gather`, `Wire.reduce_scatter`.
+    Proves I4, `Zero3Layer._release`, `Communicator.all_gather`, `Communicator.reduce_scatter`.
     """
     for world_size in (2, 4):
         psi, last = 400, 100

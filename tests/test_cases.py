@@ -15,12 +15,12 @@ TOLERANCE = {"DataTypes": 1e-5}
 def at_rest(model):
     """No full parameter, no full gradient, and shards of the length that the formula gives."""
     for layer in (m for m in model.modules() if hasattr(m, "groups")):
-        assert not layer.is_fetched and not layer._entered and not layer.wire.unsettled
-        for g in layer.groups:
+        assert not layer.is_fetched and not layer._entered and not layer.comm.unsettled
+        for g in layer.flats:
             numel = sum(slot.view.numel() for slot in g.slots)
-            assert len(g.shard) == -(-numel // layer.wire.world_size)
+            assert len(g.shard) == -(-numel // layer.comm.world_size)
             assert g.full.untyped_storage().nbytes() == 0 and g.grad is None and not g.ready
-            padding = max(0, min(len(g.shard), (layer.wire.rank + 1) * len(g.shard) - numel))
+            padding = max(0, min(len(g.shard), (layer.comm.rank + 1) * len(g.shard) - numel))
             for tensor in (g.shard, g.shard.grad):
                 if tensor is not None and padding:
                     assert torch.equal(tensor[-padding:], torch.zeros_like(tensor[-padding:]))

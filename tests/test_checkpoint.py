@@ -23,10 +23,18 @@ from torch import nn
 from tests.ranks import run
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save, wrap
 from zero3.checkpoint.convert import main
-from zero3.checkpoint.entries import Inventory
+from zero3.checkpoint.entries import Entries
 from zero3.checkpoint.formats import from_tensors
-from zero3.checkpoint.reader import MANIFEST, Archive, decode, encode, file_name, newest, steps
-from zero3.checkpoint.tensor_files import BLOCK_BYTES, Blocks, Broken, Writer
+from zero3.checkpoint.reader import (
+    MANIFEST,
+    CheckpointReader,
+    decode,
+    encode,
+    file_name,
+    newest,
+    steps,
+)
+from zero3.checkpoint.tensor_files import BLOCK_BYTES, Broken, TensorFile, Writer
 from zero3.files.disk import File
 
 FP64, FP32, BF16 = torch.double, torch.float32, torch.bfloat16
@@ -99,7 +107,7 @@ def weights(model):
 
 def contents(folder):
     """All that a checkpoint has of each parameter, by its plain name and the key."""
-    archive = Archive(newest(folder))
+    archive = CheckpointReader(newest(folder))
     found = {}
     for p in archive.params:
         for key in ("param", *archive.states(p)["moments"]):
@@ -156,7 +164,7 @@ def test_a_run_goes_on_on_any_number_of_ranks(tmp_path, kind, dtype, tier, torch
     Saved on 2 ranks after three steps, taken up on 1, 2, 3 and 4: two steps later weights, moments
     and the counts of steps are those of a run that never stopped. On 2 ranks bit for bit. Breaks
     where a shard is cut wrongly, a moment forgotten, or padding taken for a parameter.
-    Proves `save_load.save`, `load`, `Inventory.shard`, `Inventory.take`.
+    Proves `save_load.save`, `load`, `Entries.shard`, `Entries.take`.
     """
     there = (kind, dtype, tier, tmp_path)
     run(goes_on, 2, None, tmp_path / "a", *there, 3, torchs)
@@ -179,7 +187,7 @@ def test_what_is_saved_is_what_plain_pytorch_has(tmp_path):
     """
     Weights, both moments and steps of plain AdamW on the global batch, read from the files of three
     ranks by parameter. Breaks where a name belongs to another place in the flat parameter.
-    Proves `Inventory.describe`, `Inventory.tensors`, `Archive.states`, `_Slot`.
+    Proves `Entries.describe`, `Entries.tensors`, `CheckpointReader.states`, `Slot`.
     """
     run(goes_on, 3, None, tmp_path, "chain", FP64, "device", None, 3)
     model = plain().double()
@@ -219,7 +227,7 @@ def test_another_tier_and_another_dtype_may_load_it(tmp_path, tier, other, dtype
     """
     The masters and the moments come back as they were, and the weights are them, rounded; from a
     chain into a wrapped model. Breaks where the rounded weights are saved in place of the masters.
-    Proves I8, `Inventory.here`, `Inventory.take`, `Flat`, `Flat.moments`.
+    Proves I8, `Entries.here`, `Entries.take`, `Flat`, `Flat.moments`.
     """
     before = run(saves, 2, tmp_path / "a", "chain", dtype, tier, tmp_path)[0]
     folders = (tmp_path / "a", tmp_path / "b")
@@ -291,12 +299,12 @@ def test_a_tied_parameter_is_saved_once_and_found_by_either_name(tmp_path):
     """
     In the manifest it has both of its names, and another number of ranks finds it by them. Breaks
     where a unit knows a parameter of another one by one name alone.
-    Proves `Inventory.names`, `Param`, `Archive`.
+    Proves `Entries.names`, `Param`, `CheckpointReader`.
     """
     one = run(saves_tied, 2, tmp_path / "a", None)[0]
     assert same(one, run(saves_tied, 3, tmp_path / "b", tmp_path / "a")[0])
     assert torch.equal(one["a.0.weight"], one["c.0.weight"])
-    archive = Archive(newest(tmp_path / "a"))
+    archive = CheckpointReader(newest(tmp_path / "a"))
     assert [p.entry["names"] for p in archive.params if len(p.entry["names"]) > 1] == [
         ["a.0.weight", "c.0.weight"]]
     assert archive.by_name["c.0.weight"] is archive.by_name["a.0.weight"]
@@ -310,10 +318,10 @@ def test_a_rank_writes_its_shards_and_nothing_else(tmp_path):
     """
     The formula of `checkpoint.py`, with its padding: masters and moments of what trains, and what
     is frozen as it is. Breaks where parameters are written beside their masters.
-    Proves I5, `Inventory.entries`, `Inventory.manifest`, `Entry`, `Writer`.
+    Proves I5, `Entries.entries`, `Entries.manifest`, `Entry`, `Writer`.
     """
     run(saves, 3, tmp_path, "chain", BF16, "device", None)
-    archive = Archive(newest(tmp_path))
+    archive = CheckpointReader(newest(tmp_path))
     trainable = [5 * 11 + 11, 11 * 7 + 7 + 7, 7 * 3 + 3]
     shards = 12 * sum(-(-numel // 3) for numel in trainable) + 2 * -(-7 * 7 // 3)
     buffers = 8 + 11 * 2
@@ -331,16 +339,16 @@ def test_a_range_of_a_parameter_is_read_from_its_own_blocks(tmp_path, monkeypatc
     """
     The bound in `blocks.py`: n bytes are in n / 2^20 blocks, rounded up, and one more. Breaks where
     a reader reads what it does not need.
-    Proves `Archive.read`, `Blocks.read`, `Blocks.raw`, `Blocks.block`.
+    Proves `CheckpointReader.read`, `TensorFile.read`, `TensorFile.raw`, `TensorFile.block`.
     """
     big = {"a": torch.arange(3 << 20, dtype=FP32), "b": torch.ones(1 << 20)}
     announced = {name: {"param": (t.dtype, t.shape)} for name, t in big.items()}
     from_tensors(tmp_path, 0, announced, {}, lambda name, key: big[name])
     # The first, which has the manifest's length to find and the header.
-    archive = Archive(newest(tmp_path))
+    archive = CheckpointReader(newest(tmp_path))
     assert archive.files[0].header
-    read, block = [], Blocks.block
-    monkeypatch.setattr(Blocks, "block", lambda self, i: read.append(i) or block(self, i))
+    read, block = [], TensorFile.block
+    monkeypatch.setattr(TensorFile, "block", lambda self, i: read.append(i) or block(self, i))
     for begin, end in ((0, 1), (262_143, 262_145), (1_000_000, 2_000_000), (0, 3 << 20)):
         read.clear()
         values = archive.read(archive.by_name["a"], "param", begin, end)
@@ -378,7 +386,7 @@ def test_states_in_files_do_not_come_to_memory_together(tmp_path):
     Twenty layers whose states are in files: to save and to load them takes the pieces of a file
     that are under way, 32 MiB, and a shard, and not the states. An asynchronous save writes them at
     once.
-    Proves `Writer.write`, `Inventory.tensors`, `Saving._fill`.
+    Proves `Writer.write`, `Entries.tensors`, `Saving._fill`.
     """
     for grown, states in run(saves_from_files, 1, tmp_path / "a", tmp_path, fresh=True):
         assert states > 100 and max(grown) < 60, (grown, states)
@@ -420,13 +428,13 @@ def test_what_rests_in_files_comes_first_of_what_is_as_wide(tmp_path):
     """
     An asynchronous save writes it at once, and copies what comes after it. Breaks where a copy of
     what is in memory would have to wait for files.
-    Proves `Inventory.entries`.
+    Proves `Entries.entries`.
     """
     model = Zero3Sequential([
         Zero3Layer(nn.Linear(3, 3), offload=Offload("nvme", tmp_path)),
         Zero3Layer(nn.Linear(3, 3)), Zero3Layer(nn.Linear(3, 3).double()),
         Zero3Layer(nn.Linear(3, 3), offload=Offload("nvme", tmp_path))])
-    inventory = Inventory(model, None)
+    inventory = Entries(model, None)
     manifest = inventory.manifest(inventory.describe(), None)
     found = [(entry.name, entry.in_memory) for entry in inventory.entries(manifest)]
     assert found == [("2.param", True), ("0.param", False), ("3.param", False), ("1.param", True)]
@@ -575,7 +583,7 @@ def test_every_flipped_byte_is_found_and_named(saved):
     """
     In the manifest and in a rank's file: each is refused, by the file's name, its rank, and where
     it is a parameter's, by that. Breaks where something is used before it is checked.
-    Proves `checksums`, `Blocks.block`, `_read_manifest`.
+    Proves `checksums`, `TensorFile.block`, `_read_manifest`.
     """
     path, model, optimizer = saved
     for name in (MANIFEST, file_name(0, 1)):
@@ -600,7 +608,7 @@ def test_every_truncated_and_every_missing_file_is_found_and_named(saved):
     """
     The manifest and a rank's file, cut at several lengths, one byte too long, and gone; and a
     folder without any checkpoint. Breaks where a length is not looked at.
-    Proves `Archive.__init__`, `Blocks`, `_read_manifest`.
+    Proves `CheckpointReader.__init__`, `TensorFile`, `_read_manifest`.
     """
     path, model, optimizer = saved
     for name in (MANIFEST, file_name(0, 1)):
@@ -621,16 +629,16 @@ def test_what_is_damaged_late_in_a_file_is_found_by_the_rank_that_reads_it(tmp_p
     """
     In a block that belongs to the second parameter alone: the error has its name, and the first can
     still be read.
-    Proves `Archive.read`, `Blocks.block`, `Blocks.header`, `Writer._move`.
+    Proves `CheckpointReader.read`, `TensorFile.block`, `TensorFile.header`, `Writer._move`.
     """
     big = {"a": torch.ones(1 << 19), "b": torch.ones(1 << 19)}
     announced = {name: {"param": (t.dtype, t.shape)} for name, t in big.items()}
     from_tensors(tmp_path, 0, announced, {}, lambda name, key: big[name])
-    archive = Archive(newest(tmp_path))
+    archive = CheckpointReader(newest(tmp_path))
     with open(archive.files[0].path, "r+b") as file:
         file.seek(archive.files[0].nbytes - 5)
         file.write(b"\1")
-    archive = Archive(newest(tmp_path))
+    archive = CheckpointReader(newest(tmp_path))
     a, b = (archive.by_name[name] for name in "ab")
     assert (archive.read(a, "param", 0, a.numel) == 1).all()
     with pytest.raises(Exception, match=r"`b`, its param: .*rank-00000-of-00001.*is damaged"):
@@ -642,11 +650,11 @@ def test_a_damaged_block_is_named_by_its_bytes(tmp_path):
     From its first to its last, counted in the file: of a block in the middle, and of the last one,
     which is shorter. Breaks where a block's number is said in place of its bytes, or the last block
     is taken for a whole one.
-    Proves `Blocks.block`, `Broken`.
+    Proves `TensorFile.block`, `Broken`.
     """
     announced = {"a": {"param": (FP32, (3 << 18,))}}
     from_tensors(tmp_path, 0, announced, {}, lambda name, key: torch.ones(3 << 18))
-    (file,) = Archive(newest(tmp_path)).files
+    (file,) = CheckpointReader(newest(tmp_path)).files
     path, total = file.path, file.nbytes
     assert 3 * BLOCK_BYTES < total < 4 * BLOCK_BYTES
     good = path.read_bytes()
@@ -654,7 +662,7 @@ def test_a_damaged_block_is_named_by_its_bytes(tmp_path):
                                (2 * BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES),
                                (total - 1, 3 * BLOCK_BYTES, total)):
         path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
-        (file,) = Archive(newest(tmp_path)).files
+        (file,) = CheckpointReader(newest(tmp_path)).files
         with pytest.raises(Broken, match=f": bytes {first:,} to {last:,} have another checksum"):
             file.raw(0, total)
 
@@ -682,7 +690,7 @@ def test_a_newer_format_says_so(saved):
 def test_another_model_or_optimizer_is_refused_by_name(saved):
     """
     Before anything has changed. Breaks where sizes alone are compared.
-    Proves `Inventory`, `Inventory.check`, `Inventory._wanted`.
+    Proves `Entries`, `Entries.check`, `Entries._wanted`.
     """
     path, *_ = saved
     for make, expected in (
@@ -712,7 +720,7 @@ def test_param_groups_are_found_by_their_parameters(saved):
     """
     Groups in another order get their own options back; parameters that are grouped otherwise are
     refused.
-    Proves `Inventory.check`, `Inventory.options`, `Inventory._take_options`.
+    Proves `Entries.check`, `Entries.options`, `Entries._take_options`.
     """
     path, *_ = saved
     model, _ = shard(plain(1))
@@ -731,7 +739,7 @@ def test_param_groups_are_found_by_their_parameters(saved):
 def test_a_buffer_of_another_shape_is_refused_before_anything_changes(saved):
     """
     Breaks where a value is spread over a whole buffer, or the weights are there already.
-    Proves `load`, `Archive.replicated`.
+    Proves `load`, `CheckpointReader.replicated`.
     """
     path, model, optimizer = saved
     counts = next(m for m in model.modules() if isinstance(m, Counts))
@@ -794,7 +802,7 @@ def fails_on_one_rank(folder):
 def test_what_fails_on_one_rank_is_an_error_on_all(tmp_path):
     """
     Whatever it is. Breaks where an exception leaves the other ranks waiting.
-    Proves `Saving.begin`, `load`, `Wire.agree`.
+    Proves `Saving.begin`, `load`, `Communicator.agree`.
     """
     assert run(fails_on_one_rank, 2, tmp_path) == [[True] * 3] * 2
 
@@ -893,7 +901,7 @@ def test_a_fuzzed_manifest_neither_crashes_nor_leads_out_of_its_folder(tmp_path)
     """
     With a right checksum, too: whatever it says, what comes is our error, or a checkpoint that is
     the same in all that matters.
-    Proves `file_name`, `Archive._check`, `Archive.announced`, `_fit`.
+    Proves `file_name`, `CheckpointReader._check`, `CheckpointReader.announced`, `_fit`.
     """
     model, optimizer = shard(plain())
     train(model, optimizer, 0)
@@ -1006,7 +1014,7 @@ def test_a_model_that_is_not_sharded_has_nothing_to_save(tmp_path):
     """
     Nor has one with a trainable parameter outside of all layers; a frozen one there is saved whole.
     Breaks where such a parameter is left out without a word.
-    Proves `Inventory`, `Archive.replicated`.
+    Proves `Entries`, `CheckpointReader.replicated`.
     """
     with pytest.raises(RuntimeError, match=r"Expected: a model of Zero3Layers. Got: Linear"):
         save(tmp_path, nn.Linear(2, 2), step=0)
@@ -1015,7 +1023,7 @@ def test_a_model_that_is_not_sharded_has_nothing_to_save(tmp_path):
         save(tmp_path, mixed, step=0)
     mixed[1].requires_grad_(False)
     save(tmp_path, mixed, step=0)
-    assert Archive(newest(tmp_path)).replicated(0, "1.weight").equal(mixed[1].weight)
+    assert CheckpointReader(newest(tmp_path)).replicated(0, "1.weight").equal(mixed[1].weight)
 
 
 def test_a_checkpoint_has_its_name_only_after_all_of_it_is_on_the_disk(tmp_path, monkeypatch):

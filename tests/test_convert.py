@@ -32,7 +32,7 @@ from tests.wholes import GPT2
 from zero3 import load, save, wrap
 from zero3.checkpoint.convert import main
 from zero3.checkpoint.formats import from_tensors
-from zero3.checkpoint.reader import Archive, newest, steps
+from zero3.checkpoint.reader import CheckpointReader, newest, steps
 from zero3.train.gpt import GPTConfig, gpt_layers
 
 
@@ -125,7 +125,7 @@ def saves_gpt2(folder):
 def test_an_export_of_tied_weights_opens_in_hugging_face_and_by_safetensors(tmp_path):
     """
     Once in the file, and the other name in its header, as safetensors has it.
-    Proves `export`, `Inventory.names`.
+    Proves `export`, `Entries.names`.
     """
     run(saves_gpt2, 2, tmp_path)
     assert not command("export", tmp_path, tmp_path / "out")
@@ -157,7 +157,7 @@ def test_what_is_imported_loads_like_what_was_exported(tmp_path):
     """
     Weights, from several files with an index, under the step that was asked for; and a buffer.
     Breaks where a name is lost, or a buffer is only looked for where a rank's own would be.
-    Proves `from_safetensors`, `from_tensors`, `Source.files`, `Archive.replicated`.
+    Proves `from_safetensors`, `from_tensors`, `Source.files`, `CheckpointReader.replicated`.
     """
     whole = run(saves, 2, tmp_path / "run")[0]
     assert not command("export", tmp_path / "run", tmp_path / "out", "--file-bytes", 300)
@@ -456,7 +456,7 @@ def test_the_command_line_says_what_is_there_and_what_is_broken(tmp_path, capsys
     assert "AdamW, 2 param groups" in out and "1.1.weight (7, 7)" in out
     assert not command("verify", tmp_path)
     assert capsys.readouterr().out.count(": as it was written") == 2
-    file = Archive(newest(tmp_path)).files[0].path
+    file = CheckpointReader(newest(tmp_path)).files[0].path
     good = file.read_bytes()
     file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     assert command("verify", tmp_path) == 1

@@ -41,10 +41,10 @@ from tests.wholes import (
     train_both,
 )
 from zero3 import Deferred, Offload, Zero3Optimizer, wrap
+from zero3.comm import Communicator, Transfer
 from zero3.measure.ledger import Ledger, held_bytes
 from zero3.whole_model.units import Trace
 from zero3.whole_model.wrap import continue_tokens, main
-from zero3.wire import Transfer, Wire
 
 # They compute their loss in fp32, whatever the model computes in.
 NEARLY = {"GPT2": 1e-5, "Llama": 1e-5}
@@ -69,8 +69,8 @@ def nothing_but_persistent(model):
     """Nothing else is full between a backward, a step and a forward."""
     for unit in model.units:
         stays = unit.persistent and unit.is_fetched
-        full_bytes = sum(g.full.untyped_storage().nbytes() for g in unit.groups)
-        assert full_bytes == stays * sum(g.full.nbytes for g in unit.groups), unit.label
+        full_bytes = sum(g.full.untyped_storage().nbytes() for g in unit.flats)
+        assert full_bytes == stays * sum(g.full.nbytes for g in unit.flats), unit.label
         assert not unit.users and not model.schedule.stack
 
 
@@ -259,7 +259,7 @@ class Probe:
     def record(self, *args, **kwargs):
         # Where gradients arrive there is memory too, but no parameter.
         full_bytes = sum(g.full.untyped_storage().nbytes() for u in self.model.units
-                         for g in u.groups if u.is_fetched)
+                         for g in u.flats if u.is_fetched)
         self.most = max(self.most, full_bytes // 8)
 
 
@@ -268,7 +268,7 @@ def live(name, most, prefetch=10**9):
     plain, model = build(name, max_live_numel=most, prefetch_numel=prefetch)
     probe = Probe(model)
     for unit in model.units:
-        unit.ledger = probe
+        unit.listener = probe
     pair = optimizers(plain, model)
     for step in range(3):
         ids = tokens(step, ROWS * dist.get_world_size())
@@ -338,7 +338,7 @@ def slow_gathers(prefetch_numel):
             time.sleep(0.02)
             return grad
 
-    start, wait = Wire.all_gather, Transfer.wait
+    start, wait = Communicator.all_gather, Transfer.wait
 
     def late_start(self, layer, pairs):
         transfer = start(self, layer, pairs)
@@ -349,7 +349,7 @@ def slow_gathers(prefetch_numel):
         time.sleep(max(0.0, getattr(self, "ready_s", 0.0) - time.perf_counter()))
         return wait(self)
 
-    Wire.all_gather, Transfer.wait = late_start, late_wait
+    Communicator.all_gather, Transfer.wait = late_start, late_wait
     model = Plain(depth=8)
     for layer in model.layers_:
         layer.register_forward_hook(lambda module, args, out: Slow.apply(out))
@@ -488,7 +488,7 @@ def read_on_some_ranks(register):
     x = torch.ones(2, WIDTH, dtype=torch.double)
     for _ in range(2):
         model(x).square().mean().backward()
-    return [g.shard.grad for g in model.one.groups]
+    return [g.shard.grad for g in model.one.flats]
 
 
 def test_an_external_parameter_that_not_all_ranks_use_is_registered():
@@ -560,7 +560,7 @@ def test_ranks_that_diverge_get_an_error_that_names_both_layers(debug):
     """
     On each rank: what it was about to gather, and what the other one. Within seconds, and not at a
     time-out. Without `debug` the messages' announcements find it, where there are messages.
-    Proves I6, `Transfer._complete`, `Wire._begin`, `Schedule.compare`.
+    Proves I6, `Transfer._complete`, `Communicator._begin`, `Schedule.compare`.
     """
     first, second = run(diverge, 2, debug)
     assert "rank 0: layer 1 (left)" in first and "of layer 2 (right)" in first
@@ -587,7 +587,7 @@ def gradients_of_experts():
         model(x).square().mean().backward()
     reduced = [e.layer for e in tape.events if e.event == "reduce"]
     leaf = model.units[1]
-    (group,) = leaf.groups
+    (group,) = leaf.flats
     everything = [torch.empty_like(group.shard.grad) for _ in range(2)]
     dist.all_gather(everything, group.shard.grad)
     flat = torch.cat(everything)
@@ -1194,7 +1194,7 @@ def write_back():
 def test_what_is_written_back_is_what_persists():
     """
     Rank 0's values, in every shard and in what stays full.
-    Proves `Zero3Model.full_params`, `Wire.scatter`.
+    Proves `Zero3Model.full_params`, `Communicator.scatter`.
     """
     (kept, out), (_, same) = run(write_back, 2)
     assert all(kept) and torch.equal(out, same)
@@ -1212,7 +1212,7 @@ def train_on_gpu(device):
     plain(ids).sum().backward()
     model(ids).sum().backward()
     first = plain.layers_[0].up.weight.grad
-    (group,) = model.layers_[0].groups
+    (group,) = model.layers_[0].flats
     slot = next(slot for slot in group.slots if slot.names[0] == "up.weight")
     return torch.allclose(slot.of(group.shard.grad), first)
 

@@ -55,7 +55,7 @@ def test_two_ranks_train_bit_for_bit_like_ddp():
     """
     Every loss and every final weight is equal: both scale the gradients by a half, which is exact,
     and there is one order to add two numbers in. Breaks where the mean is taken elsewhere.
-    Proves I1, `Zero3Layer._post_backward_hook`, `Reducer`, `Reducer.finish`, `Wire.reduced`.
+    Proves I1, `Zero3Layer._post_backward_hook`, `Reducer`, `Reducer.finish`, `Communicator.reduced`.
     """
     for (losses, weights), (ddp_losses, ddp_weights) in run(sharded_and, 2, "ddp"):
         assert torch.equal(losses, ddp_losses) and losses[-1] < losses[0] - 1
@@ -76,7 +76,7 @@ def test_any_number_of_ranks_trains_like_one_process_on_the_global_batch(world_s
     On one rank bit for bit. On more, the mean over the batch is a mean of means, added in another
     order: a gradient differs in its last bits, about 1e-7 of its size, and so do weights and
     losses. A sum in place of the mean moves the losses by 0.1 and the weights by half.
-    Proves I1, `Zero3Layer._post_backward_hook`, `Wire.total`, `global_batch`.
+    Proves I1, `Zero3Layer._post_backward_hook`, `Communicator.total`, `global_batch`.
     """
     losses, weights = run(train, world_size, "sharded", 1e-3, 1e-3)[0]
     expected, plain = one_process

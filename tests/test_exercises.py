@@ -23,20 +23,20 @@ from tests import ranks  # noqa: F401  (has torch imported once, for all ranks)
 class PadsWithWhatTheMemoryHeld:
     def _merge_and_pad_params(self, params):
         numel = sum(p.numel() for p in params)
-        padding = self._empty(-numel % self.wire.world_size, params[0].dtype)
+        padding = self._empty(-numel % self.comm.world_size, params[0].dtype)
         return torch.cat([*(p.detach().reshape(-1) for p in params), padding])
 
 
 class PadsByTheRemainder:
     def _merge_and_pad_params(self, params):
         numel = sum(p.numel() for p in params)
-        padding = self._empty(numel % self.wire.world_size, params[0].dtype).zero_()
+        padding = self._empty(numel % self.comm.world_size, params[0].dtype).zero_()
         return torch.cat([*(p.detach().reshape(-1) for p in params), padding])
 
 
 class PadsWhereNothingIsMissing:
     def _merge_and_pad_params(self, params):
-        n = self.wire.world_size
+        n = self.comm.world_size
         padding = self._empty(n - sum(p.numel() for p in params) % n, params[0].dtype).zero_()
         return torch.cat([*(p.detach().reshape(-1) for p in params), padding])
 
@@ -44,7 +44,7 @@ class PadsWhereNothingIsMissing:
 class LosesTheDataType:
     def _merge_and_pad_params(self, params):
         numel = sum(p.numel() for p in params)
-        padding = torch.zeros(-numel % self.wire.world_size)
+        padding = torch.zeros(-numel % self.comm.world_size)
         return torch.cat([*(p.detach().float().reshape(-1) for p in params), padding])
 
 
@@ -63,8 +63,8 @@ class RowsByDistance:
 class ForgetsItsOwnShard:
     def all_gather(full, shard, rank, world_size):
         rows = full.view(world_size, -1)
-        inbox = [rows[(rank + k) % world_size] for k in range(1, world_size)]
-        exchange(inbox, [shard] * world_size, rank, world_size)
+        receive_buffer = [rows[(rank + k) % world_size] for k in range(1, world_size)]
+        exchange(receive_buffer, [shard] * world_size, rank, world_size)
 
 
 class DoesNotWait:
@@ -79,16 +79,16 @@ class DoesNotWait:
 class Sums:
     def reduce_scatter(grad, rank, world_size):
         rows = grad.view(world_size, -1)
-        inbox = [torch.empty_like(rows[0]) for _ in range(1, world_size)]
-        exchange(inbox, rows, rank, world_size)
-        return rows[rank] + sum(inbox)
+        receive_buffer = [torch.empty_like(rows[0]) for _ in range(1, world_size)]
+        exchange(receive_buffer, rows, rank, world_size)
+        return rows[rank] + sum(receive_buffer)
 
 
 class SendsEverything:
     def reduce_scatter(grad, rank, world_size):
-        inbox = [torch.empty_like(grad) for _ in range(1, world_size)]
-        exchange(inbox, [grad] * world_size, rank, world_size)
-        return ((grad + sum(inbox)) / world_size).view(world_size, -1)[rank]
+        receive_buffer = [torch.empty_like(grad) for _ in range(1, world_size)]
+        exchange(receive_buffer, [grad] * world_size, rank, world_size)
+        return ((grad + sum(receive_buffer)) / world_size).view(world_size, -1)[rank]
 
 
 class DividesTooLate:
@@ -102,73 +102,73 @@ class ReducesByACollective:
         return grad.view(world_size, -1)[rank] / world_size
 
 
-def exchange(inbox, outbox, rank, world_size):
+def exchange(receive_buffer, outbox, rank, world_size):
     works = []
     for k in range(1, world_size):
         peer = (rank + k) % world_size
-        works += [dist.irecv(inbox[k - 1], peer), dist.isend(outbox[peer], peer)]
+        works += [dist.irecv(receive_buffer[k - 1], peer), dist.isend(outbox[peer], peer)]
     for work in works:
         work.wait()
 
 
 class FreshMemory:
     def fetch_params(self):
-        if not (self.is_fetched or self._full_elsewhere) and self.groups:
+        if not (self.is_fetched or self._full_elsewhere) and self.flats:
             self.is_fetched = True
-            for g in self.groups:
+            for g in self.flats:
                 g.full = torch.empty_like(g.full)
-            self._gather = self._all_gather([g.full for g in self.groups])
+            self._gather = self._all_gather([g.full for g in self.flats])
 
 
 class GathersAndCopies:
     def fetch_params(self):
-        if not (self.is_fetched or self._full_elsewhere) and self.groups:
+        if not (self.is_fetched or self._full_elsewhere) and self.flats:
             self.is_fetched = True
-            fresh = [torch.empty_like(g.full) for g in self.groups]
+            fresh = [torch.empty_like(g.full) for g in self.flats]
             self._all_gather(fresh).wait()
-            for g, full in zip(self.groups, fresh, strict=True):
+            for g, full in zip(self.flats, fresh, strict=True):
                 g.full.untyped_storage().resize_(full.nbytes)
                 g.full.copy_(full)
 
 
 class WaitsAtOnce:
     def fetch_params(self):
-        if not (self.is_fetched or self._full_elsewhere) and self.groups:
+        if not (self.is_fetched or self._full_elsewhere) and self.flats:
             self._enter_backward()
-            self.wire.reducer.finish(self)
+            self.comm.reducer.finish(self)
             self.is_fetched = True
-            self._all_gather([g.full for g in self.groups]).wait()
+            self._all_gather([g.full for g in self.flats]).wait()
 
 
 class GathersTwice:
     def fetch_params(self):
-        if not self._full_elsewhere and self.groups:
+        if not self._full_elsewhere and self.flats:
             self._enter_backward()
-            self.wire.reducer.finish(self)
+            self.comm.reducer.finish(self)
             self.is_fetched = True
-            self._gather = self._all_gather([g.full for g in self.groups])
+            self._gather = self._all_gather([g.full for g in self.flats])
 
 
 class GathersInsideOfFullParams:
     def fetch_params(self):
-        if not self.is_fetched and self.groups:
+        if not self.is_fetched and self.flats:
             self.is_fetched = True
-            self._gather = self._all_gather([g.full for g in self.groups])
+            self._gather = self._all_gather([g.full for g in self.flats])
 
 
 class GathersWithoutParameters:
     def fetch_params(self):
         if not (self.is_fetched or self._full_elsewhere):
             self.is_fetched = True
-            self._gather = self._all_gather([g.full for g in self.groups])
+            self._gather = self._all_gather([g.full for g in self.flats])
 
 
 class WritesOverGradients:
     def fetch_params(self):
-        if not (self.is_fetched or self._full_elsewhere) and self.groups:
+        if not (self.is_fetched or self._full_elsewhere) and self.flats:
             self._enter_backward()
             self.is_fetched = True
-            self._gather = self._all_gather([g.full for g in self.groups])
+            self._gather = self._all_gather([g.full for g in self.flats])
 
 
 class LetsGoOfTheTensor:
@@ -178,7 +178,7 @@ class LetsGoOfTheTensor:
             self._wait_params()
             for slot in self._slots():
                 slot.param.__class__ = slot.freed_class
-            for g in self.groups:
+            for g in self.flats:
                 g.full = g.full.new_empty(0)
 
 
@@ -187,16 +187,16 @@ class LeavesPlainParameters:
         self._kept, fetched, self.is_fetched = None, self.is_fetched, False
         if fetched:
             self._wait_params()
-            for g in self.groups:
+            for g in self.flats:
                 g.full.untyped_storage().resize_(0)
 
 
 def free(self):
     for slot in self._slots():
         slot.param.__class__ = slot.freed_class
-    for g in self.groups:
+    for g in self.flats:
         g.full.untyped_storage().resize_(0)
-    self.ledger.record(self, "free", sum(g.full.nbytes for g in self.groups))
+    self.listener.record(self, "free", sum(g.full.nbytes for g in self.flats))
 
 
 class FreesUnderMessages:
@@ -232,20 +232,20 @@ class FreesTwice:
 
 def reduce(self):
     self._arrived.clear()
-    for g in self.groups:
+    for g in self.flats:
         for slot in g.slots if g.grad is not None else ():
             if slot.names not in g.ready:
                 slot.of(g.grad).zero_()
-    if any(g.grad is not None for g in self.groups):
-        pairs = [(g.grad, g.inbox) for g in self.groups if g.grad is not None]
-        self.wire.reducer.add(self, pairs)
+    if any(g.grad is not None for g in self.flats):
+        pairs = [(g.grad, g.receive_buffer) for g in self.flats if g.grad is not None]
+        self.comm.reducer.add(self, pairs)
 
 
 class StaysWhole:
     def _backup_grads(self):
         reduce(self)
         if self.layer_idx < 0:
-            self.wire.reducer.finish(self)
+            self.comm.reducer.finish(self)
 
 
 class LeavesTheReduceOfALoneLayer:
@@ -258,29 +258,29 @@ class SendsWhatTheMemoryHeld:
     def _backup_grads(self):
         self._release()
         self._arrived.clear()
-        if pairs := [(g.grad, g.inbox) for g in self.groups if g.grad is not None]:
-            self.wire.reducer.add(self, pairs)
+        if pairs := [(g.grad, g.receive_buffer) for g in self.flats if g.grad is not None]:
+            self.comm.reducer.add(self, pairs)
 
 
 class SendsOneGroup:
     def _backup_grads(self):
         self._release()
         self._arrived.clear()
-        for g in self.groups:
+        for g in self.flats:
             if g.grad is not None:
                 for slot in g.slots:
                     if slot.names not in g.ready:
                         slot.of(g.grad).zero_()
-                self.wire.reducer.add(self, [(g.grad, g.inbox)])
+                self.comm.reducer.add(self, [(g.grad, g.receive_buffer)])
 
 
 def take(self, totals, put):
-    groups = [g for g in self.groups if g.grad is not None]
+    groups = [g for g in self.flats if g.grad is not None]
     for g, total in zip(groups, totals, strict=True):
         put(g, total)
     self._drop_grads()
     for g in groups:
-        g.inbox.untyped_storage().resize_(0)
+        g.receive_buffer.untyped_storage().resize_(0)
 
 
 class Assigns:
@@ -292,21 +292,21 @@ class Assigns:
 class DividesAgain:
     @torch.no_grad()
     def _add_reduced(self, totals):
-        take(self, totals, lambda g, total: g.add_grad(total / self.wire.world_size))
+        take(self, totals, lambda g, total: g.add_grad(total / self.comm.world_size))
 
 
 class KeepsFullGradients:
     @torch.no_grad()
     def _add_reduced(self, totals):
-        for g, total in zip([g for g in self.groups if g.grad is not None], totals, strict=True):
+        for g, total in zip([g for g in self.flats if g.grad is not None], totals, strict=True):
             g.add_grad(total)
-            g.inbox.untyped_storage().resize_(0)
+            g.receive_buffer.untyped_storage().resize_(0)
 
 
 class KeepsTheInbox:
     @torch.no_grad()
     def _add_reduced(self, totals):
-        for g, total in zip([g for g in self.groups if g.grad is not None], totals, strict=True):
+        for g, total in zip([g for g in self.flats if g.grad is not None], totals, strict=True):
             g.add_grad(total)
         self._drop_grads()
 

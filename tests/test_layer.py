@@ -46,10 +46,10 @@ def test_merging_and_padding_loses_nothing_and_pads_with_zeros(shapes, world_siz
     """
     For any shapes and number of ranks: the flat parameter begins with the parameters in order, its
     length is the next multiple of the number of ranks, and the rest is zero.
-    Proves I5, `Zero3Layer._merge_and_pad_params`, `Zero3Layer._empty`, `Wire.rows`.
+    Proves I5, `Zero3Layer._merge_and_pad_params`, `Zero3Layer._empty`, `Communicator.rows`.
     """
     layer = Zero3Layer(nn.Identity())
-    layer.wire.world_size = world_size
+    layer.comm.world_size = world_size
     params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
     flat = layer._merge_and_pad_params(params)
     numel = sum(p.numel() for p in params)
@@ -59,7 +59,7 @@ def test_merging_and_padding_loses_nothing_and_pads_with_zeros(shapes, world_siz
     for p in params:
         assert torch.equal(flat[offset : offset + p.numel()].view(p.shape), p)
         offset += p.numel()
-    rows = layer.wire.rows(flat)
+    rows = layer.comm.rows(flat)
     assert rows.shape == (world_size, len(flat) // world_size)
     assert torch.equal(torch.cat(list(rows)), flat)
 
@@ -78,7 +78,7 @@ def born():
 def test_rank_0_gives_everybody_its_weights_and_buffers():
     """
     Ranks seeded differently begin alike. Breaks without the scatter in `_shard` or the broadcast.
-    Proves `Zero3Layer._shard`, `Wire.scatter`, `Wire.broadcast`, `InMemory.load`.
+    Proves `Zero3Layer._shard`, `Communicator.scatter`, `Communicator.broadcast`, `InMemory.load`.
     """
     for world_size in (2, 3):
         ranks = run(born, world_size)
@@ -92,7 +92,7 @@ def test_rank_0_gives_everybody_its_weights_and_buffers():
 def test_parameters_are_exactly_the_shards():
     """
     Trainable first, then frozen, and one per data type; the module's own are gone from the list.
-    Proves `Zero3Layer.__init__`, `Zero3Layer.get_trainable_chunk`, `_Group`.
+    Proves `Zero3Layer.__init__`, `Zero3Layer.get_trainable_chunk`, `FlatParameter`.
     """
     module = nn.Sequential(freeze(linear()), linear(), linear().double())
     layer = Zero3Layer(module)
@@ -145,7 +145,7 @@ def test_a_freed_parameter_raises_by_name_wherever_it_is_touched():
 def test_what_cannot_be_sharded_is_refused_with_the_cure():
     """
     Each error names the rank, the layer, the parameter, what was expected and got, what to do.
-    Proves `Zero3Layer._find_params`, `Zero3Sequential.__init__`, `Wire.__init__`, `Wire.open`.
+    Proves `Zero3Layer._find_params`, `Zero3Sequential.__init__`, `Communicator.__init__`, `Communicator.open`.
     """
     one, two = linear(), linear()
     two.weight = one.weight
@@ -167,7 +167,7 @@ def test_a_layer_that_was_converted_after_wrapping_is_refused():
     """
     Its shard is of another data type than the buffer that the ranks gather into. Breaks where the
     shard is cast without a word.
-    Proves `Wire.all_gather`.
+    Proves `Communicator.all_gather`.
     """
     layer = Zero3Layer(linear()).bfloat16()
     assert "torch.bfloat16" in message(lambda: layer(torch.ones(1, WIDTH)))
@@ -225,8 +225,8 @@ def differ(what):
 @pytest.mark.parametrize("what", ["shape", "order", "frozen"])
 def test_ranks_with_different_modules_are_told_so(what):
     """
-    Breaks without the comparison in `Wire.open`: the ranks would gather noise.
-    Proves `Wire.open`, `Wire.gather`.
+    Breaks without the comparison in `Communicator.open`: the ranks would gather noise.
+    Proves `Communicator.open`, `Communicator.gather`.
     """
     for rank, text in enumerate(run(differ, 2, what)):
         assert f"rank {rank}:" in text and f"on rank {1 - rank}" in text
@@ -252,9 +252,9 @@ def diverge(where):
 def test_ranks_that_diverge_get_an_error_that_names_both_sides(where):
     """
     I6: one rank calls another layer of the same size; one goes backward while the other goes
-    forward again. Breaks without the announcement in `Wire._begin`: the first would train on the
+    forward again. Breaks without the announcement in `Communicator._begin`: the first would train on the
     other layer's weights, the second wait for ever.
-    Proves I6, `Transfer.wait`, `Transfer._complete`, `Wire._begin`, `Wire.told`.
+    Proves I6, `Transfer.wait`, `Transfer._complete`, `Communicator._begin`, `Communicator.told`.
     """
     expected = {
         "layer": ("gather of layer 1", "gather of layer 2"),
@@ -404,7 +404,7 @@ def test_a_forward_without_backward_leaves_no_stale_layer():
     """
     The last layer stays full for a backward that does not come; the next forward gathers again,
     and with the graph the memory goes.
-    Proves I2, `Zero3Layer.forward`, `Zero3Layer._release`, `_Call`.
+    Proves I2, `Zero3Layer.forward`, `Zero3Layer._release`, `Call`.
     """
     assert all(run(without_backward, 2))
 
@@ -487,7 +487,7 @@ def native(collectives):
         [Zero3Layer(m) for m in (linear(), nn.Sequential(linear(WIDTH, 5), freeze(linear(5, 3))))]
     )
     for layer in model.module_list:
-        layer.wire.by_messages = not collectives
+        layer.comm.by_messages = not collectives
     optimizer = torch.optim.AdamW(model.get_trainable_chunk(), 0.1, eps=1e-3)
     for step in range(4):
         generator = torch.Generator().manual_seed(dist.get_rank() + 10 * step)
@@ -503,7 +503,7 @@ def test_native_collectives_and_messages_train_alike(world_size):
     """
     I9: the lines that NCCL runs, here over gloo's collectives, give what the messages give; at two
     ranks bit for bit, for there is but one order to add two numbers in.
-    Proves I9, `Wire.all_gather`, `Wire.reduce_scatter`, `Wire.total`, `Zero3Layer._all_gather`.
+    Proves I9, `Communicator.all_gather`, `Communicator.reduce_scatter`, `Communicator.total`, `Zero3Layer._all_gather`.
     """
     one, two = run(native, world_size, True)[0], run(native, world_size, False)[0]
     for name in one:
@@ -515,7 +515,7 @@ def test_native_collectives_and_messages_train_alike(world_size):
 def test_a_gpu_trains_like_the_cpu():
     """
     I9: the same lines with real streams.
-    Proves I1, I9, `Wire.on`, `Zero3Layer._wait_params`.
+    Proves I1, I9, `Communicator.on`, `Zero3Layer._wait_params`.
     """
     torch.manual_seed(0)
     plain = nn.Sequential(*(linear() for _ in range(4))).cuda()

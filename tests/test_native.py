@@ -20,9 +20,9 @@ from tests import cases, wholes
 from tests.ranks import run
 from tests.streams import Accelerator
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential
+from zero3.comm import Communicator, streams
 from zero3.measure.ledger import Ledger
 from zero3.train import launch
-from zero3.wire import Wire, streams
 
 # Those take seconds to build, and train as the others do.
 WHOLES = [name for name in wholes.WHOLES if name not in ("GPT2", "Llama", "Vision")]
@@ -33,12 +33,12 @@ def collectives():
     """
     Every wire takes collectives, as on an accelerator
     """
-    def opened(self, *args, real=Wire.open):
+    def opened(self, *args, real=Communicator.open):
         at = real(self, *args)
         self.by_messages = False
         return at
 
-    with mock.patch.object(Wire, "open", opened):
+    with mock.patch.object(Communicator, "open", opened):
         yield
 
 
@@ -89,7 +89,7 @@ def test_everything_trains_over_collectives_and_with_backward_on_another_thread(
     All cases and whole models give the numbers of plain PyTorch on the paths that only a GPU takes
     by itself. Breaks with a hook that believes to be on the thread of the forward, or with shares
     in another order than the collective's.
-    Proves I1, I9, `Wire.all_gather`, `Wire.reduce_scatter`, `Wire.numbers`, `Wire.total`.
+    Proves I1, I9, `Communicator.all_gather`, `Communicator.reduce_scatter`, `Communicator.numbers`, `Communicator.total`.
     """
     for worst in run(train_all, 2):
         assert len(worst) == len(cases.CASES) + len(WHOLES)
@@ -110,7 +110,7 @@ def diverge():
     with collectives():
         layers = [Zero3Layer(linear()) for _ in range(2)]
         for layer in Zero3Sequential(layers).module_list:
-            layer.wire = layers[0].wire
+            layer.comm = layers[0].comm
         mine = layers[dist.get_rank()]
         try:
             mine(torch.ones(1, 4))
@@ -119,7 +119,7 @@ def diverge():
         layer = Zero3Layer(linear())
         try:
             if dist.get_rank() == 0:
-                layer.wire.fail(layer, "has a fault", "none", "one", "look after it")
+                layer.comm.fail(layer, "has a fault", "none", "one", "look after it")
             layer(torch.ones(1, 4))
         except RuntimeError as error:
             said.append(str(error))
@@ -131,7 +131,7 @@ def test_ranks_that_diverge_over_collectives_get_an_error_and_not_noise():
     I6, where the host cannot look at what the others announced: an assertion on the device compares
     it, which on the CPU raises at once. Layers of one size would else be exchanged for each other.
     A rank that raises has the others raise, who would wait for it.
-    Proves I6, `Wire._announce`, `Transfer._diverged`, `Transfer._assert_same`, `Wire.fail`.
+    Proves I6, `Communicator._announce`, `Transfer._diverged`, `Transfer._assert_same`, `Communicator.fail`.
     """
     for rank, (layers, fault) in enumerate(run(diverge, 2)):
         assert f"rank {rank}: layer {rank} (Linear): the ranks diverged" in layers
@@ -160,7 +160,7 @@ def account(bucket_bytes):
 def test_announcements_over_collectives_are_counted_and_predicted():
     """
     32 bytes to each other rank for each transfer, as by messages.
-    Proves I4, I6, `Wire._announce`, `predict`.
+    Proves I4, I6, `Communicator._announce`, `predict`.
     """
     for bucket_bytes in (0, 1 << 18):
         for counted, predicted in run(account, 2, bucket_bytes):
@@ -172,18 +172,18 @@ def fails_twice():
     lost = []
     for _ in range(2):
         with pytest.raises(RuntimeError, match="has a fault"):
-            layer.wire.fail(layer, "has a fault", "none", "one", "look after it")
-        lost.append(len(layer.wire.lost))
+            layer.comm.fail(layer, "has a fault", "none", "one", "look after it")
+        lost.append(len(layer.comm.lost))
     with pytest.raises(RuntimeError, match="has a fault"):
         layer(torch.ones(1, 4))
-    return lost, len(layer.wire.lost)
+    return lost, len(layer.comm.lost)
 
 
 def test_a_fault_is_announced_once():
     """
     A wire that is broken already sends nothing more: the others have heard of the first fault, and
     a second announcement would wait for a receiver who never comes.
-    Proves I6, `Wire.fail`.
+    Proves I6, `Communicator.fail`.
     """
     assert run(fails_twice, 2) == [([1, 1], 2)] * 2
 
@@ -202,7 +202,7 @@ def test_a_layer_is_on_the_device_that_its_rank_uses(device, current, expected):
     NCCL takes the current device for what it sends by itself. Another one raises before anything is
     sent, and says which call is missing. Streams are made on the layer's device, of high priority,
     once for all wires.
-    Proves I9, `Wire.open`, `Wire._device`, `streams`.
+    Proves I9, `Communicator.open`, `Communicator._device`, `streams`.
     """
     with Accelerator() as there:
         there.device_count = lambda: 2
@@ -214,8 +214,8 @@ def test_a_layer_is_on_the_device_that_its_rank_uses(device, current, expected):
         layers = [Zero3Layer(nn.Tanh(), device=device) for _ in range(2)]
         assert layers[0].device == torch.device("cuda", 1)
         assert there.options == [{"device": torch.device("cuda", 1), "priority": -1}] * 2
-        assert layers[0].wire.fetch_stream is layers[1].wire.fetch_stream
-        assert streams(layers[0].device)[1] is layers[1].wire.backup_stream
+        assert layers[0].comm.fetch_stream is layers[1].comm.fetch_stream
+        assert streams(layers[0].device)[1] is layers[1].comm.backup_stream
 
 
 def test_pinned_memory_is_as_large_as_what_is_in_it():
@@ -245,8 +245,8 @@ def test_pinned_memory_is_as_large_as_what_is_in_it():
 def test_full_params_takes_the_memory_of_a_layer_once():
     """
     To resize a storage to the size that it has would take its memory a second time while the first
-    is still there. Breaks without the comparison in `Wire.all_gather`.
-    Proves I3, `Wire.all_gather`, `Zero3Layer.full_params`.
+    is still there. Breaks without the comparison in `Communicator.all_gather`.
+    Proves I3, `Communicator.all_gather`, `Zero3Layer.full_params`.
     """
     layer = Zero3Layer(nn.Linear(100, 100))
     sizes = []
@@ -280,7 +280,7 @@ def train_on_gpus():
 def test_all_cases_train_on_two_gpus():
     """
     The numbers of plain PyTorch on the global batch, with real streams and NCCL.
-    Proves I1, I8, I9, `Wire`.
+    Proves I1, I8, I9, `Communicator`.
     """
     for worst in launch.run(train_on_gpus, 2, timeout_s=600):
         for (name, *how), difference in worst.items():

@@ -78,7 +78,7 @@ def build(layers, params_in, states_in, **options):
 def step(model, optimizer, number, dtype=FP32, micro_batches=1):
     losses = []
     for i in range(micro_batches):
-        seed = (number * 10 + i) * 10 + optimizer.wire.rank
+        seed = (number * 10 + i) * 10 + optimizer.comm.rank
         x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed)).to(dtype)
         loss = model(x).float().square().mean() / micro_batches
         optimizer.backward(loss)
@@ -342,8 +342,8 @@ def test_files_take_their_space_at_once_and_belong_to_their_owner_alone(tmp_path
     """
     offload = Offload("nvme", tmp_path)
     layer = Zero3Layer(nn.Linear(100, 100), offload=offload)
-    (group,) = layer.groups
-    found = os.fstat(group.home.file.fd)
+    (group,) = layer.flats
+    found = os.fstat(group.storage.file.fd)
     assert found.st_size == 40960 and found.st_blocks * 512 >= 40960  # 10,100 fp32, whole blocks
     assert stat.S_IMODE(found.st_mode) == 0o600 and found.st_nlink == 0
     assert list(tmp_path.iterdir()) == []
@@ -576,7 +576,7 @@ def refused(folder, mine=None):
 def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(bad, why, tmp_path):
     """
     Also where one rank's alone is bad; none is left waiting. It names the bytes that are needed.
-    Proves `Store.file`, `Wire.agree`.
+    Proves `Store.file`, `Communicator.agree`.
     """
     bad = str(tmp_path / bad)
     for rank, error in enumerate(run(refused, 2, str(tmp_path), bad)):
@@ -663,7 +663,7 @@ def test_a_file_that_was_cut_is_an_error_on_every_rank(direct, tmp_path):
     """
     A read that comes back short is not taken for whole, and the other rank does not wait for ever.
     A mapped file would end the process instead.
-    Proves `File.move`, `InFile.wait`, `InFile._end`, `Wire.fail`.
+    Proves `File.move`, `InFile.wait`, `InFile._end`, `Communicator.fail`.
     """
     (zeros, took_s), (ones, _) = run(faulty, 2, str(tmp_path), direct, "cut")
     assert "rank 1: layer 3 (Sequential) could not read what rests in a file" in ones[0]
@@ -676,7 +676,7 @@ def test_a_write_that_fails_is_an_error_on_every_rank(tmp_path):
     """
     The system refuses it in the middle of a run, as a full disk would where space is not taken
     before. Nobody goes on with what was half written.
-    Proves `InFile._end`, `Wire.fail`.
+    Proves `InFile._end`, `Communicator.fail`.
     """
     (zeros, took_s), (ones, _) = run(faulty, 2, str(tmp_path), True, "full")
     assert "could not write what rests in a file" in ones[0] and "File too large" in ones[0], ones
@@ -990,4 +990,4 @@ def test_the_folder_of_the_tests_has_an_in_file_shard(tmp_path):
     Proves `Offload.shard`, `InFile`.
     """
     layer = Zero3Layer(nn.Linear(5, 5), offload=Offload("nvme", tmp_path))
-    assert isinstance(layer.groups[0].home, InFile) and layer.groups[0].home.tier == "nvme"
+    assert isinstance(layer.flats[0].storage, InFile) and layer.flats[0].storage.tier == "nvme"

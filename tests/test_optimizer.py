@@ -96,8 +96,8 @@ def sharded_bf16(steps, lr, fused):
     # The masters of a layer, one shard after the other, are its parameters and the padding.
     masters = []
     for owned in optimizer.owned:
-        rows = optimizer.wire.numbers(optimizer, owned.master).flatten()
-        for group in owned.layer.groups:
+        rows = optimizer.comm.numbers(optimizer, owned.master).flatten()
+        for group in owned.layer.flats:
             masters += [slot.of(rows).clone() for slot in group.slots]
     return (losses / dist.get_world_size()).tolist(), masters
 
@@ -110,7 +110,7 @@ def test_bf16_with_masters_follows_one_process_with_masters(world_size):
     stepped, or the gradient is rounded once more. With torch's plain AdamW: the fused one computes
     eight elements at a time and rounds the few at a tensor's end otherwise, and a shard ends
     elsewhere.
-    Proves `Zero3Optimizer._update`, `Owned`, `InMemory.replace`, `Wire.total`.
+    Proves `Zero3Optimizer._update`, `Owned`, `InMemory.replace`, `Communicator.total`.
     """
     steps, lr = 30, 1e-3
     torch.manual_seed(0)
@@ -206,7 +206,7 @@ def test_gradients_are_divided_summed_and_accumulated_in_reduce_dtype():
     gradients in bf16, which halves what is sent. Breaks where a gradient is divided before it is
     widened, or the shard adds in the parameter's data type.
     Proves `Zero3Optimizer._own`, `Zero3Layer._post_backward_hook`, `Zero3Layer._add_reduced`,
-    `_Group.add_grad`.
+    `FlatParameter.add_grad`.
     """
     for param_dtype, reduce_dtype in ((BF16, FP32), (BF16, None), (FP32, BF16)):
         found = run(reduced_in, 3, param_dtype, reduce_dtype)
@@ -340,7 +340,7 @@ def no_sync_traffic(hold):
         for i in range(3):
             with optimizer.no_sync() if hold and i < 2 else nullcontext():
                 optimizer.backward(model(torch.ones(2, 8)).sum() / 3)
-            held = sum(g.grad.nbytes for m in model.module_list for g in m.groups
+            held = sum(g.grad.nbytes for m in model.module_list for g in m.flats
                        if g.grad is not None)
             assert held == (4 * 72 * 4 if hold and i < 2 else 0)
     return tape.sent_bytes
@@ -391,7 +391,7 @@ def test_an_infinity_on_one_rank_skips_the_step_on_all(world_size, dtype):
     halves; three good steps later it doubles, and again. Breaks where each rank judges by its own
     shards.
     Proves `Zero3Optimizer.step`, `Zero3Optimizer._overflow`, `Zero3Optimizer._squares`,
-    `Wire.numbers`.
+    `Communicator.numbers`.
     """
     top = 65536.0
     scales = [top, top, top / 2, top / 2, top / 2, top, top, top, 2 * top]
@@ -616,7 +616,7 @@ class Flips(nn.Module):
 def bucketed(bucket_bytes, by_messages=True):
     torch.manual_seed(0)
     model = shard([Flips() for _ in range(8)])
-    model.module_list[0].wire.by_messages = by_messages
+    model.module_list[0].comm.by_messages = by_messages
     optimizer = Zero3Optimizer(model, lr=0.01, bucket_bytes=bucket_bytes)
     for step in range(4):
         with Ledger(model, optimizer) as tape:
@@ -692,7 +692,7 @@ def test_buckets_with_other_layers_on_another_rank_are_an_error_and_not_a_sum():
     """
     Rank 0 packs layers 7, 6 and 5, rank 1 packs 7, 5 and 4: as many bytes, with the same first
     layer. Breaks where the announcement does not say which layers are in the bucket.
-    Proves I6, `Wire._begin`, `Transfer._complete`.
+    Proves I6, `Communicator._begin`, `Transfer._complete`.
     """
     for rank, text in enumerate(run(late, 2)):
         assert text and text.startswith(f"rank {rank}: layer ") and "the ranks diverged" in text
@@ -732,7 +732,7 @@ def test_native_collectives_give_the_same_as_messages():
     """
     The lines that NCCL runs, here over gloo: buckets and norms, in two orders of addition, which
     for two ranks are one.
-    Proves I9, `Wire.numbers`, `Wire.total`, `Bucket._send`, `_Gradient`.
+    Proves I9, `Communicator.numbers`, `Communicator.total`, `Bucket._send`, `_Gradient`.
     """
     for (*_, shards), (*_, same) in zip(
         run(bucketed, 2, 1000), run(bucketed, 2, 1000, False), strict=True

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.ranks import run
 from zero3 import Zero3Layer
-from zero3.wire import Wire
+from zero3.comm import Communicator
 
 CALLS: list[int] = []
 
@@ -43,7 +43,7 @@ def test_ranks_live_on_and_each_call_finds_them_as_new():
 
 def leave(what):
     if what == "a function":
-        Wire.all_gather = lambda *args: None
+        Communicator.all_gather = lambda *args: None
     elif what == "a data type":
         torch.set_default_dtype(torch.double)
     elif what == "a mode":

@@ -282,11 +282,11 @@ def test_links_lead_through_the_book(site, browser):
     browser.get((site / "index.html").as_uri())
     find(browser, "main a[href='layer.html']").click()
     assert browser.title.startswith("ZeRO-3")
-    link = browser.find_element("xpath", "//pre//a[text()='Wire'][1]")
+    link = browser.find_element("xpath", "//pre//a[text()='Communicator'][1]")
     target = link.get_attribute("href")
     browser.execute_script("arguments[0].click()", link)
     assert browser.current_url == target
-    assert target.endswith("wire.html#the-seam-between-cpu-and-gpu")
+    assert target.endswith("comm.html#the-seam-between-cpu-and-gpu")
     assert find(browser, ":target").is_displayed()
     find(browser, "a[rel=before]").click()
     where = browser.current_url

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import zero3.wire
+import zero3.comm
 from tests import cases, wholes
 from tests.ranks import run
 from tests.streams import Accelerator, Event, Line, Work, before
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
+from zero3.comm import Communicator, Transfer
 from zero3.offload import InFile
-from zero3.wire import Transfer, Wire
 
 # ------------------------------------------------------------------------------------------ races
 
@@ -110,7 +110,7 @@ def races(tier, buckets, chains, models, folder):
     return found
 
 
-# The quickest that cover each way through the wire: accumulation, a backward inside of backward,
+# The quickest that cover each way through the comm: accumulation, a backward inside of backward,
 # several flat parameters, gradients that nobody announces.
 SOME = ("Chain", "Accumulated", "CheckpointAroundReentrant", "DataTypes", "Unused")
 SOME_WHOLES = ("TiedBetweenUnits", "Branches", "RecomputedReentrant")
@@ -130,7 +130,7 @@ def test_no_two_streams_use_the_same_memory_unless_one_waits_for_the_other(
     Every use of every tensor is ordered after those before it that it has to see: on compute,
     fetch and backup stream, on NCCL's, on the host and by the threads that read and write files;
     and so is the next use of memory that was freed. Breaks with each of the mistakes in `PLANTED`.
-    Proves I9, `Wire.on`, `Wire.deliver`, `Transfer.wait`, `streams`.
+    Proves I9, `Communicator.on`, `Communicator.deliver`, `Transfer.wait`, `streams`.
     """
     for found in run(races, 2, tier, buckets, chains, models, str(tmp_path)):
         assert len(found) == len(chains) + len(models)
@@ -142,7 +142,7 @@ def test_no_two_streams_use_the_same_memory_unless_one_waits_for_the_other(
 
 
 def not_waiting(*which):
-    """`Wire.on`, but these streams do not wait for the compute stream"""
+    """`Communicator.on`, but these streams do not wait for the compute stream"""
     @contextmanager
     def on(self, stream):
         if stream not in [getattr(self, name) for name in which]:
@@ -157,22 +157,22 @@ def nothing(*_):
     """In place of a wait"""
 
 
-def release_at_once(home, stream=None, real=InFile.release):
-    real(home)
+def release_at_once(storage, stream=None, real=InFile.release):
+    real(storage)
 
 
-def keeps_nothing(total, *rest, real=zero3.wire._Leaving):
+def keeps_nothing(total, *rest, real=zero3.comm._Leaving):
     return real(None, *rest)
 
 
 # What: on how many ranks, on which tier, with `Zero3Optimizer`; and what is replaced by what.
 PLANTED = {
     "no stream waits for compute":
-        (2, "device", False, Wire, "on", not_waiting("fetch_stream", "backup_stream")),
+        (2, "device", False, Communicator, "on", not_waiting("fetch_stream", "backup_stream")),
     "the next gather does not wait for the optimizer":
-        (2, "device", False, Wire, "on", not_waiting("fetch_stream")),
+        (2, "device", False, Communicator, "on", not_waiting("fetch_stream")),
     "the reduce does not wait for backward":
-        (2, "device", True, Wire, "on", not_waiting("backup_stream")),
+        (2, "device", True, Communicator, "on", not_waiting("backup_stream")),
     "compute does not wait for the all-gather":
         (2, "device", False, Work, "wait", nothing),
     "compute does not wait for the copy of its shard":
@@ -186,7 +186,7 @@ PLANTED = {
     "the next file is read into a buffer that is being copied":
         (2, "nvme", True, InFile, "release", release_at_once),
     "a gradient is freed that is being copied":
-        (1, "cpu", False, zero3.wire, "_Leaving", keeps_nothing),
+        (1, "cpu", False, zero3.comm, "_Leaving", keeps_nothing),
 }
 
 
@@ -206,7 +206,7 @@ def test_each_planted_mistake_is_found(ranks, tmp_path):
     """
     Each takes one wait away, and none changes a number here, where all runs in the host's order.
     Breaks with a rule that the device does not know, or with a wait that nothing needs.
-    Proves I9, `Wire.on`, `Wire.deliver`, `_Leaving`, `Transfer.wait`, `InFile.release`.
+    Proves I9, `Communicator.on`, `Communicator.deliver`, `_Leaving`, `Transfer.wait`, `InFile.release`.
     """
     for found in run(plant, ranks, str(tmp_path)):
         assert found.keys() == {what for what, (n, *_) in PLANTED.items() if n == ranks}
@@ -262,10 +262,10 @@ def overlap(kind, tier="cpu", replaced=None):
             model = wrap(nn.Sequential(nn.Linear(6, 6), *modules), nn.Sequential, offload=offload)
             layers = [m for m in model.modules() if getattr(m, "groups", None)]
             layers = [m for m in layers if isinstance(m.module, nn.Sequential)][-5:]
-        wire = layers[0].wire
-        wire.fetch_stream.name, wire.backup_stream.name = "fetch", "backup"
+        comm = layers[0].comm
+        comm.fetch_stream.name, comm.backup_stream.name = "fetch", "backup"
         for i, layer in enumerate(layers):
-            device.name(layer.groups[0].full, f"layer {i}")
+            device.name(layer.flats[0].full, f"layer {i}")
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         x = torch.randn(3, 6)
         for _ in range(3):
@@ -325,19 +325,19 @@ FACTS = {
 def takes_the_tail(transfer, real=Transfer.wait):
     """`Transfer.wait`, which then waits for all that the fetch stream has"""
     totals = real(transfer)
-    transfer.wire.current_stream().wait_stream(transfer.wire.fetch_stream)
+    transfer.comm.current_stream().wait_stream(transfer.comm.fetch_stream)
     return totals
 
 
 def lands_at_once(self, total, where, add):
-    """`Wire.deliver`, which waits for the copy"""
+    """`Communicator.deliver`, which waits for the copy"""
     add(total.to(where))
 
 
 def overlaps():
     slow = {
         "takes the tail": (Transfer, "wait", takes_the_tail),
-        "lands at once": (Wire, "deliver", lands_at_once),
+        "lands at once": (Communicator, "deliver", lands_at_once),
     }
     return ({kind: overlap(kind) for kind in ("chain", "wrap")},
             {name: overlap("chain", "cpu", replaced)[0] for name, replaced in slow.items()},
@@ -352,7 +352,7 @@ def test_communication_may_run_beside_computation():
     the device the host waits for nothing in a whole step, nor for what ranks announce. Breaks if
     compute waits for the fetch stream's tail, in which the next layer's copy is, or if a gradient
     goes to the CPU by `.to()`.
-    Proves I9, `Transfer.wait`, `Wire.all_gather`, `Wire.deliver`, `Wire.delivered`, `Reducer.end`.
+    Proves I9, `Transfer.wait`, `Communicator.all_gather`, `Communicator.deliver`, `Communicator.delivered`, `Reducer.end`.
     """
     on_device = FACTS - {"gradients land beside the backward of the layer two below"}
     for found, slow, near in run(overlaps, 2):

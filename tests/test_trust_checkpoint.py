@@ -23,7 +23,7 @@ from tests.ranks import run
 from tests.test_checkpoint import plain, refused, rewrite, same, shard, train, weights
 from zero3 import Zero3Layer, Zero3Optimizer, load, save, wrap
 from zero3.checkpoint.convert import main
-from zero3.checkpoint.entries import Inventory
+from zero3.checkpoint.entries import Entries
 from zero3.checkpoint.formats import from_tensors
 from zero3.checkpoint.reader import _HELD, MANIFEST, file_name, newest
 from zero3.checkpoint.tensor_files import Broken, check_name, checksums, printable
@@ -221,7 +221,7 @@ def test_what_would_poison_the_optimizer_changes_nothing(tmp_path):
     train something else: refused, with the weights, the options and the states as before, and the
     next step is taken. Breaks where an option is taken over as it stands, or a state is first set
     after the weights are there.
-    Proves `Inventory._check_optimizer`, `Inventory._try`, `_is_like`, `_check_random_states`,
+    Proves `Entries._check_optimizer`, `Entries._try`, `_is_like`, `_check_random_states`,
     `load`.
     """
     model, optimizer = shard(plain())
@@ -279,7 +279,7 @@ def test_options_that_are_right_come_back(tmp_path):
     Those that a scheduler has added, a learning rate in a tensor, an `eps` of zero and integers for
     numbers; by torch's optimizers too, and by one of somebody's own with an argument that no option
     names. Breaks where a check is stricter than the optimizer.
-    Proves `Inventory._try`, `_is_like`.
+    Proves `Entries._try`, `_is_like`.
     """
     class Own(torch.optim.SGD):
         def __init__(self, params, must, **kwargs):
@@ -350,7 +350,7 @@ def test_a_module_under_two_names_has_both_everywhere(tmp_path, kind):
     In the full parameters, in a checkpoint and in an export, parameters and buffers; another model
     loads them by either, also where the checkpoint has one name of each, and a step on it is that
     of plain PyTorch. Breaks with `named_children`, which drops the second name.
-    Proves `_own_modules`, `plain_names`, `Inventory.names`, `Inventory.check`.
+    Proves `_own_modules`, `plain_names`, `Entries.names`, `Entries.check`.
     """
     x, plainly, model = torch.randn(4, 2), Twice(), sharded(kind)
     for each in (plainly, model):
@@ -517,14 +517,14 @@ def is_damaged_meanwhile(folder):
     """Between the two times that a load reads a file, on one rank."""
     model, optimizer = shard(plain())
     save(folder, model, optimizer, step=1)
-    take = Inventory.take
+    take = Entries.take
 
     def broken(self, *args):
         if dist.get_rank():
             raise OSError(errno.EIO, "Input/output error")
         take(self, *args)
 
-    Inventory.take = broken
+    Entries.take = broken
     try:
         load(folder, model, optimizer)
     except RuntimeError as error:

@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.ranks import run
 from tests.wholes import build, tokens
 from zero3 import Deferred, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
+from zero3.comm import Communicator
 from zero3.measure.ledger import Ledger
 from zero3.whole_model.units import Unit
-from zero3.wire import Wire
 
 
 def message(does):
@@ -474,7 +474,7 @@ def test_sparse_attributes_and_buffers():
     """
     Rank 0's buffer becomes everybody's, as a dense one does. Breaks where a sparse tensor is asked
     for its storage.
-    Proves `Zero3Layer.forward`, `Wire.broadcast`.
+    Proves `Zero3Layer.forward`, `Communicator.broadcast`.
     """
     assert run(sparse_on_two_ranks, 2) == [torch.eye(3).tolist()] * 2
 
@@ -556,11 +556,11 @@ def left_alone(file):
     """What rank 1 is told after rank 0 has ended, in a file: nobody waits for its answer."""
     if dist.get_rank() == 0:
         os._exit(1)
-    wire, layer = Wire(), Zero3Layer
+    comm, layer = Communicator(), Zero3Layer
     said = [message(does) for does in (
-        lambda: Zero3Layer(nn.Linear(4, 4)), lambda: wire.agree(layer, "", "", "", ""),
-        lambda: wire.broadcast(torch.ones(2)), lambda: wire.broadcast(torch.eye(2).to_sparse()),
-        lambda: wire.scatter(torch.ones(2), torch.ones(4)))]
+        lambda: Zero3Layer(nn.Linear(4, 4)), lambda: comm.agree(layer, "", "", "", ""),
+        lambda: comm.broadcast(torch.ones(2)), lambda: comm.broadcast(torch.eye(2).to_sparse()),
+        lambda: comm.scatter(torch.ones(2), torch.ones(4)))]
     Path(file).write_text(json.dumps(said))
 
 
@@ -568,7 +568,7 @@ def test_a_rank_that_waits_in_vain_says_to_look_for_the_first_error(tmp_path):
     """
     Rank 0 has ended, as after an error before it wraps a layer. Breaks where the other one knows
     the backend's words alone.
-    Proves `Wire.gather`, `Wire.agree`, `Wire.broadcast`, `Wire.scatter`.
+    Proves `Communicator.gather`, `Communicator.agree`, `Communicator.broadcast`, `Communicator.scatter`.
     """
     with pytest.raises(AssertionError, match="rank 0: the process ended"):
         run(left_alone, 2, str(tmp_path / "said"))

@@ -482,7 +482,7 @@ def test_parameters_without_a_gradient_stay_as_they_are(world_size):
     parameter is stepped with a zero gradient (off by 4.9e-3), or shares its count with a used one.
     Proves I1, I8, `Zero3Optimizer._used`, `Zero3Optimizer._squares`, `Zero3Optimizer.regroup`,
     `Owned.cut`, `Owned.recut`, `Owned.kinds`, `Owned.used`, `Owned.groups_here`,
-    `Inventory.describe`, `Flat.within`, `Archive.states`.
+    `Entries.describe`, `Flat.within`, `CheckpointReader.states`.
     """
     for rank in run(alternate_all, world_size):
         for case, worst in rank.items():
@@ -687,9 +687,9 @@ def fails_while_a_bucket_is_on_its_way():
         for i, layer in enumerate(model.walk()):
             hidden = layer(Fails.apply(hidden) if i == 2 else hidden)
         optimizer.backward(hidden.square().mean())
-    found.append(model.module_list[0].wire.reducing is None)
-    found.append(not model.module_list[0].wire.reducer.layers)
-    groups = [g for m in model.module_list for g in m.groups]
+    found.append(model.module_list[0].comm.reducing is None)
+    found.append(not model.module_list[0].comm.reducer.layers)
+    groups = [g for m in model.module_list for g in m.flats]
     found.append(not any(g.grad is not None or g.full.untyped_storage().nbytes() for g in groups))
     found += [g.shard.grad is not None for g in groups]
     optimizer.zero_grad()

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from tests.cases import WIDTH, linear, train_both
 from tests.ranks import run
 from tests.test_layer import message
-from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save, wire, wrap
+from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, comm, load, save, wrap
 from zero3.measure.ledger import Ledger, held_bytes
 
 # ------------------------------------------------------------------------ writes to parameters
@@ -52,7 +52,7 @@ def test_a_forward_that_writes_to_a_parameter_is_refused_and_leaves_the_layer_us
         layer = Zero3Layer(module)
         text = message(lambda layer=layer, x=x: layer(x))
         assert "written to `weight`" in text and "get_trainable_chunk" in text
-        assert not layer.is_fetched and layer.groups[0].full.untyped_storage().nbytes() == 0
+        assert not layer.is_fetched and layer.flats[0].full.untyped_storage().nbytes() == 0
         with layer.full_params() as params:
             assert torch.equal(params["weight"], before)
 
@@ -121,7 +121,7 @@ def test_an_exception_of_one_rank_in_full_params_reaches_all(kind):
     """
     Nothing is written, nobody waits for ever, and the next block works. Breaks without the gather
     in the `except` of `full_params`: the other rank would wait in the scatter.
-    Proves `Zero3Layer.full_params`, `Zero3Layer._write_back`, `Wire.agree`.
+    Proves `Zero3Layer.full_params`, `Zero3Layer._write_back`, `Communicator.agree`.
     """
     (mine, *first), (theirs, *second) = run(leaves, 2, kind)
     assert mine == "ValueError: of rank 0 alone"
@@ -349,22 +349,22 @@ def test_a_module_with_two_names_sees_its_parameters_and_has_both_names():
 
 def aligned(folder):
     """Everything as on an accelerator, as far as places in flat parameters go."""
-    real = wire.Wire.open
+    real = comm.Communicator.open
 
     def open_as_on_an_accelerator(self, *args):
         device = real(self, *args)
-        self.align_bytes = wire.ALIGN_BYTES
+        self.align_bytes = comm.ALIGN_BYTES
         return device
 
-    wire.Wire.open = open_as_on_an_accelerator
+    comm.Communicator.open = open_as_on_an_accelerator
     told = {name: train_both(name) for name in ("Chain", "Adapters", "Tiny", "DataTypes")}
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(7, 3), nn.Linear(3, 7)).bfloat16() for _ in range(3)]
     model = Zero3Sequential([Zero3Layer(layer) for layer in layers])
     starts = []
     for layer in model.module_list:
-        for g in layer.groups:
-            rows = layer.wire.rows(g.full)
+        for g in layer.flats:
+            rows = layer.comm.rows(g.full)
             elements = [slot.offset for slot in g.slots] + [r * rows.shape[1] for r in range(3)]
             starts += [n * g.full.itemsize % 16 for n in elements]
     optimizer = Zero3Optimizer(model, lr=0.1, clip_grad_norm=1.0, bucket_bytes=300)
@@ -377,12 +377,12 @@ def aligned(folder):
     differ = [held_bytes(model, optimizer) - found.rest_bytes, tape.sent_bytes - found.sent_bytes,
               tape.peak_live_bytes - found.peak_bytes]
     padding = [g.shard.detach()[max(0, slice.start - first) : max(0, slice.stop - first)]
-               for layer in model.module_list for g in layer.groups for slice in g.padding()
-               for first in [layer.wire.rank * len(g.shard)]]
+               for layer in model.module_list for g in layer.flats for slice in g.padding()
+               for first in [layer.comm.rank * len(g.shard)]]
     told["padding"] = max(float(part.abs().max()) for part in padding if len(part))
     # And back, into layers that are packed without padding between parameters.
     save(folder, model, optimizer, step=2)
-    wire.Wire.open = real
+    comm.Communicator.open = real
     packed = Zero3Sequential([Zero3Layer(copy.deepcopy(plain)) for plain in
                               [nn.Sequential(nn.Linear(7, 3), nn.Linear(3, 7)).bfloat16()] * 3])
     load(folder, packed, Zero3Optimizer(packed, lr=0.1))
@@ -397,7 +397,7 @@ def test_on_an_accelerator_parameters_and_rows_begin_at_multiples_of_16_bytes(wo
     With the same numbers, zeros in the padding, bytes that are predicted exactly, and checkpoints
     that load where nothing is padded. Breaks without `aligned` in `_merge_and_pad_params`, or with
     a gradient whose padding between parameters is not zeroed.
-    Proves I1, I5, `Zero3Layer._merge_and_pad_params`, `Wire.aligned`, `Part`, `Archive.read`.
+    Proves I1, I5, `Zero3Layer._merge_and_pad_params`, `Communicator.aligned`, `Part`, `CheckpointReader.read`.
     """
     for told, starts, differ in run(aligned, world_size, str(tmp_path)):
         assert told.pop("DataTypes") <= 1e-5 and max(told.values()) <= 1e-10, told

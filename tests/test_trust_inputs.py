@@ -291,7 +291,7 @@ def test_the_name_of_a_tier_is_an_offload_wherever_one_is_taken(tmp_path):
     Proves `Offload.of`, `Zero3Layer.__init__`, `wrap`, `Zero3Optimizer.__init__`.
     """
     model = Zero3Sequential([Zero3Layer(nn.Linear(3, 3), offload="cpu")])
-    assert model.module_list[0].groups[0].home.tier == "cpu"
+    assert model.module_list[0].flats[0].storage.tier == "cpu"
     assert Zero3Optimizer(model, offload="cpu").offload.tier == "cpu"
     whole_model = wrap(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear, offload="cpu")
     assert len({id(unit.offload) for unit in whole_model.units}) == 1

@@ -76,7 +76,7 @@ def nodes():
         *(f"ip netns add {name}" for name in names),
         f"ip link add wire netns {names[0]} type veth peer name wire netns {names[1]}",
         *(f"ip -n {name} addr add 10.199.0.{i + 1}/24 dev wire" for i, name in enumerate(names)),
-        *(f"ip -n {name} link set {device} up" for name in names for device in ("lo", "wire")),
+        *(f"ip -n {name} link set {device} up" for name in names for device in ("lo", "comm")),
     ]
     if shutil.which("ip") is None:
         pytest.skip("two machines need network namespaces: there is no `ip` (iproute2)")
@@ -115,7 +115,7 @@ def test_a_machine_may_be_lost_and_come_back(nodes, tmp_path):
              "zero3.train", *argv], stdout=log.open("w"), stderr=subprocess.STDOUT, cwd=ROOT,
             # No name server can be reached from there, and a host's name leads out of it.
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
-                 "RES_OPTIONS": "timeout:1 attempts:1", "GLOO_SOCKET_IFNAME": "wire",
+                 "RES_OPTIONS": "timeout:1 attempts:1", "GLOO_SOCKET_IFNAME": "comm",
                  # With one store, torch does not tell a machine that comes back where it is.
                  "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 

@@ -3,7 +3,7 @@ r"""
 
 ZeRO-3 to read and to train with; what the text claims of numbers, bytes and order is tested.
 
-Read the chapters in this order, and the tools where a chapter uses them: `wire.py` beside chapter
+Read the chapters in this order, and the tools where a chapter uses them: `comm.py` beside chapter
 1, `disk.py` after chapter 2.
 
 | chapter | file | what it holds |
@@ -21,7 +21,7 @@ Read the chapters in this order, and the tools where a chapter uses them: `wire.
 | 5 | `checkpoint.py` | `save` and `load`: on any number of ranks, while training goes on |
 | 5 | `formats.py`, `convert.py` | to other libraries, and back; `python -m zero3.checkpoint` |
 | tools | `contents.py` | what is added to sharded modules, and other libraries around them |
-| tools | `wire.py` | what ranks send each other, and buckets of gradients |
+| tools | `comm.py` | what ranks send each other, and buckets of gradients |
 | tools | `gradients.py` | a shard's gradient, which knows that it is a part; clipping by all |
 | tools | `disk.py` | reading and writing past the page cache, and how fast that is |
 | tools | `ledger.py` | the tape of what a rank sent, held, read and wrote |

@@ -64,16 +64,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero3.comm import Communicator, Transfer
 from zero3.guards.contents import Contents, Known, uncompiled
 from zero3.guards.gradients import clip_grad_norm_, mark
 from zero3.guards.options import expect, whole
 from zero3.measure.ledger import Ledger, Silence, in_backward, tensors_in
 from zero3.offload import FreedParameter, InFile, InMemory, Offload
-from zero3.wire import Transfer, Wire
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class _Slot:
+class Slot:
     """
     ## Where one parameter lies in the flat parameter
     """
@@ -95,17 +95,17 @@ class _Slot:
 
 
 @dataclasses.dataclass(repr=False)
-class _Group:
+class FlatParameter:
     """
     ## A flat parameter, and its shard
 
     All parameters of a layer that have one data type and are either all trainable or all frozen.
     """
 
-    slots: list[_Slot]
+    slots: list[Slot]
     full: torch.Tensor  # (world_size * shard_numel,), device; its storage has no bytes at rest
-    inbox: torch.Tensor  # whose memory messages with gradients arrive in: `full`, as a rule
-    home: InMemory | InFile  # where the shard rests
+    receive_buffer: torch.Tensor  # whose memory messages with gradients arrive in: `full`, as a rule
+    storage: InMemory | InFile  # where the shard rests
     shard: nn.Parameter  # (shard_numel,), what rests
     trains: bool  # whether its parameters get gradients, as of the last forward
     grad: Any = None  # as long; of the shard's `grad_dtype`; until the end of the reduce
@@ -154,7 +154,7 @@ class _Group:
             grad.used |= self.ready
 
 
-class _Call:
+class Call:
     """
     ## One forward call
 
@@ -220,25 +220,25 @@ class Zero3Layer(nn.Module):
                    TypeError)
         super().__init__()
         self.module = module
-        self.wire, self.offload = Wire(rank, world_size), Offload.of(offload)
+        self.comm, self.offload = Communicator(rank, world_size), Offload.of(offload)
         # Neighbours and place in forward order; `Zero3Sequential` sets them.
         self.prev_layer, self.next_layer = [], []  # type: tuple[list[Zero3Layer], list[Zero3Layer]]
         self.layer_idx, self.label = -1, type(module).__name__
-        self.ledger: Ledger | Silence = Silence()
+        self.listener: Ledger | Silence = Silence()
         # An unshard has started, and is complete once the transfer that does it was waited for.
         self.is_fetched = self._full_elsewhere = False  # the latter inside `full_params`
         # Calls that still go backward, and the one for whose backward the last layer stays full.
-        self._pending: weakref.WeakSet[_Call] = weakref.WeakSet()
+        self._pending: weakref.WeakSet[Call] = weakref.WeakSet()
         self._gather, self._kept = None, None  # type: tuple[Transfer | None, weakref.ref | None]
         # In this `backward()`: the calls that went, the parameters whose gradients are here, and
         # the input gradients that the calls owe.
-        self._entered, self._arrived = set(), set()  # type: tuple[set[_Call], set[tuple[str, ...]]]
+        self._entered, self._arrived = set(), set()  # type: tuple[set[Call], set[tuple[str, ...]]]
         self._inputs_left = 0
 
         found, self.chunk = self._find_params(module), nn.ParameterList()
-        self.device = self.wire.open(self, found, device, dtype)
+        self.device = self.comm.open(self, found, device, dtype)
         # Trainable first, as labml has it; and the handles of hooks on what is sharded.
-        self.groups, self.refusals = [], []  # type: tuple[list[_Group], list[Any]]
+        self.flats, self.refusals = [], []  # type: tuple[list[FlatParameter], list[Any]]
         kinds = dict.fromkeys((not p.requires_grad, p.dtype) for p in found)
         for kind in sorted(kinds, key=lambda kind: kind[0]):
             self._shard({p: n for p, n in found.items() if (not p.requires_grad, p.dtype) == kind})
@@ -252,7 +252,7 @@ class Zero3Layer(nn.Module):
             vars(owner).update(params[owner])
             owner._parameters.clear()
             for buffer in owner._buffers.values():
-                self.wire.broadcast(buffer)
+                self.comm.broadcast(buffer)
         self.contents = Contents(self, params)
         for owner in params:
             self.refusals += self.contents.refuse_state_dicts(owner)
@@ -283,19 +283,19 @@ class Zero3Layer(nn.Module):
         #### Shard: make parameters views of one flat buffer, keep $1/N$ of it, free it
         """
         flat = self._merge_and_pad_params(list(params))  # (world_size * shard_numel,), device
-        rest = self._empty(len(flat) // self.wire.world_size, flat.dtype)  # (shard_numel,), device
-        self.wire.scatter(rest, flat)
-        home = self.offload.shard(self, rest, next(iter(params)).requires_grad)
-        group = _Group([], flat, flat, home, home.param, trains=False)
+        rest = self._empty(len(flat) // self.comm.world_size, flat.dtype)  # (shard_numel,), device
+        self.comm.scatter(rest, flat)
+        storage = self.offload.shard(self, rest, next(iter(params)).requires_grad)
+        group = FlatParameter([], flat, flat, storage, storage.param, trains=False)
         group.layer = weakref.ref(self)
         offset = 0
         for p, names in params.items():
             view = flat[offset : offset + p.numel()].view(p.shape)
             freed = FreedParameter.kind(self, names[0], self.cure)
-            group.slots.append(_Slot(p, names, offset, view, freed))
-            offset += self.wire.aligned(p.numel(), p.dtype)
+            group.slots.append(Slot(p, names, offset, view, freed))
+            offset += self.comm.aligned(p.numel(), p.dtype)
         flat.untyped_storage().resize_(0)
-        self.groups.append(group)
+        self.flats.append(group)
         self.chunk.append(group.shard)
         self._follow_requires_grad()
 
@@ -314,11 +314,11 @@ class Zero3Layer(nn.Module):
         dtype = params[0].dtype
         pieces = []
         for p in params:
-            padding_numel = self.wire.aligned(p.numel(), dtype) - p.numel()
+            padding_numel = self.comm.aligned(p.numel(), dtype) - p.numel()
             pieces += [p.detach().reshape(-1), self._empty(padding_numel, dtype).zero_()]
         numel = sum(map(len, pieces))
-        row_numel = self.wire.aligned(-(-numel // self.wire.world_size), dtype)
-        padding_numel = self.wire.world_size * row_numel - numel
+        row_numel = self.comm.aligned(-(-numel // self.comm.world_size), dtype)
+        padding_numel = self.comm.world_size * row_numel - numel
         return torch.cat([*pieces, self._empty(padding_numel, dtype).zero_()])
 
     def _empty(self, numel: int, dtype: torch.dtype | None) -> torch.Tensor:
@@ -334,7 +334,7 @@ class Zero3Layer(nn.Module):
         `model.requires_grad_(False)` reaches the shards, because they are what `parameters()`
         yields. Before each forward the parameters follow.
         """
-        for i, g in enumerate(self.groups):
+        for i, g in enumerate(self.flats):
             if g.trains == g.shard.requires_grad:
                 continue
             g.trains = g.shard.requires_grad
@@ -353,7 +353,7 @@ class Zero3Layer(nn.Module):
         # A hook gets a weak reference and two indices. The garbage collector does not see the
         # hooks of a parameter, so whatever a hook refers to would stay for ever.
         ours = weakref.WeakMethod(self._post_backward_hook)
-        for i, slot in enumerate(self.groups[group].slots):
+        for i, slot in enumerate(self.flats[group].slots):
             if slot.param.requires_grad and slot.hook is None:
                 slot.hook = slot.param.register_post_accumulate_grad_hook(
                     lambda p, ours=ours, i=i: ours()(group, i, p))
@@ -366,7 +366,7 @@ class Zero3Layer(nn.Module):
         to a shard what it would do to the parameters, for it does not ask where an element belongs;
         but it steps one that was not used with a gradient of zero, which has none in plain PyTorch.
         """
-        return [g.shard for g in self.groups if g.shard.requires_grad and len(g.shard)]
+        return [g.shard for g in self.flats if g.shard.requires_grad and len(g.shard)]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """
@@ -389,19 +389,19 @@ class Zero3Layer(nn.Module):
         as every time, so what autograd saved in forward is valid again in backward. A gather into
         fresh memory and a copy from there would hold the layer twice.
         """
-        if self.is_fetched or self._full_elsewhere or not self.groups:
+        if self.is_fetched or self._full_elsewhere or not self.flats:
             return
         self._enter_backward()
         # Gradients may still be coming in, into this very buffer.
-        self.wire.reducer.finish(self)
+        self.comm.reducer.finish(self)
         self.is_fetched = True
-        self._gather = self._all_gather([g.full for g in self.groups])
+        self._gather = self._all_gather([g.full for g in self.flats])
         # What will be fetched next is read from its file meanwhile: forward the next layer, and at
         # the last one the one before, if a backward can come; in backward those it will come to.
         back = in_backward() or (not self.next_layer and torch.is_grad_enabled())
         for layer in self.prev_layer if back else self.next_layer:
-            for g in layer.groups if layer._pending or not in_backward() else ():
-                g.home.read_async()
+            for g in layer.flats if layer._pending or not in_backward() else ():
+                g.storage.read_async()
 
     @torch.no_grad()
     def _all_gather(self, fulls: list[torch.Tensor]) -> Transfer:
@@ -410,11 +410,11 @@ class Zero3Layer(nn.Module):
 
         A shard in CPU memory or in a file is copied to its place among the others first.
         """
-        pairs = [(full, g.home.load()) for full, g in zip(fulls, self.groups, strict=True)]
-        gather = self.wire.all_gather(self, pairs)
-        for g in self.groups:
+        pairs = [(full, g.storage.load()) for full, g in zip(fulls, self.flats, strict=True)]
+        gather = self.comm.all_gather(self, pairs)
+        for g in self.flats:
             # What it was read into may be filled again once the fetch stream has copied it.
-            g.home.release(self.wire.fetch_stream)
+            g.storage.release(self.comm.fetch_stream)
         return gather
 
     def _wait_params(self) -> None:
@@ -471,7 +471,7 @@ class Zero3Layer(nn.Module):
                 "model.get_trainable_chunk(): p.clamp_(...)` under `torch.no_grad()`), or in `with "
                 "model.full_params(writeback=True)`")
 
-    def _take_back(self, slot: _Slot) -> bool:
+    def _take_back(self, slot: Slot) -> bool:
         """
         #### Have a parameter in its place again, and return whether somebody wrote to it
         """
@@ -498,7 +498,7 @@ class Zero3Layer(nn.Module):
         self._cleanup_params()
         # Into a buffer of its own: a view of it that somebody keeps stays valid.
         with torch.inference_mode(False), torch.no_grad():
-            fulls = [self._empty(len(g.full), g.full.dtype) for g in self.groups]
+            fulls = [self._empty(len(g.full), g.full.dtype) for g in self.flats]
             self._all_gather(fulls).wait()
         self._look_at(fulls)
         try:
@@ -506,7 +506,7 @@ class Zero3Layer(nn.Module):
         except BaseException as error:
             if writeback and not isinstance(error, GeneratorExit):
                 # The other ranks are about to write back, and wait for this one.
-                self.wire.gather(f"{type(error).__name__}: {error}")
+                self.comm.gather(f"{type(error).__name__}: {error}")
             raise
         else:
             if writeback:
@@ -523,7 +523,7 @@ class Zero3Layer(nn.Module):
         `RuntimeError` on all ranks where one is not.
         """
         problem = ""
-        for full, g in zip(fulls, self.groups, strict=True):
+        for full, g in zip(fulls, self.flats, strict=True):
             for slot in g.slots:
                 place = slot.of(full)
                 param = slot.param
@@ -533,12 +533,12 @@ class Zero3Layer(nn.Module):
                 elif param.data_ptr() != place.data_ptr():
                     # `p.data = values` has left the buffer alone.
                     place.copy_(param)
-        self.wire.agree(self, "is not written back, and is as before",
+        self.comm.agree(self, "is not written back, and is as before",
                         "a block that ends without an error, and parameters of the same shape and "
                         "type", problem, "look for the error on that rank; change values only")
-        for full, g in zip(fulls, self.groups, strict=True):
-            self.wire.scatter(g.home.load(), full)
-            g.home.save()
+        for full, g in zip(fulls, self.flats, strict=True):
+            self.comm.scatter(g.storage.load(), full)
+            g.storage.save()
 
     @torch.no_grad()
     def _look_at(self, fulls: list[torch.Tensor] | None) -> None:
@@ -547,7 +547,7 @@ class Zero3Layer(nn.Module):
         """
         self._full_elsewhere = fulls is not None
         with torch.inference_mode(False):
-            for i, g in enumerate(self.groups):
+            for i, g in enumerate(self.flats):
                 for slot in g.slots:
                     # The object stays, and looks elsewhere: whatever refers to it goes on working.
                     slot.param.__class__ = nn.Parameter
@@ -583,11 +583,11 @@ class Zero3Layer(nn.Module):
         self._wait_params()
         self.is_fetched = False
         self._close_params()
-        for g in self.groups:
+        for g in self.flats:
             g.full.untyped_storage().resize_(0)
-        self.ledger.record(self, "free", sum(g.full.nbytes for g in self.groups))
+        self.listener.record(self, "free", sum(g.full.nbytes for g in self.flats))
 
-    def _release(self, call: _Call | None = None) -> None:
+    def _release(self, call: Call | None = None) -> None:
         """
         #### Reshard, or stay full where that saves a gather
 
@@ -626,8 +626,8 @@ class Zero3Layer(nn.Module):
         self._enter_backward()
         self.fetch_params()
         self._wait_params()
-        self.ledger.record(self, "compute")
-        call = _Call()
+        self.listener.record(self, "compute")
+        call = Call()
         try:
             args = tuple(self._watch_input(call, value) for value in args)
             kwargs = {name: self._watch_input(call, value) for name, value in kwargs.items()}
@@ -641,7 +641,7 @@ class Zero3Layer(nn.Module):
             if not recompute:
                 self._cleanup_params()
             raise
-        self.ledger.record(self, "computed")
+        self.listener.record(self, "computed")
         if not recompute:
             self._release(call)
         return output
@@ -653,15 +653,15 @@ class Zero3Layer(nn.Module):
         So the 16-bit copies of all layers stay from forward to backward, however early their fp32
         parameters are freed.
         """
-        if any(g.full.dtype == torch.float32 for g in self.groups):
+        if any(g.full.dtype == torch.float32 for g in self.flats):
             # The same words for each layer: Python shows a warning once.
             warnings.warn(
-                f"rank {self.wire.rank}: layers of fp32 run under autocast, which keeps a 16-bit "
+                f"rank {self.comm.rank}: layers of fp32 run under autocast, which keeps a 16-bit "
                 "copy of every weight from forward to backward. To free these too, convert the "
                 "layers with `.bfloat16()` before wrapping and let `Zero3Optimizer` keep fp32 "
                 "masters.", stacklevel=3)
 
-    def _watch_input(self, call: _Call, value: Any) -> Any:
+    def _watch_input(self, call: Call, value: Any) -> Any:
         """
         #### Have an input say when its gradient is complete
 
@@ -678,14 +678,14 @@ class Zero3Layer(nn.Module):
                 tensor.register_hook(partial(self._backward_event, call))
         return value
 
-    def _watch_output(self, call: _Call, output: Any) -> None:
+    def _watch_output(self, call: Call, output: Any) -> None:
         """
         #### Have an output announce the backward pass
 
         So may a tensor that a module keeps as an attribute, an auxiliary loss for instance.
         """
         for tensor in tensors_in((output, self.module)):
-            ours = {g.full.untyped_storage().data_ptr() for g in self.groups if len(g.full)}
+            ours = {g.full.untyped_storage().data_ptr() for g in self.flats if len(g.full)}
             own = tensor.layout != torch.strided or tensor.untyped_storage().data_ptr() not in ours
             self.expect(own, "puts out freed memory",
                         "a tensor of its own", f"a view of a parameter, {tensor.shape}", "clone it")
@@ -700,11 +700,11 @@ class Zero3Layer(nn.Module):
         """
         #### Have the end of this `backward()` settle the layer
         """
-        if in_backward() and self not in self.wire.unsettled:
-            self.wire.unsettled.add(self)
+        if in_backward() and self not in self.comm.unsettled:
+            self.comm.unsettled.add(self)
             torch.autograd.Variable._execution_engine.queue_callback(_Settle(self))
 
-    def _pre_backward_hook(self, call: _Call, *_) -> None:
+    def _pre_backward_hook(self, call: Call, *_) -> None:
         """
         #### A gradient of an output is here: this layer's backward begins
 
@@ -719,7 +719,7 @@ class Zero3Layer(nn.Module):
             self._entered.add(call)
             self._pending.discard(call)
             self._inputs_left += call.inputs
-            self.ledger.record(self, "compute")
+            self.listener.record(self, "compute")
         self.fetch_params()
         for layer in self.prev_layer:
             # Below the first layer that trains nothing goes backward, and nothing is fetched.
@@ -734,7 +734,7 @@ class Zero3Layer(nn.Module):
 
         In one pass, and then its own memory is gone: a layer does not collect its gradients twice.
         """
-        group = self.groups[group_index]
+        group = self.flats[group_index]
         slot = group.slots[slot_index]
         grad: Any = param.grad
         if grad is None:
@@ -750,12 +750,12 @@ class Zero3Layer(nn.Module):
             group.grad = self._empty(len(group.full), group.shard.grad_dtype)
             for padding in group.padding():
                 group.grad[padding].zero_()
-            self.ledger.record(self, "gradients", group.grad.nbytes)
+            self.listener.record(self, "gradients", group.grad.nbytes)
         grad = grad.to(group.grad.dtype)
         # The mean over ranks, here and nowhere else. A rank's loss is the mean over its own batch,
         # so the gradient of the mean over all batches is the mean of the ranks' gradients. To
         # divide before the sum is taken keeps the sum of half-precision numbers within their range.
-        mean = 1 / self.wire.world_size
+        mean = 1 / self.comm.world_size
         if slot.names not in group.ready:
             torch.mul(grad, mean, out=slot.of(group.grad))
         else:
@@ -767,7 +767,7 @@ class Zero3Layer(nn.Module):
         grad = None
         self._backward_event()
 
-    def _backward_event(self, call: _Call | None = None, *_) -> None:
+    def _backward_event(self, call: Call | None = None, *_) -> None:
         """
         #### Another gradient is complete, a parameter's or an input's
 
@@ -782,7 +782,7 @@ class Zero3Layer(nn.Module):
         """
         #### Whether backward needs the full parameters no more
         """
-        trainable = sum(len(g.slots) for g in self.groups if g.trains)
+        trainable = sum(len(g.slots) for g in self.flats if g.trains)
         return self._inputs_left <= 0 and len(self._arrived) == trainable
 
     # ------------------------------------------------------------------------------------- reduce
@@ -800,7 +800,7 @@ class Zero3Layer(nn.Module):
         self._check_params()
         self._release()
         self._arrived.clear()
-        groups = [g for g in self.groups if g.grad is not None]
+        groups = [g for g in self.flats if g.grad is not None]
         for g in groups:
             for slot in g.slots:
                 if slot.names not in g.ready:
@@ -809,10 +809,10 @@ class Zero3Layer(nn.Module):
         if groups:
             # Messages arrive where the full parameters were, which need the memory no more. Those
             # of a bucket arrive where its first layer's were.
-            self.wire.reducer.add(self, [(g.grad, g.inbox) for g in groups])
+            self.comm.reducer.add(self, [(g.grad, g.receive_buffer) for g in groups])
         if self.layer_idx < 0:
             # A layer that stands alone has no neighbour to end it before the pass does.
-            self.wire.reducer.finish(self)
+            self.comm.reducer.finish(self)
 
     @torch.no_grad()
     def _add_reduced(self, totals: list[torch.Tensor]) -> None:
@@ -823,21 +823,21 @@ class Zero3Layer(nn.Module):
 
         A second backward adds: $k$ micro-batches give the gradient of one batch $k$ times as large.
         """
-        groups = [g for g in self.groups if g.grad is not None]
+        groups = [g for g in self.flats if g.grad is not None]
         for g, total in zip(groups, totals, strict=True):
             # The sum of what each rank divided: the mean. The compute stream has waited for it.
-            self.wire.deliver(total, g.grad_device or g.shard.device, g.add_grad)
-        self.ledger.record(self, "reduced", sum(t.nbytes for t in totals))
+            self.comm.deliver(total, g.grad_device or g.shard.device, g.add_grad)
+        self.listener.record(self, "reduced", sum(t.nbytes for t in totals))
         self._drop_grads()
         for g in groups:
-            g.inbox.untyped_storage().resize_(0)
-        self.ledger.record(self, "free", None)
+            g.receive_buffer.untyped_storage().resize_(0)
+        self.listener.record(self, "free", None)
 
     def _drop_grads(self) -> None:
         """
         #### Forget the full gradients
         """
-        for g in self.groups:
+        for g in self.flats:
             g.grad = None
             g.ready.clear()
 
@@ -864,12 +864,12 @@ class Zero3Layer(nn.Module):
         self._entered.clear()
         self._inputs_left = 0
         if raised:
-            self.wire.reducer.drop(self)
+            self.comm.reducer.drop(self)
             self._drop_grads()
         self._backup_grads()
-        self.wire.unsettled.discard(self)
-        if not self.wire.unsettled:
-            self.wire.reducer.end()
+        self.comm.unsettled.discard(self)
+        if not self.comm.unsettled:
+            self.comm.reducer.end()
 
     # ------------------------------------------------------------------------------------- wiring
 
@@ -878,11 +878,11 @@ class Zero3Layer(nn.Module):
         ### Raise an error that says where, what was expected, what was found, and what to do
         """
         if not good:
-            raise RuntimeError(f"rank {self.wire.rank}: {self.label} {what}. Expected: {expected}. "
+            raise RuntimeError(f"rank {self.comm.rank}: {self.label} {what}. Expected: {expected}. "
                                f"Got: {got}. What to do: {cure}.")
 
-    def _slots(self) -> Iterator[_Slot]:
-        return (slot for g in self.groups for slot in g.slots)
+    def _slots(self) -> Iterator[Slot]:
+        return (slot for g in self.flats for slot in g.slots)
 
     def admits(self, layer: nn.Module) -> bool:
         """
@@ -925,12 +925,12 @@ class Zero3Sequential(nn.Module):
                                 f"{type(m)}. What to do: wrap it, with parameters or without.")
             m.layer_idx, m.label = i, f"layer {i} ({m.label})"
         # Layers without parameters have nothing to fetch; the chain passes over them.
-        sharded = [m for m in modules if m.groups]
+        sharded = [m for m in modules if m.flats]
         for before, after in pairwise(sharded):
             before.next_layer.append(after)
             after.prev_layer.append(before)
-            # One wire: its streams and its reducer are shared, and one reduce is in flight.
-            after.wire = before.wire
+            # One comm: its streams and its reducer are shared, and one reduce is in flight.
+            after.comm = before.comm
         self.module_list: Any = nn.ModuleList(modules)
         self.layers = tuple(modules)
         self.known = Known([self, self.module_list])
@@ -1038,7 +1038,7 @@ class _Settle:
         layer._settle()
 
     def __del__(self) -> None:
-        if self.layer is not None and not self.layer.wire.broken:
+        if self.layer is not None and not self.layer.comm.broken:
             self.layer._settle(raised=True)
 
 
@@ -1056,7 +1056,7 @@ def _own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
                 yield from _own_modules(child, f"{prefix}{name}.")
 
 
-def _set_versions(slots: Iterable[_Slot], freed: bool) -> None:
+def _set_versions(slots: Iterable[Slot], freed: bool) -> None:
     """
     #### Set the `_version` of parameters: as forward saw it, or one more while they are freed
     """

@@ -221,7 +221,7 @@ class Offload:
             cure = "more ranks, smaller layers or more memory; nothing rests there that need not"
         elif at != cpu and room(cpu) > nbytes:
             cure = "the cpu tier would do: `offload=Offload('cpu')`"
-        owner.wire.agree(owner, f"has no room for {what}", f"{nbytes:,} bytes on {at}", problem,
+        owner.comm.agree(owner, f"has no room for {what}", f"{nbytes:,} bytes on {at}", problem,
                          cure)
 
     def shard(self, owner: Any, values: torch.Tensor, trains: bool) -> "InMemory | InFile":
@@ -233,17 +233,17 @@ class Offload:
         All ranks call it alike. Raises `RuntimeError` where memory or disk are too small.
         """
         # In backward it is whole, one as large below it too, and its gradient; and by messages an
-        # inbox.
-        wholes = (3 + owner.wire.by_messages) * owner.wire.world_size
+        # receive_buffer.
+        wholes = (3 + owner.comm.by_messages) * owner.comm.world_size
         self.check(owner, "a step", wholes * values.nbytes, owner.device)
         tier = self.place(values.nbytes)
         if tier == "nvme":
             # One is read into while another is copied from; a layer may have more shards at once.
-            store = self.store("params", owner, max(2, len(owner.groups) + 1))
-            home = InFile(store, owner, {"shard": values})
-            home.become_parameter(owner, values, trains)
-            home.replace(values)
-            return home
+            store = self.store("params", owner, max(2, len(owner.flats) + 1))
+            storage = InFile(store, owner, {"shard": values})
+            storage.become_parameter(owner, values, trains)
+            storage.replace(values)
+            return storage
         if tier == "cpu" and owner.device.type != "cpu":
             self.check(owner, "its shard", values.nbytes, torch.device("cpu"))
             values = copy_to(torch.device("cpu"), values, values.dtype, owner.device)
@@ -307,7 +307,7 @@ class Store:
                 most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
                 problem = (f"{len(self.files) - 1} shards in files so far, and a limit of {most} "
                            "files for all that the process opens (`ulimit -Hn`)")
-        owner.wire.agree(owner, f"cannot offload to {folder}", f"a folder that takes {nbytes:,} "
+        owner.comm.agree(owner, f"cannot offload to {folder}", f"a folder that takes {nbytes:,} "
                          "bytes more from each rank", problem, "make the folder, let this user "
                          "write to it, choose one on a larger disk, or raise the limit on open "
                          "files (`ulimit -n`) before the start")
@@ -531,7 +531,7 @@ class InFile:
 
     def record(self, event: str, nbytes: int) -> None:
         if owner := self.owner():
-            owner.ledger.record(owner, event, nbytes, tier=self.tier)
+            owner.listener.record(owner, event, nbytes, tier=self.tier)
 
     def _borrow(self) -> None:
         """
@@ -571,14 +571,14 @@ class InFile:
         """
         #### Wait for what moves
 
-        Raises `RuntimeError` where a block did not arrive, as `Wire.fail` does. Nothing goes on
+        Raises `RuntimeError` where a block did not arrive, as `Communicator.fail` does. Nothing goes on
         after that, so nobody uses a file that is half written.
         """
         if self.moving[event]:
             concurrent.futures.wait(self.moving[event])
             for block in self.moving[event]:
                 if (error := block.exception()) and (owner := self.owner()):
-                    owner.wire.fail(
+                    owner.comm.fail(
                         owner, f"could not {event} what rests in a file",
                         f"{self.nbytes:,} bytes in {self.store.offload.folder}", error,
                         "look after the disk, and start again")

@@ -44,7 +44,7 @@ def first_of(model: Zero3Sequential) -> tuple[Any, Any]:
     """
     ## The first layer, and its flat parameter
     """
-    return model.module_list[0], model.module_list[0].groups[0]
+    return model.module_list[0], model.module_list[0].flats[0]
 
 
 def whole(model: Any) -> list[int]:
@@ -65,7 +65,7 @@ def gathers(layer: Any) -> Iterator[list[list[Any]]]:
     Each ends before the next one starts, whatever the answer does: a gather gives its buffer new
     memory, and messages of the one before may be on their way into the old.
     """
-    real, found = layer.wire.all_gather, []  # type: Any, list[list[Any]]
+    real, found = layer.comm.all_gather, []  # type: Any, list[list[Any]]
 
     def end() -> None:
         for _, transfer in found:
@@ -76,7 +76,7 @@ def gathers(layer: Any) -> Iterator[list[list[Any]]]:
         found.append([[full for full, _ in pairs], real(owner, pairs)])
         return found[-1][1]
 
-    with mock.patch.object(layer.wire, "all_gather", gather):
+    with mock.patch.object(layer.comm, "all_gather", gather):
         try:
             yield found
         finally:
@@ -133,7 +133,7 @@ def gathers_the_weights_of_the_last_step(case: Case) -> None:
         layer._wait_params()
         expect(g.full.untyped_storage().nbytes() > 0, "whole parameters", "no memory")
         ranks = torch.arange(1, dist.get_world_size() + 1).double() * sign
-        equal(ranks, layer.wire.rows(g.full)[:, 0], "first elements of the shards ")
+        equal(ranks, layer.comm.rows(g.full)[:, 0], "first elements of the shards ")
         layer._cleanup_params()
 
 
@@ -143,12 +143,12 @@ def gradients_on_their_way_come_first(case: Case) -> None:
     g.ready.update(slot.names for slot in g.slots)
     layer._backup_grads()
     # The messages have arrived, so that an answer which gives their memory away does no more harm.
-    for work in layer.wire.reducing.works:
+    for work in layer.comm.reducing.works:
         work.wait()
-    layer.wire.reducing.works = []
+    layer.comm.reducing.works = []
     layer.fetch_params()
     layer._wait_params()
-    layer.wire.reducer.end()
+    layer.comm.reducer.end()
     total = sum(range(1, dist.get_world_size() + 1))
     equal(torch.full_like(g.shard, total), g.shard.grad, "gradient ")
     expect(g.full.untyped_storage().nbytes() > 0, "whole parameters", "no memory")
@@ -274,11 +274,11 @@ def backward(times: int = 1, mixed: bool = False) -> tuple[Any, list[torch.Tenso
 def nothing_full_after_backward(case: Case) -> None:
     model, _ = backward()
     for layer in model.module_list:
-        for g in layer.groups:
+        for g in layer.flats:
             expect(not layer.is_fetched, f"{layer.label} resharded", "its parameters are whole")
             expect(g.grad is None and not g.ready, f"{layer.label} without a full gradient",
                    "it has one")
-            expect(g.full.untyped_storage().nbytes() == 0, f"{layer.label} without an inbox",
+            expect(g.full.untyped_storage().nbytes() == 0, f"{layer.label} without a receive buffer",
                    f"one of {g.full.untyped_storage().nbytes()} bytes")
 
 
@@ -292,7 +292,7 @@ def same_gradients(times: int, mixed: bool) -> None:
 def a_lone_layer_ends_its_reduce(case: Case) -> None:
     below, above, seen = nn.Linear(4, 4), Zero3Layer(nn.Linear(4, 4)), []
     # Called before the layer's own hook: its gradient is here, and that of the one above gone.
-    below.bias.register_post_accumulate_grad_hook(lambda _: seen.append(above.groups[0].grad))
+    below.bias.register_post_accumulate_grad_hook(lambda _: seen.append(above.flats[0].grad))
     above(Zero3Layer(below)(torch.ones(1, 4))).sum().backward()
     expect(len(seen) == 1 and seen[0] is None, "no full gradient of a lone layer when the layer "
            "below gets its own", "it waits for the end of the pass")

@@ -8,7 +8,7 @@ the *flat parameter*. Write the function that makes it.
 
 * `params`: the layer's parameters, all of one data type. Their shapes are any: matrices, scalars,
   shapes without elements, transposed ones. Together they have $P$ elements, one at least
-* `self.wire.world_size`: $N$
+* `self.comm.world_size`: $N$
 * `self._empty(numel, dtype)`: a vector on the layer's device. It holds whatever the memory held
 
 **Return** a new tensor of $N \lceil P/N \rceil$ elements: the parameters one after the other, each

@@ -6,7 +6,7 @@ the layer before computes, and it writes into the memory that the module's param
 
 **Given** a `Zero3Layer`, with
 
-* `self.groups`: its flat parameters. `group.full` is one, `(world_size * shard_numel,)`; at rest
+* `self.flats`: its flat parameters. `group.full` is one, `(world_size * shard_numel,)`; at rest
   its storage has no bytes
 * `self._all_gather(fulls)`: gives these flat tensors their memory, starts to gather the shards
   into them, and returns a *transfer*, at once
@@ -15,7 +15,7 @@ the layer before computes, and it writes into the memory that the module's param
 * `self._full_elsewhere`: true inside of `with layer.full_params():`, where the parameters are whole
   in other memory
 * `self._enter_backward()`: call it before you start; if backward runs, its end will then tidy up
-* `self.wire.reducer.finish(self)`: call it before you start, too. A reduce of this layer's
+* `self.comm.reducer.finish(self)`: call it before you start, too. A reduce of this layer's
   gradients may still be on its way, and its messages arrive in the memory of `group.full`
 
 **Do** start the unshard, and return without waiting for it. Called again before a reshard, the

@@ -8,18 +8,18 @@ functions: `_backup_grads` sends, and `_add_reduced` takes what comes back.
 
 **Given** a `Zero3Layer`, with
 
-* `self.groups`: `group.grad` is a full gradient, `(world_size * shard_numel,)`, or `None` where
+* `self.flats`: `group.grad` is a full gradient, `(world_size * shard_numel,)`, or `None` where
   none of the group's parameters got one. It was made by `torch.empty`, and holds what the memory
   held wherever no gradient arrived. What has arrived is divided by `world_size` already
 * `group.slots`: one for each parameter. `slot.names in group.ready` says whether its gradient has
   arrived; `slot.of(group.grad)` is its place in the full gradient
-* `group.inbox`: the tensor whose memory messages arrive in; as a rule `group.full`
+* `group.receive_buffer`: the tensor whose memory messages arrive in; as a rule `group.full`
 * `group.shard`: what this rank owns, `(shard_numel,)`; `group.shard.grad` is the optimizer's
 * `self._release()`: reshard, as in exercise 4
 * `self._arrived`: names of the parameters whose gradients have come; to be cleared
-* `self.wire.reducer.add(self, pairs)`: starts the reduce-scatter of the pairs
-  `(group.grad, group.inbox)`, all in one call. Later it calls `self._add_reduced(totals)`
-* `self.wire.reducer.finish(self)`: ends this layer's reduce now
+* `self.comm.reducer.add(self, pairs)`: starts the reduce-scatter of the pairs
+  `(group.grad, group.receive_buffer)`, all in one call. Later it calls `self._add_reduced(totals)`
+* `self.comm.reducer.finish(self)`: ends this layer's reduce now
 * `self.layer_idx`: negative for a layer that is in no chain
 * `self._drop_grads()`: forgets all `group.grad` and empties `group.ready`
 
@@ -32,7 +32,7 @@ gradients, and free the inboxes' memory.
 **Keeps** I1: gradients are means over ranks. I2, I3: neither whole parameters nor whole gradients
 stay. I4: a layer is reduced once. I7: a second backward adds.
 
-**Hint**: the memory of `group.full` serves twice. Freed by the reshard, it becomes the inbox;
+**Hint**: the memory of `group.full` serves twice. Freed by the reshard, it becomes the receive_buffer;
 `untyped_storage().resize_(0)` frees it again.
 """
 
@@ -47,7 +47,7 @@ def _backup_grads(self: Zero3Layer) -> None:
     ## Reshard, and reduce-scatter the gradients
     """
     raise NotImplementedError("exercise 5: reshard, zero what no gradient reached, and hand all "
-                              "`(group.grad, group.inbox)` that there are to `self.wire.reducer`")
+                              "`(group.grad, group.receive_buffer)` that there are to `self.comm.reducer`")
 
 
 @torch.no_grad()

@@ -26,9 +26,9 @@ import torch.distributed as dist
 
 from docs.exercises.layout import Layout
 from zero3 import Zero3Layer, Zero3Sequential
-from zero3.checkpoint.entries import Inventory
-from zero3.checkpoint.reader import Archive
-from zero3.wire import Wire
+from zero3.checkpoint.entries import Entries
+from zero3.checkpoint.reader import CheckpointReader
+from zero3.comm import Communicator
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -55,15 +55,15 @@ def reduce_scatter(grad: torch.Tensor, rank: int, world_size: int) -> torch.Tens
     """
     # To divide before the sum is taken keeps the sum of half-precision numbers in their range.
     rows = grad.div_(world_size).view(world_size, len(grad) // world_size)
-    inbox = torch.empty_like(rows)
-    inbox[rank] = rows[rank]
+    receive_buffer = torch.empty_like(rows)
+    receive_buffer[rank] = rows[rank]
     works = []
     for k in range(1, world_size):
         peer = (rank + k) % world_size
-        works += [dist.irecv(inbox[peer], peer), dist.isend(rows[peer], peer)]
+        works += [dist.irecv(receive_buffer[peer], peer), dist.isend(rows[peer], peer)]
     for work in works:
         work.wait()
-    return inbox.sum(dim=0)
+    return receive_buffer.sum(dim=0)
 
 
 def reshard(read: Callable[[int, int, int, int], torch.Tensor], saved: Layout, wanted: Layout,
@@ -121,14 +121,14 @@ EXERCISES = {number: Exercise(*what) for number, what in enumerate((
     ("ex1_merge_and_pad", Zero3Layer, (Zero3Layer._merge_and_pad_params,),
      (Zero3Layer._merge_and_pad_params,)),
     ("ex2_each_collective_alone", None, (all_gather, reduce_scatter),
-     (Wire._send, Wire.total)),
+     (Communicator._send, Communicator.total)),
     ("ex3_fetch_params", Zero3Layer, (Zero3Layer.fetch_params,), (Zero3Layer.fetch_params,)),
     ("ex4_cleanup_params", Zero3Layer, (Zero3Layer._cleanup_params,),
      (Zero3Layer._cleanup_params,)),
     ("ex5_backup_grads", Zero3Layer, (Zero3Layer._backup_grads, Zero3Layer._add_reduced),
      (Zero3Layer._backup_grads, Zero3Layer._add_reduced)),
     ("ex6_prefetch", Zero3Sequential, (Zero3Sequential.walk,), (Zero3Sequential.walk,)),
-    ("ex7_reshard_a_checkpoint", None, (reshard,), (Inventory.shard, Archive.read), (1,)),
+    ("ex7_reshard_a_checkpoint", None, (reshard,), (Entries.shard, CheckpointReader.read), (1,)),
 ), start=1)}
 
 

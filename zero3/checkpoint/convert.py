@@ -51,7 +51,7 @@ from zero3.checkpoint.formats import (
     to_dcp,
     to_deepspeed,
 )
-from zero3.checkpoint.reader import Archive, Param, newest, place, steps
+from zero3.checkpoint.reader import CheckpointReader, Param, newest, place, steps
 from zero3.checkpoint.tensor_files import BLOCK_BYTES, TYPES, Broken, Writer, check_name
 from zero3.whole_model.materialise import Source
 
@@ -66,7 +66,7 @@ def inspect(folder: Path) -> None:
     """
     ## Print what a checkpoint has: its flat parameters, and what is in them
     """
-    archive = Archive(folder)
+    archive = CheckpointReader(folder)
     manifest, optimizer = archive.manifest, archive.manifest["optimizer"]
     nbytes = sum(file.nbytes for file in archive.files)
     say(f"{folder}: step {manifest['step']:,}, saved by {archive.world_size} ranks, {nbytes:,} "
@@ -94,7 +94,7 @@ def verify(folders: list[Path]) -> int:
     broken = 0
     for folder in folders:
         try:
-            archive = Archive(folder)
+            archive = CheckpointReader(folder)
             for file in archive.files:
                 for i in range(-(-file.nbytes // BLOCK_BYTES)):
                     file.block(i)
@@ -124,7 +124,7 @@ def export(folder: Path, out: Path, dtype: torch.dtype | None = None, file_bytes
     * `dtype` is what floating parameters become; left out, what they were in the model
     * `file_bytes` are in a file at most, or one parameter; there is an index if one is not enough
     """
-    archive = Archive(folder)
+    archive = CheckpointReader(folder)
     parts: dict[str, tuple[torch.dtype, tuple[int, ...], Any]] = {}
     for param in archive.params:
         own = TYPES[archive.flats[param.flat]["dtype"]]
@@ -174,7 +174,7 @@ def _files(parts: dict[str, tuple], file_bytes: int) -> list[dict[str, tuple]]:
     return files
 
 
-def _parts(archive: Archive, source: Param | str) -> Iterator[torch.Tensor]:
+def _parts(archive: CheckpointReader, source: Param | str) -> Iterator[torch.Tensor]:
     """
     #### A parameter, a part at a time; or what is whole on each rank, by name
     """

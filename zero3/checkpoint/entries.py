@@ -1,7 +1,7 @@
 r"""
 # What there is to save
 
-`Inventory` lists what this rank holds of a model and its optimizer, has each shard at hand in turn,
+`Entries` lists what this rank holds of a model and its optimizer, has each shard at hand in turn,
 and takes over what a checkpoint has for it.
 
 A model may be a chain, a wrapped one, or anything with `Zero3Layer`s in it; its shards may rest
@@ -40,15 +40,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zero3.checkpoint.reader import Archive, Param, decode, encode
+from zero3.checkpoint.reader import CheckpointReader, Param, decode, encode
 from zero3.checkpoint.tensor_files import TYPES, Broken, type_name
+from zero3.comm import Communicator
 from zero3.guards.version import __version__
-from zero3.layer import Zero3Layer, _Group, _Slot
+from zero3.layer import FlatParameter, Slot, Zero3Layer
 from zero3.offload import InFile
 from zero3.optimizer.stage3 import Zero3Optimizer, plain_names
 from zero3.optimizer.states import Owned, moments_of
 from zero3.whole_model.wrap import Zero3Model
-from zero3.wire import Wire
 
 # Options of a param group that say how torch computes, and not what.
 _WAYS = ("params", "fused", "foreach", "capturable", "differentiable")
@@ -64,7 +64,7 @@ class Flat:
 
     paths: list[str]  # of its layer, in the plain model: several where it is registered so
     layer: Zero3Layer
-    group: _Group
+    group: FlatParameter
     owned: Owned | None  # of `Zero3Optimizer`'s
     # As `Owned` has them: param group, where in the shard, and what the optimizer has for that.
     pieces: list[tuple[int, slice, nn.Parameter]]
@@ -92,7 +92,7 @@ class Flat:
 
     @property
     def in_file(self) -> bool:
-        home_in_file = isinstance(self.group.home, InFile)
+        home_in_file = isinstance(self.group.storage, InFile)
         return self.owned.states is not None if self.owned else home_in_file
 
 
@@ -109,7 +109,7 @@ class Entry(NamedTuple):
     key: str  # "param" or a moment; or the name of what is whole
 
 
-class Inventory:
+class Entries:
     """
     ## What of a model and its optimizer goes into a checkpoint
     """
@@ -120,9 +120,9 @@ class Inventory:
 
     def __init__(self, model: nn.Module, optimizer: Any):
         self.model, self.optimizer, paths = model, optimizer, plain_names(model)
-        layers = [m for m in paths if isinstance(m, Zero3Layer) and m.groups]
+        layers = [m for m in paths if isinstance(m, Zero3Layer) and m.flats]
         # Without layers there is an error to come, and it names the rank.
-        self.wire = layers[0].wire if layers else Wire()
+        self.comm = layers[0].comm if layers else Communicator()
         self.expect(bool(layers), "has nothing to save or load", "a model of Zero3Layers",
                     type(model).__name__, "wrap the model first")
         self.device = layers[0].device
@@ -134,7 +134,7 @@ class Inventory:
         groups = {p: i for i, g in enumerate(self.param_groups) for p in g["params"]}
         self.flats: list[Flat] = []
         for layer in layers:
-            for g in layer.groups:
+            for g in layer.flats:
                 own, index = owned.get(g.shard), groups.get(g.shard)
                 every = slice(0, len(g.shard))
                 pieces = [(index, every, g.shard)] if index is not None else []
@@ -157,7 +157,7 @@ class Inventory:
                                 "in Zero3Layers", f"`{path}.{name}` outside", "wrap its module")
                     self.replicated[f"{path}.{name}".strip(".")] = t
 
-    def names(self, flat: Flat, slot: _Slot) -> list[str]:
+    def names(self, flat: Flat, slot: Slot) -> list[str]:
         """
         ### What a parameter is called in the plain model, by all of its names
         """
@@ -215,7 +215,7 @@ class Inventory:
         * `described` is what `describe` gave; here all parameters' states come together in a list
         * `options` is what `options` gave
         """
-        first, *others = self.wire.gather(described)
+        first, *others = self.comm.gather(described)
         for other in others:
             for mine, theirs in zip(first, other, strict=True):
                 mine["keys"] |= theirs["keys"]
@@ -223,7 +223,7 @@ class Inventory:
         for flat in first:
             flat["states"] = _in_groups(flat["params"], flat["states"])
         return {
-            "world_size": self.wire.world_size, "flats": first, "replicated": [*self.replicated],
+            "world_size": self.comm.world_size, "flats": first, "replicated": [*self.replicated],
             "versions": {"zero3": __version__, "torch": torch.__version__},
             "optimizer": options}
 
@@ -271,17 +271,17 @@ class Inventory:
             with flat.owned.here(self.state, write=write) as (master, _):
                 yield master
             return
-        home = flat.group.home
+        storage = flat.group.storage
         try:
-            yield home.load()
+            yield storage.load()
             if write:
-                home.save()
+                storage.save()
         finally:
-            home.release()
+            storage.release()
 
     # ------------------------------------------------------------------------------------- to load
 
-    def check(self, archive: Archive) -> dict[int, int]:
+    def check(self, archive: CheckpointReader) -> dict[int, int]:
         """
         ### Find each parameter in a checkpoint
 
@@ -341,7 +341,7 @@ class Inventory:
                 raise Broken(f"{some}, {len(only)} in all, in {there} and not in {here}")
         return groups
 
-    def _wanted(self, archive: Archive) -> dict[int | None, list[str]]:
+    def _wanted(self, archive: CheckpointReader) -> dict[int | None, list[str]]:
         """
         #### The moments that a `Zero3Optimizer` keeps, for each param group
 
@@ -360,7 +360,7 @@ class Inventory:
         return {i: moments_of(cls, kwargs, group, two)[0]
                 for i, group in enumerate(self.param_groups)}
 
-    def _check_optimizer(self, archive: Archive, groups: dict[int, int]) -> None:
+    def _check_optimizer(self, archive: CheckpointReader, groups: dict[int, int]) -> None:
         """
         #### Make sure that the optimizer can step with what a checkpoint has for it
 
@@ -446,14 +446,14 @@ class Inventory:
         return {key: value.to(device) if isinstance(value, torch.Tensor) and on_device else value
                 for key, value in scalars.items()}
 
-    def shard(self, archive: Archive, flat: Flat, key: str) -> torch.Tensor:
+    def shard(self, archive: CheckpointReader, flat: Flat, key: str) -> torch.Tensor:
         """
         ### This rank's shard, or a moment of it, out of a checkpoint: `(shard_numel,)`
 
         With zeros in the padding, and where a param group has no such moment.
         """
         numel = len(flat.group.shard)
-        first, found = self.wire.rank * numel, None
+        first, found = self.comm.rank * numel, None
         for slot, param in zip(flat.group.slots, flat.found, strict=True):
             begin = max(slot.offset, first)
             end = min(slot.offset + slot.view.numel(), first + numel)
@@ -464,7 +464,7 @@ class Inventory:
         return torch.zeros(numel, dtype=flat.group.shard.dtype) if found is None else found
 
     @torch.no_grad()
-    def take(self, archive: Archive, groups: dict[int, int]) -> None:
+    def take(self, archive: CheckpointReader, groups: dict[int, int]) -> None:
         """
         ### Take over all that is in a checkpoint
 
@@ -500,7 +500,7 @@ class Inventory:
                     for key, value in self._on_device(scalars, group, piece.device).items():
                         self.state[piece][key] = value
         for name, t in self.found.items():
-            t.copy_(archive.replicated(self.wire.rank, name))
+            t.copy_(archive.replicated(self.comm.rank, name))
         if self.optimizer is not None:
             # They are of the weights from before.
             self.optimizer.zero_grad()

@@ -51,7 +51,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from zero3.checkpoint.reader import (
-    Archive,
+    CheckpointReader,
     Param,
     commit,
     decode,
@@ -133,11 +133,11 @@ def say(line: str, file: TextIO | None = None) -> None:
     print(printable(line), file=file)
 
 
-def _full(archive: Archive, param: Param, key: str) -> torch.Tensor:
+def _full(archive: CheckpointReader, param: Param, key: str) -> torch.Tensor:
     return archive.read(param, key, 0, param.numel).view(param.shape)
 
 
-def _scalars(archive: Archive, param: Param) -> dict[str, Any]:
+def _scalars(archive: CheckpointReader, param: Param) -> dict[str, Any]:
     return decode(archive.states(param)["scalars"])
 
 
@@ -154,7 +154,7 @@ def to_deepspeed(folder: Path, out: Path, torch_adam: bool) -> None:
     The files that its stages 1 to 3 ask for, and no others. Raises `Broken`, before anything is
     written, where a parameter or a moment has no name for a file.
     """
-    archive, root = Archive(folder), out / "universal"
+    archive, root = CheckpointReader(folder), out / "universal"
     for param in archive.params:
         check_name(param.name, as_path=True)
         for key in archive.states(param)["moments"]:
@@ -289,7 +289,7 @@ def to_dcp(folder: Path, out: Path) -> None:
     them: with them FSDP2 loads it. It is planned with tensors on the meta device, and each is read
     when it is its turn.
     """
-    archive = Archive(folder)
+    archive = CheckpointReader(folder)
     readers: dict[str, Callable[[], torch.Tensor]] = {}
     model, states, groups = {}, {}, []  # type: tuple[dict, dict, list]
 

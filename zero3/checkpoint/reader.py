@@ -1,7 +1,7 @@
 r"""
 # What a checkpoint is on disk
 
-`commit` makes a folder of files a checkpoint, wholly or not at all, and `Archive` reads any part of
+`commit` makes a folder of files a checkpoint, wholly or not at all, and `CheckpointReader` reads any part of
 any parameter out of one.
 
 Each rank writes a file of its own, at the same time as the others: its shards, one after the other.
@@ -60,7 +60,7 @@ from typing import Any
 
 import torch
 
-from zero3.checkpoint.tensor_files import TYPES, Blocks, Broken, force_out, printable, type_name
+from zero3.checkpoint.tensor_files import TYPES, Broken, TensorFile, force_out, printable, type_name
 
 FORMAT, VERSION = "zero3 checkpoint", 1
 MANIFEST = "manifest.json"
@@ -295,7 +295,7 @@ class Param:
         return math.prod(self.shape)
 
 
-class Archive:
+class CheckpointReader:
     """
     ## A checkpoint, to be read
     """
@@ -314,7 +314,7 @@ class Archive:
             self.manifest = _read_manifest(folder / MANIFEST)
             self.flats, self.world_size = self.manifest["flats"], self.manifest["world_size"]
             recent: dict[tuple[int, int], bytes] = {}
-            self.files = [Blocks(folder / file_name(rank, self.world_size), rank, recent, **each)
+            self.files = [TensorFile(folder / file_name(rank, self.world_size), rank, recent, **each)
                           for rank, each in enumerate(self.manifest["files"])]
             self.params = [Param(i, each) for i, flat in enumerate(self.flats)
                            for each in flat["params"]]

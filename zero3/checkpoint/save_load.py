@@ -16,9 +16,9 @@ before any of it is taken. The 16-bit parameters are not written: they are the m
 `archive.py` says how a folder of such files becomes a checkpoint, at one moment and no sooner, and
 how a range of a parameter is found again.
 
-The way of a save is `Inventory.describe`, `manifest`, `entries`, `tensors`, then `Writer`, then
-`commit`; that of a load `newest`, `Archive`, `Inventory.check`, `shard`, then `Archive.read`,
-`Blocks.read`, and `Inventory.take`.
+The way of a save is `Entries.describe`, `manifest`, `entries`, `tensors`, then `Writer`, then
+`commit`; that of a load `newest`, `CheckpointReader`, `Entries.check`, `shard`, then `CheckpointReader.read`,
+`TensorFile.read`, and `Entries.take`.
 
 | what | where it is |
 |---|---|
@@ -60,10 +60,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from zero3.checkpoint.entries import Entry, Inventory
+from zero3.checkpoint.entries import Entries, Entry
 from zero3.checkpoint.reader import (
     MANIFEST,
-    Archive,
+    CheckpointReader,
     commit,
     decode,
     encode,
@@ -76,7 +76,7 @@ from zero3.checkpoint.reader import (
     sweep,
 )
 from zero3.checkpoint.tensor_files import Broken, Writer, printable
-from zero3.wire import Wire
+from zero3.comm import Communicator
 
 
 def save(folder: str | Path, model: nn.Module, optimizer: Any = None, *, step: int,
@@ -106,7 +106,7 @@ def save(folder: str | Path, model: nn.Module, optimizer: Any = None, *, step: i
     alike or another run saves into the folder, or the asynchronous one before could not be and
     nobody was told yet; the checkpoints before are then as they were. Keeps I10.
     """
-    def agreed(inventory: Inventory) -> dict[str, Any]:
+    def agreed(inventory: Entries) -> dict[str, Any]:
         found = {"folder": os.path.realpath(folder), "step": operator.index(step),
                  "keep": operator.index(keep), "async_write": bool(async_write)}
         inventory.expect(step >= 0 and keep > 0, "cannot be saved", "a `step` of at least 0, and "
@@ -114,15 +114,15 @@ def save(folder: str | Path, model: nn.Module, optimizer: Any = None, *, step: i
         return found
 
     inventory = _all_here("saved", model, optimizer, agreed)
-    if inventory.wire.saving:
-        inventory.wire.saving.leave()
+    if inventory.comm.saving:
+        inventory.comm.saving.leave()
     saving = Saving(inventory, Path(folder), operator.index(step), operator.index(keep))
     saving.begin(extra, async_write)
     return saving
 
 
 def _all_here(done: str, model: nn.Module, optimizer: Any,
-              agreed: Callable[[Inventory], dict[str, Any]]) -> Inventory:
+              agreed: Callable[[Entries], dict[str, Any]]) -> Entries:
     """
     #### List what a model has, once all ranks are here and were called alike
 
@@ -132,14 +132,14 @@ def _all_here(done: str, model: nn.Module, optimizer: Any,
     All ranks must call it (all-gather of these). An exception of one rank goes on there; the others
     raise a `RuntimeError` with it, in place of waiting for that rank.
     """
-    wire, mine, raised = Wire(), {}, None  # type: tuple[Wire, dict[str, Any], Exception | None]
+    comm, mine, raised = Communicator(), {}, None  # type: tuple[Communicator, dict[str, Any], Exception | None]
     try:
-        inventory = Inventory(model, optimizer)
+        inventory = Entries(model, optimizer)
         mine = {"optimizer": inventory.kind if optimizer else None, **agreed(inventory)}
     except Exception as error:
         raised = error
     problem = printable(f"{raised}" or repr(raised)) if raised else ""
-    every = wire.gather((problem, mine))
+    every = comm.gather((problem, mine))
     if raised:
         raise raised
     for rank, (problem, theirs) in enumerate(every):
@@ -158,10 +158,10 @@ class Saving:
     ## A checkpoint that is being written
     """
 
-    def __init__(self, inventory: Inventory, folder: Path, step: int, keep: int):
+    def __init__(self, inventory: Entries, folder: Path, step: int, keep: int):
         self.inventory, self.folder, self.step, self.keep = inventory, folder, step, keep
         self.partial = partial_path(folder, step)
-        self.first = not inventory.wire.rank  # this is rank 0
+        self.first = not inventory.comm.rank  # this is rank 0
         self.manifest: dict[str, Any] = {}
         self.made = False  # the folder, by rank 0
         self.writer: Any = None
@@ -176,7 +176,7 @@ class Saving:
         Rank 0 makes the folder. Then all take their space, so that a disk that is too small says so
         while nothing is written yet.
         """
-        inventory, wire, problem = self.inventory, self.inventory.wire, ""
+        inventory, comm, problem = self.inventory, self.inventory.comm, ""
         described, options = [], None  # type: tuple[list[dict[str, Any]], dict[str, Any] | None]
         try:
             self.manifest = {"step": self.step, "extra": encode(extra)}
@@ -194,7 +194,7 @@ class Saving:
         self.manifest |= inventory.manifest(described, options)
         entries = inventory.entries(self.manifest)
         like = {entry.name: (entry.dtype, entry.shape) for entry in entries}
-        path = self.partial / file_name(wire.rank, wire.world_size)
+        path = self.partial / file_name(comm.rank, comm.world_size)
         try:
             streams = json.dumps(encode(_random_states(inventory.device)))
             self.writer = Writer(path, like, {"random": streams})
@@ -205,7 +205,7 @@ class Saving:
         if not async_write:
             self.wait()
             return
-        wire.saving = self
+        comm.saving = self
         if inventory.optimizer is not None:
             self.hook = inventory.optimizer.register_step_pre_hook(self._end_if_done)
 
@@ -253,7 +253,7 @@ class Saving:
             return
         done = self.written.done()
         failed = done and bool(self.written.result()[0])
-        every = self.inventory.wire.gather((done, failed))
+        every = self.inventory.comm.gather((done, failed))
         if all(done for done, _ in every) or any(failed for _, failed in every):
             self.wait()
 
@@ -269,7 +269,7 @@ class Saving:
             return self.partial.with_suffix("")
         problem, file = self.written.result()
         self.ended = True
-        self.manifest["files"] = self.inventory.wire.gather(file)
+        self.manifest["files"] = self.inventory.comm.gather(file)
         self._agree(problem)
         try:
             if self.first:
@@ -291,7 +291,7 @@ class Saving:
             if not self.ended:
                 self.wait()
         finally:
-            self.inventory.wire.saving = None
+            self.inventory.comm.saving = None
             if self.hook:
                 self.hook.remove()
 
@@ -301,7 +301,7 @@ class Saving:
         """
         inventory = self.inventory
         try:
-            inventory.wire.agree(
+            inventory.comm.agree(
                 inventory, f"of step {self.step} cannot be saved to {self.folder}", "a folder with "
                 "room to write to, and an `extra` of numbers, strings, tensors, lists and dicts",
                 problem, "make room, or choose another folder; the checkpoints before are as they "
@@ -336,33 +336,33 @@ def load(folder: str | Path, model: nn.Module, optimizer: Any = None) -> Any:
     """
     inventory = _all_here("loaded", model, optimizer,
                           lambda _: {"folder": os.path.realpath(folder)})
-    wire, problem = inventory.wire, ""
-    if wire.saving:
-        wire.saving.leave()
+    comm, problem = inventory.comm, ""
+    if comm.saving:
+        comm.saving.leave()
     # Rank 0 chooses: what the others see of a shared folder may be a moment older.
     path = Path(folder)
     with suppress(OSError):
-        # `Archive` says better why not.
+        # `CheckpointReader` says better why not.
         path = newest(path) or path
-    path = wire.gather(path)[0]
+    path = comm.gather(path)[0]
     try:
-        archive = Archive(path)
+        archive = CheckpointReader(path)
         groups = inventory.check(archive)
         # Read, and dropped again: all ranks have to find all whole before anything changes.
         for flat in inventory.flats:
             for key in ("param", *flat.moments):
                 inventory.shard(archive, flat, key)
         for name, t in inventory.found.items():
-            shape = archive.replicated(wire.rank, name).shape
+            shape = archive.replicated(comm.rank, name).shape
             if shape != t.shape:
                 raise Broken(f"`{name}` is of {tuple(shape)} in the checkpoint, of "
                              f"{tuple(t.shape)} here")
         extra = decode(archive.manifest["extra"])
-        states = _random_states_of(archive, wire)
+        states = _random_states_of(archive, comm)
         _check_random_states(states, inventory.device)
     except Exception as error:
         problem = printable(f"{error}") or repr(error)
-    wire.agree(inventory, f"in {path} cannot be loaded", "one of this model and optimizer, as it "
+    comm.agree(inventory, f"in {path} cannot be loaded", "one of this model and optimizer, as it "
                "was saved", problem, "pass the folder of another one; `python -m zero3.checkpoint "
                "verify` says which are as they were written")
     try:
@@ -370,7 +370,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: Any = None) -> Any:
         _set_random_states(states, inventory.device)
     except Exception as error:
         problem = printable(f"{error}") or repr(error)
-    wire.agree(inventory, f"in {path} was whole, and then was not", "files that nobody writes to "
+    comm.agree(inventory, f"in {path} was whole, and then was not", "files that nobody writes to "
                "while they are loaded", problem, "load it again, or another one: until then the "
                "model has values of both")
     return extra
@@ -391,19 +391,19 @@ def _random_states(device: torch.device) -> dict[str, Any]:
     return found
 
 
-def _random_states_of(archive: Archive, wire: Wire) -> dict[str, Any]:
+def _random_states_of(archive: CheckpointReader, comm: Communicator) -> dict[str, Any]:
     """
     #### What a checkpoint has of them for this rank
 
     On another number of ranks a seed, which differs between ranks. What came from another format
     has none.
     """
-    same = archive.world_size == wire.world_size
-    header = archive.files[wire.rank if same else 0].header
+    same = archive.world_size == comm.world_size
+    header = archive.files[comm.rank if same else 0].header
     streams = header.get("__metadata__", {}).get("random")
     if streams and same:
         return decode(json.loads(streams))
-    return {"seed": zlib.crc32(f"{wire.rank} {streams}".encode())} if streams else {}
+    return {"seed": zlib.crc32(f"{comm.rank} {streams}".encode())} if streams else {}
 
 
 def _check_random_states(states: dict[str, Any], device: torch.device) -> None:

@@ -1,7 +1,7 @@
 r"""
 # Files of tensors: written as a stream, read by ranges, checked
 
-`Writer` streams tensors past the page cache into a file of safetensors, and `Blocks` reads any part
+`Writer` streams tensors past the page cache into a file of safetensors, and `TensorFile` reads any part
 of it again.
 
 [Safetensors](https://github.com/huggingface/safetensors) is a format that can be said in a line:
@@ -223,7 +223,7 @@ def force_out(folder: Path) -> None:
 
 
 @dataclass
-class Blocks:
+class TensorFile:
     """
     ## A file of safetensors with checksums, read by ranges
     """

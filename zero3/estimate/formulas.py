@@ -114,7 +114,7 @@ def describe(layers: Any, group_by: Callable[[str, Any], Any] | None = None) -> 
     """
     specs = []
     for i, layer in enumerate(getattr(layers, "module_list", layers)):
-        align_bytes = layer.wire.align_bytes if hasattr(layer, "ledger") and layer.groups else 1
+        align_bytes = layer.comm.align_bytes if hasattr(layer, "listener") and layer.flats else 1
         # Of each kind of parameters: bytes of an element, and of how many elements there is a
         # multiple; then elements and param group of each.
         kinds: dict[Any, tuple[int, int, list[tuple[int, Any]]]] = {}
@@ -136,8 +136,8 @@ def _parameters(layer: Any) -> Iterator[tuple[tuple[bool, Any], int, int, str, A
     """
     ### Of each parameter: whether it trains and its kind, width, elements, name, itself
     """
-    if hasattr(layer, "ledger"):
-        for i, g in enumerate(layer.groups):
+    if hasattr(layer, "listener"):
+        for i, g in enumerate(layer.flats):
             for slot in g.slots:
                 kind, width = (g.shard.requires_grad, i), g.shard.element_size()
                 yield kind, width, slot.view.numel(), slot.names[0], slot.param

@@ -131,7 +131,7 @@ def predict(
                       for s in rest.trains)
     buffer_bytes = sum(layer.buffer_bytes for layer in layers)
     step = _Step(layers, shards, world_size, reduce_bytes, bucket_bytes, packs=stage3,
-                 inbox=by_messages)
+                 receive_buffer=by_messages)
     for i in range(micro_batches):
         step.micro_batch(hold=no_sync and i + 1 < micro_batches)
     step.add(rest.widened_bytes)
@@ -267,10 +267,10 @@ class _Step:
     """
 
     def __init__(self, layers: list[LayerSpec], shards: list[_Shard], world_size: int,
-                 width: int | None, bucket_bytes: int, packs: bool, inbox: bool):
+                 width: int | None, bucket_bytes: int, packs: bool, receive_buffer: bool):
         numbers = [i for i, layer in enumerate(layers) if layer.parts]
         self.chain, self.world_size, self.width = [layers[i] for i in numbers], world_size, width
-        self.bucket_bytes, self.packs, self.inbox = bucket_bytes, packs, inbox
+        self.bucket_bytes, self.packs, self.receive_buffer = bucket_bytes, packs, receive_buffer
         self.grad = [layer.grad_bytes(world_size, width) for layer in self.chain]  # of the shard
         # Of that, what stays in memory; and what a layer reads from files.
         self.stays, self.file = [0] * len(numbers), [0] * len(numbers)
@@ -372,7 +372,7 @@ class _Step:
         # A gradient that is alone goes as it is.
         packed = sum(sum(same) for same in alike.values() if len(same) > 1) * self.packs
         self.packed_bytes = self.world_size * packed
-        self.inbox_bytes = self.world_size * shares * (self.inbox and self.world_size > 1)
+        self.inbox_bytes = self.world_size * shares * (self.receive_buffer and self.world_size > 1)
         self.add(self.packed_bytes + self.inbox_bytes)
 
     def finish(self) -> None:

@@ -77,7 +77,7 @@ class Contents:
                      "transform inside of the layer's module, or transform "
                      "`torch.func.functional_call(layer.module, params, ...)` in `with "
                      "layer.full_params() as params:`")
-        for group, shard in zip(layer.groups, layer.chunk._parameters.values(), strict=False):
+        for group, shard in zip(layer.flats, layer.chunk._parameters.values(), strict=False):
             if shard is not group.shard:
                 layer.expect(False, "has lost its shard", "the one that it was wrapped with",
                              f"a {type(shard).__name__} in its place", "leave sharded layers out "
@@ -165,12 +165,12 @@ class Contents:
         """
         def refuse_to_save(*_: Any) -> None:
             self.layer.expect(
-                not self.layer.groups, "has no state dict", "weights", "shards", "take "
+                not self.layer.flats, "has no state dict", "weights", "shards", "take "
                 "`zero3.save`, or the weights in `with model.full_params() as params:`")
 
         def refuse_to_load(*_: Any) -> None:
             self.layer.expect(
-                not self.layer.groups, "cannot load a state dict", "parameters to load into",
+                not self.layer.flats, "cannot load a state dict", "parameters to load into",
                 "shards", "load it before wrapping; or copy each tensor to `params[name]` in `with "
                 "model.full_params(writeback=True) as params:`; or pass its file to `wrap(..., "
                 "checkpoint=)`; a checkpoint of `zero3.save` is read by `zero3.load`")

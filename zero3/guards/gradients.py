@@ -80,7 +80,7 @@ class ShardGradient(torch.Tensor):
     ## The gradient of a shard
     """
 
-    group: weakref.ref  # the flat parameter, a `_Group`
+    group: weakref.ref  # the flat parameter, a `FlatParameter`
     # Names of the parameters of which a gradient has come in on this rank since there is this one;
     # `None` says that somebody else made it, and that it is of all.
     used: set[tuple[str, ...]] | None
@@ -207,8 +207,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     Raises `RuntimeError` where parameters are not sharded, or a gradient is not in its shard: with
     masters elsewhere, or with a loss scale, `Zero3Optimizer(clip_grad_norm=)` clips.
     """
-    layers: list[Any] = [m for m in model.modules() if {"groups", "wire"} <= {*vars(m)}]
-    groups = [g for layer in layers for g in layer.groups if g.shard.requires_grad]
+    layers: list[Any] = [m for m in model.modules() if {"flats", "comm"} <= {*vars(m)}]
+    groups = [g for layer in layers for g in layer.flats if g.shard.requires_grad]
     if not groups:
         raise RuntimeError("clip_grad_norm_: no shards. Expected: a model with a trainable "
                            f"Zero3Layer. Got: {type(model).__name__}. What to do: wrap it first.")
@@ -219,7 +219,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
                  "wrap the modules that they are in, or freeze them")
     first.expect(norm_type > 0, "cannot clip", "a positive `norm_type`, or math.inf", norm_type,
                  "pass 2.0, or leave it out")
-    scaled = getattr(first.wire.reducer, "scaled", False)
+    scaled = getattr(first.comm.reducer, "scaled", False)
     first.expect(not scaled, "cannot clip", "gradients without a loss scale", "the scaled ones of "
                  "a `Zero3Optimizer`", "pass `clip_grad_norm=` to it, which unscales first")
     norms, grads = [], []
@@ -234,7 +234,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
             grads.append(own_part(grad))
             norms.append(norm_of(grads[-1], norm_type).double())
     mine = torch.stack([norm.to(first.device) for norm in norms])  # (shards,) fp64, device
-    norm = vector_norm(first.wire.numbers(first, mine), norm_type)
+    norm = vector_norm(first.comm.numbers(first, mine), norm_type)
     # The 1e-6 is torch's.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for grad in grads:
@@ -288,7 +288,7 @@ def _layer(args: Any) -> Any:
 def _refuse(args: Any, what: str, expected: str, got: str, cure: str) -> None:
     layer = _layer(args)
     # One rank alone has the whole gradient.
-    alone = layer is None or layer.wire.world_size == 1
+    alone = layer is None or layer.comm.world_size == 1
     missing = any(isinstance(grad, GradientElsewhere) for grad in _found(args))
     if missing and layer is None:
         raise RuntimeError(f"{what}: its model is gone. Expected: {expected}. Got: {got}. What to "
@@ -305,8 +305,8 @@ def _agree_on_overflow(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Ten
     an all-gather of 4 bytes, for each data type of gradients.
     """
     layer = _layer([grads])
-    if layer is not None and layer.wire.world_size > 1:
+    if layer is not None and layer.comm.world_size > 1:
         mine = found_inf.view(1).to(layer.device)  # (1,) fp32, device
-        found_inf.copy_(layer.wire.numbers(layer, mine).max())
+        found_inf.copy_(layer.comm.numbers(layer, mine).max())
 
 

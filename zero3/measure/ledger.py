@@ -5,7 +5,7 @@ r"""
 real run.
 
 A sharded layer promises bytes: so many at rest, so many at the peak, so many on the wire. A promise
-like this is checked where the bytes are. `Wire` counts what it sends as it starts; and at every
+like this is checked where the bytes are. `Communicator` counts what it sends as it starts; and at every
 event the `Ledger` adds up the storages that the model then really holds, instead of believing what
 each event says of itself.
 
@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero3.wire import Transfer
+from zero3.comm import Transfer
 
 
 def in_backward() -> bool:
@@ -127,8 +127,8 @@ class Ledger:
 
     def _listen(self, ledger: "Ledger | Silence") -> None:
         for speaker in (*self.model.modules(), self.optimizer):
-            if hasattr(speaker, "ledger"):
-                vars(speaker)["ledger"] = ledger
+            if hasattr(speaker, "listener"):
+                vars(speaker)["listener"] = ledger
 
     def record(
         self, layer: Any, event: str, nbytes: int | None = 0, transfer: Transfer | None = None,
@@ -151,8 +151,8 @@ class Ledger:
         now_s = time.perf_counter() - self._start_s
         self.read_bytes += nbytes * (event == "read")
         self.written_bytes += nbytes * (event == "write")
-        phase = "step" if layer.wire.stepping else "backward" if in_backward() else "forward"
-        self.events.append(Event(now_s, layer.wire.rank, layer.label, phase, event, tier,
+        phase = "step" if layer.comm.stepping else "backward" if in_backward() else "forward"
+        self.events.append(Event(now_s, layer.comm.rank, layer.label, phase, event, tier,
                                  nbytes, live_bytes, sent_bytes))
 
 
@@ -194,11 +194,11 @@ def held_bytes(*holders: nn.Module | torch.optim.Optimizer | None) -> int:
                 # One that rests in a file has no bytes here, and raises where its gradient is.
                 if param is not None and param.untyped_storage().nbytes():
                     tensors += (param, param.grad)
-            if hasattr(module, "ledger"):
-                groups: Any = module.groups
+            if hasattr(module, "listener"):
+                groups: Any = module.flats
                 tensors += (t for group in groups for t in (group.full, group.grad))
-                wire: Any = module.wire
-                for pair in wire.reducing.pairs if wire.reducing else ():
+                comm: Any = module.comm
+                for pair in comm.reducing.pairs if comm.reducing else ():
                     tensors += pair
     storages = [t.untyped_storage() for t in tensors if t is not None]
     return sum({s._cdata: s.nbytes() for s in storages}.values())

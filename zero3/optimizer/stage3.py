@@ -69,14 +69,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero3.comm import Bucket, Communicator
 from zero3.estimate.formulas import describe
 from zero3.estimate.predict import Prediction, predict
 from zero3.guards.gradients import GradientElsewhere, grad_of, set_grad
-from zero3.layer import Zero3Layer, _Group
+from zero3.layer import FlatParameter, Zero3Layer
 from zero3.measure.ledger import Ledger, Silence
 from zero3.offload import Offload
 from zero3.optimizer.states import Owned, moments_of
-from zero3.wire import Bucket, Wire
 
 # Optimizers of torch's that a flat, dense shard cannot serve.
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
@@ -141,10 +141,10 @@ class Zero3Optimizer(torch.optim.Optimizer):
         I8.
         """
         layers = {m: name for name, m in model.named_modules() if isinstance(m, Zero3Layer)}
-        self.model, self.layers = model, [layer for layer in layers if layer.groups]
+        self.model, self.layers = model, [layer for layer in layers if layer.flats]
         # Without layers there is an error to come, and it names the rank.
-        self.wire = self.layers[0].wire if self.layers else Wire()
-        self.ledger: Ledger | Silence = Silence()
+        self.comm = self.layers[0].comm if self.layers else Communicator()
+        self.listener: Ledger | Silence = Silence()
         self.group_by, self.offload = group_by or (lambda name, param: {}), Offload.of(offload)
         self.dynamic, self.scaled = loss_scale == "dynamic", loss_scale is not None
         self.scale_window, self.scale_floor = scale_window, scale_floor
@@ -157,11 +157,11 @@ class Zero3Optimizer(torch.optim.Optimizer):
         self.expect(good, "cannot use `bucket_bytes`", "a number of bytes, 0 or more", bucket_bytes,
                     "pass another, or leave it out")
 
-        # One for each wire: the layers of a chain share one.
-        wires = dict.fromkeys(layer.wire for layer in self.layers)
-        self.buckets = [Bucket(wire, bucket_bytes) for wire in wires]
+        # One for each comm: the layers of a chain share one.
+        comms = dict.fromkeys(layer.comm for layer in self.layers)
+        self.buckets = [Bucket(comm, bucket_bytes) for comm in comms]
         for bucket in self.buckets:
-            bucket.wire.reducer = bucket
+            bucket.comm.reducer = bucket
             bucket.scaled = self.scaled
 
         # Of each param group, filled by `_own`. One of which this rank has no piece stays, empty,
@@ -169,7 +169,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         options: list[dict[str, Any]] = []
         plain = plain_paths(model)
         self.owned = [self._own(layer, group, layers[layer], plain[layer], options)
-                      for layer in self.layers for group in layer.groups
+                      for layer in self.layers for group in layer.flats
                       if group.shard.requires_grad and len(group.shard)]
         self.expect(bool(self.owned), "has nothing to do", "a trainable Zero3Layer", "none",
                     "wrap the model first, and leave some parameter trainable")
@@ -214,7 +214,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
                     dtype, "pass torch.float32, or leave it out")
 
     @torch.no_grad()
-    def _own(self, layer: Zero3Layer, group: _Group, path: str, plain: str,
+    def _own(self, layer: Zero3Layer, group: FlatParameter, path: str, plain: str,
              options: list) -> Owned:
         """
         #### Find each parameter's param group, and where it is in this rank's shard
@@ -234,7 +234,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         indices, spans = [], []
         # A parameter ends where the next begins, the last one with the padding.
         ends = [*(slot.offset for slot in group.slots[1:]), len(group.full)]
-        first = self.wire.rank * len(shard)
+        first = self.comm.rank * len(shard)
         for slot, end in zip(group.slots, ends, strict=True):
             special = self.group_by(f"{plain}.{slot.names[0]}".strip("."), slot.param)
             if special not in options:
@@ -383,7 +383,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         known = {owned.shard for owned in self.owned}
         for layer in self.layers:
             # They were frozen when this optimizer was built.
-            thawed = [g.shard for g in layer.groups if g.shard.requires_grad and len(g.shard)]
+            thawed = [g.shard for g in layer.flats if g.shard.requires_grad and len(g.shard)]
             layer.expect(known.issuperset(thawed), "cannot be stepped", "parameters that trained "
                          "when the optimizer was built", "some that were frozen then", "build the "
                          "optimizer while all that will train is trainable; freeze afterwards")
@@ -394,9 +394,9 @@ class Zero3Optimizer(torch.optim.Optimizer):
         before = torch.get_num_threads()
         for bucket in self.buckets:
             bucket.end()
-            bucket.wire.stepping = True
+            bucket.comm.stepping = True
         try:
-            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.wire.world_size))
+            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.comm.world_size))
             threads = step_threads(self.device, self.layers[0].device, before, ranks)
             if threads != before:
                 torch.set_num_threads(threads)
@@ -405,7 +405,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
             if torch.get_num_threads() != before:
                 torch.set_num_threads(before)
             for bucket in self.buckets:
-                bucket.wire.stepping = False
+                bucket.comm.stepping = False
 
     def _step(self) -> float | None:
         """
@@ -458,7 +458,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         if any(partly):
             squares = torch.stack([-square if part else square
                                    for square, part in zip(squares, partly, strict=True)])
-        return self.wire.numbers(self, squares.to(self.layers[0].device))
+        return self.comm.numbers(self, squares.to(self.layers[0].device))
 
     def _used(self, partly: list[bool]) -> dict[Owned, list[bool]]:
         """
@@ -474,7 +474,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
             return {}
         mine = [float(slot.names in (owned.used or ())) for owned in asked
                 for slot in owned.group.slots]
-        rows = self.wire.numbers(self, torch.tensor(
+        rows = self.comm.numbers(self, torch.tensor(
             mine, dtype=torch.double, device=self.layers[0].device))
         flags = iter((rows.sum(dim=0) > 0).tolist())
         return {owned: [next(flags) for _ in owned.group.slots] for owned in asked}
@@ -533,7 +533,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
                     group["params"] = params
             # While the pieces still hold the widened gradient, or the tape would not count it.
             tier = "device" if self.device == owned.layer.device else "cpu"
-            owned.layer.ledger.record(owned.layer, "step", grad.nbytes, tier=tier)
+            owned.layer.listener.record(owned.layer, "step", grad.nbytes, tier=tier)
             for *_, piece in pieces:
                 piece.grad = None
         owned.spent()
@@ -622,7 +622,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         two = torch.zeros(2, device=self.device)
         kept = {(len(keys), count_bytes) for keys, count_bytes in
                 (moments_of(*self.made_by, group, two) for group in self.param_groups)}
-        chain = [m for m in getattr(self.model, "module_list", ()) if m.groups]
+        chain = [m for m in getattr(self.model, "module_list", ()) if m.flats]
         offloads = {m.offload if m.offload.tier == "nvme" else m.offload.tier for m in chain}
         good = chain == self.layers and len(kept) == len(offloads) == 1
         self.expect(good, "cannot predict", "a Zero3Sequential of plain layers, with one `Offload` "
@@ -630,9 +630,9 @@ class Zero3Optimizer(torch.optim.Optimizer):
                     f"{len(offloads)} and {len(kept)} kinds", "measure with `Ledger`")
         ((moments, step_bytes),) = kept
         found = predict(
-            describe(self.model, self.group_by), self.wire.world_size,
-            rank=self.wire.rank, moments=moments, step_bytes=step_bytes,
-            by_messages=self.wire.by_messages, stage3=True, micro_batches=micro_batches,
+            describe(self.model, self.group_by), self.comm.world_size,
+            rank=self.comm.rank, moments=moments, step_bytes=step_bytes,
+            by_messages=self.comm.by_messages, stage3=True, micro_batches=micro_batches,
             no_sync=no_sync, bucket_bytes=self.buckets[0].bucket_bytes,
             reduce_bytes=self.reduce_dtype.itemsize if self.reduce_dtype else None,
             params_in=chain[0].offload, states_in=self.offload)
@@ -651,7 +651,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
             (o.shard.dtype for o in self.owned), (o.grad_dtype for o in self.owned),
             (o.wide for o in self.owned))]
         rows = self.predict(micro_batches).table([", ".join(names) for names in dtypes])
-        return f"rank {self.wire.rank} will hold, in bytes\n{rows}"
+        return f"rank {self.comm.rank} will hold, in bytes\n{rows}"
 
 
 def step_threads(at: torch.device, device: torch.device, threads: int, ranks: int) -> int:

@@ -54,7 +54,7 @@ from zero3.guards.gradients import (
     own_part,
     set_grad,
 )
-from zero3.layer import Zero3Layer, _Group
+from zero3.layer import FlatParameter, Zero3Layer
 from zero3.offload import InFile, Offload, copy_to
 
 
@@ -89,7 +89,7 @@ class Owned:
 
     layer: Zero3Layer
     name: str  # of the layer
-    group: _Group
+    group: FlatParameter
     grad_dtype: torch.dtype
     indices: list[int]  # the param group of each parameter in the flat one
     spans: list[slice]  # where in the shard each of these is; the padding goes with the last
@@ -128,7 +128,7 @@ class Owned:
         """
         ### Whether the shard itself can be stepped there
         """
-        in_memory = not isinstance(self.group.home, InFile)
+        in_memory = not isinstance(self.group.storage, InFile)
         return in_memory and self.shard.device == device and self.shard.dtype == self.wide
 
     @property
@@ -170,10 +170,10 @@ class Owned:
 
         All ranks call it alike.
         """
-        layer, shard, home, wide = self.layer, self.shard, self.group.home, self.wide
-        values = home.load()  # (shard_numel,)
+        layer, shard, storage, wide = self.layer, self.shard, self.group.storage, self.wide
+        values = storage.load()  # (shard_numel,)
         tier = offload.place(self.nbytes(moments))
-        in_one_file = isinstance(home, InFile) and tier == "nvme" and shard.dtype == wide
+        in_one_file = isinstance(storage, InFile) and tier == "nvme" and shard.dtype == wide
         self.own = in_one_file or self.near(device)
         if self.near(device):
             self.master = values
@@ -190,8 +190,8 @@ class Owned:
                 self.states.blank("master")["master"].copy_(values)
                 self.states.write_async("master")
             if in_one_file:
-                home.share(self.states.file)  # type: ignore[union-attr]
-        elif shard.device == device and not isinstance(home, InFile):
+                storage.share(self.states.file)  # type: ignore[union-attr]
+        elif shard.device == device and not isinstance(storage, InFile):
             self.holder = shard
         else:
             self.holder = nn.Parameter(self.master)
@@ -199,11 +199,11 @@ class Owned:
         # Those of a file arrive in CPU memory first.
         cpu = torch.device("cpu")
         self.group.grad_device = cpu if self.holder is None else self.holder.device
-        home.release()
+        storage.release()
         # An optimizer before this one may have put its own there.
         self.group.sink = self if self.holder is not shard else None
         self.group.parts = offload.tier == "nvme"
-        if not isinstance(home, InFile):
+        if not isinstance(storage, InFile):
             shard.__class__ = nn.Parameter if self.own else CountedShard
             self._watch()
         # Elements that are all one, until `let_go`, because those of a file are not here.
@@ -234,7 +234,7 @@ class Owned:
         """
         ### Add to the gradient, where the master rests
 
-        * `total` is the reduced gradient, `(shard_numel,)`; `Wire.deliver` has brought it here
+        * `total` is the reduced gradient, `(shard_numel,)`; `Communicator.deliver` has brought it here
 
         The shard's own `.grad` then says that there is one, and of which parameters. The norm of
         one that goes to a file is taken while it is in memory, or a step would have to read it
@@ -379,8 +379,8 @@ class Owned:
         master = views.get("master", self.master)
         if self.version != self.shard._version and not self.own:
             # Somebody has written into the shard, `full_params(writeback=True)` for instance.
-            master.copy_(self.group.home.load())
-            self.group.home.release()
+            master.copy_(self.group.storage.load())
+            self.group.storage.release()
         if self.states is None:
             yield master, self.grad
         else:
@@ -407,7 +407,7 @@ class Owned:
                 if self.states.held:
                     self.states.release()
         if write and not self.own:
-            self.group.home.replace(master)
+            self.group.storage.replace(master)
         if write or self.states is None:
             # A master that was only read here is still the old one in its file.
             self.version = self.shard._version

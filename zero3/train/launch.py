@@ -112,7 +112,7 @@ def is_consequence(error: BaseException) -> bool:
     ## Whether an error only says that another rank is lost
 
     When a rank raises and ends, each rank that waits for it raises too. Those errors hide the one
-    that matters. They are recognised by where they come from: a wait of `zero3.wire`, or a
+    that matters. They are recognised by where they come from: a wait of `zero3.comm`, or a
     collective of `torch.distributed`.
     """
     # An error that is handled may lead to further ones, so look at the first.

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero3.checkpoint.reader import Archive, decode, hold, sweep
+from zero3.checkpoint.reader import CheckpointReader, decode, hold, sweep
 from zero3.checkpoint.save_load import newest, save
 from zero3.guards.options import one_line
 from zero3.measure.ledger import Event, Ledger, disk_bytes, held_bytes
@@ -406,7 +406,7 @@ def take_up(args, ranks: Ranks) -> Path | None:
                 hold(folder)
             sweep(folder)
             if found := newest(folder):
-                options = decode(Archive(found).manifest["extra"])["options"]
+                options = decode(CheckpointReader(found).manifest["extra"])["options"]
                 differ = [f"--{name.replace('_', '-')} {options[name]} there and "
                           f"{getattr(args, name)} here" for name in OPTIONS
                           if options[name] != getattr(args, name)]

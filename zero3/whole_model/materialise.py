@@ -98,7 +98,7 @@ class Source:
         except Exception as error:
             cause = error
         try:
-            model.wire.agree(model, f"cannot make `{path}`", "a layer from its factory",
+            model.comm.agree(model, f"cannot make `{path}`", "a layer from its factory",
                              repr(cause) if cause else "", "look into the factory")
         except RuntimeError as error:
             raise error from cause
@@ -132,7 +132,7 @@ class Source:
                             new = torch.empty_like(t, device=self.device, requires_grad=False)
                             made[t] = (nn.Parameter(new, t.requires_grad)
                                        if isinstance(t, nn.Parameter) else new)
-                            if not model.wire.rank:
+                            if not model.comm.rank:
                                 _mark(new)
                         tensors[name] = made[t]
                         empty.setdefault(at, []).append(name)
@@ -140,17 +140,17 @@ class Source:
             return made
         problem = ""
         # Those inside of others first: what holds them may want to change them afterwards.
-        for at in [*empty][::-1] if not model.wire.rank else ():
+        for at in [*empty][::-1] if not model.comm.rank else ():
             if self.checkpoint is None or modules[at]._non_persistent_buffers_set & {*empty[at]}:
                 problem = problem or self._draw(modules[at], at)
-        if self.checkpoint is not None and not model.wire.rank:
+        if self.checkpoint is not None and not model.comm.rank:
             stood_for = {new: old for old, new in made.items()}
             problem = problem or self._read(modules, lambda t: names.get(stood_for.get(t, t), []))
-        for at, keys in empty.items() if not model.wire.rank else ():
+        for at, keys in empty.items() if not model.comm.rank else ():
             for name in keys:
                 if _is_marked(getattr(modules[at], name)):
                     problem = problem or f"`{_join(at, name)}` has no values, or NaN"
-        model.wire.agree(model, f"cannot fill `{path or 'the rest'}`", "values for every parameter "
+        model.comm.agree(model, f"cannot fill `{path or 'the rest'}`", "values for every parameter "
                          "and buffer", problem, "pass `init=`, a function of a module, or the path "
                          "of a checkpoint with all of these tensors; or build what is missing "
                          "outside of the meta device")
@@ -259,7 +259,7 @@ def save(model: Any, folder: Path) -> None:
             index |= dict.fromkeys(found, file)
             total_bytes += sum(t.nbytes for t in found.values())
             try:
-                if not unit.wire.rank:
+                if not unit.comm.rank:
                     folder.mkdir(parents=True, exist_ok=True)
                     if found:
                         save_file(found, folder / file, {"format": "pt"})
@@ -268,7 +268,7 @@ def save(model: Any, folder: Path) -> None:
                         (folder / _INDEX).write_text(json.dumps(told, indent=1))
             except (OSError, ValueError, RuntimeError, SafetensorError) as error:
                 problem = f"{error}"
-        unit.wire.agree(unit, f"cannot be saved to {folder}", "a folder with room to write to",
+        unit.comm.agree(unit, f"cannot be saved to {folder}", "a folder with room to write to",
                         problem, "choose another, or make room")
 
 

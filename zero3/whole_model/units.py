@@ -62,7 +62,7 @@ import torch
 from torch import nn
 
 from zero3.guards.contents import uncompiled
-from zero3.layer import Zero3Layer, _Call
+from zero3.layer import Call, Zero3Layer
 from zero3.measure.ledger import in_backward
 from zero3.offload import Offload
 
@@ -144,7 +144,7 @@ class Unit(Zero3Layer):
         super().__init__(module, device=device, offload=offload)
         self.schedule, self.path, self.leaf, self.persistent = schedule, path, leaf, False
         self.training = module.training
-        self.numel = sum(len(g.full) for g in self.groups)
+        self.numel = sum(len(g.full) for g in self.flats)
         self.inside: list[Unit] = []  # units below it in the tree of modules
         self.outside: list[Unit] = []  # units above it
         self.externals: list[Unit] = []  # other units, whose parameters its modules use
@@ -269,12 +269,12 @@ class Unit(Zero3Layer):
         """
         if self.is_fetched:
             # It has stayed, and may have to take gradients again while those before are being sent.
-            self.wire.reducer.finish(self)
+            self.comm.reducer.finish(self)
         stamp = self.schedule.steps, [(g.shard._version, g.shard.untyped_storage().data_ptr())
-                                      for g in self.groups]
+                                      for g in self.flats]
         if self.is_fetched and self.persistent and stamp != self._stamp:
             self._cleanup_params()
-        if self.schedule.debug and self.groups and not (self.is_fetched or self._full_elsewhere):
+        if self.schedule.debug and self.flats and not (self.is_fetched or self._full_elsewhere):
             self.schedule.compare(self)
         super().fetch_params()
         self._stamp = stamp
@@ -303,7 +303,7 @@ class Unit(Zero3Layer):
         for slot in self._slots() if self.is_fetched else ():
             slot.param.__class__ = nn.Parameter
 
-    def _release(self, call: _Call | None = None) -> None:
+    def _release(self, call: Call | None = None) -> None:
         """
         #### Reshard; or stay full, if somebody else computes with it or it comes soon again
         """
@@ -323,7 +323,7 @@ class Unit(Zero3Layer):
 
     # ------------------------------------------------------------------------------------ backward
 
-    def _pre_backward_hook(self, call: _Call, *_) -> None:
+    def _pre_backward_hook(self, call: Call, *_) -> None:
         """
         #### A gradient of an output is here: this unit's backward begins
         """
@@ -344,7 +344,7 @@ class Unit(Zero3Layer):
         busy = any(unit._pending or unit in unit.users for unit in self.inside)
         if busy or self is self.schedule.root:
             return False
-        frozen = any(not g.shard.requires_grad for g in self.groups)
+        frozen = any(not g.shard.requires_grad for g in self.flats)
         if frozen and any(unit.get_trainable_chunk() for unit in self.externals):
             # What is frozen may lie between the unit and a gradient of somebody else's parameter.
             return False
@@ -359,8 +359,8 @@ class Unit(Zero3Layer):
 
         Not into one that is being sent, which the unit may have while it stays full.
         """
-        if self in self.wire.reducer.layers:
-            self.wire.reducer.finish(self)
+        if self in self.comm.reducer.layers:
+            self.comm.reducer.finish(self)
         super()._post_backward_hook(group_index, slot_index, param)
 
     @torch.no_grad()
@@ -371,9 +371,9 @@ class Unit(Zero3Layer):
         self._fill()
         self._leave()
         self._release()
-        for g in self.groups:
+        for g in self.flats:
             # What stays full cannot take in messages.
-            g.inbox = g.full.new_empty(0) if self.is_fetched else g.full
+            g.receive_buffer = g.full.new_empty(0) if self.is_fetched else g.full
         super()._backup_grads()
         for unit in self.outside if in_backward() else ():
             if unit._entered:
@@ -385,7 +385,7 @@ class Unit(Zero3Layer):
 
         Once for each backward that came to it, so that all ranks reduce what any of them has.
         """
-        for g in self.groups if self.leaf and self._entered else ():
+        for g in self.flats if self.leaf and self._entered else ():
             if g.shard.requires_grad and g.grad is None:
                 # (world_size * shard_numel,), of the reduce's data type, device
                 g.grad = self._empty(len(g.full), g.shard.grad_dtype).zero_()
@@ -434,7 +434,7 @@ class Schedule:
         backward, trace = in_backward(), self.trace
         if unit is self.root and not backward:
             self._begin_forward()
-        elif backward and not unit.wire.unsettled:
+        elif backward and not unit.comm.unsettled:
             trace.begin("backward")
         elif backward != (trace.kind == "backward"):
             trace.end()
@@ -498,8 +498,8 @@ class Schedule:
             unit.fetch_params()
         # What comes after these is read from its file.
         after = next((unit for unit in upcoming if not unit.is_fetched), None)
-        for g in after.groups if after is not None else ():
-            g.home.read_async()
+        for g in after.flats if after is not None else ():
+            g.storage.read_async()
 
     def live_numel(self, *wanted: Unit) -> int:
         """
@@ -514,7 +514,7 @@ class Schedule:
         """
         return self.max_live_numel is None or self.live_numel(*wanted) <= self.max_live_numel
 
-    def comes_again(self, unit: Unit, call: _Call | None) -> bool:
+    def comes_again(self, unit: Unit, call: Call | None) -> bool:
         """
         ### Whether a unit that has computed comes so soon again that it stays full
 
@@ -554,7 +554,7 @@ class Schedule:
         All-gather of their labels; all ranks must call it. Raises `RuntimeError` on all of them if
         one is about to gather something else.
         """
-        for rank, label in enumerate(unit.wire.gather(unit.label)):
+        for rank, label in enumerate(unit.comm.gather(unit.label)):
             unit.expect(label == unit.label, "is about to be gathered, and the ranks diverged",
                         f"a gather of {unit.label}, on all ranks", f"of {label}, on rank {rank}",
                         "put what depends on a rank's data into one "

@@ -54,6 +54,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from zero3.comm import Communicator
 from zero3.guards.contents import Known, uncompiled
 from zero3.guards.gradients import clip_grad_norm_
 from zero3.guards.options import MOST, expect, whole
@@ -62,7 +63,6 @@ from zero3.measure.ledger import Ledger, tensors_in
 from zero3.offload import Offload
 from zero3.whole_model.materialise import Deferred, Source, save
 from zero3.whole_model.units import Schedule, Unit
-from zero3.wire import Wire
 
 Classes = type | Iterable[type]
 
@@ -82,7 +82,7 @@ class Zero3Model(nn.Module):
                  source: Source, prefetch_numel: int | None, max_live_numel: int | None,
                  persist_below_numel: int, offload: Offload | None, debug: bool):
         super().__init__()
-        self.wire, self.schedule = Wire(), Schedule(debug)
+        self.comm, self.schedule = Communicator(), Schedule(debug)
         self.tied: dict[str, Any] = {}  # parameters with several names, by these
         self.layout: dict[nn.Module, list[str]] = {}  # which parameters a plain module has
         self.units = self.schedule.units = self._wrap(model, layer_classes, leaf_classes, source,
@@ -90,9 +90,9 @@ class Zero3Model(nn.Module):
         self.module: Any = self.units[0]
         self.training = model.training
         for i, unit in enumerate(self.units):
-            # One wire: the reduces of all units follow each other, and each unit has a number.
-            unit.layer_idx, unit.wire = i, self.wire
-            self.wire.names[i] = unit.label = f"layer {i} ({unit.path or 'the rest'})"
+            # One comm: the reduces of all units follow each other, and each unit has a number.
+            unit.layer_idx, unit.comm = i, self.comm
+            self.comm.names[i] = unit.label = f"layer {i} ({unit.path or 'the rest'})"
             unit.inside = [m for m in unit.module.modules() if isinstance(m, Unit)]
             for other in unit.inside:
                 other.outside.append(unit)
@@ -188,7 +188,7 @@ class Zero3Model(nn.Module):
                             offload)
                 units[layer] = unit
                 # The streams of a wire are those of its parameters' device.
-                self.wire = unit.wire if unit.groups else self.wire
+                self.comm = unit.comm if unit.flats else self.comm
                 owners |= dict.fromkeys((*before, *(made.get(p, p) for p in before)), unit)
                 tied += [(p, unit, m, key) for p, m, key in ties]
             if parent is not None:
@@ -349,8 +349,8 @@ class Zero3Model(nn.Module):
             schedule.stack.append(root)
             try:
                 if hasattr(plain, "generate"):
-                    return plain.generate(*args, synced_gpus=self.wire.world_size > 1, **kwargs)
-                return continue_tokens(plain, *args, world_size=self.wire.world_size, **kwargs)
+                    return plain.generate(*args, synced_gpus=self.comm.world_size > 1, **kwargs)
+                return continue_tokens(plain, *args, world_size=self.comm.world_size, **kwargs)
             finally:
                 schedule.stack.pop()
                 root._leave()
@@ -413,17 +413,17 @@ class Zero3Model(nn.Module):
         """
         rows, totals = [f"{'elements':>14} {'at rest':>14} {'full':>14}  tier    unit"], [0, 0, 0]
         for unit in self.units:
-            rest_bytes = sum(g.shard.nbytes for g in unit.groups)
+            rest_bytes = sum(g.shard.nbytes for g in unit.flats)
             full = unit.is_fetched or unit._full_elsewhere
-            full_bytes = sum(g.full.nbytes for g in unit.groups) * full
-            tiers = "+".join(dict.fromkeys(g.home.tier for g in unit.groups)) or "none"
+            full_bytes = sum(g.full.nbytes for g in unit.flats) * full
+            tiers = "+".join(dict.fromkeys(g.storage.tier for g in unit.flats)) or "none"
             stays = ", persistent" * unit.persistent + ", leaf" * unit.leaf
             cells = (unit.numel, rest_bytes, full_bytes)
             totals = [a + b for a, b in zip(totals, cells, strict=True)]
             rows.append(" ".join(f"{cell:14,}" for cell in cells)
                         + f"  {tiers:7} {unit.label}{stays}")
         rows.append(" ".join(f"{cell:14,}" for cell in totals) + "          together")
-        return "\n".join([f"rank {self.wire.rank} of {self.wire.world_size}", *rows,
+        return "\n".join([f"rank {self.comm.rank} of {self.comm.world_size}", *rows,
                           f"{self.schedule.trace.misses} passes differed from the last of their "
                           "kind"])
 

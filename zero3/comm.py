@@ -1,7 +1,7 @@
 r"""
 # The wire
 
-`Wire` carries what ranks tell each other, and `Reducer` and `Bucket` say when gradients go.
+`Communicator` carries what ranks tell each other, and `Reducer` and `Bucket` say when gradients go.
 
 All that a training step sends goes through one class. It starts a transfer and returns, so that
 what is computed in between hides the time it takes; it counts what it sends; and it announces each
@@ -59,7 +59,7 @@ _NEW = hasattr(dist, "all_gather_single")
 _all_gather = getattr(dist, "all_gather_single" if _NEW else "all_gather_into_tensor")
 _reduce_scatter = getattr(dist, "reduce_scatter_single" if _NEW else "reduce_scatter_tensor")
 
-# Flat buffers, each with a shard or an inbox.
+# Flat buffers, each with a shard or a receive buffer.
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 # What a rank may be about to do, as a number that fits into a message.
 _ACTIONS = ("gather", "reduce", "norm", "fault")
@@ -80,7 +80,7 @@ class Transfer:
     Started early and waited for late: what a layer computes in between hides the time they take.
     """
 
-    wire: "Wire"
+    comm: "Communicator"
     layer: Any
     action: str  # one of `_ACTIONS`
     stream: Any
@@ -108,20 +108,20 @@ class Transfer:
         totals: list[torch.Tensor] = []
         if self.action == "reduce":
             # The sums are made on the backup stream, which may copy them on to CPU memory.
-            with self.wire.on(self.stream):
+            with self.comm.on(self.stream):
                 self._arrive()
-                totals = [self.wire.total(*pair) for pair in self.pairs]
+                totals = [self.comm.total(*pair) for pair in self.pairs]
                 self.done.record()
         else:
             # On the compute stream itself: the fetch stream goes on with the next layer.
             self._arrive()
-        self.wire.current_stream().wait_event(self.done)
+        self.comm.current_stream().wait_event(self.done)
         if self.from_cpu:
             # The host waits too, before it may write to the shard: an optimizer on the CPU steps it
             # in place. This copy has had the computation of a layer, and the next is queued behind.
             self.done.synchronize()
         if self.action == "gather":
-            self.layer.ledger.record(self.layer, "gathered", sum(f.nbytes for f, _ in self.pairs))
+            self.layer.listener.record(self.layer, "gathered", sum(f.nbytes for f, _ in self.pairs))
         # They hold the buffers, which would outlive the moment at which the layer frees them.
         self.works, self.order_works, self.pairs = [], [], []
         return totals
@@ -131,17 +131,17 @@ class Transfer:
         #### Have the current stream wait, or raise
         """
         # What once broke stays so: the messages that others sent since then fit nothing here.
-        self.wire.broken = self.wire.broken or self._complete()
-        if self.wire.broken:
+        self.comm.broken = self.comm.broken or self._complete()
+        if self.comm.broken:
             # With the last reference its messages would go, and others may wait for them.
-            self.wire.lost.append(self)
-            raise RuntimeError(self.wire.broken)
+            self.comm.lost.append(self)
+            raise RuntimeError(self.comm.broken)
 
     def _complete(self) -> str:
         """
         #### Wait, or say why not
         """
-        where = f"rank {self.wire.rank}: {self.layer.label}"
+        where = f"rank {self.comm.rank}: {self.layer.label}"
         try:
             for work in self.order_works:
                 work.wait()
@@ -167,14 +167,14 @@ class Transfer:
         """
         if self.order is None:
             return ""
-        if not self.wire.by_messages:
+        if not self.comm.by_messages:
             return self._assert_same(where, self.order)
         rows = self.order.tolist()
-        mine = rows[self.wire.rank]
+        mine = rows[self.comm.rank]
         for other, row in enumerate(rows):
             if row != mine:
-                return (f"{where}: the ranks diverged. Expected: {self.wire.told(mine)}, on "
-                        f"all ranks, as here. Got: {self.wire.told(row)}, on rank {other}. "
+                return (f"{where}: the ranks diverged. Expected: {self.comm.told(mine)}, on "
+                        f"all ranks, as here. Got: {self.comm.told(row)}, on rank {other}. "
                         f"What to do: look for an error on rank {other}; without one, call the "
                         "same layers in the same order on all ranks. Start again.")
         return ""
@@ -192,7 +192,7 @@ class Transfer:
                    "error on another rank; without one, call the same layers in the same order on "
                    "all ranks: the same program on the CPU names both sides. Start again.")
         try:
-            torch._assert_async((order == order[self.wire.rank]).all(), problem)
+            torch._assert_async((order == order[self.comm.rank]).all(), problem)
         except RuntimeError as error:
             if problem not in str(error):
                 # An earlier failure on the device, which the first call after it reports.
@@ -201,7 +201,7 @@ class Transfer:
         return ""
 
 
-class Wire:
+class Communicator:
     r"""
     ## The seam between CPU and GPU
 
@@ -424,7 +424,7 @@ class Wire:
                 transfer.from_cpu |= shard.device != full.device
                 self._gather(transfer, full, mine)
             transfer.done.record()
-        layer.ledger.record(layer, "fetch", sum(full.nbytes for full, _ in pairs), transfer)
+        layer.listener.record(layer, "fetch", sum(full.nbytes for full, _ in pairs), transfer)
         return transfer
 
     def reduce_scatter(self, layers: list[Any], pairs: Pairs) -> None:
@@ -433,7 +433,7 @@ class Wire:
 
         * `layers` are those whose gradients these are; it is recorded under the first one's name
         * `pairs` are of the gradient, `(world_size * shard_numel,)`, and of any buffer: where
-          messages need an inbox, its storage becomes one
+          messages need a receive buffer, its storage becomes one
 
         All ranks must call it. Sends $N-1$ times the shards' bytes. `reduced` ends it.
         """
@@ -444,13 +444,13 @@ class Wire:
                 if self.world_size > 1 and self.by_messages:
                     memory = buffer.untyped_storage().resize_(grad.nbytes)
                     # The gradients may be of another length and data type than the buffer was.
-                    inbox = grad.new_empty(0).set_(memory, 0, grad.shape, (1,))
-                    transfer.pairs[i] = (grad, inbox)
-                    self._exchange(transfer, self.rows(inbox), self.rows(grad))
+                    receive_buffer = grad.new_empty(0).set_(memory, 0, grad.shape, (1,))
+                    transfer.pairs[i] = (grad, receive_buffer)
+                    self._exchange(transfer, self.rows(receive_buffer), self.rows(grad))
                 elif self.world_size > 1:
                     # In place: the sum replaces this rank's own row.
                     self._collective(transfer, _reduce_scatter, self.rows(grad)[self.rank], grad)
-        layers[0].ledger.record(layers[0], "reduce", sum(g.nbytes for g, _ in pairs), transfer)
+        layers[0].listener.record(layers[0], "reduce", sum(g.nbytes for g, _ in pairs), transfer)
 
     def numbers(self, layer: Any, mine: torch.Tensor) -> torch.Tensor:
         """
@@ -466,7 +466,7 @@ class Wire:
             transfer = self._begin([layer], "norm", self.fetch_stream, [(rows, mine)])
             self._gather(transfer, rows.view(-1), mine)
             transfer.done.record()
-        layer.ledger.record(layer, "norm", rows.nbytes, transfer)
+        layer.listener.record(layer, "norm", rows.nbytes, transfer)
         transfer.wait()
         return rows
 
@@ -512,7 +512,7 @@ class Wire:
             leaving.copied.synchronize()
             leaving.add(leaving.there)
 
-    def total(self, grad: torch.Tensor, inbox: torch.Tensor) -> torch.Tensor:
+    def total(self, grad: torch.Tensor, receive_buffer: torch.Tensor) -> torch.Tensor:
         """
         ### This rank's share of the sum over ranks: `(shard_numel,)`
 
@@ -523,7 +523,7 @@ class Wire:
         mine = self.rows(grad)[self.rank]
         if not self.by_messages:
             return mine.clone()
-        rows = [mine if k == self.rank else row for k, row in enumerate(self.rows(inbox))]
+        rows = [mine if k == self.rank else row for k, row in enumerate(self.rows(receive_buffer))]
         total = rows[0] + rows[1]
         for row in rows[2:]:
             total += row
@@ -618,7 +618,7 @@ class Wire:
         else:
             self._exchange(transfer, self.rows(full), [mine] * self.world_size)
 
-    def _exchange(self, transfer: Transfer, inbox: Any, outbox: Any) -> None:
+    def _exchange(self, transfer: Transfer, receive_buffer: Any, outbox: Any) -> None:
         """
         #### Send each other rank its row, and receive one from each
 
@@ -627,13 +627,13 @@ class Wire:
         if transfer.order is None or not len(outbox[0]):
             return
         name = f"{transfer.order[self.rank].tolist()} {len(transfer.works)}".encode()
-        transfer.works += self._send(inbox, outbox, _ORDER_TAG + 1 + zlib.crc32(name) % (1 << 30))
+        transfer.works += self._send(receive_buffer, outbox, _ORDER_TAG + 1 + zlib.crc32(name) % (1 << 30))
         self._count(transfer, outbox[0])
 
-    def _send(self, inbox: Any, outbox: Any, tag: int) -> list[Any]:
+    def _send(self, receive_buffer: Any, outbox: Any, tag: int) -> list[Any]:
         # Each rank starts with its right-hand neighbour, or all would queue at rank 0.
         peers = [(self.rank + k) % self.world_size for k in range(1, self.world_size)]
-        works = [dist.irecv(inbox[k], k, tag=tag) for k in peers]
+        works = [dist.irecv(receive_buffer[k], k, tag=tag) for k in peers]
         return works + [dist.isend(outbox[k], k, tag=tag) for k in peers]
 
     def _collective(self, transfer: Transfer, collective: Callable, output, data) -> None:
@@ -655,20 +655,20 @@ class Reducer:
 
     scaled = False  # whether gradients are those of a loss that was multiplied by a scale
 
-    def __init__(self, wire: Wire):
-        self.wire = wire
+    def __init__(self, comm: Communicator):
+        self.comm = comm
         self.layers: list[Any] = []  # whose gradients are in flight
 
     def add(self, layer: Any, pairs: Pairs) -> None:
         """
         ### A layer's flat gradients are complete
 
-        * `pairs` are as for `Wire.reduce_scatter`
+        * `pairs` are as for `Communicator.reduce_scatter`
         """
         if layer not in self.layers:
             self._land()
             self.layers = [layer]
-            self.wire.reduce_scatter(self.layers, pairs)
+            self.comm.reduce_scatter(self.layers, pairs)
 
     def finish(self, layer: Any) -> None:
         """
@@ -678,14 +678,14 @@ class Reducer:
         """
         if layer in self.layers:
             self.layers = []
-            layer._add_reduced(self.wire.reduced())
+            layer._add_reduced(self.comm.reduced())
 
     def end(self) -> None:
         """
         ### End all reduces: gradients are where they rest
         """
         self._land()
-        self.wire.delivered()
+        self.comm.delivered()
 
     def _land(self) -> None:
         """
@@ -722,7 +722,7 @@ class _Gradient(NamedTuple):
     layer: Any
     which: int  # of the layer's gradients
     grad: torch.Tensor  # (world_size * shard_numel,), device
-    buffer: torch.Tensor  # as many elements; its memory may become the inbox of a message
+    buffer: torch.Tensor  # as many elements; its memory may become the receive_buffer of a message
 
 
 class Bucket(Reducer):
@@ -734,8 +734,8 @@ class Bucket(Reducer):
     are in flight they lie in memory twice, packed and unpacked.
     """
 
-    def __init__(self, wire: Wire, bucket_bytes: int):
-        super().__init__(wire)
+    def __init__(self, comm: Communicator, bucket_bytes: int):
+        super().__init__(comm)
         # While it is inside of a `no_sync()`, or of several, it sends nothing.
         self.bucket_bytes, self.holds = bucket_bytes, 0
         self.waiting: list[_Gradient] = []
@@ -746,13 +746,13 @@ class Bucket(Reducer):
         """
         ### Put a layer's gradients in, and send the bucket if it is full
 
-        * `pairs` are as for `Wire.reduce_scatter`
+        * `pairs` are as for `Communicator.reduce_scatter`
         """
         if self.holds or layer in self.layers or layer in [g.layer for g in self.waiting]:
             # Held back; or in flight or waiting already, for the end of a pass offers all again.
             return
         new = [_Gradient(layer, i, *pair) for i, pair in enumerate(pairs)]
-        if self._fills(new) or self.wire.world_size == 1:
+        if self._fills(new) or self.comm.world_size == 1:
             # Large enough to go alone, past those that wait, and without a copy. One rank alone
             # sends none, and does not wait.
             self._send(new)
@@ -778,17 +778,17 @@ class Bucket(Reducer):
         for one in sorted(gradients, key=lambda one: -one.layer.layer_idx):
             alike.setdefault(one.grad.dtype, []).append(one)
         gradients.clear()
-        self.parts, pairs, rows = [], [], self.wire.rows
+        self.parts, pairs, rows = [], [], self.comm.rows
         for same in alike.values():
             self.parts.append([(g.layer, g.which, rows(g.grad).shape[1]) for g in same])
             grad = same[0].grad
             if len(same) > 1:
                 # (world_size * all their shard_numel,): a rank's shares become one share.
                 grad = torch.cat([rows(g.grad) for g in same], dim=1).view(-1)
-            # The first one's buffer becomes the inbox of all.
+            # The first one's buffer becomes the receive_buffer of all.
             pairs.append((grad, same[0].buffer))
         self.layers = list(dict.fromkeys(layer for part in self.parts for layer, *_ in part))
-        self.wire.reduce_scatter(self.layers, pairs)
+        self.comm.reduce_scatter(self.layers, pairs)
 
     def finish(self, layer: Any) -> None:
         """
@@ -802,7 +802,7 @@ class Bucket(Reducer):
         if layer in self.layers:
             totals: dict[Any, dict[int, torch.Tensor]] = {layer: {} for layer in self.layers}
             self.layers = []
-            for part, total in zip(self.parts, self.wire.reduced(), strict=True):
+            for part, total in zip(self.parts, self.comm.reduced(), strict=True):
                 shares = total.split([numel for *_, numel in part])
                 for (owner, i, _), share in zip(part, shares, strict=True):
                     totals[owner][i] = share
