@@ -15,7 +15,7 @@
     whole: ["--c-whole", "whole"],
     unsharding: ["--c-flight", "unsharding"],
     gradients: ["--c-grad", "full gradients"],
-    receive_buffer: ["--c-reduce", "receive_buffer of a reduce"],
+    receive_buffer: ["--c-reduce", "receive buffer of a reduce"],
   };
   const HATCHED = { "--c-flight": 1, "--c-reduce": 1 };
   let index = 0, shown = 0, call = 0, timer = null, saving = null;

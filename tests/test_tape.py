@@ -132,7 +132,8 @@ def test_the_line_of_an_event_is_the_one_that_records_it(tape):
     there; each further line calls something, in the function that it is said to be in. Breaks where
     the stack is cut at another frame, or the text is of another state of the source.
     """
-    sources = {path.name: path.read_text(encoding="utf-8") for path in PACKAGE.glob("*.py")}
+    sources = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8")
+               for path in PACKAGE.rglob("*.py")}
     records = [(file, node) for file in {e["lines"][0][0] for e in tape["ranks"][0]["events"]}
                for node in ast.walk(ast.parse(sources[file]))
                if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "record"]

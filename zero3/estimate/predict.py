@@ -287,7 +287,7 @@ class _Step:
         self.reduced: set[int] = set()  # layers whose shard has a gradient
         self.waiting: list[int] = []
         self.in_flight: list[int] = []
-        self.packed_bytes = self.inbox_bytes = self.live = self.peak = 0
+        self.packed_bytes = self.receive_bytes = self.live = self.peak = 0
         self.sent_bytes = self.messages = self.transfers = 0
 
     def add(self, nbytes: int) -> None:
@@ -372,8 +372,8 @@ class _Step:
         # A gradient that is alone goes as it is.
         packed = sum(sum(same) for same in alike.values() if len(same) > 1) * self.packs
         self.packed_bytes = self.world_size * packed
-        self.inbox_bytes = self.world_size * shares * (self.receive_buffer and self.world_size > 1)
-        self.add(self.packed_bytes + self.inbox_bytes)
+        self.receive_bytes = self.world_size * shares * (self.receive_buffer and self.world_size > 1)
+        self.add(self.packed_bytes + self.receive_bytes)
 
     def finish(self) -> None:
         """
@@ -388,10 +388,10 @@ class _Step:
             else:
                 self.add(self.stays[i] - self.grad[i])
             self.arrivals[-1].append(self.numbers[i])
-        self.add(-self.inbox_bytes)
+        self.add(-self.receive_bytes)
         self.reduced.update(self.in_flight)
         self.held.difference_update(self.in_flight)
-        self.in_flight, self.packed_bytes, self.inbox_bytes = [], 0, 0
+        self.in_flight, self.packed_bytes, self.receive_bytes = [], 0, 0
 
 
 def data_parallel(
