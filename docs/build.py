@@ -49,10 +49,10 @@ WAYS_IN = [f"docs/{name}.md" for name in "index life notation names ladder tape 
            "mutations exercises".split()] + ["README.md"]
 # In the order in which to read them.
 CHAPTERS = [f"zero3/{name}.py" for name in """
-    __init__ layer comm offload
-    guards/contents guards/gradients guards/options guards/version
+    __init__ layer flat watch comm sharded offload
+    guards/freed guards/contents guards/gradients guards/options guards/version
     files/disk files/bench
-    optimizer/states optimizer/stage3
+    optimizer/buckets optimizer/states optimizer/stage3
     whole_model/units whole_model/materialise whole_model/wrap whole_model/__main__
     checkpoint/tensor_files checkpoint/reader checkpoint/entries checkpoint/save_load
     checkpoint/formats checkpoint/convert checkpoint/__main__

@@ -51,7 +51,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential
-from zero3.comm import _all_gather, _reduce_scatter
+from zero3.comm import all_gather_single, reduce_scatter_single
 from zero3.guards.version import commit_name
 from zero3.measure.ledger import Ledger, disk_bytes, held_bytes
 from zero3.train import launch
@@ -173,7 +173,7 @@ class Zero1(DataParallel):
         self.note(held_bytes(self.model, self.optimizer) + grad.nbytes)
         for p in flat.params:
             p.grad = None
-        _reduce_scatter(flat.mine(grad), grad.div_(RANKS))
+        reduce_scatter_single(flat.mine(grad), grad.div_(RANKS))
         return flat.mine(grad)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -184,7 +184,7 @@ class Zero1(DataParallel):
     def update(self) -> None:
         self.optimizer.step()
         for flat in self.flats:
-            _all_gather(flat.full, flat.mine(flat.full))
+            all_gather_single(flat.full, flat.mine(flat.full))
 
 
 class Zero2(Zero1):

@@ -48,7 +48,7 @@ MUTATIONS = [
         why="A reduce-scatter adds, and the loss of the global batch is a mean: without the "
             "division gradients are $N$ times too large. Adam hides most of it, SGD nothing."),
     Mutation(
-        "assign", "layer.py", "FlatParameter.add_grad",
+        "assign", "flat.py", "FlatParameter.add_grad",
         title="A second backward assigns",
         old="            grad = mark(self.shard.grad.add_(total), self, used=None)\n",
         new="            grad = mark(total, self, used=None)\n",
@@ -62,13 +62,13 @@ MUTATIONS = [
         title="A hook on a node that nobody keeps",
         old="""\
                 slot.hook = slot.param.register_post_accumulate_grad_hook(
-                    lambda p, ours=ours, i=i: ours()(group, i, p))
+                    lambda p, ours=ours, i=i: ours()(flat_index, i, p))
 """,
         new="""\
                 with torch.enable_grad():
                     node = slot.param.expand_as(slot.param).grad_fn.next_functions[0][0]
                 slot.hook = node.register_hook(
-                    lambda *_, p=slot.param, ours=ours, i=i: ours()(group, i, p))
+                    lambda *_, p=slot.param, ours=ours, i=i: ours()(flat_index, i, p))
 """,
         breaks="I1", program="step",
         healthy="gradients: 1.00 times those of plain PyTorch",
@@ -80,8 +80,7 @@ MUTATIONS = [
         "keep-storage", "layer.py", "Zero3Layer._cleanup_params",
         title="The storage is kept",
         old="""\
-        for g in self.flats:
-            g.full.untyped_storage().resize_(0)
+            flat.free()
 """,
         new="",
         breaks="I2", program="step",
@@ -93,15 +92,14 @@ MUTATIONS = [
     Mutation(
         "fresh-memory", "layer.py", "Zero3Layer.fetch_params",
         title="Each gather into memory of its own",
-        old="        self._gather = self._all_gather([g.full for g in self.flats])\n",
+        old="        self._gather = self.gather_into([flat.full for flat in self.flats])\n",
         new="""\
-        fulls = [self._empty(len(g.full), g.full.dtype) for g in self.flats]
-        for full, g in zip(fulls, self.flats, strict=True):
-            for slot in g.slots:
+        fulls = [torch.empty_like(flat.full) for flat in self.flats]
+        self._gather = self.gather_into(fulls)
+        for full, flat in zip(fulls, self.flats, strict=True):
+            for slot in flat.slots:
                 slot.view = slot.of(full)
-        self._gather = self._all_gather(fulls)
-        self._look_at(fulls)
-        self._full_elsewhere = False
+            flat.look_at(full)
 """,
         breaks="I3", program="step",
         healthy="whole layers in the graph after forward: 1 of 4",
@@ -123,10 +121,10 @@ MUTATIONS = [
         "free-the-last", "layer.py", "Zero3Layer._release",
         title="The last layer is freed after forward",
         old="""\
-        if call and call.outputs and self.layer_idx >= 0 and not self.next_layer:
-            self._kept = weakref.ref(call, lambda _: self._cleanup_params())
-        else:
+        if call is None or not self.schedule.stays_full(self, call):
             self._cleanup_params()
+        else:
+            self.kept_for = weakref.ref(call, lambda _: self._cleanup_params())
 """,
         new="        self._cleanup_params()\n",
         breaks="I4", program="step",
@@ -138,10 +136,8 @@ MUTATIONS = [
         "no-prefetch", "layer.py", "Zero3Layer._pre_backward_hook",
         title="Nothing is fetched ahead in backward",
         old="""\
-        for layer in self.prev_layer:
-            # Below the first layer that trains nothing goes backward, and nothing is fetched.
-            if layer._pending:
-                layer.fetch_params()
+        for layer in self.schedule.ahead(self):
+            layer.fetch_params()
 """,
         new="",
         breaks="", program="step",
@@ -151,11 +147,11 @@ MUTATIONS = [
             "where it is needed, and the layer waits for all of it: what was hidden behind "
             "computation is added to the time of a step."),
     Mutation(
-        "dirty-padding", "layer.py", "Zero3Layer._post_backward_hook",
+        "dirty-padding", "flat.py", "FlatParameter.begin_grad",
         title="The padding of a gradient is what the memory held",
         old="""\
-            for padding in group.padding():
-                group.grad[padding].zero_()
+        for padding in self.padding():
+            self.grad[padding].zero_()
 """,
         new="",
         breaks="I5", program="clip_nan",
@@ -168,11 +164,8 @@ MUTATIONS = [
         "unused", "layer.py", "Zero3Layer._backup_grads",
         title="A parameter that got no gradient is left as it was",
         old="""\
-        for g in groups:
-            for slot in g.slots:
-                if slot.names not in g.ready:
-                    # No gradient arrived: it is zero, and not what the memory held.
-                    slot.of(g.grad).zero_()
+        for flat in flats:
+            flat.zero_missing()
 """,
         new="",
         breaks="I1", program="clip_nan",
@@ -184,8 +177,8 @@ MUTATIONS = [
     Mutation(
         "skip-one", "layer.py", "Zero3Layer.fetch_params",
         title="One rank leaves out a gather",
-        old="        if self.is_fetched or self._full_elsewhere or not self.flats:\n",
-        new="        if self.is_fetched or self._full_elsewhere or not self.flats or (\n"
+        old="        if self.is_fetched or self.is_full_elsewhere or not self.flats:\n",
+        new="        if self.is_fetched or self.is_full_elsewhere or not self.flats or (\n"
             "                self.comm.rank == 1 and self.layer_idx == 2):\n",
         breaks="I6", program="step",
         healthy="gradients: 1.00 times those of plain PyTorch",
@@ -195,15 +188,13 @@ MUTATIONS = [
             "would wait for ever, or take the next message for this one. As each announces what it "
             "is about to do, the error says what either of them does."),
     Mutation(
-        "no-comparison", "comm.py", "Communicator.open",
+        "no-comparison", "comm.py", "Communicator._compare_layouts",
         title="The ranks do not compare what they shard",
         old="""\
-        for rank, theirs in enumerate(self.gather(layout)):
-            for i in range(max(len(layout), len(theirs))):
-                here, there = layout[i : i + 1] or "none", theirs[i : i + 1] or "none"
-                layer.expect(here == there, f"differs between ranks at parameter {i}",
-                             f"{here}, as here", f"{there} on rank {rank}",
-                             "build the same module, in the same order, on all ranks")
+                if here != there:
+                    self._refuse(sender, f"differs between ranks at parameter {i}",
+                                 f"{here}, as here", f"{there} on rank {rank}",
+                                 "build the same module, in the same order, on all ranks")
 """,
         new="",
         breaks="I6", program="another_order",

@@ -49,7 +49,8 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import zero3.comm
-from zero3.offload import _METADATA, FreedParameter, InFile
+from zero3.guards.freed import _METADATA, FreedParameter
+from zero3.offload import InFile
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 # What makes a tensor without touching its memory.
@@ -413,9 +414,9 @@ class Accelerator:
         self.replace(torch, "get_device_module", lambda *_: self)
         self.replace(storage, "resize_", resized)
         self.replace(torch.autograd, "_engine_run_backward", run_backward)
-        self.replace(comm, "_all_gather", self.collective(comm._all_gather, "all-gather"))
-        self.replace(comm, "_reduce_scatter",
-                     self.collective(comm._reduce_scatter, "reduce-scatter"))
+        self.replace(comm, "all_gather_single", self.collective(comm.all_gather_single, "all-gather"))
+        self.replace(comm, "reduce_scatter_single",
+                     self.collective(comm.reduce_scatter_single, "reduce-scatter"))
         self.replace(InFile, "_start", self.moves(InFile._start))
         self.replace(InFile, "_end", self.moved(InFile._end))
         if hasattr(comm, "streams"):

@@ -103,7 +103,7 @@ def test_no_option_changes_the_numbers(case):
     """
     Whatever is fetched ahead or stays. A persistent unit that is not gathered again after a step
     would train on the weights from before.
-    Proves I1, I7, `Unit.fetch_params`, `Unit._backup_grads`, `Schedule`,
+    Proves I1, I7, `Unit.fetch_params`, `Unit._backup_grads`, `TracedOrder`,
     `Zero3Model.mark_persistent_parameters`.
     """
     names = [name for name in WHOLES if name not in NEARLY]
@@ -130,7 +130,7 @@ def train_with_our_optimizer(folder):
 def test_whole_models_train_with_masters_and_from_files(tmp_path):
     """
     With `Zero3Optimizer`, in memory and from files. The experts' gradients wait in its buckets.
-    Proves I1, I7, I8, `wrap`, `Unit._fill`, `Unit._backup_grads`.
+    Proves I1, I7, I8, `wrap`, `Unit._fill_leaf`, `Unit._backup_grads`.
     """
     for worst in run(train_with_our_optimizer, 2, str(tmp_path)):
         assert all(off < 1e-10 for off in worst.values()), worst
@@ -197,7 +197,7 @@ def test_from_the_second_step_a_gather_starts_before_the_layer_before_it_compute
     """
     In the first step no gather of a layer starts before the layer before it has computed. In the
     second, forward and backward, each starts before the one before it ends, and before it begins.
-    Proves `Trace.upcoming`, `Schedule.arrive`, `Schedule.fetch`, `Unit._pre_backward_hook`.
+    Proves `Trace.upcoming`, `TracedOrder.arrive`, `TracedOrder.fetch`, `Unit._pre_backward_hook`.
     """
     for step in (1, 2):
         for events, units, *_ in run(tape_of, world_size, "Plain", step):
@@ -215,7 +215,7 @@ def test_gathers_in_a_step():
     A layer is gathered twice, the last one and the root's once. With room for three layers ahead
     the last three are gathered once, a layer that is called again at once is not gathered again,
     and what persists is gathered once for all micro-batches.
-    Proves I4, `Schedule.comes_again`, `Schedule._soon`, `Unit._release`.
+    Proves I4, `TracedOrder.stays_full`, `TracedOrder._soon`, `Unit._release`.
     """
     events, units, sent_bytes, messages = run(tape_of, 2, "Plain", 2)[0]
     labels = [label for label, _ in units]
@@ -296,7 +296,7 @@ def test_live_parameters_never_exceed_their_limit(name):
     """
     With everything fetched ahead that the limit allows. Between the smallest possible limit and
     none, each is kept, and used; and the numbers are those of plain PyTorch.
-    Proves I3, `Schedule.fetch`, `Schedule.live_numel`, `Schedule._fit`.
+    Proves I3, `TracedOrder.fetch`, `TracedOrder.live_numel`, `Schedule._fit`.
     """
     sizes = run(live, 2, name, None)[0][2]
     least = sum(sizes[each] for each in LEAST[name])
@@ -315,7 +315,7 @@ def test_live_parameters_never_exceed_their_limit(name):
 def test_what_is_full_is_the_rest_one_unit_and_what_is_fetched_ahead(name):
     """
     At every event, forward and backward, with nothing ahead, with the default, and with more.
-    Proves I3, `Schedule._soon`, `Schedule.comes_again`.
+    Proves I3, `TracedOrder._soon`, `TracedOrder.stays_full`.
     """
     for prefetch in (0, None, 2 * 162):
         peak, off, sizes = run(live, 2, name, None, prefetch)[0]
@@ -368,7 +368,7 @@ def test_a_prefetch_hides_the_time_that_a_gather_takes():
     20 ms are added to every gather, and every layer works for 20 ms, forward and backward. Without
     a prefetch these follow each other, with one they run side by side. The delays are measured, not
     the machine.
-    Proves `Schedule.fetch`, `Schedule._soon`.
+    Proves `TracedOrder.fetch`, `TracedOrder._soon`.
     """
     without, with_it = run(slow_gathers, 2, 0), run(slow_gathers, 2, None)
     for slow_s, fast_s in zip(without, with_it, strict=True):
@@ -417,7 +417,7 @@ def raise_on_purpose():
 def test_an_exception_leaves_nothing_full_and_a_good_step_can_follow():
     """
     In forward and in backward, also where units ahead have been fetched already.
-    Proves I2, `Unit._settle`, `Zero3Model.release_all`, `Zero3Model.mark_persistent_parameters`.
+    Proves I2, `Unit.settle`, `Zero3Model.release_all`, `Zero3Model.mark_persistent_parameters`.
     """
     assert max(run(raise_on_purpose, 2)) < 1e-10
 
@@ -525,7 +525,7 @@ def touch_outside():
 def test_a_parameter_that_is_touched_outside_of_forward_raises_by_name():
     """
     Also while its unit happens to be full; or one use would pass, and the next one not.
-    Proves `FreedParameter`, `Unit.lend`, `Unit._release`.
+    Proves `FreedParameter`, `Unit.fetch_for_others`, `Unit._release`.
     """
     run(touch_outside, 2)
 
@@ -560,7 +560,7 @@ def test_ranks_that_diverge_get_an_error_that_names_both_layers(debug):
     """
     On each rank: what it was about to gather, and what the other one. Within seconds, and not at a
     time-out. Without `debug` the messages' announcements find it, where there are messages.
-    Proves I6, `Transfer._complete`, `Communicator._begin`, `Schedule.compare`.
+    Proves I6, `Transfer._complete`, `Communicator._begin`, `TracedOrder.compare`.
     """
     first, second = run(diverge, 2, debug)
     assert "rank 0: layer 1 (left)" in first and "of layer 2 (right)" in first
@@ -598,7 +598,7 @@ def test_experts_without_tokens_get_zero_gradients():
     """
     An expert that one rank used has a gradient, one that nobody used has zeros, and the leaf was
     reduced once, as a whole, before the unit below it.
-    Proves `Unit._fill`, `Unit._is_over`.
+    Proves `Unit._fill_leaf`, `Unit.is_over`.
     """
     for sums, reduced in run(gradients_of_experts, 2):
         for name, total in sums.items():
@@ -967,7 +967,7 @@ def destroyed(name, weights):
     ids = tokens(0, ROWS * dist.get_world_size())
     plain.loss(model(mine(ids))).backward()
     units = [weakref.ref(unit) for unit in model.units]
-    params = {n: slot.param for u in model.units for slot in u._slots()
+    params = {n: slot.param for u in model.units for slot in u.slots()
               for n in map(u.full_name, slot.names)}
     back = model.destroy(weights=weights)
     del model
@@ -1087,7 +1087,7 @@ def call_a_unit_alone():
 def test_a_unit_that_is_called_alone_has_the_weights_of_now():
     """
     What an earlier pass has kept for its backward is of before the step.
-    Proves `Schedule.arrive`.
+    Proves `TracedOrder.arrive`.
     """
     assert max(run(call_a_unit_alone, 2)) < 1e-10
 
@@ -1265,7 +1265,7 @@ def test_what_was_fetched_ahead_in_vain_is_freed_at_the_end_of_forward():
     """
     A pass that ends sooner than the one before has begun to fetch a unit that it does not come to.
     Breaks without the loop in `end_forward`: that unit would stay full.
-    Proves I2, `Schedule.end_forward`.
+    Proves I2, `TracedOrder.end_forward`.
     """
     model = wrap(Stops(), nn.Linear)
     with torch.no_grad():
@@ -1292,7 +1292,7 @@ def test_the_command_line_shows_that_the_order_is_learnt(capsys):
 def test_profilers_see_ranges_on_cuda_and_nothing_elsewhere(monkeypatch):
     """
     Each unit's, by its label; on the CPU nothing is called.
-    Proves `Schedule.range_of`, `Unit.forward`.
+    Proves `TracedOrder.range_of`, `Unit.forward`.
     """
     model, opened = wrap(Plain(depth=1), Layer), []
     monkeypatch.setattr(torch.cuda.nvtx, "range", lambda name: opened.append(name) or nullcontext())

@@ -55,7 +55,7 @@ def test_two_ranks_train_bit_for_bit_like_ddp():
     """
     Every loss and every final weight is equal: both scale the gradients by a half, which is exact,
     and there is one order to add two numbers in. Breaks where the mean is taken elsewhere.
-    Proves I1, `Zero3Layer._post_backward_hook`, `Reducer`, `Reducer.finish`, `Communicator.reduced`.
+    Proves I1, `Zero3Layer._post_backward_hook`, `Reducer`, `Reducer.finish`, `Reducer.arrived`.
     """
     for (losses, weights), (ddp_losses, ddp_weights) in run(sharded_and, 2, "ddp"):
         assert torch.equal(losses, ddp_losses) and losses[-1] < losses[0] - 1

@@ -113,19 +113,19 @@ def exchange(receive_buffer, outbox, rank, world_size):
 
 class FreshMemory:
     def fetch_params(self):
-        if not (self.is_fetched or self._full_elsewhere) and self.flats:
+        if not (self.is_fetched or self.is_full_elsewhere) and self.flats:
             self.is_fetched = True
             for g in self.flats:
                 g.full = torch.empty_like(g.full)
-            self._gather = self._all_gather([g.full for g in self.flats])
+            self._gather = self.gather_into([g.full for g in self.flats])
 
 
 class GathersAndCopies:
     def fetch_params(self):
-        if not (self.is_fetched or self._full_elsewhere) and self.flats:
+        if not (self.is_fetched or self.is_full_elsewhere) and self.flats:
             self.is_fetched = True
             fresh = [torch.empty_like(g.full) for g in self.flats]
-            self._all_gather(fresh).wait()
+            self.gather_into(fresh).wait()
             for g, full in zip(self.flats, fresh, strict=True):
                 g.full.untyped_storage().resize_(full.nbytes)
                 g.full.copy_(full)
@@ -133,50 +133,50 @@ class GathersAndCopies:
 
 class WaitsAtOnce:
     def fetch_params(self):
-        if not (self.is_fetched or self._full_elsewhere) and self.flats:
-            self._enter_backward()
-            self.comm.reducer.finish(self)
+        if not (self.is_fetched or self.is_full_elsewhere) and self.flats:
+            self._settle_at_end_of_backward()
+            self.reducer.finish(self)
             self.is_fetched = True
-            self._all_gather([g.full for g in self.flats]).wait()
+            self.gather_into([g.full for g in self.flats]).wait()
 
 
 class GathersTwice:
     def fetch_params(self):
-        if not self._full_elsewhere and self.flats:
-            self._enter_backward()
-            self.comm.reducer.finish(self)
+        if not self.is_full_elsewhere and self.flats:
+            self._settle_at_end_of_backward()
+            self.reducer.finish(self)
             self.is_fetched = True
-            self._gather = self._all_gather([g.full for g in self.flats])
+            self._gather = self.gather_into([g.full for g in self.flats])
 
 
 class GathersInsideOfFullParams:
     def fetch_params(self):
         if not self.is_fetched and self.flats:
             self.is_fetched = True
-            self._gather = self._all_gather([g.full for g in self.flats])
+            self._gather = self.gather_into([g.full for g in self.flats])
 
 
 class GathersWithoutParameters:
     def fetch_params(self):
-        if not (self.is_fetched or self._full_elsewhere):
+        if not (self.is_fetched or self.is_full_elsewhere):
             self.is_fetched = True
-            self._gather = self._all_gather([g.full for g in self.flats])
+            self._gather = self.gather_into([g.full for g in self.flats])
 
 
 class WritesOverGradients:
     def fetch_params(self):
-        if not (self.is_fetched or self._full_elsewhere) and self.flats:
-            self._enter_backward()
+        if not (self.is_fetched or self.is_full_elsewhere) and self.flats:
+            self._settle_at_end_of_backward()
             self.is_fetched = True
-            self._gather = self._all_gather([g.full for g in self.flats])
+            self._gather = self.gather_into([g.full for g in self.flats])
 
 
 class LetsGoOfTheTensor:
     def _cleanup_params(self):
-        self._kept, fetched, self.is_fetched = None, self.is_fetched, False
+        self.kept_for, fetched, self.is_fetched = None, self.is_fetched, False
         if fetched:
             self._wait_params()
-            for slot in self._slots():
+            for slot in self.slots():
                 slot.param.__class__ = slot.freed_class
             for g in self.flats:
                 g.full = g.full.new_empty(0)
@@ -184,7 +184,7 @@ class LetsGoOfTheTensor:
 
 class LeavesPlainParameters:
     def _cleanup_params(self):
-        self._kept, fetched, self.is_fetched = None, self.is_fetched, False
+        self.kept_for, fetched, self.is_fetched = None, self.is_fetched, False
         if fetched:
             self._wait_params()
             for g in self.flats:
@@ -192,7 +192,7 @@ class LeavesPlainParameters:
 
 
 def free(self):
-    for slot in self._slots():
+    for slot in self.slots():
         slot.param.__class__ = slot.freed_class
     for g in self.flats:
         g.full.untyped_storage().resize_(0)
@@ -201,7 +201,7 @@ def free(self):
 
 class FreesUnderMessages:
     def _cleanup_params(self):
-        self._kept, fetched, self.is_fetched = None, self.is_fetched, False
+        self.kept_for, fetched, self.is_fetched = None, self.is_fetched, False
         if fetched:
             free(self)
             self._wait_params()
@@ -209,7 +209,7 @@ class FreesUnderMessages:
 
 class StaysFetched:
     def _cleanup_params(self):
-        self._kept = None
+        self.kept_for = None
         if self.is_fetched:
             self._wait_params()
             free(self)
@@ -219,33 +219,38 @@ class KeepsTheLast:
     def _cleanup_params(self):
         if self.is_fetched:
             self._wait_params()
-            self._kept, self.is_fetched = None, False
+            self.kept_for, self.is_fetched = None, False
             free(self)
 
 
 class FreesTwice:
     def _cleanup_params(self):
         self._wait_params()
-        self._kept, self.is_fetched = None, False
+        self.kept_for, self.is_fetched = None, False
         free(self)
 
 
+def send(self, pairs):
+    if not self.reducer.keeps(self, pairs):
+        self.reducer.started([self], self.comm.reduce_scatter([self], pairs))
+
+
 def reduce(self):
-    self._arrived.clear()
+    self.watch.arrived.clear()
     for g in self.flats:
         for slot in g.slots if g.grad is not None else ():
             if slot.names not in g.ready:
                 slot.of(g.grad).zero_()
     if any(g.grad is not None for g in self.flats):
         pairs = [(g.grad, g.receive_buffer) for g in self.flats if g.grad is not None]
-        self.comm.reducer.add(self, pairs)
+        send(self, pairs)
 
 
 class StaysWhole:
     def _backup_grads(self):
         reduce(self)
         if self.layer_idx < 0:
-            self.comm.reducer.finish(self)
+            self.reducer.finish(self)
 
 
 class LeavesTheReduceOfALoneLayer:
@@ -257,47 +262,47 @@ class LeavesTheReduceOfALoneLayer:
 class SendsWhatTheMemoryHeld:
     def _backup_grads(self):
         self._release()
-        self._arrived.clear()
+        self.watch.arrived.clear()
         if pairs := [(g.grad, g.receive_buffer) for g in self.flats if g.grad is not None]:
-            self.comm.reducer.add(self, pairs)
+            send(self, pairs)
 
 
 class SendsOneGroup:
     def _backup_grads(self):
         self._release()
-        self._arrived.clear()
+        self.watch.arrived.clear()
         for g in self.flats:
             if g.grad is not None:
                 for slot in g.slots:
                     if slot.names not in g.ready:
                         slot.of(g.grad).zero_()
-                self.comm.reducer.add(self, [(g.grad, g.receive_buffer)])
+                send(self, [(g.grad, g.receive_buffer)])
 
 
 def take(self, totals, put):
     groups = [g for g in self.flats if g.grad is not None]
     for g, total in zip(groups, totals, strict=True):
         put(g, total)
-    self._drop_grads()
+    self.drop_full_grads()
     for g in groups:
         g.receive_buffer.untyped_storage().resize_(0)
 
 
 class Assigns:
     @torch.no_grad()
-    def _add_reduced(self, totals):
+    def add_reduced(self, totals):
         take(self, totals, lambda g, total: setattr(g.shard, "grad", total))
 
 
 class DividesAgain:
     @torch.no_grad()
-    def _add_reduced(self, totals):
+    def add_reduced(self, totals):
         take(self, totals, lambda g, total: g.add_grad(total / self.comm.world_size))
 
 
 class KeepsFullGradients:
     @torch.no_grad()
-    def _add_reduced(self, totals):
+    def add_reduced(self, totals):
         for g, total in zip([g for g in self.flats if g.grad is not None], totals, strict=True):
             g.add_grad(total)
             g.receive_buffer.untyped_storage().resize_(0)
@@ -305,15 +310,15 @@ class KeepsFullGradients:
 
 class KeepsTheInbox:
     @torch.no_grad()
-    def _add_reduced(self, totals):
+    def add_reduced(self, totals):
         for g, total in zip([g for g in self.flats if g.grad is not None], totals, strict=True):
             g.add_grad(total)
-        self._drop_grads()
+        self.drop_full_grads()
 
 
 def tidy(self):
     for layer in self.module_list:
-        if not layer._kept:
+        if not layer.kept_for:
             layer._cleanup_params()
 
 

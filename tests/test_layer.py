@@ -16,7 +16,7 @@ from tests.cases import ROWS, WIDTH, freeze, linear
 from tests.ranks import run
 from tests.test_cases import at_rest
 from zero3 import Zero3Layer, Zero3Sequential
-from zero3.layer import FreedParameter
+from zero3.guards.freed import FreedParameter
 from zero3.measure.ledger import Ledger
 
 
@@ -120,7 +120,7 @@ def test_a_freed_parameter_raises_by_name_wherever_it_is_touched():
     """
     Never a crash, never a silent broadcast of a placeholder: in the module, in a reference that was
     kept, in an optimizer built before wrapping. What does not need the elements still answers.
-    Proves `FreedParameter`, `FreedParameter.kind`, `Zero3Layer.lend`.
+    Proves `FreedParameter`, `FreedParameter.named`, `Sharded.fetch_for_others`.
     """
     module = nn.Sequential(linear(), linear())
     weight = module[1].weight
@@ -145,7 +145,7 @@ def test_a_freed_parameter_raises_by_name_wherever_it_is_touched():
 def test_what_cannot_be_sharded_is_refused_with_the_cure():
     """
     Each error names the rank, the layer, the parameter, what was expected and got, what to do.
-    Proves `Zero3Layer._find_params`, `Zero3Sequential.__init__`, `Communicator.__init__`, `Communicator.open`.
+    Proves `find_params`, `Zero3Sequential.__init__`, `Communicator.__init__`, `Communicator.open`.
     """
     one, two = linear(), linear()
     two.weight = one.weight
@@ -201,7 +201,7 @@ class Table(nn.Module):
 def test_an_output_that_is_freed_memory_is_refused():
     """
     A slice of a parameter would be read after its memory is gone.
-    Proves `Zero3Layer._watch_output`.
+    Proves `Watch.outputs`.
     """
     layer = Zero3Layer(Table())
     text = message(lambda: layer(2))
@@ -338,7 +338,7 @@ def test_after_an_exception_nothing_is_left_and_the_next_step_is_good(when, worl
     I2 after an exception in the middle of a pass, in a chain and in a layer that stands alone; the
     gradients of the next step are those of an undisturbed one. Breaks without `_Settle.__del__`, or
     the `except` in `forward`.
-    Proves I2, `_Settle`, `Zero3Layer.forward`, `Zero3Layer._drop_grads`, `Reducer.drop`.
+    Proves I2, `at_end_of_backward`, `Zero3Layer.forward`, `Zero3Layer.drop_full_grads`, `Reducer.drop`.
     """
     assert all(run(fail, world_size, when))
 
@@ -472,7 +472,7 @@ def read_and_write():
 def test_full_params_reads_and_writes_and_gives_back(world_size):
     """
     Rank 0's writing counts, and only with `writeback` and without an exception.
-    Proves `Zero3Layer.full_params`, `Zero3Layer._look_at`, `Zero3Sequential.full_params`,
+    Proves `Sharded.full_params`, `FlatParameter.look_at`, `Zero3Sequential.full_params`,
     `InMemory.save`.
     """
     assert all(run(read_and_write, world_size))
@@ -503,7 +503,7 @@ def test_native_collectives_and_messages_train_alike(world_size):
     """
     I9: the lines that NCCL runs, here over gloo's collectives, give what the messages give; at two
     ranks bit for bit, for there is but one order to add two numbers in.
-    Proves I9, `Communicator.all_gather`, `Communicator.reduce_scatter`, `Communicator.total`, `Zero3Layer._all_gather`.
+    Proves I9, `Communicator.all_gather`, `Communicator.reduce_scatter`, `Communicator.total`, `Zero3Layer.gather_into`.
     """
     one, two = run(native, world_size, True)[0], run(native, world_size, False)[0]
     for name in one:

@@ -246,7 +246,7 @@ def test_full_params_takes_the_memory_of_a_layer_once():
     """
     To resize a storage to the size that it has would take its memory a second time while the first
     is still there. Breaks without the comparison in `Communicator.all_gather`.
-    Proves I3, `Communicator.all_gather`, `Zero3Layer.full_params`.
+    Proves I3, `Communicator.all_gather`, `Sharded.full_params`.
     """
     layer = Zero3Layer(nn.Linear(100, 100))
     sizes = []

@@ -168,7 +168,7 @@ def test_k_micro_batches_equal_one_batch_k_times_as_large(world_size):
     second backward that assigns, a clip before the unscale, or one that counts a parameter on each
     rank break it.
     Proves I1, I7, `Zero3Optimizer.backward`, `Zero3Optimizer.no_sync`, `Zero3Optimizer._squares`,
-    `Zero3Layer._add_reduced`.
+    `Zero3Layer.add_reduced`.
     """
     for rank in run(accumulate_all, world_size):
         for case, (worst, norms) in rank:
@@ -205,7 +205,7 @@ def test_gradients_are_divided_summed_and_accumulated_in_reduce_dtype():
     Bit for bit, on three ranks, over three micro-batches: bf16 gradients in fp32, and fp32
     gradients in bf16, which halves what is sent. Breaks where a gradient is divided before it is
     widened, or the shard adds in the parameter's data type.
-    Proves `Zero3Optimizer._own`, `Zero3Layer._post_backward_hook`, `Zero3Layer._add_reduced`,
+    Proves `Zero3Optimizer._own`, `Zero3Layer._post_backward_hook`, `Zero3Layer.add_reduced`,
     `FlatParameter.add_grad`.
     """
     for param_dtype, reduce_dtype in ((BF16, FP32), (BF16, None), (FP32, BF16)):
@@ -227,7 +227,7 @@ def test_every_trap_of_the_heart_is_none_for_the_optimizer():
     """
     The models of `tests/cases.py`: mixed data types, frozen and unused parameters, layers called
     twice, checkpointing of each kind, and buckets that hold two or three of their layers.
-    Proves I1, I7, `Zero3Layer._is_over`, `Zero3Layer._watch_input`, `Zero3Layer._watch_output`,
+    Proves I1, I7, `Zero3Layer.is_over`, `Watch.inputs`, `Watch.outputs`,
     `tensors_in`.
     """
     for worst in run(all_cases, 3):
@@ -349,7 +349,7 @@ def no_sync_traffic(hold):
 def test_no_sync_saves_a_reduce_of_the_model_for_each_micro_batch_and_keeps_full_gradients():
     """
     Of three micro-batches two send no gradient: (k-1) Psi (N-1)/N elements less.
-    Proves `Zero3Optimizer.no_sync`, `Bucket.add`.
+    Proves `Zero3Optimizer.no_sync`, `Bucket.keeps`.
     """
     (sent, _), (less, _) = run(no_sync_traffic, 2, False), run(no_sync_traffic, 2, True)
     assert sent - less == 2 * 4 * 72 // 2 * 4
@@ -634,7 +634,7 @@ def test_small_layers_share_a_message_and_train_the_same():
     reduces become 3 messages in place of 8, of the same bytes, and weights are equal bit for
     bit, though gradients arrive in another order on rank 1. Breaks where a share is cut at the
     wrong place.
-    Proves `Bucket`, `Bucket.add`, `Bucket._send`, `Bucket.finish`.
+    Proves `Bucket`, `Bucket.keeps`, `Bucket._send`, `Bucket.finish`.
     """
     alone, together = run(bucketed, 2, 0), run(bucketed, 2, 1000)
     for (messages, sent, _, shards), (fewer, same, events, equal) in zip(
@@ -723,7 +723,7 @@ def raises_while_waiting():
 def test_gradients_that_wait_are_dropped_when_backward_raises():
     """
     Nothing is sent from the ruins of a backward, and the next one begins from nothing.
-    Proves `Bucket.drop`, `Zero3Layer._drop_grads`.
+    Proves `Bucket.drop`, `Zero3Layer.drop_full_grads`.
     """
     assert run(raises_while_waiting, 2) == [([False], [None] * 3, True)] * 2
 
@@ -891,7 +891,7 @@ def written():
 def test_a_master_follows_what_is_written_into_the_shard():
     """
     Weights that somebody loads into a sharded model are saved, and not undone by the next step.
-    Proves `Owned.here`, `Zero3Layer.full_params`.
+    Proves `Owned.here`, `Sharded.full_params`.
     """
     for values in run(written, 2):
         assert values == [0.25] * len(values)
@@ -945,7 +945,7 @@ class Stray(nn.Module):
 def test_what_cannot_work_is_refused_by_name(what, make):
     """
     Each error names rank, what was expected, what was found and what to do.
-    Proves `Zero3Optimizer._check`, `Zero3Layer.expect`.
+    Proves `Zero3Optimizer._check`, `Sharded.expect`.
     """
     with pytest.raises(RuntimeError, match=r"rank 0: the optimizer .*Expected.*Got.*What to do"):
         make(Zero3Layer(nn.Linear(2, 2)))

@@ -18,7 +18,7 @@ from tests import cases, wholes
 from tests.ranks import run
 from tests.streams import Accelerator, Event, Line, Work, before
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
-from zero3.comm import Communicator, Transfer
+from zero3.comm import Communicator, Reducer, Transfer
 from zero3.offload import InFile
 
 # ------------------------------------------------------------------------------------------ races
@@ -130,7 +130,7 @@ def test_no_two_streams_use_the_same_memory_unless_one_waits_for_the_other(
     Every use of every tensor is ordered after those before it that it has to see: on compute,
     fetch and backup stream, on NCCL's, on the host and by the threads that read and write files;
     and so is the next use of memory that was freed. Breaks with each of the mistakes in `PLANTED`.
-    Proves I9, `Communicator.on`, `Communicator.deliver`, `Transfer.wait`, `streams`.
+    Proves I9, `Communicator.on`, `Reducer.deliver`, `Transfer.wait`, `streams`.
     """
     for found in run(races, 2, tier, buckets, chains, models, str(tmp_path)):
         assert len(found) == len(chains) + len(models)
@@ -147,7 +147,7 @@ def not_waiting(*which):
     def on(self, stream):
         if stream not in [getattr(self, name) for name in which]:
             stream.wait_stream(self.current_stream())
-        with self._stream(stream):
+        with self._backend.stream(stream):
             yield
 
     return on
@@ -206,7 +206,7 @@ def test_each_planted_mistake_is_found(ranks, tmp_path):
     """
     Each takes one wait away, and none changes a number here, where all runs in the host's order.
     Breaks with a rule that the device does not know, or with a wait that nothing needs.
-    Proves I9, `Communicator.on`, `Communicator.deliver`, `_Leaving`, `Transfer.wait`, `InFile.release`.
+    Proves I9, `Communicator.on`, `Reducer.deliver`, `_Leaving`, `Transfer.wait`, `InFile.release`.
     """
     for found in run(plant, ranks, str(tmp_path)):
         assert found.keys() == {what for what, (n, *_) in PLANTED.items() if n == ranks}
@@ -329,15 +329,15 @@ def takes_the_tail(transfer, real=Transfer.wait):
     return totals
 
 
-def lands_at_once(self, total, where, add):
-    """`Communicator.deliver`, which waits for the copy"""
-    add(total.to(where))
+def lands_at_once(self, total, sink):
+    """`Reducer.deliver`, which waits for the copy"""
+    sink.add_grad(total.to(sink.grad_device))
 
 
 def overlaps():
     slow = {
         "takes the tail": (Transfer, "wait", takes_the_tail),
-        "lands at once": (Communicator, "deliver", lands_at_once),
+        "lands at once": (Reducer, "deliver", lands_at_once),
     }
     return ({kind: overlap(kind) for kind in ("chain", "wrap")},
             {name: overlap("chain", "cpu", replaced)[0] for name, replaced in slow.items()},
@@ -352,7 +352,7 @@ def test_communication_may_run_beside_computation():
     the device the host waits for nothing in a whole step, nor for what ranks announce. Breaks if
     compute waits for the fetch stream's tail, in which the next layer's copy is, or if a gradient
     goes to the CPU by `.to()`.
-    Proves I9, `Transfer.wait`, `Communicator.all_gather`, `Communicator.deliver`, `Communicator.delivered`, `Reducer.end`.
+    Proves I9, `Transfer.wait`, `Communicator.all_gather`, `Reducer.deliver`, `Reducer.delivered`, `Reducer.end`.
     """
     on_device = FACTS - {"gradients land beside the backward of the layer two below"}
     for found, slow, near in run(overlaps, 2):

@@ -350,7 +350,7 @@ def test_a_module_under_two_names_has_both_everywhere(tmp_path, kind):
     In the full parameters, in a checkpoint and in an export, parameters and buffers; another model
     loads them by either, also where the checkpoint has one name of each, and a step on it is that
     of plain PyTorch. Breaks with `named_children`, which drops the second name.
-    Proves `_own_modules`, `plain_names`, `Entries.names`, `Entries.check`.
+    Proves `own_modules`, `plain_names`, `Entries.names`, `Entries.check`.
     """
     x, plainly, model = torch.randn(4, 2), Twice(), sharded(kind)
     for each in (plainly, model):

@@ -232,7 +232,7 @@ def test_what_trains_nothing_may_be_added_and_layers_may_change_places():
 def test_what_is_added_to_a_chain_is_noticed():
     """
     A layer at its end, in place of one, beside it; and inside of one of its layers.
-    Proves `Zero3Sequential.walk`, `Zero3Layer.admits`, `Contents.check`.
+    Proves `Zero3Sequential.walk`, `Sharded.admits`, `Contents.check`.
     """
     for add in (lambda m: m.module_list.append(Zero3Layer(nn.Linear(2, 2))),
                 lambda m: m.module_list.__setitem__(0, nn.Linear(4, 4)),
@@ -276,7 +276,7 @@ def test_loading_a_state_dict_says_what_to_do(strict):
 def test_copies_and_pickles_say_what_to_do():
     """
     `deepcopy`, `pickle`, `torch.save` and torch's own moving averages.
-    Proves `Contents.refuse_copies`, `Zero3Layer.__reduce_ex__`.
+    Proves `Contents.refuse_copies`, `Sharded.__reduce_ex__`.
     """
     for model in (Zero3Layer(nn.Linear(4, 4)), chain(), whole()):
         for does in (copy.deepcopy, copy.copy, pickle.dumps, torch.optim.swa_utils.AveragedModel,
@@ -623,7 +623,7 @@ def test_what_follows_is_the_next_unit_that_nobody_uses():
     Where forward ends, the root is still in use, and backward comes to it first. The unit that
     follows is the one after it: the last layer, which stays full though nothing is fetched ahead.
     Breaks where `comes_again` takes the first of what comes, used or not.
-    Proves I4, `Schedule.comes_again`.
+    Proves I4, `TracedOrder.stays_full`.
     """
     root, *layers, last = run(gathers_of_the_last_layer, 1)[0]
     assert (root, last) == (1, 1) and {*layers} == {2}

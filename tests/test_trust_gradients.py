@@ -97,7 +97,7 @@ def test_the_models_own_clip_takes_the_norm_of_the_whole_gradient():
     models; and the norm has the same bits on all ranks. Breaks where a rank clips by its own
     shards.
     Proves I1, `clip_grad_norm_`, `Zero3Sequential.clip_grad_norm_`, `Zero3Model.clip_grad_norm_`,
-    `Zero3Layer.clip_grad_norm_`.
+    `Sharded.clip_grad_norm_`.
     """
     ranks = run(clip_rightly, 2) + run(clip_rightly, 3)
     for rank in ranks:
@@ -321,7 +321,7 @@ def test_every_way_to_drop_gradients_drops_them_wherever_they_rest():
     see what happened to the shard's `.grad`: norms of 1.30, 2.37, 3.03 in place of 1.30, 1.07,
     0.89.
     Proves I7, `GradientElsewhere`, `elsewhere`, `grad_of`, `set_grad`, `Owned.drop_grad`,
-    `Owned.spent`, `Owned.grad_norm`, `Zero3Sequential.zero_grad`, `Zero3Layer.zero_grad`,
+    `Owned.spent`, `Owned.grad_norm`, `Zero3Sequential.zero_grad`, `Sharded.zero_grad`,
     `Zero3Model.zero_grad`.
     """
     plain = plain_chain()
@@ -687,8 +687,8 @@ def fails_while_a_bucket_is_on_its_way():
         for i, layer in enumerate(model.walk()):
             hidden = layer(Fails.apply(hidden) if i == 2 else hidden)
         optimizer.backward(hidden.square().mean())
-    found.append(model.module_list[0].comm.reducing is None)
-    found.append(not model.module_list[0].comm.reducer.layers)
+    found.append(model.module_list[0].reducer.transfer is None)
+    found.append(not model.module_list[0].reducer.layers)
     groups = [g for m in model.module_list for g in m.flats]
     found.append(not any(g.grad is not None or g.full.untyped_storage().nbytes() for g in groups))
     found += [g.shard.grad is not None for g in groups]

@@ -43,7 +43,7 @@ def test_a_forward_that_writes_to_a_parameter_is_refused_and_leaves_the_layer_us
     By an operation in place, by `.data`, and as `nn.Embedding(max_norm=)` does it. The layer rests
     afterwards and has its old values. Breaks without `_check_params` in `forward`: the write would
     be lost with the full parameter, and `Moved` in the cases would train a copy.
-    Proves `Zero3Layer._check_params`, `Zero3Layer._open_params`.
+    Proves `FlatParameter.written`, `FlatParameter.open`.
     """
     for module, x in ((Clamps(WIDTH, WIDTH), torch.ones(1, WIDTH)),
                       (Replaces(WIDTH, WIDTH), torch.ones(1, WIDTH)),
@@ -61,7 +61,7 @@ def test_a_write_in_backward_is_refused():
     """
     An optimizer that steps each parameter in its gradient's hook would step one that is about to be
     freed. Breaks without `_check_params` in `_backup_grads`.
-    Proves `Zero3Layer._check_params`, `Zero3Layer._backup_grads`.
+    Proves `FlatParameter.written`, `Zero3Layer._backup_grads`.
     """
     module = linear()
 
@@ -78,7 +78,7 @@ def test_values_given_by_data_are_written_back():
     """
     `p.data = values` in the block has left the buffer that is sharded; a shape that does not fit is
     an error, and nothing changes. Breaks without the copy in `_write_back`.
-    Proves `Zero3Layer._write_back`.
+    Proves `Sharded.full_params`.
     """
     layer = Zero3Layer(nn.Linear(3, 3))
     with layer.full_params(writeback=True) as params:
@@ -121,7 +121,7 @@ def test_an_exception_of_one_rank_in_full_params_reaches_all(kind):
     """
     Nothing is written, nobody waits for ever, and the next block works. Breaks without the gather
     in the `except` of `full_params`: the other rank would wait in the scatter.
-    Proves `Zero3Layer.full_params`, `Zero3Layer._write_back`, `Communicator.agree`.
+    Proves `Sharded.full_params`, `Sharded.full_params`, `Communicator.agree`.
     """
     (mine, *first), (theirs, *second) = run(leaves, 2, kind)
     assert mine == "ValueError: of rank 0 alone"
@@ -167,7 +167,7 @@ def test_a_backward_that_needs_a_freed_parameter_raises(kind, expected):
     In a process of its own, which a read of freed memory would end: a gradient penalty, and an
     output that nobody could watch. Breaks without the check in `_pre_backward_hook`, and without
     another `_version` in `_close_params`.
-    Proves `Zero3Layer._close_params`, `Zero3Layer._pre_backward_hook`, `_set_versions`.
+    Proves `FlatParameter.close`, `Zero3Layer._pre_backward_hook`, `FlatParameter._set_versions`.
     """
     done = subprocess.run([sys.executable, "-c", PENALTY, kind], capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": os.getcwd()}, timeout=120)
@@ -208,8 +208,8 @@ def penalised(kind):
 def test_inside_of_full_params_a_gradient_penalty_is_that_of_plain_pytorch(kind):
     """
     The cure that the error names is right. Breaks where the check of `_pre_backward_hook` ignores
-    `_full_elsewhere`, or the hook of a parameter without a gradient goes on.
-    Proves I1, `Zero3Layer._pre_backward_hook`, `Zero3Layer.full_params`.
+    `is_full_elsewhere`, or the hook of a parameter without a gradient goes on.
+    Proves I1, `Zero3Layer._pre_backward_hook`, `Sharded.full_params`.
     """
     assert max(run(penalised, 2, kind)) < 1e-12
 
@@ -223,7 +223,7 @@ def test_a_layer_may_be_frozen_and_thawed_after_wrapping(tier, tmp_path):
     `requires_grad_` on the model reaches the shards, and the parameters follow: frozen ones get no
     gradient and go on passing them, thawed ones train, also where they were wrapped frozen. Breaks
     without `_follow_requires_grad` in `forward`.
-    Proves `Zero3Layer._follow_requires_grad`, `Zero3Layer._add_backward_hooks`, `FreedParameter`.
+    Proves `FlatParameter.follow_requires_grad`, `Zero3Layer._add_backward_hooks`, `FreedParameter`.
     """
     torch.manual_seed(0)
     offload = Offload(tier, tmp_path if tier == "nvme" else None)
@@ -336,7 +336,7 @@ def test_a_module_with_two_names_sees_its_parameters_and_has_both_names():
     """
     Inside of forward by `parameters()`, and in `full_params` by each name. Breaks where a module
     that comes twice is emptied twice in `Zero3Layer.__init__`.
-    Proves `Zero3Layer.__init__`, `_own_modules`.
+    Proves `Zero3Layer.__init__`, `own_modules`.
     """
     layer = Zero3Layer(TwoNames())
     layer(torch.ones(1, WIDTH, dtype=torch.double)).sum().backward()

@@ -1,25 +1,27 @@
 r"""
-# The wire
+# The communicator
 
-`Communicator` carries what ranks tell each other, and `Reducer` and `Bucket` say when gradients go.
+`Communicator` sends tensors between ranks: it starts a collective and returns, counts its bytes, and
+makes sure that all ranks do the same. `Reducer` keeps the one reduce-scatter that is in flight.
 
-All that a training step sends goes through one class. It starts a transfer and returns, so that
-what is computed in between hides the time it takes; it counts what it sends; and it announces each
-transfer, so that ranks which diverged learn it from each other. What is sent once, when layers are
-wrapped and written to, is not counted.
+A training step has three kinds of communication. Each starts early and is waited for late, so that
+it overlaps computation. Two ranks with the shards (1, 2) and (3, 0):
 
-| transfer | sends to each other rank | starts | is waited for |
-|---|---|---|---|
-| gather | this rank's shard | while the layer before computes | before the layer computes |
-| reduce | that rank's share of the gradient | when a layer has its gradients | with the next one |
-| norm | a number for each shard | in the optimizer's step | at once |
+| collective | rank 0 | rank 1 | starts | is waited for |
+|---|---|---|---|---|
+| all-gather, "gather" | (1, 2) to (1, 2, 3, 0) | (3, 0) to (1, 2, 3, 0) | while layer $\ell - 1$ computes | before layer $\ell$ computes |
+| reduce-scatter, "reduce" | (1, 2, 3, 0) to (3, 2) | (2, 0, 1, 0) to (4, 0) | when a layer has its gradients | when the next layer has its own |
+| all-gather, "norm" | 5 to (5, 12) | 12 to (5, 12) | in the optimizer's step | at once |
 
-**Run this**: `make bench ARGS=--comm` measures messages against gloo's collectives.
+Each rank sends $N-1$ times the bytes of a shard:
 
-On an accelerator three things run beside each other. The *compute stream* is the one that the
-caller uses. The *fetch stream* copies this rank's shard into the flat buffer, and starts the
-all-gather. The *backup stream* starts the reduce-scatter, and copies what arrived to CPU memory.
-NCCL has a stream of its own for the collectives. Each crossing is an event:
+$$\text{bytes per rank} = (N-1)\left\lceil \frac{P_\ell}{N} \right\rceil
+\cdot \text{bytes of an element}$$
+
+**Streams.** On an accelerator three streams run beside each other. The *compute stream* is the one
+that the caller uses. The *fetch stream* copies this rank's shard into the flat parameter and starts
+the all-gather. The *backup stream* starts the reduce-scatter, and copies its result to CPU memory.
+NCCL has a stream of its own for the collectives. An event orders each crossing:
 
 | who | waits for | because |
 |---|---|---|
@@ -30,17 +32,23 @@ NCCL has a stream of its own for the collectives. Each crossing is an event:
 | the host, one layer later | the copy of a shard from CPU memory | it may write there next |
 | the host, one reduce later | the copy of the sums to CPU memory | it reads them there |
 
-The second row says *this* layer: compute waits for an event that was recorded behind the layer's
-own copy. If it waited for all that the fetch stream has, the copy of the next layer would be among
-it, which was queued before, and no copy would ever overlap computation.
+The second row says *this* layer. Compute waits for an event that was recorded right after the
+layer's own copy. If it waited for the whole fetch stream, it would also wait for the copy of the
+next layer, which is queued already, and no copy would ever overlap computation.
+
+**The same on all ranks.** Before its data, each rank announces what it is about to send. Ranks that
+took different branches would otherwise exchange different layers. If the sizes agree, the model
+would turn to noise; if they do not, gloo ends the process and NCCL hangs.
+
+**Run this**: `make bench ARGS=--comm` compares the messages used here with gloo's collectives.
 
 **Not covered, and what that costs**: process subgroups. On an accelerator the bytes counted are
-what the collective's algorithm needs, while the transport may send more. If ranks diverge there, an
+those that the collective needs, while the transport may send more. If ranks diverge there, an
 assertion on the device fails, and the error comes with the next operation that waits for the
-device. It says that the ranks diverged, but not which ranks and layers: nobody reads on the host
-what the others announced. Run the same program on the CPU, where the error names both sides, or
-look at the collectives that each rank issued last, with torch's flight recorder
-(`TORCH_FR_BUFFER_SIZE`). A rank that ended without an announcement is found out by NCCL's time-out.
+device. It says that the ranks diverged, and not which ranks and layers. Run the same program on the
+CPU, where the error names both sides, or look at the collectives that each rank issued last, with
+torch's flight recorder (`TORCH_FR_BUFFER_SIZE`). If a rank ends without an announcement, the others
+find out by NCCL's time-out.
 """
 
 import functools
@@ -48,46 +56,90 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from zero3.flat import GradientSink
+from zero3.guards.options import fail
+
 # torch 2.13 renames these two; 2.11 has only the old names.
 _NEW = hasattr(dist, "all_gather_single")
-_all_gather = getattr(dist, "all_gather_single" if _NEW else "all_gather_into_tensor")
-_reduce_scatter = getattr(dist, "reduce_scatter_single" if _NEW else "reduce_scatter_tensor")
+all_gather_single = getattr(dist, "all_gather_single" if _NEW else "all_gather_into_tensor")
+reduce_scatter_single = getattr(dist, "reduce_scatter_single" if _NEW else "reduce_scatter_tensor")
 
 # Flat buffers, each with a shard or a receive buffer.
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 # What a rank may be about to do, as a number that fits into a message.
 _ACTIONS = ("gather", "reduce", "norm", "fault")
-# On an accelerator parameters and shards begin at multiples of so many bytes: what one thread of it
-# loads at once.
+# The `layer_idx` of whoever has no place in a chain or a model.
+ALONE = -1
+# On an accelerator parameters and shards begin at multiples of so many bytes, because one thread
+# loads that much at once.
 ALIGN_BYTES = 16
-# The tag of the messages that announce it. Data has tags of its own, from 2 up.
+# The tag of announcements. Data has tags from 2 up.
 _ORDER_TAG = 1
-# Four numbers of 8 bytes: layer, action, bytes, and a checksum of the layers.
+# An announcement is four numbers of 8 bytes: layer, action, bytes, and a checksum of the layers.
 _ORDER_BYTES = 32
+
+
+class Listener(Protocol):
+    """
+    ## Listener: who hears of every event
+
+    `Ledger` is one: it records what a run sends and holds.
+    """
+
+    def record(self, sender: Any, event: str, nbytes: int | None = 0,
+               transfer: "Transfer | None" = None, tier: str = "device") -> None: ...
+
+
+class Silence:
+    """
+    ## The listener of a layer to which nobody listens
+    """
+
+    def record(self, *args: Any, **kwargs: Any) -> None:
+        """
+        ### Do nothing
+        """
+
+
+class Sender(Protocol):
+    """
+    ## Who sends: a layer, a model or an optimizer
+
+    Errors and records need its name; an announcement needs its number.
+    """
+
+    label: str
+    layer_idx: int
+    listener: Listener
+
+
+class Named(Protocol):
+    """
+    ## Whatever has a name for errors
+    """
+
+    label: str
 
 
 @dataclass
 class Transfer:
     """
-    ## Messages that have started, and what they put on the wire
-
-    Started early and waited for late: what a layer computes in between hides the time they take.
+    ## A collective in flight
     """
 
     comm: "Communicator"
-    layer: Any
+    sender: Sender
     action: str  # one of `_ACTIONS`
-    stream: Any
     pairs: Pairs
-    # Recorded on the stream: behind the copies of a gather, and behind the sums of a reduce.
+    # An event on the stream: after the copies of a gather, or after the sums of a reduce.
     done: Any = None
-    from_cpu: bool = False  # an accelerator copies from memory to which the host may write
+    from_cpu: bool = False  # an accelerator copies from memory that the host may write to
     order: torch.Tensor | None = None  # (world_size, 4) int64: what each rank is about to do
     order_works: list[Any] = field(default_factory=list)
     works: list[Any] = field(default_factory=list)
@@ -97,56 +149,68 @@ class Transfer:
 
     def wait(self) -> list[torch.Tensor]:
         """
-        ### Wait for the transfer
+        ### Wait for the collective
 
-        The compute stream waits for this transfer, and for nothing that was started after it; on
-        the CPU this thread waits. Returns what a reduce gives: per pair the sum over ranks of this
-        rank's share, `(shard_numel,)`, in memory of the backup stream.
+        The compute stream waits for this transfer, and for nothing that started after it; on the
+        CPU this thread waits. A reduce returns, for each pair, the sum over ranks of this rank's
+        part, `(shard_numel,)`, in memory of the backup stream.
 
-        Raises `RuntimeError` where another rank is about to do something else (I6), or is gone.
+        Raises `RuntimeError` if another rank is about to do something else (I6), or is gone.
         """
         totals: list[torch.Tensor] = []
         if self.action == "reduce":
-            # The sums are made on the backup stream, which may copy them on to CPU memory.
-            with self.comm.on(self.stream):
+            # The backup stream adds, because it may copy the sums on to CPU memory.
+            with self.comm.on(self.comm.backup_stream):
                 self._arrive()
                 totals = [self.comm.total(*pair) for pair in self.pairs]
                 self.done.record()
         else:
-            # On the compute stream itself: the fetch stream goes on with the next layer.
+            # The compute stream itself waits, so that the fetch stream goes on with the next layer.
             self._arrive()
         self.comm.current_stream().wait_event(self.done)
         if self.from_cpu:
-            # The host waits too, before it may write to the shard: an optimizer on the CPU steps it
-            # in place. This copy has had the computation of a layer, and the next is queued behind.
+            # The host waits too, because an optimizer on the CPU writes to the shard in place. This
+            # copy had the computation of a whole layer, and the next one is queued already.
             self.done.synchronize()
         if self.action == "gather":
-            self.layer.listener.record(self.layer, "gathered", sum(f.nbytes for f, _ in self.pairs))
-        # They hold the buffers, which would outlive the moment at which the layer frees them.
-        self.works, self.order_works, self.pairs = [], [], []
+            nbytes = sum(full.nbytes for full, _ in self.pairs)
+            self.sender.listener.record(self.sender, "gathered", nbytes)
+        # Drop the works, because they hold the buffers after the layer frees them.
+        self.works = []
+        self.order_works = []
+        self.pairs = []
         return totals
+
+    def count(self, row: torch.Tensor) -> None:
+        """
+        ### Count what a rank sends: a row to each other rank
+        """
+        self.sent_bytes += (self.comm.world_size - 1) * row.nbytes
+        self.messages += self.comm.world_size - 1
 
     def _arrive(self) -> None:
         """
-        #### Have the current stream wait, or raise
+        #### Have the current stream wait, or raise an error
         """
-        # What once broke stays so: the messages that others sent since then fit nothing here.
-        self.comm.broken = self.comm.broken or self._complete()
+        if not self.comm.broken:
+            self.comm.broken = self._complete()
+        # After the first error all others follow, because the messages no longer fit each other.
         if self.comm.broken:
-            # With the last reference its messages would go, and others may wait for them.
+            # Keep a reference: dropping it would cancel messages that other ranks still wait for.
             self.comm.lost.append(self)
             raise RuntimeError(self.comm.broken)
 
     def _complete(self) -> str:
         """
-        #### Wait, or say why not
+        #### Wait, and return the problem if there is one
         """
-        where = f"rank {self.comm.rank}: {self.layer.label}"
+        where = f"rank {self.comm.rank}: {self.sender.label}"
         try:
             for work in self.order_works:
                 work.wait()
-            # Before the wait for the data: that of ranks which diverged may never come.
-            if problem := self._diverged(where):
+            # Compare before waiting for the data. If the ranks diverged, it may never come.
+            problem = self._diverged(where)
+            if problem:
                 return problem
             for work in self.works:
                 work.wait()
@@ -158,12 +222,10 @@ class Transfer:
 
     def _diverged(self, where: str) -> str:
         """
-        #### Compare what the ranks have announced
+        #### Compare the announcements of all ranks
 
-        Messages are compared here, which names both sides. What a collective gathered is on the
-        device, and to look at it the host would have to wait. So the device compares: if the rows
-        differ, the assertion fails there, and so does the next call that waits for the device.
-        On the CPU it raises at once.
+        On the CPU this names both sides. On an accelerator the announcements are on the device, and
+        the host would have to wait for it to look at them. So the device compares them itself.
         """
         if self.order is None:
             return ""
@@ -181,11 +243,12 @@ class Transfer:
 
     def _assert_same(self, where: str, order: torch.Tensor) -> str:
         """
-        #### Have the device compare
+        #### Have the device compare the announcements
 
         * `order` is `(world_size, 4)` int64, on the device
 
-        Returns why not, where the assertion has failed already.
+        If they differ, an assertion fails on the device, and so does the next call that waits for
+        it. Returns the problem if the assertion has failed already, as it does on the CPU.
         """
         problem = (f"{where}: the ranks diverged. Expected: a {self.action} of this layer on all "
                    "ranks, as here. Got: another transfer on another rank. What to do: look for an "
@@ -195,7 +258,7 @@ class Transfer:
             torch._assert_async((order == order[self.comm.rank]).all(), problem)
         except RuntimeError as error:
             if problem not in str(error):
-                # An earlier failure on the device, which the first call after it reports.
+                # An earlier failure on the device, reported by the first call after it.
                 raise
             return problem
         return ""
@@ -203,30 +266,27 @@ class Transfer:
 
 class Communicator:
     r"""
-    ## The seam between CPU and GPU
+    ## All ranks, and the collectives between them
 
-    On an accelerator the collectives are NCCL's, and streams put them beside the computation.
-    On the CPU each is $N-1$ messages out and $N-1$ in, carried by a thread of gloo's while this one
-    computes; streams are absent there, torch's CPU module has no-ops by the same names. The tests
-    put a device in its place that has streams and no speed, and check which operation waits for
-    which.
+    On an accelerator the collectives are NCCL's, and streams overlap them with computation. On the
+    CPU each collective is $N-1$ messages out and $N-1$ in. A thread of gloo's carries them while
+    this one computes, and streams do nothing.
 
-    Messages rather than gloo's collectives, because its reduce-scatter sends what an all-reduce
-    sends: a step would send $4\Psi$ instead of $3\Psi$. `python -m tests.bench --comm` measures
-    both.
+    Messages are used rather than gloo's collectives because gloo's reduce-scatter sends as much as
+    an all-reduce: a step would send $4\Psi$ instead of $3\Psi$.
     """
 
     def __init__(self, rank: int | None = None, world_size: int | None = None):
         """
-        ### Take a place among the ranks
+        ### Join the ranks
 
-        * `rank` and `world_size` are the process group's, and default to them; without one, to 0
-          and 1
+        * `rank` and `world_size` are those of the process group, and default to them; without one,
+          to 0 and 1
 
-        Raises `RuntimeError` where there is no process group of this rank and size.
+        Raises `RuntimeError` if there is no process group of this rank and size.
         """
-        up = dist.is_available() and dist.is_initialized()
-        here = (dist.get_rank(), dist.get_world_size()) if up else (0, 1)
+        has_group = dist.is_available() and dist.is_initialized()
+        here = (dist.get_rank(), dist.get_world_size()) if has_group else (0, 1)
         self.rank = here[0] if rank is None else rank
         self.world_size = here[1] if world_size is None else world_size
         if (self.rank, self.world_size) != (here if self.world_size > 1 else (0, 1)):
@@ -235,37 +295,248 @@ class Communicator:
                 f"process group says. Got: rank {self.rank} of {self.world_size}. What to do: "
                 "start with torchrun, call `torch.distributed.init_process_group` first, and pass "
                 "its numbers or leave them out.")
-        self.reducer = Reducer(self)
-        # Layers that the end of this `backward()` will settle; and what errors call the layers.
-        self.unsettled, self.names = set(), {}  # type: tuple[set[Any], dict[int, str]]
-        # One reduce at most is in flight, of a layer or of a bucket of them; and one checkpoint on
-        # its way to the disk.
-        self.reducing, self.saving = None, None  # type: tuple[Any, Any]
-        self.stepping = False  # inside of the optimizer's step
-        # One reduced gradient at most is on its way to CPU memory.
-        self.leaving: _Leaving | None = None
-        # What this rank announces by collectives, in the device's memory.
+        # What errors call the numbers that other ranks announce.
+        self.labels: dict[int, str] = {}
+        self.saving: Any = None
+        # The reason why nothing can be sent any more, and the transfers that were in flight then.
+        self.broken = ""
+        self.lost: list[Transfer] = []
+        # Announcements of this rank in the device's memory, by their numbers.
         self._rows: dict[tuple[int, ...], torch.Tensor] = {}
-        # Why nothing can be sent any more, once that is so; and what could not be waited for then.
-        self.broken, self.lost = "", []  # type: tuple[str, list[Transfer]]
+
+    # -------------------------------------------------------------------------------- collectives
+
+    def all_gather(self, sender: Sender, pairs: Pairs) -> Transfer:
+        """
+        ### All-gather: start to gather each shard into its flat parameter
+
+        * `pairs` are of `(world_size * shard_numel,)` to write, which gets its memory here, and
+          `(shard_numel,)` to send, on the same device or in CPU memory
+
+        All ranks must call it. A rank sends $N-1$ times the bytes of the shards.
+        """
+        # The fetch stream waits for the compute stream: the optimizer wrote the shards there, and
+        # the memory that is allocated now had its last reader there.
+        with self.on(self.fetch_stream):
+            transfer = self._begin([sender], "gather", pairs)
+            for full, shard in pairs:
+                self._check_shard(sender, full, shard)
+                _allocate(full)
+                # The shard's place among the others. Sending from there frees the memory that an
+                # offloaded shard was read into.
+                mine = self.rows(full)[self.rank]
+                mine.copy_(shard, non_blocking=True)
+                transfer.from_cpu |= shard.device != full.device
+                self._gather(transfer, full, mine)
+            transfer.done.record()
+        nbytes = sum(full.nbytes for full, _ in pairs)
+        sender.listener.record(sender, "fetch", nbytes, transfer)
+        return transfer
+
+    def _gather(self, transfer: Transfer, full: torch.Tensor, mine: torch.Tensor) -> None:
+        """
+        #### Send this rank's row to all ranks, and receive theirs
+
+        * `full` is `(world_size * n,)`, and `mine` is this rank's row of it, `(n,)`
+        """
+        if self.world_size == 1:
+            return
+        if self.by_messages:
+            self._exchange(transfer, self.rows(full), [mine] * self.world_size)
+            return
+        transfer.works.append(all_gather_single(full, mine, async_op=True))
+        transfer.count(mine)
+
+    def reduce_scatter(self, senders: list[Any], pairs: Pairs) -> Transfer:
+        """
+        ### Reduce-scatter: start to sum each flat gradient over the ranks
+
+        * `senders` are the layers that the gradients belong to
+        * `pairs` are of a gradient, `(world_size * shard_numel,)`, and of any buffer: if messages
+          need a receive buffer, its storage becomes one
+
+        All ranks must call it. A rank sends $N-1$ times the bytes of the shards.
+        """
+        # The backup stream waits for the compute stream, which wrote the gradients.
+        with self.on(self.backup_stream):
+            transfer = self._begin(senders, "reduce", pairs)
+            for i, (grad, buffer) in enumerate(pairs):
+                if self.world_size == 1:
+                    continue
+                if self.by_messages:
+                    received = _as_receive_buffer(buffer, grad)
+                    transfer.pairs[i] = (grad, received)
+                    self._exchange(transfer, self.rows(received), self.rows(grad))
+                    continue
+                # In place: the sum replaces this rank's own row.
+                mine = self.rows(grad)[self.rank]
+                transfer.works.append(reduce_scatter_single(mine, grad, async_op=True))
+                transfer.count(mine)
+        return transfer
+
+    def total(self, grad: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        """
+        ### This rank's part of the sum over ranks: `(shard_numel,)`
+
+        * `grad` is this rank's flat gradient; `received` has the rows of the other ranks
+
+        Added in the order of ranks, so that every run adds alike.
+        """
+        if self.world_size == 1:
+            return grad
+        mine = self.rows(grad)[self.rank]
+        if not self.by_messages:
+            return mine.clone()
+        rows = [mine if k == self.rank else row for k, row in enumerate(self.rows(received))]
+        total = rows[0] + rows[1]
+        for row in rows[2:]:
+            total += row
+        return total
+
+    def numbers(self, sender: Sender, mine: torch.Tensor) -> torch.Tensor:
+        """
+        ### All-gather a few numbers, and wait
+
+        * `mine` are this rank's, `(n,)`
+
+        All ranks must call it, with as many. A rank sends $N-1$ times their bytes. Returns every
+        rank's, `(world_size, n)`, so that all ranks can come to the same conclusion.
+        """
+        rows = mine.repeat(self.world_size, 1)
+        with self.on(self.fetch_stream):
+            transfer = self._begin([sender], "norm", [(rows, mine)])
+            self._gather(transfer, rows.view(-1), mine)
+            transfer.done.record()
+        sender.listener.record(sender, "norm", rows.nbytes, transfer)
+        transfer.wait()
+        return rows
+
+    def _exchange(self, transfer: Transfer, receive: Any, send: Any) -> None:
+        """
+        #### Send a row to each other rank, and receive one from each
+
+        * `receive` and `send` have a row for each rank, `(n,)`
+
+        The tag names the transfer, so messages of ranks that diverged never meet.
+        """
+        if transfer.order is None or not len(send[0]):
+            return
+        name = f"{transfer.order[self.rank].tolist()} {len(transfer.works)}".encode()
+        transfer.works += self._send(receive, send, _ORDER_TAG + 1 + zlib.crc32(name) % (1 << 30))
+        transfer.count(send[0])
+
+    def _send(self, receive: Any, send: Any, tag: int) -> list[Any]:
+        """
+        #### Start the messages
+
+        Each rank begins with its right-hand neighbour, or all would queue at rank 0.
+        """
+        peers = [(self.rank + k) % self.world_size for k in range(1, self.world_size)]
+        works = [dist.irecv(receive[peer], peer, tag=tag) for peer in peers]
+        return works + [dist.isend(send[peer], peer, tag=tag) for peer in peers]
+
+    # ------------------------------------------------------------------- the same on all ranks
+
+    def _begin(self, senders: list[Any], action: str, pairs: Pairs) -> Transfer:
+        """
+        #### Announce what this rank is about to send
+
+        32 bytes to each other rank, ahead of the data and without waiting.
+        """
+        transfer = Transfer(self, senders[0], action, pairs, self.event())
+        if self.world_size == 1:
+            return transfer
+        numbers = [sender.layer_idx for sender in senders]
+        # The checksum tells two buckets apart that begin with the same layer and are as large.
+        row = (numbers[0], _ACTIONS.index(action), sum(full.nbytes for full, _ in pairs),
+               zlib.crc32(str(numbers).encode()))
+        if self.by_messages:
+            transfer.order = torch.empty(self.world_size, 4, dtype=torch.int64)
+            transfer.order[self.rank] = torch.tensor(row)
+            mine = [transfer.order[self.rank]] * self.world_size
+            transfer.order_works = self._send(transfer.order, mine, _ORDER_TAG)
+        else:
+            self._announce(transfer, row)
+        transfer.order_bytes = _ORDER_BYTES * (self.world_size - 1)
+        return transfer
+
+    def _announce(self, transfer: Transfer, row: tuple[int, ...]) -> None:
+        """
+        #### Announce it by a collective
+
+        NCCL runs collectives in order, so this one meets the announcements of the other ranks,
+        whatever they are about to send. The host waits only the first time, when it copies the
+        numbers to the device.
+        """
+        if row not in self._rows:
+            self._rows[row] = torch.tensor(row, device=self.device)
+        transfer.order = self._rows[row].new_empty(self.world_size, 4)
+        transfer.order_works = [
+            all_gather_single(transfer.order.view(-1), self._rows[row], async_op=True)]
+
+    def told(self, row: list[int]) -> str:
+        """
+        ### What a rank has announced, in words
+        """
+        idx, number, nbytes, checksum = row
+        action = _ACTIONS[number]
+        if idx in self.labels:
+            name = self.labels[idx]
+        elif idx != ALONE:
+            name = f"layer {idx}"
+        elif action == "norm":
+            name = "the gradients"
+        else:
+            name = "a layer in no chain"
+        if action == "fault":
+            return f"{action} of {name}"
+        return f"{action} of {name}, {nbytes} bytes, layers' checksum {checksum}"
 
     def gather(self, thing: Any) -> list[Any]:
         """
-        ### What each rank has: small things, of any kind (all-gather; all ranks must call it)
+        ### Small Python objects of all ranks (all-gather); all ranks must call it
         """
         things = [thing] * self.world_size
         if self.world_size > 1:
             self._together(dist.all_gather_object, things, thing)
         return things
 
+    def agree(self, sender: Named, what: str, expected: str, problem: str, cure: str) -> None:
+        """
+        ### Raise an error on all ranks if one of them has a problem
+
+        * `problem` is this rank's, or empty; `what`, `expected` and `cure` are as for `fail`
+
+        All ranks must call it. Raises `RuntimeError`.
+        """
+        for rank, theirs in enumerate(self.gather(problem)):
+            if theirs:
+                fail(self.rank, sender.label, what, expected, f"{theirs}, on rank {rank}", cure)
+
+    def fail(self, sender: Sender, what: str, expected: str, got: Any, cure: str) -> None:
+        """
+        ### Raise an error here, and on the other ranks as soon as they wait for this one
+
+        * `what`, `expected`, `got` and `cure` are as for `zero3.guards.options.fail`
+
+        Raises `RuntimeError`, here and in every later wait for a transfer. The other ranks raise
+        one when they wait for the transfer that this rank does not begin.
+        """
+        try:
+            fail(self.rank, sender.label, what, expected, got, cure)
+        except RuntimeError as error:
+            if not self.broken:
+                # Announced instead of the transfer that the others expect, and never waited for.
+                self.lost.append(self._begin([sender], "fault", []))
+                self.broken = str(error)
+            raise
+
     def _together(self, collective: Callable, *args: Any) -> None:
         """
-        #### Call a collective; if another rank does not, raise an error that says so
+        #### Call a blocking collective, and explain the error if another rank does not
 
-        A rank that raised before it came here ends its process, and closes its connections. The
-        backend then reports a closed connection or a time-out, and knows nothing of the reason.
-
-        Raises `RuntimeError`.
+        A rank that raised an error earlier ends its process and closes its connections. The backend
+        then reports a closed connection or a time-out, and knows nothing of the reason.
         """
         try:
             collective(*args)
@@ -276,110 +547,154 @@ class Communicator:
                 "to do: look for the first error on the other ranks, which is the cause, and start "
                 "again.") from error
 
-    def agree(self, layer: Any, what: str, expected: str, problem: str, cure: str) -> None:
-        """
-        ### Raise an error on all ranks, if one of them has a problem
+    # -------------------------------------------------------------------- while a model is wrapped
 
-        * `problem` is this rank's, or empty; the others are as for `Zero3Layer.expect`
-
-        All ranks must call it. Raises `RuntimeError`.
-        """
-        for rank, theirs in enumerate(self.gather(problem)):
-            layer.expect(not theirs, what, expected, f"{theirs}, on rank {rank}", cure)
-
-    def fail(self, layer: Any, what: str, expected: str, got: Any, cure: str) -> None:
-        """
-        ### Raise an error, and have the other ranks raise one where they would wait for this one
-
-        * `what`, `expected`, `got` and `cure` are as for `Zero3Layer.expect`
-
-        Raises `RuntimeError`, here and again in the next wait for a transfer. The other ranks raise
-        one too, where they wait for the transfer that this rank does not begin.
-        """
-        try:
-            layer.expect(False, what, expected, got, cure)
-        except RuntimeError as error:
-            if not self.broken:
-                # In place of what the others expect to be announced; never waited for.
-                self.lost.append(self._begin([layer], "fault", None, []))
-            self.broken = self.broken or str(error)
-            raise
-
-    def open(self, layer: Any, params: dict[nn.Parameter, tuple[str, ...]],
+    def open(self, sender: Sender, params: dict[nn.Parameter, tuple[str, ...]],
              device: torch.device | str | None, dtype: torch.dtype | None) -> torch.device:
         """
-        ### Make sure that all ranks will send the same things, and open the streams
+        ### Check the parameters of a layer, compare them between ranks, and make the streams
 
-        * `params` are the layer's, with their names; `device` and `dtype` are what they must be on
-          and of, where given
+        * `params` are the layer's, with their names
+        * `device` and `dtype` are those that the parameters must have, if given
 
         Returns the device. Ranks whose parameters differ in order or shape would gather noise.
         """
         at = torch.device(device or next((p.device for p in params), "cpu"))
         for p, (name, *_) in params.items():
             what = f"cannot shard `{name}`"
-            layer.expect(type(p) is nn.Parameter and not p.is_meta, what, "a Parameter with values",
-                         f"{type(p).__name__} on {p.device}", "initialise the module first")
-            matches = p.device.type == at.type and at.index in (None, p.device.index or 0)
-            layer.expect(matches, what, f"device {at}", p.device, "move the module there first")
-            layer.expect(dtype in (None, p.dtype), what, dtype, p.dtype, "convert the module with "
-                         "`.to(dtype)` first, or leave `dtype` out to mix data types")
+            if type(p) is not nn.Parameter or p.is_meta:
+                self._refuse(sender, what, "a Parameter with values",
+                             f"{type(p).__name__} on {p.device}", "initialise the module first")
+            if p.device.type != at.type or at.index not in (None, p.device.index or 0):
+                self._refuse(sender, what, f"device {at}", p.device, "move the module there first")
+            if dtype not in (None, p.dtype):
+                self._refuse(sender, what, dtype, p.dtype, "convert the module with `.to(dtype)` "
+                             "first, or leave `dtype` out to mix data types")
             at = p.device
-        backend = torch.get_device_module(at)
         self.by_messages = at.type == "cpu"
+        self.align_bytes = 1 if at.type == "cpu" else ALIGN_BYTES
         if not self.by_messages:
-            at = self._device(layer, at, backend)
+            at = self._check_device(sender, at)
+        self._compare_layouts(sender, params)
+        self.device = at
+        self._backend: Any = torch.get_device_module(at)
+        self.event = self._backend.Event
+        self.fetch_stream, self.backup_stream = streams(at)
+        return at
+
+    def _compare_layouts(self, sender: Sender, params: dict[nn.Parameter, tuple[str, ...]]) -> None:
+        """
+        #### Make sure that all ranks shard the same parameters in the same order
+        """
         layout = [(n, tuple(p.shape), p.dtype, p.requires_grad) for p, n in params.items()]
         for rank, theirs in enumerate(self.gather(layout)):
             for i in range(max(len(layout), len(theirs))):
-                here, there = layout[i : i + 1] or "none", theirs[i : i + 1] or "none"
-                layer.expect(here == there, f"differs between ranks at parameter {i}",
-                             f"{here}, as here", f"{there} on rank {rank}",
-                             "build the same module, in the same order, on all ranks")
-        self.align_bytes = 1 if at.type == "cpu" else ALIGN_BYTES
-        self.fetch_stream, self.backup_stream = streams(at)
-        self.current_stream = functools.partial(backend.current_stream, at)
-        self.event, self._stream, self.device = backend.Event, backend.stream, at
-        return at
+                here = layout[i : i + 1] or "none"
+                there = theirs[i : i + 1] or "none"
+                if here != there:
+                    self._refuse(sender, f"differs between ranks at parameter {i}",
+                                 f"{here}, as here", f"{there} on rank {rank}",
+                                 "build the same module, in the same order, on all ranks")
 
-    def _device(self, layer: Any, at: torch.device, backend: Any) -> torch.device:
+    def _check_device(self, sender: Sender, at: torch.device) -> torch.device:
         """
         #### Make sure that an accelerator is the one that this rank's collectives use
 
-        Returns it with its number. NCCL takes the *current* device for what it sends by itself, and
-        waits for that one's stream. Two devices in one rank would wait for nothing, or for ever.
+        NCCL sends from the *current* device and waits for that device's stream. With two devices in
+        one rank it would wait for the wrong one. Returns the device with its number.
         """
-        cannot = f"cannot compute on {at}"
-        there = backend.device_count() if backend.is_available() else 0
-        layer.expect((at.index or 0) < there, cannot, f"one of {there} such devices", at,
-                     "choose one that this process sees, or move the module to the CPU")
+        what = f"cannot compute on {at}"
+        backend: Any = torch.get_device_module(at)
+        count = backend.device_count() if backend.is_available() else 0
+        if (at.index or 0) >= count:
+            self._refuse(sender, what, f"one of {count} such devices", at,
+                         "choose one that this process sees, or move the module to the CPU")
         current = torch.device(at.type, backend.current_device())
-        at = current if at.index is None else at
-        layer.expect(at == current, cannot, f"the current device, {current}", at,
-                     f"call `torch.{at.type}.set_device({at.index})` on this rank before "
-                     "`init_process_group`, or move the module")
-        if self.world_size > 1:
-            bound = getattr(dist.group.WORLD, "bound_device_id", None)
-            layer.expect(bound in (None, at), cannot, f"{bound}, which the process group has", at,
+        if at.index is None:
+            at = current
+        if at != current:
+            self._refuse(sender, what, f"the current device, {current}", at,
+                         f"call `torch.{at.type}.set_device({at.index})` on this rank before "
+                         "`init_process_group`, or move the module")
+        if self.world_size == 1:
+            return at
+        bound = getattr(dist.group.WORLD, "bound_device_id", None)
+        if bound not in (None, at):
+            self._refuse(sender, what, f"{bound}, which the process group has", at,
                          f"pass `device_id={at}` to `init_process_group`, or move the module")
-            backends = str(dist.get_backend_config())
-            layer.expect(f"{at.type}:" in backends, cannot, f"a process group for {at.type}",
+        backends = str(dist.get_backend_config())
+        if f"{at.type}:" not in backends:
+            self._refuse(sender, what, f"a process group for {at.type}",
                          f"one for {backends}", "call `init_process_group` without a backend, or "
                          "with one that serves this device")
         return at
 
+    def _check_shard(self, sender: Sender, full: torch.Tensor, shard: torch.Tensor) -> None:
+        """
+        #### Make sure that a shard still fits its flat parameter
+        """
+        is_near = shard.device in (full.device, torch.device("cpu"))
+        if full.dtype != shard.dtype or not is_near:
+            self._refuse(sender, "cannot gather", f"{full.dtype} on {full.device}, as wrapped",
+                         f"a shard of {shard.dtype} on {shard.device}",
+                         "convert or move the module before wrapping it, not after")
+
+    def _refuse(self, sender: Sender, what: str, expected: Any, got: Any, cure: str) -> None:
+        fail(self.rank, sender.label, what, expected, got, cure)
+
+    def scatter(self, shard: torch.Tensor, full: torch.Tensor) -> None:
+        """
+        ### Give each rank its part of rank 0's buffer
+
+        * `shard` is `(shard_numel,)` to write, anywhere; `full` is `(world_size * shard_numel,)`
+
+        All ranks must call it, and wait.
+        """
+        if self.world_size == 1:
+            shard.copy_(full)
+        elif len(shard):
+            rows = [_bytes(row) for row in self.rows(full)] if self.rank == 0 else None
+            # On the device, because the shard may rest elsewhere.
+            mine = torch.empty_like(shard, device=full.device)
+            self._together(dist.scatter, _bytes(mine), rows)
+            shard.copy_(mine)
+
+    def broadcast(self, tensor: torch.Tensor | None) -> None:
+        """
+        ### Give each rank rank 0's tensor; all ranks must call it, and wait
+        """
+        if self.world_size == 1 or tensor is None or not tensor.numel():
+            return
+        if tensor.layout != torch.strided:
+            # A sparse tensor may have another number of elements on each rank.
+            parts = [tensor.detach()]
+            self._together(dist.broadcast_object_list, parts, 0)
+            with torch.no_grad():
+                tensor.copy_(parts[0])
+            return
+        whole = tensor.detach().contiguous()
+        self._together(dist.broadcast, _bytes(whole), 0)
+        tensor.detach().copy_(whole)
+
+    # ------------------------------------------------------------------------- streams and layout
+
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
         """
-        ### Work on a stream, which first waits for the current one
+        ### Work on a stream, after it has waited for the current one
 
-        Whatever this stream reads has then been written, and whatever memory it reuses has been
-        read. That is why no tensor here needs `record_stream`: a block is freed by the host as soon
-        as its last reader is queued, and the next writer waits for that reader.
+        Everything that this stream reads has then been written, and all memory that it reuses has
+        been read. That is why no tensor here needs `record_stream`.
         """
         stream.wait_stream(self.current_stream())
-        with self._stream(stream):
+        with self._backend.stream(stream):
             yield
+
+    def current_stream(self) -> Any:
+        """
+        ### The compute stream
+        """
+        return self._backend.current_stream(self.device)
 
     def aligned(self, numel: int, dtype: torch.dtype) -> int:
         """
@@ -394,313 +709,143 @@ class Communicator:
         """
         return flat.view(self.world_size, len(flat) // self.world_size)
 
-    def all_gather(self, layer: Any, pairs: Pairs) -> Transfer:
-        """
-        ### Start to gather each shard into its flat buffer
 
-        * `pairs` are of `(world_size * shard_numel,)` to write, which gets its memory here, and
-          `(shard_numel,)` to send, on the same device or in CPU memory
+class Reducible(Protocol):
+    """
+    ## A layer, as far as the reducer has to know it
+    """
 
-        All ranks must call it. Sends $N-1$ times the shards' bytes.
-        """
-        # The fetch stream waits for the compute stream: there the optimizer wrote the shards, and
-        # there the memory that is handed out now had its last reader.
-        with self.on(self.fetch_stream):
-            transfer = self._begin([layer], "gather", self.fetch_stream, pairs)
-            for full, shard in pairs:
-                near = shard.device in (full.device, torch.device("cpu"))
-                layer.expect(full.dtype == shard.dtype and near,
-                             "cannot gather", f"{full.dtype} on {full.device}, as wrapped",
-                             f"a shard of {shard.dtype} on {shard.device}",
-                             "convert or move the module before wrapping it, not after")
-                storage = full.untyped_storage()
-                if storage.nbytes() != full.nbytes:
-                    # Only then: to resize to the same size takes the memory a second time.
-                    storage.resize_(full.nbytes)
-                # From wherever it rests to where it will be needed, and from there to the others:
-                # what it was read into is then free for the next one.
-                mine = self.rows(full)[self.rank]
-                mine.copy_(shard, non_blocking=True)
-                transfer.from_cpu |= shard.device != full.device
-                self._gather(transfer, full, mine)
-            transfer.done.record()
-        layer.listener.record(layer, "fetch", sum(full.nbytes for full, _ in pairs), transfer)
-        return transfer
+    label: str
+    layer_idx: int
+    listener: Listener
 
-    def reduce_scatter(self, layers: list[Any], pairs: Pairs) -> None:
-        """
-        ### Start to reduce-scatter each flat gradient
-
-        * `layers` are those whose gradients these are; it is recorded under the first one's name
-        * `pairs` are of the gradient, `(world_size * shard_numel,)`, and of any buffer: where
-          messages need a receive buffer, its storage becomes one
-
-        All ranks must call it. Sends $N-1$ times the shards' bytes. `reduced` ends it.
-        """
-        # The backup stream waits for the compute stream, which wrote the gradients.
-        with self.on(self.backup_stream):
-            self.reducing = transfer = self._begin(layers, "reduce", self.backup_stream, pairs)
-            for i, (grad, buffer) in enumerate(pairs):
-                if self.world_size > 1 and self.by_messages:
-                    memory = buffer.untyped_storage().resize_(grad.nbytes)
-                    # The gradients may be of another length and data type than the buffer was.
-                    receive_buffer = grad.new_empty(0).set_(memory, 0, grad.shape, (1,))
-                    transfer.pairs[i] = (grad, receive_buffer)
-                    self._exchange(transfer, self.rows(receive_buffer), self.rows(grad))
-                elif self.world_size > 1:
-                    # In place: the sum replaces this rank's own row.
-                    self._collective(transfer, _reduce_scatter, self.rows(grad)[self.rank], grad)
-        layers[0].listener.record(layers[0], "reduce", sum(g.nbytes for g, _ in pairs), transfer)
-
-    def numbers(self, layer: Any, mine: torch.Tensor) -> torch.Tensor:
-        """
-        ### Tell each other a few numbers
-
-        * `mine` are this rank's, `(n,)`
-
-        All ranks must call it, with as many. Sends $N-1$ times their bytes. Returns every rank's,
-        `(world_size, n)`, so that all ranks can come to the same conclusion.
-        """
-        rows = mine.repeat(self.world_size, 1)
-        with self.on(self.fetch_stream):
-            transfer = self._begin([layer], "norm", self.fetch_stream, [(rows, mine)])
-            self._gather(transfer, rows.view(-1), mine)
-            transfer.done.record()
-        layer.listener.record(layer, "norm", rows.nbytes, transfer)
-        transfer.wait()
-        return rows
-
-    def reduced(self) -> list[torch.Tensor]:
-        """
-        ### End the reduce in flight: this rank's shares of the sums
-        """
-        transfer, self.reducing = self.reducing, None
-        return transfer.wait()
-
-    def deliver(self, total: torch.Tensor, where: torch.device,
-                add: Callable[[torch.Tensor], None]) -> None:
-        """
-        ### Hand a reduced gradient to the place where it rests
-
-        * `total` is `(shard_numel,)`, on the device
-        * `add` gets it, on the device `where`
-
-        From an accelerator to CPU memory the backup stream copies it while the layers below
-        compute. `add` is called once it has arrived: when the next one leaves, or at the end of the
-        pass (`delivered`). So the host waits for a copy that had the backward of a whole layer.
-        """
-        if where == total.device or where.type != "cpu":
-            add(total)
-            return
-        self.delivered()
-        there = torch.empty_like(total, device=where, pin_memory=True)
-        # The backup stream waits for the compute stream: one rank alone has no reduce, and its
-        # `total` is the gradient that backward has just written.
-        with self.on(self.backup_stream):
-            there.copy_(total, non_blocking=True)
-            event = self.event()
-            event.record()
-        self.leaving = _Leaving(total, there, event, add)
-
-    def delivered(self) -> None:
-        """
-        ### Wait until the gradient that is on its way to CPU memory has arrived
-        """
-        leaving, self.leaving = self.leaving, None
-        if leaving is not None:
-            # The host waits, for it reads the gradient next.
-            leaving.copied.synchronize()
-            leaving.add(leaving.there)
-
-    def total(self, grad: torch.Tensor, receive_buffer: torch.Tensor) -> torch.Tensor:
-        """
-        ### This rank's share of the sum over ranks: `(shard_numel,)`
-
-        Added in rank order, so that every run adds alike.
-        """
-        if self.world_size == 1:
-            return grad
-        mine = self.rows(grad)[self.rank]
-        if not self.by_messages:
-            return mine.clone()
-        rows = [mine if k == self.rank else row for k, row in enumerate(self.rows(receive_buffer))]
-        total = rows[0] + rows[1]
-        for row in rows[2:]:
-            total += row
-        return total
-
-    def scatter(self, shard: torch.Tensor, full: torch.Tensor) -> None:
-        """
-        ### Give each rank its share of what rank 0 has
-
-        * `shard` is `(shard_numel,)` to write, anywhere; `full` is `(world_size * shard_numel,)`
-        """
-        if self.world_size == 1:
-            shard.copy_(full)
-        elif len(shard):
-            rows = [_bytes(row) for row in self.rows(full)] if self.rank == 0 else None
-            # On the device: the shard may rest elsewhere.
-            mine = torch.empty_like(shard, device=full.device)
-            self._together(dist.scatter, _bytes(mine), rows)
-            shard.copy_(mine)
-
-    def broadcast(self, tensor: torch.Tensor | None) -> None:
-        """
-        ### Give each rank rank 0's tensor
-        """
-        if self.world_size == 1 or tensor is None or not tensor.numel():
-            return
-        if tensor.layout != torch.strided:
-            # A sparse tensor has as many elements on each rank as it likes.
-            parts = [tensor.detach()]
-            self._together(dist.broadcast_object_list, parts, 0)
-            with torch.no_grad():
-                tensor.copy_(parts[0])
-            return
-        whole = tensor.detach().contiguous()
-        self._together(dist.broadcast, _bytes(whole), 0)
-        tensor.detach().copy_(whole)
-
-    def told(self, row: list[int]) -> str:
-        """
-        ### What a rank has announced
-        """
-        layer, action, nbytes, checksum = row
-        sent = ""
-        if _ACTIONS[action] != "fault":
-            sent = f", {nbytes} bytes, layers' checksum {checksum}"
-        # Whatever is in no chain has the number -1.
-        alone = "the gradients" if _ACTIONS[action] == "norm" else "a layer in no chain"
-        name = self.names.get(layer, f"layer {layer}" if layer >= 0 else alone)
-        return f"{_ACTIONS[action]} of {name}{sent}"
-
-    def _begin(self, layers: list[Any], action: str, stream: Any, pairs: list) -> Transfer:
-        """
-        #### Announce what this rank is about to transfer
-
-        32 bytes to each other rank, ahead of the data and without waiting. Ranks that took
-        different branches would otherwise exchange different layers: where the sizes are the same,
-        the model turns to noise; where they are not, gloo ends the process and NCCL hangs.
-        """
-        transfer = Transfer(self, layers[0], action, stream, pairs, self.event())
-        if self.world_size > 1:
-            numbers = [layer.layer_idx for layer in layers]
-            # A checksum, for two buckets may begin with the same layer and have as many bytes.
-            row = (numbers[0], _ACTIONS.index(action), sum(full.nbytes for full, _ in pairs),
-                   zlib.crc32(str(numbers).encode()))
-            if self.by_messages:
-                transfer.order = torch.empty(self.world_size, 4, dtype=torch.int64)
-                transfer.order[self.rank] = torch.tensor(row)
-                mine = [transfer.order[self.rank]] * self.world_size
-                transfer.order_works = self._send(transfer.order, mine, _ORDER_TAG)
-            else:
-                self._announce(transfer, row)
-            transfer.order_bytes = _ORDER_BYTES * (self.world_size - 1)
-        return transfer
-
-    def _announce(self, transfer: Transfer, row: tuple[int, ...]) -> None:
-        """
-        #### Announce it by a collective
-
-        It comes before the data in NCCL's own order, so it meets the others' announcements,
-        whatever they are about to send. The host waits for nothing, except the first time, when it
-        copies the numbers to the device.
-        """
-        if row not in self._rows:
-            self._rows[row] = torch.tensor(row, device=self.device)
-        transfer.order = self._rows[row].new_empty(self.world_size, 4)
-        transfer.order_works = [
-            _all_gather(transfer.order.view(-1), self._rows[row], async_op=True)]
-
-    def _gather(self, transfer: Transfer, full: torch.Tensor, mine: torch.Tensor) -> None:
-        if self.world_size > 1 and not self.by_messages:
-            self._collective(transfer, _all_gather, full, mine)
-        else:
-            self._exchange(transfer, self.rows(full), [mine] * self.world_size)
-
-    def _exchange(self, transfer: Transfer, receive_buffer: Any, outbox: Any) -> None:
-        """
-        #### Send each other rank its row, and receive one from each
-
-        The tag names the transfer, so messages of ranks that diverged never meet.
-        """
-        if transfer.order is None or not len(outbox[0]):
-            return
-        name = f"{transfer.order[self.rank].tolist()} {len(transfer.works)}".encode()
-        transfer.works += self._send(receive_buffer, outbox, _ORDER_TAG + 1 + zlib.crc32(name) % (1 << 30))
-        self._count(transfer, outbox[0])
-
-    def _send(self, receive_buffer: Any, outbox: Any, tag: int) -> list[Any]:
-        # Each rank starts with its right-hand neighbour, or all would queue at rank 0.
-        peers = [(self.rank + k) % self.world_size for k in range(1, self.world_size)]
-        works = [dist.irecv(receive_buffer[k], k, tag=tag) for k in peers]
-        return works + [dist.isend(outbox[k], k, tag=tag) for k in peers]
-
-    def _collective(self, transfer: Transfer, collective: Callable, output, data) -> None:
-        transfer.works.append(collective(output, data, async_op=True))
-        self._count(transfer, min(output, data, key=len))
-
-    def _count(self, transfer: Transfer, row: torch.Tensor) -> None:
-        transfer.sent_bytes += (self.world_size - 1) * row.nbytes
-        transfer.messages += self.world_size - 1
+    def add_reduced(self, totals: list[torch.Tensor]) -> None: ...
 
 
 class Reducer:
     """
-    ## When gradients are reduced: each layer's as soon as they are there
+    ## The reduce-scatter in flight
 
-    A reduce is in flight beside the backward of the layer below. `Zero3Optimizer` puts a reducer in
-    place of this one that lets small layers wait for each other.
+    A layer's gradients are reduced while the layer below goes backward. One reduce is in flight at
+    a time, so at most one layer has its full gradients in memory beside the layer that computes.
+    `Zero3Optimizer` hands in a reducer that keeps the gradients of small layers in a bucket.
     """
 
     scaled = False  # whether gradients are those of a loss that was multiplied by a scale
 
     def __init__(self, comm: Communicator):
         self.comm = comm
-        self.layers: list[Any] = []  # whose gradients are in flight
+        # The layers whose gradients are in flight, and the transfer that carries them.
+        self.layers: list[Any] = []
+        self.transfer: Transfer | None = None
+        # Layers that have to finish before the backward pass that runs returns.
+        self.unsettled: set[Any] = set()
+        # The reduced gradient that is on its way to CPU memory.
+        self._leaving: _Leaving | None = None
 
-    def add(self, layer: Any, pairs: Pairs) -> None:
+    def keeps(self, layer: Reducible, pairs: Pairs) -> bool:
         """
-        ### A layer's flat gradients are complete
+        ### Whether these gradients wait; if not, finish the reduce in flight and make way for them
 
         * `pairs` are as for `Communicator.reduce_scatter`
         """
-        if layer not in self.layers:
-            self._land()
-            self.layers = [layer]
-            self.comm.reduce_scatter(self.layers, pairs)
+        # The end of a pass offers gradients again that are in flight already.
+        if layer in self.layers:
+            return True
+        self.land()
+        return False
 
-    def finish(self, layer: Any) -> None:
+    def started(self, layers: list[Any], transfer: Transfer) -> None:
         """
-        ### End the reduce of a layer's gradients, if there is one
+        ### Keep a reduce-scatter that has started
+        """
+        self.layers = layers
+        self.transfer = transfer
+        nbytes = sum(grad.nbytes for grad, _ in transfer.pairs)
+        layers[0].listener.record(layers[0], "reduce", nbytes, transfer)
 
-        `layer._add_reduced` gets the sums.
+    def finish(self, layer: Reducible) -> None:
+        """
+        ### Finish the reduce of a layer's gradients, if it is in flight
+
+        `layer.add_reduced` gets the sums.
         """
         if layer in self.layers:
             self.layers = []
-            layer._add_reduced(self.comm.reduced())
+            layer.add_reduced(self.arrived())
 
-    def end(self) -> None:
+    def arrived(self) -> list[torch.Tensor]:
         """
-        ### End all reduces: gradients are where they rest
+        ### Wait for the transfer in flight: this rank's parts of the sums
         """
-        self._land()
-        self.comm.delivered()
+        transfer = self.transfer
+        self.transfer = None
+        assert transfer is not None
+        return transfer.wait()
 
-    def _land(self) -> None:
+    def land(self) -> None:
         """
-        #### End the reduce in flight
+        ### Finish the reduce in flight
 
         Its sums may still be on their way to CPU memory.
         """
-        for layer in self.layers[:1]:
-            self.finish(layer)
+        if self.layers:
+            self.finish(self.layers[0])
 
-    def drop(self, layer: Any) -> None:
+    def end(self) -> None:
         """
-        ### Forget a layer's gradients, or end their reduce if it has begun
+        ### Finish everything: all gradients are where they rest
+        """
+        self.land()
+        self.delivered()
+
+    def drop(self, layer: Reducible) -> None:
+        """
+        ### Forget a layer's gradients, or finish their reduce if it has started
         """
         self.finish(layer)
+
+    def deliver(self, total: torch.Tensor, sink: GradientSink) -> None:
+        """
+        ### Bring a reduced gradient to the place where it rests
+
+        * `total` is `(shard_numel,)`, on the device
+
+        From an accelerator to CPU memory the backup stream copies it, while the layers below go
+        backward. The sink gets it when the next one leaves, or at the end of the pass. So the host
+        waits for a copy that had the backward of a whole layer.
+        """
+        if sink.grad_device == total.device or sink.grad_device.type != "cpu":
+            sink.add_grad(total)
+            return
+        self.delivered()
+        arriving = torch.empty_like(total, device=sink.grad_device, pin_memory=True)
+        # The backup stream waits for the compute stream, because a single rank has no reduce, and
+        # backward itself wrote `total`.
+        with self.comm.on(self.comm.backup_stream):
+            arriving.copy_(total, non_blocking=True)
+            event = self.comm.event()
+            event.record()
+        self._leaving = _Leaving(total, arriving, event, sink)
+
+    def delivered(self) -> None:
+        """
+        ### Wait for the gradient that is on its way to CPU memory
+        """
+        leaving = self._leaving
+        self._leaving = None
+        if leaving is not None:
+            # The host waits, because it reads the gradient next.
+            leaving.copied.synchronize()
+            leaving.sink.add_grad(leaving.arriving)
+
+    def held_tensors(self) -> Iterator[torch.Tensor]:
+        """
+        ### The buffers in flight, for whoever measures memory
+        """
+        if self.transfer is not None:
+            for pair in self.transfer.pairs:
+                yield from pair
 
 
 class _Leaving(NamedTuple):
@@ -708,121 +853,11 @@ class _Leaving(NamedTuple):
     ## A reduced gradient on its way to CPU memory
     """
 
-    total: torch.Tensor  # on the device; kept, or its memory would be used again during the copy
-    there: torch.Tensor  # as long, in pinned memory
-    copied: Any  # the event behind the copy
-    add: Callable[[torch.Tensor], None]  # gets `there`
-
-
-class _Gradient(NamedTuple):
-    """
-    ## A flat gradient, and where it comes from
-    """
-
-    layer: Any
-    which: int  # of the layer's gradients
-    grad: torch.Tensor  # (world_size * shard_numel,), device
-    buffer: torch.Tensor  # as many elements; its memory may become the receive_buffer of a message
-
-
-class Bucket(Reducer):
-    """
-    ## Gradients of small layers wait for each other
-
-    Many little layers would pay the fixed time of a message once for each; here they fill a bucket,
-    which goes out as one message to each rank. Until then their full gradients stay, and while they
-    are in flight they lie in memory twice, packed and unpacked.
-    """
-
-    def __init__(self, comm: Communicator, bucket_bytes: int):
-        super().__init__(comm)
-        # While it is inside of a `no_sync()`, or of several, it sends nothing.
-        self.bucket_bytes, self.holds = bucket_bytes, 0
-        self.waiting: list[_Gradient] = []
-        # Of the bucket in flight, message by message: layer, which, and elements of the share.
-        self.parts: list[list[tuple[Any, int, int]]] = []
-
-    def add(self, layer: Any, pairs: Pairs) -> None:
-        """
-        ### Put a layer's gradients in, and send the bucket if it is full
-
-        * `pairs` are as for `Communicator.reduce_scatter`
-        """
-        if self.holds or layer in self.layers or layer in [g.layer for g in self.waiting]:
-            # Held back; or in flight or waiting already, for the end of a pass offers all again.
-            return
-        new = [_Gradient(layer, i, *pair) for i, pair in enumerate(pairs)]
-        if self._fills(new) or self.comm.world_size == 1:
-            # Large enough to go alone, past those that wait, and without a copy. One rank alone
-            # sends none, and does not wait.
-            self._send(new)
-            return
-        self.waiting += new
-        if self._fills(self.waiting):
-            self._send(self.waiting)
-
-    def _fills(self, gradients: list[_Gradient]) -> bool:
-        return sum(g.grad.nbytes for g in gradients) >= self.bucket_bytes
-
-    def _send(self, gradients: list[_Gradient]) -> None:
-        """
-        #### Send these (reduce-scatter), and empty the list
-
-        What is in flight ends first. One message to each rank for each data type, of the rank's
-        share of all of them. In it they lie in the layers' order and not in that of their arrival,
-        which may differ between ranks. All ranks must come here with the same ones.
-        """
-        # Not `self.end()`, which would send what waits, and come here again.
-        self._land()
-        alike: dict[torch.dtype, list[_Gradient]] = {}
-        for one in sorted(gradients, key=lambda one: -one.layer.layer_idx):
-            alike.setdefault(one.grad.dtype, []).append(one)
-        gradients.clear()
-        self.parts, pairs, rows = [], [], self.comm.rows
-        for same in alike.values():
-            self.parts.append([(g.layer, g.which, rows(g.grad).shape[1]) for g in same])
-            grad = same[0].grad
-            if len(same) > 1:
-                # (world_size * all their shard_numel,): a rank's shares become one share.
-                grad = torch.cat([rows(g.grad) for g in same], dim=1).view(-1)
-            # The first one's buffer becomes the receive_buffer of all.
-            pairs.append((grad, same[0].buffer))
-        self.layers = list(dict.fromkeys(layer for part in self.parts for layer, *_ in part))
-        self.comm.reduce_scatter(self.layers, pairs)
-
-    def finish(self, layer: Any) -> None:
-        """
-        ### End the reduce of a layer's bucket, if there is one
-
-        If it still waits, it is sent first. All its layers get their sums, by `_add_reduced`, as
-        views of one tensor.
-        """
-        if layer in [g.layer for g in self.waiting]:
-            self._send(self.waiting)
-        if layer in self.layers:
-            totals: dict[Any, dict[int, torch.Tensor]] = {layer: {} for layer in self.layers}
-            self.layers = []
-            for part, total in zip(self.parts, self.comm.reduced(), strict=True):
-                shares = total.split([numel for *_, numel in part])
-                for (owner, i, _), share in zip(part, shares, strict=True):
-                    totals[owner][i] = share
-            for owner, own in totals.items():
-                owner._add_reduced([own[i] for i in sorted(own)])
-
-    def drop(self, layer: Any) -> None:
-        """
-        ### Forget a layer's gradients, if they wait
-        """
-        self.waiting = [g for g in self.waiting if g.layer is not layer]
-        self.finish(layer)
-
-    def end(self) -> None:
-        """
-        ### End all reduces, of layers that wait too
-        """
-        if self.waiting:
-            self._send(self.waiting)
-        super().end()
+    # On the device. Keep it, or its memory would be used again during the copy.
+    total: torch.Tensor
+    arriving: torch.Tensor  # as long, in pinned memory
+    copied: Any  # the event after the copy
+    sink: GradientSink  # gets `arriving`
 
 
 @functools.cache
@@ -830,14 +865,35 @@ def streams(device: torch.device) -> tuple[Any, Any]:
     """
     ## The fetch stream and the backup stream of a device
 
-    All wires of a device share them. The allocator keeps freed memory for the stream that took it,
-    so layers with streams of their own could not use each other's. Of high priority, as in FSDP2:
-    the small copies before and after a collective go ahead of the large kernels that wait for it.
+    All communicators of a device share them. The allocator keeps freed memory for the stream that
+    took it, so layers with streams of their own could not reuse each other's. Their priority is
+    high, as in FSDP2, so that the small copies around a collective go ahead of large kernels.
     """
     backend = torch.get_device_module(device)
-    # torch's CPU module has a stand-in, which is on no device.
-    options = {} if device.type == "cpu" else {"device": device, "priority": -1}
-    return backend.Stream(**options), backend.Stream(**options)
+    if device.type == "cpu":
+        # torch's stand-in, which does nothing and is on no device.
+        return backend.Stream(), backend.Stream()
+    return backend.Stream(device=device, priority=-1), backend.Stream(device=device, priority=-1)
+
+
+def _allocate(full: torch.Tensor) -> None:
+    """
+    #### Give a flat buffer its memory, if it has none
+    """
+    storage = full.untyped_storage()
+    # Resizing to the same size would take the memory a second time.
+    if storage.nbytes() != full.nbytes:
+        storage.resize_(full.nbytes)
+
+
+def _as_receive_buffer(buffer: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """
+    #### The storage of a buffer, as a tensor like this gradient
+
+    The gradient may be of another length and data type than the buffer.
+    """
+    memory = buffer.untyped_storage().resize_(grad.nbytes)
+    return grad.new_empty(0).set_(memory, 0, grad.shape, (1,))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

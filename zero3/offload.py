@@ -68,65 +68,10 @@ from zero3.files.disk import (
     allow_more_files,
     whole_blocks,
 )
+from zero3.guards.freed import FreedParameter
 from zero3.guards.options import expect, whole
 
 TIERS = ("device", "cpu", "nvme")
-# What a freed parameter still answers, because no element is read for it.
-_PROPERTIES = ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad_fn",
-               "grad_dtype", "_version", "nbytes")
-_METHODS = ("dim", "numel", "size", "__len__", "element_size", "untyped_storage",
-            "is_floating_point", "is_complex")
-_METADATA = {*(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
-             *(getattr(torch.Tensor, name) for name in _METHODS),
-             vars(torch._C.TensorBase)["grad_dtype"].__set__}
-# A shard in a file may also be frozen, and asked for its gradient.
-_OF_SHARDS = {vars(torch._C.TensorBase)["grad"].__get__,
-              vars(torch._C.TensorBase)["requires_grad"].__set__, torch.Tensor.requires_grad_}
-
-
-class FreedParameter(nn.Parameter):
-    """
-    ## A parameter whose memory is given back
-
-    Its storage has no bytes, so an operation on it would read address zero and end the interpreter.
-    While a layer is sharded, the *class* of each of its parameters is a subclass of this one, and
-    so is that of a shard while it rests in a file. The object stays the same, in the module and
-    wherever else somebody holds it, and whoever touches its elements gets an error with its name.
-    """
-
-    name: str
-    layer: weakref.ref
-    cure: str
-    is_shard: bool  # one that rests in a file
-
-    @classmethod
-    def kind(cls, layer: Any, name: str, cure: str, is_shard: bool = False
-             ) -> type["FreedParameter"]:
-        """
-        ### The class for one parameter
-        """
-        known = {"layer": weakref.ref(layer), "name": name, "cure": cure}
-        return type("FreedParameter", (cls,), {**known, "is_shard": is_shard})
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        drops = func == torch.Tensor.grad.__set__ and args[1] is None
-        if func in _METADATA or (cls.is_shard and (drops or func in _OF_SHARDS)):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        layer = cls.layer()
-        layer.expect(not cls.is_shard and layer.lend(), f"freed `{cls.name}`", "a use in the "
-                     "layer's forward, or in `with layer.full_params():`",
-                     f"`{func.__name__}` outside", cls.cure)
-        return func(*args, **(kwargs or {}))
-
-    def __repr__(self, *, tensor_contents=None):
-        return f"<`{self.name}`, sharded by {self.layer().label}>"
-
-    def __format__(self, spec: str) -> str:
-        return repr(self)
-
-
 @dataclass(eq=False)
 class Offload:
     """
@@ -503,7 +448,7 @@ class InFile:
         ghost = torch.empty(len(values), dtype=values.dtype)
         ghost.untyped_storage().resize_(0)
         self.param = nn.Parameter(ghost, trains)
-        self.param.__class__ = FreedParameter.kind(
+        self.param.__class__ = FreedParameter.named(
             owner, "shard", "it rests in a file: look at it in `full_params()`, and step it with "
             "`Zero3Optimizer`", is_shard=True)
 

@@ -37,7 +37,7 @@ from docs.exercises.oracle import (
 )
 from zero3 import Zero3Layer, Zero3Sequential
 from zero3.measure.ledger import Ledger, held_bytes
-from zero3.offload import FreedParameter
+from zero3.guards.freed import FreedParameter
 
 
 def first_of(model: Zero3Sequential) -> tuple[Any, Any]:
@@ -143,12 +143,12 @@ def gradients_on_their_way_come_first(case: Case) -> None:
     g.ready.update(slot.names for slot in g.slots)
     layer._backup_grads()
     # The messages have arrived, so that an answer which gives their memory away does no more harm.
-    for work in layer.comm.reducing.works:
+    for work in layer.reducer.transfer.works:
         work.wait()
-    layer.comm.reducing.works = []
+    layer.reducer.transfer.works = []
     layer.fetch_params()
     layer._wait_params()
-    layer.comm.reducer.end()
+    layer.reducer.end()
     total = sum(range(1, dist.get_world_size() + 1))
     equal(torch.full_like(g.shard, total), g.shard.grad, "gradient ")
     expect(g.full.untyped_storage().nbytes() > 0, "whole parameters", "no memory")
@@ -189,7 +189,7 @@ def the_storage_has_no_bytes(case: Case) -> None:
 def freed_parameters_have_names(case: Case) -> None:
     _, layer, _ = unsharded()
     layer._cleanup_params()
-    for slot in layer._slots():
+    for slot in layer.slots():
         expect(isinstance(slot.param, FreedParameter), f"`{slot.names[0]}` of a `FreedParameter`, "
                "which raises an error when it is touched", f"a {type(slot.param).__name__}")
 
@@ -206,13 +206,13 @@ def waits_for_messages(case: Case) -> None:
 
 def the_next_fetch_gathers(case: Case) -> None:
     _, layer, _ = unsharded()
-    layer._kept = lambda: None
+    layer.kept_for = lambda: None
     layer._cleanup_params()
     expect(not layer.is_fetched, "`is_fetched` is False", "True")
-    expect(layer._kept is None, "`_kept` is None", "it is as it was")
-    layer._kept = lambda: None
+    expect(layer.kept_for is None, "`_kept` is None", "it is as it was")
+    layer.kept_for = lambda: None
     layer._cleanup_params()
-    expect(layer._kept is None, "`_kept` is None after a call for a layer that is not fetched, too",
+    expect(layer.kept_for is None, "`_kept` is None after a call for a layer that is not fetched, too",
            "it is as it was")
 
 

@@ -8,14 +8,14 @@ the layer before computes, and it writes into the memory that the module's param
 
 * `self.flats`: its flat parameters. `group.full` is one, `(world_size * shard_numel,)`; at rest
   its storage has no bytes
-* `self._all_gather(fulls)`: gives these flat tensors their memory, starts to gather the shards
+* `self.gather_into(fulls)`: gives these flat tensors their memory, starts to gather the shards
   into them, and returns a *transfer*, at once
 * `self._gather`: the transfer that `_wait_params()` will wait for, later, or `None`
 * `self.is_fetched`: whether an unshard has started, since the last reshard
-* `self._full_elsewhere`: true inside of `with layer.full_params():`, where the parameters are whole
+* `self.is_full_elsewhere`: true inside of `with layer.full_params():`, where the parameters are whole
   in other memory
-* `self._enter_backward()`: call it before you start; if backward runs, its end will then tidy up
-* `self.comm.reducer.finish(self)`: call it before you start, too. A reduce of this layer's
+* `self._settle_at_end_of_backward()`: call it before you start; if backward runs, its end will then tidy up
+* `self.reducer.finish(self)`: call it before you start, too. A reduce of this layer's
   gradients may still be on its way, and its messages arrive in the memory of `group.full`
 
 **Do** start the unshard, and return without waiting for it. Called again before a reshard, the

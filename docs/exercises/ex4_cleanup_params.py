@@ -9,14 +9,14 @@ parameters go.
 * `self.is_fetched`: whether an unshard has started since the last reshard
 * `self._wait_params()`: completes an unshard whose messages are still on their way
 * `self.flats`: `group.full` is a flat parameter, `(world_size * shard_numel,)`
-* `self._slots()`: a slot for each parameter of the module. `slot.param` is the parameter, a view of
+* `self.slots()`: a slot for each parameter of the module. `slot.param` is the parameter, a view of
   `group.full`; `slot.freed_class` is a subclass of `FreedParameter`, which raises an error with the
   parameter's name when somebody touches it
-* `self._kept`: what keeps the last layer whole from forward to backward, or `None`
+* `self.kept_for`: what keeps the last layer whole from forward to backward, or `None`
 * `self.listener.record(self, "free", nbytes)`: writes on the tape that so many bytes went
 
 **Do** free the flat parameters' memory, and leave the layer so that the next `fetch_params()`
-works. `self._kept` is `None` afterwards, always. Beyond that a layer that is not fetched is left
+works. `self.kept_for` is `None` afterwards, always. Beyond that a layer that is not fetched is left
 alone.
 
 **Keeps** I1: no message writes into memory that was given back. I2: nothing of the others' shards

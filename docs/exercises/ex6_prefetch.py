@@ -11,7 +11,7 @@ so its unshard starts before this one computes, and the messages travel meanwhil
   for a layer without parameters
 * `layer.fetch_params()` starts an unshard, and does nothing if it has started already;
   `layer._cleanup_params()` reshards, and does nothing if there is nothing to free
-* `layer._kept`: not `None` where a layer stays whole on purpose, for the backward that follows
+* `layer.kept_for`: not `None` where a layer stays whole on purpose, for the backward that follows
 * `in_backward()`: whether backward runs; forward does too then, under activation checkpointing
 
 **Do** write a generator that yields the layers in order. When it yields one, the unshards of this
@@ -28,7 +28,7 @@ next are whole, and no more. I4: what is kept for backward is not gathered again
 from collections.abc import Iterator
 
 from zero3 import Zero3Layer, Zero3Sequential
-from zero3.measure.ledger import in_backward  # noqa: F401  (for your answer)
+from zero3.watch import in_backward  # noqa: F401  (for your answer)
 
 
 def walk(self: Zero3Sequential) -> Iterator[Zero3Layer]:

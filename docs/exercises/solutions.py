@@ -125,8 +125,8 @@ EXERCISES = {number: Exercise(*what) for number, what in enumerate((
     ("ex3_fetch_params", Zero3Layer, (Zero3Layer.fetch_params,), (Zero3Layer.fetch_params,)),
     ("ex4_cleanup_params", Zero3Layer, (Zero3Layer._cleanup_params,),
      (Zero3Layer._cleanup_params,)),
-    ("ex5_backup_grads", Zero3Layer, (Zero3Layer._backup_grads, Zero3Layer._add_reduced),
-     (Zero3Layer._backup_grads, Zero3Layer._add_reduced)),
+    ("ex5_backup_grads", Zero3Layer, (Zero3Layer._backup_grads, Zero3Layer.add_reduced),
+     (Zero3Layer._backup_grads, Zero3Layer.add_reduced)),
     ("ex6_prefetch", Zero3Sequential, (Zero3Sequential.walk,), (Zero3Sequential.walk,)),
     ("ex7_reshard_a_checkpoint", None, (reshard,), (Entries.shard, CheckpointReader.read), (1,)),
 ), start=1)}

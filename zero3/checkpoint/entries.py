@@ -43,8 +43,9 @@ from torch import nn
 from zero3.checkpoint.reader import CheckpointReader, Param, decode, encode
 from zero3.checkpoint.tensor_files import TYPES, Broken, type_name
 from zero3.comm import Communicator
+from zero3.flat import FlatParameter, Slot
 from zero3.guards.version import __version__
-from zero3.layer import FlatParameter, Slot, Zero3Layer
+from zero3.layer import Zero3Layer
 from zero3.offload import InFile
 from zero3.optimizer.stage3 import Zero3Optimizer, plain_names
 from zero3.optimizer.states import Owned, moments_of

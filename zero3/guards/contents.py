@@ -59,6 +59,7 @@ class Contents:
         * `params` are what its modules had as parameters, and now have as plain attributes
         """
         self.layer = layer
+        self.owners = list(params)
         self.hidden = [(owner, own) for owner, own in params.items() if own]
         self.depth = 0  # of the `with` blocks that show them now
         self.known = Known([layer, *params])
@@ -154,9 +155,9 @@ class Contents:
                 for name in params:
                     owner._parameters.pop(name, None)
 
-    def refuse_state_dicts(self, owner: nn.Module) -> list[Any]:
+    def refuse_state_dicts(self) -> list[Any]:
         """
-        ### Refuse to read and to write the state dict of a module that has none
+        ### Refuse to read and to write the state dicts of the modules
 
         `state_dict()` would return shards, or nothing, where everybody expects weights.
         `load_state_dict(strict=False)` would load nothing, and say nothing.
@@ -175,8 +176,11 @@ class Contents:
                 "model.full_params(writeback=True) as params:`; or pass its file to `wrap(..., "
                 "checkpoint=)`; a checkpoint of `zero3.save` is read by `zero3.load`")
 
-        return [owner.register_state_dict_pre_hook(refuse_to_save),
-                owner.register_load_state_dict_pre_hook(refuse_to_load)]
+        handles = []
+        for owner in self.owners:
+            handles.append(owner.register_state_dict_pre_hook(refuse_to_save))
+            handles.append(owner.register_load_state_dict_pre_hook(refuse_to_load))
+        return handles
 
     def refuse_copies(self) -> None:
         """

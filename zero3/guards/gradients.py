@@ -219,7 +219,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
                  "wrap the modules that they are in, or freeze them")
     first.expect(norm_type > 0, "cannot clip", "a positive `norm_type`, or math.inf", norm_type,
                  "pass 2.0, or leave it out")
-    scaled = getattr(first.comm.reducer, "scaled", False)
+    scaled = first.reducer.scaled
     first.expect(not scaled, "cannot clip", "gradients without a loss scale", "the scaled ones of "
                  "a `Zero3Optimizer`", "pass `clip_grad_norm=` to it, which unscales first")
     norms, grads = [], []
@@ -282,7 +282,7 @@ def _layer(args: Any) -> Any:
     #### The layer of the first gradient among these, if there still is one
     """
     group = next(_found(args)).group()
-    return group.layer() if group is not None else None
+    return group.owner() if group is not None else None
 
 
 def _refuse(args: Any, what: str, expected: str, got: str, cure: str) -> None:

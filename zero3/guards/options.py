@@ -52,6 +52,18 @@ def expect(good: bool, what: str, expected: Any, got: Any, cure: str,
         raise kind(f"{what}. Expected: {expected}. Got: {got}. What to do: {cure}.")
 
 
+def fail(rank: int, who: str, what: str, expected: Any, got: Any, cure: str) -> NoReturn:
+    """
+    ## Raise an error of a run: where, what was expected, what was found, and what to do
+
+    * `who` is the layer, or whoever cannot go on; `what` says so, as a verb and its object
+
+    Raises `RuntimeError`.
+    """
+    raise RuntimeError(f"rank {rank}: {who} {what}. Expected: {expected}. Got: {got}. What to do: "
+                       f"{cure}.")
+
+
 def within(name: str, value: float, least: float, most: float) -> None:
     """
     ## Raise `ValueError` when a number of a command line is not within limits

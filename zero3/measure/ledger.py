@@ -20,47 +20,22 @@ the host's: when it handed the work over, and not when the device did it, which 
 Bytes are right there; how long a layer took, and what overlapped, `torch.profiler` tells.
 """
 
-import dataclasses
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
-from zero3.comm import Transfer
-
-
-def in_backward() -> bool:
-    """
-    ## Whether the autograd engine runs, on this thread
-    """
-    return torch._C._current_graph_task_id() != -1
-
-
-def tensors_in(value: Any, look_inside: bool = True) -> Iterator[torch.Tensor]:
-    """
-    ## Every tensor in a nest of tuples, lists, dicts, dataclasses and attributes of modules
-
-    * `look_inside` says that objects of other classes are searched too: their attributes, but not
-      the objects in these, which could lead anywhere
-    """
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, nn.Module):
-        value = [v for m in value.modules() for v in vars(m).values() if type(v) is torch.Tensor]
-    elif isinstance(value, Mapping):
-        value = list(value.values())
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, f.name) for f in dataclasses.fields(value)]
-    elif look_inside and hasattr(value, "__dict__"):
-        look_inside = False
-        value = [v for v in vars(value).values() if not isinstance(v, nn.Module)]
-    for item in value if isinstance(value, (list, tuple)) else ():
-        yield from tensors_in(item, look_inside)
+from zero3.comm import Listener, Silence, Transfer
+from zero3.sharded import Sharded
+from zero3.watch import in_backward
 
 
 @dataclass(frozen=True)
@@ -115,20 +90,36 @@ class Ledger:
         self.events: list[Event] = []
         self.messages = self.sent_bytes = self.order_bytes = self.peak_live_bytes = 0
         self.read_bytes = self.written_bytes = 0  # from files and to files
+        self._stepping: torch.optim.Optimizer | None = None
 
     def __enter__(self) -> "Ledger":
         self._start_s = time.perf_counter()
         self.peak_live_bytes = held_bytes(self.model, self.optimizer)
         self._listen(self)
+        self._hooks = [register_optimizer_step_pre_hook(self._step_begins),
+                       register_optimizer_step_post_hook(self._step_ends)]
         return self
 
     def __exit__(self, *exception) -> None:
         self._listen(Silence())
+        for hook in self._hooks:
+            hook.remove()
 
-    def _listen(self, ledger: "Ledger | Silence") -> None:
-        for speaker in (*self.model.modules(), self.optimizer):
-            if hasattr(speaker, "listener"):
-                vars(speaker)["listener"] = ledger
+    def _listen(self, listener: Listener) -> None:
+        for module in self.model.modules():
+            if isinstance(module, Sharded):
+                vars(module)["listener"] = listener
+        if hasattr(self.optimizer, "listener"):
+            vars(self.optimizer)["listener"] = listener
+
+    def _step_begins(self, optimizer: torch.optim.Optimizer, *_) -> None:
+        # `Zero3Optimizer` has another optimizer inside, whose steps are part of its own.
+        if self._stepping is None:
+            self._stepping = optimizer
+
+    def _step_ends(self, optimizer: torch.optim.Optimizer, *_) -> None:
+        if self._stepping is optimizer:
+            self._stepping = None
 
     def record(
         self, layer: Any, event: str, nbytes: int | None = 0, transfer: Transfer | None = None,
@@ -151,20 +142,9 @@ class Ledger:
         now_s = time.perf_counter() - self._start_s
         self.read_bytes += nbytes * (event == "read")
         self.written_bytes += nbytes * (event == "write")
-        phase = "step" if layer.comm.stepping else "backward" if in_backward() else "forward"
+        phase = "backward" if in_backward() else "step" if self._stepping else "forward"
         self.events.append(Event(now_s, layer.comm.rank, layer.label, phase, event, tier,
                                  nbytes, live_bytes, sent_bytes))
-
-
-class Silence:
-    """
-    ## The ledger of a layer to which nobody listens
-    """
-
-    def record(self, *args: Any, **kwargs: Any) -> None:
-        """
-        ### Do nothing
-        """
 
 
 def held_bytes(*holders: nn.Module | torch.optim.Optimizer | None) -> int:
@@ -194,12 +174,8 @@ def held_bytes(*holders: nn.Module | torch.optim.Optimizer | None) -> int:
                 # One that rests in a file has no bytes here, and raises where its gradient is.
                 if param is not None and param.untyped_storage().nbytes():
                     tensors += (param, param.grad)
-            if hasattr(module, "listener"):
-                groups: Any = module.flats
-                tensors += (t for group in groups for t in (group.full, group.grad))
-                comm: Any = module.comm
-                for pair in comm.reducing.pairs if comm.reducing else ():
-                    tensors += pair
+            if isinstance(module, Sharded):
+                tensors += module.held_tensors()
     storages = [t.untyped_storage() for t in tensors if t is not None]
     return sum({s._cdata: s.nbytes() for s in storages}.values())
 

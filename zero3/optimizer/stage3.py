@@ -69,13 +69,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero3.comm import Bucket, Communicator
+from zero3.comm import Communicator, Listener, Silence
 from zero3.estimate.formulas import describe
 from zero3.estimate.predict import Prediction, predict
+from zero3.flat import FlatParameter
 from zero3.guards.gradients import GradientElsewhere, grad_of, set_grad
-from zero3.layer import FlatParameter, Zero3Layer
-from zero3.measure.ledger import Ledger, Silence
+from zero3.layer import Zero3Layer
 from zero3.offload import Offload
+from zero3.optimizer.buckets import Bucket
 from zero3.optimizer.states import Owned, moments_of
 
 # Optimizers of torch's that a flat, dense shard cannot serve.
@@ -144,7 +145,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         self.model, self.layers = model, [layer for layer in layers if layer.flats]
         # Without layers there is an error to come, and it names the rank.
         self.comm = self.layers[0].comm if self.layers else Communicator()
-        self.listener: Ledger | Silence = Silence()
+        self.listener: Listener = Silence()
         self.group_by, self.offload = group_by or (lambda name, param: {}), Offload.of(offload)
         self.dynamic, self.scaled = loss_scale == "dynamic", loss_scale is not None
         self.scale_window, self.scale_floor = scale_window, scale_floor
@@ -157,11 +158,12 @@ class Zero3Optimizer(torch.optim.Optimizer):
         self.expect(good, "cannot use `bucket_bytes`", "a number of bytes, 0 or more", bucket_bytes,
                     "pass another, or leave it out")
 
-        # One for each comm: the layers of a chain share one.
-        comms = dict.fromkeys(layer.comm for layer in self.layers)
-        self.buckets = [Bucket(comm, bucket_bytes) for comm in comms]
+        # The layers of a chain share a reducer, and get a bucket in its place.
+        buckets = {layer.reducer: Bucket(layer.comm, bucket_bytes) for layer in self.layers}
+        for layer in self.layers:
+            layer.reducer = buckets[layer.reducer]
+        self.buckets = list(buckets.values())
         for bucket in self.buckets:
-            bucket.comm.reducer = bucket
             bucket.scaled = self.scaled
 
         # Of each param group, filled by `_own`. One of which this rank has no piece stays, empty,
@@ -394,7 +396,6 @@ class Zero3Optimizer(torch.optim.Optimizer):
         before = torch.get_num_threads()
         for bucket in self.buckets:
             bucket.end()
-            bucket.comm.stepping = True
         try:
             ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.comm.world_size))
             threads = step_threads(self.device, self.layers[0].device, before, ranks)
@@ -404,8 +405,6 @@ class Zero3Optimizer(torch.optim.Optimizer):
         finally:
             if torch.get_num_threads() != before:
                 torch.set_num_threads(before)
-            for bucket in self.buckets:
-                bucket.comm.stepping = False
 
     def _step(self) -> float | None:
         """
@@ -546,7 +545,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         a step has dropped them already.
         """
         for layer in self.layers:
-            layer._drop_grads()
+            layer.drop_full_grads()
         for owned in self.owned:
             owned.drop_grad(set_to_none)
 

@@ -46,6 +46,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero3.flat import FlatParameter
 from zero3.guards.gradients import (
     GradientElsewhere,
     elsewhere,
@@ -54,7 +55,7 @@ from zero3.guards.gradients import (
     own_part,
     set_grad,
 )
-from zero3.layer import FlatParameter, Zero3Layer
+from zero3.layer import Zero3Layer
 from zero3.offload import InFile, Offload, copy_to
 
 
@@ -196,13 +197,10 @@ class Owned:
         else:
             self.holder = nn.Parameter(self.master)
             self.holder.grad_dtype = self.grad_dtype
-        # Those of a file arrive in CPU memory first.
-        cpu = torch.device("cpu")
-        self.group.grad_device = cpu if self.holder is None else self.holder.device
         storage.release()
         # An optimizer before this one may have put its own there.
         self.group.sink = self if self.holder is not shard else None
-        self.group.parts = offload.tier == "nvme"
+        self.group.copies_views = offload.tier == "nvme"
         if not isinstance(storage, InFile):
             shard.__class__ = nn.Parameter if self.own else CountedShard
             self._watch()
@@ -228,6 +226,13 @@ class Owned:
                     pass
 
     # ------------------------------------------------------------------------------------ gradient
+
+    @property
+    def grad_device(self) -> torch.device:
+        """
+        ### Where a reduced gradient goes; on its way to a file, CPU memory
+        """
+        return torch.device("cpu") if self.holder is None else self.holder.device
 
     @torch.no_grad()
     def add_grad(self, total: torch.Tensor) -> None:
@@ -286,11 +291,11 @@ class Owned:
 
         That of a regulariser over `model.parameters()`, for instance.
         """
-        for handle in self.group.watch:
+        for handle in self.group.shard_hooks:
             handle.remove()
         # Weakly, or shard and hook would keep each other for ever.
         ours = weakref.WeakMethod(self._take_along)
-        self.group.watch = [self.shard.register_hook(
+        self.group.shard_hooks = [self.shard.register_hook(
             lambda grad: method(grad) if (method := ours()) else grad)]
 
     @torch.no_grad()

@@ -45,7 +45,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from zero3.layer import _own_modules
+from zero3.flat import own_modules
 
 _INDEX = "model.safetensors.index.json"
 
@@ -251,7 +251,7 @@ def save(model: Any, folder: Path) -> None:
         with unit.full_params() as params:
             first = {p: name for name, p in reversed(params.items())}
             found = {unit.full_name(name): p.detach() for p, name in first.items()}
-            for prefix, module in _own_modules(unit.module):
+            for prefix, module in own_modules(unit.module):
                 # Copies, for buffers may share memory or be views, which files cannot say.
                 found |= {unit.full_name(prefix + name): buffer.contiguous().clone()
                           for name, buffer in module._buffers.items()

@@ -1,60 +1,73 @@
 r"""
-# Units: fetched ahead along an order that was learnt
+# Units: a whole model learns its own order
 
-A `Unit` is a layer of a whole model; a `Schedule` learns in which order units compute, and says
-when each is fetched and when it is freed.
+A `Unit` is a layer of a whole model. `TracedOrder` learns in which order the units compute, and says
+when each one is gathered and when it is freed.
 
-A `Zero3Sequential` knows what comes next, because it is a chain. A model that is written freely is
-not: its layers stand in lists, branch, are called twice. But from one step to the next it does the
-same. So the first forward pass is *traced*, and each unit fetched when it is come to; from the
-second one on the trace says what to fetch while the units before it compute. A pass that goes
-another way is noticed at the first difference: from there on it fetches on demand, which is slower
-and as right, and the next pass goes by what this one did.
+A `Zero3Sequential` knows which layer comes next, because it is a chain. A model that is written
+freely does not: its layers stand in lists, they branch, some are called twice. But each step does
+the same as the step before it. So the first forward pass is *traced*, and each unit is gathered on
+demand. From the second pass on, the trace says which units to gather while others compute.
+
+Take three units of 10 elements, a, b and c, with room for 10 elements ahead. After the first step:
+
+| the pass reaches | gathered on demand | prefetched | freed afterwards |
+|---|---|---|---|
+| forward, a | a | b | a |
+| forward, b | | c | b |
+| forward, c | | | nothing: backward begins with c |
+| backward, c | | b | c |
+| backward, b | | a | b |
+| backward, a | | | a |
+
+A pass that goes another way is noticed at the first difference. From there on it gathers on demand,
+which is slower and equally right, and the next pass expects the new order.
 
 $$\underbrace{u_1, \ldots, u_p}_{\text{seen}}\;
-\underbrace{u_{p+1}, \ldots, u_{p+k}}_{\text{soon: fetched, or not freed}}\;
+\underbrace{u_{p+1}, \ldots, u_{p+k}}_{\text{soon: prefetched, or not freed}}\;
 u_{p+k+1}, \ldots
-\qquad \sum_{i=1}^{k} P_{u_{p+i}} \le \text{what may be fetched ahead}$$
+\qquad \sum_{i=1}^{k} P_{u_{p+i}} \le \text{elements to prefetch}$$
 
-One rule serves three purposes. What comes *soon* is fetched ahead. What comes soon *again* is not
-freed in between. And where forward ends, backward comes soon, so the last units stay full, which
-saves their second gather. In DeepSpeed these are `stage3_prefetch_bucket_size`,
-`stage3_max_reuse_distance`, and its trace; the prefetch along a recorded sequence is section 6.2 of
+One rule serves three purposes. Units that come *soon* are prefetched. A unit that comes soon *again*
+is not freed in between. And because backward follows right after forward, the last units stay full,
+which saves their second all-gather. DeepSpeed calls these `stage3_prefetch_bucket_size`,
+`stage3_max_reuse_distance` and its trace. Prefetching along a recorded sequence is section 6.2 of
 [ZeRO-Infinity](https://arxiv.org/abs/2104.07857).
 
-| a unit | is full from | to | gathers in a step |
+| a unit | is full from | to | all-gathers in a step |
 |---|---|---|---|
 | a layer | shortly before it computes | its end, forward and again backward | 2 |
-| the last one | the same | the end of its backward, once backward is known | 1 |
-| the root's | the beginning of forward | the end of backward | 1 |
+| the last one | the same | the end of its backward, from the second step on | 1 |
+| the root | the beginning of forward | the end of backward | 1 |
 | a persistent one | its first use after a step | its first use after the next step | 1 |
 
-What is gathered for each micro-batch of a step is so for the first three; a persistent unit is
-gathered once for all of them. Between two uses a unit is in one of these states:
+With several micro-batches the first three counts are per micro-batch; a persistent unit is gathered
+once for all of them. At any moment a unit is in one of these states:
 
 | state | memory | parameters | until |
 |---|---|---|---|
-| at rest | freed | closed | it is fetched, ahead or on demand |
-| on its way | whole, filling | closed | somebody arrives who needs it |
-| in use | whole | open | it has computed, and all others that use it: `users` is empty |
-| staying | whole | closed | it comes again, or the pass is over, or a step has been taken |
+| at rest | freed | closed | it is gathered, ahead or on demand |
+| in flight | whole, filling | closed | a unit that needs it computes |
+| in use | whole | open | all its `users` have computed |
+| staying | whole | closed | it computes again, or the pass ends, or the optimizer steps |
 
-*Closed* means that the parameters are of a class that reports each use. So that a unit uses
-parameters of another (section 7.1 of the paper calls them external) is noticed the first time, also
-where the other one happens to be whole; from then on it is fetched along, forward and backward.
+*Closed* means that the parameters are of a class that reports each use. So the first time that one
+unit uses a parameter of another one it is noticed, even if that one happens to be whole; section 7.1
+of the paper calls such parameters external. From then on both are gathered together, forward and
+backward.
 
-**Run this**: `python -m zero3.whole_model` writes down what happens in two steps of a small model.
+**Run this**: `python -m zero3.whole_model` prints the order of events in two steps of a small model.
 
-**Not covered, and what that costs**: a unit that is called outside of the model's own forward is
-fetched on demand; other methods of the model that use what is at the root raise errors. A layer
-that is called twice stays full in backward from the one call to the other. An attribute that units
-have themselves, `layer_idx` for instance, is read from `unit.module`. `isinstance` says of a unit
-what it says of its module, `type` does not; and `isinstance(unit, Iterable)` is true of all of
-them. What is written through `.data` of a persistent unit's shard is seen after `release_all()`.
+**Not covered, and what that costs**: a unit that is called outside the model's own forward is
+gathered on demand; other methods of the model that use parameters of the root raise errors. A layer
+that is called twice stays full in backward from one call to the other. If a module has an attribute
+that units have themselves, `layer_idx` for instance, read it from `unit.module`. `isinstance` says
+of a unit what it says of its module, `type` does not; and `isinstance(unit, Iterable)` is true for
+all units. A write through `.data` of a persistent unit's shard is seen only after `release_all()`.
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -62,44 +75,50 @@ import torch
 from torch import nn
 
 from zero3.guards.contents import uncompiled
-from zero3.layer import Call, Zero3Layer
-from zero3.measure.ledger import in_backward
+from zero3.layer import Zero3Layer
 from zero3.offload import Offload
+from zero3.watch import Call, in_backward
 
 
 class Trace:
     """
-    ## The order in which units are come to
+    ## The order in which units compute
 
-    Of each kind of pass ("forward" with gradients, "eval" without, "backward") the last one says
-    how the next will go. Backward has a guess from the start: it comes to the units in the
-    reverse of the order in which forward left them.
+    There are three kinds of passes: "forward" with gradients, "eval" without, and "backward". The
+    last pass of a kind says how the next one will go. For the first backward pass there is a guess:
+    it reaches the units in the reverse of the order in which forward left them.
     """
 
     def __init__(self) -> None:
-        self.learnt: dict[str, list[Unit]] = {}
+        self.learnt: dict[str, list[Unit]] = {}  # the last pass of each kind
         self.kind = ""  # the kind of the pass that runs
-        self.seen: list[Unit] = []  # what it has come to
-        self.known: list[Unit] = []  # how it is expected to go
+        self.seen: list[Unit] = []  # the units that it has reached
+        self.known: list[Unit] = []  # the order in which it is expected to reach them
         self.left: list[Unit] = []  # the last forward pass, in the order of leaving
         self.misses = 0  # passes that went another way than expected
 
     def begin(self, kind: str) -> None:
         """
-        ### A pass begins, and the one before has ended
+        ### Begin a pass, and end the one before it
         """
         self.end()
-        # Nobody goes backward through what left nothing in the graph.
-        guess = [unit for unit in self.left[::-1] if unit._pending] if kind == "backward" else []
-        self.kind, self.seen, self.known = kind, [], self.learnt.get(kind, guess)
-        self.left = [] if kind == "forward" else self.left
+        guess: list[Unit] = []
+        if kind == "backward":
+            # Backward never reaches a unit that left nothing in the graph.
+            guess = [unit for unit in reversed(self.left) if unit.watch.pending]
+        if kind == "forward":
+            self.left = []
+        self.kind = kind
+        self.seen = []
+        self.known = self.learnt.get(kind, guess)
 
     def end(self) -> None:
         """
-        ### What was seen is what will be expected
+        ### Expect the next pass of this kind to go like this one
         """
         if self.kind:
-            self.misses += self.kind in self.learnt and self.seen != self.known
+            expected = self.learnt.get(self.kind, self.seen)
+            self.misses += self.seen != expected
             self.learnt[self.kind] = self.seen
         self.kind = ""
 
@@ -111,7 +130,7 @@ class Trace:
 
     def upcoming(self) -> list["Unit"]:
         """
-        ### What the pass has before it
+        ### The units that the pass will reach, in order
         """
         return self.known[len(self.seen) :] if self.follows() else []
 
@@ -120,9 +139,9 @@ class Unit(Zero3Layer):
     """
     ## A layer of a whole model
 
-    A `Zero3Layer` in the place of a module. Attributes that it does not have itself are read from
-    the module, and those that the module has are written to it. When to fetch and when to free it
-    asks the schedule.
+    A `Zero3Layer` in the place of a module. It reads attributes that it does not have from the
+    module, and writes them to the module if the module has them. Its `TracedOrder` says when it is
+    gathered and freed.
     """
 
     cure = ("call what `wrap` returned, and use the parameter in the forward of a module; where "
@@ -130,7 +149,7 @@ class Unit(Zero3Layer):
     cure_for_new = ("add it to the plain model: `plain = model.destroy()`, change `plain`, `wrap` "
                     "it again and build the optimizer again")
 
-    def __init__(self, module: nn.Module, schedule: "Schedule", path: str, leaf: bool,
+    def __init__(self, module: nn.Module, order: "TracedOrder", path: str, leaf: bool,
                  device: torch.device, offload: Offload | None):
         """
         ### Shard a module
@@ -138,19 +157,25 @@ class Unit(Zero3Layer):
         * `path` is its name in the plain model, empty for the root
         * `leaf` says that its parameters may get gradients on some ranks and not on others
 
-        The rest is as for `Zero3Layer`. Its number, label, wire and relations are set once all
-        units of the model are there. Keeps the layer's invariants, but for I2 where it persists.
+        The rest is as for `Zero3Layer`. `wrap` sets its number, label, communicator and relations
+        once all units of the model exist. Keeps the layer's invariants; I2 only if it is not
+        persistent.
         """
         super().__init__(module, device=device, offload=offload)
-        self.schedule, self.path, self.leaf, self.persistent = schedule, path, leaf, False
+        self.order = order
+        self.schedule = order
+        self.path = path
+        self.leaf = leaf
+        self.persistent = False
         self.training = module.training
-        self.numel = sum(len(g.full) for g in self.flats)
+        self.numel = sum(len(flat.full) for flat in self.flats)
         self.inside: list[Unit] = []  # units below it in the tree of modules
         self.outside: list[Unit] = []  # units above it
-        self.externals: list[Unit] = []  # other units, whose parameters its modules use
-        # Those that compute with its parameters now, in forward or in backward; itself among them.
+        self.externals: list[Unit] = []  # units whose parameters its modules use
+        # The units that compute with its parameters now, forward or backward; itself among them.
         self.users: set[Unit] = set()
-        self._stamp: Any = None  # of the shards that it was gathered from
+        # The state of the shards that it was gathered from.
+        self._stamp: Any = None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -160,10 +185,10 @@ class Unit(Zero3Layer):
 
     def read(self, name: str) -> Any:
         """
-        ### An attribute of the module
+        ### Read an attribute of the module
 
-        A property may look at the parameters: `device` and `dtype` of Hugging Face's models do.
-        They can see the data type and the device of parameters that are freed.
+        A property may look at the parameters, as `device` and `dtype` of Hugging Face models do.
+        Freed parameters still tell their data type and device.
         """
         module = super().__getattr__("module")
         if not isinstance(getattr(type(module), name, None), property):
@@ -172,9 +197,9 @@ class Unit(Zero3Layer):
             return getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # The last that `__init__` sets; what comes after is somebody else's, or known to it.
-        theirs = "_stamp" in vars(self) and name not in vars(self) and name not in self._modules
-        if theirs and not hasattr(type(self), name) and hasattr(self.module, name):
+        # `__init__` sets `_stamp` last. From then on a new name belongs to the module.
+        is_new = "_stamp" in vars(self) and name not in vars(self) and name not in self._modules
+        if is_new and not hasattr(type(self), name) and hasattr(self.module, name):
             setattr(self.module, name, value)
         else:
             super().__setattr__(name, value)
@@ -185,22 +210,22 @@ class Unit(Zero3Layer):
         ### The module's class, so that `isinstance` says of a unit what it says of the module
 
         A model may treat its layers by their classes. `isinstance(unit, Unit)` is true as well,
-        because it asks `type(unit)` first.
+        because Python asks `type(unit)` first.
         """
         module = vars(self).get("_modules", {}).get("module")
         return Unit if module is None else type(module)
 
     @__class__.setter
     def __class__(self, new: type) -> None:
-        # `fully_shard` gives what it shards another class.
+        # `fully_shard` gives the modules that it shards another class.
         self.expect(False, "cannot change its class", "a unit", new.__name__, "leave sharded "
                     "modules out of `fully_shard`, or do not `wrap` them")
 
     def _get_name(self) -> str:
-        # For `repr`.
+        # `repr` calls this.
         return type(self).__name__
 
-    # What a container offers, and a `TypeError` where the module is none.
+    # The methods of a container. They raise `TypeError` if the module is none.
 
     def __len__(self) -> int:
         return len(self.module)  # type: ignore[arg-type]
@@ -215,18 +240,18 @@ class Unit(Zero3Layer):
         return item in self.module  # type: ignore[operator]
 
     def __bool__(self) -> bool:
-        # Without this, Python would ask for the length, which most modules have not.
+        # Without this, Python would ask for the length, which most modules do not have.
         return bool(self.module)
 
     def admits(self, layer: nn.Module) -> bool:
         """
         ### Whether a sharded layer is a unit of the same model
         """
-        return any(layer is unit for unit in self.schedule.units)
+        return any(layer is unit for unit in self.order.units)
 
     def full_name(self, name: str) -> str:
         """
-        ### What a parameter of this unit is called in the plain model
+        ### The name of one of its parameters in the plain model
         """
         return f"{self.path}.{name}" if self.path else name
 
@@ -237,23 +262,23 @@ class Unit(Zero3Layer):
         """
         ### Forward pass, as part of the model's
         """
-        schedule, recompute = self.schedule, in_backward()
-        schedule.stack.append(self)
+        recompute = in_backward()
+        self.order.stack.append(self)
         try:
-            schedule.arrive(self)
-            with schedule.range_of(self):
+            self.order.arrive(self)
+            with self.order.range_of(self):
                 return super().forward(*args, **kwargs)
         finally:
-            schedule.stack.pop()
-            # What was recomputed goes backward next.
+            self.order.stack.pop()
+            # After recomputation the unit goes backward next, and still uses its parameters.
             if not recompute:
-                self._leave()
-                if self is schedule.root:
-                    schedule.end_forward()
+                self.leave()
+                if self is self.order.root:
+                    self.order.end_forward()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """
-        #### Use no parameters any more, neither its own nor those of others
+        ### Stop using parameters, its own and those of other units
         """
         self.users.discard(self)
         for unit in self.externals:
@@ -265,304 +290,354 @@ class Unit(Zero3Layer):
 
     def fetch_params(self) -> None:
         """
-        ### Unshard (all-gather); again after a step, if it is full since before
+        ### Unshard (all-gather); again after a step, if it has been full since before the step
         """
         if self.is_fetched:
-            # It has stayed, and may have to take gradients again while those before are being sent.
-            self.comm.reducer.finish(self)
-        stamp = self.schedule.steps, [(g.shard._version, g.shard.untyped_storage().data_ptr())
-                                      for g in self.flats]
+            # It has stayed full. Before it collects gradients again, finish those in flight.
+            self.reducer.finish(self)
+        stamp = self._stamp_of_shards()
         if self.is_fetched and self.persistent and stamp != self._stamp:
-            self._cleanup_params()
-        if self.schedule.debug and self.flats and not (self.is_fetched or self._full_elsewhere):
-            self.schedule.compare(self)
+            self.reshard()
+        if self.order.debug and self.flats and not (self.is_fetched or self.is_full_elsewhere):
+            self.order.compare(self)
         super().fetch_params()
         self._stamp = stamp
 
-    def lend(self) -> bool:
+    def _stamp_of_shards(self) -> tuple:
         """
-        ### Somebody uses a parameter of this unit outside of it
+        #### A value that changes when an optimizer steps, or when somebody writes to a shard
+        """
+        shards = [flat.shard for flat in self.flats]
+        return self.order.steps, [(shard._version, shard.untyped_storage().data_ptr())
+                                  for shard in shards]
 
-        Who does will do so again: from now on this unit is fetched along with that one.
+    def fetch_for_others(self) -> bool:
         """
-        stack = self.schedule.stack
+        ### Record that one unit uses a parameter of another
+
+        The same use will happen in every step, so from now on this unit is gathered together with
+        the one that uses it.
+        """
+        stack = self.order.stack
         if not stack and not in_backward():
             return False
-        self.schedule.fetch([self])
-        self._show()
-        for user in stack[-1:]:
+        self.order.fetch([self])
+        self.show()
+        if stack:
+            user = stack[-1]
             user.externals.append(self)
             self.users.add(user)
         return True
 
-    def _show(self) -> None:
+    def show(self) -> None:
         """
-        #### Wait until the parameters are here, and let them be used
+        ### Wait until the parameters are here, and let them be used
         """
         self._wait_params()
-        for slot in self._slots() if self.is_fetched else ():
-            slot.param.__class__ = nn.Parameter
+        if self.is_fetched:
+            for flat in self.flats:
+                flat.show()
 
     def _release(self, call: Call | None = None) -> None:
         """
-        #### Reshard; or stay full, if somebody else computes with it or it comes soon again
+        #### Reshard, unless another unit uses the parameters or the unit computes again soon
         """
         self.users.discard(self)
-        if call and self.schedule.trace.kind == "forward":
-            self.schedule.trace.left.append(self)
+        if call is not None and self.order.trace.kind == "forward":
+            self.order.trace.left.append(self)
         if self.users:
             return
-        if not (self.persistent or self.schedule.comes_again(self, call)):
-            self._cleanup_params()
+        if not (self.persistent or self.order.stays_full(self, call)):
+            self.reshard()
             return
-        for slot in self._slots() if self.is_fetched else ():
-            # Full, and yet a use by somebody else has to be noticed.
-            slot.param.__class__ = slot.freed_class
-        if call and call.outputs and not self.persistent:
-            self._kept = weakref.ref(call, lambda _: self._cleanup_params())
+        if self.is_fetched:
+            # The unit is full, and a use by another unit still has to be noticed.
+            for flat in self.flats:
+                flat.hide()
+        if call is not None and call.outputs and not self.persistent:
+            self.kept_for = weakref.ref(call, lambda _: self.reshard())
 
     # ------------------------------------------------------------------------------------ backward
 
     def _pre_backward_hook(self, call: Call, *_) -> None:
         """
-        #### A gradient of an output is here: this unit's backward begins
+        #### The gradient of an output is here: this unit's backward begins
         """
-        if call not in self._entered:
-            self.schedule.arrive(self)
+        if call not in self.watch.entered:
+            self.order.arrive(self)
         super()._pre_backward_hook(call)
 
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
         """
-        #### Whether backward needs the full parameters no more
+        ### Whether backward no longer needs the full parameters
 
-        The root's with the pass, for what it computes lies between all others. What any unit
-        computes between units inside of it is needed until these are over. A leaf does not wait for
-        gradients of its parameters, for experts that had nothing to do on this rank have none: it
-        is over with the last gradient of an input. Without such an input nothing says so, and the
-        end of the pass settles it.
+        The root unit finishes last, because its operations run between all other units. In the same
+        way, any unit has to wait for the units inside it. A leaf does not wait for the gradients of
+        its parameters, because experts that had nothing to do on this rank get none. It is over
+        with the last gradient of an input; if no input needs one, the end of the pass settles it.
         """
-        busy = any(unit._pending or unit in unit.users for unit in self.inside)
-        if busy or self is self.schedule.root:
+        if self is self.order.root:
             return False
-        frozen = any(not g.shard.requires_grad for g in self.flats)
-        if frozen and any(unit.get_trainable_chunk() for unit in self.externals):
-            # What is frozen may lie between the unit and a gradient of somebody else's parameter.
+        if any(unit.watch.pending or unit in unit.users for unit in self.inside):
+            return False
+        has_frozen = any(not flat.shard.requires_grad for flat in self.flats)
+        if has_frozen and any(unit.get_trainable_chunk() for unit in self.externals):
+            # A frozen parameter may lie between the unit and a gradient of another unit's
+            # parameter.
             return False
         if not self.leaf:
-            return super()._is_over()
-        done = self._inputs_left <= 0 and not self._pending
-        return done and bool(self._entered) and all(call.inputs for call in self._entered)
+            return super().is_over()
+        entered = self.watch.entered
+        if self.watch.inputs_left > 0 or self.watch.pending or not entered:
+            return False
+        return all(call.inputs for call in entered)
 
-    def _post_backward_hook(self, group_index: int, slot_index: int, param: nn.Parameter) -> None:
+    def _post_backward_hook(self, flat_index: int, slot_index: int, param: nn.Parameter) -> None:
         """
-        #### A parameter's gradient is complete: move it into the flat gradient
+        #### The gradient of a parameter is ready: add it to the flat gradient
 
-        Not into one that is being sent, which the unit may have while it stays full.
+        A unit that stays full may still have a flat gradient in flight. Finish that one first.
         """
-        if self in self.comm.reducer.layers:
-            self.comm.reducer.finish(self)
-        super()._post_backward_hook(group_index, slot_index, param)
+        if self in self.reducer.layers:
+            self.reducer.finish(self)
+        super()._post_backward_hook(flat_index, slot_index, param)
 
     @torch.no_grad()
     def _backup_grads(self) -> None:
         """
         #### Reshard, and reduce-scatter the gradients
         """
-        self._fill()
-        self._leave()
+        self._fill_leaf()
+        self.leave()
         self._release()
-        for g in self.flats:
-            # What stays full cannot take in messages.
-            g.receive_buffer = g.full.new_empty(0) if self.is_fetched else g.full
+        for flat in self.flats:
+            # Gradients cannot arrive in the memory of parameters that stay full.
+            flat.receive_buffer = flat.full.new_empty(0) if self.is_fetched else flat.full
         super()._backup_grads()
-        for unit in self.outside if in_backward() else ():
-            if unit._entered:
-                unit._backward_event()
+        if in_backward():
+            for unit in self.outside:
+                if unit.watch.entered:
+                    unit._backward_event()
 
-    def _fill(self) -> None:
+    def _fill_leaf(self) -> None:
         """
-        #### Have zeros for a leaf's gradients that did not come
+        #### Use zeros for the gradients of a leaf that did not arrive
 
-        Once for each backward that came to it, so that all ranks reduce what any of them has.
+        Once for each backward pass that reaches the leaf, so that all ranks reduce its gradient if
+        any of them has one.
         """
-        for g in self.flats if self.leaf and self._entered else ():
-            if g.shard.requires_grad and g.grad is None:
+        if not self.leaf or not self.watch.entered:
+            return
+        for flat in self.flats:
+            if flat.shard.requires_grad and flat.grad is None:
                 # (world_size * shard_numel,), of the reduce's data type, device
-                g.grad = self._empty(len(g.full), g.shard.grad_dtype).zero_()
-        if self.leaf:
-            self._entered.clear()
+                flat.grad = self._empty(len(flat.full), flat.shard.grad_dtype).zero_()
+        self.watch.entered.clear()
 
-    def _settle(self, raised: bool = False) -> None:
+    def settle(self, raised: bool) -> None:
         """
-        #### End a `backward()`
+        ### Finish the unit's part of a backward pass
         """
-        if self is self.schedule.root:
-            self.schedule.trace.end()
-        self._leave()
+        if raised and self.comm.broken:
+            return
+        if self is self.order.root:
+            self.order.trace.end()
+        self.leave()
         if not (self.users or self.persistent):
-            # Fetched for a pass that ended early. Of a backward inside of backward, which older
+            # Gathered for a pass that ended early. Inside another backward pass, which older
             # checkpointing runs, the outer one may still use it.
-            self._cleanup_params()
+            self.reshard()
         if not raised:
-            self._fill()
-        super()._settle(raised)
+            self._fill_leaf()
+        super().settle(raised)
 
 
-class Schedule:
+class TracedOrder:
     """
-    ## What is fetched and freed, and when
+    ## The schedule of a whole model: gather and free units along the order that was learnt
 
-    One for all units of a model. They tell it what happens, and ask it what to do.
+    All units of a model share one. They tell it what happens, and ask it what to do.
     """
 
     def __init__(self, debug: bool):
-        self.units: list[Unit] = []  # the root's first
-        self.prefetch_numel = 0  # elements that are fetched ahead, at most
+        self.units: list[Unit] = []  # the root first
+        self.prefetch_numel = 0  # elements that are gathered ahead, at most
         self.max_live_numel: int | None = None  # elements that are full at once, at most
-        self.debug, self.trace = debug, Trace()
+        self.debug = debug
+        self.trace = Trace()
         self.stack: list[Unit] = []  # units that compute in forward, the innermost last
-        self.steps = 0  # that optimizers have taken with shards of these units
+        self.steps = 0  # that optimizers have taken with the shards of these units
 
     @property
     def root(self) -> Unit:
         return self.units[0]
 
+    def ahead(self, unit: Any) -> list[Zero3Layer]:
+        """
+        ### No units: `arrive` gathers ahead by itself, as far as the limits allow
+        """
+        return []
+
     def arrive(self, unit: Unit) -> None:
         """
-        ### A unit is about to compute: have it here, and fetch what comes soon after
+        ### A unit is about to compute: gather it, and the units that come soon after it
         """
-        backward, trace = in_backward(), self.trace
+        self._follow(unit)
+        wanted = [unit, *unit.externals]
+        for each in wanted:
+            if each.kept_for and not (in_backward() or self.trace.kind):
+                # Outside a pass nobody knows whether the optimizer has stepped since.
+                each.reshard()
+            each.kept_for = None
+            each.users.add(unit)
+        self.fetch(wanted)
+        for each in wanted:
+            each.show()
+
+    def _follow(self, unit: Unit) -> None:
+        """
+        #### Note in the trace that a unit computes
+        """
+        backward = in_backward()
+        trace = self.trace
         if unit is self.root and not backward:
             self._begin_forward()
-        elif backward and not unit.comm.unsettled:
+        elif backward and not unit.reducer.unsettled:
             trace.begin("backward")
         elif backward != (trace.kind == "backward"):
             trace.end()
         # Recomputation and the backward after it are one visit.
-        if trace.kind and not (backward and trace.seen[-1:] == [unit]):
+        is_same_visit = backward and trace.seen[-1:] == [unit]
+        if trace.kind and not is_same_visit:
             trace.seen.append(unit)
-        wanted = [unit, *unit.externals]
-        for each in wanted:
-            if each._kept and not (backward or trace.kind):
-                # Outside of a pass nobody knows whether a step has been taken since.
-                each._cleanup_params()
-            each._kept = None
-            each.users.add(unit)
-        self.fetch(wanted)
-        for each in wanted:
-            each._show()
 
     def _begin_forward(self) -> None:
         """
         #### A forward pass of the model begins
 
-        What is full since one whose backward did not come may be of before a step.
+        Units may be full since a forward pass whose backward never came. The optimizer may have
+        stepped since.
         """
         for unit in self.units:
-            if unit._kept:
-                unit._cleanup_params()
+            if unit.kept_for:
+                unit.reshard()
         self.trace.begin("forward" if torch.is_grad_enabled() else "eval")
 
     def end_forward(self) -> None:
         """
-        ### A forward pass has ended: free all but what backward begins with
+        ### A forward pass has ended: free all units but those that backward begins with
         """
         self.trace.end()
         for unit in self.units:
-            if not (unit._kept or unit.persistent or unit.users):
-                unit._cleanup_params()
+            if not (unit.kept_for or unit.persistent or unit.users):
+                unit.reshard()
 
     def fetch(self, wanted: list[Unit]) -> None:
         """
-        ### Unshard these, and start with what comes soon
+        ### Gather these units, and start with the ones that come soon
 
-        Raises `RuntimeError` where that is more than may be full.
+        Raises `RuntimeError` if that is more than may be full.
         """
         upcoming = self.trace.upcoming()
-        if not self._fit(*wanted):
-            spare = [unit for unit in self.units if unit.is_fetched
-                     and not (unit in wanted or unit.users or unit.persistent)]
-            # What comes last, or not at all, goes first.
-            spare.sort(key=lambda unit: upcoming.index(unit) if unit in upcoming else len(upcoming))
-            while spare and not self._fit(*wanted):
-                spare.pop()._cleanup_params()
-            wanted[0].expect(self._fit(*wanted), "cannot be fetched", "at most `max_live_numel`, "
-                             f"{self.max_live_numel:,} full elements",
-                             f"{self.live_numel(*wanted):,} with it", "raise the limit, wrap "
-                             "smaller layers, or let less persist")
+        self._make_room(wanted, upcoming)
         for unit in wanted:
             unit.fetch_params()
         for unit in self._soon(upcoming):
-            if not self._fit(unit):
+            if not self._fits([unit]):
                 break
             unit.fetch_params()
-        # What comes after these is read from its file.
+        # Read the shards of the next unit, if they rest in files.
         after = next((unit for unit in upcoming if not unit.is_fetched), None)
-        for g in after.flats if after is not None else ():
-            g.storage.read_async()
+        if after is not None:
+            for flat in after.flats:
+                flat.storage.read_async()
 
-    def live_numel(self, *wanted: Unit) -> int:
+    def _make_room(self, wanted: list[Unit], upcoming: list[Unit]) -> None:
         """
-        ### Elements of full parameters, those on their way among them; and with these also
+        #### Free units that nobody uses now, until the wanted ones fit
+
+        * `upcoming` are the units that the pass will reach, in order
+        """
+        if self._fits(wanted):
+            return
+        spare = [unit for unit in self.units if unit.is_fetched
+                 and not (unit in wanted or unit.users or unit.persistent)]
+        # The unit that comes last, or not at all, goes first.
+        spare.sort(key=lambda unit: upcoming.index(unit) if unit in upcoming else len(upcoming))
+        while spare and not self._fits(wanted):
+            spare.pop().reshard()
+        wanted[0].expect(self._fits(wanted), "cannot be fetched", "at most `max_live_numel`, "
+                         f"{self.max_live_numel:,} full elements",
+                         f"{self.live_numel(wanted):,} with it", "raise the limit, wrap "
+                         "smaller layers, or let less persist")
+
+    def live_numel(self, wanted: Iterable[Unit] = ()) -> int:
+        """
+        ### Elements of full parameters, those in flight and those of the wanted units included
         """
         return sum(unit.numel for unit in self.units
-                   if unit.is_fetched or unit._full_elsewhere or unit in wanted)
+                   if unit.is_fetched or unit.is_full_elsewhere or unit in wanted)
 
-    def _fit(self, *wanted: Unit) -> bool:
+    def _fits(self, wanted: list[Unit]) -> bool:
         """
-        #### Whether these may be full, beside those that are
+        #### Whether these units may be full beside those that are
         """
-        return self.max_live_numel is None or self.live_numel(*wanted) <= self.max_live_numel
+        return self.max_live_numel is None or self.live_numel(wanted) <= self.max_live_numel
 
-    def comes_again(self, unit: Unit, call: Call | None) -> bool:
+    def stays_full(self, unit: Any, call: Call | None) -> bool:
         """
-        ### Whether a unit that has computed comes so soon again that it stays full
+        ### Whether a unit computes again so soon that it stays full
 
         * `call` is the forward call that has ended; in backward there is none
 
-        Also if it is the very next one, whatever its size: to stay takes no memory that it has not.
+        If it is the very next one it stays whatever its size, because that takes no more memory
+        than it has already.
         """
-        upcoming, trace = self.trace.upcoming(), self.trace
-        if trace.kind == "forward" and call and call.outputs:
+        upcoming = self.trace.upcoming()
+        if self.trace.kind == "forward" and call is not None and call.outputs:
             if unit is self.root:
-                # Backward comes to it first, or right after the unit whose output is the model's.
+                # Backward reaches it first, or right after the unit that made the model's output.
                 return True
-            if trace.follows():
-                upcoming = upcoming + trace.learnt.get("backward", [])
+            if self.trace.follows():
+                upcoming = upcoming + self.trace.learnt.get("backward", [])
         following = next((each for each in upcoming if not each.users), None)
         return unit is following or unit in self._soon(upcoming)
 
     def _soon(self, upcoming: list[Unit]) -> list[Unit]:
         """
-        #### What comes soon: as many units as `prefetch_numel` has room for
+        #### The units that come soon: as many as `prefetch_numel` has room for
 
-        With those whose parameters they use, and with those that are full already.
+        Units whose parameters they use come with them. Units that are full already count too.
         """
         soon: list[Unit] = []
+        numel = 0
         for user in upcoming:
             for unit in (user, *user.externals):
-                if unit not in soon and not unit.users:
-                    if sum(each.numel for each in soon) + unit.numel > self.prefetch_numel:
-                        return soon
-                    soon.append(unit)
+                if unit in soon or unit.users:
+                    continue
+                numel += unit.numel
+                if numel > self.prefetch_numel:
+                    return soon
+                soon.append(unit)
         return soon
 
     def compare(self, unit: Unit) -> None:
         """
-        ### Have the ranks tell each other what they are about to gather
+        ### Have the ranks tell each other which unit they are about to gather
 
         All-gather of their labels; all ranks must call it. Raises `RuntimeError` on all of them if
-        one is about to gather something else.
+        one is about to gather another unit.
         """
         for rank, label in enumerate(unit.comm.gather(unit.label)):
             unit.expect(label == unit.label, "is about to be gathered, and the ranks diverged",
                         f"a gather of {unit.label}, on all ranks", f"of {label}, on rank {rank}",
-                        "put what depends on a rank's data into one "
-                        "unit, by `leaf_classes`")
+                        "put everything that depends on a rank's data into one unit, by "
+                        "`leaf_classes`")
 
     def range_of(self, unit: Unit) -> Any:
         """
-        ### A range by the unit's name, for profilers of CUDA
+        ### A range with the unit's name, for profilers of CUDA
         """
-        cuda = unit.device.type == "cuda"
-        return torch.cuda.nvtx.range(unit.label) if cuda else nullcontext()
+        if unit.device.type == "cuda":
+            return torch.cuda.nvtx.range(unit.label)
+        return nullcontext()

@@ -54,15 +54,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from zero3.comm import Communicator
+from zero3.comm import Communicator, Listener, Reducer, Silence
+from zero3.flat import own_modules
 from zero3.guards.contents import Known, uncompiled
 from zero3.guards.gradients import clip_grad_norm_
 from zero3.guards.options import MOST, expect, whole
-from zero3.layer import Zero3Layer, _own_modules
-from zero3.measure.ledger import Ledger, tensors_in
+from zero3.layer import Zero3Layer
+from zero3.measure.ledger import Ledger
 from zero3.offload import Offload
+from zero3.watch import tensors_in
 from zero3.whole_model.materialise import Deferred, Source, save
-from zero3.whole_model.units import Schedule, Unit
+from zero3.whole_model.units import TracedOrder, Unit
 
 Classes = type | Iterable[type]
 
@@ -82,17 +84,18 @@ class Zero3Model(nn.Module):
                  source: Source, prefetch_numel: int | None, max_live_numel: int | None,
                  persist_below_numel: int, offload: Offload | None, debug: bool):
         super().__init__()
-        self.comm, self.schedule = Communicator(), Schedule(debug)
+        self.comm, self.order = Communicator(), TracedOrder(debug)
         self.tied: dict[str, Any] = {}  # parameters with several names, by these
         self.layout: dict[nn.Module, list[str]] = {}  # which parameters a plain module has
-        self.units = self.schedule.units = self._wrap(model, layer_classes, leaf_classes, source,
+        self.units = self.order.units = self._wrap(model, layer_classes, leaf_classes, source,
                                                       offload)
         self.module: Any = self.units[0]
         self.training = model.training
+        self.reducer = Reducer(self.comm)
         for i, unit in enumerate(self.units):
             # One comm: the reduces of all units follow each other, and each unit has a number.
-            unit.layer_idx, unit.comm = i, self.comm
-            self.comm.names[i] = unit.label = f"layer {i} ({unit.path or 'the rest'})"
+            unit.layer_idx, unit.comm, unit.reducer = i, self.comm, self.reducer
+            self.comm.labels[i] = unit.label = f"layer {i} ({unit.path or 'the rest'})"
             unit.inside = [m for m in unit.module.modules() if isinstance(m, Unit)]
             for other in unit.inside:
                 other.outside.append(unit)
@@ -101,11 +104,11 @@ class Zero3Model(nn.Module):
         self.expect(max_live_numel is None or max_live_numel >= least_numel, "cannot be this "
                     "small", f"`max_live_numel` of at least {least_numel:,}, the rest and the "
                     "largest unit", max_live_numel, "raise it, or wrap smaller layers")
-        self.schedule.max_live_numel = max_live_numel
-        self.schedule.prefetch_numel = largest_numel if prefetch_numel is None else prefetch_numel
+        self.order.max_live_numel = max_live_numel
+        self.order.prefetch_numel = largest_numel if prefetch_numel is None else prefetch_numel
         self.mark_persistent_parameters(persist_below_numel)
         # What persists is gathered again after a step with shards of this model.
-        schedule, shards = weakref.ref(self.schedule), {*map(id, self.get_trainable_chunk())}
+        schedule, shards = weakref.ref(self.order), {*map(id, self.get_trainable_chunk())}
 
         def count(optimizer: Any, *_) -> None:
             stepped = [p for group in optimizer.param_groups for p in group["params"]]
@@ -176,7 +179,7 @@ class Zero3Model(nn.Module):
         for parent, name, layer, path in [*places, (None, "", model, "")]:
             if layer not in units:
                 module = source.make(self, layer, path)
-                own = {f"{path}.{at}".strip("."): m for at, m in _own_modules(module)}
+                own = {f"{path}.{at}".strip("."): m for at, m in own_modules(module)}
                 for m in own.values():
                     self.layout.setdefault(m, [*m._parameters])
                 ties = self._untie(own, {*owners, *(at_root if layer is not model else ())}, source)
@@ -184,7 +187,7 @@ class Zero3Model(nn.Module):
                 made |= source.fill(self, own, path, names)
                 for _, m, key in ties:
                     del vars(m)[key]
-                unit = Unit(module, self.schedule, path, isinstance(layer, leaves), source.device,
+                unit = Unit(module, self.order, path, isinstance(layer, leaves), source.device,
                             offload)
                 units[layer] = unit
                 # The streams of a wire are those of its parameters' device.
@@ -257,9 +260,9 @@ class Zero3Model(nn.Module):
 
         Raises `RuntimeError` where either is not of this model.
         """
-        users = [u for u in self.units for m in (u, *dict(_own_modules(u.module)).values())
+        users = [u for u in self.units for m in (u, *dict(own_modules(u.module)).values())
                  if m is module]
-        owners = [u for u in self.units for slot in u._slots() if slot.param is param]
+        owners = [u for u in self.units for slot in u.slots() if slot.param is param]
         self.expect(bool(users and owners), "cannot register this", "a module and a parameter of "
                     "this model", f"{type(module).__name__} and {type(param).__name__}",
                     "take them from the wrapped model")
@@ -340,30 +343,30 @@ class Zero3Model(nn.Module):
         those that are go on computing until all are. What is at the root stays full until the end,
         for every token needs it.
         """
-        root, plain, schedule = self.module, self.module.module, self.schedule
+        root, plain, order = self.module, self.module.module, self.order
         self._check_children()
         root.contents.check()
         # Shown, for a model may ask its own parameters for their device in between.
-        arrive = plain.register_forward_pre_hook(lambda *_: schedule.arrive(root))
+        arrive = plain.register_forward_pre_hook(lambda *_: order.arrive(root))
         with root.full_params(), root.contents, arrive:
-            schedule.stack.append(root)
+            order.stack.append(root)
             try:
                 if hasattr(plain, "generate"):
                     return plain.generate(*args, synced_gpus=self.comm.world_size > 1, **kwargs)
                 return continue_tokens(plain, *args, world_size=self.comm.world_size, **kwargs)
             finally:
-                schedule.stack.pop()
-                root._leave()
-                schedule.end_forward()
+                order.stack.pop()
+                root.leave()
+                order.end_forward()
 
     def release_all(self) -> None:
         """
         ### Free all full parameters, of persistent units too
         """
-        self.schedule.trace.end()
+        self.order.trace.end()
         for unit in self.units:
             unit.users.clear()
-            unit._cleanup_params()
+            unit.reshard()
 
     @torch.no_grad()
     def destroy(self, weights: bool = True) -> nn.Module:
@@ -382,8 +385,8 @@ class Zero3Model(nn.Module):
             with unit.full_params() if weights else nullcontext():
                 values = [slot.param.clone() if weights else
                           torch.empty(slot.view.shape, dtype=slot.view.dtype, device="meta")
-                          for slot in unit._slots()]
-            for slot, value in zip(unit._slots(), values, strict=True):
+                          for slot in unit.slots()]
+            for slot, value in zip(unit.slots(), values, strict=True):
                 new[slot.param] = nn.Parameter(value, slot.param.requires_grad)
                 if slot.hook:
                     slot.hook.remove()
@@ -414,7 +417,7 @@ class Zero3Model(nn.Module):
         rows, totals = [f"{'elements':>14} {'at rest':>14} {'full':>14}  tier    unit"], [0, 0, 0]
         for unit in self.units:
             rest_bytes = sum(g.shard.nbytes for g in unit.flats)
-            full = unit.is_fetched or unit._full_elsewhere
+            full = unit.is_fetched or unit.is_full_elsewhere
             full_bytes = sum(g.full.nbytes for g in unit.flats) * full
             tiers = "+".join(dict.fromkeys(g.storage.tier for g in unit.flats)) or "none"
             stays = ", persistent" * unit.persistent + ", leaf" * unit.leaf
@@ -424,7 +427,7 @@ class Zero3Model(nn.Module):
                         + f"  {tiers:7} {unit.label}{stays}")
         rows.append(" ".join(f"{cell:14,}" for cell in totals) + "          together")
         return "\n".join([f"rank {self.comm.rank} of {self.comm.world_size}", *rows,
-                          f"{self.schedule.trace.misses} passes differed from the last of their "
+                          f"{self.order.trace.misses} passes differed from the last of their "
                           "kind"])
 
 

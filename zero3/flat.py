@@ -1,0 +1,441 @@
+r"""
+# The flat parameter
+
+`FlatParameter` is one buffer that all parameters of a layer are views of. The layer shards, gathers
+and frees this buffer, and the parameters follow.
+
+**Two matrices on two ranks.** A layer with a weight $(2, 2)$ and a bias $(1,)$ has five elements. One
+more pads the buffer, so that two ranks get three each:
+
+| buffer | 0 | 1 | 2 | 3 | 4 | 5 |
+|---|---|---|---|---|---|---|
+| **holds** | weight | weight | weight | weight | bias | padding |
+| **belongs to** | rank 0 | rank 0 | rank 0 | rank 1 | rank 1 | rank 1 |
+
+The shards cut through parameters, and nothing minds. Ranks gather and reduce rows of the buffer,
+and an elementwise optimizer does not ask where an element belongs. One collective serves the whole
+layer, however many parameters it has:
+
+$$\text{collectives per unshard} = 1 \qquad \text{copies per unshard} = 0$$
+
+There are no copies, because the ranks gather straight into the buffer and the parameters are views
+of it. Freeing resizes the buffer's storage to zero bytes. The views stay, without memory, and so do
+those that autograd has saved for backward; when the same storage is filled again, all of them are
+valid again.
+
+**Run this**: `notebooks/03_one_layer.ipynb` follows one flat parameter through a step.
+
+**Not covered, and what that costs**: parameters of different data types, or frozen and trainable
+ones, are not in one buffer. A layer that mixes them has several, and sends several messages.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from zero3.guards.contents import is_sharded
+from zero3.guards.freed import FreedParameter, Owner
+from zero3.guards.gradients import mark
+
+# Each parameter once, with its names. It has several if the layer ties it to itself.
+NamedParams = dict[nn.Parameter, tuple[str, ...]]
+
+
+class Storage(Protocol):
+    """
+    ## Storage: where a shard rests
+
+    On the device, in CPU memory or in a file: see `offload.py`.
+    """
+
+    param: nn.Parameter  # (shard_numel,), what the optimizer is given
+    tier: str  # "device", "cpu" or "nvme"
+
+    def read_async(self) -> None: ...
+
+    def load(self) -> torch.Tensor: ...
+
+    def save(self) -> None: ...
+
+    def replace(self, values: torch.Tensor) -> None: ...
+
+    def release(self, stream: Any = None) -> None: ...
+
+
+class GradientSink(Protocol):
+    """
+    ## Gradient sink: where the reduced gradient of a shard goes
+
+    A flat parameter is one itself, and adds the gradient to its shard's `.grad`. `Zero3Optimizer`
+    hands in another one if the master weights rest elsewhere.
+    """
+
+    @property
+    def grad_device(self) -> torch.device: ...
+
+    def add_grad(self, total: torch.Tensor) -> None: ...
+
+    def drop_grad(self, set_to_none: bool = True) -> None: ...
+
+
+@dataclass(eq=False, repr=False)
+class Slot:
+    """
+    ## The place of one parameter in the flat parameter
+    """
+
+    param: nn.Parameter
+    names: tuple[str, ...]
+    offset: int  # elements
+    view: torch.Tensor  # of the flat parameter, in the parameter's shape
+    freed_class: type  # the `FreedParameter` with this parameter's name
+    hook: Any = None  # the handle of the hook on its gradient
+    version: int = 0  # the parameter's `_version` while its values are here
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.view.numel()
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """
+        ### This parameter's part of a buffer, in the parameter's shape
+
+        * `flat` is `(world_size * shard_numel,)`
+        """
+        return flat[self.offset : self.end].view(self.view.shape)
+
+
+class FlatParameter:
+    """
+    ## A flat parameter, its shard and its gradient
+    """
+
+    def __init__(self, owner: Owner, params: NamedParams, full: torch.Tensor, storage: Storage,
+                 aligned: Callable[[int, torch.dtype], int], cure: str):
+        """
+        ### Make the parameters views of a buffer
+
+        * `owner` is the layer that has these parameters
+        * `full` is `(world_size * shard_numel,)`, and has their values one after the other
+        * `storage` is where this rank's part of it rests
+        * `aligned` rounds a number of elements up to the place where the next parameter begins
+        * `cure` is the advice for whoever uses a freed parameter
+        """
+        self.owner = weakref.ref(owner)
+        self.full = full  # (world_size * shard_numel,), device; no bytes while it is freed
+        self.storage = storage
+        self.shard = storage.param  # (shard_numel,), what stays in memory
+        # Gradients from the other ranks arrive in the memory of this tensor.
+        self.receive_buffer = full
+        self.trains = False  # whether the parameters get gradients, as of the last forward
+        # The full gradient until it is reduced: (world_size * shard_numel,), device, of the shard's
+        # `grad_dtype`. `ready` has the names of the parameters whose gradients are in it.
+        self.grad: torch.Tensor | None = None
+        self.ready: set[tuple[str, ...]] = set()
+        # Who keeps the reduced gradient, if it does not rest in the shard.
+        self.sink: GradientSink | None = None
+        # Keep a copy of a reduced gradient that is a view of a whole bucket, because the rest of
+        # the bucket goes to files and its memory should be freed.
+        self.copies_views = False
+        self.shard_hooks: list[Any] = []  # handles of hooks on the shard
+        self.slots: list[Slot] = []
+        offset = 0
+        for param, names in params.items():
+            view = full[offset : offset + param.numel()].view(param.shape)
+            freed_class = FreedParameter.named(owner, names[0], cure)
+            self.slots.append(Slot(param, names, offset, view, freed_class))
+            offset += aligned(param.numel(), param.dtype)
+
+    # ---------------------------------------------------------------------------------- parameters
+
+    def open(self) -> None:
+        """
+        ### Let the parameters be used: their values are here
+        """
+        self.show()
+        self._set_versions(freed=False)
+
+    def close(self) -> None:
+        """
+        ### Report every use of the parameters from now on: their memory is about to be freed
+
+        torch counts the writes to a tensor in its `_version`. Before backward uses a tensor that
+        forward has saved, it compares the counts. A freed parameter gets another count, so a
+        backward pass that reaches it unexpectedly raises an error. Without this it would read
+        address zero and end the interpreter.
+        """
+        self.hide()
+        self._set_versions(freed=True)
+
+    def show(self) -> None:
+        """
+        ### Make the parameters ordinary ones
+        """
+        for slot in self.slots:
+            slot.param.__class__ = nn.Parameter
+
+    def hide(self) -> None:
+        """
+        ### Report every use of the parameters, although their values may still be here
+        """
+        for slot in self.slots:
+            slot.param.__class__ = slot.freed_class
+
+    def _set_versions(self, freed: bool) -> None:
+        """
+        #### Set the counts as forward saw them, or one higher while the parameters are freed
+        """
+        params = tuple(slot.param for slot in self.slots)
+        versions = tuple(slot.version + freed for slot in self.slots)
+        torch._C._autograd._unsafe_set_version_counter(params, versions)
+
+    def free(self) -> None:
+        """
+        ### Give the memory back
+
+        It is not enough to drop the tensor. Autograd keeps views of it for backward, so every layer
+        would stay in memory until then.
+        """
+        self.full.untyped_storage().resize_(0)
+
+    def look_at(self, full: torch.Tensor | None) -> None:
+        """
+        ### Point the parameters at another buffer, or back at their own, freed one
+
+        The parameter objects stay the same, so everything that refers to them goes on working.
+        """
+        with torch.inference_mode(False):
+            for slot in self.slots:
+                slot.param.__class__ = nn.Parameter
+                if full is None:
+                    # Whatever was written in the meantime belongs to the parameter from now on.
+                    slot.version = slot.param._version
+                slot.param.data = slot.view if full is None else slot.of(full)
+            if full is None:
+                self.close()
+            else:
+                self.open()
+
+    def written(self) -> str:
+        """
+        ### The name of a parameter that somebody has written to, or an empty string
+
+        Some modules give a parameter other memory with the same values, as `nn.LSTM` does on a GPU.
+        That is not a write; the parameter gets its place in the buffer back.
+        """
+        found = ""
+        # In a whole model the parameters may be closed already, and would report this as a use.
+        with torch._C.DisableTorchFunction():
+            for slot in self.slots:
+                if self._take_back(slot):
+                    found = slot.names[0]
+        return found
+
+    def _take_back(self, slot: Slot) -> bool:
+        """
+        #### Return a parameter to its place, and say whether somebody wrote to it
+        """
+        param = slot.param
+        written = param._version != slot.version
+        if param.data_ptr() != slot.view.data_ptr():
+            # Comparing waits for the device, but only modules that move parameters get here.
+            written = param.shape != slot.view.shape or not torch.equal(param, slot.view)
+            param.data = slot.view
+        if written:
+            slot.version = param._version
+        return written
+
+    def collect_writes(self, full: torch.Tensor) -> str:
+        """
+        ### Copy what was assigned to the parameters into the buffer that they looked at
+
+        Returns the problem with a parameter that no longer fits its place, or an empty string.
+        """
+        problem = ""
+        for slot in self.slots:
+            place = slot.of(full)
+            param = slot.param
+            if param.shape != place.shape or param.dtype != place.dtype:
+                problem = (f"`{slot.names[0]}` of {tuple(param.shape)}, {param.dtype}, in "
+                           f"place of {tuple(place.shape)}, {place.dtype}")
+            elif param.data_ptr() != place.data_ptr():
+                # `p.data = values` has left the buffer alone.
+                place.copy_(param)
+        return problem
+
+    def follow_requires_grad(self) -> bool:
+        """
+        ### Freeze or unfreeze the parameters as their shard is, and say whether that is a change
+
+        `model.requires_grad_(False)` reaches the shards, because `parameters()` yields them.
+        """
+        if self.trains == self.shard.requires_grad:
+            return False
+        self.trains = self.shard.requires_grad
+        # A freed parameter would report the change as a use.
+        with torch._C.DisableTorchFunction():
+            for slot in self.slots:
+                slot.param.requires_grad_(self.trains)
+        return True
+
+    # ------------------------------------------------------------------------------------ gradient
+
+    def padding(self) -> Iterator[slice]:
+        """
+        ### Where the buffer has padding: after a parameter, and at the end
+        """
+        begins = [*(slot.offset for slot in self.slots[1:]), len(self.full)]
+        for slot, begin in zip(self.slots, begins, strict=True):
+            if slot.end < begin:
+                yield slice(slot.end, begin)
+
+    def begin_grad(self, grad: torch.Tensor) -> None:
+        """
+        ### Collect the parameters' gradients in this buffer
+
+        * `grad` is `(world_size * shard_numel,)`, uninitialised
+        """
+        self.grad = grad
+        for padding in self.padding():
+            self.grad[padding].zero_()
+
+    def collect(self, slot: Slot, grad: torch.Tensor, factor: float) -> None:
+        """
+        ### Add `factor` times the gradient of one parameter to the flat gradient
+        """
+        assert self.grad is not None
+        grad = grad.to(self.grad.dtype)
+        if slot.names in self.ready:
+            # Reentrant checkpointing brings a gradient in parts, and a micro-batch under `no_sync`
+            # leaves its own here.
+            slot.of(self.grad).add_(grad, alpha=factor)
+        else:
+            torch.mul(grad, factor, out=slot.of(self.grad))
+        self.ready.add(slot.names)
+
+    def zero_missing(self) -> None:
+        """
+        ### Zero the gradients of parameters that got none
+
+        Their places hold whatever the memory held before.
+        """
+        assert self.grad is not None
+        for slot in self.slots:
+            if slot.names not in self.ready:
+                slot.of(self.grad).zero_()
+
+    def drop_full_grad(self) -> None:
+        """
+        ### Forget the full gradient
+        """
+        self.grad = None
+        self.ready.clear()
+
+    # The flat parameter is a gradient sink: the gradient rests in the shard's `.grad`.
+
+    @property
+    def grad_device(self) -> torch.device:
+        return self.shard.device
+
+    def add_grad(self, total: torch.Tensor) -> None:
+        """
+        ### Add to the shard's gradient
+
+        * `total` is the reduced gradient, `(shard_numel,)`
+        """
+        is_view = total.untyped_storage().nbytes() > total.nbytes
+        total = total.to(self.shard.device, copy=self.copies_views and is_view)
+        if self.shard.grad is None:
+            grad = mark(total, self, used=set())
+        else:
+            grad = mark(self.shard.grad.add_(total), self, used=None)
+        self.note_used(grad)
+        self.shard.grad = grad
+
+    def note_used(self, grad: Any) -> None:
+        """
+        ### Note which parameters a shard's gradient has something of
+        """
+        if grad.used is not None:
+            grad.used |= self.ready
+
+    def drop_grad(self, set_to_none: bool = True) -> None:
+        """
+        ### Forget the shard's gradient, or make it zero
+        """
+        if set_to_none:
+            self.shard.grad = None
+        elif self.shard.grad is not None:
+            self.shard.grad.zero_()
+
+
+# ------------------------------------------------------------------------------ a layer's parameters
+
+
+def own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """
+    ## A module and the modules inside, down to the next sharded layer
+
+    A module that is registered under several names comes once under each.
+    """
+    if is_sharded(module):
+        return
+    yield prefix, module
+    # Not `named_children`, which drops all names but the first.
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from own_modules(child, f"{prefix}{name}.")
+
+
+def find_params(module: nn.Module, owner: Owner, cure: str) -> NamedParams:
+    """
+    ## Find each parameter of a layer once, with its names
+
+    A `Zero3Layer` inside the module shards its own parameters.
+
+    Raises `RuntimeError` if a parameter is sharded already.
+    """
+    owner.expect(not is_sharded(module), "is given", "a plain module", module, cure)
+    found: NamedParams = {}
+    for prefix, child in own_modules(module):
+        for name, value in (*vars(child).items(), *child._parameters.items()):
+            owner.expect(not isinstance(value, FreedParameter), f"cannot shard `{prefix}{name}`",
+                         "a parameter of this layer alone", value, cure)
+        for name, param in child._parameters.items():
+            if param is not None:
+                found[param] = (*found.get(param, ()), prefix + name)
+    return found
+
+
+def alike(params: NamedParams) -> list[NamedParams]:
+    """
+    ## Split parameters into those that can share a buffer
+
+    They have one data type, and are all trainable or all frozen. Trainable ones come first, as in
+    labml's implementation.
+    """
+    kinds: dict[tuple[bool, torch.dtype], NamedParams] = {}
+    for param, names in params.items():
+        frozen = not param.requires_grad
+        kinds.setdefault((frozen, param.dtype), {})[param] = names
+    return [kinds[kind] for kind in sorted(kinds, key=lambda kind: kind[0])]
+
+
+def hide_params(modules: Iterable[nn.Module]) -> dict[nn.Module, dict[str, nn.Parameter | None]]:
+    """
+    ## Make the parameters of modules plain attributes
+
+    The modules still find them by the same names, and `parameters()` no longer yields them. So an
+    optimizer gets the shards and nothing else. Returns each module's parameters.
+    """
+    hidden = {}
+    # Each module once, also if it has two names.
+    for module in dict.fromkeys(modules):
+        hidden[module] = dict(module._parameters)
+        vars(module).update(hidden[module])
+        module._parameters.clear()
+    return hidden

@@ -1,0 +1,93 @@
+r"""
+# A freed parameter
+
+`FreedParameter` is the class of every parameter while its memory is freed, so that a use outside of
+its layer is an error with the parameter's name.
+
+A freed parameter keeps its shape, and its storage has no bytes. An operation on it would read
+address zero and end the interpreter, without a word about the cause:
+
+$$\text{bytes that its shape promises} > \text{bytes in its storage} = 0$$
+
+So the layer changes the *class* of each parameter, to a subclass of this one when it frees the
+memory and back to `nn.Parameter` when it fills it again. The object stays the same, in the module
+and wherever else somebody holds a reference to it.
+
+**Run this**: `zero3.Zero3Layer(torch.nn.Linear(2, 2)).module.weight + 1` in a Python session.
+
+**Not covered, and what that costs**: code that bypasses `__torch_function__`, in C++ for instance.
+"""
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+# Properties and methods that a freed parameter still answers, because they read no element.
+_PROPERTIES = ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad_fn",
+               "grad_dtype", "_version", "nbytes")
+_METHODS = ("dim", "numel", "size", "__len__", "element_size", "untyped_storage",
+            "is_floating_point", "is_complex")
+_METADATA = {*(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
+             *(getattr(torch.Tensor, name) for name in _METHODS),
+             vars(torch._C.TensorBase)["grad_dtype"].__set__}
+# A shard in a file can also be frozen, and asked for its gradient.
+_OF_SHARDS = {vars(torch._C.TensorBase)["grad"].__get__,
+              vars(torch._C.TensorBase)["requires_grad"].__set__, torch.Tensor.requires_grad_}
+
+
+class Owner(Protocol):
+    """
+    ## The layer that a parameter belongs to, as far as an error has to know it
+    """
+
+    label: str
+
+    def expect(self, good: bool, what: str, expected: Any, got: Any, cure: str) -> None: ...
+
+    def fetch_for_others(self) -> bool: ...
+
+
+class FreedParameter(nn.Parameter):
+    """
+    ## A parameter without memory
+
+    Each parameter gets a subclass of its own, which knows the parameter's name. So does a shard
+    while it rests in a file.
+    """
+
+    name: str
+    owner: weakref.ref
+    cure: str
+    is_shard: bool  # a shard that rests in a file
+
+    @classmethod
+    def named(cls, owner: Owner, name: str, cure: str, is_shard: bool = False
+              ) -> type["FreedParameter"]:
+        """
+        ### The subclass for one parameter
+
+        * `cure` is the advice that the error ends with
+        """
+        known = {"owner": weakref.ref(owner), "name": name, "cure": cure, "is_shard": is_shard}
+        return type("FreedParameter", (cls,), known)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        removes_grad = func == torch.Tensor.grad.__set__ and args[1] is None
+        if func in _METADATA or (cls.is_shard and (removes_grad or func in _OF_SHARDS)):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        owner = cls.owner()
+        # In a whole model a layer may use the parameter of another one, which is gathered then.
+        owner.expect(not cls.is_shard and owner.fetch_for_others(), f"freed `{cls.name}`",
+                     "a use in the layer's forward, or in `with layer.full_params():`",
+                     f"`{func.__name__}` outside", cls.cure)
+        return func(*args, **(kwargs or {}))
+
+    def __repr__(self, *, tensor_contents=None):
+        return f"<`{self.name}`, sharded by {self.owner().label}>"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)

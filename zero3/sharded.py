@@ -1,0 +1,294 @@
+r"""
+# A sharded module, for its users
+
+`Sharded` is everything that a sharded layer offers beside the training step: its full parameters,
+the norm of its gradient, and errors in place of wrong numbers.
+
+`Zero3Layer` is one of these, and has the training step itself. Read that first.
+
+A layer in shards looks like any other module, so people use it like one. They read a weight, clip a
+gradient, copy the model, write to a parameter. Each rank would do so with its own part, or with
+memory that is about to be freed. The methods here either do it for the whole layer, or raise an
+error that says how to do it. Take the weights 1, 2, 3 on two ranks, as shards (1, 2) and (3, 0):
+
+| a user | would get | gets |
+|---|---|---|
+| reads the weight | memory that is not there | an error that names `full_params()` |
+| clips by the norm of the shards | two norms, 2.24 and 3 | $\sqrt{2.24^2 + 3^2} = 3.74$ on both ranks |
+| writes to the weight in forward | a write that is lost after forward | an error |
+| pickles the layer | a part of a layer | an error that names `zero3.save` |
+
+$$\lVert w \rVert = \sqrt{\sum_{r} \lVert w_r \rVert^2}$$
+
+**Run this**: `python -m pytest tests/test_trust_heart.py` tries these and more.
+
+**Not covered, and what that costs**: `full_params()` holds the whole layer on each rank.
+"""
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero3.comm import ALONE, Communicator, Listener, Reducer, Transfer
+from zero3.flat import FlatParameter, Slot
+from zero3.guards.contents import Contents
+from zero3.guards.gradients import clip_grad_norm_
+from zero3.guards.options import expect, fail, whole
+from zero3.offload import Offload
+
+
+class Sharded(nn.Module):
+    """
+    ## A sharded module
+    """
+
+    module: nn.Module
+    device: torch.device
+    label: str  # what errors call it
+    layer_idx: int  # its place in a chain or a model
+    comm: Communicator
+    reducer: Reducer
+    listener: Listener
+    offload: Offload
+    contents: Contents
+    flats: list[FlatParameter]
+    is_fetched: bool
+    is_full_elsewhere: bool  # inside `full_params` the parameters are whole in other memory
+
+    # `Zero3Layer` has these two.
+
+    def gather_into(self, fulls: list[torch.Tensor]) -> Transfer:
+        raise NotImplementedError
+
+    def reshard(self) -> None:
+        raise NotImplementedError
+
+
+    # What to do about a parameter that is not where somebody looks for it.
+    cure = ("wrap each module once, put modules that share a parameter into one Zero3Layer, and "
+            "build the optimizer on `get_trainable_chunk()` after wrapping")
+    # What to do about a layer or a parameter that was added.
+    cure_for_new = ("wrap it in a `Zero3Layer` of its own, or assign it before this layer is "
+                    "wrapped; and build the optimizer afterwards")
+
+    @contextmanager
+    def full_params(self, writeback: bool = False) -> Iterator[dict[str, nn.Parameter]]:
+        """
+        ### The full parameters, by their original names
+
+        All ranks enter and leave. Inside, the layer may be read, called and written to. With
+        `writeback=True` the values that rank 0 wrote are sharded at the end. If a rank raises an
+        exception in the block, nothing is written, and the other ranks raise `RuntimeError`.
+        Afterwards the parameters are freed again: `clone` the values to keep.
+        """
+        self.reshard()
+        # Into another buffer, so that a view of it stays valid if somebody keeps one.
+        with torch.inference_mode(False), torch.no_grad():
+            fulls = [torch.empty_like(flat.full) for flat in self.flats]
+            self.gather_into(fulls).wait()
+        self.is_full_elsewhere = True
+        for flat, full in zip(self.flats, fulls, strict=True):
+            flat.look_at(full)
+        try:
+            yield {name: slot.param for slot in self.slots() for name in slot.names}
+        except BaseException as error:
+            if writeback and not isinstance(error, GeneratorExit):
+                # The other ranks are about to write back, and wait for this one.
+                self.comm.gather(f"{type(error).__name__}: {error}")
+            raise
+        else:
+            if writeback:
+                self._write_back(fulls)
+        finally:
+            self.is_full_elsewhere = False
+            for flat in self.flats:
+                flat.look_at(None)
+
+    @torch.no_grad()
+    def _write_back(self, fulls: list[torch.Tensor]) -> None:
+        """
+        #### Shard the values that rank 0 has written
+
+        First the ranks tell each other whether all of them are here with something to shard. If one
+        is not, all raise `RuntimeError`.
+        """
+        problem = ""
+        for flat, full in zip(self.flats, fulls, strict=True):
+            problem = flat.collect_writes(full) or problem
+        self.comm.agree(self, "is not written back, and is unchanged",
+                        "a block that ends without an error, and parameters of the same shape and "
+                        "type", problem, "look for the error on that rank; change values only")
+        for flat, full in zip(self.flats, fulls, strict=True):
+            self.comm.scatter(flat.storage.load(), full)
+            flat.storage.save()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """
+        ### Clip the gradient of this layer by its norm over all ranks
+
+        As for `Zero3Sequential`.
+        """
+        return clip_grad_norm_(self, max_norm, norm_type)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """
+        ### Drop the gradients of the shards, and the full ones that `no_sync` holds back
+        """
+        super().zero_grad(set_to_none)
+        for layer in self.modules():
+            if isinstance(layer, Sharded):
+                layer.drop_full_grads()
+
+    def drop_full_grads(self) -> None:
+        """
+        ### Drop the full gradients
+        """
+        for flat in self.flats:
+            flat.drop_full_grad()
+
+    def slots(self) -> Iterator[Slot]:
+        """
+        ### The places of all parameters in their flat parameters
+        """
+        for flat in self.flats:
+            yield from flat.slots
+
+    @property
+    def is_alone(self) -> bool:
+        return self.layer_idx == ALONE
+
+    def held_tensors(self) -> Iterator[torch.Tensor | None]:
+        """
+        ### What this layer holds beside its parameters, for whoever measures memory
+        """
+        for flat in self.flats:
+            yield flat.full
+            yield flat.grad
+        yield from self.reducer.held_tensors()
+        yield from self.offload.memory()
+
+    def fetch_for_others(self) -> bool:
+        """
+        ### Whether another layer may use this one's parameters, which are then gathered
+
+        `Unit`, the layer of a whole model, overrides this.
+        """
+        return False
+
+    def admits(self, layer: nn.Module) -> bool:
+        """
+        ### Whether a sharded layer may be inside this one
+
+        `Unit` overrides this, because a whole model knows all its layers.
+        """
+        return True
+
+    # -------------------------------------------------------------------------------------- checks
+
+    def expect(self, good: bool, what: str, expected: Any, got: Any, cure: str) -> None:
+        """
+        ### Raise an error that says where, what was expected, what was found, and what to do
+        """
+        if not good:
+            fail(self.comm.rank, self.label, what, expected, got, cure)
+
+    def warn_of_autocast(self) -> None:
+        """
+        ### Warn that autocast keeps a copy of each fp32 weight
+
+        Backward needs the copy. So the 16-bit copies of all layers stay in memory from forward to
+        backward, however early their fp32 parameters are freed.
+        """
+        if not (torch.is_autocast_enabled(self.device.type) and torch.is_grad_enabled()):
+            return
+        if any(flat.full.dtype == torch.float32 for flat in self.flats):
+            # The same words for each layer, because Python shows a warning once.
+            warnings.warn(
+                f"rank {self.comm.rank}: layers of fp32 run under autocast, which keeps a 16-bit "
+                "copy of every weight from forward to backward. To free these too, convert the "
+                "layers with `.bfloat16()` before wrapping and let `Zero3Optimizer` keep fp32 "
+                "masters.", stacklevel=4)
+
+    def refuse_writes(self) -> None:
+        """
+        ### Refuse a write to the parameters, because it is lost when they are freed
+        """
+        # Inside `full_params` a write is allowed.
+        if not self.is_fetched:
+            return
+        for flat in self.flats:
+            name = flat.written()
+            self.expect(
+                not name, f"has written to `{name}`", "parameters that only an "
+                "optimizer changes", "a write in forward or backward, which each rank would lose "
+                "with the full parameter", "write to the shards between two steps (`for p in "
+                "model.get_trainable_chunk(): p.clamp_(...)` under `torch.no_grad()`), or in `with "
+                "model.full_params(writeback=True)`")
+
+    def refuse_freed_outputs(self, tensors: list[torch.Tensor]) -> None:
+        """
+        ### Refuse an output that is a view of a parameter, because its memory is about to be freed
+        """
+        ours = {flat.full.untyped_storage().data_ptr() for flat in self.flats if len(flat.full)}
+        for tensor in tensors:
+            dense = tensor.layout == torch.strided
+            self.expect(not dense or tensor.untyped_storage().data_ptr() not in ours,
+                        "puts out freed memory", "a tensor of its own",
+                        f"a view of a parameter, {tensor.shape}", "clone it")
+
+    def refuse_double_backward(self) -> None:
+        """
+        ### Refuse a backward pass that is itself recorded, because a second one would follow it
+        """
+        recorded = torch.is_grad_enabled() and not self.is_full_elsewhere
+        self.expect(not recorded, "cannot go backward twice", "backward without `create_graph`",
+                    "a backward pass that is itself recorded: a gradient penalty, for instance, or "
+                    "a Hessian", "compute it in `with model.full_params():`")
+
+    def refuse_sparse(self, grad: torch.Tensor, name: str) -> None:
+        """
+        ### Refuse a gradient that has no place in the flat one
+        """
+        self.expect(grad.layout == torch.strided and not grad.requires_grad, "cannot reduce a "
+                    "gradient", "a dense one without a graph", f"{grad.layout}, `{name}`",
+                    "use `sparse=False`, and backward without `create_graph`")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """
+        ### Refuse `copy.copy`, `copy.deepcopy`, `pickle` and `torch.save`
+        """
+        self.contents.refuse_copies()
+
+
+def check_arguments(module: Any, rank: Any, world_size: Any) -> None:
+    """
+    ## Refuse arguments of `Zero3Layer` that cannot work
+    """
+    if not isinstance(module, nn.Module):
+        expect(False, "Zero3Layer", "a module", repr(module), "pass the layer itself, and not "
+               "its class", TypeError)
+    for number in (rank, world_size):
+        expect(number is None or whole(number), "Zero3Layer", "whole numbers for `rank` and "
+               "`world_size`", repr(number), "leave them out, and take the process group's",
+               TypeError)
+
+
+def check_chain(modules: Any) -> list[Any]:
+    """
+    ## Refuse modules that cannot be a chain
+    """
+    expect(isinstance(modules, Iterable), "Zero3Sequential", "a list of Zero3Layers",
+           type(modules), "pass `[layer]` for one", TypeError)
+    # A generator yields its layers a single time.
+    layers = list(modules)
+    expect(len(layers) > 0, "Zero3Sequential", "at least one layer", "none",
+           "look at the code that should have made the layers")
+    for i, layer in enumerate(layers):
+        if not isinstance(layer, Sharded):
+            raise TypeError(f"Zero3Sequential, element {i}. Expected: a Zero3Layer. Got: "
+                            f"{type(layer)}. What to do: wrap it, with parameters or without.")
+    return layers

@@ -1,0 +1,206 @@
+r"""
+# Watch: when a layer's backward begins and ends
+
+`Watch` puts hooks on the tensors that enter and leave a layer, so that the layer learns when its
+backward pass begins and when autograd no longer needs its parameters.
+
+Autograd walks the graph backward by itself and tells nobody which layer it has reached. Take two
+layers, $x \to \text{A} \to y \to \text{B} \to \text{loss}$. Backward brings these gradients, in
+this order:
+
+| gradient | the layers learn from it |
+|---|---|
+| of `loss`, B's output | B's backward begins: gather B, and start to gather A |
+| of B's parameters | collect them |
+| of `y`, B's input and A's output | B's backward is over: free B, reduce its gradients. A's begins |
+| of A's parameters | collect them |
+| of `x`, A's input, if it needs one | A's backward is over |
+
+The gradients of the parameters alone do not say that a layer is done. A frozen weight that lies
+below the last trainable one gets no gradient, yet autograd still needs its values to compute the
+gradient of the input. So a layer's backward is over when both are complete:
+
+$$\text{gradients of inputs} = \text{inputs that need one} \quad\text{and}\quad
+\text{gradients of parameters} = \text{parameters that need one}$$
+
+Some gradients never come: those of a parameter that the loss does not depend on, or of an output
+that nobody used. `at_end_of_backward` has the autograd engine call the layer once more at the end
+of the pass, and the layer then finishes whatever is left.
+
+**Run this**: `python -m zero3.whole_model` prints the order in which the layers of a small model
+compute, forward and backward.
+
+**Not covered, and what that costs**: a tensor is found in tuples, lists, dicts, dataclasses,
+attributes of modules and of other objects, one level deep. Backward does not announce a tensor that
+leaves a layer by another way.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Call:
+    """
+    ## One forward call of a layer
+
+    Only the hooks in the graph refer to it, so it lives exactly as long as the graph. A graph that
+    is dropped without a backward pass takes the call along.
+    """
+
+    inputs = 0  # tensors that came in and need a gradient
+    outputs = 0  # tensors that went out and need a gradient
+
+
+class Watch:
+    """
+    ## The calls of one layer, from forward to the end of their backward
+    """
+
+    def __init__(self, begin: Callable[..., None], event: Callable[..., None]):
+        """
+        ### Choose what to call
+
+        * `begin(call, grad)` is called when a gradient of an output of this call is there
+        * `event(call, grad)` is called when the gradient of an input of this call is complete
+        """
+        self.begin = begin
+        self.event = event
+        # Calls whose backward has not begun.
+        self.pending: weakref.WeakSet[Call] = weakref.WeakSet()
+        # Calls that this backward pass has reached, and the input gradients that they still owe.
+        self.entered: set[Call] = set()
+        self.inputs_left = 0
+        # Names of the parameters whose gradients this backward pass has brought.
+        self.arrived: set[tuple[str, ...]] = set()
+
+    def inputs(self, call: Call, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+        """
+        ### Watch the tensors that a call gets
+
+        Returns the arguments to call the module with.
+        """
+        watched = tuple(self._input(call, value) for value in args)
+        named = {name: self._input(call, value) for name, value in kwargs.items()}
+        return watched, named
+
+    def _input(self, call: Call, value: Any) -> Any:
+        """
+        #### Have an input say when its gradient is complete
+
+        The module gets a view of the tensor. The view's gradient is complete once *this layer* has
+        added its part. The gradient of the tensor itself also waits for everybody else who uses it.
+        A tensor inside a container cannot be exchanged for a view, because the container belongs to
+        the caller, so such a layer stays full a little longer.
+        """
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            value = value.view_as(value)
+        for tensor in tensors_in(value):
+            if tensor.requires_grad and torch.is_grad_enabled():
+                call.inputs += 1
+                tensor.register_hook(partial(self.event, call))
+        return value
+
+    def outputs(self, call: Call, tensors: Iterable[torch.Tensor]) -> None:
+        """
+        ### Have each of these outputs announce the backward pass
+        """
+        for tensor in tensors:
+            if tensor.requires_grad and torch.is_grad_enabled():
+                call.outputs += 1
+                self.pending.add(call)
+                tensor.register_hook(partial(self.begin, call))
+
+    def enter(self, call: Call) -> bool:
+        """
+        ### Note that backward has reached a call, and return whether that is news
+
+        A call with several outputs is announced several times.
+        """
+        if call in self.entered:
+            return False
+        self.entered.add(call)
+        self.pending.discard(call)
+        self.inputs_left += call.inputs
+        return True
+
+    def input_arrived(self, call: Call | None) -> None:
+        """
+        ### Note that the gradient of an input is complete
+
+        * `call` is `None` for the gradient of a parameter
+        """
+        if call in self.entered:
+            self.inputs_left -= 1
+
+    def reset(self) -> None:
+        """
+        ### The backward pass is over
+        """
+        self.entered.clear()
+        self.inputs_left = 0
+
+
+class _EndOfBackward:
+    """
+    ## What the autograd engine calls at the end of a backward pass
+
+    If backward raises an exception, the engine drops this object without calling it.
+    """
+
+    def __init__(self, settle: Callable[[bool], None]):
+        self.settle: Callable[[bool], None] | None = settle
+
+    def __call__(self) -> None:
+        settle = self.settle
+        self.settle = None
+        if settle is not None:
+            settle(False)
+
+    def __del__(self) -> None:
+        if self.settle is not None:
+            self.settle(True)
+
+
+def at_end_of_backward(settle: Callable[[bool], None]) -> None:
+    """
+    ## Have a function called at the end of the backward pass that is running
+
+    * `settle(raised)` gets whether the pass ended with an exception
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(settle))
+
+
+def in_backward() -> bool:
+    """
+    ## Whether the autograd engine is running on this thread
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def tensors_in(value: Any, look_inside: bool = True) -> Iterator[torch.Tensor]:
+    """
+    ## Every tensor in a nest of tuples, lists, dicts, dataclasses and attributes of modules
+
+    * `look_inside` says that objects of other classes are searched too: their attributes, but not
+      the objects in these, which could lead anywhere
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        value = [v for m in value.modules() for v in vars(m).values() if type(v) is torch.Tensor]
+    elif isinstance(value, Mapping):
+        value = list(value.values())
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, f.name) for f in dataclasses.fields(value)]
+    elif look_inside and hasattr(value, "__dict__"):
+        look_inside = False
+        value = [v for v in vars(value).values() if not isinstance(v, nn.Module)]
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item, look_inside)
