@@ -51,7 +51,7 @@ WAYS_IN = [f"docs/{name}.md" for name in "index life notation names ladder tape 
 CHAPTERS = [f"zero3/{name}.py" for name in """
     __init__ layer flat watch comm sharded offload
     guards/freed guards/contents guards/gradients guards/options guards/version
-    files/disk files/bench
+    files/memory files/disk files/in_file files/bench
     optimizer/buckets optimizer/states optimizer/stage3
     whole_model/units whole_model/materialise whole_model/wrap whole_model/__main__
     checkpoint/tensor_files checkpoint/reader checkpoint/entries checkpoint/save_load

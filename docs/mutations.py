@@ -241,10 +241,10 @@ MUTATIONS = [
             "and rank 1 does not. From then on they add gradients of losses that were multiplied "
             "by different scales."),
     Mutation(
-        "old-buffer", "offload.py", "InFile.release",
+        "old-buffer", "files/in_file.py", "InFile.release",
         title="A buffer that was given back still counts as read",
-        old="            self.buffer, self.held = None, False\n            self.present.clear()\n",
-        new="            self.buffer, self.held = None, False\n",
+        old="        self.held = False\n        self.present.clear()\n",
+        new="        self.held = False\n",
         breaks="I8", program="files",
         healthy="read in a step: 28,672 bytes, 1.00 times what `predict` says",
         symptom="read in a step: 16,384 bytes, 0.57 times what `predict` says",

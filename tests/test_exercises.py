@@ -134,7 +134,7 @@ class GathersAndCopies:
 class WaitsAtOnce:
     def fetch_params(self):
         if not (self.is_fetched or self.is_full_elsewhere) and self.flats:
-            self._settle_at_end_of_backward()
+            self.settle_at_end_of_backward()
             self.reducer.finish(self)
             self.is_fetched = True
             self.gather_into([g.full for g in self.flats]).wait()
@@ -143,7 +143,7 @@ class WaitsAtOnce:
 class GathersTwice:
     def fetch_params(self):
         if not self.is_full_elsewhere and self.flats:
-            self._settle_at_end_of_backward()
+            self.settle_at_end_of_backward()
             self.reducer.finish(self)
             self.is_fetched = True
             self._gather = self.gather_into([g.full for g in self.flats])
@@ -166,7 +166,7 @@ class GathersWithoutParameters:
 class WritesOverGradients:
     def fetch_params(self):
         if not (self.is_fetched or self.is_full_elsewhere) and self.flats:
-            self._settle_at_end_of_backward()
+            self.settle_at_end_of_backward()
             self.is_fetched = True
             self._gather = self.gather_into([g.full for g in self.flats])
 

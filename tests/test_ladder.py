@@ -90,7 +90,7 @@ def test_no_rung_holds_more_on_the_device_than_the_one_below(climbed):
     """
     At rest and at the highest moment; and from DDP on each shard that is cut makes it less. Off the
     device there are only whole layers, in turn. Breaks where a layer stays whole.
-    Proves I3, `Zero3Layer._cleanup_params`, `Zero3Layer.drop_full_grads`, `predict`.
+    Proves I3, `Zero3Layer._cleanup_params`, `Sharded.drop_full_grads`, `predict`.
     """
     rows, answer, _ = climbed
     for below, above in pairwise(rows.values()):

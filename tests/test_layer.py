@@ -92,7 +92,7 @@ def test_rank_0_gives_everybody_its_weights_and_buffers():
 def test_parameters_are_exactly_the_shards():
     """
     Trainable first, then frozen, and one per data type; the module's own are gone from the list.
-    Proves `Zero3Layer.__init__`, `Zero3Layer.get_trainable_chunk`, `FlatParameter`.
+    Proves `Zero3Layer.__init__`, `Sharded.get_trainable_chunk`, `FlatParameter`.
     """
     module = nn.Sequential(freeze(linear()), linear(), linear().double())
     layer = Zero3Layer(module)
@@ -338,7 +338,7 @@ def test_after_an_exception_nothing_is_left_and_the_next_step_is_good(when, worl
     I2 after an exception in the middle of a pass, in a chain and in a layer that stands alone; the
     gradients of the next step are those of an undisturbed one. Breaks without `_Settle.__del__`, or
     the `except` in `forward`.
-    Proves I2, `at_end_of_backward`, `Zero3Layer.forward`, `Zero3Layer.drop_full_grads`, `Reducer.drop`.
+    Proves I2, `at_end_of_backward`, `Zero3Layer.forward`, `Sharded.drop_full_grads`, `Reducer.drop`.
     """
     assert all(run(fail, world_size, when))
 

@@ -223,7 +223,7 @@ def test_pinned_memory_is_as_large_as_what_is_in_it():
     A shard in CPU memory, and the buffers of files, are registered with the device to the byte, and
     unregistered before the system has their memory back. Breaks with torch's pinned memory, which
     is rounded up to a power of two.
-    Proves `pinned`, `_Pages`, `copy_to`, `Store`.
+    Proves `pinned`, `_Pages`, `copy_to`, `Buffers`.
     """
     with Accelerator() as device:
         layer = Zero3Layer(nn.Linear(100, 100), offload=Offload("cpu"))

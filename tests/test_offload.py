@@ -369,7 +369,7 @@ def test_max_in_cpu_bytes_stay_in_memory_before_files_are_used(tmp_path):
 def test_buffers_grow_while_a_model_is_built_and_not_while_it_trains(tmp_path):
     """
     A growth is an event on the tape. Breaks where a shard gets a buffer of its own.
-    Proves `Store`, `Store.take`, `Store._grow`, `Offload.store`.
+    Proves `Buffers`, `Buffers.borrow`, `Buffers._grow`, `Offload.buffers_for`.
     """
     offload = Offload("nvme", tmp_path)
     model, optimizer = build(chain(), offload, offload)
@@ -381,7 +381,7 @@ def test_buffers_grow_while_a_model_is_built_and_not_while_it_trains(tmp_path):
     assert [m.data_ptr() for m in offload.memory()] == memory
     Zero3Layer(nn.Linear(100, 100), offload=offload)
     assert [m.data_ptr() for m in offload.memory()] != memory
-    offload.stores["params"].buffers += 1
+    offload.in_use["params"].number += 1
     with Ledger(model, optimizer) as tape:
         step(model, optimizer, 2)
     assert [e.bytes for e in tape.events if e.event == "buffers"] == [3 * (40960 + 4096)]
@@ -576,7 +576,7 @@ def refused(folder, mine=None):
 def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(bad, why, tmp_path):
     """
     Also where one rank's alone is bad; none is left waiting. It names the bytes that are needed.
-    Proves `Store.file`, `Communicator.agree`.
+    Proves `Buffers.new_file`, `Communicator.agree`.
     """
     bad = str(tmp_path / bad)
     for rank, error in enumerate(run(refused, 2, str(tmp_path), bad)):
@@ -615,7 +615,7 @@ def _too_small():
 def test_a_disk_that_is_too_small_says_so_before_training_and_what_it_lacks():
     """
     Breaks where space is taken with the first write, in the middle of a run.
-    Proves `Store.file`, `File.__init__`.
+    Proves `Buffers.new_file`, `File.__init__`.
     """
     on_a_small_disk("_too_small")
 

@@ -723,7 +723,7 @@ def raises_while_waiting():
 def test_gradients_that_wait_are_dropped_when_backward_raises():
     """
     Nothing is sent from the ruins of a backward, and the next one begins from nothing.
-    Proves `Bucket.drop`, `Zero3Layer.drop_full_grads`.
+    Proves `Bucket.drop`, `Sharded.drop_full_grads`.
     """
     assert run(raises_while_waiting, 2) == [([False], [None] * 3, True)] * 2
 

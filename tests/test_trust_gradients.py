@@ -96,7 +96,7 @@ def test_the_models_own_clip_takes_the_norm_of_the_whole_gradient():
     Norm and weights are those of plain PyTorch, in fp64, for three kinds of norm and four of
     models; and the norm has the same bits on all ranks. Breaks where a rank clips by its own
     shards.
-    Proves I1, `clip_grad_norm_`, `Zero3Sequential.clip_grad_norm_`, `Zero3Model.clip_grad_norm_`,
+    Proves I1, `clip_grad_norm_`, `ShardedModel.clip_grad_norm_`, `Zero3Model.clip_grad_norm_`,
     `Sharded.clip_grad_norm_`.
     """
     ranks = run(clip_rightly, 2) + run(clip_rightly, 3)
@@ -321,7 +321,7 @@ def test_every_way_to_drop_gradients_drops_them_wherever_they_rest():
     see what happened to the shard's `.grad`: norms of 1.30, 2.37, 3.03 in place of 1.30, 1.07,
     0.89.
     Proves I7, `GradientElsewhere`, `elsewhere`, `grad_of`, `set_grad`, `Owned.drop_grad`,
-    `Owned.spent`, `Owned.grad_norm`, `Zero3Sequential.zero_grad`, `Sharded.zero_grad`,
+    `Owned.spent`, `Owned.grad_norm`, `ShardedModel.zero_grad`, `Sharded.zero_grad`,
     `Zero3Model.zero_grad`.
     """
     plain = plain_chain()

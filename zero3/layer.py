@@ -82,7 +82,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -90,10 +90,9 @@ from torch import nn
 from zero3.comm import ALONE, Communicator, Listener, Reducer, Silence, Transfer
 from zero3.flat import FlatParameter, NamedParams, alike, find_params, hide_params, own_modules
 from zero3.guards.contents import Contents, Known, uncompiled
-from zero3.guards.gradients import clip_grad_norm_
 from zero3.offload import Offload
-from zero3.sharded import Sharded, check_arguments, check_chain
-from zero3.watch import Call, Watch, at_end_of_backward, in_backward, tensors_in
+from zero3.sharded import Alone, Schedule, Sharded, ShardedModel, check_arguments, check_chain
+from zero3.watch import Call, Watch, in_backward, tensors_in
 
 
 class Zero3Layer(Sharded):
@@ -143,8 +142,8 @@ class Zero3Layer(Sharded):
         self.label = type(module).__name__
         # Its place in a chain. `Zero3Sequential` sets it, and shares one reducer among its layers.
         self.layer_idx = ALONE
-        self.prev_layer: list[Zero3Layer] = []
-        self.next_layer: list[Zero3Layer] = []
+        self.prev_layer = []
+        self.next_layer = []
         self.reducer = Reducer(self.comm)
         self.schedule: Schedule = Alone()
         self.listener: Listener = Silence()
@@ -226,7 +225,9 @@ class Zero3Layer(Sharded):
         """
         for i, flat in enumerate(self.flats):
             if flat.follow_requires_grad():
-                self._add_backward_hooks(i)
+                # A freed parameter would report the hook as a use.
+                with torch._C.DisableTorchFunction():
+                    self._add_backward_hooks(i)
 
     def _add_backward_hooks(self, flat_index: int) -> None:
         """
@@ -242,16 +243,6 @@ class Zero3Layer(Sharded):
                 slot.hook = slot.param.register_post_accumulate_grad_hook(
                     lambda p, ours=ours, i=i: ours()(flat_index, i, p))
 
-    def get_trainable_chunk(self) -> list[nn.Parameter]:
-        """
-        ### This rank's trainable shards
-
-        1-D parameters, one per data type, for this rank's optimizer. An elementwise optimizer does
-        to a shard exactly what it would do to the parameters. There is one difference: a parameter
-        that was not used has no gradient in plain PyTorch, and a gradient of zero here.
-        """
-        return [flat.shard for flat in self.flats if flat.shard.requires_grad and len(flat.shard)]
-
     # ------------------------------------------------------------------------------------ unshard
 
     def fetch_params(self) -> None:
@@ -265,7 +256,7 @@ class Zero3Layer(Sharded):
         # A prefetch may have started it already.
         if self.is_fetched or self.is_full_elsewhere or not self.flats:
             return
-        self._settle_at_end_of_backward()
+        self.settle_at_end_of_backward()
         # Gradients of this layer may still be arriving, and they arrive in this very buffer.
         self.reducer.finish(self)
         self.is_fetched = True
@@ -352,7 +343,7 @@ class Zero3Layer(Sharded):
         # again. Its backward follows, so the layer stays full until then.
         recompute = in_backward()
         self._prepare(recompute)
-        self._settle_at_end_of_backward()
+        self.settle_at_end_of_backward()
         self.fetch_params()
         self._wait_params()
         self.listener.record(self, "compute")
@@ -397,7 +388,7 @@ class Zero3Layer(Sharded):
         Unshard again, and prefetch the layer that backward reaches next.
         """
         self.refuse_double_backward()
-        self._settle_at_end_of_backward()
+        self.settle_at_end_of_backward()
         if self.watch.enter(call):
             self.listener.record(self, "compute")
         self.fetch_params()
@@ -419,7 +410,7 @@ class Zero3Layer(Sharded):
         # The flat gradient gets a copy, so free the original.
         param.grad = None
         self.refuse_sparse(grad, slot.names[0])
-        self._settle_at_end_of_backward()
+        self.settle_at_end_of_backward()
         if flat.grad is None:
             # (world_size * shard_numel,), device, of the data type that the optimizer asks for
             full_grad = self._empty(len(flat.full), flat.shard.grad_dtype)
@@ -478,6 +469,12 @@ class Zero3Layer(Sharded):
             # No neighbour's backward will end this reduce, so end it now.
             self.reducer.finish(self)
 
+    def reduce(self) -> None:
+        """
+        ### Reduce the gradients that were held back, for other chapters
+        """
+        self._backup_grads()
+
     @torch.no_grad()
     def add_reduced(self, totals: list[torch.Tensor]) -> None:
         """
@@ -497,74 +494,13 @@ class Zero3Layer(Sharded):
             flat.receive_buffer.untyped_storage().resize_(0)
         self.listener.record(self, "free", None)
 
-    def _settle_at_end_of_backward(self) -> None:
-        """
-        #### Have the end of this backward pass call `settle`, once
-        """
-        if in_backward() and self not in self.reducer.unsettled:
-            self.reducer.unsettled.add(self)
-            at_end_of_backward(self.settle)
-
-    def settle(self, raised: bool) -> None:
-        """
-        ### Finish the layer's part of a backward pass
-
-        * `raised` says that the pass ended with an exception
-
-        Not every hook fires: some parameters were not used, some inputs got no gradient, some
-        layers were gathered in vain. So all layers finish here, before `backward()` returns, and
-        the last one finishes the reduces in flight. After an exception the layers that backward had
-        reached drop the gradients that are not on their way yet; the other gradients stay until
-        `zero_grad()`.
-        """
-        if raised and self.comm.broken:
-            return
-        self.watch.reset()
-        if raised:
-            self.reducer.drop(self)
-            self.drop_full_grads()
-        self._backup_grads()
-        self.reducer.unsettled.discard(self)
-        if not self.reducer.unsettled:
-            self.reducer.end()
-
-
-class Schedule(Protocol):
-    """
-    ## Schedule: which layers come next, and which stay full
-
-    A chain knows its neighbours. A whole model learns the order in which its layers compute.
-    """
-
-    def ahead(self, layer: Zero3Layer) -> list[Zero3Layer]:
-        """
-        ### The layers to gather while this one computes, in the direction of the pass
-        """
-
-    def stays_full(self, layer: Zero3Layer, call: Call) -> bool:
-        """
-        ### Whether a layer stays full after a forward call, because backward needs it at once
-        """
-
-
-class Alone:
-    """
-    ## The schedule of a layer that is in no chain
-    """
-
-    def ahead(self, layer: Zero3Layer) -> list[Zero3Layer]:
-        return []
-
-    def stays_full(self, layer: Zero3Layer, call: Call) -> bool:
-        return False
-
 
 class Chain:
     """
     ## The schedule of a chain: forward the next layer, backward the previous one
     """
 
-    def ahead(self, layer: Zero3Layer) -> list[Zero3Layer]:
+    def ahead(self, layer: Sharded) -> list[Sharded]:
         """
         ### The neighbour that computes next
         """
@@ -576,14 +512,14 @@ class Chain:
             return layer.prev_layer
         return layer.next_layer
 
-    def stays_full(self, layer: Zero3Layer, call: Call) -> bool:
+    def stays_full(self, layer: Sharded, call: Call) -> bool:
         """
         ### Whether this is the last layer, and a backward pass can follow
         """
         return not layer.next_layer and call.outputs > 0
 
 
-class Zero3Sequential(nn.Module):
+class Zero3Sequential(ShardedModel):
     """
     ## A chain of layers, each gathered while the one before it computes
     """
@@ -621,7 +557,7 @@ class Zero3Sequential(nn.Module):
         `forward` walks like this. Do it yourself if layers take more than one tensor: `for layer in
         model.walk(): x = layer(x, mask)`.
         """
-        self._refuse_changes()
+        self.refuse_changes(self.module_list)
         try:
             for layer in self.module_list:
                 layer.fetch_params()
@@ -648,34 +584,6 @@ class Zero3Sequential(nn.Module):
                 kwargs = {}
         return args[0]
 
-    def get_trainable_chunk(self) -> list[nn.Parameter]:
-        """
-        ### This rank's trainable shards, of all layers
-        """
-        # Each once, also if a layer is in the chain twice.
-        chunks = (chunk for layer in self.module_list for chunk in layer.get_trainable_chunk())
-        return list(dict.fromkeys(chunks))
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """
-        ### Clip the gradient of the whole model
-
-        * `max_norm` is the greatest norm that the mean gradient may have
-        * `norm_type` is the $p$ of the norm, or `math.inf`
-
-        All ranks call it in place of `torch.nn.utils.clip_grad_norm_`, which sees the shards of one
-        rank alone. Returns the norm before clipping, the same bits on all ranks.
-        """
-        return clip_grad_norm_(self, max_norm, norm_type)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """
-        ### Drop the gradients of all shards, and the full ones that `no_sync` holds back
-        """
-        super().zero_grad(set_to_none)
-        for layer in self.module_list:
-            layer.zero_grad(set_to_none)
-
     @contextmanager
     def full_params(self, writeback: bool = False) -> Iterator[dict[str, nn.Parameter]]:
         """
@@ -690,17 +598,3 @@ class Zero3Sequential(nn.Module):
                 params[layer] = stack.enter_context(layer.full_params(writeback))
             yield {f"{i}.{name}": p for i, layer in enumerate(self.module_list)
                    for name, p in params[layer].items()}
-
-    def _refuse_changes(self) -> None:
-        """
-        #### Refuse layers that were added to the chain or taken out of it
-
-        The layers learnt their neighbours when the chain was built.
-        """
-        if self.known.has_changed():
-            names = [name for name, _ in self.named_children()]
-            self.layers[0].expect(
-                False, "is in a chain whose layers have changed",
-                f"the {len(self.layers)} that it was built with",
-                f"{len(self.module_list)}, and submodules {names}",
-                "build a new `Zero3Sequential` of `Zero3Layer`s, and the optimizer on it")

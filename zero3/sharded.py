@@ -28,17 +28,18 @@ $$\lVert w \rVert = \sqrt{\sum_{r} \lVert w_r \rVert^2}$$
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from zero3.comm import ALONE, Communicator, Listener, Reducer, Transfer
 from zero3.flat import FlatParameter, Slot
-from zero3.guards.contents import Contents
+from zero3.guards.contents import Contents, Known
 from zero3.guards.gradients import clip_grad_norm_
 from zero3.guards.options import expect, fail, whole
 from zero3.offload import Offload
+from zero3.watch import Call, Watch, at_end_of_backward, in_backward
 
 
 class Sharded(nn.Module):
@@ -56,15 +57,27 @@ class Sharded(nn.Module):
     offload: Offload
     contents: Contents
     flats: list[FlatParameter]
+    watch: Watch
+    prev_layer: "list[Sharded]"
+    next_layer: "list[Sharded]"
     is_fetched: bool
     is_full_elsewhere: bool  # inside `full_params` the parameters are whole in other memory
 
-    # `Zero3Layer` has these two.
+    # `Zero3Layer` has these five.
+
+    def fetch_params(self) -> None:
+        raise NotImplementedError
 
     def gather_into(self, fulls: list[torch.Tensor]) -> Transfer:
         raise NotImplementedError
 
     def reshard(self) -> None:
+        raise NotImplementedError
+
+    def reduce(self) -> None:
+        raise NotImplementedError
+
+    def add_reduced(self, totals: list[torch.Tensor]) -> None:
         raise NotImplementedError
 
 
@@ -74,6 +87,47 @@ class Sharded(nn.Module):
     # What to do about a layer or a parameter that was added.
     cure_for_new = ("wrap it in a `Zero3Layer` of its own, or assign it before this layer is "
                     "wrapped; and build the optimizer afterwards")
+
+    def get_trainable_chunk(self) -> list[nn.Parameter]:
+        """
+        ### This rank's trainable shards
+
+        1-D parameters, one per data type, for this rank's optimizer. An elementwise optimizer does
+        to a shard exactly what it would do to the parameters. There is one difference: a parameter
+        that was not used has no gradient in plain PyTorch, and a gradient of zero here.
+        """
+        return [flat.shard for flat in self.flats if flat.shard.requires_grad and len(flat.shard)]
+
+    def settle_at_end_of_backward(self) -> None:
+        """
+        ### Have the end of this backward pass call `settle`, once
+        """
+        if in_backward() and self not in self.reducer.unsettled:
+            self.reducer.unsettled.add(self)
+            at_end_of_backward(self.settle)
+
+    def settle(self, raised: bool) -> None:
+        """
+        ### Finish the layer's part of a backward pass
+
+        * `raised` says that the pass ended with an exception
+
+        Not every hook fires: some parameters were not used, some inputs got no gradient, some
+        layers were gathered in vain. So all layers finish here, before `backward()` returns, and
+        the last one finishes the reduces in flight. After an exception the layers that backward had
+        reached drop the gradients that are not on their way yet; the other gradients stay until
+        `zero_grad()`.
+        """
+        if raised and self.comm.broken:
+            return
+        self.watch.reset()
+        if raised:
+            self.reducer.drop(self)
+            self.drop_full_grads()
+        self.reduce()
+        self.reducer.unsettled.discard(self)
+        if not self.reducer.unsettled:
+            self.reducer.end()
 
     @contextmanager
     def full_params(self, writeback: bool = False) -> Iterator[dict[str, nn.Parameter]]:
@@ -262,6 +316,87 @@ class Sharded(nn.Module):
         ### Refuse `copy.copy`, `copy.deepcopy`, `pickle` and `torch.save`
         """
         self.contents.refuse_copies()
+
+
+class ShardedModel(nn.Module):
+    """
+    ## A model of sharded layers, for its users
+    """
+
+    layers: tuple[Sharded, ...]  # those that it was built with
+    known: Known
+
+    def get_trainable_chunk(self) -> list[nn.Parameter]:
+        """
+        ### This rank's trainable shards, of all layers
+        """
+        # Each once, also if a layer is in a chain twice.
+        chunks = (chunk for layer in self.layers for chunk in layer.get_trainable_chunk())
+        return list(dict.fromkeys(chunks))
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """
+        ### Clip the gradient of the whole model
+
+        * `max_norm` is the greatest norm that the mean gradient may have
+        * `norm_type` is the $p$ of the norm, or `math.inf`
+
+        All ranks call it in place of `torch.nn.utils.clip_grad_norm_`, which sees the shards of one
+        rank alone. Returns the norm before clipping, the same bits on all ranks.
+        """
+        return clip_grad_norm_(self, max_norm, norm_type)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """
+        ### Drop the gradients of all shards, and the full ones that `no_sync` holds back
+        """
+        super().zero_grad(set_to_none)
+        for layer in self.layers:
+            layer.zero_grad(set_to_none)
+
+    def refuse_changes(self, layers: nn.ModuleList) -> None:
+        """
+        ### Refuse layers that were added to a chain or taken out of it
+
+        The layers learnt their neighbours when the chain was built.
+        """
+        if self.known.has_changed():
+            names = [name for name, _ in self.named_children()]
+            self.layers[0].expect(
+                False, "is in a chain whose layers have changed",
+                f"the {len(self.layers)} that it was built with",
+                f"{len(layers)}, and submodules {names}",
+                "build a new `Zero3Sequential` of `Zero3Layer`s, and the optimizer on it")
+
+
+class Schedule(Protocol):
+    """
+    ## Schedule: which layers come next, and which stay full
+
+    A chain knows its neighbours. A whole model learns the order in which its layers compute.
+    """
+
+    def ahead(self, layer: Sharded) -> list[Sharded]:
+        """
+        ### The layers to gather while this one computes, in the direction of the pass
+        """
+
+    def stays_full(self, layer: Sharded, call: Call) -> bool:
+        """
+        ### Whether a layer stays full after a forward call, because backward needs it at once
+        """
+
+
+class Alone:
+    """
+    ## The schedule of a layer that is in no chain
+    """
+
+    def ahead(self, layer: Sharded) -> list[Sharded]:
+        return []
+
+    def stays_full(self, layer: Sharded, call: Call) -> bool:
+        return False
 
 
 def check_arguments(module: Any, rank: Any, world_size: Any) -> None:

@@ -14,7 +14,7 @@ the layer before computes, and it writes into the memory that the module's param
 * `self.is_fetched`: whether an unshard has started, since the last reshard
 * `self.is_full_elsewhere`: true inside of `with layer.full_params():`, where the parameters are whole
   in other memory
-* `self._settle_at_end_of_backward()`: call it before you start; if backward runs, its end will then tidy up
+* `self.settle_at_end_of_backward()`: call it before you start; if backward runs, its end will then tidy up
 * `self.reducer.finish(self)`: call it before you start, too. A reduce of this layer's
   gradients may still be on its way, and its messages arrive in the memory of `group.full`
 

@@ -472,7 +472,7 @@ class Entries:
         * `groups` is what `check` returned
         """
         for layer in {flat.layer for flat in self.flats}:
-            layer._cleanup_params()
+            layer.reshard()
         for flat in self.flats:
             if flat.owned:
                 flat.owned.recut(flat.states, self.state)

@@ -188,7 +188,7 @@ def disk_bytes(*holders: Any) -> int:
                           (holder.modules() if isinstance(holder, nn.Module) else (holder,))
                           if hasattr(part, "offload")}
     return sum(os.fstat(file.fd).st_size for offload in offloads
-               for store in offload.stores.values() for file in store.files)
+               for buffers in offload.in_use.values() for file in buffers.files)
 
 
 def exponents(optimizer: Any) -> dict[int, int]:

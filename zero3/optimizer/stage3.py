@@ -392,7 +392,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         for layer in reversed(self.layers):
             # What `no_sync` has held back, where no other micro-batch took it along; in backward's
             # order, which is the same on all ranks.
-            layer._backup_grads()
+            layer.reduce()
         before = torch.get_num_threads()
         for bucket in self.buckets:
             bucket.end()

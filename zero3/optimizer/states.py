@@ -185,13 +185,13 @@ class Owned:
             one = torch.empty(1, dtype=wide).expand(len(values))
             names = moments if self.master is not None else ["master", *moments]
             like = {name: one for name in names} | {"grad": one.to(self.grad_dtype)}
-            store = offload.store("states", layer, offload.buffers)
+            store = offload.buffers_for("states", layer, offload.buffers)
             self.states = InFile(store, layer, like)
             if self.master is None:
                 self.states.blank("master")["master"].copy_(values)
                 self.states.write_async("master")
-            if in_one_file:
-                storage.share(self.states.file)  # type: ignore[union-attr]
+            if in_one_file and isinstance(storage, InFile):
+                storage.share(self.states.file)
         elif shard.device == device and not isinstance(storage, InFile):
             self.holder = shard
         else:

@@ -77,6 +77,7 @@ from torch import nn
 from zero3.guards.contents import uncompiled
 from zero3.layer import Zero3Layer
 from zero3.offload import Offload
+from zero3.sharded import Sharded
 from zero3.watch import Call, in_backward
 
 
@@ -472,7 +473,7 @@ class TracedOrder:
     def root(self) -> Unit:
         return self.units[0]
 
-    def ahead(self, unit: Any) -> list[Zero3Layer]:
+    def ahead(self, layer: Sharded) -> list[Sharded]:
         """
         ### No units: `arrive` gathers ahead by itself, as far as the limits allow
         """

@@ -54,7 +54,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from zero3.comm import Communicator, Listener, Reducer, Silence
+from zero3.comm import Communicator, Reducer
 from zero3.flat import own_modules
 from zero3.guards.contents import Known, uncompiled
 from zero3.guards.gradients import clip_grad_norm_

@@ -1,0 +1,366 @@
+r"""
+# Tensors in a file
+
+`InFile` keeps tensors in a file, and brings them back into a buffer while something else computes.
+`Buffers` has the few buffers that all files of a rank share.
+
+Reading takes time, so a shard is asked for early and waited for late. Three layers whose shards rest
+in files, with two buffers:
+
+| moment | buffer 1 | buffer 2 |
+|---|---|---|
+| layer 0 is gathered | holds shard 0 | reads shard 1 |
+| layer 1 is gathered | reads shard 2 | holds shard 1 |
+| layer 2 is gathered | holds shard 2 | reads shard 1, for backward |
+
+The buffers are made while the model is built, and used again and again. So files cost no memory but
+
+$$\text{buffers} = \text{number} \cdot \text{the largest file, in whole blocks of the disk}$$
+
+**Run this**: `make train ARGS="--offload-params nvme --offload-optimizer nvme"`; the reads and
+writes are on the tape, `tape.png`.
+
+**Not covered, and what that costs**: files are scratch and end with the run. They have no name in
+their folder, so the system frees their space however the run ends, and several runs may share a
+folder; but `ls` does not show them, `df` does.
+"""
+
+import concurrent.futures
+import errno
+import os
+import resource
+import shutil
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero3.files.disk import SPARE_FILES, File, aligned, allow_more_files, whole_blocks
+from zero3.files.memory import pinned
+from zero3.guards.freed import FreedParameter
+
+
+class Buffers:
+    """
+    ## The buffers between the files of one rank and everything else
+
+    A buffer holds the largest file, rounded up to whole blocks of the disk. There are no more
+    buffers than are in use at once, so a file that needs one may have to wait until a write ends.
+    """
+
+    def __init__(self, folder: str | os.PathLike | None, direct: bool, queue_depth: int,
+                 block_bytes: int, owner: Any):
+        """
+        ### Start the threads that read and write
+
+        * `folder`, `direct`, `queue_depth` and `block_bytes` are as for `Offload`
+        * `owner` is a layer, whose device copies from the buffers
+        """
+        self.folder = Path(str(folder))
+        self.direct = direct
+        self.block_bytes = block_bytes
+        self.number = 0
+        self.buffer_bytes = 0
+        self.take_memory = None
+        if owner.device.type != "cpu":
+            self.take_memory = partial(pinned, owner.device)
+        self.event = torch.get_device_module(owner.device).Event
+        self.memory: list[torch.Tensor] = []  # all buffers
+        # Buffers that nobody has, each with the event after which it may be used.
+        self.free: list[tuple[torch.Tensor, Any]] = []
+        self.borrowers: list[InFile] = []  # the one that used its buffer last is at the end
+        self.files: weakref.WeakSet[File] = weakref.WeakSet()
+        self.workers = concurrent.futures.ThreadPoolExecutor(queue_depth, "zero3-offload")
+
+    def new_file(self, owner: Any, nbytes: int) -> File:
+        """
+        ### Make a file, or say on all ranks why not
+
+        It takes all its space now, so a disk that is too small says so before training starts.
+
+        Raises `RuntimeError` on all ranks.
+        """
+        made = None
+        problem = ""
+        try:
+            made = File(self.folder, nbytes, self.direct)
+            self.files.add(made)
+            if allow_more_files(made.fd) < SPARE_FILES:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        except (OSError, RuntimeError) as error:
+            # torch raises the latter if it cannot map a file.
+            problem = self._explain(error)
+        owner.comm.agree(owner, f"cannot offload to {self.folder}", f"a folder that takes {nbytes:,} "
+                         "bytes more from each rank", problem, "make the folder, let this user "
+                         "write to it, choose one on a larger disk, or raise the limit on open "
+                         "files (`ulimit -n`) before the start")
+        return made  # type: ignore[return-value]
+
+    def _explain(self, error: Exception) -> str:
+        """
+        #### Say in numbers what is missing
+        """
+        problem = f"{error}"
+        if getattr(error, "errno", None) == errno.ENOSPC:
+            problem += f" with {shutil.disk_usage(self.folder).free:,} bytes left"
+        if os.strerror(errno.EMFILE) in problem:
+            most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            problem = (f"{len(self.files) - 1} shards in files so far, and a limit of {most} "
+                       "files for all that the process opens (`ulimit -Hn`)")
+        return problem
+
+    def borrow(self, borrower: "InFile") -> torch.Tensor:
+        """
+        ### A buffer for somebody: `(buffer_bytes,)` uint8, aligned
+
+        If none is free, take back the one that was used longest ago, of those that nobody is
+        looking at. That waits for its write.
+        """
+        if self.buffer_bytes < borrower.nbytes or len(self.memory) < self.number:
+            self._grow(borrower)
+        if not self.free:
+            oldest = next(other for other in self.borrowers if not other.held)
+            oldest.release()
+        buffer, event = self.free.pop(0)
+        event.synchronize()
+        return buffer
+
+    def _grow(self, borrower: "InFile") -> None:
+        """
+        #### Make new buffers, as large as the largest file
+
+        While a model is built, each shard that is larger than those so far brings new ones. Nobody
+        is looking at the old ones then.
+        """
+        for other in list(self.borrowers):
+            other.release()
+        self.buffer_bytes = max(self.buffer_bytes, borrower.nbytes)
+        self.free.clear()
+        self.memory.clear()
+        for _ in range(self.number):
+            memory, buffer = aligned(self.buffer_bytes, self.take_memory)
+            self.memory.append(memory)
+            self.free.append((buffer, self.event()))
+        borrower.record("buffers", sum(memory.nbytes for memory in self.memory))
+
+
+class InFile:
+    """
+    ## Tensors that rest in a file
+
+    They lie one after the other, each from the beginning of a block, both in the file and in the
+    buffer. Several tensors in one file are read in one go. A tensor that is still in the buffer is
+    not read again.
+
+    | | buffer | when |
+    |---|---|---|
+    | `read_async` | borrowed, and being filled | while other layers or shards have their turn |
+    | `wait` | filled, and held | the layer is gathered, or the shard is stepped |
+    | `write_async` | being written to the file | the shard was stepped |
+    | `release`, or another file needs it | given back | reads and writes have ended |
+    """
+
+    tier = "nvme"
+
+    def __init__(self, buffers: Buffers, owner: Any, like: dict[str, torch.Tensor]):
+        """
+        ### Take space in a file
+
+        * `owner` is the layer that the tensors belong to
+        * `like` has a tensor of the same length and data type for each of them
+        """
+        self.buffers = buffers
+        # Weakly, because the buffers refer to this object, and outlive its model.
+        self.owner = weakref.ref(owner)
+        self.where: dict[str, tuple[int, int, torch.dtype]] = {}  # offset, bytes, data type
+        self.nbytes = 0
+        for name, tensor in like.items():
+            self.where[name] = (self.nbytes, tensor.nbytes, tensor.dtype)
+            self.nbytes += whole_blocks(tensor.nbytes)
+        self.file = buffers.new_file(owner, self.nbytes)
+        self.file.users.append(self)
+        self.param: Any = None
+        self.buffer: torch.Tensor | None = None
+        self.present: set[str] = set()  # tensors that are in the buffer, or on their way to it
+        self.held = False  # somebody is looking at the buffer
+        self.moving: dict[str, list[concurrent.futures.Future]] = {"read": [], "write": []}
+
+    def read_async(self, *names: str) -> None:
+        """
+        ### Begin to read these tensors, or all
+
+        This does not wait for the reading. It may wait for a buffer, or for a write to this file.
+        """
+        self._borrow()
+        missing = [name for name in names or self.where if name not in self.present]
+        if missing:
+            for user in self.file.users:
+                # Bytes that another one is writing are not in the file yet.
+                user._end("write")
+            self._start("read", missing)
+
+    def wait(self, *names: str) -> dict[str, torch.Tensor]:
+        """
+        ### Wait until these tensors are here, or all: views of the buffer, by name
+
+        They may be written to. The buffer stays until `write_async` or `release`.
+        """
+        self.read_async(*names)
+        return self._views()
+
+    def blank(self, *names: str) -> dict[str, torch.Tensor]:
+        """
+        ### The same without reading, to be filled
+        """
+        self._borrow()
+        self.present.update(names)
+        return self._views()
+
+    def write_async(self, *names: str) -> None:
+        """
+        ### Begin to write these tensors
+
+        This does not wait for the writing. Once it has ended, the buffer may go to another file.
+        """
+        self._start("write", names)
+        self.held = False
+        for user in self.file.users:
+            if user is not self:
+                # Its buffer no longer has what the file says.
+                user.release()
+
+    def release(self, stream: Any = None) -> None:
+        """
+        ### Give the buffer back
+
+        * `stream` is one that still copies from the buffer, if there is one
+        """
+        if self.buffer is None:
+            return
+        self._end("read")
+        self._end("write")
+        event = self.buffers.event()
+        if stream is not None:
+            event.record(stream)
+        self.buffers.free.append((self.buffer, event))
+        self.buffers.borrowers.remove(self)
+        self.buffer = None
+        self.held = False
+        self.present.clear()
+
+    def share(self, file: File) -> None:
+        """
+        ### Rest in another file from now on, at its beginning
+        """
+        self.release()
+        self.file = file
+        file.users.append(self)
+
+    # As a storage of a shard.
+
+    @torch.no_grad()
+    def become_parameter(self, owner: Any, values: torch.Tensor, trains: bool) -> None:
+        """
+        ### Make a parameter without elements, for an optimizer that asks what there is to train
+        """
+        without_memory = torch.empty(len(values), dtype=values.dtype)
+        without_memory.untyped_storage().resize_(0)
+        self.param = nn.Parameter(without_memory, trains)
+        self.param.__class__ = FreedParameter.named(
+            owner, "shard", "it rests in a file: look at it in `full_params()`, and step it with "
+            "`Zero3Optimizer`", is_shard=True)
+
+    def load(self) -> torch.Tensor:
+        """
+        ### The shard, in a buffer: `(shard_numel,)`
+        """
+        return self.wait("shard")["shard"]
+
+    def save(self) -> None:
+        """
+        ### Write the shard back
+        """
+        self.write_async("shard")
+        # Forget it, so that every unshard reads, whichever buffer happened to be free.
+        self.present.clear()
+        torch.autograd.graph.increment_version(self.param)
+
+    def replace(self, values: torch.Tensor) -> None:
+        """
+        ### Take over these values, rounded, without reading the old ones
+        """
+        self.blank("shard")["shard"].copy_(values)
+        self.save()
+
+    def record(self, event: str, nbytes: int) -> None:
+        """
+        ### Tell the layer's listener
+        """
+        owner = self.owner()
+        if owner is not None:
+            owner.listener.record(owner, event, nbytes, tier=self.tier)
+
+    def _borrow(self) -> None:
+        """
+        #### Have a buffer, as the one that used it last
+        """
+        if self.buffer is None:
+            self.buffer = self.buffers.borrow(self)
+        else:
+            self.buffers.borrowers.remove(self)
+        self.buffers.borrowers.append(self)
+
+    def _views(self) -> dict[str, torch.Tensor]:
+        """
+        #### The tensors, as views of the buffer
+        """
+        self._end("read")
+        # The caller may change them, and the threads must not write a mixture of old and new.
+        self._end("write")
+        self.held = True
+        assert self.buffer is not None
+        return {name: self.buffer[first : first + nbytes].view(dtype)
+                for name, (first, nbytes, dtype) in self.where.items()}
+
+    def _start(self, event: str, names: Iterable[str]) -> None:
+        """
+        #### Hand blocks to the threads
+
+        * `names` are tensors that lie side by side
+        """
+        assert self.buffer is not None
+        spans = [self.where[name][:2] for name in names]
+        begin = spans[0][0]
+        end = spans[-1][0] + whole_blocks(spans[-1][1])
+        block = self.buffers.block_bytes
+        for at in range(begin, end, block):
+            part = self.buffer[at : min(at + block, end)]
+            self.moving[event].append(
+                self.buffers.workers.submit(self.file.move, event == "write", part, at))
+        self.present.update(names)
+        self.record(event, end - begin)
+
+    def _end(self, event: str) -> None:
+        """
+        #### Wait for the blocks that are being read or written
+
+        Raises `RuntimeError` if a block did not arrive, as `Communicator.fail` does. All ranks stop
+        then, so nobody uses a file that is half written.
+        """
+        if not self.moving[event]:
+            return
+        concurrent.futures.wait(self.moving[event])
+        for block in self.moving[event]:
+            error = block.exception()
+            owner = self.owner()
+            if error and owner is not None:
+                owner.comm.fail(
+                    owner, f"could not {event} what rests in a file",
+                    f"{self.nbytes:,} bytes in {self.buffers.folder}", error,
+                    "look after the disk, and start again")
+        self.moving[event] = []
+        self.record({"read": "arrived", "write": "written"}[event], 0)
