@@ -60,7 +60,7 @@ class Tape(Ledger):
     most_numel = 0
 
     def record(self, *args, **kwargs):
-        self.most_numel = max(self.most_numel, self.model.schedule.live_numel())
+        self.most_numel = max(self.most_numel, self.model.order.live_numel())
         super().record(*args, **kwargs)
 
 
@@ -94,7 +94,7 @@ def train(ways, limits):
         found["weights"] = torch.cat([p.flatten().cpu() for p in params.values()])
         found["off"] = max((p - params[n]).abs().max().item() for n, p in plain.named_parameters())
     return found | {"units": {unit.path or "rest": unit.numel for unit in model.units},
-                    "tied": [*model.tied], "misses": model.schedule.trace.misses,
+                    "tied": [*model.tied], "misses": model.order.trace.misses,
                     "shards": sum(len(shard) for shard in model.get_trainable_chunk()),
                     "plain": sum(p.numel() for p in plain.parameters()),
                     "named": sum(t.numel() for t in plain.state_dict().values())}

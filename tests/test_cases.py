@@ -14,7 +14,7 @@ TOLERANCE = {"DataTypes": 1e-5}
 
 def at_rest(model):
     """No full parameter, no full gradient, and shards of the length that the formula gives."""
-    for layer in (m for m in model.modules() if hasattr(m, "groups")):
+    for layer in (m for m in model.modules() if hasattr(m, "flats")):
         assert not layer.is_fetched and not layer.watch.entered and not layer.reducer.unsettled
         for g in layer.flats:
             numel = sum(slot.view.numel() for slot in g.slots)

@@ -61,7 +61,7 @@ def train_some(names, options):
     worst = {}
     for name in names:
         worst[name], model = train_both(name, check=nothing_but_persistent, **options)
-        assert model.schedule.trace.misses == 0, (name, model.schedule.trace.misses)
+        assert model.order.trace.misses == 0, (name, model.order.trace.misses)
     return worst
 
 
@@ -71,7 +71,7 @@ def nothing_but_persistent(model):
         stays = unit.persistent and unit.is_fetched
         full_bytes = sum(g.full.untyped_storage().nbytes() for g in unit.flats)
         assert full_bytes == stays * sum(g.full.nbytes for g in unit.flats), unit.label
-        assert not unit.users and not model.schedule.stack
+        assert not unit.users and not model.order.stack
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -154,7 +154,7 @@ def change_the_way():
         for each in pair:
             each.step()
             each.zero_grad()
-        misses.append(model.schedule.trace.misses)
+        misses.append(model.order.trace.misses)
         worst = max(worst, off)
     return worst, misses
 
@@ -1116,7 +1116,7 @@ def test_a_trace_does_not_grow():
         model(tokens(0, 1)).sum().backward()
         with torch.no_grad():
             model(tokens(0, 1))
-        trace = model.schedule.trace
+        trace = model.order.trace
         longest.add((len(trace.left), *map(len, trace.learnt.values())))
     assert max(map(max, longest)) == 5 and len(longest) <= 2
 

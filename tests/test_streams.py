@@ -260,7 +260,7 @@ def overlap(kind, tier="cpu", replaced=None):
             layers = [*model.module_list]
         else:
             model = wrap(nn.Sequential(nn.Linear(6, 6), *modules), nn.Sequential, offload=offload)
-            layers = [m for m in model.modules() if getattr(m, "groups", None)]
+            layers = [m for m in model.modules() if getattr(m, "flats", None)]
             layers = [m for m in layers if isinstance(m.module, nn.Sequential)][-5:]
         comm = layers[0].comm
         comm.fetch_stream.name, comm.backup_stream.name = "fetch", "backup"

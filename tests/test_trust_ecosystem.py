@@ -239,7 +239,7 @@ def test_what_is_added_to_a_chain_is_noticed():
                 lambda m: setattr(m, "head", nn.Linear(2, 2))):
         model = chain()
         add(model)
-        assert "other layers than before" in message(lambda m=model: m(torch.ones(1, 4)))
+        assert "whose layers have changed" in message(lambda m=model: m(torch.ones(1, 4)))
     model = chain()
     model.module_list[1].module.bias = nn.Parameter(torch.ones(2))
     said = message(lambda: model(torch.ones(1, 4)))

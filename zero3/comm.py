@@ -1,17 +1,22 @@
 r"""
 # The communicator
 
-`Communicator` sends tensors between ranks: it starts a collective and returns, counts its bytes, and
-makes sure that all ranks do the same. `Reducer` keeps the one reduce-scatter that is in flight.
+`Communicator` sends tensors between ranks: it starts a collective and returns, counts its bytes,
+and makes sure that all ranks do the same. `Reducer` keeps the one reduce-scatter that is in flight.
 
-A training step has three kinds of communication. Each starts early and is waited for late, so that
-it overlaps computation. Two ranks with the shards (1, 2) and (3, 0):
+A training step has three kinds of communication. Two ranks with the shards (1, 2) and (3, 0), the
+gradients (2, 4, 6, 0) and (4, 0, 2, 0), and norms of their shards' gradients of 5 and 12:
 
-| collective | rank 0 | rank 1 | starts | is waited for |
+| | collective | rank 0 has | rank 1 has | both, or each, get |
 |---|---|---|---|---|
-| all-gather, "gather" | (1, 2) to (1, 2, 3, 0) | (3, 0) to (1, 2, 3, 0) | while layer $\ell - 1$ computes | before layer $\ell$ computes |
-| reduce-scatter, "reduce" | (1, 2, 3, 0) to (3, 2) | (2, 0, 1, 0) to (4, 0) | when a layer has its gradients | when the next layer has its own |
-| all-gather, "norm" | 5 to (5, 12) | 12 to (5, 12) | in the optimizer's step | at once |
+| gather | all-gather | 1 2 | 3 0 | 1 2 3 0 |
+| reduce | reduce-scatter | 1 2 3 0 | 2 0 1 0 | 3 2 on rank 0, 4 0 on rank 1 |
+| norm | all-gather | 5 | 12 | 5 12 |
+
+The gradients in the table are divided by the number of ranks already, so their sums are means. The
+first two collectives start early and are waited for late, so that they overlap computation: a
+gather starts when the layer before begins to compute, a reduce is waited for when the next layer
+has its gradients. A norm is waited for at once.
 
 Each rank sends $N-1$ times the bytes of a shard:
 

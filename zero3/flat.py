@@ -4,8 +4,8 @@ r"""
 `FlatParameter` is one buffer that all parameters of a layer are views of. The layer shards, gathers
 and frees this buffer, and the parameters follow.
 
-**Two matrices on two ranks.** A layer with a weight $(2, 2)$ and a bias $(1,)$ has five elements. One
-more pads the buffer, so that two ranks get three each:
+**Two matrices on two ranks.** A layer with a weight $(2, 2)$ and a bias $(1,)$ has five elements.
+One more pads the buffer, so that two ranks get three each:
 
 | buffer | 0 | 1 | 2 | 3 | 4 | 5 |
 |---|---|---|---|---|---|---|
@@ -373,7 +373,7 @@ class FlatParameter:
             self.shard.grad.zero_()
 
 
-# ------------------------------------------------------------------------------ a layer's parameters
+# ----------------------------------------------------------------------- parameters of a layer
 
 
 def own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -10,8 +10,8 @@ optimizer states that other ranks keep. ZeRO-3 uses both. Each rank keeps one sh
 It gathers a layer just before the layer computes, in forward and again in backward, and frees it
 right afterwards.
 
-**Three weights on two ranks.** A layer with the weights 1, 2 and 3 goes through a training step like
-this:
+**Three weights on two ranks.** A layer with the weights 1, 2 and 3 goes through a training step
+like this:
 
 | | rank 0 | rank 1 | |
 |---|---|---|---|
@@ -45,11 +45,11 @@ describe sharded parameters and their communication.
 | $N$, $r$ | `world_size`, the number of ranks, and `rank`, this one |
 | $K$ | optimizer bytes per parameter |
 
-Read `Zero3Layer` from top to bottom: shard, unshard, reshard, forward, backward, reduce. Method names
-are those of labml's implementation, and each says the standard term. Three files beside this one
-have the parts that it uses: `flat.py` the buffer that the parameters are views of, `comm.py` the
-collectives, `watch.py` the hooks that tell when a layer's backward begins and ends. Later chapters
-hand in parts of their own, each at one of five seams:
+Read `Zero3Layer` from top to bottom: shard, unshard, reshard, forward, backward, reduce. Method
+names are those of labml's implementation, and each says the standard term. Three files beside this
+one have the parts that it uses: `flat.py` the buffer that the parameters are views of, `comm.py`
+the collectives, `watch.py` the hooks that tell when a layer's backward begins and ends. Later
+chapters hand in parts of their own, each at one of five seams:
 
 | seam | a layer's attribute | here | later chapters hand in |
 |---|---|---|---|
@@ -547,7 +547,7 @@ class Zero3Sequential(ShardedModel):
             after.comm = before.comm
             after.reducer = before.reducer
         self.module_list: Any = nn.ModuleList(layers)
-        self.layers = tuple(layers)
+        self.sharded_layers = tuple(layers)
         self.known = Known([self, self.module_list])
 
     def walk(self) -> Iterator[Zero3Layer]:

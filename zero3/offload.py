@@ -19,8 +19,8 @@ files on an NVMe disk.
 | free | 1 2 | | |
 | the optimizer reads, steps and writes | 0.7 1.8 | 0.7 1.8 | |
 
-All files of a rank share a few buffers, which are made while the model is built. So a model in files
-takes no memory but theirs:
+All files of a rank share a few buffers, which are made while the model is built. So a model in
+files takes no memory but theirs:
 
 $$\text{buffers} = 2 \cdot \text{largest shard} \; + \; 5 \cdot \text{largest states of a shard}$$
 
@@ -31,7 +31,7 @@ bandwidth is enough, and which tier a model needs.
 | | the file is | the page cache |
 |---|---|---|
 | `direct=False` | mapped into memory, so reading is copying a tensor | holds the bytes a second time |
-| `direct=True` | read and written past the page cache, in blocks, by a few threads | stays unused |
+| `direct=True` | read and written past it, in blocks, by a few threads | stays unused |
 
 The first way is the one to understand, the second the one to use. `disk.py` has both behind one
 call.
@@ -39,14 +39,14 @@ call.
 **Run this**: `python -m zero3.offload bench --folder DIR` measures a disk both ways; `make train
 ARGS="--offload-params nvme --offload-optimizer nvme"` trains from files.
 
-**Not covered, and what that costs**: each shard in files has a file of its own, which stays open. So
-there are at most as many shards as the system's hard limit on open files allows (`ulimit -Hn`),
+**Not covered, and what that costs**: each shard in files has a file of its own, which stays open.
+So there are at most as many shards as the system's hard limit on open files allows (`ulimit -Hn`),
 less a few. Activations stay where they are computed. An optimizer of torch's cannot step a shard in
 a file, because it has no elements; `Zero3Optimizer` can. Layers are allocated and freed all the
 time, and glibc keeps some of that memory in pieces; `MALLOC_MMAP_THRESHOLD_=131072` in the
-environment makes it give all back, at some cost in speed. On an accelerator, gradients in CPU memory
-are in torch's pinned memory, which rounds each up to a power of two: up to twice the bytes that are
-predicted.
+environment makes it give all back, at some cost in speed. On an accelerator, gradients in CPU
+memory are in torch's pinned memory, which rounds each up to a power of two: up to twice the bytes
+that are predicted.
 """
 
 import os

@@ -14,7 +14,7 @@ error that says how to do it. Take the weights 1, 2, 3 on two ranks, as shards (
 | a user | would get | gets |
 |---|---|---|
 | reads the weight | memory that is not there | an error that names `full_params()` |
-| clips by the norm of the shards | two norms, 2.24 and 3 | $\sqrt{2.24^2 + 3^2} = 3.74$ on both ranks |
+| clips by the shards' norm | two norms, 2.24 and 3 | $\sqrt{2.24^2 + 3^2} = 3.74$, twice |
 | writes to the weight in forward | a write that is lost after forward | an error |
 | pickles the layer | a part of a layer | an error that names `zero3.save` |
 
@@ -323,7 +323,7 @@ class ShardedModel(nn.Module):
     ## A model of sharded layers, for its users
     """
 
-    layers: tuple[Sharded, ...]  # those that it was built with
+    sharded_layers: tuple[Sharded, ...]  # those that it was built with
     known: Known
 
     def get_trainable_chunk(self) -> list[nn.Parameter]:
@@ -331,7 +331,7 @@ class ShardedModel(nn.Module):
         ### This rank's trainable shards, of all layers
         """
         # Each once, also if a layer is in a chain twice.
-        chunks = (chunk for layer in self.layers for chunk in layer.get_trainable_chunk())
+        chunks = (chunk for layer in self.sharded_layers for chunk in layer.get_trainable_chunk())
         return list(dict.fromkeys(chunks))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -351,7 +351,7 @@ class ShardedModel(nn.Module):
         ### Drop the gradients of all shards, and the full ones that `no_sync` holds back
         """
         super().zero_grad(set_to_none)
-        for layer in self.layers:
+        for layer in self.sharded_layers:
             layer.zero_grad(set_to_none)
 
     def refuse_changes(self, layers: nn.ModuleList) -> None:
@@ -362,9 +362,9 @@ class ShardedModel(nn.Module):
         """
         if self.known.has_changed():
             names = [name for name, _ in self.named_children()]
-            self.layers[0].expect(
+            self.sharded_layers[0].expect(
                 False, "is in a chain whose layers have changed",
-                f"the {len(self.layers)} that it was built with",
+                f"the {len(self.sharded_layers)} that it was built with",
                 f"{len(layers)}, and submodules {names}",
                 "build a new `Zero3Sequential` of `Zero3Layer`s, and the optimizer on it")
 

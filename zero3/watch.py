@@ -12,7 +12,8 @@ this order:
 |---|---|
 | of `loss`, B's output | B's backward begins: gather B, and start to gather A |
 | of B's parameters | collect them |
-| of `y`, B's input and A's output | B's backward is over: free B, reduce its gradients. A's begins |
+| of `y`, which is B's input | B's backward is over: free it, reduce its gradients |
+| of `y`, which is A's output | A's backward begins |
 | of A's parameters | collect them |
 | of `x`, A's input, if it needs one | A's backward is over |
 

@@ -4,8 +4,8 @@ r"""
 `InFile` keeps tensors in a file, and brings them back into a buffer while something else computes.
 `Buffers` has the few buffers that all files of a rank share.
 
-Reading takes time, so a shard is asked for early and waited for late. Three layers whose shards rest
-in files, with two buffers:
+Reading takes time, so a shard is asked for early and waited for late. Three layers whose shards
+rest in files, with two buffers:
 
 | moment | buffer 1 | buffer 2 |
 |---|---|---|
@@ -94,7 +94,8 @@ class Buffers:
         except (OSError, RuntimeError) as error:
             # torch raises the latter if it cannot map a file.
             problem = self._explain(error)
-        owner.comm.agree(owner, f"cannot offload to {self.folder}", f"a folder that takes {nbytes:,} "
+        owner.comm.agree(owner, f"cannot offload to {self.folder}",
+                         f"a folder that takes {nbytes:,} "
                          "bytes more from each rank", problem, "make the folder, let this user "
                          "write to it, choose one on a larger disk, or raise the limit on open "
                          "files (`ulimit -n`) before the start")

@@ -5,9 +5,9 @@ r"""
 real run.
 
 A sharded layer promises bytes: so many at rest, so many at the peak, so many on the wire. A promise
-like this is checked where the bytes are. `Communicator` counts what it sends as it starts; and at every
-event the `Ledger` adds up the storages that the model then really holds, instead of believing what
-each event says of itself.
+like this is checked where the bytes are. `Communicator` counts what it sends as it starts; and at
+every event the `Ledger` adds up the storages that the model then really holds, instead of believing
+what each event says of itself.
 
 $$\text{live} = \sum_{\text{distinct storages } s} \text{bytes}(s)
 \qquad \text{peak} = \max_{\text{events}} \text{live}$$

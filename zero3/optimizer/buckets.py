@@ -15,8 +15,8 @@ fixed time once each. In a bucket they pay it once. Three layers with 4 elements
 $$\text{time} = \text{collectives} \cdot \text{fixed time} +
 \frac{\text{bytes}}{\text{bandwidth}}$$
 
-The bytes are the same. The price is memory: full gradients stay until the bucket leaves, and while it
-is in flight they are in memory twice, packed and unpacked.
+The bytes are the same. The price is memory: full gradients stay until the bucket leaves, and while
+it is in flight they are in memory twice, packed and unpacked.
 
 **Run this**: `make train ARGS="--bucket-kib 1024"`.
 

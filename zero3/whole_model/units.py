@@ -1,8 +1,8 @@
 r"""
 # Units: a whole model learns its own order
 
-A `Unit` is a layer of a whole model. `TracedOrder` learns in which order the units compute, and says
-when each one is gathered and when it is freed.
+A `Unit` is a layer of a whole model. `TracedOrder` learns in which order the units compute, and
+says when each one is gathered and when it is freed.
 
 A `Zero3Sequential` knows which layer comes next, because it is a chain. A model that is written
 freely does not: its layers stand in lists, they branch, some are called twice. But each step does
@@ -28,9 +28,9 @@ $$\underbrace{u_1, \ldots, u_p}_{\text{seen}}\;
 u_{p+k+1}, \ldots
 \qquad \sum_{i=1}^{k} P_{u_{p+i}} \le \text{elements to prefetch}$$
 
-One rule serves three purposes. Units that come *soon* are prefetched. A unit that comes soon *again*
-is not freed in between. And because backward follows right after forward, the last units stay full,
-which saves their second all-gather. DeepSpeed calls these `stage3_prefetch_bucket_size`,
+One rule serves three purposes. Units that come *soon* are prefetched. A unit that comes soon
+*again* is not freed in between. And because backward follows right after forward, the last units
+stay full, which saves their second all-gather. DeepSpeed calls these `stage3_prefetch_bucket_size`,
 `stage3_max_reuse_distance` and its trace. Prefetching along a recorded sequence is section 6.2 of
 [ZeRO-Infinity](https://arxiv.org/abs/2104.07857).
 
@@ -52,11 +52,12 @@ once for all of them. At any moment a unit is in one of these states:
 | staying | whole | closed | it computes again, or the pass ends, or the optimizer steps |
 
 *Closed* means that the parameters are of a class that reports each use. So the first time that one
-unit uses a parameter of another one it is noticed, even if that one happens to be whole; section 7.1
-of the paper calls such parameters external. From then on both are gathered together, forward and
-backward.
+unit uses a parameter of another one it is noticed, even if that one happens to be whole; section
+7.1 of the paper calls such parameters external. From then on both are gathered together, forward
+and backward.
 
-**Run this**: `python -m zero3.whole_model` prints the order of events in two steps of a small model.
+**Run this**: `python -m zero3.whole_model` prints the order of events in two steps of a small
+model.
 
 **Not covered, and what that costs**: a unit that is called outside the model's own forward is
 gathered on demand; other methods of the model that use parameters of the root raise errors. A layer

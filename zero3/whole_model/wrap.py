@@ -1,24 +1,30 @@
 r"""
-# Whole models: wrap them where they stand
+# Whole models
 
-`wrap` turns the layers of any model into units, which are sharded, fetched and freed by themselves;
-the model is called as before.
+`wrap` shards a model as it is: each of its layers becomes a unit, which is gathered and freed by
+itself, and the model is called as before.
 
-In `Zero3Sequential` a model is a chain that was built for it. Here the model is whatever it is, and
-its layers are named by their classes. Each becomes a `Unit` in the place where it stands, and what
-is left over becomes one more, around all of them: embeddings, a last norm, a head.
+A `Zero3Sequential` is a chain that was built on purpose. Here the model is written freely, and its
+layers are named by their classes. Each becomes a `Unit` in its place. The rest, the *root*, becomes
+one more unit around all of them: embeddings, a last norm, a head. Take a GPT with 100 parameters
+outside its three blocks of 60 each, on two ranks:
 
-$$\underbrace{P_{\text{rest}}}_{\text{forward and backward}} + \;
-\underbrace{P_\ell + \text{what is fetched ahead}}_{\text{in turn}}
+| unit | parameters | at rest, on each rank | full |
+|---|---|---|---|
+| the root | 100 | 50 | through forward and backward |
+| each block | 60 | 30 | while it or the block before it computes |
+| together | 280 | 140 | at most 100 + 60 + 60 |
+
+$$\underbrace{P_{\text{root}}}_{\text{forward and backward}} + \;
+\underbrace{P_\ell + \text{prefetched}}_{\text{one after the other}}
 \;\ge\; \text{full elements at any moment}$$
 
-Where units lie inside of one another, or use each other's parameters, $P_\ell$ is of all of those
-together; what persists comes on top.
+If units lie inside each other, or use each other's parameters, $P_\ell$ counts all of them;
+persistent units come on top.
 
-A parameter under two names, an embedding and a head for instance, has one owner, one shard and one
-gradient. Inside of a unit nothing has to be done for that. Between units the owner is the root if
-it has the parameter, else the first unit that does; for the others it is a parameter of somebody
-else, which is fetched along with them.
+A parameter with two names, of an embedding and a head for instance, has one owner, one shard and
+one gradient. Between units, the root owns it if it has it, and otherwise the first unit that does.
+For the other units it is an external parameter, and is gathered together with them.
 
 | argument | DeepSpeed's name for it |
 |---|---|
@@ -29,22 +35,21 @@ else, which is fetched along with them.
 | `mark_persistent_parameters` | the same, with `stage3_model_persistence_threshold` |
 | `register_external_parameter` | the same |
 
-**Run this**: `python -m zero3.whole_model` writes down what happens in two steps of a small model,
-before its order is known and after; `make bench ARGS="--peers zero3 wrap"` measures `wrap` beside a
-`Zero3Sequential` of the same layers.
+**Run this**: `python -m zero3.whole_model` prints the order of events in two steps of a small
+model, before its order is known and after; `make bench ARGS="--peers zero3 wrap"` measures `wrap`
+beside a `Zero3Sequential` of the same layers.
 
-**Not covered, and what that costs**: ranks must come to the same units in the same order, so what
-depends on a rank's data belongs inside of one, by `leaf_classes`. A parameter that is smaller than
-its unit saves no message by staying full: a unit is gathered as one flat parameter, and persists as
-a whole. `predict` knows chains only. Of the model's methods, `forward` and `generate` fetch what
-they need. Layers that train are added to the plain model, before `wrap` or after `destroy`; others
-raise an error in the next forward. `isinstance` says what a unit's module is, but not what the
-whole model is: ask `model.module`.
+**Not covered, and what that costs**: ranks must reach the same units in the same order, so
+everything that depends on a rank's data belongs inside one unit, by `leaf_classes`. A unit persists
+as a whole: one small parameter in it would save no message. `predict` covers chains only. Of the
+model's methods, `forward` and `generate` gather what they need. Add trainable layers to the plain
+model, before `wrap` or after `destroy`; otherwise the next forward raises an error. `isinstance`
+says what a unit's module is, but not what the whole model is: ask `model.module`.
 """
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,13 +60,13 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zero3.comm import Communicator, Reducer
-from zero3.flat import own_modules
+from zero3.flat import Slot, own_modules
 from zero3.guards.contents import Known, uncompiled
-from zero3.guards.gradients import clip_grad_norm_
-from zero3.guards.options import MOST, expect, whole
+from zero3.guards.options import MOST, expect, fail, whole
 from zero3.layer import Zero3Layer
 from zero3.measure.ledger import Ledger
 from zero3.offload import Offload
+from zero3.sharded import ShardedModel
 from zero3.watch import tensors_in
 from zero3.whole_model.materialise import Deferred, Source, save
 from zero3.whole_model.units import TracedOrder, Unit
@@ -69,36 +74,56 @@ from zero3.whole_model.units import TracedOrder, Unit
 Classes = type | Iterable[type]
 
 
-class Zero3Model(nn.Module):
+class Zero3Model(ShardedModel):
     """
     ## A whole model, sharded unit by unit
 
-    `wrap` makes it. It is called like the model, and can be asked for the model's attributes.
+    `wrap` makes it. It is called like the model, and has the model's attributes.
     """
 
-    # What the wire asks of a layer, for errors that concern no unit alone.
-    expect: Any = Zero3Layer.expect
     label = "the model"
 
-    def __init__(self, model: nn.Module, layer_classes: Classes, leaf_classes: Classes,
-                 source: Source, prefetch_numel: int | None, max_live_numel: int | None,
-                 persist_below_numel: int, offload: Offload | None, debug: bool):
+    def __init__(self, model: nn.Module, layer_classes: tuple[type, ...],
+                 leaf_classes: tuple[type, ...], source: Source, prefetch_numel: int | None,
+                 max_live_numel: int | None, persist_below_numel: int, offload: Offload,
+                 debug: bool):
         super().__init__()
-        self.comm, self.order = Communicator(), TracedOrder(debug)
-        self.tied: dict[str, Any] = {}  # parameters with several names, by these
-        self.layout: dict[nn.Module, list[str]] = {}  # which parameters a plain module has
-        self.units = self.order.units = self._wrap(model, layer_classes, leaf_classes, source,
-                                                      offload)
+        self.comm = Communicator()
+        self.order = TracedOrder(debug)
+        wrapping = _Wrapping(self, model, source, offload)
+        self.units = wrapping.units_of(layer_classes, leaf_classes)
+        self.order.units = self.units
+        self.sharded_layers = tuple(self.units)
+        self.tied = wrapping.tied_by_name()  # parameters with several names, by these
+        self.layout = wrapping.layout  # the names of the parameters that a plain module has
         self.module: Any = self.units[0]
         self.training = model.training
-        self.reducer = Reducer(self.comm)
+        self._number_units()
+        self._limit_live(max_live_numel, prefetch_numel)
+        self.mark_persistent_parameters(persist_below_numel)
+        self._stop_counting = self._count_steps()
+        self.known = Known([self])
+
+    def _number_units(self) -> None:
+        """
+        #### Give each unit its number, its neighbours in the tree, and the model's communicator
+        """
+        # All units share a reducer, because one reduce is in flight at a time.
+        reducer = Reducer(self.comm)
         for i, unit in enumerate(self.units):
-            # One comm: the reduces of all units follow each other, and each unit has a number.
-            unit.layer_idx, unit.comm, unit.reducer = i, self.comm, self.reducer
-            self.comm.labels[i] = unit.label = f"layer {i} ({unit.path or 'the rest'})"
+            unit.layer_idx = i
+            unit.label = f"layer {i} ({unit.path or 'the rest'})"
+            unit.comm = self.comm
+            unit.reducer = reducer
+            self.comm.labels[i] = unit.label
             unit.inside = [m for m in unit.module.modules() if isinstance(m, Unit)]
             for other in unit.inside:
                 other.outside.append(unit)
+
+    def _limit_live(self, max_live_numel: int | None, prefetch_numel: int | None) -> None:
+        """
+        #### Set how many elements may be full, and how many are prefetched
+        """
         largest_numel = max(unit.numel for unit in self.units[1:])
         least_numel = self.units[0].numel + largest_numel
         self.expect(max_live_numel is None or max_live_numel >= least_numel, "cannot be this "
@@ -106,19 +131,33 @@ class Zero3Model(nn.Module):
                     "largest unit", max_live_numel, "raise it, or wrap smaller layers")
         self.order.max_live_numel = max_live_numel
         self.order.prefetch_numel = largest_numel if prefetch_numel is None else prefetch_numel
-        self.mark_persistent_parameters(persist_below_numel)
-        # What persists is gathered again after a step with shards of this model.
-        schedule, shards = weakref.ref(self.order), {*map(id, self.get_trainable_chunk())}
+
+    def _count_steps(self) -> weakref.finalize:
+        """
+        #### Count the steps of optimizers that have shards of this model
+
+        A persistent unit is gathered again after such a step. Returns a function that stops it.
+        """
+        order = weakref.ref(self.order)
+        shards = {id(shard) for shard in self.get_trainable_chunk()}
 
         def count(optimizer: Any, *_) -> None:
             stepped = [p for group in optimizer.param_groups for p in group["params"]]
             stepped += [owned.shard for owned in getattr(optimizer, "owned", ())]
-            if (found := schedule()) and not shards.isdisjoint(map(id, stepped)):
+            found = order()
+            if found is not None and not shards.isdisjoint(map(id, stepped)):
                 found.steps += 1
 
-        self._stop_counting = weakref.finalize(
-            self, register_optimizer_step_post_hook(count).remove)
-        self.known = Known([self])
+        return weakref.finalize(self, register_optimizer_step_post_hook(count).remove)
+
+    def expect(self, good: bool, what: str, expected: Any, got: Any, cure: str) -> None:
+        """
+        ### Raise an error that concerns no unit alone
+        """
+        if not good:
+            fail(self.comm.rank, self.label, what, expected, got, cure)
+
+    # The model's attributes, and the methods of a container.
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -128,10 +167,10 @@ class Zero3Model(nn.Module):
             return root.read(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # `known` is the last that `__init__` sets. From then on what the model has is the model's.
-        theirs = "known" in vars(self) and name not in vars(self) and name not in self._modules
-        theirs = theirs and "module" in self._modules
-        if theirs and not hasattr(type(self), name) and hasattr(self.module.module, name):
+        # `__init__` sets `known` last. From then on a new name belongs to the model.
+        is_new = "known" in vars(self) and name not in vars(self) and name not in self._modules
+        is_new = is_new and "module" in self._modules and not hasattr(type(self), name)
+        if is_new and hasattr(self.module.module, name):
             setattr(self.module.module, name, value)
         else:
             super().__setattr__(name, value)
@@ -149,96 +188,21 @@ class Zero3Model(nn.Module):
         return item in self.module
 
     def __bool__(self) -> bool:
-        # Without this, Python would ask for the length, which most models have not.
+        # Without this, Python would ask for the length, which most models do not have.
         return True
 
-    # ---------------------------------------------------------------------------------------- wrap
-
-    def _wrap(self, model: nn.Module, layer_classes: Classes, leaf_classes: Classes,
-              source: Source, offload: Offload | None) -> list[Unit]:
-        """
-        #### Put units in the places of the layers, and one around what is left over
-
-        What is inside of others first. Returns them, the root's first.
-        """
-        leaves = _classes(leaf_classes)
-        places = [*_places(model, "", (*_classes(layer_classes), Deferred), leaves)]
-        self._check(model, (*_classes(layer_classes), *leaves), len(places))
-        below = {m for _, _, layer, _ in places for m in layer.modules()}
-        # A tied parameter belongs to the root, which is whole all along, or to the first who has
-        # it. The others find it where they look for it, and it is fetched along with them.
-        at_root = {p for m in model.modules() if m not in below for p in m._parameters.values()
-                   if p is not None}
-        names: dict[torch.Tensor, list[str]] = {}
-        for full_name, param in model.named_parameters(remove_duplicate=False):
-            names.setdefault(param, []).append(full_name)
-        owners: dict[torch.Tensor, Unit] = {}  # by the parameter as it was before
-        made: dict[torch.Tensor, torch.Tensor] = {}
-        tied: list[tuple[torch.Tensor, Unit, nn.Module, str]] = []
-        units: dict[nn.Module, Unit] = {}
-        for parent, name, layer, path in [*places, (None, "", model, "")]:
-            if layer not in units:
-                module = source.make(self, layer, path)
-                own = {f"{path}.{at}".strip("."): m for at, m in own_modules(module)}
-                for m in own.values():
-                    self.layout.setdefault(m, [*m._parameters])
-                ties = self._untie(own, {*owners, *(at_root if layer is not model else ())}, source)
-                before = {p for m in own.values() for p in m._parameters.values() if p is not None}
-                made |= source.fill(self, own, path, names)
-                for _, m, key in ties:
-                    del vars(m)[key]
-                unit = Unit(module, self.order, path, isinstance(layer, leaves), source.device,
-                            offload)
-                units[layer] = unit
-                # The streams of a wire are those of its parameters' device.
-                self.comm = unit.comm if unit.flats else self.comm
-                owners |= dict.fromkeys((*before, *(made.get(p, p) for p in before)), unit)
-                tied += [(p, unit, m, key) for p, m, key in ties]
-            if parent is not None:
-                parent._modules[name] = units[layer]
-        for p, user, m, key in tied:
-            vars(m)[key] = made.get(p, p)
-            user.externals.append(owners[p])
-        self.tied = {name: made.get(p, p) for p, every in names.items() for name in every
-                     if len(every) > 1}
-        # The root's came last.
-        return [units.pop(model), *units.values()]
-
-    def _check(self, model: nn.Module, classes: tuple[type, ...], found: int) -> None:
-        """
-        #### Refuse what cannot be wrapped
-        """
-        plain = not any(isinstance(m, Zero3Layer) for m in model.modules())
-        self.expect(plain, "is sharded already", "a plain model", type(model).__name__,
-                    "`destroy()` it first")
-        self.expect(found > 0, "has nothing to wrap", f"modules of {classes}",
-                    f"none inside of {type(model).__name__}", "pass the classes of its layers")
-
-    def _untie(self, own: dict[str, Any], others: set, source: Source) -> list[tuple]:
-        """
-        #### Take parameters of other units out of a unit's modules, and say which and where
-        """
-        ties = []
-        for m in own.values():
-            # A module that is in two units has them as plain attributes by now.
-            for key, p in [*vars(m).items(), *m._parameters.items()]:
-                if isinstance(p, nn.Parameter) and p in others:
-                    ties.append((p, m, key))
-                    m._parameters.pop(key, None)
-                    # For a module that draws its values, and would draw these too.
-                    vars(m)[key] = torch.empty(p.shape, dtype=p.dtype, device=source.device)
-        return ties
+    # ----------------------------------------------------------------------------------- settings
 
     def mark_persistent_parameters(self, below_numel: int, model_numel: int | None = None) -> int:
         """
         ### Have small units stay full from one step to the next
 
-        * `below_numel` is more than each of them has, in elements
-        * `model_numel` is the most that all of them may have; left out, there is no limit
+        * `below_numel`: units with fewer elements than this persist
+        * `model_numel` is the most that all of them may have together; left out, there is no limit
 
-        Each is gathered once after a step, in place of forward and backward of each micro-batch.
-        All ranks call it alike, between two steps. Returns the elements that will stay. Suspends I2
-        for them. Raises `ValueError` for what is no whole number.
+        Each is gathered once after a step, instead of twice in each micro-batch. All ranks call it
+        alike, between two steps. Returns the elements that will stay. Suspends I2 for them. Raises
+        `ValueError` if one of the two is no whole number.
         """
         for name, value in (("below_numel", below_numel), ("model_numel", model_numel)):
             left_out = value is None and name == "model_numel"
@@ -246,19 +210,22 @@ class Zero3Model(nn.Module):
                    "number of elements", repr(value), "pass such a number")
         self.release_all()
         left_numel = float("inf") if model_numel is None else model_numel
+        persistent_numel = 0
         for unit in self.units:
             unit.persistent = 0 < unit.numel < below_numel and unit.numel <= left_numel
-            left_numel -= unit.numel * unit.persistent
-        return sum(unit.numel for unit in self.units if unit.persistent)
+            if unit.persistent:
+                left_numel -= unit.numel
+                persistent_numel += unit.numel
+        return persistent_numel
 
     def register_external_parameter(self, module: nn.Module, param: nn.Parameter) -> None:
         """
         ### Say that a module uses a parameter of another unit
 
-        Where a first use that fetches does not do: if not all ranks come to it, for instance. All
-        ranks call it alike, those that do not use the parameter too.
+        Usually the first use is noticed, and this is not needed. It is needed if not all ranks use
+        the parameter. All ranks call it alike, those that do not use it too.
 
-        Raises `RuntimeError` where either is not of this model.
+        Raises `RuntimeError` if either is not part of this model.
         """
         users = [u for u in self.units for m in (u, *dict(own_modules(u.module)).values())
                  if m is module]
@@ -268,6 +235,8 @@ class Zero3Model(nn.Module):
                     "take them from the wrapped model")
         if owners[0] is not users[0] and owners[0] not in users[0].externals:
             users[0].externals.append(owners[0])
+
+    # ----------------------------------------------------------------------------------------- use
 
     @uncompiled
     def forward(self, *args, **kwargs):
@@ -282,36 +251,13 @@ class Zero3Model(nn.Module):
 
     def _check_children(self) -> None:
         """
-        #### Notice layers that were assigned to this object, where the model does not see them
+        #### Refuse layers that were assigned to this object, because the model does not see them
         """
         if self.known.has_changed():
             extra = [name for name, p in self.named_parameters()
                      if p.requires_grad and not name.startswith("module.")]
             self.expect(not extra, "has new parameters", "those that it was wrapped with", extra,
                         Unit.cure_for_new)
-
-    # ----------------------------------------------------------------------------------------- use
-
-    def get_trainable_chunk(self) -> list[nn.Parameter]:
-        """
-        ### This rank's trainable shards, of all units
-        """
-        return [shard for unit in self.units for shard in unit.get_trainable_chunk()]
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """
-        ### Clip the gradient of the whole model
-
-        As `Zero3Sequential.clip_grad_norm_`; all ranks call it.
-        """
-        return clip_grad_norm_(self, max_norm, norm_type)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """
-        ### Drop the gradients of the shards, and what `no_sync` of an optimizer holds back
-        """
-        super().zero_grad(set_to_none)
-        self.module.zero_grad(set_to_none)
 
     @contextmanager
     def full_params(self, writeback: bool = False) -> Iterator[dict[str, nn.Parameter]]:
@@ -337,31 +283,32 @@ class Zero3Model(nn.Module):
         """
         ### Continue sequences of tokens, all ranks in step
 
-        With the model's own `generate`, where it has one, as those of Hugging Face have; else with
-        `continue_tokens`, which see for the arguments. All ranks call it, each with sequences of
-        its own, and tells the others after each token whether it is done (all-reduce, a number):
-        those that are go on computing until all are. What is at the root stays full until the end,
-        for every token needs it.
+        This calls the model's own `generate` if it has one, as Hugging Face models do, and
+        `continue_tokens` otherwise, with the same arguments. All ranks call it, each with sequences
+        of its own. After each token they tell each other whether they are done (all-reduce of a
+        number), and go on computing until all of them are. The root stays full until the end,
+        because every token needs it.
         """
-        root, plain, order = self.module, self.module.module, self.order
+        root = self.module
+        plain = root.module
         self._check_children()
         root.contents.check()
-        # Shown, for a model may ask its own parameters for their device in between.
-        arrive = plain.register_forward_pre_hook(lambda *_: order.arrive(root))
+        arrive = plain.register_forward_pre_hook(lambda *_: self.order.arrive(root))
+        # A model may ask its own parameters for their device between two tokens, so show them.
         with root.full_params(), root.contents, arrive:
-            order.stack.append(root)
+            self.order.stack.append(root)
             try:
                 if hasattr(plain, "generate"):
                     return plain.generate(*args, synced_gpus=self.comm.world_size > 1, **kwargs)
                 return continue_tokens(plain, *args, world_size=self.comm.world_size, **kwargs)
             finally:
-                order.stack.pop()
+                self.order.stack.pop()
                 root.leave()
-                order.end_forward()
+                self.order.end_forward()
 
     def release_all(self) -> None:
         """
-        ### Free all full parameters, of persistent units too
+        ### Free all full parameters, those of persistent units too
         """
         self.order.trace.end()
         for unit in self.units:
@@ -373,62 +320,62 @@ class Zero3Model(nn.Module):
         """
         ### Give the plain module back, without units and hooks
 
-        * `weights` says that each rank gets the whole model; left out of it, the parameters are on
-          the meta device
+        * `weights` says that each rank gets the whole model; without it, the parameters are on the
+          meta device
 
-        All ranks call it, and all-gather each unit if there shall be weights. This object is of no
-        use afterwards, nor is an optimizer that was built on it.
+        All ranks call it, and all-gather each unit if they want the weights. Afterwards neither
+        this object nor an optimizer that was built on it is of any use.
         """
         self.release_all()
         new: dict[torch.Tensor, nn.Parameter] = {}
         for unit in self.units:
-            with unit.full_params() if weights else nullcontext():
-                values = [slot.param.clone() if weights else
-                          torch.empty(slot.view.shape, dtype=slot.view.dtype, device="meta")
-                          for slot in unit.slots()]
+            if weights:
+                with unit.full_params():
+                    values = [slot.param.clone() for slot in unit.slots()]
+            else:
+                values = [torch.empty_like(slot.view, device="meta") for slot in unit.slots()]
             for slot, value in zip(unit.slots(), values, strict=True):
-                new[slot.param] = nn.Parameter(value, slot.param.requires_grad)
-                if slot.hook:
-                    slot.hook.remove()
-                if weights:
-                    # The same object as ever, for whoever refers to it.
-                    slot.param.__class__ = nn.Parameter
-                    slot.param.data, new[slot.param] = value, slot.param
+                new[slot.param] = _restored(slot, value)
             for refusal in unit.refusals:
                 refusal.remove()
         plain = self.module.module
         for m in [*plain.modules()]:
-            for key in self.layout.get(m, ()):
-                p = vars(m).pop(key)
-                m._parameters[key] = p if p is None else new[p]
-            for key, child in m._modules.items():
-                m._modules[key] = child.module if isinstance(child, Unit) else child
+            for name in self.layout.get(m, ()):
+                p = vars(m).pop(name)
+                m._parameters[name] = p if p is None else new[p]
+            for name, child in m._modules.items():
+                m._modules[name] = child.module if isinstance(child, Unit) else child
         self._modules.clear()
         self.units.clear()
+        self.sharded_layers = ()
         self._stop_counting()
         return plain
 
     def memory_report(self) -> str:
         """
-        ### What each unit has on this rank, now, in a table
+        ### A table of what each unit holds on this rank now
 
         Elements with their padding, and bytes of parameters: at rest, and full.
         """
-        rows, totals = [f"{'elements':>14} {'at rest':>14} {'full':>14}  tier    unit"], [0, 0, 0]
+        table = [f"rank {self.comm.rank} of {self.comm.world_size}",
+                 f"{'elements':>14} {'at rest':>14} {'full':>14}  tier    unit"]
+        totals = [0, 0, 0]
         for unit in self.units:
-            rest_bytes = sum(g.shard.nbytes for g in unit.flats)
-            full = unit.is_fetched or unit.is_full_elsewhere
-            full_bytes = sum(g.full.nbytes for g in unit.flats) * full
-            tiers = "+".join(dict.fromkeys(g.storage.tier for g in unit.flats)) or "none"
-            stays = ", persistent" * unit.persistent + ", leaf" * unit.leaf
-            cells = (unit.numel, rest_bytes, full_bytes)
-            totals = [a + b for a, b in zip(totals, cells, strict=True)]
-            rows.append(" ".join(f"{cell:14,}" for cell in cells)
-                        + f"  {tiers:7} {unit.label}{stays}")
-        rows.append(" ".join(f"{cell:14,}" for cell in totals) + "          together")
-        return "\n".join([f"rank {self.comm.rank} of {self.comm.world_size}", *rows,
-                          f"{self.order.trace.misses} passes differed from the last of their "
-                          "kind"])
+            is_full = unit.is_fetched or unit.is_full_elsewhere
+            cells = [unit.numel, sum(flat.shard.nbytes for flat in unit.flats),
+                     sum(flat.full.nbytes for flat in unit.flats) if is_full else 0]
+            for i, cell in enumerate(cells):
+                totals[i] += cell
+            tiers = "+".join(dict.fromkeys(flat.storage.tier for flat in unit.flats)) or "none"
+            name = unit.label
+            if unit.persistent:
+                name += ", persistent"
+            if unit.leaf:
+                name += ", leaf"
+            table.append(_row(cells) + f"  {tiers:7} {name}")
+        table.append(_row(totals) + "          together")
+        table.append(f"{self.order.trace.misses} passes differed from the last of their kind")
+        return "\n".join(table)
 
 
 def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = (),
@@ -440,34 +387,33 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
     """
     ## Shard a whole model, in place
 
-    All ranks call it alike. Every module of `layer_classes` becomes a `Unit` where it stands, and
-    what is left over one more, around all of them. Call what this returns: the model itself has
-    lost its parameters.
+    All ranks call it alike. Every module of `layer_classes` becomes a `Unit` in its place. The rest
+    of the model, the *root*, becomes one more unit around all of them. Call the model that this
+    returns; the original has lost its parameters.
 
-    * `model` may have its values, rank 0's become everybody's; or be on the meta device, or have
-      `Deferred` layers, and then it is made one unit at a time
-    * `layer_classes` is a class or several; those inside of others are units too
-    * `leaf_classes` become units with all that is inside of them. What depends on the data of a
-      rank belongs there, the experts of a mixture with their router for instance: they are gathered
-      together, and reduced on all ranks, with zeros where nothing came
-    * `prefetch_numel` elements are fetched ahead, or not freed since they come soon again; left
-      out, as many as the largest unit has, so that the next is always on its way; with 0 none
-    * `max_live_numel` elements of full parameters there are at once, at most, those that persist
-      among them; `full_params` and `save` come on top. Left out, there is no limit
+    * `model` may have its values, and then all ranks get those of rank 0. Or it is on the meta
+      device, or has `Deferred` layers, and then it is made one unit at a time
+    * `layer_classes` is a class or several; layers inside other layers are units too
+    * `leaf_classes` become units together with everything inside them. Put there whatever depends
+      on a rank's data, for instance the experts of a mixture with their router. They are gathered
+      together, and reduced on all ranks, with zeros for gradients that did not arrive
+    * `prefetch_numel` elements are gathered ahead, or not freed because they are needed again soon;
+      left out, as many as the largest unit has, so that the next unit is always in flight
+    * `max_live_numel` is how many elements of full parameters there are at once, at most, those of
+      persistent units included; `full_params` and `save` come on top. Left out, there is no limit
     * `persist_below_numel`: as for `mark_persistent_parameters`
     * `offload` says where shards rest, as an `Offload` or as "cpu"; left out, on the device
-    * `device` is where to materialise; left out, where the model is, or the CPU
+    * `device` is where the model is made; left out, where it is, or the CPU
     * `seed`, `init` and `checkpoint` are as for `Source`
-    * `debug` has ranks compare what they are about to gather; on the CPU messages always say so,
-      and this finds out on an accelerator what NCCL would hang on, where one rank gathers one unit
-      and another one another
+    * `debug` has the ranks compare what they are about to gather. On the CPU they always do; on an
+      accelerator this turns a hang of NCCL into an error that names both units
 
-    Raises `TypeError` for what is no model, no class or no function, and `ValueError` for numbers
-    that cannot be, before anything changes. Raises `RuntimeError` where there is nothing to wrap, a
-    unit has no values, the limit is too low, and as `Zero3Layer`; where units inside of others, or
-    external ones, exceed the limit, in the first pass. ZeRO-Infinity, sections 6.2, 7.1 and 7.2.
-    Keeps I1 to I8; I2 but for what persists, I3 and I4 as the formula and the table in `units.py`
-    say.
+    Raises `TypeError` if the model is no model, a class no class or a function no function, and
+    `ValueError` for impossible numbers, before anything changes. Raises `RuntimeError` if there is
+    nothing to wrap, a unit has no values or the limit is too low, and as `Zero3Layer` does; also in
+    the first pass, if units inside others or external ones exceed the limit. ZeRO-Infinity,
+    sections 6.2, 7.1 and 7.2. Keeps I1 to I8, but I2 not for persistent units; I3 and I4 are as the
+    formula and the table in `units.py` say.
     """
     expect(isinstance(model, nn.Module), "wrap", "a model", repr(model),
            "pass the model itself, and not its class", TypeError)
@@ -482,8 +428,121 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
                f"a whole number of at least {least}", repr(value), "pass such a number")
     at = next((p.device for p in model.parameters() if not p.is_meta), "cpu")
     source = Source(torch.device(device or at), seed, init, checkpoint)
-    return Zero3Model(model, layer_classes, leaf_classes, source, prefetch_numel, max_live_numel,
-                      persist_below_numel, Offload.of(offload), debug)
+    return Zero3Model(model, _classes(layer_classes), _classes(leaf_classes), source,
+                      prefetch_numel, max_live_numel, persist_below_numel, Offload.of(offload),
+                      debug)
+
+
+class _Wrapping:
+    """
+    ## How the layers of a model become units, each in the place where it stands
+    """
+
+    def __init__(self, owner: Zero3Model, model: nn.Module, source: Source, offload: Offload):
+        self.owner = owner
+        self.model = model
+        self.source = source
+        self.offload = offload
+        self.layout: dict[nn.Module, list[str]] = {}
+        # All names of each parameter in the plain model.
+        self.names: dict[torch.Tensor, list[str]] = {}
+        # The unit that has a parameter, and the parameter that replaced one on the meta device.
+        self.owners: dict[torch.Tensor, Unit] = {}
+        self.made: dict[torch.Tensor, torch.Tensor] = {}
+        # Parameters that a unit uses and does not have: which, the unit, its module, the name.
+        self.tied: list[tuple[torch.Tensor, Unit, nn.Module, str]] = []
+        # Parameters outside all layers.
+        self.at_root: set[torch.Tensor] = set()
+
+    def units_of(self, layers: tuple[type, ...], leaves: tuple[type, ...]) -> list[Unit]:
+        """
+        ### Make the units, the root first
+
+        A tied parameter belongs to the root, which is full all along, or to the first unit that
+        has it. The other units find it where they look for it, and gather it together with their
+        own parameters.
+        """
+        places = [*_places(self.model, "", (*layers, Deferred), leaves)]
+        self._check((*layers, *leaves), len(places))
+        for name, param in self.model.named_parameters(remove_duplicate=False):
+            self.names.setdefault(param, []).append(name)
+        inside = {m for _, _, layer, _ in places for m in layer.modules()}
+        self.at_root = {p for m in self.model.modules() if m not in inside
+                        for p in m._parameters.values() if p is not None}
+        units: dict[nn.Module, Unit] = {}
+        for parent, name, layer, path in places:
+            if layer not in units:
+                units[layer] = self._unit(layer, path, isinstance(layer, leaves))
+            parent._modules[name] = units[layer]
+        root = self._unit(self.model, "", leaf=False)
+        for tied, user, module, name in self.tied:
+            vars(module)[name] = self.made.get(tied, tied)
+            user.externals.append(self.owners[tied])
+        return [root, *units.values()]
+
+    def _check(self, classes: tuple[type, ...], found: int) -> None:
+        """
+        #### Refuse a model that cannot be wrapped
+        """
+        is_plain = not any(isinstance(m, Zero3Layer) for m in self.model.modules())
+        kind = type(self.model).__name__
+        self.owner.expect(is_plain, "is sharded already", "a plain model", kind,
+                          "`destroy()` it first")
+        self.owner.expect(found > 0, "has nothing to wrap", f"modules of {classes}",
+                          f"none inside of {kind}", "pass the classes of its layers")
+
+    def _unit(self, layer: nn.Module, path: str, leaf: bool) -> Unit:
+        """
+        #### Make the unit of one layer, or of the root
+        """
+        module = self.source.make(self.owner, layer, path)
+        modules: dict[str, Any] = {
+            f"{path}.{at}".strip("."): m for at, m in own_modules(module)}
+        for m in modules.values():
+            self.layout.setdefault(m, [*m._parameters])
+        ties = self._untie(modules, is_root=layer is self.model)
+        before = {p for m in modules.values() for p in m._parameters.values() if p is not None}
+        self.made |= self.source.fill(self.owner, modules, path, self.names)
+        for _, m, name in ties:
+            del vars(m)[name]
+        unit = Unit(module, self.owner.order, path, leaf, self.source.device, self.offload)
+        if unit.flats:
+            # The streams of a communicator are those of its parameters' device.
+            self.owner.comm = unit.comm
+        for param in before:
+            self.owners[param] = unit
+            self.owners[self.made.get(param, param)] = unit
+        self.tied += [(param, unit, m, name) for param, m, name in ties]
+        return unit
+
+    def _untie(self, modules: dict[str, Any], is_root: bool) -> list[tuple]:
+        """
+        #### Take parameters of other units out of a unit's modules, and say which and where
+        """
+        others = set(self.owners)
+        if not is_root:
+            others |= self.at_root
+        ties = []
+        for m in modules.values():
+            # A module that is in two units has them as plain attributes by now.
+            for name, p in [*vars(m).items(), *m._parameters.items()]:
+                if isinstance(p, nn.Parameter) and p in others:
+                    ties.append((p, m, name))
+                    m._parameters.pop(name, None)
+                    # For a module that draws its values, and would draw these too.
+                    vars(m)[name] = torch.empty(p.shape, dtype=p.dtype, device=self.source.device)
+        return ties
+
+    def tied_by_name(self) -> dict[str, Any]:
+        """
+        ### The parameters that have several names, by each of them
+        """
+        found = {}
+        for param, names in self.names.items():
+            if len(names) > 1:
+                for name in names:
+                    found[name] = self.made.get(param, param)
+        return found
 
 
 def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 20, *,
@@ -493,9 +552,9 @@ def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 2
     """
     ## Continue sequences of tokens
 
-    * `model` gives logits, `(batch, length, vocabulary)`, first of what it returns
+    * `model` returns logits, `(batch, length, vocabulary)`, first
     * `ids` are `(batch, length)`, of this rank
-    * `eos_token_id` ends a sequence, and fills the others' places behind it
+    * `eos_token_id` ends a sequence, and pads it from there on
     * `temperature` 0 takes the likeliest token, others draw with `generator`
     * `window` is the longest sequence that the model takes; left out, any length
 
@@ -503,26 +562,53 @@ def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 2
     """
     done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     for _ in range(max_new_tokens):
-        # (batch, vocabulary) fp32; and without a window all of the sequence, for -0 is 0.
-        logits = next(tensors_in(model(ids[:, -(window or 0) :])))[:, -1].float()
-        if temperature:
-            # On the CPU, so that a seed means the same tokens on every device.
-            draws = torch.softmax(logits / temperature, -1).cpu()
-            token = torch.multinomial(draws, 1, generator=generator)[:, 0].to(ids.device)
-        else:
-            token = logits.argmax(-1)
+        context = ids if window is None else ids[:, -window:]
+        logits = next(tensors_in(model(context)))[:, -1].float()  # (batch, vocabulary) fp32
+        token = _next_token(logits, temperature, generator)
         if not done.all():
             if eos_token_id is not None:
                 token = token.where(~done, eos_token_id)
                 done = done | (token == eos_token_id)
             ids = torch.cat([ids, token[:, None]], dim=1)
-        # Who is done goes on computing, for the others need its shards; and returns fewer tokens.
+        # A rank that is done goes on computing, because the others need its shards.
         left = (~done).any().int()
         if world_size > 1:
             dist.all_reduce(left, dist.ReduceOp.MAX)
         if not left:
             break
     return ids
+
+
+def _next_token(logits: torch.Tensor, temperature: float, generator: torch.Generator | None
+                ) -> torch.Tensor:
+    """
+    #### The next token of each sequence: `(batch, vocabulary)` to `(batch,)`
+    """
+    if not temperature:
+        return logits.argmax(-1)
+    # Draw on the CPU, so that a seed means the same tokens on every device.
+    probabilities = torch.softmax(logits / temperature, -1).cpu()
+    return torch.multinomial(probabilities, 1, generator=generator)[:, 0].to(logits.device)
+
+
+def _restored(slot: Slot, value: torch.Tensor) -> nn.Parameter:
+    """
+    #### A parameter as it was before it was sharded
+
+    * `value` has its values, or is on the meta device
+    """
+    if slot.hook:
+        slot.hook.remove()
+    if value.is_meta:
+        return nn.Parameter(value, slot.param.requires_grad)
+    # The same object as before, because somebody may refer to it.
+    slot.param.__class__ = nn.Parameter
+    slot.param.data = value
+    return slot.param
+
+
+def _row(cells: list[int]) -> str:
+    return " ".join(f"{cell:14,}" for cell in cells)
 
 
 def _places(module: nn.Module, path: str, layers: tuple[type, ...], leaves: tuple[type, ...]
@@ -562,7 +648,7 @@ def main() -> None:
         with Ledger(model) as tape:
             model(torch.arange(9)[None]).mean().backward()
         for phase in ("forward", "backward"):
-            told = [f"{e.event} {e.layer.split()[1]}" for e in tape.events if e.phase == phase
+            events = [f"{e.event} {e.layer.split()[1]}" for e in tape.events if e.phase == phase
                     and e.event in ("fetch", "compute", "reduce")]
-            print(f"step {step}, {phase}: {', '.join(told)}")
+            print(f"step {step}, {phase}: {', '.join(events)}")
     print(model.memory_report())
