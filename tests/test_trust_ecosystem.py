@@ -244,7 +244,7 @@ def test_what_is_added_to_a_chain_is_noticed():
     model.module_list[1].module.bias = nn.Parameter(torch.ones(2))
     said = message(lambda: model(torch.ones(1, 4)))
     assert "layer 1 (Linear) has a new parameter, `bias`" in said
-    assert not any(layer.is_fetched for layer in model.layers)
+    assert not any(layer.is_fetched for layer in model.sharded_layers)
     nested = Zero3Layer(nn.Sequential(nn.Linear(4, 4)))
     nested.module.append(Zero3Layer(nn.Linear(4, 4)))
     assert nested(torch.ones(1, 4)).shape == (1, 4)

@@ -1,8 +1,8 @@
 r"""
-# What a sharded model holds, and who may hold it
+# The contents of a sharded module
 
-`Contents` notices parameters and layers that were added to a sharded module after it was wrapped,
-and it refuses what other libraries do to sharded modules and cannot do right.
+`Contents` notices parameters and layers that are added to a sharded module, and refuses what other
+libraries do to sharded modules and cannot do right.
 
 A sharded module looks like any other module. So people assign new heads to it, load state dicts
 into it, copy it for a moving average, and put `DistributedDataParallel` around it. None of these
@@ -12,74 +12,91 @@ fails by itself, and each of them trains another model than it seems to:
 |---|---|---|
 | assigns a new layer inside | each rank trains a layer of its own | an error in the next forward |
 | calls `load_state_dict` | nothing is loaded | an error |
-| wraps the model in DDP | rank 0's shards replace everybody's | an error |
-| wraps a module that has more parameters in DDP | the same | DDP leaves the shards alone |
-| calls `fully_shard` | the optimizer steps what no layer reads | an error in the next forward |
+| wraps the model in DDP | rank 0's shards replace the others | an error |
+| wraps a module with more parameters in DDP | the same | DDP leaves the shards alone |
+| calls `fully_shard` | the optimizer steps parameters that no layer reads | an error in forward |
 | asks for `parameters()` in a forward | there are none | the full parameters of that layer |
 
+Take a layer with the shards (1, 2) and (3, 0) on two ranks. DDP broadcasts the parameters of rank
+0, so rank 1 would go on with (1, 2) as well, and the layer with the weights 1, 2 and 1.
+
 The first check runs in every forward, so it has to be cheap. It compares the submodules of each
-module with the list from before, by identity, and looks at the modules themselves only when
-something differs:
+module with the list from before, by identity, and looks closer only if something differs:
 
 $$\text{modules now} = \text{modules when it was wrapped} \;\Rightarrow\; \text{nothing was added}$$
 
 **Run this**: `python -m pytest tests/test_trust_ecosystem.py` tries each of these.
 
-**Not covered, and what that costs**: libraries that keep a sharded module without registering it as
-a submodule are not noticed before the next forward. A parameter that is assigned and removed again
-between two forwards is not noticed at all.
+**Not covered, and what that costs**: a library that keeps a sharded module without registering it
+as a submodule is noticed only in the next forward. A parameter that is assigned and removed again
+between two forwards is never noticed.
 """
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-# Classes that train what they wrap in a way of their own, by name: to import them takes long, and
-# most of them are not installed.
+# Classes that train the modules inside them in their own way. By name, because importing them takes
+# long, and most of them are not installed.
 WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel",
             "FlattenParamsWrapper", "ShardedDataParallel", "DeepSpeedEngine")
 
 
+class ShardedLayer(Protocol):
+    """
+    ## A sharded layer, as far as its contents have to know it
+    """
+
+    module: nn.Module
+    chunk: nn.ParameterList  # the shards
+    flats: Any
+    cure_for_new: str
+
+    def expect(self, good: bool, what: str, expected: Any, got: Any, cure: str) -> None: ...
+
+    def admits(self, layer: nn.Module) -> bool: ...
+
+
 class Contents:
     """
-    ## The modules inside of a sharded layer
+    ## The modules inside a sharded layer
 
-    Each layer has one of these as `contents`, from the moment at which it is sharded.
+    Each layer has one of these as `contents`, from the moment when it is sharded.
     """
 
     def __init__(self, layer: Any, params: dict[nn.Module, dict[str, Any]]):
         """
-        ### Remember what is there
+        ### Remember the modules and parameters that are there
 
         * `layer` is the sharded layer
-        * `params` are what its modules had as parameters, and now have as plain attributes
+        * `params` are the parameters that its modules had, and now have as plain attributes
         """
-        self.layer = layer
+        self.layer: Any = layer
         self.owners = list(params)
         self.hidden = [(owner, own) for owner, own in params.items() if own]
-        self.depth = 0  # of the `with` blocks that show them now
+        self.depth = 0  # of the `with` blocks that show the parameters now
         self.known = Known([layer, *params])
 
     def check(self) -> None:
         """
-        ### Notice what was added, before the layer computes
+        ### Notice additions before the layer computes
 
         Raises `RuntimeError` for a trainable parameter that is not sharded, for a shard that
         somebody has replaced, and in a whole model for a layer that the model does not know. Also
-        inside of a transform of `torch.func`, which forbids to write to the full parameters.
+        inside a transform of `torch.func`, which forbids writing to the full parameters.
         """
-        layer = self.layer
+        layer: ShardedLayer = self.layer
         layer.expect(not torch._C._are_functorch_transforms_active(), "cannot be transformed",
                      "a plain call", "one inside of `torch.func` or `torch.vmap`", "use the "
                      "transform inside of the layer's module, or transform "
                      "`torch.func.functional_call(layer.module, params, ...)` in `with "
                      "layer.full_params() as params:`")
-        for group, shard in zip(layer.flats, layer.chunk._parameters.values(), strict=False):
-            if shard is not group.shard:
+        for flat, shard in zip(layer.flats, layer.chunk._parameters.values(), strict=False):
+            if shard is not flat.shard:
                 layer.expect(False, "has lost its shard", "the one that it was wrapped with",
                              f"a {type(shard).__name__} in its place", "leave sharded layers out "
                              "of what replaces parameters, as `fully_shard` and "
@@ -87,13 +104,13 @@ class Contents:
         if self.depth == 0 and self.known.has_changed():
             self._hide_again()
             owners = [owner for _, owner in self._look()]
-            self.known = Known([layer, *owners])
+            self.known = Known([self.layer, *owners])
 
     def _hide_again(self) -> None:
         """
-        #### Make parameters plain attributes again, where somebody has assigned them
+        #### Make parameters plain attributes again if somebody has assigned them
 
-        `torch.func.functional_call` exchanges them, and afterwards assigns the same ones.
+        `torch.func.functional_call` exchanges them, and assigns the same ones afterwards.
         """
         for owner, params in self.hidden:
             for name, p in params.items():
@@ -102,44 +119,44 @@ class Contents:
 
     def _look(self) -> list[tuple[str, nn.Module]]:
         """
-        #### Look at every module again, since something has changed
+        #### Look at every module again, because something has changed
 
-        Layers that only change places pass, and so do modules without trainable parameters.
+        Layers may change places, and modules without trainable parameters may be added.
         """
-        layer, found = self.layer, [*self._walk(self.layer.module, "")]
-        extra = {n: m for n, m in layer._modules.items() if m not in (layer.module, layer.chunk)}
-        for prefix, owner in [*found, ("", layer), *self._walk(None, "", extra)]:
-            for name, p in owner._parameters.items():
-                # What `__enter__` shows is a plain attribute as well. What was assigned is not.
-                fine = p is None or not p.requires_grad or vars(owner).get(name) is p
-                layer.expect(fine, f"has a new parameter, `{prefix}{name}`", "no trainable "
-                             "parameter that is not sharded", type(p).__name__, layer.cure_for_new)
-            for name, child in owner._modules.items():
-                fine = not is_sharded(child) or layer.admits(child)
-                layer.expect(fine, f"has a new layer, `{prefix}{name}`", "the layers that it was "
-                             "wrapped with", f"a sharded {type(child).__name__}",
-                             layer.cure_for_new)
+        layer: ShardedLayer = self.layer
+        found = list(_walk(layer.module, ""))
+        beside: list[tuple[str, nn.Module]] = []
+        for name, child in self.layer._modules.items():
+            if child not in (layer.module, layer.chunk) and _is_plain(child):
+                beside += _walk(child, f"{name}.")
+        for prefix, owner in [*found, ("", self.layer), *beside]:
+            self._refuse_new(prefix, owner)
         return found
 
-    def _walk(self, module: Any, prefix: str, children: dict[str, Any] | None = None
-              ) -> Iterator[tuple[str, nn.Module]]:
+    def _refuse_new(self, prefix: str, owner: nn.Module) -> None:
         """
-        #### A module and those inside, down to the next sharded one
+        #### Refuse a parameter that is not sharded, and a layer that does not belong here
         """
-        if module is not None:
-            yield prefix, module
-            children = module._modules
-        for name, child in (children or {}).items():
-            if child is not None and not is_sharded(child):
-                yield from self._walk(child, f"{prefix}{name}.")
+        layer: ShardedLayer = self.layer
+        for name, p in owner._parameters.items():
+            # `__enter__` shows parameters that are plain attributes as well. An assigned one is no
+            # plain attribute.
+            is_fine = p is None or not p.requires_grad or vars(owner).get(name) is p
+            layer.expect(is_fine, f"has a new parameter, `{prefix}{name}`", "no trainable "
+                         "parameter that is not sharded", type(p).__name__, layer.cure_for_new)
+        for name, child in owner._modules.items():
+            is_fine = child is None or not is_sharded(child) or layer.admits(child)
+            layer.expect(is_fine, f"has a new layer, `{prefix}{name}`", "the layers that it was "
+                         "wrapped with", f"a sharded {type(child).__name__}",
+                         layer.cure_for_new)
 
     def __enter__(self) -> None:
         """
-        ### Show the parameters where `parameters()` looks for them
+        ### Show the full parameters to `parameters()`
 
-        While its module computes, `next(self.parameters()).device` is then what it is in plain
-        PyTorch. At all other times `parameters()` yields the shards and nothing else, because that
-        is what an optimizer needs.
+        While the module computes, `next(self.parameters()).device` is then the same as in plain
+        PyTorch. At all other times `parameters()` yields the shards alone, because an optimizer
+        needs these.
         """
         self.depth += 1
         for owner, params in self.hidden:
@@ -147,19 +164,21 @@ class Contents:
 
     def __exit__(self, *exception: Any) -> None:
         self.depth -= 1
-        for owner, params in self.hidden if self.depth == 0 else ():
+        if self.depth > 0:
+            return
+        for owner, params in self.hidden:
             if len(owner._parameters) == len(params):
                 owner._parameters.clear()
-            else:
-                # What the module has registered meanwhile stays, and `check` will find it.
-                for name in params:
-                    owner._parameters.pop(name, None)
+                continue
+            # Parameters that the module has registered meanwhile stay, and `check` finds them.
+            for name in params:
+                owner._parameters.pop(name, None)
 
     def refuse_state_dicts(self) -> list[Any]:
         """
         ### Refuse to read and to write the state dicts of the modules
 
-        `state_dict()` would return shards, or nothing, where everybody expects weights.
+        `state_dict()` would return shards, or nothing, instead of weights.
         `load_state_dict(strict=False)` would load nothing, and say nothing.
 
         Returns the handles of the hooks.
@@ -186,7 +205,7 @@ class Contents:
         """
         ### Refuse to be copied or pickled
 
-        A copy would have hooks, files and communicators of the original. Raises `RuntimeError`.
+        A copy would share the hooks, files and communicator of the original. Raises `RuntimeError`.
         """
         self.layer.expect(
             False, "cannot be copied or pickled", "one model on each rank", "a copy of one of its "
@@ -205,9 +224,9 @@ class Known:
 
     def has_changed(self) -> bool:
         """
-        ### Whether they have others now, or a parameter of their own
+        ### Whether they have other modules now, or a parameter of their own
 
-        In every forward, so it compares lists and follows no module.
+        This runs in every forward, so it compares lists and follows no module.
         """
         for parameters, modules, before in self.before:
             # Modules are equal only if they are the same object.
@@ -216,29 +235,43 @@ class Known:
         return False
 
 
-def is_sharded(module: Any) -> bool:
+def is_sharded(module: nn.Module) -> bool:
     """
     ## Whether this is a sharded layer
     """
-    return module is not None and isinstance(vars(module).get("contents"), Contents)
+    return isinstance(vars(module).get("contents"), Contents)
+
+
+def _is_plain(module: nn.Module | None) -> bool:
+    return module is not None and not is_sharded(module)
+
+
+def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """
+    #### A module and the modules inside, down to the next sharded one, with their names
+    """
+    yield prefix, module
+    for name, child in module._modules.items():
+        if child is not None and not is_sharded(child):
+            yield from _walk(child, f"{prefix}{name}.")
 
 
 def uncompiled(forward: Callable) -> Callable:
     """
     ## Have `torch.compile` leave a function out of its graphs
 
-    It traces what it compiles, and would trace the parameters while they are freed. A layer's
-    module can be compiled by itself, `layer.module.compile()`, and then runs compiled as a part of
-    the layer. This asks torch's compiler only while it traces, because to import it takes seconds.
+    `torch.compile` traces the functions that it compiles, and would trace freed parameters. Compile
+    a layer's module instead, `layer.module.compile()`: it runs compiled as a part of the layer.
 
     * `forward` is the function
 
-    Returns one that does the same.
+    Returns a function that does the same.
     """
     eager = torch._disable_dynamo(forward)
 
     @functools.wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
+        # Only while it traces, because importing torch's compiler takes seconds.
         if torch.compiler.is_compiling():
             return eager(*args, **kwargs)
         return forward(*args, **kwargs)
@@ -248,13 +281,14 @@ def uncompiled(forward: Callable) -> Callable:
 
 def look_at_wrapper(wrapper: nn.Module, name: str, module: Any) -> None:
     """
-    ## Refuse to be wrapped in a library that trains whole parameters
+    ## Refuse a library that trains whole parameters
 
-    torch calls this whenever a module becomes a submodule of another one, so it asks for the name
+    torch calls this whenever a module becomes a submodule of another one, so it looks at the name
     of the class first. All of these libraries register the module before they send anything.
 
-    `DistributedDataParallel` around a module that also has parameters outside of sharded layers is
-    right if it ignores the shards. It synchronises the others, and each sharded layer its own.
+    `DistributedDataParallel` is right around a module that also has parameters outside sharded
+    layers, if it ignores the shards. Then it synchronises the other parameters, and each sharded
+    layer its own.
 
     Raises `RuntimeError`.
     """

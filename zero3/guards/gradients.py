@@ -1,35 +1,35 @@
 r"""
-# The gradient of a shard: a part, and it knows it
+# The gradient of a shard
 
 `ShardGradient` is the type of a shard's gradient. It behaves like any tensor, and raises an error
-where somebody takes the norm of one rank's part for the norm of the whole.
+if somebody takes the norm of one rank's part for the norm of the whole gradient.
 
-Two shards of three weights have the gradients (3, 4) on rank 0 and (12, 0) on rank 1. The norm of
-the model's gradient is 13. PyTorch's `clip_grad_norm_(model.parameters(), 1)` finds 5 on one rank
-and 12 on the other, so that each rank shrinks its part by another factor and the model takes a step
-in a wrong direction, without an error. The right norm needs one small collective:
+Two shards of two weights have the gradients (3, 4) on rank 0 and (12, 0) on rank 1. The norm of the
+whole gradient is 13. PyTorch's `clip_grad_norm_(model.parameters(), 1)` finds 5 on one rank and 12
+on the other. Each rank would shrink its part by another factor, and the model would step in a wrong
+direction without an error. The right norm needs one small collective:
 
 $$\lVert g \rVert_p = \Big( \sum_{r=0}^{N-1} \sum_\ell \lVert g_\ell^{(r)} \rVert_p^p \Big)^{1/p}$$
 
-An element is in exactly one shard and the padding is zero, so nothing is counted twice.
+Each element is in exactly one shard and the padding is zero, so nothing is counted twice.
 
 | the call | on a shard's gradient |
 |---|---|
 | `model.clip_grad_norm_(c)` | the norm of the whole model, one all-gather of a number per shard |
-| `torch.nn.utils.clip_grad_norm_`, every norm of torch's | an error that names the call above |
+| `torch.nn.utils.clip_grad_norm_`, and all norms of torch's | an error that names the first call |
 | `torch.amp.GradScaler` | the ranks agree whether there was an overflow: all step, or none |
 | `clip_grad_value_`, optimizers, in-place operations | as for any tensor |
-| `g.as_subclass(torch.Tensor)` | a plain tensor with the same memory, to look at one's own part |
+| `g.as_subclass(torch.Tensor)` | a plain tensor with the same memory, to look at this rank's part |
 
 `GradientElsewhere` has a gradient's shape and no memory. A shard's `.grad` is one of these while
-its gradient rests in CPU memory or in a file. To read it is an error; to remove it, as
-`model.zero_grad()` does, removes the gradient.
+the gradient rests in CPU memory or in a file. Reading it is an error. Removing it removes the
+gradient, as `model.zero_grad()` does.
 
 **Run this**: `python -m pytest tests/test_trust_gradients.py`.
 
-**Not covered, and what that costs**: the mark does not survive arithmetic. A norm that somebody
-adds up by himself, `(g * g).sum()` for instance, is that of this rank's part, and so is a search
-for NaN; nothing notices it. On torch 2.13 and a CPU an optimizer of torch's takes 2 microseconds
+**Not covered, and what that costs**: the type does not survive arithmetic. If somebody adds up a
+norm by hand, `(g * g).sum()` for instance, or searches for NaN, that concerns this rank's part
+alone, and nothing notices. On torch 2.13 and a CPU an optimizer of torch's takes 2 microseconds
 more for each shard and step; `Zero3Optimizer` steps plain tensors.
 """
 
@@ -41,6 +41,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.linalg import vector_norm
+
+from zero3.guards.contents import is_sharded
 
 # Elements whose squares fp32 adds up at once; the blocks' sums are added afterwards. One sum over
 # millions is too large to notice its next term.
@@ -55,12 +57,12 @@ _NORMS = {
     torch.nn.functional.normalize, *(getattr(torch, name) for name in ("_foreach_powsum",)
                                      if hasattr(torch, name)),
 }
-# What gives the same numbers once more, which are a part still.
+# Functions that return the same numbers, which are still a part of the gradient.
 _SAME = {torch.Tensor.detach, vars(torch._C.TensorBase)["data"].__get__, torch.Tensor.float,
          torch.Tensor.double, torch.Tensor.to, torch.Tensor.cpu}
 _ZERO = {torch.Tensor.zero_, torch._foreach_zero_}
 _UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
-# What a tensor without memory can answer.
+# Functions that read no element, so that a tensor without memory can answer.
 _METADATA = {
     *(getattr(torch.Tensor, name).__get__ for name in (
         "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn",
@@ -71,8 +73,9 @@ _METADATA = {
         "is_floating_point", "untyped_storage", "requires_grad_", "detach_", "__hash__")),
 }
 _CURE = ("clip with `model.clip_grad_norm_(...)`, or `Zero3Optimizer(..., clip_grad_norm=...)`; "
-         "without a `Zero3Sequential` or `wrap`, with `zero3.guards.gradients.clip_grad_norm_(model, "
-         "...)`; to look at this rank's part take `.as_subclass(torch.Tensor)` of the gradient")
+         "without a `Zero3Sequential` or `wrap`, with "
+         "`zero3.guards.gradients.clip_grad_norm_(model, ...)`; to look at this rank's part take "
+         "`.as_subclass(torch.Tensor)` of the gradient")
 
 
 class ShardGradient(torch.Tensor):
@@ -80,9 +83,9 @@ class ShardGradient(torch.Tensor):
     ## The gradient of a shard
     """
 
-    group: weakref.ref  # the flat parameter, a `FlatParameter`
-    # Names of the parameters of which a gradient has come in on this rank since there is this one;
-    # `None` says that somebody else made it, and that it is of all.
+    flat: weakref.ref  # the flat parameter
+    # Names of the parameters whose gradients it has something of, as far as this rank knows. `None`
+    # stands for all of them, because somebody else made the gradient.
     used: set[tuple[str, ...]] | None
 
     @classmethod
@@ -108,7 +111,7 @@ class ShardGradient(torch.Tensor):
 
 class GradientElsewhere(ShardGradient):
     """
-    ## In place of a gradient that is not here
+    ## A gradient that rests elsewhere
     """
 
     @classmethod
@@ -125,9 +128,9 @@ class GradientElsewhere(ShardGradient):
             if not isinstance(grad, cls):
                 grad.zero_()
                 continue
-            group = grad.group()
-            if group is not None and group.sink is not None:
-                group.sink.drop_grad(set_to_none=False)
+            flat = grad.flat()
+            if flat is not None and flat.sink is not None:
+                flat.sink.drop_grad(set_to_none=False)
         return args[0]
 
     def __repr__(self, *, tensor_contents=None):
@@ -140,44 +143,46 @@ class GradientElsewhere(ShardGradient):
         return self.clone()
 
 
-def own_part(grad: torch.Tensor) -> torch.Tensor:
+def plain_part(grad: torch.Tensor) -> torch.Tensor:
     """
     ## A shard's gradient as a plain tensor, in the same memory
     """
     return grad.as_subclass(torch.Tensor) if isinstance(grad, ShardGradient) else grad
 
 
-def mark(grad: torch.Tensor, group: Any, used: set | None) -> ShardGradient:
+def mark(grad: torch.Tensor, flat: Any, used: set | None) -> ShardGradient:
     """
-    ## The same gradient, as a part of the model's
+    ## The same gradient, marked as a part of the whole
 
-    * `group` is the flat parameter that it is of
-    * `used` names the parameters of which it has something; `None` stands for all of them
+    * `flat` is the flat parameter that it belongs to
+    * `used` names the parameters that it has something of; `None` stands for all of them
     """
     if not isinstance(grad, ShardGradient):
         grad = grad.as_subclass(ShardGradient)
-        grad.group, grad.used = weakref.ref(group), used
+        grad.flat = weakref.ref(flat)
+        grad.used = used
     return grad
 
 
-def elsewhere(group: Any) -> GradientElsewhere:
+def elsewhere(flat: Any) -> GradientElsewhere:
     """
     ## A gradient without memory, for a shard
 
-    * `group` is the shard's flat parameter
+    * `flat` is the shard's flat parameter
     """
     with torch._C.DisableTorchFunction():
-        shard = group.shard
+        shard = flat.shard
         one = torch.empty(1, dtype=shard.grad_dtype or shard.dtype, device=shard.device)
         grad = one.expand(len(shard)).as_subclass(GradientElsewhere)
         grad.untyped_storage().resize_(0)
-    grad.group, grad.used = weakref.ref(group), set()
+    grad.flat = weakref.ref(flat)
+    grad.used = set()
     return grad
 
 
 def grad_of(shard: nn.Parameter) -> Any:
     """
-    ## What a shard has for a gradient, also if it rests in a file
+    ## The gradient of a shard, even if the shard rests in a file
     """
     with torch._C.DisableTorchFunction():
         return shard.grad
@@ -185,7 +190,7 @@ def grad_of(shard: nn.Parameter) -> Any:
 
 def set_grad(shard: nn.Parameter, grad: torch.Tensor | None) -> None:
     """
-    ## Give a shard a gradient, also if it rests in a file
+    ## Give a shard a gradient, even if the shard rests in a file
     """
     with torch._C.DisableTorchFunction():
         shard.grad = grad
@@ -200,46 +205,57 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     * `max_norm` is the greatest norm that its mean gradient may have
     * `norm_type` is the $p$ of the norm, a positive number or `math.inf`
 
-    In place of `torch.nn.utils.clip_grad_norm_`, between backward and the optimizer's step. All
-    ranks must call it: an all-gather of 8 bytes for each trainable shard. Returns the norm before
-    clipping, in fp64 and with the same bits on all ranks.
+    Call this between backward and the optimizer's step, in place of
+    `torch.nn.utils.clip_grad_norm_`. All ranks must call it: an all-gather of 8 bytes for each
+    trainable shard. Returns the norm before clipping, in fp64 and with the same bits on all ranks.
 
-    Raises `RuntimeError` where parameters are not sharded, or a gradient is not in its shard: with
-    masters elsewhere, or with a loss scale, `Zero3Optimizer(clip_grad_norm=)` clips.
+    Raises `RuntimeError` if parameters are not sharded, or a gradient does not rest in its shard:
+    with master weights elsewhere, or with a loss scale, `Zero3Optimizer(clip_grad_norm=)` clips.
     """
-    layers: list[Any] = [m for m in model.modules() if {"flats", "comm"} <= {*vars(m)}]
-    groups = [g for layer in layers for g in layer.flats if g.shard.requires_grad]
-    if not groups:
+    layers: list[Any] = [m for m in model.modules() if is_sharded(m)]
+    flats = [flat for layer in layers for flat in layer.flats if flat.shard.requires_grad]
+    if not flats:
         raise RuntimeError("clip_grad_norm_: no shards. Expected: a model with a trainable "
                            f"Zero3Layer. Got: {type(model).__name__}. What to do: wrap it first.")
     first = layers[0]
-    shards = {g.shard for g in groups}
+    _check_clip(model, first, flats, norm_type)
+    norms = []
+    grads = []
+    for flat in flats:
+        grad = grad_of(flat.shard)
+        if grad is None or not len(grad):
+            norms.append(torch.zeros((), dtype=torch.double))
+            continue
+        part = plain_part(grad)
+        grads.append(part)
+        norms.append(norm_of(part, norm_type).double())
+    mine = torch.stack([norm.to(first.device) for norm in norms])  # (shards,) fp64, device
+    norm = vector_norm(first.comm.numbers(first, mine), norm_type)
+    # torch adds the same 1e-6.
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(factor.to(grad.device))
+    return norm
+
+
+def _check_clip(model: nn.Module, first: Any, flats: list[Any], norm_type: float) -> None:
+    """
+    #### Refuse gradients that cannot be clipped here
+    """
+    shards = {flat.shard for flat in flats}
     stray = [n for n, p in model.named_parameters() if p.requires_grad and p not in shards]
     first.expect(not stray, "cannot clip", "all trainable parameters in Zero3Layers", stray,
                  "wrap the modules that they are in, or freeze them")
     first.expect(norm_type > 0, "cannot clip", "a positive `norm_type`, or math.inf", norm_type,
                  "pass 2.0, or leave it out")
-    scaled = first.reducer.scaled
-    first.expect(not scaled, "cannot clip", "gradients without a loss scale", "the scaled ones of "
-                 "a `Zero3Optimizer`", "pass `clip_grad_norm=` to it, which unscales first")
-    norms, grads = [], []
-    for group in groups:
-        grad = grad_of(group.shard)
-        here = group.grad is None and not isinstance(grad, GradientElsewhere)
-        first.expect(here, "cannot clip", "gradients in the shards", "one that rests elsewhere, or "
+    first.expect(not first.reducer.scaled, "cannot clip", "gradients without a loss scale",
+                 "the scaled ones of a `Zero3Optimizer`",
+                 "pass `clip_grad_norm=` to it, which unscales first")
+    for flat in flats:
+        is_elsewhere = isinstance(grad_of(flat.shard), GradientElsewhere)
+        first.expect(flat.grad is None and not is_elsewhere, "cannot clip",
+                     "gradients in the shards", "one that rests elsewhere, or "
                      "is held back by `no_sync()`", "pass `clip_grad_norm=` to `Zero3Optimizer`")
-        if grad is None or not len(grad):
-            norms.append(torch.zeros((), dtype=torch.double))
-        else:
-            grads.append(own_part(grad))
-            norms.append(norm_of(grads[-1], norm_type).double())
-    mine = torch.stack([norm.to(first.device) for norm in norms])  # (shards,) fp64, device
-    norm = vector_norm(first.comm.numbers(first, mine), norm_type)
-    # The 1e-6 is torch's.
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for grad in grads:
-        grad.mul_(factor.to(grad.device))
-    return norm
 
 
 def norm_of(grad: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:
@@ -260,10 +276,13 @@ def norm_of(grad: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:
     return vector_norm(torch.cat(norms), norm_type)
 
 
-# ------------------------------------------------------------------------------------ small things
+# ---------------------------------------------------------------------------------------- helpers
 
 
 def _found(args: Any) -> Iterator[ShardGradient]:
+    """
+    #### The gradients among the arguments of a function
+    """
     for arg in args:
         if isinstance(arg, ShardGradient):
             yield arg
@@ -272,34 +291,39 @@ def _found(args: Any) -> Iterator[ShardGradient]:
 
 
 def _like(result: torch.Tensor, grad: ShardGradient) -> torch.Tensor:
+    """
+    #### A result, marked like the gradient that it comes from
+    """
     if isinstance(result, ShardGradient):
         return result
-    return mark(result, grad.group(), grad.used)
+    return mark(result, grad.flat(), grad.used)
 
 
 def _layer(args: Any) -> Any:
     """
-    #### The layer of the first gradient among these, if there still is one
+    #### The layer of the first gradient among these, if it still exists
     """
-    group = next(_found(args)).group()
-    return group.owner() if group is not None else None
+    flat = next(_found(args)).flat()
+    return None if flat is None else flat.owner()
 
 
 def _refuse(args: Any, what: str, expected: str, got: str, cure: str) -> None:
+    """
+    #### Raise an error, unless this rank has the whole gradient
+    """
     layer = _layer(args)
-    # One rank alone has the whole gradient.
-    alone = layer is None or layer.comm.world_size == 1
-    missing = any(isinstance(grad, GradientElsewhere) for grad in _found(args))
-    if missing and layer is None:
+    has_all = layer is None or layer.comm.world_size == 1
+    is_elsewhere = any(isinstance(grad, GradientElsewhere) for grad in _found(args))
+    if is_elsewhere and layer is None:
         raise RuntimeError(f"{what}: its model is gone. Expected: {expected}. Got: {got}. What to "
                            f"do: {cure}.")
-    if missing or not alone:
+    if is_elsewhere or not has_all:
         layer.expect(False, what, expected, got, cure)
 
 
 def _agree_on_overflow(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
     """
-    #### Have all ranks know of an overflow that one of them has in its shards
+    #### Tell all ranks about an overflow that one of them has in its shards
 
     `GradScaler` has unscaled these gradients, and set `found_inf` on this rank. All ranks call it:
     an all-gather of 4 bytes, for each data type of gradients.
@@ -308,5 +332,3 @@ def _agree_on_overflow(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Ten
     if layer is not None and layer.comm.world_size > 1:
         mine = found_inf.view(1).to(layer.device)  # (1,) fp32, device
         found_inf.copy_(layer.comm.numbers(layer, mine).max())
-
-

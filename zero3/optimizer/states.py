@@ -52,7 +52,7 @@ from zero3.guards.gradients import (
     elsewhere,
     grad_of,
     norm_of,
-    own_part,
+    plain_part,
     set_grad,
 )
 from zero3.layer import Zero3Layer
@@ -139,7 +139,7 @@ class Owned:
         """
         self._look()
         grad = self.holder.grad if self.holder is not None else None
-        return None if grad is None or isinstance(grad, GradientElsewhere) else own_part(grad)
+        return None if grad is None or isinstance(grad, GradientElsewhere) else plain_part(grad)
 
     @property
     def has_grad(self) -> bool:
@@ -282,7 +282,7 @@ class Owned:
         if found is not None:
             names = getattr(found, "used", None)
             set_grad(self.shard, None)
-            self.add_grad(own_part(found))
+            self.add_grad(plain_part(found))
             grad_of(self.shard).used = names
 
     def _watch(self) -> None:
