@@ -92,11 +92,10 @@ MUTATIONS = [
     Mutation(
         "fresh-memory", "layer.py", "Zero3Layer.fetch_params",
         title="Each gather into memory of its own",
-        old="        self._gather = self.gather_into([flat.full for flat in self.flats])\n",
+        old="        pairs = [(flat.full, flat.storage.load()) for flat in self.flats]\n",
         new="""\
-        fulls = [torch.empty_like(flat.full) for flat in self.flats]
-        self._gather = self.gather_into(fulls)
-        for full, flat in zip(fulls, self.flats, strict=True):
+        pairs = [(torch.empty_like(flat.full), flat.storage.load()) for flat in self.flats]
+        for flat, (full, _) in zip(self.flats, pairs, strict=True):
             for slot in flat.slots:
                 slot.view = slot.of(full)
             flat.look_at(full)

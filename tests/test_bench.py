@@ -65,7 +65,7 @@ def test_messages_send_half_of_what_gloos_reduce_scatter_sends(tmp_path):
     """
     Where the loopback's count is exact: a reduce-scatter by messages sends what an all-gather
     does, and gloo's own twice that. Headers add less than a hundredth.
-    Proves `Communicator`, `Communicator.reduce_scatter`, `Communicator._exchange`.
+    Proves `Communicator`, `Communicator.reduce_scatter`, `Communicator._send`.
     """
     out = tmp_path / "comm.json"
     done = subprocess.run(

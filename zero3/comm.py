@@ -186,12 +186,26 @@ class Transfer:
         self.pairs = []
         return totals
 
-    def count(self, row: torch.Tensor) -> None:
+    def started(self, works: list[Any], row: torch.Tensor) -> None:
         """
-        ### Count what a rank sends: a row to each other rank
+        ### Keep what has started, and count it
+
+        * `row` is what this rank sends to each other rank, `(n,)`
         """
-        self.sent_bytes += (self.comm.world_size - 1) * row.nbytes
-        self.messages += self.comm.world_size - 1
+        if works:
+            self.works += works
+            self.sent_bytes += (self.comm.world_size - 1) * row.nbytes
+            self.messages += self.comm.world_size - 1
+
+    def tag(self) -> int:
+        """
+        ### The tag of its messages
+
+        It names the transfer, so messages of ranks that diverged never meet.
+        """
+        row = None if self.order is None else self.order[self.comm.rank].tolist()
+        name = f"{row} {len(self.works)}".encode()
+        return _ORDER_TAG + 1 + zlib.crc32(name) % (1 << 30)
 
     def _arrive(self) -> None:
         """
@@ -332,25 +346,17 @@ class Communicator:
                 mine = self.rows(full)[self.rank]
                 mine.copy_(shard, non_blocking=True)
                 transfer.from_cpu |= shard.device != full.device
-                self._gather(transfer, full, mine)
+                if self.by_messages:
+                    # Send this row to each other rank, and receive theirs.
+                    works = self._send(self.rows(full), [mine] * self.world_size, transfer.tag())
+                    transfer.started(works, mine)
+                elif self.world_size > 1:
+                    work = all_gather_single(full, mine, async_op=True)
+                    transfer.started([work], mine)
             transfer.done.record()
         nbytes = sum(full.nbytes for full, _ in pairs)
         sender.listener.record(sender, "fetch", nbytes, transfer)
         return transfer
-
-    def _gather(self, transfer: Transfer, full: torch.Tensor, mine: torch.Tensor) -> None:
-        """
-        #### Send this rank's row to all ranks, and receive theirs
-
-        * `full` is `(world_size * n,)`, and `mine` is this rank's row of it, `(n,)`
-        """
-        if self.world_size == 1:
-            return
-        if self.by_messages:
-            self._exchange(transfer, self.rows(full), [mine] * self.world_size)
-            return
-        transfer.works.append(all_gather_single(full, mine, async_op=True))
-        transfer.count(mine)
 
     def reduce_scatter(self, senders: list[Any], pairs: Pairs) -> Transfer:
         """
@@ -368,15 +374,18 @@ class Communicator:
             for i, (grad, buffer) in enumerate(pairs):
                 if self.world_size == 1:
                     continue
+                mine = self.rows(grad)[self.rank]
                 if self.by_messages:
+                    # Send each other rank its row of the gradient, and receive their rows for this
+                    # rank. `total` adds them.
                     received = _as_receive_buffer(buffer, grad)
                     transfer.pairs[i] = (grad, received)
-                    self._exchange(transfer, self.rows(received), self.rows(grad))
-                    continue
-                # In place: the sum replaces this rank's own row.
-                mine = self.rows(grad)[self.rank]
-                transfer.works.append(reduce_scatter_single(mine, grad, async_op=True))
-                transfer.count(mine)
+                    works = self._send(self.rows(received), self.rows(grad), transfer.tag())
+                    transfer.started(works, mine)
+                else:
+                    # In place: the sum replaces this rank's own row.
+                    work = reduce_scatter_single(mine, grad, async_op=True)
+                    transfer.started([work], mine)
         return transfer
 
     def total(self, grad: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
@@ -410,32 +419,25 @@ class Communicator:
         rows = mine.repeat(self.world_size, 1)
         with self.on(self.fetch_stream):
             transfer = self._begin([sender], "norm", [(rows, mine)])
-            self._gather(transfer, rows.view(-1), mine)
+            if self.by_messages:
+                transfer.started(self._send(rows, [mine] * self.world_size, transfer.tag()), mine)
+            elif self.world_size > 1:
+                transfer.started([all_gather_single(rows.view(-1), mine, async_op=True)], mine)
             transfer.done.record()
         sender.listener.record(sender, "norm", rows.nbytes, transfer)
         transfer.wait()
         return rows
 
-    def _exchange(self, transfer: Transfer, receive: Any, send: Any) -> None:
+    def _send(self, receive: Any, send: Any, tag: int) -> list[Any]:
         """
-        #### Send a row to each other rank, and receive one from each
+        #### Start to send a row to each other rank, and to receive one from each
 
         * `receive` and `send` have a row for each rank, `(n,)`
 
-        The tag names the transfer, so messages of ranks that diverged never meet.
-        """
-        if transfer.order is None or not len(send[0]):
-            return
-        name = f"{transfer.order[self.rank].tolist()} {len(transfer.works)}".encode()
-        transfer.works += self._send(receive, send, _ORDER_TAG + 1 + zlib.crc32(name) % (1 << 30))
-        transfer.count(send[0])
-
-    def _send(self, receive: Any, send: Any, tag: int) -> list[Any]:
-        """
-        #### Start the messages
-
         Each rank begins with its right-hand neighbour, or all would queue at rank 0.
         """
+        if not len(send[0]):
+            return []
         peers = [(self.rank + k) % self.world_size for k in range(1, self.world_size)]
         works = [dist.irecv(receive[peer], peer, tag=tag) for peer in peers]
         return works + [dist.isend(send[peer], peer, tag=tag) for peer in peers]

@@ -263,23 +263,15 @@ class Zero3Layer(Sharded):
         # Gather into the *same storage* every time. The parameters are views of it, and so are the
         # tensors that autograd saved in forward. Gathering into fresh memory and copying from there
         # would need the layer's memory twice.
-        self._gather = self.gather_into([flat.full for flat in self.flats])
+        pairs = [(flat.full, flat.storage.load()) for flat in self.flats]
+        self._gather = self.comm.all_gather(self, pairs)
+        for flat in self.flats:
+            # The next shard may be read into the same memory once the fetch stream has copied it.
+            flat.storage.release(self.comm.fetch_stream)
         # Meanwhile, begin to read the shards that are gathered next, if they rest in files.
         for layer in self.schedule.ahead(self):
             for flat in layer.flats:
                 flat.storage.read_async()
-
-    @torch.no_grad()
-    def gather_into(self, fulls: list[torch.Tensor]) -> Transfer:
-        """
-        ### Start to gather the shards into these buffers, one for each flat parameter
-        """
-        shards = [flat.storage.load() for flat in self.flats]
-        gather = self.comm.all_gather(self, list(zip(fulls, shards, strict=True)))
-        for flat in self.flats:
-            # The next shard may be read into the same memory once the fetch stream has copied it.
-            flat.storage.release(self.comm.fetch_stream)
-        return gather
 
     def _wait_params(self) -> None:
         """

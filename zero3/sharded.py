@@ -63,12 +63,9 @@ class Sharded(nn.Module):
     is_fetched: bool
     is_full_elsewhere: bool  # inside `full_params` the parameters are whole in other memory
 
-    # `Zero3Layer` has these five.
+    # `Zero3Layer` has these four.
 
     def fetch_params(self) -> None:
-        raise NotImplementedError
-
-    def gather_into(self, fulls: list[torch.Tensor]) -> Transfer:
         raise NotImplementedError
 
     def reshard(self) -> None:
@@ -143,7 +140,11 @@ class Sharded(nn.Module):
         # Into another buffer, so that a view of it stays valid if somebody keeps one.
         with torch.inference_mode(False), torch.no_grad():
             fulls = [torch.empty_like(flat.full) for flat in self.flats]
-            self.gather_into(fulls).wait()
+            pairs = [(full, flat.storage.load())
+                     for full, flat in zip(fulls, self.flats, strict=True)]
+            self.comm.all_gather(self, pairs).wait()
+        for flat in self.flats:
+            flat.storage.release(self.comm.fetch_stream)
         self.is_full_elsewhere = True
         for flat, full in zip(self.flats, fulls, strict=True):
             flat.look_at(full)
