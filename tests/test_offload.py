@@ -458,13 +458,16 @@ def test_a_step_reads_the_next_shard_and_does_not_wait_for_the_last_ones_write(w
 
 
 LIMITED = """
-    import resource, sys
+    import resource, sys, threading
     import torch
     import torch._dynamo  # which optimizers import in their first step
     from torch import nn
     from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential
 
     torch.set_num_threads(1)
+    # Threads get stacks of 8 MiB otherwise, which count, used or not. How many threads there are
+    # depends on how quickly each comes to its turn.
+    threading.stack_size(1 << 20)
     WIDTH = 700
 
     def kib(name):
@@ -480,8 +483,8 @@ LIMITED = """
             optimizer.zero_grad()
         return optimizer
 
-    # Room for whole layers, buffers and the stacks of eight threads.
-    limit = kib("VmData") + (120 << 20)
+    # Room for whole layers, buffers and the stacks of threads.
+    limit = kib("VmData") + (104 << 20)
     depth = -(-3 * limit // (12 * (WIDTH * WIDTH + WIDTH)))
     states = 12 * depth * (WIDTH * WIDTH + WIDTH)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

@@ -352,7 +352,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(undisturbed, tmp_path):
     assert "; the same command goes on from there" in out, err
     (saved,) = (tmp_path / "checkpoints").iterdir()
     assert 20 <= int(saved.name[5:]) < 59
-    again = run_train(tmp_path, *LONG)
+    again = run_job(tmp_path, *LONG)
     assert again.returncode == 0, again.stderr
     assert f"step {int(saved.name[5:])}: goes on from {saved}" in again.stdout
     same_run(tmp_path, undisturbed)
