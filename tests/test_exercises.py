@@ -111,13 +111,18 @@ def exchange(receive_buffer, outbox, rank, world_size):
         work.wait()
 
 
+def gather_into(self, fulls):
+    shards = [flat.storage.load() for flat in self.flats]
+    return self.comm.all_gather(self, list(zip(fulls, shards, strict=True)))
+
+
 class FreshMemory:
     def fetch_params(self):
         if not (self.is_fetched or self.is_full_elsewhere) and self.flats:
             self.is_fetched = True
             for g in self.flats:
                 g.full = torch.empty_like(g.full)
-            self._gather = self.gather_into([g.full for g in self.flats])
+            self._gather = gather_into(self, [g.full for g in self.flats])
 
 
 class GathersAndCopies:
@@ -125,7 +130,7 @@ class GathersAndCopies:
         if not (self.is_fetched or self.is_full_elsewhere) and self.flats:
             self.is_fetched = True
             fresh = [torch.empty_like(g.full) for g in self.flats]
-            self.gather_into(fresh).wait()
+            gather_into(self, fresh).wait()
             for g, full in zip(self.flats, fresh, strict=True):
                 g.full.untyped_storage().resize_(full.nbytes)
                 g.full.copy_(full)
@@ -137,7 +142,7 @@ class WaitsAtOnce:
             self.settle_at_end_of_backward()
             self.reducer.finish(self)
             self.is_fetched = True
-            self.gather_into([g.full for g in self.flats]).wait()
+            gather_into(self, [g.full for g in self.flats]).wait()
 
 
 class GathersTwice:
@@ -146,21 +151,21 @@ class GathersTwice:
             self.settle_at_end_of_backward()
             self.reducer.finish(self)
             self.is_fetched = True
-            self._gather = self.gather_into([g.full for g in self.flats])
+            self._gather = gather_into(self, [g.full for g in self.flats])
 
 
 class GathersInsideOfFullParams:
     def fetch_params(self):
         if not self.is_fetched and self.flats:
             self.is_fetched = True
-            self._gather = self.gather_into([g.full for g in self.flats])
+            self._gather = gather_into(self, [g.full for g in self.flats])
 
 
 class GathersWithoutParameters:
     def fetch_params(self):
         if not (self.is_fetched or self.is_full_elsewhere):
             self.is_fetched = True
-            self._gather = self.gather_into([g.full for g in self.flats])
+            self._gather = gather_into(self, [g.full for g in self.flats])
 
 
 class WritesOverGradients:
@@ -168,7 +173,7 @@ class WritesOverGradients:
         if not (self.is_fetched or self.is_full_elsewhere) and self.flats:
             self.settle_at_end_of_backward()
             self.is_fetched = True
-            self._gather = self.gather_into([g.full for g in self.flats])
+            self._gather = gather_into(self, [g.full for g in self.flats])
 
 
 class LetsGoOfTheTensor:
