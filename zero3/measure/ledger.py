@@ -1,28 +1,36 @@
 r"""
 # The tape
 
-`Ledger` records what ranks send and hold, so that every figure in the text can be measured on a
-real run.
+`Ledger` records what each rank sends and holds, so that every figure in the text can be measured on
+a real run.
 
-A sharded layer promises bytes: so many at rest, so many at the peak, so many on the wire. A promise
-like this is checked where the bytes are. `Communicator` counts what it sends as it starts; and at
-every event the `Ledger` adds up the storages that the model then really holds, instead of believing
-what each event says of itself.
+The text promises bytes: at rest, at the peak, in each collective. A promise is checked where the
+bytes are. The communicator counts the bytes that it sends as it starts, and at every event the
+`Ledger` adds up the storages that the model really holds. A layer of three weights on two ranks, in
+fp32, goes through a forward pass like this:
+
+| event | bytes of the event | live bytes | sent bytes |
+|---|---|---|---|
+| at rest | | 8: the shard | |
+| fetch | 16: the flat parameter | 24 | 8 |
+| gathered, compute, computed | | 24 | |
+| free | 16 | 8 | |
 
 $$\text{live} = \sum_{\text{distinct storages } s} \text{bytes}(s)
 \qquad \text{peak} = \max_{\text{events}} \text{live}$$
 
 **Run this**: `make train`; its table and `tape.png` are drawn from a `Ledger`.
 
-**Not covered, and what that costs**: activations are not the model's and are not counted; memory
-that one event takes and gives back before it is recorded is not seen. On an accelerator times are
-the host's: when it handed the work over, and not when the device did it, which may be much later.
-Bytes are right there; how long a layer took, and what overlapped, `torch.profiler` tells.
+**Not covered, and what that costs**: activations do not belong to the model and are not counted.
+Memory that is taken and given back between two events is not seen. On an accelerator times are the
+host's: when it queued the work, and not when the device did it, which may be much later. Bytes are
+right there; `torch.profiler` tells how long a layer took, and which operations overlapped.
 """
 
 import os
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,48 +56,52 @@ class Event:
     rank: int
     layer: str
     phase: str  # "forward", "backward" or "step"
-    event: str  # what happened, see `Ledger`
-    tier: str  # "device", "cpu" or "nvme": where the bytes lie
-    bytes: int  # that the event is about
+    event: str  # one of those in the table of `Ledger`
+    tier: str  # "device", "cpu" or "nvme": where the bytes are
+    bytes: int  # of the event
     live_bytes: int  # that model and optimizer hold after it
-    sent_bytes: int  # of parameters, gradients or norms that it put on the wire
+    sent_bytes: int  # of parameters, gradients or norms, by this rank
 
 
 class Ledger:
     """
-    ## Record what a model does
+    ## Record a run
 
-    `with Ledger(model, optimizer) as tape:` records what every sharded layer in the model does, on
-    this rank. Outside the context a layer asks once per event whether somebody listens, and goes
-    on.
+    `with Ledger(model, optimizer) as tape:` records every sharded layer of the model, on this rank.
+    It is a listener: outside the context a layer's listener is `Silence`.
 
     | event | when |
     |---|---|
-    | fetch | an unshard starts: the buffer is there, the messages are under way |
+    | fetch | an unshard starts: the buffer has its memory, the all-gather is in flight |
     | gathered | the unshard is complete |
     | compute, computed | the module starts and ends; in backward, the first gradient arrives |
-    | gradients | the buffer for the layer's flat gradient is there |
+    | gradients | the buffer for the layer's flat gradient has its memory |
     | reduce | a reduce-scatter starts; that of a bucket has its first layer's name |
-    | reduced | the shard's gradient is there, of each layer of a bucket |
-    | free | full parameters, or the buffers of a reduce, are given back |
+    | reduced | the shard's gradient is there, for each layer of a bucket |
+    | free | full parameters, or the buffers of a reduce, are freed |
     | norm | the ranks tell each other the norms of their gradients |
     | step | a shard is updated |
-    | read, arrived | reading from a file starts; what was read is here |
-    | write, written | writing to a file starts; it is done |
-    | buffers | the buffers between files and memory are made, larger than any before |
+    | read, arrived | reading from a file starts; it has ended |
+    | write, written | writing to a file starts; it has ended |
+    | buffers | the buffers between files and memory are made, larger than those so far |
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None):
         """
-        ### Choose whom to listen to
+        ### Choose a model
 
-        * `model` holds `Zero3Layer`s, at any depth
-        * `optimizer` has what it holds counted among the live bytes, where given
+        * `model` has `Zero3Layer`s, at any depth
+        * `optimizer`, if given, has the memory that it holds counted among the live bytes
         """
-        self.model, self.optimizer = model, optimizer
+        self.model = model
+        self.optimizer = optimizer
         self.events: list[Event] = []
-        self.messages = self.sent_bytes = self.order_bytes = self.peak_live_bytes = 0
-        self.read_bytes = self.written_bytes = 0  # from files and to files
+        self.messages = 0
+        self.sent_bytes = 0
+        self.order_bytes = 0  # of announcements
+        self.peak_live_bytes = 0
+        self.read_bytes = 0  # from files
+        self.written_bytes = 0  # to files
         self._stepping: torch.optim.Optimizer | None = None
 
     def __enter__(self) -> "Ledger":
@@ -121,72 +133,90 @@ class Ledger:
         if self._stepping is optimizer:
             self._stepping = None
 
-    def record(
-        self, layer: Any, event: str, nbytes: int | None = 0, transfer: Transfer | None = None,
-        tier: str = "device",
-    ) -> None:
+    def record(self, sender: Any, event: str, nbytes: int | None = 0,
+               transfer: Transfer | None = None, tier: str = "device") -> None:
         """
         ### Add an event, and look at what is alive
 
-        * `nbytes` is what the event is about; `None` stands for what went since the event before
-        * `tier` is where they lie
+        * `sender` is the layer, or the optimizer
+        * `nbytes` are the bytes of the event; `None` stands for the bytes freed since the last one
+        * `transfer` is the collective that has started, if one has
+        * `tier` is where the bytes are
         """
         live_bytes = held_bytes(self.model, self.optimizer)
         if nbytes is None:
             nbytes = self.events[-1].live_bytes - live_bytes
         self.peak_live_bytes = max(self.peak_live_bytes, live_bytes)
-        sent_bytes = transfer.sent_bytes if transfer else 0
-        self.sent_bytes += sent_bytes
-        self.messages += transfer.messages if transfer else 0
-        self.order_bytes += transfer.order_bytes if transfer else 0
+        sent_bytes = 0
+        if transfer is not None:
+            sent_bytes = transfer.sent_bytes
+            self.sent_bytes += sent_bytes
+            self.messages += transfer.messages
+            self.order_bytes += transfer.order_bytes
+        if event == "read":
+            self.read_bytes += nbytes
+        if event == "write":
+            self.written_bytes += nbytes
         now_s = time.perf_counter() - self._start_s
-        self.read_bytes += nbytes * (event == "read")
-        self.written_bytes += nbytes * (event == "write")
-        phase = "backward" if in_backward() else "step" if self._stepping else "forward"
-        self.events.append(Event(now_s, layer.comm.rank, layer.label, phase, event, tier,
+        self.events.append(Event(now_s, sender.comm.rank, sender.label, self._phase(), event, tier,
                                  nbytes, live_bytes, sent_bytes))
+
+    def _phase(self) -> str:
+        if in_backward():
+            return "backward"
+        return "step" if self._stepping else "forward"
 
 
 def held_bytes(*holders: nn.Module | torch.optim.Optimizer | None) -> int:
     """
     ## Bytes of the distinct storages that modules and optimizers hold
 
-    Parameters, gradients and buffers of modules, the flat buffers of sharded layers and what they
-    have in flight, and the parameters, gradients and states of an optimizer.
+    Parameters, gradients and buffers of modules, the flat buffers of sharded layers and those in
+    flight, and the parameters, gradients and states of an optimizer.
     """
     tensors: list[torch.Tensor | None] = []
     for holder in holders:
-        part: Any
-        for part in holder.modules() if isinstance(holder, nn.Module) else (holder,):
-            if hasattr(part, "offload"):
-                tensors += part.offload.memory()
-            # Where a master is not the shard's neighbour, the gradient is the master's.
-            tensors += (owned.grad for owned in getattr(part, "owned", ()))
-        if isinstance(holder, torch.optim.Optimizer):
-            for state in holder.state.values():
-                tensors += (t for t in state.values() if isinstance(t, torch.Tensor))
-            for param in (p for group in holder.param_groups for p in group["params"]):
-                tensors += (param, param.grad)
-            continue
-        for module in holder.modules() if holder is not None else ():
-            tensors += module._buffers.values()
-            for param in module._parameters.values():
-                # One that rests in a file has no bytes here, and raises where its gradient is.
-                if param is not None and param.untyped_storage().nbytes():
-                    tensors += (param, param.grad)
-            if isinstance(module, Sharded):
-                tensors += module.held_tensors()
+        if isinstance(holder, nn.Module):
+            for module in holder.modules():
+                tensors += _held_by_module(module)
+        elif holder is not None:
+            tensors += _held_by_optimizer(holder)
     storages = [t.untyped_storage() for t in tensors if t is not None]
     return sum({s._cdata: s.nbytes() for s in storages}.values())
 
 
+def _held_by_module(module: nn.Module) -> Iterator[torch.Tensor | None]:
+    yield from module._buffers.values()
+    for param in module._parameters.values():
+        # A shard in a file has no bytes here, and raises an error if asked for its gradient.
+        if param is not None and param.untyped_storage().nbytes():
+            yield param
+            yield param.grad
+    if isinstance(module, Sharded):
+        yield from module.held_tensors()
+
+
+def _held_by_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor | None]:
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                yield value
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            yield param
+            yield param.grad
+    if hasattr(optimizer, "held_tensors"):
+        yield from optimizer.held_tensors()
+
+
 def disk_bytes(*holders: Any) -> int:
     """
-    ## Bytes of the files in which modules and optimizers have something at rest
+    ## Bytes of the files that modules and optimizers use
     """
-    offloads: set[Any] = {part.offload for holder in holders for part in
-                          (holder.modules() if isinstance(holder, nn.Module) else (holder,))
-                          if hasattr(part, "offload")}
+    offloads: set[Any] = set()
+    for holder in holders:
+        parts = holder.modules() if isinstance(holder, nn.Module) else [holder]
+        offloads.update(part.offload for part in parts if hasattr(part, "offload"))
     return sum(os.fstat(file.fd).st_size for offload in offloads
                for buffers in offload.in_use.values() for file in buffers.files)
 
@@ -195,8 +225,9 @@ def exponents(optimizer: Any) -> dict[int, int]:
     r"""
     ## How many gradients of this rank lie between $2^e$ and $2^{e+1}$, for each $e$
 
-    Of a `Zero3Optimizer`, between backward and its step. Without the loss scale, and without those
-    that are zero or overflow.
+    * `optimizer` is a `Zero3Optimizer`, between backward and its step
+
+    The loss scale is divided out. Gradients that are zero or overflow do not count.
     """
     found: Counter[int] = Counter()
     for owned in optimizer.owned:

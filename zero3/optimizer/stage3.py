@@ -537,6 +537,14 @@ class Zero3Optimizer(torch.optim.Optimizer):
                 piece.grad = None
         owned.spent()
 
+    def held_tensors(self) -> Iterator[torch.Tensor | None]:
+        """
+        ### What it holds beside states and parameters, for whoever measures memory
+        """
+        for owned in self.owned:
+            yield owned.grad
+        yield from self.offload.memory()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """
         ### Drop the gradients, also those that `no_sync` holds back
