@@ -48,13 +48,13 @@ PICTURES = (".png", ".svg", ".pdf")
 @dataclass(frozen=True)
 class Speed:
     """
-    ## What a disk gave, in one way of asking
+    ## The speed of a disk, for one way of reading and writing
     """
 
     direct: bool
     block_bytes: int
     queue_depth: int
-    write_gb_s: float | None  # GB are 1e9 bytes; nothing, where the cache had a part in it
+    write_gb_s: float | None  # GB are 1e9 bytes; nothing if the page cache helped
     read_gb_s: float | None
 
 
@@ -65,7 +65,7 @@ def measure(folder: Path, nbytes: int, direct: bool, block_bytes: int, queue_dep
     * `nbytes` is its size, a multiple of `block_bytes`, which are in a request
     * `direct` is as for `File`; `queue_depth` requests are with the disk at once
 
-    Raises `OSError` where the folder has no room for it.
+    Raises `OSError` if the folder has no room for it.
     """
     file = File(folder, nbytes, direct)
     _, memory = aligned(block_bytes * queue_depth)
@@ -73,17 +73,19 @@ def measure(folder: Path, nbytes: int, direct: bool, block_bytes: int, queue_dep
     blocks = memory.split(block_bytes)
     speeds = []
     with concurrent.futures.ThreadPoolExecutor(queue_depth) as workers:
-        # The first time over, the file system also marks the space as written. A run writes it
-        # again in every step, so it is the second time that counts.
+        # The first time, the file system also marks the space as written. A run writes the same
+        # space in every step, so the second time counts.
         for write in (True, True, False):
-            before, start_s = _disk_bytes(write), time.perf_counter()
+            before = _disk_bytes(write)
+            start_s = time.perf_counter()
             moves = [workers.submit(file.move, write, blocks[i % queue_depth], at)
                      for i, at in enumerate(range(0, nbytes, block_bytes))]
             for move in moves:
                 move.result()
             if write:
                 os.fsync(file.fd)
-            took_s, moved_bytes = time.perf_counter() - start_s, _disk_bytes(write) - before
+            took_s = time.perf_counter() - start_s
+            moved_bytes = _disk_bytes(write) - before
             speeds.append(nbytes / took_s / 1e9 if moved_bytes >= 0.99 * nbytes else None)
             file.cool()
     return Speed(direct, block_bytes, queue_depth, *speeds[1:])
@@ -91,7 +93,7 @@ def measure(folder: Path, nbytes: int, direct: bool, block_bytes: int, queue_dep
 
 def _disk_bytes(write: bool) -> int:
     """
-    #### What this process has had the disk do so far, as the system counts it
+    #### Bytes that this process has moved from or to the disk so far, by the system's count
     """
     name = "write_bytes" if write else "read_bytes"
     lines = Path("/proc/self/io").read_text().splitlines()
@@ -100,13 +102,13 @@ def _disk_bytes(write: bool) -> int:
 
 def sweep(folder: Path, nbytes: int, rounds: int) -> Iterator[tuple[int, Speed]]:
     """
-    ## Every way of asking, once in each round
+    ## Measure every way once in each round
 
-    * `nbytes` are as for `measure`; `rounds` is how often
+    * `nbytes` are as for `measure`
 
-    Yields each figure as soon as it is there, with the number of its round. The ways take turns
-    within a round, because a disk that others share is faster at one time than at another, and
-    that would look like the effect of a setting.
+    Yields each figure with the number of its round, as soon as it is measured. The ways take turns
+    within a round, because a shared disk is faster at one time than at another, and that would look
+    like the effect of a setting.
     """
     for turn in range(rounds):
         for each in WAYS:
@@ -145,9 +147,9 @@ def main(argv: list[str] | None = None) -> None:
 
 def check_picture(picture: Path) -> None:
     """
-    ## Raise `ValueError` when a picture could not be written
+    ## Raise `ValueError` if a picture could not be written
 
-    Before minutes are spent on its figures. Makes the folder that it goes to.
+    Checked before minutes are spent on its figures. Makes the folder that it goes to.
     """
     what = "cannot draw --picture"
     expect(not missing("matplotlib"), what, "matplotlib", "a Python without it",
@@ -163,10 +165,11 @@ def check_picture(picture: Path) -> None:
 
 def show(folder: Path, nbytes: int, rounds: int, picture: Path | None) -> None:
     """
-    ## Measure, and say what was found
+    ## Measure, and print the figures
 
-    Each figure goes to the error stream as it comes, because all of them take minutes. Then the
-    medians of the rounds are printed, in GB/s (1e9 bytes). Raises `OSError` as `measure` does.
+    Each figure goes to the error stream as soon as it is measured, because all of them take
+    minutes. Then the medians of the rounds are printed, in GB/s (1e9 bytes). Raises `OSError` as
+    `measure` does.
     """
     found: dict[Any, list[Speed]] = {}
     for turn, speed in sweep(folder, nbytes, rounds):
@@ -188,11 +191,11 @@ def show(folder: Path, nbytes: int, rounds: int, picture: Path | None) -> None:
 
 def draw(found: list[tuple[Speed, ...]], caption: str) -> Any:
     """
-    ## How fast a disk is, by the way of asking
+    ## Draw how fast the disk is, for each way
 
-    * `found` has for each way what the rounds gave
+    * `found` has the figures of all rounds, for each way
 
-    A bar is the median, a dot is a round. Where the page cache had a part in it, there is neither.
+    A bar is the median, a dot is a round. If the page cache helped, there is neither.
     """
     # Imported here, because matplotlib takes a second to import.
     from matplotlib.figure import Figure

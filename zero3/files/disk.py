@@ -33,18 +33,20 @@ from typing import Any
 
 import torch
 
-# Serves disks with blocks of 512 and of 4096 bytes; for larger ones `File.move` falls back.
+# Right for disks with blocks of 512 and of 4096 bytes. With larger blocks, `File.move` goes through
+# the page cache.
 ALIGN_BYTES = 4096
-# Files that a process may still open when it stops making more for shards. It needs a few to look
-# how much memory there is, to save a checkpoint, and to say what is wrong.
+# Files that stay free for other purposes: to look how much memory there is, to save a checkpoint,
+# to report an error.
 SPARE_FILES = 32
 
 
 class File:
     """
-    ## A file, as a rule without a name
+    ## A file, usually without a name
 
-    Without one it is its owner's alone, and it is gone with the last process that has it open.
+    Nobody else can open a file without a name, and the system removes it with the last process that
+    has it open.
     """
 
     def __init__(self, folder: Path, nbytes: int, direct: bool, name: str = ""):
@@ -52,16 +54,22 @@ class File:
         ### Take space for it
 
         * `folder` is on the disk; `nbytes` is a multiple of `ALIGN_BYTES`
-        * `direct` goes past the cache, where the file system lets it; or the file is mapped
-        * `name` is of a new file that shall stay
+        * `direct` goes past the page cache, if the file system supports it; otherwise the file is
+          mapped into memory
+        * `name` is for a new file that stays
 
         Raises `OSError` if there is no space, or a file of that name.
         """
-        self.handle: Any = (open(folder / name, "xb+", buffering=0) if name else
-                            tempfile.TemporaryFile(dir=folder, buffering=0))
-        self.fd, self.nbytes = self.handle.fileno(), nbytes
+        self.handle: Any
+        if name:
+            self.handle = open(folder / name, "xb+", buffering=0)
+        else:
+            self.handle = tempfile.TemporaryFile(dir=folder, buffering=0)
+        self.fd = self.handle.fileno()
+        self.nbytes = nbytes
         allow_more_files(self.fd)
-        self.users: list[Any] = []  # who has tensors in it
+        # Objects with tensors in it.
+        self.users: list[Any] = []
         os.posix_fallocate(self.fd, 0, nbytes)
         self.mapped: torch.Tensor | None = None
         if direct:
@@ -78,27 +86,30 @@ class File:
         try:
             fcntl.fcntl(self.fd, fcntl.F_SETFL, flags | os.O_DIRECT * direct)
         except OSError:
-            # A file system that knows no other way than through the cache.
+            # This file system always uses the page cache.
             pass
 
     def move(self, write: bool, memory: torch.Tensor, offset: int) -> None:
         """
         ### Read a block of the file into memory, or write it
 
-        * `memory` is `(bytes,)` uint8, aligned, as is its length
+        * `memory` is `(bytes,)` uint8, and both its address and its length are aligned
 
-        Several threads may do so at once; both ways let others run meanwhile.
+        Several threads may do this at once, because both ways release Python's lock.
 
-        Raises `OSError` where the system does, or where the file has become too short.
+        Raises `OSError` if the system does, or if the file has become too short.
         """
         left_bytes = os.fstat(self.fd).st_size
         if left_bytes < self.nbytes:
-            # To touch a mapped page that the file no longer has would end the process, and to write
+            # Touching a mapped page that the file no longer has would end the process. Writing
             # behind its end would leave a hole that reads as zeros.
             raise OSError(errno.EIO, f"the file has been cut to {left_bytes} bytes")
         if self.mapped is not None:
             there = self.mapped[offset : offset + len(memory)]
-            there.copy_(memory) if write else memory.copy_(there)
+            if write:
+                there.copy_(memory)
+            else:
+                memory.copy_(there)
             return
         call: Any = os.pwritev if write else os.preadv
         rest = memory.numpy()
@@ -108,18 +119,20 @@ class File:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                # This disk wants blocks larger than ours. Through the cache any block is right.
+                # This disk needs larger blocks. Through the page cache any block is right.
                 self._past_the_cache(False)
                 done = call(self.fd, [rest], offset)
             if done == 0:
                 raise OSError(errno.EIO, f"the file has been cut to {offset} bytes")
-            rest, offset = rest[done:], offset + done
+            rest = rest[done:]
+            offset += done
 
     def cool(self) -> None:
         """
-        ### Have all of it on the disk, and nothing in the page cache
+        ### Write all of it to the disk, and drop it from the page cache
         """
-        was_mapped, self.mapped = self.mapped is not None, None
+        was_mapped = self.mapped is not None
+        self.mapped = None
         os.fsync(self.fd)
         os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
         if was_mapped:
@@ -128,15 +141,15 @@ class File:
 
 def allow_more_files(fd: int) -> int:
     """
-    ## Raise this process's limit on open files once about half of it is taken
+    ## Raise the limit on open files once about half of it is taken
 
-    * `fd` is the descriptor of the file that was opened last. The system gives out the lowest one
-      that is free, so its number says how many are taken
+    * `fd` is the descriptor of the file that was opened last. The system hands out the lowest free
+      number, so it says how many files are open
 
     Each file of a shard stays open, and most systems allow a process 1024 files unless it asks for
-    more. Half of the limit is left for what else it opens: sockets, other files, libraries.
+    more. Half of the limit is left for sockets, libraries and other files.
 
-    Returns how many more files may be opened. The hard limit cannot be raised from here.
+    Returns how many more files may be opened. A process cannot raise the hard limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 2 * fd + SPARE_FILES >= soft and soft < hard:
@@ -157,9 +170,9 @@ def aligned(nbytes: int, take: Callable[[int], torch.Tensor] | None = None
     """
     ## Memory for direct reads and writes
 
-    * `take` takes so many bytes, where it matters how
+    * `take` allocates so many bytes; left out, torch does
 
-    Returns all that was taken, and the aligned part of it, `(nbytes,)` uint8.
+    Returns all the memory that was allocated, and the aligned part of it, `(nbytes,)` uint8.
     """
     size = nbytes + ALIGN_BYTES
     taken = take(size) if take else torch.empty(size, dtype=torch.uint8)
