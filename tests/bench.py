@@ -57,7 +57,8 @@ from docs.annotate import Source
 from tests.ranks import run
 from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, save
 from zero3.checkpoint.reader import file_name
-from zero3.comm import _all_gather, _reduce_scatter
+from zero3.comm import all_gather_single, reduce_scatter_single
+from zero3.files import bench as disk_bench
 from zero3.files import disk
 from zero3.guards.version import commit_name
 from zero3.measure.ledger import Ledger
@@ -402,9 +403,9 @@ def measure_comm(args):
     shard = torch.full((int(args.mib * 2**18) // n,), 1.0 + dist.get_rank())
     full, grad, receive_buffer, mine = shard.repeat(n), shard.repeat(n), shard.repeat(n), shard.clone()
     ways = {
-        "all-gather, gloo": lambda: _all_gather(full, shard),
+        "all-gather, gloo": lambda: all_gather_single(full, shard),
         "all-gather, Communicator": lambda: layer.comm.all_gather(layer, [(full, shard)]).wait(),
-        "reduce-scatter, gloo": lambda: _reduce_scatter(mine, grad),
+        "reduce-scatter, gloo": lambda: reduce_scatter_single(mine, grad),
         "reduce-scatter, Communicator": lambda: (layer.comm.reduce_scatter([layer], [(grad, receive_buffer)]),
                                          layer.comm.reduced()),
     }
@@ -539,7 +540,7 @@ def measure_disk(args):
 
 
 def ours(folder, nbytes):
-    speed = disk.measure(folder, nbytes, True, 4 << 20, 4)
+    speed = disk_bench.measure(folder, nbytes, True, 4 << 20, 4)
     return {"write": speed.write_gb_s, "read": speed.read_gb_s}
 
 

@@ -37,9 +37,11 @@ from zero3.estimate.formulas import (
     places,
 )
 from zero3.estimate.predict import predict
-from zero3.files.disk import File, _disk_bytes, aligned, measure
+from zero3.files.bench import _disk_bytes, measure
+from zero3.files.disk import File, aligned
+from zero3.files.memory import room
 from zero3.measure.ledger import Ledger, disk_bytes, exponents, held_bytes
-from zero3.offload import InFile, room
+from zero3.offload import InFile
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
