@@ -245,8 +245,7 @@ def main(argv: list[str] | None = None) -> int:
             found = steps(args.folder) or steps(args.folder / "checkpoints")
             return verify([*found.values()] or [args.folder])
         elif args.command == "export":
-            dtype = TYPES[args.dtype] if args.dtype else None
-            export(_checkpoint_in(args.folder), args.out, dtype, args.file_bytes)
+            export(_checkpoint_in(args.folder), args.out, TYPES.get(args.dtype), args.file_bytes)
         elif args.command == "import":
             from_safetensors(args.folder, args.out, args.step)
         else:
