@@ -665,7 +665,8 @@ def test_a_damaged_block_is_named_by_its_bytes(tmp_path):
                                (total - 1, 3 * BLOCK_BYTES, total)):
         path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
         (file,) = CheckpointReader(newest(tmp_path)).files
-        with pytest.raises(Broken, match=f": bytes {first:,} to {last:,} do not match their check"):
+        damaged = f": bytes {first:,} to {last:,} do not match their checksum"
+        with pytest.raises(Broken, match=damaged):
             file.read_bytes(0, total)
 
 

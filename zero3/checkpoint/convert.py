@@ -147,11 +147,13 @@ def export(folder: Path, out: Path, dtype: torch.dtype | None = None, file_bytes
         tensors[param.name] = (kind, param.shape, param)
     for name in checkpoint.manifest["replicated"]:
         tensors[name] = (*checkpoint.dtype_and_shape(name), name)
+
     files = _files(tensors, file_bytes)
     # The metadata says which other names a tied parameter has, as safetensors does it.
     metadata = {"format": "pt"} | {other: param.name for param in checkpoint.params
                                    for other in param.entry["names"][1:]}
     make_output_folder(out)
+
     with ExitStack() as undo:
         for name, content in files.items():
             like = {name: (kind, shape) for name, (kind, shape, _) in content.items()}
@@ -163,6 +165,7 @@ def export(folder: Path, out: Path, dtype: torch.dtype | None = None, file_bytes
             # An exception in a later file removes this one too.
             undo.callback((out / name).unlink)
         undo.pop_all()
+
     total_bytes = sum(_nbytes(tensor) for tensor in tensors.values())
     if len(files) > 1:
         index = {tensor: name for name, content in files.items() for tensor in content}

@@ -102,6 +102,7 @@ def from_tensors(folder: Path, step: int, tensors: dict[str, dict[str, tuple]],
                for key, (dtype, shape) in keys.items()]
     # Larger elements first, as `Writer` needs them.
     entries.sort(key=lambda entry: -entry[1].itemsize)
+
     unfinished = partial_path(make_output_folder(folder), step)
     unfinished.mkdir()
     try:
@@ -113,6 +114,7 @@ def from_tensors(folder: Path, step: int, tensors: dict[str, dict[str, tuple]],
     except BaseException:
         shutil.rmtree(unfinished)
         raise
+
     checkpoint = commit_checkpoint(unfinished, {
         "step": step, "world_size": 1, "versions": {"zero3": __version__}, "files": [file],
         "flats": flats, "replicated": [], "optimizer": None, "extra": None})
@@ -180,15 +182,18 @@ def to_deepspeed(folder: Path, out: Path, torch_adam: bool) -> None:
             # Not in a variable, which would keep it in memory beside the next one.
             torch.save({"param": checkpoint.read_whole(param, key).to(torch.float32)},
                        path / f"{_FP32 if key == 'param' else key}.pt")
-        if "step" in states["scalars"]:
-            steps_taken = count(decode(states["scalars"])["step"])
+        scalars = decode(states["scalars"])
+        if "step" in scalars:
+            steps_taken = count(scalars["step"])
             torch.save(steps_taken, path / "step.pt")
+
     # DeepSpeed copies options from here into its groups; without any it keeps its own. Stages 1
     # and 2 load as many groups as are listed here, so list one for each parameter.
     groups = [{"params": [i]} for i in range(len(checkpoint.params))]
     state = {"state": {0: {"step": steps_taken}}, "param_groups": groups[:1]}
     torch.save({"optimizer_state_dict": state, "param_groups": groups,
                 "ds_version": _DEEPSPEED_VERSION}, root / "zero" / "optimizer_state.pt")
+
     step = checkpoint.manifest["step"]
     for name in _MODEL_STATES:
         torch.save({"dp_world_size": 1, "mp_world_size": 1, "global_steps": step,
@@ -220,6 +225,7 @@ def from_deepspeed(source: Path, folder: Path) -> None:
     if (source / "latest_universal").exists():
         latest = (source / "latest_universal").read_text().strip()
         root = source / check_name(latest, as_path=True)
+
     paths = [root / name for name in _MODEL_STATES]
     model = _load_deepspeed(next((path for path in paths if path.exists()), paths[0]))
     buffers = {name: model["module"][name] for name in model.get("buffer_names", [])}
@@ -239,6 +245,7 @@ def from_deepspeed(source: Path, folder: Path) -> None:
     with suppress(OSError, KeyError):
         optimizer = _load_deepspeed(root / "zero" / "optimizer_state.pt")["optimizer_state_dict"]
         steps_of_all = optimizer["state"][0]["step"]
+
     tensors = {name: {"param": (b.dtype, tuple(b.shape))} for name, b in buffers.items()}
     scalars = {}
     for path in sorted(path for path in (root / "zero").iterdir() if path.is_dir()):
@@ -297,10 +304,12 @@ def to_dcp(folder: Path, out: Path) -> None:
             states[param.name][key] = value.to("meta") if torch.is_tensor(value) else value
     for name in checkpoint.manifest["replicated"]:
         model[name] = _meta(*checkpoint.dtype_and_shape(name))
+
     states = {name: known for name, known in states.items() if known}
     state: dict[str, Any] = {"model": model}
     if groups := _dcp_groups(checkpoint, [*states]):
         state["optim"] = {"state": states, "param_groups": groups}
+
     make_output_folder(out)
     writer = _DcpWriter(out, checkpoint)
     with warnings.catch_warnings():
