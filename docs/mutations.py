@@ -256,8 +256,8 @@ MUTATIONS = [
         old="""\
             if f"{zlib.crc32(block):08x}" != self.crc32[8 * i : 8 * i + 8]:
                 raise Broken(f"{self.path}, the file of rank {self.rank}, is damaged: bytes "
-                             f"{i * BLOCK_BYTES:,} to {i * BLOCK_BYTES + len(block):,} have "
-                             "another checksum than when they were written")
+                             f"{i * BLOCK_BYTES:,} to {i * BLOCK_BYTES + len(block):,} do not "
+                             "match their checksum")
 """,
         new="",
         breaks="I10", program="damage",

@@ -6,18 +6,19 @@
 # ---
 
 # %% [markdown]
-# # Checkpoints: who wrote a number does not matter
+# # Checkpoints: resume on another number of ranks
 #
-# **Question**: each rank saves its own shards, and gathers nothing. Can a run that was saved like
-# this go on with another number of ranks?
+# **Question**: each rank saves only its own shards, and no rank gathers the parameters. Can another
+# number of ranks resume from these files?
 #
-# A long run ends many times before it is done. What it needs to go on is in the shards: all ranks
-# write them at the same time, each into a file of its own, and a
-# [manifest](../zero3/checkpoint/reader.py#what-a-checkpoint-is-on-disk) says once for all what these numbers
-# are.
+# A long training run is interrupted many times. The shards have everything that it needs to resume:
+# all ranks write them at the same time, each into a file of its own. A
+# [manifest](../zero3/checkpoint/reader.py#a-checkpoint-on-disk) records which parameters these
+# numbers belong to.
 #
-# Below are two layers of odd sizes in bf16, with Adam. `goes_on` builds the model with other
-# values, loads, and takes the same two steps that were taken after the save.
+# The model below has two layers of odd sizes in bf16, trained with Adam. `saves` takes three steps,
+# saves, and takes two more. `resumes` builds the model with other weights, loads the checkpoint,
+# and takes the same two steps.
 
 # %% tags=["varies"]
 # %%writefile worker_08.py
@@ -40,7 +41,7 @@ def build(seed):
 
 
 def train(model, optimizer, steps, rows):
-    """Some steps, with the same `rows` on any number of ranks; their losses, means over all rows"""
+    """Train on the same `rows` on any number of ranks; return the mean loss of each step"""
     losses = []
     for step in steps:
         batch = torch.randn(rows, 301, generator=torch.Generator().manual_seed(step))
@@ -60,7 +61,7 @@ def weights_of(model):
 
 
 def saves(folder, rows):
-    """Three steps with a save after the second and the third; and two steps more"""
+    """Take three steps, save after the second and the third, and take two more"""
     model, optimizer = build(seed=0)
     train(model, optimizer, range(2), rows)
     save(folder, model, optimizer, step=2)
@@ -70,7 +71,8 @@ def saves(folder, rows):
     return saved, train(model, optimizer, range(3, 5), rows), weights_of(model)
 
 
-def goes_on(folder, rows):
+def resumes(folder, rows):
+    """Load into a model with other weights, and take two steps"""
     model, optimizer = build(seed=1)
     extra = load(folder, model, optimizer)
     loaded = weights_of(model)
@@ -80,8 +82,9 @@ def goes_on(folder, rows):
 # %% [markdown]
 # ## Predict
 #
-# A parameter is in bf16, 2 bytes; its master and Adam's two moments are 12 bytes more; its
-# gradient is gone. How many bytes does a rank write for each parameter of its shards: 2, 12 or 14?
+# After a step, the gradients have been freed. A rank still has 14 bytes for each parameter of its
+# shards: 2 for the parameter in bf16, 4 for its fp32 master, and 8 for Adam's two fp32 moments. How
+# many of these bytes does it write: 2, 12 or 14?
 
 # %%
 import io
@@ -102,7 +105,7 @@ from zero3.train.launch import default_ranks, preload, run
 
 preload("zero3.checkpoint.save_load")
 N = default_ranks()
-rows = 2 * N * (N + 1)  # which 1, N and N + 1 ranks can share
+rows = 2 * N * (N + 1)  # 1, N and N + 1 ranks can each take an equal part
 scratch = tempfile.TemporaryDirectory()
 folder = Path(scratch.name) / "mine"
 
@@ -122,46 +125,47 @@ print(f"\nbytes for each of {numel:,} parameters, all files together: {written /
 assert 0 <= written - 12 * numel < 12 * 2 * N
 
 # %% [markdown]
-# **Measured**: twelve, and for padding. The 2 bytes are the master, rounded, so to write the
-# master is to write both. The files are of safetensors, each tensor is the shard of a flat
-# parameter or of a moment, and any library can read them.
+# **Measured**: twelve, plus at most a few bytes of padding. The bf16 parameter is the rounded
+# master, so it need not be written. The files are safetensors files, so any library can read them.
+# Each tensor in them is the shard of a flat parameter or of a moment.
 #
 # ## Another number of ranks
 #
-# **Predict**: the checkpoint is loaded on as many ranks, on one, and on one more than before.
-# Where are the weights the same to the bit? And after two more steps?
+# **Predict**: load the checkpoint on the same number of ranks, on one rank, and on one more than
+# before. In which of these cases are the loaded weights equal bit for bit? And after two more
+# steps?
 
 # %%
 on_gpus = torch.cuda.is_available()
-print(f"saved on {N}; losses afterwards{'':13}" + "  ".join(f"{loss:.3f}" for loss in losses))
+print(f"saved on {N}; the next losses{'':15}" + "  ".join(f"{loss:.3f}" for loss in losses))
 for ranks in dict.fromkeys((N, 1, N + 1)):
-    loaded, after, weights, extra = run("worker_08:goes_on", ranks, str(folder), rows)[0]
+    loaded, after, weights, extra = run("worker_08:resumes", ranks, str(folder), rows)[0]
     same = all(loaded[name].equal(weight) for name, weight in saved.items())
     still = all(weights[name].equal(weight) for name, weight in later.items())
     print(f"loaded on {ranks}: same bits {same!s:7} losses  "
           + "  ".join(f"{loss:.3f}" for loss in after) + f"   then same bits: {still}")
     assert same and extra == {"epoch": 1} and (still or ranks != N or on_gpus)
-    # On GPUs other kernels run for other numbers of rows, and more ranks than GPUs run on the CPU.
-    # Each rounds to the 8 bits of bf16 in other places.
+    # A GPU chooses its kernels by the number of rows, and more ranks than GPUs run on the CPU. So
+    # the results are rounded to the 8 bits of bf16 in different places.
     assert all(abs(a - b) < (1 / 256 if on_gpus else 1e-3)
                for a, b in zip(after, losses, strict=True))
 
 # %% [markdown]
-# **Measured**: after loading, always: on more ranks and on fewer, no bit of a weight is another.
-# After two more steps the same number of ranks has the same bits still, which it would not with
-# other moments or another count of Adam's steps. Other numbers of ranks add gradients up in
-# another order, and that may change the last digit.
+# **Measured**: the loaded weights are equal bit for bit on any number of ranks. After two more
+# steps they still are on the same number of ranks, so Adam's moments and its count of steps were
+# restored too. Another number of ranks adds up the gradients in another order, and that can change
+# the last bits.
 #
-# Nothing was converted for this. A parameter that begins at element $o$ of its flat parameter has
-# its element $i$ in
+# Nothing was converted for this. A flat parameter of $P_\ell$ elements on $N$ ranks has shards of
+# $S$ elements. If a parameter begins at element $o$ of its flat parameter, its element $i$ is here:
 #
 # $$\text{file of rank} = \left\lfloor \frac{o + i}{S} \right\rfloor \qquad
 # \text{element of its shard} = (o + i) \bmod S \qquad
 # S = \left\lceil \frac{P_\ell}{N} \right\rceil$$
 #
-# and whoever loads reads the ranges that are its own now, from whichever files they are in. The
-# manifest, read by [`CheckpointReader`](../zero3/checkpoint/reader.py#a-checkpoint-to-be-read), has $o$ and the
-# shape:
+# A rank that loads computes its new ranges and reads them from the files that have them.
+# [`CheckpointReader`](../zero3/checkpoint/reader.py#read-a-checkpoint) finds $o$ and the shape in
+# the manifest:
 
 # %%
 flat = CheckpointReader(folder / "step-00000003").flats[0]
@@ -173,63 +177,64 @@ fig, ax = plt.subplots(figsize=(9, 1.9), layout="constrained")
 numel = flat["numel"]
 old, new = -(-numel // N), -(-numel // (N + 1))  # elements of a shard
 files = plt.colormaps["Blues"]
-for at, (what, shard) in enumerate((("saved by", old), ("loaded by", new))):
+for at, (verb, shard) in enumerate((("saved by", old), ("loaded by", new))):
     cuts = sorted({*range(0, numel, old), *range(0, numel, shard), numel})
     for begin, end in pairwise(cuts):
         color = files(0.25 + 0.5 * (begin // old) / N)
         ax.barh(at, end - begin, left=begin, height=0.7, color=color)
     for rank, begin in enumerate(range(0, numel, shard)):
         ax.plot([begin, begin], [at - 0.42, at + 0.42], color="#252525")
-        ax.text(begin + numel / 200, at, f"{what} rank {rank}", va="center", fontsize=8)
+        ax.text(begin + numel / 200, at, f"{verb} rank {rank}", va="center", fontsize=8)
 for param in flat["params"]:
     ax.axvline(param["offset"], color="#d94801", linestyle=":")
-ax.set_title(f"the first layer's flat parameter, saved by {N} and loaded by {N + 1}: colours are "
-             "files, dotted lines begin a parameter", fontsize=9, loc="left")
+ax.set_title(f"The flat parameter of the first layer, saved by {N} ranks and loaded by {N + 1}. A "
+             "colour is a file, a dotted line begins a parameter", fontsize=9, loc="left")
 ax.set(xlabel="element", yticks=[], xlim=(-numel / 100, numel * 1.01))
 ax.invert_yaxis()
 ax.spines[["top", "right", "left"]].set_visible(False)
 plt.show()
 
 # %% [markdown]
-# A rank that loads reads from one file or from several, and asks nobody. Cuts need not be where a
-# parameter begins, nor where one of its rows does.
+# Each rank reads its elements from one file or from several, and receives none from other ranks. A
+# shard can begin in the middle of a parameter, and even in the middle of one of its rows.
 #
 # ## A damaged byte
 #
-# A disk returns one byte that is not what was written, in the last rank's file. **Predict**: which
-# ranks notice? And what is then in the model?
+# A disk has changed one bit in the file of the last rank. **Predict**: on which ranks does `load`
+# raise an error? And which weights does the model have afterwards?
 
 # %% tags=["varies"]
 # %%writefile -a worker_08.py
 
 
 def refuses(folder):
-    """Load what is damaged; then the step before it"""
+    """Load the damaged checkpoint, and then the one before it"""
     model, optimizer = build(seed=1)
     before = weights_of(model)
-    told = "loaded"
+    message = "loaded"
     try:
         load(folder, model, optimizer)
     except RuntimeError as error:
-        told = str(error)
+        message = str(error)
     after = weights_of(model)
     load(f"{folder}/step-00000002", model, optimizer)
-    return told, all(after[name].equal(before[name]) for name in before)
+    return message, all(after[name].equal(before[name]) for name in before)
 
 
 def saves_meanwhile(folder, rows):
-    """Save asynchronously, and step while it is being written"""
+    """Save asynchronously, and take a step while the files are written"""
     model, optimizer = build(seed=0)
     train(model, optimizer, range(1), rows)
     saving = save(folder, model, optimizer, step=1, async_write=True)
-    told, saved = [sorted(path.name for path in Path(folder).iterdir())], weights_of(model)
+    names = [sorted(path.name for path in Path(folder).iterdir())]
+    saved = weights_of(model)
     train(model, optimizer, range(1, 2), rows)
     path = saving.wait()
-    told.append(sorted(path.name for path in Path(folder).iterdir()))
+    names.append(sorted(path.name for path in Path(folder).iterdir()))
     stepped = weights_of(model)
     load(path, model, optimizer)
     loaded = weights_of(model)
-    return (told, all(loaded[name].equal(saved[name]) for name in saved),
+    return (names, all(loaded[name].equal(saved[name]) for name in saved),
             all(stepped[name].equal(saved[name]) for name in saved))
 
 
@@ -239,74 +244,78 @@ content = bytearray(victim.read_bytes())
 content[len(content) // 3] ^= 1  # one bit of one byte
 victim.write_bytes(content)
 
-told = run("worker_08:refuses", N, str(folder))
-print(told[0][0].replace(scratch.name, "...").replace(". ", ".\n"))
-print(f"\nranks with such an error: {sum('is damaged' in error for error, _ in told)} of {N}; "
-      f"models as they were before: {sum(untouched for _, untouched in told)} of {N}")
-assert all(f"file of rank {N - 1}, is damaged" in error and untouched for error, untouched in told)
+ranks = run("worker_08:refuses", N, str(folder))
+print(ranks[0][0].replace(scratch.name, "...").replace(". ", ".\n"))
+print(f"\nranks with this error: {sum('is damaged' in error for error, _ in ranks)} of {N}; "
+      f"models with unchanged weights: {sum(unchanged for _, unchanged in ranks)} of {N}")
+assert all(f"file of rank {N - 1}, is damaged" in error and unchanged for error, unchanged in ranks)
 
 # %% [markdown]
-# **Measured**: all ranks, also those that read nothing damaged: `load` checks everything, has the
-# ranks agree, and only then begins to change the model. Otherwise some would have loaded and some
-# not. [Checksums](../zero3/checkpoint/tensor_files.py#files-of-tensors-written-as-a-stream-read-by-ranges-checked)
-# are of blocks of 1 MiB, so that a reader of a range checks what it reads. The checkpoint before
-# is whole, and was loaded next.
+# **Measured**: on all ranks, even on those that read no damaged byte, and no weight has changed.
+# `load` first reads and checks everything. Then the ranks agree that all of them have succeeded,
+# and only then do they change the model. Otherwise some ranks would have loaded and others not.
+# [Each block of 1 MiB has a
+# checksum](../zero3/checkpoint/tensor_files.py#files-of-tensors-with-checksums), so a reader of a
+# range checks only the blocks that it reads. The previous checkpoint is intact: the ranks loaded it
+# next.
 #
-# ## While training goes on
+# ## Save while training continues
 #
-# `async_write=True` copies the shards and returns; a thread writes the copies. **Predict**: after
-# `save` one more step is taken, and then somebody waits for the checkpoint. Which weights are in
-# it?
+# With `async_write=True`, `save` copies the shards and returns, and a thread writes the copies.
+# **Predict**: take one more step after `save`, and then wait for the checkpoint. Does it have the
+# weights from before this step or from after it?
 
 # %%
 other = Path(scratch.name) / "other"
 (before, after), as_saved, as_stepped = run("worker_08:saves_meanwhile", N, str(other), rows)[0]
 print(f"when `save` returns: {before}")
 print(f"after `wait`:        {after}\n")
-print(f"loaded is what was there at `save`: {as_saved}; a step later: {as_stepped}")
+print(f"the loaded weights are those at `save`: {as_saved}; those a step later: {as_stepped}")
 assert before == ["step-00000001.partial"] and after == ["step-00000001"]
 assert as_saved and not as_stepped
 
 # %% [markdown]
-# **Measured**: those of the moment of `save`. Until all files and the manifest are on the disk the
-# folder ends in `.partial`, and no `load` takes it for a checkpoint. A rename makes it one, which
-# a file system does [wholly or not at
-# all](../zero3/checkpoint/reader.py#make-a-folder-of-files-a-checkpoint); so whatever ends a run in between
-# leaves the checkpoint before.
+# **Measured**: the weights from before the step, as they were at `save`. The folder's name ends in
+# `.partial` until all files are on the disk, and `load` ignores it until it has its manifest. Then
+# two renames [turn it into a
+# checkpoint](../zero3/checkpoint/reader.py#turn-a-folder-of-files-into-a-checkpoint): the manifest
+# gets its name first, and the folder second. A file system completes a rename or changes nothing,
+# so a run that is killed in between still has the previous checkpoint or already the new one.
 #
-# ## To leave
+# ## Export
 #
-# **Predict**: what does a machine need to use these weights on which there is no `zero3`?
+# **Predict**: another machine does not have `zero3`. Which libraries does it need to use these
+# weights?
 
 # %%
 out = Path(scratch.name) / "exported"
-with redirect_stdout(io.StringIO()) as said:
+with redirect_stdout(io.StringIO()) as printed:
     export(folder / "step-00000002", out)
-print(said.getvalue().replace(scratch.name, "..."))
+print(printed.getvalue().replace(scratch.name, "..."))
 
 plain = nn.Sequential(nn.Linear(301, 501), nn.Tanh(), nn.Linear(501, 301)).to(torch.bfloat16)
 print(plain.load_state_dict(load_file(out / "model.safetensors")))
-loaded = run("worker_08:goes_on", 1, str(folder / "step-00000002"), rows)[0][0]
+loaded = run("worker_08:resumes", 1, str(folder / "step-00000002"), rows)[0][0]
 same = all(loaded[name].equal(weight) for name, weight in plain.state_dict().items())
-print(f"same bits as in shards: {same}")
+print(f"same bits as from the shards: {same}")
 assert same
 
 # %% [markdown]
 # **Measured**: PyTorch and safetensors.
-# [`export`](../zero3/checkpoint/convert.py#write-the-weights-as-hugging-face-has-them) reads parameter after
-# parameter, whichever ranks had it, rounds the master to the model's data type, and gives it the
-# name that it has in the plain model. On the command line it is `python -m zero3.checkpoint export
-# FOLDER OUT`; `universal` takes moments along, to DeepSpeed and FSDP2.
+# [`export`](../zero3/checkpoint/convert.py#export-the-weights-for-hugging-face) reads one parameter
+# at a time from the files of all ranks, rounds the master to the data type of the model, and writes
+# it under its name in the plain model. The command line is `python -m zero3.checkpoint export
+# FOLDER OUT`. `universal` converts the moments too, for DeepSpeed and FSDP2.
 #
-# **Answer**: yes. Shards are ranges of parameters, and a range can be found again by anybody who
-# knows where it was put. The number of ranks is how a checkpoint was written and no part of what
-# is in it.
+# **Answer**: yes. A shard is a range of parameters, and the manifest says where each parameter
+# begins. With the formula above, any number of ranks can find its new ranges in the files of the
+# old ones.
 #
 # ## Exercise
 #
-# Find the master of `2.weight[200, 7]` in the files of step 2 with nothing but the formula above:
-# in which rank's file, and which element of the tensor `1.param` there? The weight has 301 rows of
-# 501 elements, begins at 0, and a bias of 301 comes behind it.
+# Find the master of `2.weight[200, 7]` in the files of step 2 with nothing but the formula above.
+# Which rank's file has it, and which element is it in the tensor `1.param` of that file? The weight
+# has 301 rows of 501 elements and begins at 0. A bias of 301 elements follows it.
 
 # %%
 mine = None  # (rank, element of its shard)
@@ -317,13 +326,14 @@ else:
     file = folder / "step-00000002" / f"rank-{mine[0]:05}-of-{N:05}.safetensors"
     with safe_open(file, "pt") as tensors:
         found = tensors.get_slice("1.param")[mine[1] : mine[1] + 1]
-    # Rounded, the master is the weight.
-    print("right" if found.bfloat16().equal(plain[2].weight[200, 7:8].detach()) else "another one")
+    # The weight is the rounded master.
+    right = found.bfloat16().equal(plain[2].weight[200, 7:8].detach())
+    print("right" if right else "another element")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# A weight lies row after row, so $i = 200 \cdot 501 + 7$ and $o = 0$; the flat parameter has
+# The weight is stored row by row, so $i = 200 \cdot 501 + 7$, with $o = 0$. The flat parameter has
 # $P_\ell = 301 \cdot 501 + 301$ elements.
 #
 # ```python
@@ -331,8 +341,8 @@ else:
 # mine = divmod(200 * 501 + 7, S)
 # ```
 #
-# On two ranks that is in the file of rank 1. `CheckpointReader.read` does the same, and goes on in the next
-# file where a range ends behind a shard.
+# On two ranks the file of rank 1 has it. `CheckpointReader.read` does the same. If a range goes
+# beyond the end of a shard, it continues in the next file.
 # </details>
 #
 # Back to [the first notebook](01_where_the_memory_goes.ipynb), or on to [the

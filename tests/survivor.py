@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save
-from zero3.checkpoint.reader import MANIFEST, sweep
+from zero3.checkpoint.reader import MANIFEST, clean_up_interrupted_saves
 from zero3.checkpoint.save_load import newest
 from zero3.train import gpt
 from zero3.train import job as train
@@ -99,7 +99,7 @@ def survive(folder, steps, marks):
     # All ranks do as rank 0 finds it.
     found = [None]
     if folder is not None and not rank:
-        sweep(folder)
+        clean_up_interrupted_saves(folder)
         found = [newest(folder)]
     dist.broadcast_object_list(found)
     if found[0] is not None:

@@ -107,12 +107,12 @@ def weights(model):
 
 def contents(folder):
     """All that a checkpoint has of each parameter, by its plain name and the key."""
-    archive = CheckpointReader(newest(folder))
+    checkpoint = CheckpointReader(newest(folder))
     found = {}
-    for p in archive.params:
-        for key in ("param", *archive.states(p)["moments"]):
-            found[p.name, key] = archive.read(p, key, 0, p.numel).view(p.shape)
-        for key, value in decode(archive.states(p)["scalars"]).items():
+    for p in checkpoint.params:
+        for key in ("param", *checkpoint.states(p)["moments"]):
+            found[p.name, key] = checkpoint.read_whole(p, key)
+        for key, value in decode(checkpoint.states(p)["scalars"]).items():
             found[p.name, key] = torch.as_tensor(value)
     return found
 
@@ -187,7 +187,8 @@ def test_what_is_saved_is_what_plain_pytorch_has(tmp_path):
     """
     Weights, both moments and steps of plain AdamW on the global batch, read from the files of three
     ranks by parameter. Breaks where a name belongs to another place in the flat parameter.
-    Proves `Entries.describe`, `Entries.tensors`, `CheckpointReader.states`, `Slot`.
+    Proves `Entries.describe`, `Entries.tensors`, `CheckpointReader.states`,
+    `CheckpointReader.read_whole`, `Slot`.
     """
     run(goes_on, 3, None, tmp_path, "chain", FP64, "device", None, 3)
     model = plain().double()
@@ -304,10 +305,10 @@ def test_a_tied_parameter_is_saved_once_and_found_by_either_name(tmp_path):
     one = run(saves_tied, 2, tmp_path / "a", None)[0]
     assert same(one, run(saves_tied, 3, tmp_path / "b", tmp_path / "a")[0])
     assert torch.equal(one["a.0.weight"], one["c.0.weight"])
-    archive = CheckpointReader(newest(tmp_path / "a"))
-    assert [p.entry["names"] for p in archive.params if len(p.entry["names"]) > 1] == [
+    checkpoint = CheckpointReader(newest(tmp_path / "a"))
+    assert [p.entry["names"] for p in checkpoint.params if len(p.entry["names"]) > 1] == [
         ["a.0.weight", "c.0.weight"]]
-    assert archive.by_name["c.0.weight"] is archive.by_name["a.0.weight"]
+    assert checkpoint.by_name["c.0.weight"] is checkpoint.by_name["a.0.weight"]
     assert same(contents(tmp_path / "a"), contents(tmp_path / "b"))
 
 
@@ -316,42 +317,43 @@ def test_a_tied_parameter_is_saved_once_and_found_by_either_name(tmp_path):
 
 def test_a_rank_writes_its_shards_and_nothing_else(tmp_path):
     """
-    The formula of `checkpoint.py`, with its padding: masters and moments of what trains, and what
+    The formula of `save_load.py`, with its padding: masters and moments of what trains, and what
     is frozen as it is. Breaks where parameters are written beside their masters.
     Proves I5, `Entries.entries`, `Entries.manifest`, `Entry`, `Writer`.
     """
     run(saves, 3, tmp_path, "chain", BF16, "device", None)
-    archive = CheckpointReader(newest(tmp_path))
+    checkpoint = CheckpointReader(newest(tmp_path))
     trainable = [5 * 11 + 11, 11 * 7 + 7 + 7, 7 * 3 + 3]
     shards = 12 * sum(-(-numel // 3) for numel in trainable) + 2 * -(-7 * 7 // 3)
     buffers = 8 + 11 * 2
-    for file in archive.files:
-        header = 8 + int.from_bytes(file.raw(0, 8), "little")
+    for file in checkpoint.files:
+        header = 8 + int.from_bytes(file.read_bytes(0, 8), "little")
         assert file.nbytes - header == shards + buffers
     # Padding is zero, in files too (I5).
-    for i, flat in enumerate(archive.flats):
+    for i, flat in enumerate(checkpoint.flats):
         for key in flat["keys"]:
-            last = archive.files[2].read(f"{i}.{key}")
+            last = checkpoint.files[2].read(f"{i}.{key}")
             assert (last[len(last) - flat["padding"] :] == 0).all()
 
 
 def test_a_range_of_a_parameter_is_read_from_its_own_blocks(tmp_path, monkeypatch):
     """
-    The bound in `blocks.py`: n bytes are in n / 2^20 blocks, rounded up, and one more. Breaks where
-    a reader reads what it does not need.
-    Proves `CheckpointReader.read`, `TensorFile.read`, `TensorFile.raw`, `TensorFile.block`.
+    The bound in `tensor_files.py`: n bytes are in n / 2^20 blocks, rounded up, and one more. Breaks
+    where a reader reads what it does not need.
+    Proves `CheckpointReader.read`, `TensorFile.read`, `TensorFile.read_bytes`,
+    `TensorFile.block`.
     """
     big = {"a": torch.arange(3 << 20, dtype=FP32), "b": torch.ones(1 << 20)}
     announced = {name: {"param": (t.dtype, t.shape)} for name, t in big.items()}
     from_tensors(tmp_path, 0, announced, {}, lambda name, key: big[name])
     # The first, which has the manifest's length to find and the header.
-    archive = CheckpointReader(newest(tmp_path))
-    assert archive.files[0].header
+    checkpoint = CheckpointReader(newest(tmp_path))
+    assert checkpoint.files[0].header
     read, block = [], TensorFile.block
     monkeypatch.setattr(TensorFile, "block", lambda self, i: read.append(i) or block(self, i))
     for begin, end in ((0, 1), (262_143, 262_145), (1_000_000, 2_000_000), (0, 3 << 20)):
         read.clear()
-        values = archive.read(archive.by_name["a"], "param", begin, end)
+        values = checkpoint.read(checkpoint.by_name["a"], "param", begin, end)
         assert torch.equal(values, big["a"][begin:end])
         # What is in memory still is not read again.
         assert len({*read}) <= -(-4 * (end - begin) // BLOCK_BYTES) + 1
@@ -504,7 +506,7 @@ def test_the_newest_are_kept_and_a_step_may_be_saved_again(tmp_path):
     """
     Two stay. A run that is taken up again at an earlier step replaces what it comes to again, and
     has nothing of later steps any more. What others have put into the folder is theirs.
-    Proves `save_load.save`, `steps`, `_settle`, `_named`.
+    Proves `save_load.save`, `steps`, `_rename_to_final`, `_step_folders`.
     """
     model, optimizer = shard(plain())
     (tmp_path / "step-notes").mkdir()
@@ -634,15 +636,15 @@ def test_what_is_damaged_late_in_a_file_is_found_by_the_rank_that_reads_it(tmp_p
     big = {"a": torch.ones(1 << 19), "b": torch.ones(1 << 19)}
     announced = {name: {"param": (t.dtype, t.shape)} for name, t in big.items()}
     from_tensors(tmp_path, 0, announced, {}, lambda name, key: big[name])
-    archive = CheckpointReader(newest(tmp_path))
-    with open(archive.files[0].path, "r+b") as file:
-        file.seek(archive.files[0].nbytes - 5)
+    checkpoint = CheckpointReader(newest(tmp_path))
+    with open(checkpoint.files[0].path, "r+b") as file:
+        file.seek(checkpoint.files[0].nbytes - 5)
         file.write(b"\1")
-    archive = CheckpointReader(newest(tmp_path))
-    a, b = (archive.by_name[name] for name in "ab")
-    assert (archive.read(a, "param", 0, a.numel) == 1).all()
+    checkpoint = CheckpointReader(newest(tmp_path))
+    a, b = (checkpoint.by_name[name] for name in "ab")
+    assert (checkpoint.read(a, "param", 0, a.numel) == 1).all()
     with pytest.raises(Exception, match=r"`b`, its param: .*rank-00000-of-00001.*is damaged"):
-        archive.read(b, "param", 0, b.numel)
+        checkpoint.read(b, "param", 0, b.numel)
 
 
 def test_a_damaged_block_is_named_by_its_bytes(tmp_path):
@@ -663,8 +665,9 @@ def test_a_damaged_block_is_named_by_its_bytes(tmp_path):
                                (total - 1, 3 * BLOCK_BYTES, total)):
         path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
         (file,) = CheckpointReader(newest(tmp_path)).files
-        with pytest.raises(Broken, match=f": bytes {first:,} to {last:,} have another checksum"):
-            file.raw(0, total)
+        damaged = f": bytes {first:,} to {last:,} do not match their checksum"
+        with pytest.raises(Broken, match=damaged):
+            file.read_bytes(0, total)
 
 
 def rewrite(path, change):
@@ -684,7 +687,7 @@ def test_a_newer_format_says_so(saved):
     """
     path, model, optimizer = saved
     rewrite(path, lambda told: told.update(version=2))
-    refused(path, model, optimizer, "is of format 2, and this is zero3 for format 1")
+    refused(path, model, optimizer, "is of format 2, and this zero3 reads format 1")
 
 
 def test_another_model_or_optimizer_is_refused_by_name(saved):
@@ -901,7 +904,8 @@ def test_a_fuzzed_manifest_neither_crashes_nor_leads_out_of_its_folder(tmp_path)
     """
     With a right checksum, too: whatever it says, what comes is our error, or a checkpoint that is
     the same in all that matters.
-    Proves `file_name`, `CheckpointReader._check`, `CheckpointReader.announced`, `_fit`.
+    Proves `file_name`, `CheckpointReader._check`, `CheckpointReader.dtype_and_shape`,
+    `_check_types`.
     """
     model, optimizer = shard(plain())
     train(model, optimizer, 0)
@@ -1031,7 +1035,7 @@ def test_a_checkpoint_has_its_name_only_after_all_of_it_is_on_the_disk(tmp_path,
     The file and its folder are forced out before the manifest is renamed into it, the folder again
     before it gets its own name, and the folder around it in the end. Breaks without `fsync`, which
     no killed process shows, for what it wrote is still in the page cache.
-    Proves I10, `force_out`, `reader.commit`.
+    Proves I10, `fsync_folder`, `commit_checkpoint`.
     """
     calls, fsync, rename = [], os.fsync, os.rename
 

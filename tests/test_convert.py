@@ -94,7 +94,7 @@ def test_an_export_opens_in_plain_pytorch_with_equal_logits(tmp_path):
     """
     A model that three ranks saved, as one file and as several with an index, to the last bit.
     Breaks where a parameter lies elsewhere, or has another name than in the plain model.
-    Proves `export`, `_files`, `_parts`, `_at`.
+    Proves `export`, `_files`, `_parts`, `_checkpoint_in`.
     """
     ids = torch.randint(256, (2, 8))
     logits = run(saves_gpt, 3, tmp_path / "run", ids)[0]

@@ -83,7 +83,7 @@ def begin(tmp_path):
 
 def rows_of(folder):
     """
-    Which rows of the table of `archive.py` are in a folder, and the newest step in it.
+    Which rows of the table of `reader.py` are in a folder, and the newest step in it.
     """
     rows, steps = [], [0]
     for path in folder.iterdir() if folder.exists() else ():
@@ -97,9 +97,9 @@ def test_a_run_that_is_killed_at_any_moment_ends_with_the_same_bits(tmp_path, be
     """
     Fifty kills, of one rank or of both, and the weights are those of a run without any kill or
     save. A checkpoint that was there is never lost, and no temporary file is left. Breaks where a
-    save that was cut off is taken for a checkpoint (have `sweep` rename any folder), or where
-    something that a step needs is not saved (leave out `_go_on`, or the moments).
-    Proves I10, `save_load.save`, `load`, `reader.sweep`, `newest`.
+    save that was cut off is taken for a checkpoint (have `clean_up_interrupted_saves` rename any
+    folder), or where something that a step needs is not saved (leave out `_go_on`, or the moments).
+    Proves I10, `save_load.save`, `load`, `clean_up_interrupted_saves`, `newest`.
     """
     rng, folder, newest = random.Random(0), tmp_path / "checkpoints", 0
     seen, during, spent_s, in_writes = Counter(), Counter(), Counter(), 0
@@ -153,9 +153,9 @@ def test_a_save_that_is_killed_between_any_two_calls_leaves_the_old_state_or_the
     """
     For each call of a save that changes something on the disk: killed there, the run finds the
     checkpoint before or the new one, bit for bit, and its next save leaves nothing else. Breaks
-    where something is removed too early (the oldest checkpoint before `commit_name`), or a manifest is
-    there too early (written under its own name).
-    Proves I10, `reader.commit`, `_settle`, `remove`, `reader.sweep`.
+    where something is removed too early (the oldest checkpoint before `commit_checkpoint`), or a
+    manifest is there too early (written under its own name).
+    Proves I10, `commit_checkpoint`, `_rename_to_final`, `remove`, `clean_up_interrupted_saves`.
     """
     (old, new, found), = run(die_everywhere, 1, tmp_path, *SAVES[name], fresh=True)
     assert old != new

@@ -25,8 +25,9 @@ from zero3 import Zero3Layer, Zero3Optimizer, load, save, wrap
 from zero3.checkpoint.convert import main
 from zero3.checkpoint.entries import Entries
 from zero3.checkpoint.formats import from_tensors
-from zero3.checkpoint.reader import _HELD, MANIFEST, file_name, newest
-from zero3.checkpoint.tensor_files import Broken, check_name, checksums, printable
+from zero3.checkpoint.reader import _LOCKED, MANIFEST, file_name, newest
+from zero3.checkpoint.tensor_files import Broken, check_name, checksums
+from zero3.guards.options import one_line
 
 CLEAR = "\x1b[2J"  # clears a terminal's screen
 
@@ -62,7 +63,8 @@ def test_a_name_that_leads_out_of_its_folder_writes_nothing(tmp_path, capsys, na
     from_tensors(tmp_path / "run", 0, {name: {"param": like, key: like}}, {}, lambda *_: one)
     assert command("universal", tmp_path / "run", tmp_path / "a" / "b" / "out") == 1
     told = capsys.readouterr().err
-    assert "is another file's name" in told if key in ("fp32", "step") else "is no name of" in told
+    words = "is another file's name" if key in ("fp32", "step") else "is not a valid name of"
+    assert words in told
     assert not [*tmp_path.rglob("*.pt")] and not (tmp_path / "a").exists()
 
 
@@ -76,10 +78,10 @@ def test_names_are_checked_wherever_they_come_from(tmp_path, capsys):
         assert check_name(good, as_path=True) == good
     assert check_name("a/b") == "a/b"
     for bad in ("", "\0", "a\nb", CLEAR, "\u202e"):
-        with pytest.raises(Broken, match="is no name of a parameter"):
+        with pytest.raises(Broken, match="is not a valid name of a parameter"):
             check_name(bad)
     for bad in (".", "..", "/", "a/b", "a\\b", ""):
-        with pytest.raises(Broken, match="is no name of a file"):
+        with pytest.raises(Broken, match="is not a valid name of a file"):
             check_name(bad, as_path=True)
     # Hugging Face's, DeepSpeed's and DCP's.
     (tmp_path / "hf").mkdir()
@@ -94,7 +96,7 @@ def test_names_are_checked_wherever_they_come_from(tmp_path, capsys):
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     for what, source in (("import", "hf"), ("universal", "ds"), ("universal", "dcp")):
         assert command(what, tmp_path / source, tmp_path / "out") == 1
-        assert "is no name of a file or folder" in capsys.readouterr().err, source
+        assert "is not a valid name of a file or folder" in capsys.readouterr().err, source
     assert not (tmp_path / "out").exists()
 
 
@@ -136,9 +138,9 @@ def test_what_does_not_print_is_escaped(tmp_path, capsys):
     """
     A manifest with names that would clear the screen, or that have a line of their own: the command
     line and the errors have them escaped. Breaks where a name is printed as it is.
-    Proves `printable`, `say`, `Broken`, `load`.
+    Proves `one_line`, `print_escaped`, `Broken`, `load`.
     """
-    assert printable(f"ä {CLEAR}\n") == "ä \\x1b[2J\\n"
+    assert one_line(f"ä {CLEAR}\n") == "ä \\x1b[2J\\n"
     model, optimizer = shard(plain())
     train(model, optimizer, 0)
     save(tmp_path / "run", model, optimizer, step=1)
@@ -405,7 +407,7 @@ def saves_beside(folder):
         save(folder.parent / "mine", model.module_list[0], step=1)
         pid = os.fork()
         if not pid:
-            os._exit(len(_HELD))
+            os._exit(len(_LOCKED))
         messages.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     return messages
 
@@ -421,8 +423,10 @@ def test_a_second_run_in_a_folder_is_told_who_holds_it(tmp_path, capsys):
     """
     By process and machine, on all of its ranks; the first one's save that is under way is not
     touched, and the other may load. A process that is killed holds nothing any more, and no file of
-    a lock is left. Breaks where `sweep` takes another run's files for leftovers.
-    Proves `hold`, `_holder`, `_let_go`, `place`, `Saving.begin`, `Saving._agree`.
+    a lock is left. Breaks where `clean_up_interrupted_saves` takes another run's files for
+    leftovers.
+    Proves `lock_folder`, `_lock_holder`, `_drop_inherited_locks`, `make_output_folder`,
+    `Saving.begin`, `Saving._agree`.
     """
     folder = tmp_path / "run"
     with pytest.raises(AssertionError, match="ended without an answer"):
@@ -447,7 +451,7 @@ def test_a_second_run_in_a_folder_is_told_who_holds_it(tmp_path, capsys):
 def test_a_file_system_that_locks_no_folder_gets_a_warning(tmp_path, monkeypatch):
     """
     And the checkpoint. Breaks where the error of the lock is the run's, or nothing is said.
-    Proves `hold`.
+    Proves `lock_folder`.
     """
     def refuses(*_):
         raise OSError(errno.EBADF, "Bad file descriptor")

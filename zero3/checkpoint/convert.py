@@ -1,32 +1,33 @@
 r"""
-# From checkpoints to other libraries, and back
+# The checkpoint tool: inspect, verify, export, import
 
-What is in a checkpoint, for people to look at and for other libraries to load; and from these back
-into a checkpoint. `main` is the command line, `python -m zero3.checkpoint`.
+Print and check checkpoints, write them in the formats of other libraries, and read those formats
+back. `main` is the command line, `python -m zero3.checkpoint`.
 
-A checkpoint of shards is of use to nobody but us. To leave is to read parameter after parameter,
-whichever ranks had it, and to write it as somebody else has it; to come back is the reverse. None
-of it needs the model, a GPU or more than one process, and none has the whole model in memory. With
-the pieces of files that are under way,
+Only this library can read a checkpoint of shards. A conversion reads one parameter at a time from
+the files of all ranks and writes it in the other format, or the reverse. It needs neither the model
+nor a GPU, and one process is enough.
+
+| format | command | content |
+|---|---|---|
+| Hugging Face's safetensors: a file, or several with an index | `export`, `import` | weights |
+| DeepSpeed's universal layout: a folder for each parameter | `universal` | and optimizer states |
+| `torch.distributed.checkpoint`, which FSDP2 loads | `universal --format dcp` | and options |
+
+`universal` finds the direction itself: it writes a checkpoint in the format that `--format` names,
+and it makes a checkpoint of a folder in one of these formats.
+
+The whole model is never in memory. `Writer` has 32 MiB of pieces, `TensorFile` keeps 16 MiB of
+blocks, and torch copies a parameter when it unpickles it:
 
 $$\text{memory} \le 2 \cdot \text{largest parameter} + 32 \text{ MiB} + 16 \text{ MiB}$$
 
-to write and to read, for what torch unpickles it copies; and `export` has no more than $2^{20}$
-elements of a parameter.
-
-| format | command | what it has |
-|---|---|---|
-| Hugging Face's safetensors, a file, or several with an index | `export`, `import` | weights |
-| DeepSpeed's universal checkpoint, a folder for each parameter | `universal` | and moments |
-| `torch.distributed.checkpoint`, which FSDP2 loads | `universal --format dcp` | and options |
-
-`universal` finds out which way to go: what is of another format becomes a checkpoint, and a
-checkpoint becomes what `--format` says.
+`export` needs even less, because it reads at most $2^{20}$ elements of a parameter at once.
 
 **Run this**: `python -m zero3.checkpoint --help`.
 
-**Not covered, and what that costs**: names are those of the plain model. Where a format has others,
-Hugging Face's `model.` in front for instance, they have to be changed first.
+**Not covered, and what that costs**: the parameters have the names of the plain model. Some formats
+add a prefix, Hugging Face's `model.` for example, and you have to rename these parameters yourself.
 """
 
 import argparse
@@ -37,7 +38,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -47,69 +47,83 @@ from zero3.checkpoint.formats import (
     from_dcp,
     from_deepspeed,
     from_tensors,
-    say,
+    print_escaped,
     to_dcp,
     to_deepspeed,
 )
-from zero3.checkpoint.reader import CheckpointReader, Param, newest, place, steps
+from zero3.checkpoint.reader import (
+    PART_NUMEL,
+    CheckpointReader,
+    Param,
+    make_output_folder,
+    newest,
+    steps,
+)
 from zero3.checkpoint.tensor_files import BLOCK_BYTES, TYPES, Broken, Writer, check_name
 from zero3.whole_model.materialise import Source
 
-# Elements of a parameter that `export` has in memory at once; and its file, where there is one.
-_PART_NUMEL, _ONE = 1 << 20, "model.safetensors"
+# An exported tensor: data type, shape, and the parameter or the name of the buffer.
+Exported = tuple[torch.dtype, tuple[int, ...], Param | str]
 
 
-# ------------------------------------------------------------------------------------------- look
+# ------------------------------------------------------------------------------ inspect and verify
 
 
 def inspect(folder: Path) -> None:
     """
-    ## Print what a checkpoint has: its flat parameters, and what is in them
+    ## Print the flat parameters of a checkpoint and the parameters in them
     """
-    archive = CheckpointReader(folder)
-    manifest, optimizer = archive.manifest, archive.manifest["optimizer"]
-    nbytes = sum(file.nbytes for file in archive.files)
-    say(f"{folder}: step {manifest['step']:,}, saved by {archive.world_size} ranks, {nbytes:,} "
-        "bytes")
+    checkpoint = CheckpointReader(folder)
+    manifest = checkpoint.manifest
+    nbytes = sum(file.nbytes for file in checkpoint.files)
+    print_escaped(f"{folder}: step {manifest['step']:,}, saved by {checkpoint.world_size} ranks, "
+                  f"{nbytes:,} bytes")
+    optimizer = manifest["optimizer"]
     if optimizer is not None:
-        say(f"{optimizer['class']}, {len(optimizer['groups'])} param groups")
-    for flat in archive.flats:
-        kept = ", ".join(f"{key} {dtype}" for key, dtype in flat["keys"].items())
+        print_escaped(f"{optimizer['class']}, {len(optimizer['groups'])} param groups")
+    for flat in checkpoint.flats:
+        tensors = ", ".join(f"{key} {dtype}" for key, dtype in flat["keys"].items())
         padding = f" and {flat['padding']} of padding" if flat["padding"] else ""
-        say(f"{flat['numel']:>14,}{padding} in layer {flat['layer'] or '(the rest)'}, "
-            f"{flat['dtype']}; kept: {kept}")
-        for each in flat["params"]:
-            say(f"{math.prod(each['shape']):>18,}  {' = '.join(each['names'])} "
-                f"{tuple(each['shape'])}")
+        print_escaped(f"{flat['numel']:>14,}{padding} in layer {flat['layer'] or '(the rest)'}, "
+                      f"{flat['dtype']}; saved: {tensors}")
+        for entry in flat["params"]:
+            print_escaped(f"{math.prod(entry['shape']):>18,}  {' = '.join(entry['names'])} "
+                          f"{tuple(entry['shape'])}")
     for name in manifest["replicated"]:
-        say(f"{math.prod(archive.announced(name)[1]):>14,} in {name}, whole on each rank")
+        _, shape = checkpoint.dtype_and_shape(name)
+        print_escaped(f"{math.prod(shape):>14,} in {name}, whole on each rank")
 
 
 def verify(folders: list[Path]) -> int:
     """
-    ## Read all of these, and say which have a byte that is not what was written
+    ## Read checkpoints completely and report damage
 
-    Returns 1 if there is one, else 0.
+    Returns 1 if one of them is damaged, else 0.
     """
-    broken = 0
+    status = 0
     for folder in folders:
         try:
-            archive = CheckpointReader(folder)
-            for file in archive.files:
-                for i in range(-(-file.nbytes // BLOCK_BYTES)):
-                    file.block(i)
-                # Whether the header has what the manifest says: to read up to the end from there
-                # is to read nothing more.
-                for i, flat in enumerate(archive.flats):
-                    end = -(-flat["numel"] // archive.world_size)
-                    for key in flat["keys"]:
-                        file.read(f"{i}.{key}", end, end)
-            say(f"{folder}: as it was written")
+            _verify(CheckpointReader(folder))
+            print_escaped(f"{folder}: as it was written")
         except Exception as error:
-            # Whatever it is, the other folders are looked at too.
-            broken = 1
-            say(f"{folder}: {_told(error)}", sys.stderr)
-    return broken
+            # Check the other folders too, whatever is wrong with this one.
+            status = 1
+            print_escaped(f"{folder}: {_in_a_line(error)}", sys.stderr)
+    return status
+
+
+def _verify(checkpoint: CheckpointReader) -> None:
+    """
+    #### Check all blocks of all files, and that the headers agree with the manifest
+    """
+    for file in checkpoint.files:
+        for i in range(-(-file.nbytes // BLOCK_BYTES)):
+            file.block(i)
+        for i, flat in enumerate(checkpoint.flats):
+            end = -(-flat["numel"] // checkpoint.world_size)
+            for key in flat["keys"]:
+                # No elements: this only checks that the header has so many.
+                file.read(f"{i}.{key}", end, end)
 
 
 # ----------------------------------------------------------------------------------- safetensors
@@ -118,80 +132,92 @@ def verify(folders: list[Path]) -> int:
 def export(folder: Path, out: Path, dtype: torch.dtype | None = None, file_bytes: int = 5 << 30
            ) -> None:
     """
-    ## Write the weights as Hugging Face has them
+    ## Export the weights for Hugging Face
 
-    * `out` is a folder that has no such files yet
-    * `dtype` is what floating parameters become; left out, what they were in the model
-    * `file_bytes` are in a file at most, or one parameter; there is an index if one is not enough
+    * `out` is a folder without files of the same names
+    * `dtype` is the new data type of floating-point parameters, by default that of the model
+    * `file_bytes` is the most that goes into a file, except for a larger parameter. Several files
+      get an index
     """
-    archive = CheckpointReader(folder)
-    parts: dict[str, tuple[torch.dtype, tuple[int, ...], Any]] = {}
-    for param in archive.params:
-        own = TYPES[archive.flats[param.flat]["dtype"]]
+    checkpoint = CheckpointReader(folder)
+    tensors: dict[str, Exported] = {}
+    for param in checkpoint.params:
+        own = TYPES[checkpoint.flats[param.flat]["dtype"]]
         kind = dtype if dtype and own.is_floating_point else own
-        parts[param.name] = (kind, param.shape, param)
-    for name in archive.manifest["replicated"]:
-        parts[name] = (*archive.announced(name), name)
-    files = _files(parts, file_bytes)
-    total_bytes = sum(math.prod(shape) * kind.itemsize for kind, shape, _ in parts.values())
-    # As safetensors says it: which name of a tied parameter stands for which others.
-    tied = {other: param.name for param in archive.params for other in param.entry["names"][1:]}
-    index: dict[str, str] = {}
-    place(out)
+        tensors[param.name] = (kind, param.shape, param)
+    for name in checkpoint.manifest["replicated"]:
+        tensors[name] = (*checkpoint.dtype_and_shape(name), name)
+
+    files = _files(tensors, file_bytes)
+    # The metadata says which other names a tied parameter has, as safetensors does it.
+    metadata = {"format": "pt"} | {other: param.name for param in checkpoint.params
+                                   for other in param.entry["names"][1:]}
+    make_output_folder(out)
+
     with ExitStack() as undo:
-        for i, each in enumerate(files, 1):
-            name = f"model-{i:05}-of-{len(files):05}.safetensors" if files[1:] else _ONE
-            like = {name: (kind, shape) for name, (kind, shape, _) in each.items()}
-            with Writer(out / name, like, {"format": "pt", **tied}) as writer:
-                for kind, _, source in each.values():
-                    for values in _parts(archive, source):
+        for name, content in files.items():
+            like = {name: (kind, shape) for name, (kind, shape, _) in content.items()}
+            with Writer(out / name, like, metadata) as writer:
+                for kind, _, source in content.values():
+                    for values in _parts(checkpoint, source):
                         writer.write(values.to(kind))
                 writer.finish()
+            # An exception in a later file removes this one too.
             undo.callback((out / name).unlink)
-            index |= dict.fromkeys(each, name)
-        # All are there, and stay.
         undo.pop_all()
-    if files[1:]:
+
+    total_bytes = sum(_nbytes(tensor) for tensor in tensors.values())
+    if len(files) > 1:
+        index = {tensor: name for name, content in files.items() for tensor in content}
         (out / "model.safetensors.index.json").write_text(json.dumps(
             {"metadata": {"total_size": total_bytes}, "weight_map": index}, indent=1))
-    say(f"wrote {len(parts)} tensors of step {archive.manifest['step']}, {total_bytes:,} bytes, "
-        f"to {out}, in {len(files)} files")
+    print_escaped(f"wrote {len(tensors)} tensors of step {checkpoint.manifest['step']}, "
+                  f"{total_bytes:,} bytes, to {out}, in {len(files)} files")
 
 
-def _files(parts: dict[str, tuple], file_bytes: int) -> list[dict[str, tuple]]:
+def _files(tensors: dict[str, Exported], file_bytes: int) -> dict[str, dict[str, Exported]]:
     """
-    #### What goes into which file, larger elements first
+    #### The tensors of each file, by its name; larger elements first, as `Writer` needs them
     """
-    files: list[dict[str, tuple]] = [{}]
+    files: list[dict[str, Exported]] = [{}]
     left_bytes = file_bytes
-    for name, part in sorted(parts.items(), key=lambda item: -item[1][0].itemsize):
-        nbytes = math.prod(part[1]) * part[0].itemsize
-        if files[-1] and nbytes > left_bytes:
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
+        if files[-1] and _nbytes(tensor) > left_bytes:
             files.append({})
             left_bytes = file_bytes
-        files[-1][name] = part
-        left_bytes -= nbytes
-    return files
+        files[-1][name] = tensor
+        left_bytes -= _nbytes(tensor)
+    if len(files) == 1:
+        return {"model.safetensors": files[0]}
+    return {f"model-{i:05}-of-{len(files):05}.safetensors": file for i, file in enumerate(files, 1)}
 
 
-def _parts(archive: CheckpointReader, source: Param | str) -> Iterator[torch.Tensor]:
+def _nbytes(tensor: Exported) -> int:
+    dtype, shape, _ = tensor
+    return math.prod(shape) * dtype.itemsize
+
+
+def _parts(checkpoint: CheckpointReader, source: Param | str) -> Iterator[torch.Tensor]:
     """
-    #### A parameter, a part at a time; or what is whole on each rank, by name
+    #### The values of a parameter, a part at a time, or of a buffer
     """
     if isinstance(source, str):
-        yield archive.replicated(0, source)
+        yield checkpoint.replicated(0, source)
         return
-    for begin in range(0, source.numel, _PART_NUMEL):
-        yield archive.read(source, "param", begin, min(begin + _PART_NUMEL, source.numel))
+    for begin in range(0, source.numel, PART_NUMEL):
+        yield checkpoint.read(source, "param", begin, min(begin + PART_NUMEL, source.numel))
 
 
 def from_safetensors(source: Path, folder: Path, step: int) -> None:
     """
-    ## Make a checkpoint of Hugging Face's safetensors: a file, an index, or the folder of either
+    ## Make a checkpoint of Hugging Face's safetensors
+
+    * `source` is a file, an index of several files, or the folder of either
     """
-    files, tensors = Source(torch.device("cpu"), checkpoint=source).files, {}
+    files = Source(torch.device("cpu"), checkpoint=source).files
     if not files:
         raise Broken(f"{source} has no tensors")
+    tensors = {}
     for name, path in files.items():
         check_name(path.name, as_path=True)
         with safe_open(path, framework="pt") as file:
@@ -208,39 +234,111 @@ def from_safetensors(source: Path, folder: Path, step: int) -> None:
 # ------------------------------------------------------------------------------------ command line
 
 
+def main(argv: list[str] | None = None) -> int:
+    """
+    ## Run the command line
+
+    Returns the exit status: 0, or 1 after an error.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        if args.command == "inspect":
+            inspect(_checkpoint_in(args.folder))
+        elif args.command == "verify":
+            found = steps(args.folder) or steps(args.folder / "checkpoints")
+            return verify([*found.values()] or [args.folder])
+        elif args.command == "export":
+            export(_checkpoint_in(args.folder), args.out, TYPES.get(args.dtype), args.file_bytes)
+        elif args.command == "import":
+            from_safetensors(args.folder, args.out, args.step)
+        else:
+            universal(args.folder, args.out, args.format, args.torch_adam, args.step)
+    except BrokenPipeError:
+        # The reader of the output has closed it, `head` for example. Python would fail once more
+        # when it flushes the rest at its exit, so send the rest nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (Exception, CheckpointException) as error:
+        # Another library can raise anything over a forged file. DCP's `CheckpointException` is not
+        # an `Exception`.
+        print_escaped(f"zero3.checkpoint {args.command}: {_in_a_line(error)}", sys.stderr)
+        return 1
+    return 0
+
+
 def universal(source: Path, out: Path, style: str, torch_adam: bool, step: int) -> None:
     """
-    ## From a checkpoint into another format, or from one of these into a checkpoint
+    ## Convert a checkpoint to another format, or make a checkpoint of one
+
+    * `source` decides the direction
+    * `style` is the format to write, `deepspeed` or `dcp`
     """
     if (source / ".metadata").exists():
         from_dcp(source, out, step)
     elif (source / "latest_universal").exists() or (source / "zero").is_dir():
         from_deepspeed(source, out)
     elif style == "dcp":
-        to_dcp(_at(source), out)
+        to_dcp(_checkpoint_in(source), out)
     else:
-        to_deepspeed(_at(source), out, torch_adam)
+        to_deepspeed(_checkpoint_in(source), out, torch_adam)
 
 
-def _at(folder: Path) -> Path:
+def _checkpoint_in(folder: Path) -> Path:
     """
-    #### The newest checkpoint of a run, or of the main job's; or the checkpoint itself
+    #### The newest checkpoint of a run or of a training job, or the folder itself
     """
     return newest(folder) or newest(folder / "checkpoints") or folder
 
 
-def _told(error: BaseException) -> str:
+def _in_a_line(error: BaseException) -> str:
     """
-    #### An error in a line; of a library's own, which may not say much, also its kind
+    #### An error in one line
     """
+    if isinstance(error, CheckpointException):
+        # It has an error for each rank. There is one rank here.
+        error, _ = next(iter(error.failures.values()))
     if isinstance(error, (Broken, OSError)):
         return f"{error}"
-    return f"this is not what it was taken for, or damaged: {error!r}"
+    # The messages of other libraries often need the name of the exception.
+    return f"this is another kind of folder, or damaged: {error!r}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m zero3.checkpoint")
+    commands = parser.add_subparsers(required=True, dest="command")
+    helps = {
+        "inspect": "print the contents of a checkpoint",
+        "verify": "read a checkpoint, or all checkpoints of a run, and report damage",
+        "export": "write the weights as safetensors",
+        "import": "make a checkpoint of safetensors",
+        "universal": "convert to or from the formats of DeepSpeed and FSDP2",
+    }
+    for name, text in helps.items():
+        command = commands.add_parser(name, help=text)
+        command.add_argument("folder", type=_path, metavar="FOLDER",
+                             help="the folder of a run or of a checkpoint, or the source to read")
+        if name in ("export", "import", "universal"):
+            command.add_argument("out", type=_path, metavar="OUT", help="the folder to write to")
+        if name in ("import", "universal"):
+            command.add_argument("--step", type=_count, default=0, help="the number of steps "
+                                 "taken, if the source does not have it: safetensors, and DCP "
+                                 "without an optimizer")
+        if name == "export":
+            command.add_argument("--dtype", choices=["F32", "BF16", "F16"], help="the data type "
+                                 "of floating-point parameters, by default that of the model")
+            command.add_argument("--file-bytes", type=_count, default=5 << 30, metavar="N",
+                                 help="the most bytes in a file")
+        if name == "universal":
+            command.add_argument("--format", choices=["deepspeed", "dcp"], default="deepspeed")
+            command.add_argument("--torch-adam", action="store_true", help="write for a DeepSpeed "
+                                 "engine with torch's Adam instead of its own")
+    return parser
 
 
 def _path(text: str) -> Path:
     """
-    #### A folder from the command line; an empty one would be where the program was started
+    #### A folder from the command line
+
+    An empty text would be the current folder, which is seldom meant.
     """
     if not text:
         raise argparse.ArgumentTypeError("it is empty: pass a folder, or `.` for this one")
@@ -252,69 +350,5 @@ def _count(text: str) -> int:
     #### A number of steps or bytes
     """
     if not (text.isascii() and text.isdigit() and len(text) < 19):
-        raise argparse.ArgumentTypeError(f"{text!r:.40} is no number of at least 0")
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is not a whole number of at least 0")
     return int(text)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m zero3.checkpoint")
-    commands = parser.add_subparsers(required=True, dest="command")
-    helps = {
-        "inspect": "print what is in a checkpoint",
-        "verify": "read all of a checkpoint, or of all of a run",
-        "export": "write the weights as safetensors",
-        "import": "make a checkpoint of safetensors",
-        "universal": "write, or read, what DeepSpeed or FSDP2 load",
-    }
-    for name, text in helps.items():
-        command = commands.add_parser(name, help=text)
-        command.add_argument("folder", type=_path, metavar="FOLDER",
-                             help="a run's, a checkpoint's own, or what to read from")
-        if name in ("export", "import", "universal"):
-            command.add_argument("out", type=_path, metavar="OUT", help="the folder to write to")
-        if name in ("import", "universal"):
-            command.add_argument("--step", type=_count, default=0, help="steps taken, of "
-                                 "safetensors and of what DCP has without an optimizer")
-        if name == "export":
-            command.add_argument("--dtype", choices=["F32", "BF16", "F16"], help="of floating "
-                                 "parameters; left out, the model's")
-            command.add_argument("--file-bytes", type=_count, default=5 << 30, metavar="N",
-                                 help="in a file, at most")
-        if name == "universal":
-            command.add_argument("--format", choices=["deepspeed", "dcp"], default="deepspeed")
-            command.add_argument("--torch-adam", action="store_true", help="for DeepSpeed "
-                                 "with torch's Adam, and not its own")
-    return parser
-
-
-def main(argv: list[str] | None = None) -> int:
-    """
-    ## The command line, of `zero3.checkpoint`
-    """
-    args = _parser().parse_args(argv)
-    try:
-        if args.command == "inspect":
-            inspect(_at(args.folder))
-        elif args.command == "verify":
-            every = steps(args.folder) or steps(args.folder / "checkpoints")
-            return verify([*every.values()] or [args.folder])
-        elif args.command == "export":
-            dtype = TYPES[args.dtype] if args.dtype else None
-            export(_at(args.folder), args.out, dtype, args.file_bytes)
-        elif args.command == "import":
-            from_safetensors(args.folder, args.out, args.step)
-        else:
-            universal(args.folder, args.out, args.format, args.torch_adam, args.step)
-    except BrokenPipeError:
-        # Whoever reads has read enough, and what Python still wants to flush goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except Exception as error:
-        # Whatever it is: a file of somebody else's can break any library that reads it.
-        say(f"zero3.checkpoint {args.command}: {_told(error)}", sys.stderr)
-        return 1
-    except CheckpointException as error:
-        # Torch's is no `Exception`: it has one for each rank, and a trace of where they were.
-        causes = [cause for cause, _ in error.failures.values()]
-        say(f"zero3.checkpoint {args.command}: {_told(causes[0])}", sys.stderr)
-        return 1
-    return 0

@@ -1,34 +1,40 @@
 r"""
-# Other libraries' checkpoints
+# Checkpoints of other libraries
 
-DeepSpeed's universal layout and `torch.distributed.checkpoint`, written and read one parameter at a
-time.
+Read and write DeepSpeed's universal layout and `torch.distributed.checkpoint` (DCP), one parameter
+at a time.
 
-Both say what each parameter *is*, and not how it was cut, so another library, or another number of
-ranks, can take it up; the idea is section 3 of [Universal
-Checkpointing](https://arxiv.org/abs/2406.18820). What they have, and what we have, is the same
-three tensors for each parameter that Adam trains:
+Both formats store whole parameters, not the shards of some number of ranks, so another library can
+load them on any number of ranks. Section 3 of [Universal
+Checkpointing](https://arxiv.org/abs/2406.18820) introduces this idea. Like a checkpoint of this
+library, both have three tensors for each parameter that Adam trains: the fp32 master, the first
+moment and the second moment,
 
 $$w_{32}, \quad m, \quad v$$
 
-in the files `fp32.pt`, `exp_avg.pt` and `exp_avg_sq.pt` of a folder, or, in a DCP folder, under
-`model.NAME`, `optim.state.NAME.exp_avg` and `...exp_avg_sq`.
+For a parameter `0.weight` they are here:
 
-| | DeepSpeed | DCP |
+| | DeepSpeed, a file each | DCP, a key each |
 |---|---|---|
+| $w_{32}$ | `universal/zero/0.weight/fp32.pt` | `model.0.weight` |
+| $m$ | `universal/zero/0.weight/exp_avg.pt` | `optim.state.0.weight.exp_avg` |
+| $v$ | `universal/zero/0.weight/exp_avg_sq.pt` | `optim.state.0.weight.exp_avg_sq` |
 | number of steps | of each parameter; Stage 3 reads one for all | of each parameter |
-| options of param groups | its own configuration's | in it |
-| buffers, frozen parameters | not in it | in it |
-| tied parameters | once | under each name |
+| options of param groups | not stored: the engine uses its own configuration | stored |
+| buffers, frozen parameters | not stored | stored |
+| tied parameters | under one name | under each name |
 
-**Run this**: `python -m zero3.checkpoint universal FOLDER OUT`, with `--format dcp` for the other.
+**Run this**: `python -m zero3.checkpoint universal FOLDER OUT` writes the layout of DeepSpeed, and
+with `--format dcp` that of DCP.
 
-**Not covered, and what that costs**: both are pickles, in part. Where we read them, nothing but
-tensors, plain containers and DCP's own records are unpickled, and no name in them leads to another
-folder. A folder of somebody else's may still say sizes that no memory has. DeepSpeed 0.19 gives all
-param groups of its Stage 3 one tensor that counts steps, which torch's Adam then moves on once for
-each. With `--torch-adam` and several groups give each its own after loading: `for s in
-engine.optimizer.optimizer.state.values(): s["step"] = s["step"].clone()`.
+**Not covered, and what that costs**: parts of both formats are pickles. The functions here unpickle
+only tensors, plain containers and DCP's own records, and no name in a pickle can lead to another
+folder. A forged folder can still announce tensors that are larger than any memory.
+
+DeepSpeed 0.19 gives all param groups of its Stage 3 the same tensor to count steps in, and torch's
+Adam then adds a step for each group. With `--torch-adam` and several groups, give each group a
+tensor of its own after loading: `for s in engine.optimizer.optimizer.state.values(): s["step"] =
+s["step"].clone()`.
 """
 
 import math
@@ -38,7 +44,6 @@ import shutil
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, TextIO
 
@@ -46,99 +51,104 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from zero3.checkpoint.reader import (
     CheckpointReader,
-    Param,
-    commit,
+    commit_checkpoint,
     decode,
     encode,
     file_name,
+    make_output_folder,
     partial_path,
-    place,
 )
-from zero3.checkpoint.tensor_files import TYPES, Broken, Writer, check_name, printable, type_name
+from zero3.checkpoint.tensor_files import TYPES, Broken, Writer, check_name, type_name
+from zero3.guards.options import one_line
 from zero3.guards.version import __version__
 
-# What DeepSpeed calls the master; the moments have torch's names. And the version whose layout this
-# is: its stages 1 and 2 compare it with those that they can read.
-_FP32, _DEEPSPEED_VERSION = "fp32", "0.19.8"
+# DeepSpeed's name of the master. The moments have the names of torch's Adam.
+_FP32 = "fp32"
+# The DeepSpeed version of this layout. Its stages 1 and 2 compare it with those they can read.
+_DEEPSPEED_VERSION = "0.19.8"
+# DeepSpeed's files of model states: Stage 3 reads the first name, stages 1 and 2 the second.
+_MODEL_STATES = ("zero_pp_rank_0_mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt")
 
 
 def from_tensors(folder: Path, step: int, tensors: dict[str, dict[str, tuple]],
                  scalars: dict[str, dict[str, Any]], read: Callable[[str, str], torch.Tensor]
                  ) -> None:
     """
-    ## Make a checkpoint of plain tensors
+    ## Make a checkpoint of whole tensors
 
-    As if one rank had saved it, with each parameter alone in a layer.
+    The result looks as if one rank had saved it, with a layer for each parameter.
 
-    * `folder` is empty, or made here; `step` is the number of steps taken
-    * `tensors` has, by name of the parameter and by key, data type and shape; `param` is the
-      parameter itself, the others are moments
-    * `scalars` is what else an optimizer knew of a parameter
-    * `read` gives the values of one tensor
+    * `folder` is empty or does not exist yet; `step` is the number of steps taken
+    * `tensors` has, for each name of a parameter, the data type and shape of each of its tensors by
+      key: `param` is the parameter itself, the other keys are moments
+    * `scalars` has the other optimizer states of a parameter, such as the count of steps
+    * `read` returns the values of one tensor for a name and a key
 
-    Raises `Broken` where the folder has something in it, which could be a run's.
+    Raises `Broken` if the folder is not empty, because another run could save there.
     """
     if step < 0:
-        raise Broken(f"step {step} is none: pass one of at least 0")
-    if folder.exists() and [*folder.iterdir()]:
+        raise Broken(f"the step is {step}: pass a number of steps of at least 0")
+    if folder.exists() and any(folder.iterdir()):
         raise Broken(f"{folder} is not empty: choose another")
-    flats, entries = [], []  # type: tuple[list[dict[str, Any]], list[tuple]]
-    for i, (name, keys) in enumerate(tensors.items()):
-        if "param" not in keys:
-            raise Broken(f"`{name}` has moments there, and no values")
-        for each in (name, *keys, *scalars.get(name, {})):
-            check_name(each)
-        dtype, shape = keys["param"]
-        moments, known = [key for key in keys if key != "param"], encode(scalars.get(name, {}))
-        states = [{"param_group": None, "moments": moments, "scalars": known}]
-        flats.append({
-            "layer": name, "dtype": type_name(dtype), "numel": math.prod(shape), "padding": 0,
-            "keys": {key: type_name(kind) for key, (kind, _) in keys.items()},
-            "params": [{"names": [name], "shape": [*shape], "offset": 0, "param_group": None}],
-            "states": states if moments or known else []})
-        for key, (kind, there) in keys.items():
-            if tuple(there) != tuple(shape):
-                raise Broken(f"`{name}` is of {tuple(shape)}, and its {key} of {tuple(there)}")
-            entries.append((f"{i}.{key}", kind, (math.prod(shape),), name, key))
+    flats = [_flat_entry(name, keys, scalars.get(name, {})) for name, keys in tensors.items()]
+    entries = [(f"{i}.{key}", dtype, math.prod(shape), name, key)
+               for i, (name, keys) in enumerate(tensors.items())
+               for key, (dtype, shape) in keys.items()]
+    # Larger elements first, as `Writer` needs them.
     entries.sort(key=lambda entry: -entry[1].itemsize)
-    unfinished = partial_path(place(folder), step)
+
+    unfinished = partial_path(make_output_folder(folder), step)
     unfinished.mkdir()
     try:
-        like = {at: (kind, shape) for at, kind, shape, *_ in entries}
+        like: dict[str, tuple] = {at: (dtype, (numel,)) for at, dtype, numel, _, _ in entries}
         with Writer(unfinished / file_name(0, 1), like) as writer:
-            for _, kind, _, name, key in entries:
-                writer.write(read(name, key).to(kind))
+            for _, dtype, _, name, key in entries:
+                writer.write(read(name, key).to(dtype))
             file = writer.finish()
     except BaseException:
         shutil.rmtree(unfinished)
         raise
-    done = commit(unfinished, {
+
+    checkpoint = commit_checkpoint(unfinished, {
         "step": step, "world_size": 1, "versions": {"zero3": __version__}, "files": [file],
         "flats": flats, "replicated": [], "optimizer": None, "extra": None})
-    say(f"wrote {len(tensors)} parameters to {done}")
+    print_escaped(f"wrote {len(tensors)} parameters to {checkpoint}")
 
 
-def say(line: str, file: TextIO | None = None) -> None:
+def _flat_entry(name: str, keys: dict[str, tuple], scalars: dict[str, Any]) -> dict[str, Any]:
     """
-    ## Print a line, with what does not print escaped
-
-    * `file` is standard output, where it is left out
+    #### The manifest's entry for a parameter that is alone in its layer
     """
-    print(printable(line), file=file)
+    if "param" not in keys:
+        raise Broken(f"`{name}` has moments but no values")
+    for each in (name, *keys, *scalars):
+        check_name(each)
+    dtype, shape = keys["param"]
+    for key, (_, other) in keys.items():
+        if tuple(other) != tuple(shape):
+            raise Broken(f"`{name}` has the shape {tuple(shape)}, and its {key} {tuple(other)}")
+    moments = [key for key in keys if key != "param"]
+    states = {"param_group": None, "moments": moments, "scalars": encode(scalars)}
+    return {
+        "layer": name, "dtype": type_name(dtype), "numel": math.prod(shape), "padding": 0,
+        "keys": {key: type_name(dtype) for key, (dtype, _) in keys.items()},
+        "params": [{"names": [name], "shape": [*shape], "offset": 0, "param_group": None}],
+        "states": [states] if moments or scalars else []}
 
 
-def _full(archive: CheckpointReader, param: Param, key: str) -> torch.Tensor:
-    return archive.read(param, key, 0, param.numel).view(param.shape)
+def print_escaped(line: str, file: TextIO | None = None) -> None:
+    """
+    ## Print a line and escape the characters that do not print
 
-
-def _scalars(archive: CheckpointReader, param: Param) -> dict[str, Any]:
-    return decode(archive.states(param)["scalars"])
+    * `file` is standard output by default
+    """
+    print(one_line(line), file=file)
 
 
 # -------------------------------------------------------------------------------------- DeepSpeed
@@ -148,130 +158,224 @@ def to_deepspeed(folder: Path, out: Path, torch_adam: bool) -> None:
     """
     ## Write DeepSpeed's universal layout
 
-    * `torch_adam` says that the engine that loads it runs torch's Adam, which counts steps in a
-      tensor; its own count them in a number
+    * `torch_adam` is for an engine with torch's Adam, which counts steps in a tensor. DeepSpeed's
+      own Adam counts them in a number
 
-    The files that its stages 1 to 3 ask for, and no others. Raises `Broken`, before anything is
-    written, where a parameter or a moment has no name for a file.
+    Writes only the files that DeepSpeed's stages 1 to 3 read. Raises `Broken` before it writes
+    anything if a parameter or a moment has a name that no file may have.
     """
-    archive, root = CheckpointReader(folder), out / "universal"
-    for param in archive.params:
+    checkpoint = CheckpointReader(folder)
+    _check_file_names(checkpoint)
+    make_output_folder(out)
+    root = out / "universal"
+    (root / "zero").mkdir(parents=True, exist_ok=True)
+
+    def count(steps_taken: Any) -> Any:
+        return torch.tensor(float(steps_taken)) if torch_adam else int(steps_taken)
+
+    steps_taken = count(checkpoint.manifest["step"])
+    for param in checkpoint.params:
+        path = root / "zero" / param.name
+        path.mkdir(exist_ok=True)
+        states = checkpoint.states(param)
+        for key in ("param", *states["moments"]):
+            # Not in a variable, which would keep it in memory beside the next one.
+            torch.save({"param": checkpoint.read_whole(param, key).to(torch.float32)},
+                       path / f"{_FP32 if key == 'param' else key}.pt")
+        scalars = decode(states["scalars"])
+        if "step" in scalars:
+            steps_taken = count(scalars["step"])
+            torch.save(steps_taken, path / "step.pt")
+
+    # DeepSpeed copies options from here into its groups; without any it keeps its own. Stages 1
+    # and 2 load as many groups as are listed here, so list one for each parameter.
+    groups = [{"params": [i]} for i in range(len(checkpoint.params))]
+    state = {"state": {0: {"step": steps_taken}}, "param_groups": groups[:1]}
+    torch.save({"optimizer_state_dict": state, "param_groups": groups,
+                "ds_version": _DEEPSPEED_VERSION}, root / "zero" / "optimizer_state.pt")
+
+    step = checkpoint.manifest["step"]
+    for name in _MODEL_STATES:
+        torch.save({"dp_world_size": 1, "mp_world_size": 1, "global_steps": step,
+                    "skipped_steps": 0}, root / name)
+    # Last, because it names a complete folder.
+    (out / "latest_universal").write_text(root.name)
+    print_escaped(f"wrote {len(checkpoint.params)} parameters of step {step} to {root}; DeepSpeed "
+                  f"loads {out}")
+
+
+def _check_file_names(checkpoint: CheckpointReader) -> None:
+    """
+    #### Check that files can have the names of all parameters and moments
+    """
+    for param in checkpoint.params:
         check_name(param.name, as_path=True)
-        for key in archive.states(param)["moments"]:
+        for key in checkpoint.states(param)["moments"]:
             if check_name(key, as_path=True) in (_FP32, "step"):
                 raise Broken(f"`{param.name}` has a moment `{key}`, which is another file's name")
 
-    def put(value: Any, *path: str) -> None:
-        at = root.joinpath(*path)
-        at.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(value, at)
 
-    place(out)
-    taken = archive.manifest["step"]
-    for param in archive.params:
-        for key in ("param", *archive.states(param)["moments"]):
-            # Without a name, which would keep it in memory beside the next one.
-            put({"param": _full(archive, param, key).to(torch.float32)},
-                "zero", param.name, f"{_FP32 if key == 'param' else key}.pt")
-        if "step" in (scalars := _scalars(archive, param)):
-            taken = int(scalars["step"])
-            put(torch.tensor(float(taken)) if torch_adam else taken, "zero", param.name, "step.pt")
-    step = torch.tensor(float(taken)) if torch_adam else taken
-    # DeepSpeed copies options from here into each of its groups. It gets none and keeps its own.
-    # Stages 1 and 2 load as many groups as are listed here, so there is one for each parameter.
-    groups = [{"params": [i]} for i in range(len(archive.params))]
-    put({"optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": groups[:1]},
-         "param_groups": groups, "ds_version": _DEEPSPEED_VERSION},
-        "zero", "optimizer_state.pt")
-    for name in ("zero_pp_rank_0_mp_rank_00", "mp_rank_00"):
-        put({"dp_world_size": 1, "mp_world_size": 1, "global_steps": archive.manifest["step"],
-             "skipped_steps": 0}, f"{name}_model_states.pt")
-    # Last: it says that the rest is there.
-    (out / "latest_universal").write_text(root.name)
-    say(f"wrote {len(archive.params)} parameters of step {archive.manifest['step']} to {root}; "
-        f"DeepSpeed loads {out}")
+def from_deepspeed(source: Path, folder: Path) -> None:
+    """
+    ## Make a checkpoint of DeepSpeed's universal layout
+
+    * `source` has the layout itself, or a file `latest_universal` with the name of its folder
+    """
+    root = source
+    if (source / "latest_universal").exists():
+        latest = (source / "latest_universal").read_text().strip()
+        root = source / check_name(latest, as_path=True)
+
+    paths = [root / name for name in _MODEL_STATES]
+    model = _load_deepspeed(next((path for path in paths if path.exists()), paths[0]))
+    buffers = {name: model["module"][name] for name in model.get("buffer_names", [])}
+    # Stage 3 stores flat tensors and keeps their shapes here; stages 1 and 2 store them in shape.
+    shapes = {name: shape for group in model.get("param_shapes", [])
+              for name, shape in group.items()}
+
+    def read(name: str, key: str) -> torch.Tensor:
+        if name in buffers:
+            return buffers[name]
+        found = _load_deepspeed(root / "zero" / name / f"{_FP32 if key == 'param' else key}.pt")
+        values = found["param"] if isinstance(found, dict) else found
+        return values.view(shapes.get(name, values.shape))
+
+    # Stage 3 stores one number of steps for all parameters; stages 1 and 2 one beside each.
+    steps_of_all = model["global_steps"] - model.get("skipped_steps", 0)
+    with suppress(OSError, KeyError):
+        optimizer = _load_deepspeed(root / "zero" / "optimizer_state.pt")["optimizer_state_dict"]
+        steps_of_all = optimizer["state"][0]["step"]
+
+    tensors = {name: {"param": (b.dtype, tuple(b.shape))} for name, b in buffers.items()}
+    scalars = {}
+    for path in sorted(path for path in (root / "zero").iterdir() if path.is_dir()):
+        keys = {"param", *(file.stem for file in path.glob("*.pt"))} - {_FP32, "step"}
+        values = {key: read(path.name, key) for key in sorted(keys)}
+        tensors[path.name] = {key: (t.dtype, tuple(t.shape)) for key, t in values.items()}
+        own = path / "step.pt"
+        steps_taken = _load_deepspeed(own) if own.exists() else steps_of_all
+        trained = len(keys) > 1
+        scalars[path.name] = {"step": torch.tensor(float(steps_taken))} if trained else {}
+    from_tensors(folder, int(model["global_steps"]), tensors, scalars, read)
 
 
 class _Stub:
     """
-    ## In place of DeepSpeed's classes, of which nothing is needed
+    ## Stand-in for DeepSpeed's classes in a pickle; their content is not used
     """
 
     def __init__(self, *args, **kwargs):
         pass
 
 
-def from_deepspeed(source: Path, folder: Path) -> None:
+def _load_deepspeed(path: Path) -> Any:
     """
-    ## Make a checkpoint of DeepSpeed's universal layout
+    #### Unpickle a file of tensors, plain containers and stubs
     """
-    latest = source / "latest_universal"
-    root = source
-    if latest.exists():
-        root = source / check_name(latest.read_text().strip(), as_path=True)
     stubs: list[Any] = [(_Stub, f"deepspeed.runtime.{name}") for name in (
         "zero.config.ZeroStageEnum", "fp16.loss_scaler.LossScaler",
         "fp16.loss_scaler.DynamicLossScaler")]
-
-    def open_file(path: Path) -> Any:
-        with torch.serialization.safe_globals(stubs):
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-
-    # Stage 3 has flat tensors, and the shapes beside them; stages 1 and 2 have whole ones, and the
-    # steps beside each.
-    states_of = [root / f"{name}_model_states.pt"
-                 for name in ("zero_pp_rank_0_mp_rank_00", "mp_rank_00")]
-    about = open_file(next((path for path in states_of if path.exists()), states_of[0]))
-    shapes = {name: shape for each in about.get("param_shapes", []) for name, shape in each.items()}
-    steps_taken = about["global_steps"] - about.get("skipped_steps", 0)
-    with suppress(OSError, KeyError):
-        states = open_file(root / "zero" / "optimizer_state.pt")["optimizer_state_dict"]["state"]
-        steps_taken = states[0]["step"]
-
-    def read(name: str, key: str) -> torch.Tensor:
-        if name in buffers:
-            return buffers[name]
-        found = open_file(root / "zero" / name / f"{_FP32 if key == 'param' else key}.pt")
-        values = found["param"] if isinstance(found, dict) else found
-        return values.view(shapes.get(name, values.shape))
-
-    buffers = {name: about["module"][name] for name in about.get("buffer_names", [])}
-    tensors: dict[str, dict[str, tuple]] = {
-        name: {"param": (b.dtype, tuple(b.shape))} for name, b in buffers.items()}
-    scalars = {}
-    for at in sorted(path for path in (root / "zero").iterdir() if path.is_dir()):
-        keys = {"param", *(path.stem for path in at.glob("*.pt"))} - {_FP32, "step"}
-        values = {key: read(at.name, key) for key in sorted(keys)}
-        tensors[at.name] = {key: (t.dtype, tuple(t.shape)) for key, t in values.items()}
-        own = at / "step.pt"
-        taken = open_file(own) if own.exists() else steps_taken
-        scalars[at.name] = {"step": torch.tensor(float(taken))} if len(keys) > 1 else {}
-    from_tensors(folder, int(about["global_steps"]), tensors, scalars, read)
+    with torch.serialization.safe_globals(stubs):
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 # -------------------------------------------------------------------------------------------- DCP
 
 
+def to_dcp(folder: Path, out: Path) -> None:
+    """
+    ## Write a folder that `torch.distributed.checkpoint` loads
+
+    The state dict is `{"model": ..., "optim": ...}`, as `get_model_state_dict` and
+    `get_optimizer_state_dict` return them, so FSDP2 can load it. Its tensors are on the meta device
+    and take no memory. `_DcpWriter` reads the values of one tensor at a time.
+    """
+    checkpoint = CheckpointReader(folder)
+    model: dict[str, torch.Tensor] = {}
+    states: dict[str, dict[str, Any]] = {}
+    for param in checkpoint.params:
+        dtypes = checkpoint.flats[param.flat]["keys"]
+        for name in param.entry["names"]:
+            model[name] = _meta(TYPES[dtypes["param"]], param.shape)
+        known = checkpoint.states(param)
+        states[param.name] = {key: _meta(TYPES[dtypes[key]], param.shape)
+                              for key in known["moments"]}
+        for key, value in decode(known["scalars"]).items():
+            states[param.name][key] = value.to("meta") if torch.is_tensor(value) else value
+    for name in checkpoint.manifest["replicated"]:
+        model[name] = _meta(*checkpoint.dtype_and_shape(name))
+
+    states = {name: known for name, known in states.items() if known}
+    state: dict[str, Any] = {"model": model}
+    if groups := _dcp_groups(checkpoint, [*states]):
+        state["optim"] = {"state": states, "param_groups": groups}
+
+    make_output_folder(out)
+    writer = _DcpWriter(out, checkpoint)
+    with warnings.catch_warnings():
+        # DCP warns that there is no process group. None is needed.
+        warnings.simplefilter("ignore")
+        dcp.save(state, storage_writer=writer, no_dist=True)
+    step = checkpoint.manifest["step"]
+    print_escaped(f"wrote {writer.tensors_written} tensors of step {step} to {out}")
+
+
+def _meta(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _dcp_groups(checkpoint: CheckpointReader, trained: list[str]) -> list[dict[str, Any]]:
+    """
+    #### The param groups in DCP's state dict
+
+    * `trained` has the names of the parameters with optimizer states
+    """
+    optimizer = checkpoint.manifest["optimizer"]
+    if optimizer is None:
+        # A checkpoint that was made from DeepSpeed's has moments but no options.
+        return [_dcp_group("AdamW", {}, trained)] if trained else []
+    return [_dcp_group(optimizer["class"], options, [
+                param.name for param in checkpoint.params if param.entry["param_group"] == i])
+            for i, options in enumerate(decode(optimizer["groups"]))]
+
+
+def _dcp_group(optimizer_class: str, options: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """
+    #### A param group with all options of torch's optimizer
+
+    A checkpoint does not have the options about how torch computes, `fused` for example, but
+    loaders ask for them. A learning rate scheduler asks for the initial learning rate too.
+    """
+    make_optimizer = getattr(torch.optim, optimizer_class, torch.optim.AdamW)
+    defaults = make_optimizer([torch.zeros(1)]).state_dict()["param_groups"][0]
+    options = {**defaults, **options}
+    return {"initial_lr": options["lr"], **options, "params": names}
+
+
 class _DcpWriter(dcp.FileSystemWriter):
     """
-    ## DCP's writer, one tensor after the other
+    ## DCP's writer, with one tensor in memory at a time
 
-    Torch's own keeps all tensors of a file until it is done.
+    Torch's own writer keeps all tensors of a file in memory until the file is complete.
     """
 
-    def __init__(self, folder: Path, read: Callable[[str], torch.Tensor]):
+    def __init__(self, folder: Path, checkpoint: CheckpointReader):
         super().__init__(folder)
-        self.folder, self.tensor = folder, read
+        self.folder = folder
+        self.checkpoint = checkpoint
+        self.tensors_written = 0
 
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        name, results = "__0_0.distcp", []
+    def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
+        name = "__0_0.distcp"
+        results = []
         with open(self.folder / name, "wb") as file:
             for item in plan.items:
                 first = file.tell()
                 if item.type == WriteItemType.BYTE_IO:
                     file.write(planner.resolve_data(item).getbuffer())
                 else:
-                    torch.save(self.tensor(item.index.fqn), file)
+                    torch.save(self._read(item.index.fqn), file)
+                    self.tensors_written += 1
                 length = file.tell() - first
                 results.append(WriteResult(item.index, length, _StorageInfo(name, first, length)))
             file.flush()
@@ -280,69 +384,104 @@ class _DcpWriter(dcp.FileSystemWriter):
         done.set_result(results)
         return done
 
+    def _read(self, dcp_key: str) -> torch.Tensor:
+        """
+        #### The values of `model.NAME` or of `optim.state.NAME.KEY`
+        """
+        if dcp_key.startswith("model."):
+            return self.checkpoint.replicated(0, dcp_key.removeprefix("model."))
+        name, _, key = dcp_key.removeprefix("optim.state.").rpartition(".")
+        param = self.checkpoint.by_name[name]
+        states = self.checkpoint.states(param)
+        if key in states["moments"]:
+            return self.checkpoint.read_whole(param, key)
+        return decode(states["scalars"])[key]
 
-def to_dcp(folder: Path, out: Path) -> None:
+
+def from_dcp(source: Path, folder: Path, step: int) -> None:
     """
-    ## Write what `torch.distributed.checkpoint` loads
+    ## Make a checkpoint of a DCP folder
 
-    `{"model": ..., "optim": ...}`, as `get_model_state_dict` and `get_optimizer_state_dict` give
-    them: with them FSDP2 loads it. It is planned with tensors on the meta device, and each is read
-    when it is its turn.
+    The folder may have weights alone or optimizer states too, and `model` and `optim` may be nested
+    in other entries.
+
+    * `step` is the number of steps taken; 0 takes it from the optimizer states
     """
-    archive = CheckpointReader(folder)
-    readers: dict[str, Callable[[], torch.Tensor]] = {}
-    model, states, groups = {}, {}, []  # type: tuple[dict, dict, list]
+    reader = _DcpReader(source)
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, True)
+    entries: dict[str, Any] = metadata.state_dict_metadata
+    found = _dcp_keys(metadata)
 
-    def later(dtype: torch.dtype, shape: Any, name: str, read: Callable[[], torch.Tensor]) -> Any:
-        readers[name] = read
-        return torch.empty(shape, dtype=dtype, device="meta")
+    def read(name: str, key: str) -> torch.Tensor:
+        entry = entries[found[name, key]]
+        values = torch.empty(entry.size, dtype=entry.properties.dtype)
+        planner = dcp.DefaultLoadPlanner()
+        planner.set_up_planner({found[name, key]: values}, metadata, True)
+        reader.read_data(planner.create_local_plan(), planner).wait()
+        return values
 
-    for p in archive.params:
-        keys = archive.flats[p.flat]["keys"]
-        for name in p.entry["names"]:
-            model[name] = later(TYPES[keys["param"]], p.shape, f"model.{name}",
-                                partial(_full, archive, p, "param"))
-        known: dict[str, Any] = {}
-        for key in archive.states(p)["moments"]:
-            known[key] = later(TYPES[keys[key]], p.shape, f"optim.state.{p.name}.{key}",
-                               partial(_full, archive, p, key))
-        for key, value in _scalars(archive, p).items():
-            at = f"optim.state.{p.name}.{key}"
-            known[key] = (later(value.dtype, value.shape, at, value.clone)
-                          if isinstance(value, torch.Tensor) else value)
-        states |= {p.name: known} if known else {}
-    for name in archive.manifest["replicated"]:
-        model[name] = later(*archive.announced(name), f"model.{name}",
-                            partial(archive.replicated, 0, name))
-    # What came from DeepSpeed has moments, and no options: the usual ones, in one group.
-    bare = archive.manifest["optimizer"] is None
-    optimizer: dict[str, Any] = {"class": "AdamW", "groups": [{}][: len(states)]} if bare else (
-        archive.manifest["optimizer"])
-    for i, options in enumerate(decode(optimizer["groups"])):
-        # Those that say how torch computes are not in a checkpoint, but who loads this asks for
-        # them; and a scheduler for the learning rate that it began with.
-        kind = getattr(torch.optim, optimizer["class"], torch.optim.AdamW)
-        usual = kind([torch.zeros(1)]).state_dict()["param_groups"]
-        options = {**usual[0], **options}
-        names = [p.name for p in archive.params
-                 if (p.name in states if bare else p.entry["param_group"] == i)]
-        groups.append({"initial_lr": options["lr"], **options, "params": names})
-    state = {"model": model, **({"optim": {"state": states, "param_groups": groups}} if groups
-                                else {})}
-    place(out)
-    with warnings.catch_warnings():
-        # It warns that there is no process group; none is needed.
-        warnings.simplefilter("ignore")
-        dcp.save(state, storage_writer=_DcpWriter(out, lambda name: readers[name]()), no_dist=True)
-    say(f"wrote {len(readers)} tensors of step {archive.manifest['step']} to {out}")
+    tensors: dict[str, dict[str, tuple]] = {}
+    scalars: dict[str, dict[str, Any]] = {}
+    # Each parameter before its moments, to compare shapes.
+    for name, key in sorted(found, key=lambda pair: (pair[0], pair[1] != "param")):
+        entry = entries[found[name, key]]
+        keys = tensors.setdefault(name, {})
+        shape = tuple(entry.size)
+        if key == "step" or ("param" in keys and keys["param"][1] != shape):
+            scalars.setdefault(name, {})[key] = read(name, key)
+        else:
+            keys[key] = (entry.properties.dtype, shape)
+    steps_taken = [int(known["step"]) for known in scalars.values() if "step" in known]
+    from_tensors(folder, step or max(steps_taken, default=0), tensors, scalars, read)
+
+
+def _dcp_keys(metadata: dcp.Metadata) -> dict[tuple[str, str], str]:
+    """
+    #### DCP's key of each tensor, by the parameter's name and our key
+
+    A folder without any `model` is a plain state dict.
+    """
+    paths = metadata.planner_data or {}
+    nested = any("model" in paths.get(key, ()) for key in metadata.state_dict_metadata)
+    found: dict[tuple[str, str], str] = {}
+    for dcp_key, entry in metadata.state_dict_metadata.items():
+        path = [str(part) for part in paths.get(dcp_key, (dcp_key,))]
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        if "optim" in path:
+            # Either `state`, name and moment are parts of the path, or they are one part.
+            rest = ".".join(path[path.index("optim") + 1 :]).removeprefix("state.")
+            name, _, moment = rest.rpartition(".")
+            found[name, moment] = dcp_key
+        elif not nested:
+            found[".".join(path), "param"] = dcp_key
+        elif "model" in path:
+            found[".".join(path[path.index("model") + 1 :]), "param"] = dcp_key
+    return found
+
+
+class _DcpReader(dcp.FileSystemReader):
+    """
+    ## DCP's reader, with checks before it trusts the metadata
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
+        with open(Path(self.path) / ".metadata", "rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata, dcp.Metadata):
+            raise Broken(f"`.metadata` has a {type(metadata).__name__} instead of DCP's metadata")
+        for info in metadata.storage_data.values():
+            check_name(info.relative_path, as_path=True)
+        return metadata
 
 
 class _MetadataUnpickler(pickle.Unpickler):
     """
-    ## Reads DCP's `.metadata`, which is a pickle, and runs nothing that is in it
+    ## Unpickle DCP's `.metadata` without running anything in it
 
-    A pickle names the functions and classes that make its objects, and Python's own reader calls
-    whatever is named. Here these are looked up in a short list of records, sizes and data types.
+    A pickle names the functions and classes that build its objects, and Python's own unpickler
+    calls any of them. This one looks each name up in a short list of records, sizes and data types.
     """
 
     _ADMITTED = {
@@ -358,73 +497,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if name in self._ADMITTED.get(module, ()):
-            # A path is somebody's note of where the folder was; of another system's it cannot be
-            # one here.
+            # A path says where the folder used to be. `PurePath` can hold another system's path.
             return PurePath if module == "pathlib" else super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise Broken(f"`.metadata` asks for `{module}.{name}`, which is none of DCP's records: to "
-                     "read it could run anything. If you trust it, load the folder by "
+        raise Broken(f"`.metadata` asks for `{module}.{name}`, which is none of DCP's records: "
+                     "reading it could run anything. If you trust it, load the folder with "
                      "`torch.distributed.checkpoint` and save it again")
-
-
-class _DcpReader(dcp.FileSystemReader):
-    """
-    ## DCP's reader, with a look at what its folder says before that is believed
-    """
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        if not isinstance(metadata, dcp.Metadata):
-            raise Broken(f"`.metadata` has a {type(metadata).__name__}, and nothing of DCP's")
-        for info in metadata.storage_data.values():
-            check_name(info.relative_path, as_path=True)
-        return metadata
-
-
-def from_dcp(source: Path, folder: Path, step: int) -> None:
-    """
-    ## Make a checkpoint of a DCP folder
-
-    Of weights alone, or with what an optimizer knows, wherever in it `model` and `optim` are.
-    """
-    reader = _DcpReader(source)
-    metadata = reader.read_metadata()
-    reader.set_up_storage_reader(metadata, True)
-    entries: dict[str, Any] = metadata.state_dict_metadata
-    paths = metadata.planner_data or {}
-    named = any("model" in paths.get(key, ()) for key in entries)
-    places: dict[tuple[str, str], str] = {}
-    for key, entry in entries.items():
-        path = [str(part) for part in paths.get(key, (key,))]
-        if not isinstance(entry, TensorStorageMetadata):
-            continue
-        if "optim" in path:
-            # "state", the parameter's name, the moment's; or all of that in one.
-            rest = ".".join(path[path.index("optim") + 1 :]).removeprefix("state.")
-            name, _, moment = rest.rpartition(".")
-            places[name, moment] = key
-        elif not named or "model" in path:
-            places[".".join(path[path.index("model") + 1 if named else 0 :]), "param"] = key
-
-    def read(name: str, key: str) -> torch.Tensor:
-        at = places[name, key]
-        entry, planner = entries[at], dcp.DefaultLoadPlanner()
-        values = torch.empty(entry.size, dtype=entry.properties.dtype)
-        planner.set_up_planner({at: values}, metadata, True)
-        reader.read_data(planner.create_local_plan(), planner).wait()
-        return values
-
-    tensors: dict[str, dict[str, tuple]] = {}
-    scalars: dict[str, dict[str, Any]] = {}
-    # Each parameter before its moments.
-    for name, key in sorted(places, key=lambda place: (place[0], place[1] != "param")):
-        entry = entries[places[name, key]]
-        known, shape = tensors.setdefault(name, {}), tuple(entry.size)
-        if key == "step" or shape != known.get("param", (None, shape))[1]:
-            scalars.setdefault(name, {})[key] = read(name, key)
-        else:
-            known[key] = (entry.properties.dtype, shape)
-    taken = [int(known["step"]) for known in scalars.values() if "step" in known]
-    from_tensors(folder, step or max(taken, default=0), tensors, scalars, read)

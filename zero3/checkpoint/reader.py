@@ -1,46 +1,59 @@
 r"""
-# What a checkpoint is on disk
+# A checkpoint on disk
 
-`commit` makes a folder of files a checkpoint, wholly or not at all, and `CheckpointReader` reads any part of
-any parameter out of one.
+`commit_checkpoint` turns a folder of files into a checkpoint, and `CheckpointReader` reads any
+range of any parameter from a checkpoint.
 
-Each rank writes a file of its own, at the same time as the others: its shards, one after the other.
-What these numbers *are* is written down once, in a manifest: which parameters lie in which flat
-parameter, where, in which shape, and how much of its end is padding. So a reader does not need the
-ranks that wrote. It asks for elements of a parameter, and the manifest says where these are. For
-element $i$ of a parameter that begins at $o$ in its flat parameter, with shards of
-$S = \lceil P_\ell/N \rceil$ elements:
+Each rank writes its shards into a file of its own, and all ranks write at the same time. The
+manifest, a JSON file, records once what the numbers in these files are: the parameters of each flat
+parameter, their shapes, their offsets, and the padding. A reader asks for elements of a parameter
+and finds them with the manifest, on any number of ranks.
+
+**Six elements from two ranks.** A layer has a weight with four elements and a bias with two. Its
+flat parameter has six, and two ranks saved three each:
+
+| element of the flat parameter | 0 | 1 | 2 | 3 | 4 | 5 |
+|---|---|---|---|---|---|---|
+| parameter | weight | weight | weight | weight | bias | bias |
+| file of rank | 0 | 0 | 0 | 1 | 1 | 1 |
+| element of the shard | 0 | 1 | 2 | 0 | 1 | 2 |
+
+The bias begins at offset 4, so its last element is element 5 of the flat parameter: element 2 of
+the shard in the file of rank 1. In general, a flat parameter of $P_\ell$ elements on $N$ ranks has
+shards of $S = \lceil P_\ell/N \rceil$ elements. Element $i$ of a parameter at offset $o$ is here:
 
 $$\text{file of rank} = \left\lfloor \frac{o + i}{S} \right\rfloor \qquad
 \text{element of its shard} = (o + i) \bmod S$$
 
-All that a checkpoint is good for is made of this one operation: another number of ranks, other
-layers around the same parameters, other formats.
+Everything else is built on this one operation: resuming on another number of ranks, moving
+parameters to other layers, and converting to other formats.
 
-**There, or not there.** A checkpoint is written into a folder whose name ends in `.partial`. When
-all files are on the disk, the manifest is written under another name, forced out and renamed; from
-that moment on the checkpoint is there. The folder gets its name next, after what it replaces is
-gone. A rename is the one thing that a file system does wholly or not at all, and `sweep` ends what
-a run had begun that is gone:
+**All or nothing.** A save writes into a folder with a name that ends in `.partial`. When all files
+are on the disk, rank 0 writes the manifest under a temporary name, forces it to the disk and
+renames it. The checkpoint exists from this rename on, because a file system either completes a
+rename or leaves everything as it was. Finally rank 0 removes the checkpoint that the new one
+replaces, and gives the folder its final name. A run can be killed between any two of these actions.
+`clean_up_interrupted_saves` then finishes or undoes them:
 
-| folder | what it is | what `sweep` does |
+| folder | content | what `clean_up_interrupted_saves` does |
 |---|---|---|
 | `step-00000200` | a checkpoint | nothing |
-| `step-00000200.partial`, with a manifest | a checkpoint without its name yet | gives it its name |
-| `step-00000200.partial`, without one | a save that was cut off | removes it |
-| `step-00000100.removed` | a checkpoint that is being removed | removes it |
+| `step-00000200.partial`, with a manifest | a checkpoint without its final name | renames it |
+| `step-00000200.partial`, without a manifest | an interrupted save | removes it |
+| `step-00000100.removed` | an interrupted removal | removes it |
 
-**Run this**: `python -m zero3.checkpoint inspect FOLDER` prints what is in a checkpoint.
+Each save calls it first. A load never changes a folder.
 
-A save sweeps before it begins; to load changes nothing.
+**One run per folder.** Two runs that save into the same folder would take each other's partial
+folders for interrupted saves and remove them. So rank 0 locks the folder at its first save, with
+`lock_folder`, until its process ends. The operating system keeps the lock on the folder itself: no
+file is left behind, and a load does not need the lock.
 
-**One run in a folder.** Two that save into the same one would take each other's files for
-leftovers. So `hold` locks a run's folder, from rank 0's first save until that process ends, however
-it ends. The lock is the system's, on the folder itself: it leaves no file, and a load needs none.
+**Run this**: `python -m zero3.checkpoint inspect FOLDER` prints the contents of a checkpoint.
 
-**Not covered, and what that costs**: all ranks write into one folder, which on several machines has
-to be a shared one. A file system that locks no folders, as NFS does not, gets a warning in place of
-a lock.
+**Not covered, and what that costs**: all ranks write into one folder, so several machines need a
+shared file system. Some file systems cannot lock folders, NFS for example. The run then gets a
+warning in place of a lock.
 """
 
 import errno
@@ -54,19 +67,23 @@ import socket
 import warnings
 import zlib
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zero3.checkpoint.tensor_files import TYPES, Broken, TensorFile, force_out, printable, type_name
+from zero3.checkpoint.tensor_files import TYPES, Broken, TensorFile, fsync_folder, type_name
+from zero3.guards.options import one_line
 
-FORMAT, VERSION = "zero3 checkpoint", 1
+FORMAT = "zero3 checkpoint"
+VERSION = 1
 MANIFEST = "manifest.json"
 # Elements that are read at once.
-_PART_NUMEL = 1 << 20
-# What a manifest has, and of which type; a list has any number of such elements.
+PART_NUMEL = 1 << 20
+# The entries of a manifest and their types. A list has any number of such elements.
 _SCHEMA: Any = {
     "format": str, "version": int, "step": int, "world_size": int, "versions": dict,
     "files": [{"nbytes": int, "crc32": str}],
@@ -76,31 +93,24 @@ _SCHEMA: Any = {
                "states": [{"param_group": (int, type(None)), "moments": [str], "scalars": dict}]}],
     "replicated": [str], "optimizer": (dict, type(None)),
 }
-# What is under `optimizer`, where that is something.
-_OPTIMIZER: Any = {"class": str, "groups": [dict], "scale": dict}
+# The same for `optimizer`, unless it is `None`.
+_OPTIMIZER_SCHEMA: Any = {"class": str, "groups": [dict], "scale": dict}
+# Reading a forged or damaged file can raise each of these.
+_READ_ERRORS = (Broken, OSError, ValueError, TypeError, KeyError, IndexError, RuntimeError)
+
+# The descriptors of the folders that this process has locked, by device and inode.
+_LOCKED: dict[tuple[int, int], int] = {}
 
 
-# The folders that this process holds, by device and inode, and their descriptors.
-_HELD: dict[tuple[int, int], int] = {}
-
-
-def file_name(rank: int, world_size: int) -> str:
+def commit_checkpoint(partial: Path, manifest: dict[str, Any]) -> Path:
     """
-    ## What a rank's file is called
+    ## Turn a folder of files into a checkpoint
 
-    By this rule alone: a manifest has no names of files, and cannot lead out of its folder.
-    """
-    return f"rank-{rank:05}-of-{world_size:05}.safetensors"
+    * `partial` is the folder; all of its files are on the disk already
+    * `manifest` describes them
 
-
-def commit(partial: Path, manifest: dict[str, Any]) -> Path:
-    """
-    ## Make a folder of files a checkpoint
-
-    * `partial` is the folder, whose files are on the disk
-
-    The manifest's first line is the checksum of the rest. Returns where the checkpoint is. Raises
-    `OSError`. Keeps I10.
+    The first line of the manifest file is the checksum of the rest. Returns the folder under its
+    final name. Raises `OSError`. Keeps I10: a save is there as a whole or not at all.
     """
     rest = json.dumps({"format": FORMAT, "version": VERSION, **manifest}, indent=1).encode()[1:]
     path = partial / f"{MANIFEST}.partial"
@@ -109,136 +119,156 @@ def commit(partial: Path, manifest: dict[str, Any]) -> Path:
         file.flush()
         os.fsync(file.fileno())
     os.rename(path, partial / MANIFEST)
-    force_out(partial)
-    return _settle(partial)
+    fsync_folder(partial)
+    return _rename_to_final(partial)
 
 
 def _first_line(rest: bytes) -> bytes:
     return b'{"crc32": "%08x",' % zlib.crc32(rest)
 
 
-def _settle(partial: Path) -> Path:
+def _rename_to_final(partial: Path) -> Path:
     """
-    #### Give the folder of a checkpoint its name
+    #### Give a finished checkpoint its final name
 
-    What had it before makes room, and so do checkpoints of later steps, from before the run was
-    taken up again at an earlier one. Not sooner: until the manifest is there, they may be all.
+    Remove the checkpoint that has this name, and the checkpoints of later steps: they are from
+    before the run resumed at an earlier step. They stay until the new manifest is there, because
+    there may be no others.
     """
     final = partial.with_suffix("")
     for step, path in steps(final.parent).items():
-        if step >= int(final.name[5:]):
+        if step >= _step_of(final):
             remove(path)
     os.rename(partial, final)
-    force_out(final.parent)
+    fsync_folder(final.parent)
     return final
 
 
 def remove(checkpoint: Path) -> None:
     """
-    ## Remove a checkpoint, wholly or not at all
+    ## Remove a checkpoint, all or nothing
 
-    The folder is renamed first, so that nobody takes what is left half-way for a checkpoint.
+    Rename the folder first: half of a removed checkpoint must not look like a checkpoint.
     """
-    gone = checkpoint.with_suffix(".removed")
-    if gone.exists():
-        shutil.rmtree(gone)
-    os.rename(checkpoint, gone)
-    shutil.rmtree(gone)
+    renamed = checkpoint.with_suffix(".removed")
+    if renamed.exists():
+        shutil.rmtree(renamed)
+    os.rename(checkpoint, renamed)
+    shutil.rmtree(renamed)
 
 
-def sweep(folder: Path) -> None:
+def clean_up_interrupted_saves(folder: Path) -> None:
     """
-    ## End what a run that is gone had begun
+    ## Finish or undo the interrupted saves and removals in a folder
 
-    By the table above. Not beside a save that is under way.
+    Does what the table above says. Do not call it while a save into the folder is in progress.
     """
-    for path in _named(folder, ".partial").values():
+    for path in _step_folders(folder, ".partial").values():
         if (path / MANIFEST).exists():
-            _settle(path)
+            _rename_to_final(path)
         else:
             shutil.rmtree(path)
-    for path in _named(folder, ".removed").values():
+    for path in _step_folders(folder, ".removed").values():
         shutil.rmtree(path)
 
 
-def hold(folder: Path) -> None:
+# ------------------------------------------------------------------------------------------- lock
+
+
+def lock_folder(folder: Path) -> None:
     """
-    ## Keep other runs from saving into a folder, until this process ends
+    ## Keep other runs from saving into a folder until this process ends
 
-    * `folder` is there already; to hold it again changes nothing
+    * `folder` exists. Locking it twice has no further effect
 
-    Call it before `sweep`, and before anything is written. Raises `Broken` with the process that
-    holds the folder, and `OSError`.
+    Call it before `clean_up_interrupted_saves` and before writing anything. Raises `Broken` with
+    the process that has locked the folder, and `OSError`. Warns if the file system has no locks.
     """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    told = os.fstat(fd)
-    at = told.st_dev, told.st_ino
-    if at in _HELD:
+    stat = os.fstat(fd)
+    key = stat.st_dev, stat.st_ino
+    if key in _LOCKED:
         os.close(fd)
         return
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
-        raise Broken(f"{folder} is where {_holder(told)} saves its checkpoints, and two runs in a "
-                     "folder remove each other's: end that one, or choose another folder") from None
+        raise Broken(f"{folder} is where {_lock_holder(stat)} saves its checkpoints, and two runs "
+                     "in one folder remove each other's: end that run, or choose another folder"
+                     ) from None
     except OSError as error:
         if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP):
             os.close(fd)
             raise
         warnings.warn(f"{folder} cannot be locked here ({error}): make sure that no other run "
                       "saves into it", stacklevel=2)
-    # The lock lasts as long as the descriptor, which also keeps the inode from being given to
-    # another folder.
-    _HELD[at] = fd
+    # Keep the descriptor open. Closing it would end the lock, and the system could give the inode
+    # to another folder.
+    _LOCKED[key] = fd
 
 
-def _holder(folder: os.stat_result) -> str:
+def _lock_holder(stat: os.stat_result) -> str:
     """
-    #### Who holds a folder, as the system knows it
+    #### The process that has locked a folder, as Linux lists it
     """
-    device = f"{os.major(folder.st_dev):02x}:{os.minor(folder.st_dev):02x}"
+    device = f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x}"
     try:
         for line in Path("/proc/locks").read_text().splitlines():
-            _, kind, *_, pid, at, _, _ = line.split()
-            if kind == "FLOCK" and at == f"{device}:{folder.st_ino}":
-                said = Path(f"/proc/{int(pid)}/cmdline").read_bytes().decode(errors="replace")
-                command = printable(said.replace("\0", " ").strip())
+            _, kind, *_, pid, inode, _, _ = line.split()
+            if kind == "FLOCK" and inode == f"{device}:{stat.st_ino}":
+                raw = Path(f"/proc/{int(pid)}/cmdline").read_bytes().decode(errors="replace")
+                command = one_line(raw.replace("\0", " ").strip())
                 return f"process {pid} on {socket.gethostname()} (`{command:.80}`)"
     except (OSError, ValueError):
-        # Another system's, or one that has just ended.
+        # Another system has no such list, and the process may have ended just now.
         pass
     return "a process of another machine or container"
 
 
-def _let_go() -> None:
+def _drop_inherited_locks() -> None:
     """
-    #### In a process that was forked: the lock is the parent's alone, and ends with that
+    #### Close the parent's locked folders in a forked process
+
+    The lock is the parent's. With these descriptors open, the child would keep it after the parent
+    has ended.
     """
-    for fd in _HELD.values():
+    for fd in _LOCKED.values():
         os.close(fd)
-    _HELD.clear()
+    _LOCKED.clear()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_drop_inherited_locks)
 
 
-def place(folder: Path) -> Path:
+# ---------------------------------------------------------------------------------- files, folders
+
+
+def make_output_folder(folder: Path) -> Path:
     """
-    ## A folder to write into what is no checkpoint of ours; it is made, and held
+    ## Make and lock a folder for a conversion's output
 
-    Raises `Broken` where it is a run's or a checkpoint's own, and `OSError`.
+    Returns the folder. Raises `Broken` if it has checkpoints or is one, and `OSError`.
     """
     if steps(folder) or (folder / MANIFEST).exists():
         raise Broken(f"{folder} has checkpoints in it: choose a folder of its own")
     folder.mkdir(parents=True, exist_ok=True)
-    hold(folder)
+    lock_folder(folder)
     return folder
+
+
+def file_name(rank: int, world_size: int) -> str:
+    """
+    ## The name of a rank's file
+
+    The manifest has no names of files, so a forged one cannot lead out of its folder.
+    """
+    return f"rank-{rank:05}-of-{world_size:05}.safetensors"
 
 
 def partial_path(folder: Path, step: int) -> Path:
     """
-    ## Where a checkpoint is written, until it is one
+    ## The folder of a checkpoint while it is being written
     """
     return folder / f"step-{step:08}.partial"
 
@@ -247,27 +277,34 @@ def newest(folder: str | Path) -> Path | None:
     """
     ## The newest checkpoint of a run, if there is one
 
-    One that has no name yet replaces all of its step and later.
+    A finished checkpoint without its final name wins, because it replaces all checkpoints of its
+    own step and of later steps.
     """
-    nameless = [path for path in _named(Path(folder), ".partial").values()
-                if (path / MANIFEST).exists()]
-    return next(reversed([*steps(Path(folder)).values(), *nameless]), None)
+    unnamed = [path for path in _step_folders(Path(folder), ".partial").values()
+               if (path / MANIFEST).exists()]
+    return next(reversed([*steps(Path(folder)).values(), *unnamed]), None)
 
 
 def steps(folder: Path) -> dict[int, Path]:
     """
-    ## The checkpoints in a folder, by step, the newest last
+    ## The checkpoints in a folder by step, the newest last
     """
-    return _named(folder, "")
+    return _step_folders(folder, "")
 
 
-def _named(folder: Path, suffix: str) -> dict[int, Path]:
+def _step_folders(folder: Path, suffix: str) -> dict[int, Path]:
     """
-    #### The folders that are called as we call them, by step; what others put there is theirs
+    #### The folders `step-...` with this suffix, by step
+
+    Leave all other files and folders alone: they are not this library's.
     """
-    found = {int(path.stem[5:]): path for path in folder.glob("step-*")
+    found = {_step_of(path): path for path in folder.glob("step-*")
              if re.fullmatch(rf"step-\d{{8,}}{re.escape(suffix)}", path.name) and path.is_dir()}
     return dict(sorted(found.items()))
+
+
+def _step_of(path: Path) -> int:
+    return int(path.stem.removeprefix("step-"))
 
 
 # ------------------------------------------------------------------------------------------- read
@@ -276,11 +313,13 @@ def _named(folder: Path, suffix: str) -> dict[int, Path]:
 @dataclass
 class Param:
     """
-    ## A parameter of a checkpoint
+    ## A parameter in a checkpoint
     """
 
+    # The number of its flat parameter.
     flat: int
-    entry: dict[str, Any]  # of the manifest: names, shape, offset, param group
+    # From the manifest: names, shape, offset in the flat parameter, param group.
+    entry: dict[str, Any]
 
     @property
     def name(self) -> str:
@@ -297,27 +336,29 @@ class Param:
 
 class CheckpointReader:
     """
-    ## A checkpoint, to be read
+    ## Read a checkpoint
     """
 
     def __init__(self, folder: Path):
         """
         ### Read the manifest
 
-        * `folder` is the checkpoint's own
+        * `folder` is the checkpoint's own folder, `step-...`
 
-        Raises `Broken` where it is none, is of a newer format, or has files that are missing or of
-        another length.
+        Raises `Broken` if the folder is not a checkpoint or has a newer format, and if one of its
+        files is missing or has another length.
         """
         self.folder = folder
         try:
             self.manifest = _read_manifest(folder / MANIFEST)
-            self.flats, self.world_size = self.manifest["flats"], self.manifest["world_size"]
+            self.flats = self.manifest["flats"]
+            self.world_size = self.manifest["world_size"]
             recent: dict[tuple[int, int], bytes] = {}
-            self.files = [TensorFile(folder / file_name(rank, self.world_size), rank, recent, **each)
-                          for rank, each in enumerate(self.manifest["files"])]
-            self.params = [Param(i, each) for i, flat in enumerate(self.flats)
-                           for each in flat["params"]]
+            self.files = [
+                TensorFile(folder / file_name(rank, self.world_size), rank, recent, **file)
+                for rank, file in enumerate(self.manifest["files"])]
+            self.params = [Param(i, entry) for i, flat in enumerate(self.flats)
+                           for entry in flat["params"]]
             for flat in self.flats:
                 self._check(flat)
         except (OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
@@ -326,134 +367,164 @@ class CheckpointReader:
 
     def _check(self, flat: dict[str, Any]) -> None:
         """
-        #### Make sure that a flat parameter is no larger than its files, and has its parameters
+        #### Check that the numbers of a flat parameter agree with each other and with its files
         """
-        shard_numel, end = (flat["numel"] + flat["padding"]) // self.world_size, 0
-        at_most = min(each.nbytes for each in self.files)
-        dtypes = [TYPES[name] for name in (flat["dtype"], *flat["keys"].values())]
-        good = "param" in flat["keys"] and shard_numel >= 0
-        good &= all(shard_numel * dtype.itemsize <= at_most for dtype in dtypes)
-        for each in flat["params"]:
-            good &= bool(each["names"]) and all(n >= 0 for n in each["shape"])
-            # After the one before, and on an accelerator some padding between them.
-            good &= each["offset"] >= end
-            end = each["offset"] + math.prod(each["shape"])
-        good &= flat["padding"] >= 0 and (end + flat["padding"]) % self.world_size == 0
-        if not good or end != flat["numel"]:
+        shard_numel = self._shard_numel(flat)
+        shortest_bytes = min(file.nbytes for file in self.files)
+        agreed = ["param" in flat["keys"], shard_numel >= 0, flat["padding"] >= 0]
+        for dtype in (flat["dtype"], *flat["keys"].values()):
+            agreed.append(shard_numel * TYPES[dtype].itemsize <= shortest_bytes)
+        end = 0
+        for entry in flat["params"]:
+            agreed += [bool(entry["names"]), all(size >= 0 for size in entry["shape"])]
+            # On an accelerator there may be padding between two parameters.
+            agreed.append(entry["offset"] >= end)
+            end = entry["offset"] + math.prod(entry["shape"])
+        agreed += [end == flat["numel"], (end + flat["padding"]) % self.world_size == 0]
+        if not all(agreed):
             raise ValueError(f"layer `{flat['layer']}` does not add up")
+
+    def _shard_numel(self, flat: dict[str, Any]) -> int:
+        return (flat["numel"] + flat["padding"]) // self.world_size
 
     def read(self, param: Param, key: str, begin: int, end: int) -> torch.Tensor:
         """
-        ### Elements of a parameter, or of a moment of it: `(end - begin,)`, as they were saved
+        ### Read elements of a parameter or of one of its moments
 
-        Reads the blocks in which they lie and no others. Raises `Broken` with the file, its rank
-        and the parameter.
+        * `key` is `param` or the name of a moment
+
+        Returns `(end - begin,)` in the data type of the file. Reads only the blocks with these
+        elements. Raises `Broken` with the parameter, the file and its rank.
         """
-        flat, at = self.flats[param.flat], param.entry["offset"]
-        shard_numel = (flat["numel"] + flat["padding"]) // self.world_size
-        try:
-            found = torch.empty(end - begin, dtype=TYPES[flat["keys"][key]])
-            while begin < end:
-                rank, first = divmod(at + begin, shard_numel)
-                # A part at a time: what is read is not in memory twice.
-                last = min(shard_numel, first + end - begin, first + _PART_NUMEL)
-                part = found[len(found) - (end - begin) :][: last - first]
-                part.copy_(self.files[rank].read(f"{param.flat}.{key}", first, last))
-                begin += last - first
-        except (Broken, OSError, ValueError, TypeError, KeyError, IndexError) as error:
-            raise Broken(f"`{param.name}`, its {key}: {error}") from error
-        return found
+        flat = self.flats[param.flat]
+        shard_numel = self._shard_numel(flat)
+        with _errors_name(f"`{param.name}`, its {key}"):
+            values = torch.empty(end - begin, dtype=TYPES[flat["keys"][key]])
+            done = 0
+            while done < len(values):
+                rank, first = divmod(param.entry["offset"] + begin + done, shard_numel)
+                # Read in parts, because each part is in memory twice: in `values` and as bytes.
+                last = min(shard_numel, first + len(values) - done, first + PART_NUMEL)
+                part = self.files[rank].read(f"{param.flat}.{key}", first, last)
+                values[done : done + last - first] = part
+                done += last - first
+        return values
+
+    def read_whole(self, param: Param, key: str = "param") -> torch.Tensor:
+        """
+        ### Read all of a parameter, or of one of its moments, in its shape
+        """
+        return self.read(param, key, 0, param.numel).view(param.shape)
 
     def replicated(self, rank: int, name: str) -> torch.Tensor:
         """
-        ### A buffer, as a rank had it; of ranks that there were not, rank 0's
-        """
-        if (param := self.by_name.get(name)) and name not in self.manifest["replicated"]:
-            # What came from another format does not tell buffers from parameters.
-            return self.read(param, "param", 0, param.numel).view(param.shape)
-        file = self.files[rank if rank < self.world_size else 0]
-        try:
-            return file.read(f"replicated.{name}").view(file.header[f"replicated.{name}"]["shape"])
-        except (Broken, OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
-            raise Broken(f"`{name}`: {error}") from error
+        ### Read a buffer that each rank saved for itself
 
-    def announced(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        * `rank` gets the buffer of the same rank, or of rank 0 if fewer ranks saved
         """
-        ### Data type and shape of a buffer, without reading it
+        param = self.by_name.get(name)
+        if param and name not in self.manifest["replicated"]:
+            # Checkpoints that were made from other formats list buffers as parameters.
+            return self.read_whole(param)
+        file = self.files[rank if rank < self.world_size else 0]
+        with _errors_name(f"`{name}`"):
+            return file.read(f"replicated.{name}").view(file.header[f"replicated.{name}"]["shape"])
+
+    def dtype_and_shape(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """
-        try:
+        ### Data type and shape of such a buffer, without reading it
+        """
+        with _errors_name(f"`{name}`"):
             entry = self.files[0].header[f"replicated.{name}"]
             return TYPES[entry["dtype"]], tuple(entry["shape"])
-        except (Broken, OSError, ValueError, TypeError, KeyError) as error:
-            raise Broken(f"`{name}`: {error}") from error
 
     def states(self, param: Param) -> dict[str, Any]:
         """
-        ### What the optimizer knew of a parameter: names of moments, and numbers
+        ### The optimizer states of a parameter
+
+        Returns the names of its `moments`, and its `scalars`: numbers such as the count of steps.
         """
         flat = self.flats[param.flat]
-        place = flat["params"].index(param.entry)
-        # Without `params` it is of all parameters of the param group.
-        found = [each for each in flat["states"]
-                 if each["param_group"] == param.entry["param_group"]
-                 and place in each.get("params", (place,))]
-        return found[0] if found else {"moments": [], "scalars": {}}
+        index = flat["params"].index(param.entry)
+        for states in flat["states"]:
+            # Without an entry `params` they belong to all parameters of the param group.
+            if (states["param_group"] == param.entry["param_group"]
+                    and index in states.get("params", (index,))):
+                return states
+        return {"moments": [], "scalars": {}}
+
+
+@contextmanager
+def _errors_name(part: str) -> Iterator[None]:
+    """
+    #### Turn errors of reading into `Broken`, with the name of the part that cannot be read
+    """
+    try:
+        yield
+    except _READ_ERRORS as error:
+        raise Broken(f"{part}: {error}") from error
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     """
     #### Read and check a manifest
 
-    A checksum says that it is as it was written, and the schema that it was we who wrote it.
+    The checksum finds damage. The schema finds manifests that another program wrote.
     """
     if not path.exists():
-        raise Broken(f"{path} is missing: this is no checkpoint, nor a folder of any")
+        raise Broken(f"{path} is missing: this is no checkpoint, nor a folder with checkpoints")
     raw = path.read_bytes()
     manifest = json.loads(raw)
     version = manifest.get("version")
+    # First of all, because a newer format may have another schema.
     if manifest.get("format") == FORMAT and isinstance(version, int) and version > VERSION:
-        raise Broken(f"{path} is of format {version}, and this is zero3 for format {VERSION}: use "
-                     "a newer one")
+        raise Broken(f"{path} is of format {version}, and this zero3 reads format {VERSION}: "
+                     "install a newer zero3")
     head = _first_line(b"")
     if raw[: len(head)] != _first_line(raw[len(head) :]):
-        raise Broken(f"{path} is damaged: it has another checksum")
-    _fit(manifest, _SCHEMA, "the manifest")
-    for states in (each for flat in manifest["flats"] for each in flat["states"]):
-        _fit(states.get("params", []), [int], "the manifest, `params` of a state")
+        raise Broken(f"{path} is damaged: it does not match its checksum")
+    _check_types(manifest, _SCHEMA, "the manifest")
+    for flat in manifest["flats"]:
+        for states in flat["states"]:
+            _check_types(states.get("params", []), [int], "the manifest, `params` of a state")
     if manifest["optimizer"] is not None:
-        _fit(manifest["optimizer"], _OPTIMIZER, "the manifest, `optimizer`")
-    good = (manifest["format"], manifest["version"]) == (FORMAT, VERSION)
-    if not good or len(manifest["files"]) != manifest["world_size"] or not manifest["files"]:
-        raise ValueError("no checkpoint of ours")
+        _check_types(manifest["optimizer"], _OPTIMIZER_SCHEMA, "the manifest, `optimizer`")
+    one_file_each = 0 < len(manifest["files"]) == manifest["world_size"]
+    if (manifest["format"], version) != (FORMAT, VERSION) or not one_file_each:
+        raise ValueError("another program wrote it")
     return manifest
 
 
-def _fit(value: Any, like: Any, where: str) -> None:
+def _check_types(value: Any, schema: Any, where: str) -> None:
     """
-    #### Raise `ValueError` where something is not of the type that the schema says
+    #### Raise `ValueError` if a value does not have the types of the schema
     """
-    if isinstance(like, dict) and isinstance(value, dict):
-        for key, each in like.items():
-            _fit(value.get(key), each, f"{where}, `{key}`")
-    elif isinstance(like, list) and isinstance(value, list):
+    if isinstance(schema, dict) and isinstance(value, dict):
+        for key, each in schema.items():
+            _check_types(value.get(key), each, f"{where}, `{key}`")
+    elif isinstance(schema, list) and isinstance(value, list):
         for i, each in enumerate(value):
-            _fit(each, like[0], f"{where}, {i}")
-    elif isinstance(like, (dict, list)) or not isinstance(value, like) or isinstance(value, bool):
-        raise ValueError(f"{where} is {value!r:.40}, and not {like!r:.40}")
+            _check_types(each, schema[0], f"{where}, {i}")
+    elif (isinstance(schema, (dict, list)) or not isinstance(value, schema)
+            or isinstance(value, bool)):
+        raise ValueError(f"{where} is {value!r:.40}, and should be {schema!r:.40}")
 
 
-# ------------------------------------------------------------------------------------- small things
+# ------------------------------------------------------------------------------------------- JSON
 
 
 def encode(value: Any, where: str = "extra") -> Any:
     """
-    ## Something small as JSON, so that `decode` gives it back as it was
+    ## Turn a small object into JSON
 
-    Numbers, strings, tensors, and lists, tuples, dicts and counters of these. JSON alone has
-    neither tuples nor keys that are numbers, and a scheduler that looked for step 30 would not find
-    "30". Other classes that are based on these come back as what they are based on.
+    * `value` is made of numbers, strings and tensors in lists, tuples, dicts and counters
+    * `where` names it in errors
 
-    Raises `ValueError` with the place of what is none of that.
+    `decode` returns an equal object. JSON alone has neither tuples nor keys that are numbers, and a
+    learning rate scheduler that looks for step 30 would not find "30". A subclass of these classes
+    comes back as the class itself.
+
+    Raises `ValueError` with the place of an object of another class.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -467,29 +538,32 @@ def encode(value: Any, where: str = "extra") -> Any:
         return {"__tuple__": encode([*value], where)}
     if isinstance(value, dict):
         pairs = [(key, encode(each, f"{where}[{key!r}]")) for key, each in value.items()]
-        plain = all(isinstance(key, str) and not key.startswith("__") for key in value)
-        if plain and not isinstance(value, Counter):
+        if isinstance(value, Counter):
+            return {"__counter__": [[encode(key, where), each] for key, each in pairs]}
+        if all(isinstance(key, str) and not key.startswith("__") for key in value):
             return dict(pairs)
-        kind = "__counter__" if isinstance(value, Counter) else "__items__"
-        return {kind: [[encode(key, where), each] for key, each in pairs]}
+        return {"__items__": [[encode(key, where), each] for key, each in pairs]}
     raise ValueError(f"`{where}` is a {type(value).__name__}")
 
 
 def decode(value: Any) -> Any:
     """
-    ## What `encode` was given
+    ## Turn the JSON of `encode` back into the object
     """
     if isinstance(value, list):
         return [decode(each) for each in value]
     if not isinstance(value, dict):
         return value
     if "__tensor__" in value:
-        raw, dtype = bytearray.fromhex(value["__tensor__"]), TYPES[value["dtype"]]
+        raw = bytearray.fromhex(value["__tensor__"])
+        dtype = TYPES[value["dtype"]]
+        # `torch.frombuffer` refuses an empty buffer.
         flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
         return flat.view(value["shape"])
     if "__tuple__" in value:
         return tuple(decode(value["__tuple__"]))
-    for name, kind in (("__items__", dict), ("__counter__", Counter)):
-        if name in value:
-            return kind({decode(key): decode(each) for key, each in value[name]})
+    if "__items__" in value:
+        return {decode(key): decode(each) for key, each in value["__items__"]}
+    if "__counter__" in value:
+        return Counter({decode(key): decode(each) for key, each in value["__counter__"]})
     return {key: decode(each) for key, each in value.items()}

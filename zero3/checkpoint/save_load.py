@@ -17,7 +17,7 @@ before any of it is taken. The 16-bit parameters are not written: they are the m
 how a range of a parameter is found again.
 
 The way of a save is `Entries.describe`, `manifest`, `entries`, `tensors`, then `Writer`, then
-`commit`; that of a load `newest`, `CheckpointReader`, `Entries.check`, `shard`, then `CheckpointReader.read`,
+`commit_checkpoint`; that of a load `newest`, `CheckpointReader`, `Entries.check`, `shard`, then `CheckpointReader.read`,
 `TensorFile.read`, and `Entries.take`.
 
 | what | where it is |
@@ -64,19 +64,20 @@ from zero3.checkpoint.entries import Entries, Entry
 from zero3.checkpoint.reader import (
     MANIFEST,
     CheckpointReader,
-    commit,
+    clean_up_interrupted_saves,
+    commit_checkpoint,
     decode,
     encode,
     file_name,
-    hold,
+    lock_folder,
     newest,
     partial_path,
     remove,
     steps,
-    sweep,
 )
-from zero3.checkpoint.tensor_files import Broken, Writer, printable
+from zero3.checkpoint.tensor_files import Broken, Writer
 from zero3.comm import Communicator
+from zero3.guards.options import one_line
 
 
 def save(folder: str | Path, model: nn.Module, optimizer: Any = None, *, step: int,
@@ -138,7 +139,7 @@ def _all_here(done: str, model: nn.Module, optimizer: Any,
         mine = {"optimizer": inventory.kind if optimizer else None, **agreed(inventory)}
     except Exception as error:
         raised = error
-    problem = printable(f"{raised}" or repr(raised)) if raised else ""
+    problem = one_line(f"{raised}" or repr(raised)) if raised else ""
     every = comm.gather((problem, mine))
     if raised:
         raise raised
@@ -183,8 +184,8 @@ class Saving:
             described, options = inventory.describe(), inventory.options()
             if self.first:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                hold(self.folder)
-                sweep(self.folder)
+                lock_folder(self.folder)
+                clean_up_interrupted_saves(self.folder)
                 self.partial.mkdir()
                 self.made = True
         except Exception as error:
@@ -273,7 +274,7 @@ class Saving:
         self._agree(problem)
         try:
             if self.first:
-                commit(self.partial, self.manifest)
+                commit_checkpoint(self.partial, self.manifest)
                 # What cannot be removed now stays, and the next save tries again.
                 with suppress(OSError):
                     for path in [*steps(self.folder).values()][: -self.keep]:
@@ -313,7 +314,7 @@ class Saving:
                 self._write([], "another rank's")
             if self.made and not (self.partial / MANIFEST).exists():
                 # A folder that was not made here is another run's. With a manifest it is a
-                # checkpoint already, and `sweep` gives it its name.
+                # checkpoint already, and `clean_up_interrupted_saves` gives it its name.
                 shutil.rmtree(self.partial, ignore_errors=True)
             raise
 
@@ -361,7 +362,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: Any = None) -> Any:
         states = _random_states_of(archive, comm)
         _check_random_states(states, inventory.device)
     except Exception as error:
-        problem = printable(f"{error}") or repr(error)
+        problem = one_line(f"{error}") or repr(error)
     comm.agree(inventory, f"in {path} cannot be loaded", "one of this model and optimizer, as it "
                "was saved", problem, "pass the folder of another one; `python -m zero3.checkpoint "
                "verify` says which are as they were written")
@@ -369,7 +370,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: Any = None) -> Any:
         inventory.take(archive, groups)
         _set_random_states(states, inventory.device)
     except Exception as error:
-        problem = printable(f"{error}") or repr(error)
+        problem = one_line(f"{error}") or repr(error)
     comm.agree(inventory, f"in {path} was whole, and then was not", "files that nobody writes to "
                "while they are loaded", problem, "load it again, or another one: until then the "
                "model has values of both")

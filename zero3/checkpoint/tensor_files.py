@@ -1,26 +1,36 @@
 r"""
-# Files of tensors: written as a stream, read by ranges, checked
+# Files of tensors with checksums
 
-`Writer` streams tensors past the page cache into a file of safetensors, and `TensorFile` reads any part
-of it again.
+`Writer` streams tensors into a safetensors file, and `TensorFile` reads any range of elements from
+it and checks every byte that it reads.
 
-[Safetensors](https://github.com/huggingface/safetensors) is a format that can be said in a line:
-the length of a header, 8 bytes; the header, JSON with data type, shape and place of each tensor;
-then the numbers, one tensor after the other. Nothing in it is ever executed, unlike in a pickle,
-and any library of the field opens it. Its own library writes a file from a dict of tensors, which
-all have to be in memory. States that rest in files come one shard at a time, so here they are
-written in the order in which they come.
+A [safetensors](https://github.com/huggingface/safetensors) file has three parts: the length of the
+header, the header and the numbers. A layer with the weights 1, 2, 3 and the bias 4, in fp32,
+becomes a file of 160 bytes:
 
-**Checksums** (CRC-32, that of gzip) are of blocks of 1 MiB: a reader of a range checks what it
-reads and nothing else. One changed byte changes the checksum, always.
+| bytes | content |
+|---|---|
+| 0 to 8 | the length of the header, 136 |
+| 8 to 144 | `{"weight": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}, "bias": ...}` |
+| 144 to 160 | 1, 2, 3 and 4, with 4 bytes each |
+
+The header is JSON, with spaces at its end until its length is a multiple of 8. Nothing in the file
+is ever executed, unlike a pickle, and other libraries can open it.
+
+The safetensors library writes a file from a dict of tensors, all of them in memory. Offloaded
+optimizer states are read from files one shard at a time, so `Writer` takes one tensor at a time. It
+writes in pieces, past the page cache: threads write some pieces while the next one is filled.
+
+**Checksums.** Each block of 1 MiB has a CRC-32, the checksum of gzip. A reader of a range therefore
+checks only the blocks that it reads. One changed byte always changes the checksum.
 
 $$\text{blocks read for } n \text{ bytes} \le \left\lceil \frac{n}{2^{20}} \right\rceil + 1$$
 
-**Run this**: `make bench ARGS="--save DIR"` measures a save beside plain direct writes of as many
-bytes.
+**Run this**: `make bench ARGS="--save DIR"` compares the speed of a save with the speed of direct
+writes of the same number of bytes.
 
-**Not covered, and what that costs**: a file is read by one thread, through the page cache.
-Checksums find what a disk or a wire broke, not what somebody forged.
+**Not covered, and what that costs**: one thread reads a file, through the page cache. Checksums
+find damage by a disk or a network, but no forgery: a forger can compute the checksums too.
 """
 
 import concurrent.futures
@@ -31,19 +41,22 @@ import zlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 
 from zero3.files.disk import File, aligned, whole_blocks
+from zero3.guards.options import one_line
 
-# What one checksum is of.
+# Each block of so many bytes has a checksum.
 BLOCK_BYTES = 1 << 20
-# That stay in memory, of a checkpoint's files together: neighbours that are small share one.
+# The readers of a checkpoint's files keep so many blocks, because small parameters share a block.
 _KEPT_BLOCKS = 16
-# What is written at once, and how many such pieces are under way.
-_PIECE_BYTES, _PIECES = 8 << 20, 4
-# Safetensors' names of data types.
+# A writer has so many pieces of so many bytes.
+_PIECE_BYTES = 8 << 20
+_PIECES = 4
+# The names of data types in safetensors files.
 TYPES = {"F64": torch.float64, "I64": torch.int64, "F32": torch.float32, "I32": torch.int32,
          "BF16": torch.bfloat16, "F16": torch.float16, "I16": torch.int16, "U8": torch.uint8,
          "I8": torch.int8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
@@ -51,97 +64,52 @@ TYPES = {"F64": torch.float64, "I64": torch.int64, "F32": torch.float32, "I32": 
 _NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 
-class Broken(Exception):
-    """
-    ## What cannot go into a checkpoint, or does not come out of it as it was written
-    """
-
-    def __str__(self) -> str:
-        return printable(super().__str__())
-
-
-def printable(text: str) -> str:
-    r"""
-    ## Text as a terminal may have it: what does not print is escaped
-
-    A name in a file can be anything, also `\x1b[2J`, which clears a screen, or a line break, with
-    which a name could pass for a message of ours.
-    """
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-
-
-def check_name(name: str, as_path: bool = False) -> str:
-    """
-    ## A name from a file, if it is one
-
-    * `as_path` says that it will be the name of a file or of a folder
-
-    Raises `Broken` for an empty name and for one that does not print, and as a path also for `.`,
-    `..` and for one with a separator: these lead out of the folder in which they are looked up.
-    """
-    leads_away = as_path and (name in (".", "..") or "/" in name or "\\" in name)
-    if not name or not name.isprintable() or leads_away:
-        what = "of a file or folder" if as_path else "of a parameter or of a moment"
-        raise Broken(f"`{name}` is no name {what}: somebody may have forged it, to write elsewhere")
-    return name
-
-
-def type_name(dtype: torch.dtype, name: str = "a tensor") -> str:
-    """
-    ## Safetensors' name of a data type; raises `Broken` where it has none
-    """
-    if dtype not in _NAMES:
-        raise Broken(f"`{name}` is of {dtype}, which files of safetensors do not know")
-    return _NAMES[dtype]
-
-
 # ------------------------------------------------------------------------------------------ write
 
 
 class Writer:
     """
-    ## A file of safetensors, written from its beginning to its end
+    ## Write a safetensors file, tensor by tensor
 
-    Past the page cache, in pieces: while some are with the disk, the next is filled. Whatever is
-    written, and wherever it comes from, takes the memory of a few pieces.
+    The file is written in pieces past the page cache. A thread writes each piece while the next one
+    is filled, so a writer takes the memory of four pieces, however large the tensors are.
 
-    In a `with` block: an exception removes the file again. Nothing is sure to be on the disk before
-    `finish` says so.
+    Use it in a `with` block: an exception in the block removes the file. The file is complete and
+    on the disk once `finish` has returned.
     """
 
     def __init__(self, path: Path, like: dict[str, tuple[torch.dtype, tuple[int, ...]]],
                  metadata: dict[str, str] | None = None):
         """
-        ### Take the file's space
+        ### Create the file and reserve its space
 
-        * `like` says what will be written, in this order: data type and shape by name, larger
-          elements before smaller ones, so that each lies where it may be mapped into memory
+        * `path` is the file, which must not exist yet
+        * `like` has the data type and the shape of each tensor, in the order of the later writes.
+          Tensors with larger elements have to come first: then each begins at a multiple of its
+          element size, and other programs can map it into memory
+        * `metadata` is stored in the header
 
-        Raises `OSError` if there is no space, and `Broken` for a data type without a name.
+        Raises `OSError` if the disk has no space, and `Broken` if safetensors has no name for a
+        data type.
         """
-        header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-        at = 0
-        for name, (dtype, shape) in like.items():
-            end = at + math.prod(shape) * dtype.itemsize
-            header[name] = {"dtype": type_name(dtype, name), "shape": [*shape],
-                            "data_offsets": [at, end]}
-            at = end
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        self.path, self.nbytes = path, 8 + len(text) + at
+        header, data_bytes = _header(like, metadata)
+        self.path = path
+        self.nbytes = len(header) + data_bytes
         piece_bytes = min(_PIECE_BYTES, whole_blocks(self.nbytes))
         self.buffers = [*aligned(piece_bytes * _PIECES)[1].split(piece_bytes)]
         self.file = File(path.parent, whole_blocks(self.nbytes), True, path.name)
         self.workers = concurrent.futures.ThreadPoolExecutor(_PIECES, "zero3-checkpoint")
-        self.moves: list[concurrent.futures.Future] = []  # of the pieces so far, in order
-        self.filled_bytes = 0  # of the piece that is being filled
-        head = len(text).to_bytes(8, "little") + text
-        self.write(torch.frombuffer(bytearray(head), dtype=torch.uint8))
+        # One for each piece so far, in the order of the file. Its result is the piece's checksums.
+        self.writes: list[concurrent.futures.Future[str]] = []
+        # Bytes in the piece that is being filled.
+        self.filled_bytes = 0
+        self.write(torch.frombuffer(bytearray(header), dtype=torch.uint8))
 
     def __enter__(self) -> "Writer":
         return self
 
-    def __exit__(self, kind: Any, *_) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
         self.workers.shutdown(cancel_futures=True)
         self.file.handle.close()
         if kind is not None:
@@ -151,69 +119,95 @@ class Writer:
         """
         ### Write the next elements
 
-        Of the data types that were announced, in any shape, on any device. They may change as soon
-        as this returns.
+        * `values` has the announced data type. Its shape and its device do not matter, and it may
+          change as soon as this returns
 
-        Raises `OSError` if what was written before did not arrive.
+        Raises `OSError` if an earlier piece could not be written.
         """
-        left = values.detach().contiguous().view(-1).view(torch.uint8)
-        while len(left):
-            buffer = self.buffers[len(self.moves) % _PIECES]
-            if not self.filled_bytes and len(self.moves) >= _PIECES:
-                # What this buffer had before has to be on the disk first.
-                self.moves[-_PIECES].result()
-            room = buffer[self.filled_bytes :][: len(left)]
-            room.copy_(left[: len(room)])
-            self.filled_bytes, left = self.filled_bytes + len(room), left[len(room) :]
+        rest = values.detach().contiguous().view(-1).view(torch.uint8)
+        while len(rest):
+            buffer = self.buffers[len(self.writes) % _PIECES]
+            if not self.filled_bytes and len(self.writes) >= _PIECES:
+                # Wait until the disk has the previous content of this buffer.
+                self.writes[-_PIECES].result()
+            room = buffer[self.filled_bytes :][: len(rest)]
+            room.copy_(rest[: len(room)])
+            rest = rest[len(room) :]
+            self.filled_bytes += len(room)
             if self.filled_bytes == len(buffer):
                 self._flush()
 
     def _flush(self) -> None:
         """
-        #### Hand the piece to the threads
+        #### Have a thread write the piece
         """
-        at = len(self.moves) * len(self.buffers[0])
-        buffer = self.buffers[len(self.moves) % _PIECES]
-        self.moves.append(self.workers.submit(self._move, buffer, self.filled_bytes, at))
+        offset = len(self.writes) * len(self.buffers[0])
+        buffer = self.buffers[len(self.writes) % _PIECES]
+        self.writes.append(self.workers.submit(self._move, buffer, self.filled_bytes, offset))
         self.filled_bytes = 0
 
-    def _move(self, buffer: torch.Tensor, nbytes: int, at: int) -> str:
+    def _move(self, buffer: torch.Tensor, nbytes: int, offset: int) -> str:
         """
-        #### Write a piece, and return its checksums
+        #### Write a piece and return its checksums
+
+        Runs in a thread. The last piece is written up to the end of a disk block; `finish` cuts the
+        file to its length.
         """
-        self.file.move(True, buffer[: whole_blocks(nbytes)], at)
+        self.file.move(True, buffer[: whole_blocks(nbytes)], offset)
         return checksums(buffer[:nbytes])
 
     def finish(self) -> dict[str, Any]:
         """
-        ### Have all of it on the disk
+        ### Wait until the whole file is on the disk
 
-        Returns the file's length and checksums, for the manifest. Raises `OSError` where something
-        did not arrive.
+        Returns the file's length and checksums for the manifest. Raises `OSError` if a piece could
+        not be written.
         """
-        written = len(self.moves) * len(self.buffers[0])
-        assert written + self.filled_bytes == self.nbytes, "not what was announced"
+        written = len(self.writes) * len(self.buffers[0])
+        assert written + self.filled_bytes == self.nbytes, "other tensors than announced"
         if self.filled_bytes:
             self._flush()
-        found = "".join(move.result() for move in self.moves)
+        crc32 = "".join(write.result() for write in self.writes)
         os.ftruncate(self.file.fd, self.nbytes)
         os.fsync(self.file.fd)
-        force_out(self.path.parent)
-        return {"nbytes": self.nbytes, "crc32": found}
+        fsync_folder(self.path.parent)
+        return {"nbytes": self.nbytes, "crc32": crc32}
+
+
+def _header(like: dict[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str] | None
+            ) -> tuple[bytes, int]:
+    """
+    #### The beginning of a file, up to the first number, and how many bytes of numbers follow
+    """
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for name, (dtype, shape) in like.items():
+        begin = end
+        end += math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": type_name(dtype, name), "shape": [*shape],
+                        "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, end
 
 
 def checksums(data: torch.Tensor) -> str:
     """
-    ## The checksum of each block, as eight hexadecimal digits, one after the other
+    ## The checksum of each block
+
+    * `data` is `(bytes,)` uint8, and begins at the beginning of a block
+
+    Returns eight hexadecimal digits for each block, one checksum after the other.
     """
     return "".join(f"{zlib.crc32(block.numpy()):08x}" for block in data.split(BLOCK_BYTES))
 
 
-def force_out(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
     """
-    ## Have a folder's entries on the disk: a file that is there is found there
+    ## Force a folder's list of files to the disk
 
-    `fsync` of the file alone does not say so.
+    `fsync` of a file forces out its content only. After a power cut a new file could be missing
+    from its folder.
     """
     fd = os.open(folder, os.O_RDONLY)
     try:
@@ -222,79 +216,143 @@ def force_out(folder: Path) -> None:
         os.close(fd)
 
 
+# ------------------------------------------------------------------------------------------- read
+
+
 @dataclass
 class TensorFile:
     """
-    ## A file of safetensors with checksums, read by ranges
+    ## Read ranges of a safetensors file and check them
+
+    Raises `Broken` at once if the file is missing or has another length than the manifest says.
     """
 
     path: Path
-    rank: int  # whose it is
-    recent: dict[tuple[int, int], bytes]  # the last few blocks: small parameters share one
+    # The rank that wrote the file.
+    rank: int
+    # The last few blocks of all files of the checkpoint, by rank and number of the block.
+    recent: dict[tuple[int, int], bytes]
+    # From the manifest: the length and the checksums.
     nbytes: int
     crc32: str
 
     def __post_init__(self) -> None:
-        here = self.path.stat().st_size if self.path.exists() else None
-        if here != self.nbytes:
-            raise Broken(f"{self.path}, the file of rank {self.rank}, "
-                         + ("is missing" if here is None else
-                            f"has {here:,} bytes, and had {self.nbytes:,}"))
+        if not self.path.exists():
+            raise Broken(f"{self.path}, the file of rank {self.rank}, is missing")
+        nbytes = self.path.stat().st_size
+        if nbytes != self.nbytes:
+            raise Broken(f"{self.path}, the file of rank {self.rank}, has {nbytes:,} bytes instead "
+                         f"of {self.nbytes:,}")
 
-    def raw(self, begin: int, end: int) -> bytearray:
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
         """
-        ### These bytes of the file; raises `Broken` where a block of them is not what was written
+        ### Read these elements of a tensor, or all of them
+
+        Returns `(end - begin,)`. Raises `Broken` if the file has no such elements or if they are
+        damaged.
+        """
+        if name not in self.header:
+            raise Broken(f"{self.path}, the file of rank {self.rank}, has no `{name}`")
+        dtype = TYPES[self.header[name]["dtype"]]
+        first, last = self.header[name]["data_offsets"]
+        if end is None:
+            end = (last - first) // dtype.itemsize
+        if first + end * dtype.itemsize > last:
+            raise Broken(f"{self.path} has no elements {begin:,} to {end:,} of `{name}`")
+        data = self.read_bytes(first + begin * dtype.itemsize, first + end * dtype.itemsize)
+        # `torch.frombuffer` refuses an empty buffer.
+        return torch.frombuffer(data or bytearray(8), dtype=dtype)[: end - begin]
+
+    @cached_property
+    def header(self) -> dict[str, Any]:
+        """
+        ### The header, with offsets from the beginning of the file
+        """
+        data_begin = 8 + int.from_bytes(self.read_bytes(0, 8), "little")
+        header = json.loads(self.read_bytes(8, data_begin))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                entry["data_offsets"] = [data_begin + at for at in entry["data_offsets"]]
+        return header
+
+    def read_bytes(self, begin: int, end: int) -> bytearray:
+        """
+        ### Read these bytes of the file
+
+        Raises `Broken` if one of their blocks is damaged.
         """
         if not 0 <= begin <= end <= self.nbytes:
             raise Broken(f"{self.path} has no bytes {begin:,} to {end:,}")
         found = bytearray(end - begin)
         for i in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
-            first, last = max(begin, i * BLOCK_BYTES), min(end, (i + 1) * BLOCK_BYTES)
-            there = memoryview(self.block(i))[first - i * BLOCK_BYTES : last - i * BLOCK_BYTES]
-            found[first - begin : last - begin] = there
+            block_begin = i * BLOCK_BYTES
+            first = max(begin, block_begin)
+            last = min(end, block_begin + BLOCK_BYTES)
+            block = memoryview(self.block(i))
+            found[first - begin : last - begin] = block[first - block_begin : last - block_begin]
         return found
 
     def block(self, i: int) -> bytes:
         """
-        ### A block, checked
+        ### Read block `i` and compare its checksum
         """
-        at = self.rank, i
-        if at not in self.recent:
-            # Each time: a checkpoint may have more files than a process may have open.
+        key = self.rank, i
+        if key not in self.recent:
+            # Open the file each time: a checkpoint may have more files than a process may open.
             with open(self.path, "rb", buffering=0) as file:
                 block = os.pread(file.fileno(), BLOCK_BYTES, i * BLOCK_BYTES)
             if f"{zlib.crc32(block):08x}" != self.crc32[8 * i : 8 * i + 8]:
                 raise Broken(f"{self.path}, the file of rank {self.rank}, is damaged: bytes "
-                             f"{i * BLOCK_BYTES:,} to {i * BLOCK_BYTES + len(block):,} have "
-                             "another checksum than when they were written")
+                             f"{i * BLOCK_BYTES:,} to {i * BLOCK_BYTES + len(block):,} do not "
+                             "match their checksum")
             if len(self.recent) == _KEPT_BLOCKS:
+                # Forget the oldest block.
                 self.recent.pop(next(iter(self.recent)))
-            self.recent[at] = block
-        return self.recent[at]
+            self.recent[key] = block
+        return self.recent[key]
 
-    @cached_property
-    def header(self) -> dict[str, Any]:
-        """
-        ### What is where: the header, with offsets in the file
-        """
-        first = 8 + int.from_bytes(self.raw(0, 8), "little")
-        told = json.loads(self.raw(8, first))
-        for name, entry in told.items():
-            if name != "__metadata__":
-                entry["data_offsets"] = [first + at for at in entry["data_offsets"]]
-        return told
 
-    def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
-        """
-        ### These elements of a tensor, or all: `(end - begin,)`
-        """
-        if name not in self.header:
-            raise Broken(f"{self.path}, the file of rank {self.rank}, has no `{name}`")
-        dtype, (first, last) = (self.header[name][key] for key in ("dtype", "data_offsets"))
-        element_bytes = TYPES[dtype].itemsize
-        end = (last - first) // element_bytes if end is None else end
-        if first + end * element_bytes > last:
-            raise Broken(f"{self.path} has no elements {begin:,} to {end:,} of `{name}`")
-        data = self.raw(first + begin * element_bytes, first + end * element_bytes)
-        # Torch takes no buffer without bytes.
-        return torch.frombuffer(data or bytearray(8), dtype=TYPES[dtype])[: end - begin]
+# ------------------------------------------------------------------------------- names and errors
+
+
+class Broken(Exception):
+    r"""
+    ## A checkpoint is damaged, or something does not fit into one
+
+    The message may quote a name from a file, and that can be anything: `\x1b[2J` would clear a
+    terminal, and a line break could make a second message. So characters that do not print are
+    escaped.
+    """
+
+    def __str__(self) -> str:
+        return one_line(super().__str__())
+
+
+def check_name(name: str, as_path: bool = False) -> str:
+    """
+    ## Check a name that was read from a file, and return it
+
+    * `as_path` says that a file or a folder will have this name
+
+    Raises `Broken` if the name is empty or has characters that do not print. Names of files must
+    not lead out of their folder either, so `.`, `..` and separators are refused.
+    """
+    leads_away = as_path and (name in (".", "..") or "/" in name or "\\" in name)
+    if not name or not name.isprintable() or leads_away:
+        kind = "file or folder" if as_path else "parameter or moment"
+        raise Broken(f"`{name}` is not a valid name of a {kind}: it may be forged, to write to "
+                     "another folder")
+    return name
+
+
+def type_name(dtype: torch.dtype, name: str = "a tensor") -> str:
+    """
+    ## The name of a data type in safetensors files
+
+    * `name` is the tensor's, for the error
+
+    Raises `Broken` if safetensors has no such data type.
+    """
+    if dtype not in _NAMES:
+        raise Broken(f"`{name}` is of {dtype}, a data type that safetensors files do not have")
+    return _NAMES[dtype]

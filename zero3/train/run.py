@@ -29,7 +29,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero3.checkpoint.reader import CheckpointReader, decode, hold, sweep
+from zero3.checkpoint.reader import (
+    CheckpointReader,
+    clean_up_interrupted_saves,
+    decode,
+    lock_folder,
+)
 from zero3.checkpoint.save_load import newest, save
 from zero3.guards.options import one_line
 from zero3.measure.ledger import Event, Ledger, disk_bytes, held_bytes
@@ -403,8 +408,8 @@ def take_up(args, ranks: Ranks) -> Path | None:
     if not ranks.rank and args.resume == "auto":
         try:
             if folder.exists():
-                hold(folder)
-            sweep(folder)
+                lock_folder(folder)
+            clean_up_interrupted_saves(folder)
             if found := newest(folder):
                 options = decode(CheckpointReader(found).manifest["extra"])["options"]
                 differ = [f"--{name.replace('_', '-')} {options[name]} there and "
