@@ -14,10 +14,10 @@ data parallelism is 2 and ZeRO-3 is 3:
 $$\text{sent} \Big/ \Psi\frac{N-1}{N}$$
 
 **Run this**: `make bench`; `python -m tests.bench --step` compares a step of `Zero3Optimizer` with
-one of FSDP2's optimizer, `python -m tests.bench --comm` compares `Communicator`'s messages with gloo's
-collectives for the same bytes, `python -m tests.bench --disk DIR` our direct reads and writes with
-those of fio, `python -m tests.bench --save DIR` a checkpoint with plain direct writes of as many
-bytes.
+one of FSDP2's optimizer, `python -m tests.bench --comm` compares `Communicator`'s messages with
+gloo's collectives for the same bytes, `python -m tests.bench --disk DIR` our direct reads and
+writes with those of fio, `python -m tests.bench --save DIR` a checkpoint with plain direct writes
+of as many bytes.
 
 **Not covered, and what that costs**: more than one machine, mixed precision, recomputation. FSDP2
 gathers its last layer twice as we do not; that is about a hundredth of the model here. Ranks
@@ -65,9 +65,9 @@ from zero3.measure.ledger import Ledger
 
 PEERS = ("zero3", "wrap", "ddp", "fsdp2")
 # What of the package a step goes through.
-TIMED = [f"zero3/{name}.py" for name in ("flat", "layer", "measure/ledger", "offload", "optimizer/buckets", "optimizer/stage3",
-                                         "optimizer/states", "whole_model/units",
-                                         "whole_model/wrap", "comm")]
+TIMED = [f"zero3/{name}.py" for name in (
+    "layer", "flat", "watch", "comm", "sharded", "offload", "measure/ledger", "optimizer/buckets",
+    "optimizer/stage3", "optimizer/states", "whole_model/units", "whole_model/wrap")]
 # What a run is measured by: its heading, its format, and what to divide by.
 COLUMNS = {
     "tokens_per_s": ("tokens/s", ",.0f", 1),
@@ -401,13 +401,14 @@ def measure_comm(args):
     """
     layer, n = Zero3Layer(nn.Linear(1, 1)), args.ranks
     shard = torch.full((int(args.mib * 2**18) // n,), 1.0 + dist.get_rank())
-    full, grad, receive_buffer, mine = shard.repeat(n), shard.repeat(n), shard.repeat(n), shard.clone()
+    full, grad, received = shard.repeat(n), shard.repeat(n), shard.repeat(n)
+    mine = shard.clone()
     ways = {
         "all-gather, gloo": lambda: all_gather_single(full, shard),
         "all-gather, Communicator": lambda: layer.comm.all_gather(layer, [(full, shard)]).wait(),
         "reduce-scatter, gloo": lambda: reduce_scatter_single(mine, grad),
-        "reduce-scatter, Communicator": lambda: (layer.comm.reduce_scatter([layer], [(grad, receive_buffer)]),
-                                         layer.comm.reduced()),
+        "reduce-scatter, Communicator": lambda: layer.comm.reduce_scatter(
+            [layer], [(grad, received)]).wait(),
     }
     found = {name: [] for name in ways}  # of (milliseconds, bytes)
     for repeat in range(REPEATS + 1):
