@@ -109,7 +109,7 @@ MUTATIONS = [
     Mutation(
         "no-wait", "layer.py", "Zero3Layer._wait_params",
         title="Nobody waits for the messages",
-        old="            gather.wait()\n",
+        old="        gather.wait()\n",
         new="",
         breaks="I1", program="late",
         healthy="rank 1 prints: output: that of plain PyTorch",

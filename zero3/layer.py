@@ -96,7 +96,7 @@ from zero3.watch import Call, Watch, in_backward, tensors_in
 
 
 class Zero3Layer(Sharded):
-    """
+    r"""
     ## Zero3 layer
 
     Wrap each layer of a model, or a few consecutive ones, in this module, and call it as you would
@@ -105,10 +105,10 @@ class Zero3Layer(Sharded):
     | phase | event | full parameters | full gradients |
     |---|---|---|---|
     | rest | | freed | none |
-    | forward | layer $\\ell - 1$ begins: *unshard* | arriving | none |
+    | forward | layer $\ell - 1$ begins: *unshard* | arriving | none |
     | | it computes | whole | none |
     | | it is done: *reshard* | freed | none |
-    | backward | layer $\\ell + 1$ begins: *unshard* | arriving | none |
+    | backward | layer $\ell + 1$ begins: *unshard* | arriving | none |
     | | its own gradients arrive | whole | filling |
     | | the last one is here: *reshard*, *reduce* | freed | in flight, or waiting in a bucket |
     | | the next reduce begins, or the pass ends | freed | freed: the shard has its gradient |
