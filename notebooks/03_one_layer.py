@@ -157,11 +157,11 @@ def itself():
 # %% [markdown]
 # ## Shard
 #
-# `_merge_and_pad_params`
-# ([source](../zero3/layer.py#merge-parameters-and-pad-so-that-the-length-is-divisible-by-world-size))
-# concatenates all parameters and appends zeros until the length is divisible by $N$. The result is
-# the *flat parameter*. Rank $r$ keeps the $r$-th part of it, its *shard*. A cut may fall anywhere,
-# even in the middle of a row of a matrix.
+# A layer first
+# [merges](../zero3/layer.py#merge-parameters-and-pad-so-that-the-length-is-divisible-by-world-size)
+# its parameters. `_merge_and_pad_params` concatenates them and appends zeros until the length is
+# divisible by $N$. The result is the *flat parameter*. Rank $r$ keeps the $r$-th part of it, its
+# *shard*. A cut may fall anywhere, even in the middle of a row of a matrix.
 
 # %%
 answers = run("worker_03:merged", N)

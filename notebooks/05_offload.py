@@ -236,8 +236,7 @@ plt.show()
 # %% [markdown]
 # Reads (purple) start before the layer is whole (blue). In backward each gradient is written to its
 # file as soon as it has been reduced (pink). The states for the beginning of the optimizer step are
-# requested before backward ends. The step itself is a
-# [pipeline](../zero3/optimizer/states.py#the-states-of-a-shard-master-moments-gradient-and-where-they-rest):
+# requested before backward ends. The step itself is a [pipeline](../zero3/optimizer/states.py):
 # while one shard is updated (green), others are read and written.
 #
 # ## The cost of a tier

@@ -319,9 +319,8 @@ assert drawn.equal(alone)
 # + 2 \max_\ell P_\ell \quad \text{elements}$$
 #
 # The values do not depend on the number of ranks, because [each module gets a random seed that
-# follows from its
-# name](../zero3/whole_model/materialise.py#models-larger-than-memory-made-read-and-written-layer-by-layer).
-# With `checkpoint=` the values are read from a file, also one unit at a time.
+# follows from its name](../zero3/whole_model/materialise.py). With `checkpoint=` the values are read
+# from a file, also one unit at a time.
 #
 # **Answer**: nobody has to specify the order. It is the same in each step, so the first step is
 # enough to learn it. A wrong guess costs time and nothing else.
