@@ -168,7 +168,8 @@ class Source:
         """
         #### One line, its tokens in spans, its names linked
         """
-        parts, column = [], 0
+        parts = []
+        column = 0
         for kind, text in self._tokens()[number]:
             html = escape(text, quote=False)
             if target := links.get((number, column)):
@@ -185,7 +186,8 @@ class Source:
         The whole file is tokenised at once, because a string may span several lines.
         """
         if not hasattr(self, "_by_line"):
-            self._by_line, number = defaultdict(list), 1
+            self._by_line = defaultdict(list)
+            number = 1
             for kind, text in PythonLexer(stripnl=False, ensurenl=False).get_tokens(self.text):
                 # Pygments has a token type of its own for names such as `self`.
                 kind = Token.Name if kind is Token.Name.Builtin.Pseudo else kind
@@ -302,21 +304,23 @@ class Names:
         def look(node: ast.AST, around: str, bound: frozenset[str]) -> None:
             if isinstance(node, ast.FunctionDef):
                 bound = bound | _bound(node)
-            target, line, end = None, 0, 0
+            target = None
             if isinstance(node, ast.Name) and node.id not in bound:
-                name, line, end = node.id, node.end_lineno, node.end_col_offset
+                name = node.id
                 target = (imported.get(name) if name in imported else
                           (source.key, name) if name in source.defined else None)
             elif isinstance(node, ast.Attribute):
-                name, line, end = node.attr, node.end_lineno, node.end_col_offset
+                name = node.attr
                 target = self._attribute(node, around, imported, source)
             there = source if target and target[0] == source.key else self.sources.get(
                 target[0] if target else "")
             if target and there and target[1] in there.defined:
-                text = source.texts[line - 1].encode()[:end].decode(errors="ignore")
+                # The parser counts bytes.
+                before = source.texts[node.end_lineno - 1].encode()[: node.end_col_offset]
+                text = before.decode(errors="ignore")
                 # Before Python 3.12 the parser gives wrong positions inside of f-strings.
                 if text.endswith(name):
-                    at = (line, len(text) - len(name))
+                    at = (node.end_lineno, len(text) - len(name))
                     found[at] = self.address(*target, source)
             for child in ast.iter_child_nodes(node):
                 inner = isinstance(child, ast.ClassDef)

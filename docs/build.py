@@ -151,7 +151,8 @@ class Site:
             wrong = [e.tag for e in ElementTree.fromstring(html).iter()
                      if len(e) != PARTS.get(e.tag.split("}")[-1], len(e))]
         except Exception as error:
-            html, wrong = escape(repr(error)), [tex]
+            html = escape(repr(error))
+            wrong = [tex]
         self.expect("\\" not in html and tex.count("{") == tex.count("}") and not wrong,
                     f"a formula does not parse: {tex}")
         return html
@@ -216,7 +217,8 @@ class Site:
         """
         ### A file in two columns
         """
-        links, rows = self.names.links(source), []
+        links = self.names.links(source)
+        rows = []
         origin = str(source.path.relative_to(ROOT))
         for row in source.rows:
             text = re.sub(r"\n(?=Proves )", "\n\n", row.prose)

@@ -380,12 +380,14 @@ def draw(rows: list[dict[str, Any]]) -> str:
     fg, accent, muted, line = (f"var(--{name})" for name in (
         "fg,#222", "accent,#2171b5", "muted,#777", "line,#ddd"))
     styles = (accent, f"{accent};fill-opacity:.4", muted, f"{line};stroke:{muted}")
-    heads, at = ("device, at rest", "to its peak", "CPU", "files"), (12, 216, 380, 470)
+    heads = ("device, at rest", "to its peak", "CPU", "files")
+    at = (12, 216, 380, 470)
     texts = [(x + 26, 33, head, fg) for x, head in zip(at, heads, strict=True)]
     boxes = [(x, 16, 18.0, 18, style) for x, style in zip(at, styles, strict=True)]
     each = [(row["device_rest_bytes"], row["device_peak_bytes"] - row["device_rest_bytes"],
              row["cpu_bytes"], row["file_bytes"]) for row in rows]
-    scale, told = 616 / max(map(sum, each)), []
+    scale = 616 / max(map(sum, each))
+    told = []
     for y, row, parts in zip(range(90, 10_000, 78), rows, each, strict=False):
         words = " + ".join(f"{name}{n / 2**20:.1f}" for name, n in zip(
             ("", "CPU ", "files "), (sum(parts[:2]), *parts[2:]), strict=True) if n) + " MiB"
@@ -410,7 +412,8 @@ def main(argv: list[str] | None = None) -> None:
     """
     parser = argparse.ArgumentParser(prog="python -m docs.ladder")
     parser.add_argument("--out", type=Path, help="output file for the figures, as JSON")
-    out, answer = parser.parse_args(argv).out, climb()
+    out = parser.parse_args(argv).out
+    answer = climb()
     print(table(answer))
     if out:
         out.write_text(json.dumps(answer, indent=1))

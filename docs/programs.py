@@ -53,7 +53,8 @@ def batch(i: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """
     ## The global batch of a step, and this rank's rows of it: `(rows, WIDTH)`
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     rows = torch.randn(ROWS * world_size, WIDTH, generator=torch.Generator().manual_seed(i))
     rows = rows.double()
     return rows, rows.chunk(world_size)[rank]
@@ -106,10 +107,12 @@ def grads_compared(model: Zero3Sequential, plain: nn.Sequential) -> str:
     """
     ## The ratio of the shards' gradients to plain PyTorch's, if it is the same for all elements
     """
-    got, expected = [shard.grad for shard in model.parameters()], [*_shares(plain)]
+    got = [shard.grad for shard in model.parameters()]
+    expected = [*_shares(plain)]
     if any(grad is None for grad in got):
         return "none on the shards, and not"
-    one, other = torch.cat(got), torch.cat(expected)  # type: ignore[arg-type]
+    one = torch.cat(got)  # type: ignore[arg-type]
+    other = torch.cat(expected)
     ratio = (one @ other / (other @ other)).item()
     return f"{ratio:.2f} times" if torch.allclose(one, ratio * other, atol=1e-12) else "not"
 
@@ -118,7 +121,8 @@ def _shares(plain: nn.Sequential) -> Iterator[torch.Tensor]:
     """
     #### This rank's part of each plain layer's gradient: `(shard_numel,)`
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     for layer in plain:
         flat = torch.cat([p.grad.reshape(-1) for p in layer.parameters()])  # type: ignore
         padding = flat.new_zeros(-len(flat) % world_size)
@@ -237,7 +241,8 @@ class HalfUsed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.used, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.used = nn.Linear(WIDTH, WIDTH)
+        self.unused = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """
@@ -290,7 +295,8 @@ def another_order() -> None:
     ## Rank 1 creates its layers in another order
     """
     torch.manual_seed(0)
-    plain, other = TwoLinears(("first", "second")), TwoLinears(("second", "first"))
+    plain = TwoLinears(("first", "second"))
+    other = TwoLinears(("second", "first"))
     compare_output(chain([other if dist.get_rank() else plain]), plain)
 
 
@@ -364,7 +370,8 @@ def damage() -> None:
     """
     ## Save, change one bit in the file of rank 1, and load
     """
-    model, other = chain(modules()), chain(modules(seed=1))
+    model = chain(modules())
+    other = chain(modules(seed=1))
     save("saved", model, step=1)
     if dist.get_rank() == 1:
         (path,) = Path("saved").glob("*/rank-00001-*")

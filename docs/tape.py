@@ -98,7 +98,8 @@ class Lines(Ledger):
         frame: Any = sys._getframe(1)
         while frame is not None and len(calls) < MOST_LINES:
             # If autograd has called a hook, there are frames of torch in between.
-            path, name = Path(frame.f_code.co_filename), frame.f_code.co_name
+            path = Path(frame.f_code.co_filename)
+            name = frame.f_code.co_name
             if path.is_relative_to(PACKAGE) and path.name not in SKIP and name != "<lambda>":
                 calls.append((path.relative_to(PACKAGE).as_posix(), frame.f_lineno))
             frame = frame.f_back
@@ -151,7 +152,8 @@ def worker(steps: int, config: gpt.GPTConfig) -> tuple[Json, Json]:
     """
     ## One rank's events, and the data that is the same on all ranks
     """
-    device, rank = launch.my_device(), dist.get_rank()
+    device = launch.my_device()
+    rank = dist.get_rank()
     torch.manual_seed(0)
     model = Zero3Sequential([Zero3Layer(m.to(device)) for m in gpt.gpt_layers(config)])
     optimizer = Zero3Optimizer(model, lr=1e-3, bucket_bytes=0)
@@ -177,7 +179,9 @@ def _last_step(model: Any, optimizer: Zero3Optimizer, steps: int, seq_len: int) 
     """
     #### Train, and record the last step
     """
-    comm, text, tape = optimizer.comm, gpt.load_bytes(), Lines(model, optimizer)
+    comm = optimizer.comm
+    text = gpt.load_bytes()
+    tape = Lines(model, optimizer)
     for step in range(steps):
         windows = gpt.global_batch(text, step, 2 * comm.world_size, seq_len)
         mine = windows[2 * comm.rank : 2 * comm.rank + 2].to(optimizer.device)
@@ -286,7 +290,8 @@ def _move(state: Json, event: str, receive_buffer: bool) -> None:
                  "grads": {"filling": "full", "reduced": "shard"}.get(state["grads"], "none")},
     }
     state.update(changes.get(event, {}))
-    params, grads = state["params"], state["grads"]
+    params = state["params"]
+    grads = state["grads"]
     if event == "step":
         state["state"] = "updated"
     elif params == "whole":
@@ -302,7 +307,8 @@ def _move(state: Json, event: str, receive_buffer: bool) -> None:
 def _frame(states: Json, flight: Json, layers: list[Json], rest_bytes: int) -> Json:
     held = dict.fromkeys(HELD, 0) | {"rest": rest_bytes}
     for layer, state in zip(layers, states.values(), strict=True):
-        params, grads = state["params"], state["grads"]
+        params = state["params"]
+        grads = state["grads"]
         if params != "shard":
             held[params] += layer["bytes"]
         held["gradients"] += layer["bytes"] * (grads not in ("none", "shard"))
@@ -352,7 +358,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks")
     args = parser.parse_args(argv)
     launch.preload("zero3.train.gpt", "zero3.optimizer.stage3")
-    tape, out = record(args.ranks), Path(args.out)
+    tape = record(args.ranks)
+    out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     (out / "tape.json").write_text(json.dumps(tape), encoding="utf-8")
     (out / "trace.json").write_text(json.dumps(chrome_trace(tape)), encoding="utf-8")

@@ -45,7 +45,8 @@ def chrome_trace(tape: Json) -> Json:
                     lanes.append(0)
                     made.append(_meta("thread_name", pid, 2 + lane,
                                       f"messages {lane + 1}" if lane else "messages"))
-                lanes[lane], tid = end_us, 2 + lane
+                lanes[lane] = end_us
+                tid = 2 + lane
             made.append({"ph": "X", "name": name, "cat": thread, "pid": pid, "tid": tid,
                          "ts": begin_us, "dur": round(end_us - begin_us, 3), "args": args})
         for e in rank["events"]:
@@ -67,7 +68,8 @@ def _spans(events: list[Json]) -> list[tuple[str, str, float, float, Json]]:
              "free": ("compute", "backward", "compute")}
     found = []
     for before, e in zip([None, *events], events, strict=False):
-        name, args = e["layer"], {"line": "{}:{} {}".format(*e["lines"][0])}
+        name = e["layer"]
+        args = {"line": "{}:{} {}".format(*e["lines"][0])}
         if e["event"] in ("fetch", "compute", "reduce"):
             begun[name, e["event"]] = e
         elif e["event"] in ended:
@@ -128,7 +130,8 @@ class _Plot:
     def phases(self, words: bool) -> Iterator[str]:
         number = 1
         for i, (phase, run) in enumerate(groupby(self.events, key=lambda e: e["phase"])):
-            begin, number = number, number + len([*run])
+            begin = number
+            number += len([*run])
             yield _rect(self.x(begin), self.top, self.x(number) - self.x(begin),
                         self.bottom - self.top, "muted", 0.14 if i % 2 else 0.06)
             yield _text(self.x(begin) + 4, self.top - 8, phase)
@@ -137,7 +140,8 @@ class _Plot:
                             "muted")
 
     def levels(self) -> Iterator[str]:
-        rest, peak = self.predicted["rest_bytes"], self.predicted["peak_bytes"]
+        rest = self.predicted["rest_bytes"]
+        peak = self.predicted["peak_bytes"]
         for nbytes, name, color, down in (
                 (self.plain_bytes, "plain data parallel training, peak", "muted", 17),
                 (peak, "peak, predicted and measured", "c-grad", -6),
@@ -155,13 +159,16 @@ def staircase(tape: Json, width: int = 640, height: int = 330) -> str:
 
     Colours are custom properties of the site's style sheet, with a default for each.
     """
-    plot, ranks = _Plot(tape, width, height), tape["world_size"]
-    rest, peak = plot.predicted["rest_bytes"], plot.predicted["peak_bytes"]
+    plot = _Plot(tape, width, height)
+    ranks = tape["world_size"]
+    rest = plot.predicted["rest_bytes"]
+    peak = plot.predicted["peak_bytes"]
     about = (f"Live bytes of rank 0 after each of the {len(plot.events)} events of one training "
              f"step on {ranks} ranks. Between steps it holds {rest:,} bytes. The curve rises to "
              f"{peak:,} as layers are gathered and gradients allocated, and falls as they are "
              f"freed. Plain data parallel training holds {plot.plain_bytes:,} at its peak.")
-    line, below = plot.line(), plot.y(rest)
+    line = plot.line()
+    below = plot.y(rest)
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
         'class="staircase" font-family="system-ui, sans-serif" font-size="13">',

@@ -86,7 +86,8 @@ def plain(ranks):
 
 def merged():
     """The flat parameter, and this rank's shard of it."""
-    layer, linear = Zero3Layer(readable()), readable()
+    layer = Zero3Layer(readable())
+    linear = readable()
     flat = layer._merge_and_pad_params(list(linear.parameters()))
     return flat.tolist(), layer.flats[0].shard.tolist()
 
@@ -208,7 +209,8 @@ print(f"{'':18}{'shard':>12}{'full':>12}{'full grad':>12}{'shard grad':>12}{'all
 for call, held in notes:
     print(f"{call:18}" + "".join(f"{nbytes:>12}" for nbytes in [*held, sum(held)]))
 
-shard_bytes, full_bytes = 4 * SHARD, 4 * N * SHARD
+shard_bytes = 4 * SHARD
+full_bytes = 4 * N * SHARD
 assert [held for _, held in notes] == [
     [shard_bytes, 0, 0, 0], [shard_bytes, full_bytes, 0, 0], [shard_bytes, full_bytes, 0, 0],
     [shard_bytes, 0, 0, 0], [shard_bytes, full_bytes, 0, 0],

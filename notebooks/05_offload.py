@@ -160,7 +160,8 @@ def rest_bytes(depth, tier, **options):
 print(f"{'layers':>6}{'in memory':>14}{'with files':>14}   measured")
 for depth in (4, 8, 16):
     measured = run("worker_05:train", N, "nvme", "nvme", depth, 1)[0]["memory"]
-    device, files = rest_bytes(depth, "device"), rest_bytes(depth, "nvme")
+    device = rest_bytes(depth, "device")
+    files = rest_bytes(depth, "nvme")
     print(f"{depth:6}{device:14,}{files:14,}   {'equal' if measured == files else measured}")
     assert measured == files
 pays = next(d for d in range(1, 100) if rest_bytes(d, "nvme") < rest_bytes(d, "device"))
@@ -246,7 +247,8 @@ plt.show()
 # 2 bytes, its gradient 2, its master and its moments together 12.
 
 # %%
-nvme, numel = found["nvme", "nvme"][0], 8 * -(-(256 * 256 + 256) // N)
+nvme = found["nvme", "nvme"][0]
+numel = 8 * -(-(256 * 256 + 256) // N)
 told = places(numel * N, N)[-1].step_bytes["nvme"]
 measured = (nvme["read"] + nvme["written"]) / numel
 print(f"formula:  {told / numel:.1f} bytes for each parameter of a shard")
@@ -274,7 +276,9 @@ assert told / numel == 34
 # 8,192 tokens in a step. Which fraction of the device's speed remains?
 
 # %%
-PEAK, DISK, CPU = 70e12, 3e9, 25e9  # flops, and bytes, in a second
+PEAK = 70e12  # flop/s
+DISK = 3e9  # bytes/s
+CPU = 25e9  # bytes/s
 print("fraction of the device's speed, if transfers do not overlap computation\n")
 print(f"{'tokens':>10}{'parameters':>22}{'optimizer states':>22}")
 print(f"{'':10}{'from cpu':>11}{'files':>11}{'from cpu':>11}{'files':>11}")

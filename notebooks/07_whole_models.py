@@ -28,14 +28,16 @@ from zero3 import Zero3Optimizer, wrap
 from zero3.measure.ledger import Ledger
 from zero3.train.launch import my_device
 
-WIDTH, TOKENS = 64, 97
+WIDTH = 64
+TOKENS = 97
 
 
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
@@ -214,12 +216,14 @@ assert first["misses"] == 4 and waits[4:] == [(1, 7), (0, 4)]
 # all-gathers per step. How many are left if all units may be prefetched?
 
 # %%
-block, rest = first["units"]["blocks.a"], first["units"]["rest"]
+block = first["units"]["blocks.a"]
+rest = first["units"]["rest"]
 whole = sum(first["units"].values())
 print(f"{'prefetch':16}{'gathers in a step':>18}{'full at once':>14}{'of the model':>14}")
 limits = {"nothing": {"prefetch_numel": 0}, "one block": {"prefetch_numel": block},
           "two blocks": {"prefetch_numel": 2 * block}, "everything": {"prefetch_numel": whole}}
-gathers, weights = {}, []
+gathers = {}
+weights = []
 for name, limit in limits.items():
     found = run("worker_07:train", N, ["abcbde"] * 3, limit)[0]
     gathers[name] = sum(e.event == "fetch" for e in found["tapes"][-1])
@@ -319,8 +323,8 @@ assert drawn.equal(alone)
 # + 2 \max_\ell P_\ell \quad \text{elements}$$
 #
 # The values do not depend on the number of ranks, because [each module gets a random seed that
-# follows from its name](../zero3/whole_model/materialise.py). With `checkpoint=` the values are read
-# from a file, also one unit at a time.
+# follows from its name](../zero3/whole_model/materialise.py). With `checkpoint=` the values are
+# read from a file, also one unit at a time.
 #
 # **Answer**: nobody has to specify the order. It is the same in each step, so the first step is
 # enough to learn it. A wrong guess costs time and nothing else.

@@ -235,7 +235,8 @@ def how_it_ended(folder: Path, rank: int, world_size: int, number: int, ended: s
     text = ""
     time_s = time.time()
     if stderr.exists():
-        text, time_s = stderr.read_text(errors="replace"), stderr.stat().st_mtime
+        text = stderr.read_text(errors="replace")
+        time_s = stderr.stat().st_mtime
     reason = re.search(r"Timeout|Fatal Python error: (.*)", text)
     frames = re.findall(r'File "(.*?)", line (\d+) in', text)
     got = ended or text[-200:]

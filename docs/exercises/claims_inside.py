@@ -244,7 +244,9 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.unused, self.last = nn.Linear(4, 4), nn.Linear(3, 3), nn.Linear(4, 4)
+        self.first = nn.Linear(4, 4)
+        self.unused = nn.Linear(3, 3)
+        self.last = nn.Linear(4, 4)
         self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
         self.double()
         self.scale = nn.Parameter(torch.full((5,), 0.5, dtype=torch.float32))

@@ -173,7 +173,8 @@ def peaks_as_predicted(case: Case) -> None:
 
 
 def sends_as_predicted(case: Case) -> None:
-    tape, wanted = case.step.tape, case.step.predicted
+    tape = case.step.tape
+    wanted = case.step.predicted
     gathers = sum(e.event == "fetch" for e in tape.events)
     reduces = sum(e.event == "reduce" for e in tape.events)
     # Each layer with parameters is gathered in forward and backward, except the last in backward.
