@@ -1,21 +1,23 @@
 """
 # Source in two columns
 
-`Source` cuts a Python file into rows: prose on the left, the lines that it is about on the right.
+`Source` divides a Python file into rows, with prose on the left and the code it explains on the
+right.
 
-The prose is the file's own docstrings and comments. A row begins where a class or a function with a
-docstring begins, and where a comment stands on lines of its own; it takes the lines up to the next
-beginning. So each line of a file is on its page once, in one of the two columns, and the page can
-not say anything that the source does not.
+The prose consists of the file's own docstrings and comments. A row begins at a class or a function
+with a docstring, and at a comment on lines of its own. It extends to the beginning of the next row.
+So each line of the file appears once on its page, in one of the two columns, and nothing appears
+that is not in the source.
 
-Names in the code lead to what they name. Python's own parser says where a name stands, and in which
-function; what it refers to is found without running anything: a name of this file or one that it
-imports, a method of the class around, or one that only one class of the package has.
+Names in the code link to their definitions. Python's parser gives the position of a name and the
+function around it. The definition is found without running anything: a name may be defined in this
+file or imported by it, or be a method of the surrounding class, or of the only class in the package
+that has it.
 
 **Run this**: `make docs`.
 
-**Not covered, and what that costs**: a name that two classes have leads nowhere unless it is
-`self`'s; types are not inferred.
+**Not covered, and what that costs**: types are not inferred. A method that two classes define gets
+no link, unless it is called on `self`.
 """
 
 import ast
@@ -46,12 +48,12 @@ def slug(heading: str) -> str:
 @dataclass
 class Row:
     """
-    ## Some prose, and the lines beside it
+    ## Prose, and the lines of code beside it
     """
 
     prose: str  # markdown
-    name: str = ""  # qualified, of the class or function that begins here
-    lines: list[int] = field(default_factory=list)  # of code; the first line of a file is 1
+    name: str = ""  # the qualified name of the class or function that begins here
+    lines: list[int] = field(default_factory=list)  # numbers of the lines of code, from 1
 
     @property
     def heading(self) -> str:
@@ -76,20 +78,21 @@ class Source:
         """
         ### Parse it
 
-        * `page` is the name of its page
+        * `page` is the file name of its page
 
-        Raises `ValueError` if a line would be in no row, or in two.
+        Raises `ValueError` if a line would be in no row, or in two rows.
         """
-        self.path, self.page = path, page
-        # By which names refer to it: the file's, or the folder's of a command line.
+        self.path = path
+        self.page = page
+        # The module name in qualified names. `__main__` goes by the name of its folder.
         self.key = path.parent.name if path.stem == "__main__" else path.stem
         self.text = path.read_text()
         self.texts = self.text.split("\n")
         self.tree = ast.parse(self.text)
-        # Of all that is defined here: the qualified name, and where it begins.
+        # All classes and functions of the file, by qualified name.
         self.defined = dict(_definitions(self.tree))
         self.rows = list(self._rows())
-        # The rows that begin a section, by its name.
+        # The row of each class or function, by qualified name.
         self.sections = {row.name: row for row in self.rows if row.name}
 
     def _rows(self) -> Iterator[Row]:
@@ -97,7 +100,7 @@ class Source:
         #### Cut into rows
         """
         begins: dict[int, Row] = {}
-        spoken: dict[int, Row] = {}  # by whom a line of prose is said
+        spoken: dict[int, Row] = {}  # the row of each line of prose
         for name, node in (("", self.tree), *self.defined.items()):
             first = node.body[0]
             if (prose := ast.get_docstring(node)) is not None:
@@ -116,7 +119,7 @@ class Source:
         for number, text in enumerate(self.texts, 1):
             words = re.sub(r'^(# -{3,}|#|r?""")|"""$', "", text.strip()).strip()
             said = spoken.get(number)
-            # Of two rows that begin in one line the first is lost.
+            # If two rows begin in the same line, the first one is lost.
             times = shown[number] if said is None else sum(
                 row is said and words in row.prose for row in begins.values())
             if text.strip() and times != 1:
@@ -127,7 +130,7 @@ class Source:
         """
         ### The lines of a class or a function
 
-        A decorator belongs to what it decorates.
+        They include its decorators.
         """
         node = self.defined[name]
         first = min(part.lineno for part in (node, *node.decorator_list))
@@ -135,16 +138,17 @@ class Source:
 
     def anchor_of(self, name: str) -> str:
         """
-        ### Where something that is defined here is on the page
+        ### The anchor of a class or a function on the page
         """
         row = self.sections.get(name)
         return row.anchor if row else f"L{self.defined[name].lineno}"
 
     def digest(self) -> str:
         """
-        ### What the code is, whatever the prose says
+        ### A digest of the code, without its prose
 
-        A timing is of the code that ran, and no longer true when that has changed.
+        Timings are stored with the digest of the code that ran, because they are out of date once
+        the code has changed.
         """
         lines = [self.texts[number - 1] for row in self.rows for number in row.lines]
         return sha256("\n".join(lines).encode()).hexdigest()[:16]
@@ -153,7 +157,7 @@ class Source:
         """
         ### The lines of a row as HTML
 
-        * `links` has the address of what stands at a line and a column
+        * `links` are addresses, by line and column of the linked name
         """
         return "".join(
             f'<span class="line" id="L{number}"><a class="ln" href="#L{number}" data-n="{number}" '
@@ -164,7 +168,8 @@ class Source:
         """
         #### One line, its tokens in spans, its names linked
         """
-        parts, column = [], 0
+        parts = []
+        column = 0
         for kind, text in self._tokens()[number]:
             html = escape(text, quote=False)
             if target := links.get((number, column)):
@@ -178,12 +183,13 @@ class Source:
         """
         #### The tokens of each line
 
-        The whole file is read at once, for a string may go over several lines.
+        The whole file is tokenised at once, because a string may span several lines.
         """
         if not hasattr(self, "_by_line"):
-            self._by_line, number = defaultdict(list), 1
+            self._by_line = defaultdict(list)
+            number = 1
             for kind, text in PythonLexer(stripnl=False, ensurenl=False).get_tokens(self.text):
-                # Pygments has a word of its own for names that Python brings along.
+                # Pygments has a token type of its own for names such as `self`.
                 kind = Token.Name if kind is Token.Name.Builtin.Pseudo else kind
                 for i, piece in enumerate(text.split("\n")):
                     number += i > 0
@@ -194,7 +200,7 @@ class Source:
 
 def _definitions(node: ast.AST, around: str = "") -> Iterator[tuple[str, Defined]]:
     """
-    #### All classes and functions in a piece of source, with qualified names
+    #### All classes and functions in a syntax tree, with qualified names
     """
     for child in ast.iter_child_nodes(node):
         if isinstance(child, Defined):
@@ -206,7 +212,7 @@ def _definitions(node: ast.AST, around: str = "") -> Iterator[tuple[str, Defined
 
 def _comments(text: str) -> Iterator[tuple[int, list[str]]]:
     """
-    #### Comments that have lines of their own, with the first line of each
+    #### Comments on lines of their own, with the number of the first line
     """
     block: list[str] = []
     first = 0
@@ -223,7 +229,7 @@ def _comments(text: str) -> Iterator[tuple[int, list[str]]]:
 
 def _joined(comment: list[str]) -> str:
     """
-    #### A comment as markdown; a line of hyphens with a word is the name of a part
+    #### A comment as markdown; a line of hyphens with words is the title of a part
     """
     if part := re.fullmatch(r"# -{3,} (.+)", comment[0]):
         return f"*{part[1]}*\n" + _joined(comment[1:]) if comment[1:] else f"*{part[1]}*"
@@ -232,15 +238,16 @@ def _joined(comment: list[str]) -> str:
 
 class Names:
     """
-    ## What names refer to
+    ## The definitions that names refer to
     """
 
     def __init__(self, sources: list[Source]):
         """
-        ### Collect what the files define
+        ### Collect the definitions of the files
 
-        A method is found by its own name too, where only one class has it, and nothing else is
-        called so: no variable, no attribute, nothing of torch's or of Python's own types.
+        A method can also be found by its short name. For this, only one class may define it, and
+        nothing else may have the same name: no variable, no attribute, and no method of torch's
+        classes or of Python's built-in types.
         """
         self.sources = {source.key: source for source in sources}
         self.found: dict[str, set[tuple[str, str]]] = defaultdict(set)
@@ -255,7 +262,7 @@ class Names:
         for stem, source in self.sources.items():
             for name in source.defined:
                 of, _, short = name.rpartition(".")
-                # A method by its own name is that of the class which has it first.
+                # The short name of a method refers to the base class that defines it first.
                 inherited = {node.name for base in getattr(classes.get(of), "bases", ())
                              for node in getattr(classes.get(getattr(base, "id", "")), "body", ())
                              if isinstance(node, ast.FunctionDef)}
@@ -264,13 +271,13 @@ class Names:
 
     def find(self, name: str, source: Source | None = None) -> tuple[str, str] | None:
         """
-        ### The file and the qualified name of what is meant, or `None` where that is not certain
+        ### The file and the qualified name of a definition, or `None` if it is ambiguous
 
-        * `source` is the file in which it stands, whose own things come first
+        * `source` is the file that uses the name; its own definitions have priority
         """
         found = self.found.get(name, set())
         here = {one for one in found if source and one[0] == source.key}
-        # Of a function and one inside of another by the same name, the outer one is meant.
+        # A function has priority over a nested function of the same name.
         for some in (here, found):
             best = [one for one in some if one[1] == name] or list(some)
             if len(best) == 1:
@@ -279,7 +286,7 @@ class Names:
 
     def address(self, stem: str, name: str, at: Source | None = None) -> str:
         """
-        ### The link to something, from a page
+        ### The link to a definition, from the page of `at`
         """
         source = at if at and at.key == stem else self.sources[stem]
         page = "" if at is source else source.page
@@ -287,7 +294,7 @@ class Names:
 
     def links(self, source: Source) -> dict[tuple[int, int], str]:
         """
-        ### Where the names in a file lead, by line and column
+        ### The links of the names in a file, by line and column
         """
         found: dict[tuple[int, int], str] = {}
         imported = {alias.asname or alias.name: (node.module.split(".")[-1], alias.name)
@@ -297,21 +304,23 @@ class Names:
         def look(node: ast.AST, around: str, bound: frozenset[str]) -> None:
             if isinstance(node, ast.FunctionDef):
                 bound = bound | _bound(node)
-            target, line, end = None, 0, 0
+            target = None
             if isinstance(node, ast.Name) and node.id not in bound:
-                name, line, end = node.id, node.end_lineno, node.end_col_offset
+                name = node.id
                 target = (imported.get(name) if name in imported else
                           (source.key, name) if name in source.defined else None)
             elif isinstance(node, ast.Attribute):
-                name, line, end = node.attr, node.end_lineno, node.end_col_offset
+                name = node.attr
                 target = self._attribute(node, around, imported, source)
             there = source if target and target[0] == source.key else self.sources.get(
                 target[0] if target else "")
             if target and there and target[1] in there.defined:
-                text = source.texts[line - 1].encode()[:end].decode(errors="ignore")
-                # Before Python 3.12 a place inside of an f-string is not where the parser says.
+                # The parser counts bytes.
+                before = source.texts[node.end_lineno - 1].encode()[: node.end_col_offset]
+                text = before.decode(errors="ignore")
+                # Before Python 3.12 the parser gives wrong positions inside of f-strings.
                 if text.endswith(name):
-                    at = (line, len(text) - len(name))
+                    at = (node.end_lineno, len(text) - len(name))
                     found[at] = self.address(*target, source)
             for child in ast.iter_child_nodes(node):
                 inner = isinstance(child, ast.ClassDef)
@@ -323,22 +332,22 @@ class Names:
     def _attribute(self, node: ast.Attribute, around: str, imported: dict, source: Source
                    ) -> tuple[str, str] | None:
         """
-        #### What `something.name` is
+        #### The definition that `something.name` refers to
         """
         owner = node.value.id if isinstance(node.value, ast.Name) else ""
         if owner == "self" and f"{around}.{node.attr}" in source.defined:
             return source.key, f"{around}.{node.attr}"
         if owner in imported and imported[owner][1] in self.sources:
-            # A module, as in `gpt.sample`.
+            # The owner is a module, as in `gpt.sample`.
             return imported[owner][1], node.attr
         one = self.find(node.attr)
-        # Only a method: what a function is called, something else may have for an attribute.
+        # Accept only methods: an attribute may have the same name as a function by chance.
         return one if one and "." in one[1] else None
 
 
 def _bound(function: ast.FunctionDef) -> set[str]:
     """
-    #### The names that a function gives to things of its own
+    #### The names of a function's arguments and local variables
     """
     return {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)} | {
         node.id for node in ast.walk(function)

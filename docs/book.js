@@ -1,7 +1,7 @@
-// What HTML cannot: the choice of a theme, and the search. Without this script all pages can be read.
+// The colour theme and the search. All pages can be read without this script.
 "use strict";
 
-// A page from a file may be refused its store; then a choice lasts as long as the page.
+// A page that is opened from a file may have no storage. Then a choice lasts as long as the page.
 function remember(theme) {
   try {
     if (theme) localStorage.setItem("theme", theme);
@@ -12,10 +12,11 @@ function remember(theme) {
 }
 
 const root = document.documentElement;
-// Before the body is drawn, or a dark page would flash.
+// Set the theme before the body is drawn, because otherwise a dark page would flash.
 if (remember()) root.dataset.theme = remember();
 
-// Headings, tests and names that have all words of the question; those that begin with it come first.
+// Find headings, tests and names that contain all words. Those that begin with the first word come
+// first.
 function search(question) {
   const words = question.toLowerCase().split(/\s+/).filter(Boolean);
   const hits = INDEX.filter(([title, , page]) =>
@@ -52,7 +53,7 @@ document.addEventListener("DOMContentLoaded", () => {
     const hit = document.querySelector("#book-found a");
     if (event.key === "Enter" && hit) hit.click();
   });
-  // A menu closes when something else is wanted.
+  // A click elsewhere closes a menu.
   document.addEventListener("click", (event) => {
     for (const menu of menus) {
       if (!menu.contains(event.target) || event.target.closest("nav a")) menu.open = false;

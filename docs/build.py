@@ -1,24 +1,26 @@
 r"""
 # The site
 
-Builds the pages of the book: the source in two columns, the notebooks, the tests, and what stands
-in `docs/*.md`.
+Builds the pages of the book: the source in two columns, the notebooks, the tests, and the pages in
+`docs/*.md`.
 
-Nothing on a page is written twice. Prose comes from the source, links from names, figures from runs
-that are recorded while the site is built, and timings from a file that says on which device and of
-which code they were taken. What cannot be trusted ends the build: a link that leads nowhere, two
-anchors of one name, a formula that does not parse, a line of source that is missing or there twice,
-a timing of code that has changed since, a class or a public function that no test names.
+Nothing is written twice. Prose comes from the source, and links from names. Figures come from runs
+that are recorded during the build. Timings come from a file that also records the device and a
+digest of the code.
 
-The pages need no server and fetch nothing. Formulas are MathML, such as
+The build fails if it finds a link to a missing page, two anchors of the same name, a formula that
+does not parse, a source line that is missing or duplicated, a timing of code that has changed
+since, or a class or public function that no test names.
+
+The pages need no server and load nothing from the network. Formulas are MathML, such as
 
 $$3\Psi\,\frac{N-1}{N}$$
 
-and the script does only what HTML cannot: the search, the choice of a theme, and the tape.
+and scripts are used only for the search, the colour theme and the tape, which HTML alone cannot do.
 
 **Run this**: `make docs`, then open `build/site/index.html`.
 
-**Not covered, and what that costs**: addresses outside of the site are not looked up.
+**Not covered, and what that costs**: links to other sites are not checked, so they may be dead.
 """
 
 import argparse
@@ -47,7 +49,7 @@ from notebooks.run import joined
 ROOT = Path(__file__).parents[1]
 WAYS_IN = [f"docs/{name}.md" for name in "index life notation names ladder tape invariants "
            "mutations exercises".split()] + ["README.md"]
-# In the order in which to read them.
+# In reading order.
 CHAPTERS = [f"zero3/{name}.py" for name in """
     __init__ layer flat watch comm sharded offload
     guards/freed guards/contents guards/gradients guards/options guards/version
@@ -62,7 +64,7 @@ CHAPTERS = [f"zero3/{name}.py" for name in """
     """.split()]
 
 STYLES = ("docs/*.css", "docs/*.js")
-# How many parts an element of MathML has, where that is fixed.
+# The number of children of MathML elements with a fixed number.
 PARTS = {"mfrac": 2, "msub": 2, "msup": 2, "msubsup": 3, "munder": 2, "mover": 2, "munderover": 3}
 
 
@@ -78,34 +80,35 @@ def page_of(path: str) -> str:
 
 class Site:
     """
-    ## The pages, the links between them, and what is wrong with them
+    ## The pages, the links between them, and the problems found
     """
 
     def __init__(self, figures: Figures):
         """
-        ### Read what pages are made of
+        ### Read the sources of the pages
 
-        * `figures` has what runs have shown
+        * `figures` has the results of recorded runs
         """
-        self.figures, self.problems = figures, []  # type: tuple[Figures, list[str]]
+        self.figures = figures
+        self.problems: list[str] = []
         self.chapters = [self.source(path) for path in CHAPTERS]
-        self.tests, self.tools = (
-            [self.source(path) for path in found("tests/*.py")],
-            [self.source(path) for path in (*found("docs/**/*.py"), "notebooks/run.py")])
+        self.tests = [self.source(path) for path in found("tests/*.py")]
+        tools = (*found("docs/**/*.py"), "notebooks/run.py")
+        self.tools = [self.source(path) for path in tools]
         self.names = Names(self.chapters)
-        # What proves a section, by file and name, or an invariant, by number.
+        # The tests that prove a section (file and name) or an invariant (number).
         self.proofs: dict[Any, list[tuple[Source, Row]]] = defaultdict(list)
         for test in self.tests:
             for row in test.rows:
-                for what in self.proven(test, row):
-                    self.proofs[what].append((test, row))
-        # The pages of files, by their paths from the root.
+                for claim in self.proven(test, row):
+                    self.proofs[claim].append((test, row))
+        # The page of each file, by its path from the root.
         self.files = {path: page_of(path) for path in (*WAYS_IN, *found("notebooks/*.ipynb"))}
         for source in (*self.chapters, *self.tests, *self.tools):
             self.files[str(source.path.relative_to(ROOT))] = source.page
-        # A chapter by the name of its file alone.
+        # The page of each chapter, by file name without folder.
         self.by_name = {source.path.name: source.page for source in self.chapters}
-        # Of each page: its HTML, and its headings with their levels and anchors.
+        # For each page its HTML, and its headings with their levels and anchors.
         self.bodies: dict[str, str] = {}
         self.headings: dict[str, list[tuple[int, str, str]]] = defaultdict(list)
         self.markdown = MarkdownIt("commonmark", {"html": True}).enable("table")
@@ -117,22 +120,22 @@ class Site:
 
     def expect(self, good: Any, problem: str) -> None:
         """
-        ### Note what is wrong
+        ### Record a problem unless `good`
         """
         if not good:
             self.problems.append(problem)
 
     def proven(self, test: Source, row: Row) -> Iterator[Any]:
         """
-        ### What a test says that it proves
+        ### The sections and invariants that a test proves
 
-        The last words of its docstring: names of sections, and numbers of invariants.
+        They are named after "Proves" at the end of its docstring: `Zero3Layer.fetch_params`, or I4.
         """
         said = re.search(r"\bProves\s(.*)\.\s*$", row.prose, re.DOTALL)
         for name, number in re.findall(r"`([^`]+)`|\b(I\d+)\b", said[1] if said else ""):
             one = number or self.names.find(name)
             self.expect(one, f"{test.path.name}: {row.name} proves `{name}`, "
-                        "which the package has not, or twice")
+                        "which is not in the package, or ambiguous")
             if one:
                 yield one
 
@@ -142,32 +145,34 @@ class Site:
         """
         ### A formula as MathML
         """
-        # The converter leaves what it does not know, and takes a fraction without a denominator.
+        # The converter copies unknown commands, and accepts a fraction without a denominator.
         try:
             html = convert(tex, display="block" if options["display_mode"] else "inline")
             wrong = [e.tag for e in ElementTree.fromstring(html).iter()
                      if len(e) != PARTS.get(e.tag.split("}")[-1], len(e))]
         except Exception as error:
-            html, wrong = escape(repr(error)), [tex]
+            html = escape(repr(error))
+            wrong = [tex]
         self.expect("\\" not in html and tex.count("{") == tex.count("}") and not wrong,
                     f"a formula does not parse: {tex}")
         return html
 
     def named(self, tokens: list, i: int, options: Any, env: dict) -> str:
         """
-        ### Code within prose, linked where it names something
+        ### Code within prose, with a link if it is a name of the package
         """
-        text, at = tokens[i].content, env["at"]
-        # A long name may break after an underscore.
+        text = tokens[i].content
+        at = env["at"]
+        # Let a long name break after an underscore.
         html = f"<code>{escape(text, quote=False).replace('_', '_<wbr>')}</code>"
         one = self.names.find(text.removesuffix("()"), at)
         target = self.names.address(*one, at) if one else self.by_name.get(text)
-        # Links do not nest.
+        # Links cannot be nested.
         return f'<a href="{target}">{html}</a>' if target and not tokens[i].meta else html
 
     def numbered(self, tokens: list, i: int, options: Any, env: dict) -> str:
         """
-        ### Text, with the numbers of invariants linked
+        ### Text, with links for the numbers of invariants
         """
         text = escape(tokens[i].content, quote=False)
         self.expect("$" not in text, f"a formula has no end: {text}")
@@ -178,13 +183,14 @@ class Site:
         """
         ### Markdown as HTML
 
-        Headings get anchors; links to files lead to the pages of these.
+        Headings get anchors, and links to files become links to their pages.
 
-        * `origin` is the file that it comes from, `at` the same where that is a source
+        * `origin` is the file that the text comes from
+        * `at` is the same file if it is Python source
         """
         env: dict[str, Any] = {"at": at}
         page = self.files[origin]
-        # Only the pages of `docs` are written with HTML in them.
+        # Only the pages in `docs/` contain HTML.
         self.markdown.options["html"] = origin.startswith("docs/") and at is None
         tokens = self.markdown.parse(text, env)
         for i, token in enumerate(tokens):
@@ -211,13 +217,14 @@ class Site:
         """
         ### A file in two columns
         """
-        links, rows = self.names.links(source), []
+        links = self.names.links(source)
+        rows = []
         origin = str(source.path.relative_to(ROOT))
         for row in source.rows:
             text = re.sub(r"\n(?=Proves )", "\n\n", row.prose)
             prose = self.prose(text, origin, source)
             if row.name and not row.heading:
-                # Tests have names that are sentences, and no headings.
+                # Tests have no headings. Their names are sentences.
                 title = row.name.removeprefix("test_").replace("_", " ")
                 self.headings[source.page].append((3, title, row.anchor))
                 prose = f'<h3 id="{row.anchor}">{escape(title)}</h3>{prose}'
@@ -226,14 +233,14 @@ class Site:
                 prose += self.figures.beside(origin.removeprefix("zero3/"), row.lines)
             code = source.code(row, links)
             self.expect(code.count('<span class="line"') == len(row.lines),
-                        f"{source.path.name}: lines of `{row.name}` are missing or there twice")
+                        f"{source.path.name}: lines of `{row.name}` are missing or duplicated")
             rows.append(f'<section class="row"><div class="prose">{prose}</div>'
                         f'<pre class="code">{code}</pre></section>')
         return "\n".join(rows)
 
     def tested(self, proofs: list[tuple[Source, Row]]) -> str:
         """
-        ### The tests that prove something, if there are some
+        ### A list of tests, or an empty text if there are none
         """
         if not proofs:
             return ""
@@ -244,7 +251,7 @@ class Site:
 
     def notebook(self, path: str) -> str:
         """
-        ### A notebook, as it was executed
+        ### An executed notebook
         """
         parts = []
         for cell in nbformat.read(ROOT / path, as_version=4).cells:
@@ -255,7 +262,7 @@ class Site:
             for output in joined(cell.outputs):
                 data = output.get("data", {})
                 if "image/png" in data:
-                    parts.append('<div class="picture"><img alt="what this cell draws" src="data:'
+                    parts.append('<div class="picture"><img alt="output of this cell" src="data:'
                                  f'image/png;base64,{data["image/png"].strip()}"></div>')
                 elif text := output.get("text") or data.get("text/plain"):
                     parts.append(f'<pre class="output">{escape(text)}</pre>')
@@ -269,7 +276,7 @@ class Site:
             self.bodies[source.page] = self.annotated(source)
         for path in found("notebooks/*.ipynb"):
             self.bodies[page_of(path)] = self.notebook(path)
-        proofs = {what: self.tested(tests) for what, tests in self.proofs.items()}
+        proofs = {claim: self.tested(tests) for claim, tests in self.proofs.items()}
         for path in WAYS_IN:
             text = self.figures.fill(path, (ROOT / path).read_text(), proofs)
             self.bodies[page_of(path)] = f'<div class="text">{self.prose(text, path)}</div>'
@@ -290,7 +297,7 @@ class Site:
 
     def framed(self, page: str, template: Template, groups: dict, order: list[str]) -> str:
         """
-        ### A whole page: the body, the lists of contents, the way back and on
+        ### A complete page: the body, the tables of contents, and links to its neighbours
         """
         at = order.index(page)
         around = {}
@@ -311,7 +318,7 @@ class Site:
 
     def search_index(self) -> str:
         """
-        ### What the search looks through: headings, tests, and names
+        ### The entries of the search: headings, tests, and names
         """
         entries = [(text, f"{page}#{anchor}", self.title(page))
                    for page, headings in self.headings.items() for _, text, anchor in headings]
@@ -323,23 +330,24 @@ class Site:
 
     def check(self, pages: dict[str, str]) -> None:
         """
-        ### Note links that lead nowhere, anchors that are there twice, and what nothing proves
+        ### Check links and anchors, and that a test proves each public name
         """
         files = set(found("zero3/**/*.py"))
-        self.expect(files == set(CHAPTERS), f"no order for {files ^ set(CHAPTERS)}")
+        differ = files ^ set(CHAPTERS)
+        self.expect(not differ, f"`CHAPTERS` and the files of the package differ by {differ}")
         beside = {"search.js", *self.figures.files, *(Path(path).name for pattern in STYLES
                                                       for path in found(pattern))}
-        # What looks like a tag is one: in text and code `<` is escaped.
+        # In text and code `<` is escaped, so every `<` begins a tag.
         anchors = {page: Counter(re.findall(r'<[a-z][^<>]*\sid="([^"]+)"', html))
                    for page, html in pages.items()}
         for page, html in pages.items():
             for anchor, times in anchors[page].items():
-                self.expect(times == 1, f"{page}: the anchor #{anchor} is there {times} times")
+                self.expect(times == 1, f"{page}: the anchor #{anchor} occurs {times} times")
             for tag, _, href in {*re.findall(r"""<([a-z]+)\s[^<>]*?(href|src)=["']?([^"'\s>]*)""",
                                              html)}:
                 path, _, anchor = href.partition("#")
                 there = anchors.get(path or page)
-                # A page may lead elsewhere, and fetches nothing from there.
+                # A page may link to other sites, but must not load anything from them.
                 good = (tag == "a" and "://" in href) or path in beside or href.startswith("data:")
                 good = good or (there is not None and (anchor in there if anchor else path))
                 self.expect(good, f"{page}: a link to {href} leads nowhere")
@@ -352,7 +360,7 @@ class Site:
 
 def found(pattern: str) -> list[str]:
     """
-    ## Files of the repository that have something in them
+    ## The files of the repository that match a pattern and are not empty
     """
     return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern)
                   if path.stat().st_size)
@@ -360,10 +368,10 @@ def found(pattern: str) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """
-    ## Build, or say why not
+    ## Build the site, or list the problems
     """
     parser = argparse.ArgumentParser(prog="docs.build", description="Build the site.")
-    parser.add_argument("--out", type=Path, default=ROOT / "build/site", help="folder of the site")
+    parser.add_argument("--out", type=Path, default=ROOT / "build/site", help="output folder")
     out = parser.parse_args(argv).out
     site = Site(Figures())
     pages = site.build()
@@ -373,7 +381,7 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join(problems), f"\n{len(problems)} problems; nothing was written")
         return 1
     if out.exists() and any(out.iterdir()) and not (out / "search.js").exists():
-        parser.error(f"expected an empty folder or an older site, got {out}")
+        parser.error(f"expected an empty folder or an earlier build, got {out}")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     for page, html in pages.items():

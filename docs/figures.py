@@ -1,18 +1,19 @@
 """
-# What the pages show of real runs
+# Figures from real runs
 
-`Figures` records the tape and climbs the ladder while the site is built, and reads what was timed;
-`fill` puts it where a page says `{{name}}`.
+During the build `Figures` records the tape, runs the ladder, and reads the recorded timings. `fill`
+inserts them where a page contains `{{name}}`.
 
-A figure that was typed was true once. What can be counted is counted again for each build, which
-takes seconds. What was timed cannot be: it needs a machine that does nothing else. So the benchmark
-writes beside its figures which code they are of, a digest of each file without its comments, and a
-page refuses figures of code that has changed since.
+A typed number becomes wrong when the code changes. Everything that can be counted is therefore
+counted again in each build, which takes seconds. Timings cannot be repeated in each build, because
+they need a machine that does nothing else. So the benchmark stores a digest of each source file,
+not counting comments, together with its timings. The build rejects timings of code that has changed
+since.
 
 **Run this**: `make docs`; `make bench ARGS="--out docs/bench.json"` times anew.
 
-**Not covered, and what that costs**: a change of a library, torch above all, makes no figure stale;
-its version is in the caption.
+**Not covered, and what that costs**: timings are not rejected if a library has changed, such as
+torch. Its version is in the caption.
 """
 
 import json
@@ -33,28 +34,29 @@ from docs.mutations import all_with_lines
 from zero3.estimate.formulas import places
 
 HERE = Path(__file__).parent
-# A number with one of these was measured.
+# A number with one of these units was measured.
 MEASURED = re.compile(r"\d[\d.,]*\s?(?:[kKMGT]i?B|bytes|[mµu]?s|seconds|minutes|hours|tok\w*|"
                       r"times (?:as|faster)|x|×|%)(?!\w)")
 
 
 class Figures:
     """
-    ## All that is measured, by name
+    ## All measured figures, by name
     """
 
     def __init__(self) -> None:
         """
-        ### Run what is to be run
+        ### Record the tape and run the ladder
         """
         self.problems: list[str] = []
-        self.tape, self.ladder = tape.record(), ladder.climb()
+        self.tape = tape.record()
+        self.ladder = ladder.climb()
         self.mutations = {(m.file, last): (m, first) for m, first, last in all_with_lines()}
-        # Beside the pages.
+        # Files to write beside the pages.
         self.files = {"tape-data.js": f"const TAPE = {json.dumps(self.tape)};\n",
                       "trace.json": json.dumps(tape.chrome_trace(self.tape))}
         self.values: dict[str, Callable[[], str] | str] = {
-            # On a phone the letters of the wide one would be too small.
+            # On a phone the text of the wide figure would be too small.
             "staircase": f'<figure class="on-wide">{tape.staircase(self.tape)}</figure>'
                          f'<figure class="on-phone">{tape.staircase(self.tape, 360)}</figure>',
             "tape.caption": caption(self.tape, self.tape["world_size"]),
@@ -64,16 +66,16 @@ class Figures:
             "mutations": self.all_mutations, "exercises": self.exercises,
             "bench.sentence": self.speed,
         }
-        # Bytes that a step moves into a tier and out of it, of one parameter on one rank.
+        # Bytes that a step reads from and writes to a tier, for one parameter on one rank.
         for place in places(1, 1):
             self.values |= {f"moves.{tier}.{place.params_in}.{place.states_in}": f"{moved:.0f}"
                             for tier, moved in place.step_bytes.items()}
 
     def fill(self, name: str, text: str, proofs: dict[str, str]) -> str:
         """
-        ### A page's markdown, with figures where it names them
+        ### Fill the placeholders of a page's markdown with figures
 
-        * `proofs` has the tests of each invariant, as HTML
+        * `proofs` are the tests of each invariant, as HTML
         """
         typed = MEASURED.search(re.sub(r"```.*?```|`[^`]*`|\$[^$]*\$", "", text, flags=re.DOTALL))
         if typed:
@@ -89,7 +91,7 @@ class Figures:
 
     def write(self, out: Path) -> None:
         """
-        ### What the pages' scripts read
+        ### Write the data files of the pages' scripts
         """
         for name, text in self.files.items():
             (out / name).write_text(text)
@@ -100,22 +102,22 @@ class Figures:
         """
         ### The ladder as a table
         """
-        columns = {"device_rest_bytes": "device, after a step", "device_peak_bytes": "at the peak",
+        columns = {"device_rest_bytes": "device, after a step", "device_peak_bytes": "at its peak",
                    "cpu_bytes": "CPU memory", "file_bytes": "files", "sent_bytes": "sent in a step"}
-        rows = [["", "in shards", *columns.values()]]
+        rows = [["", "sharded", *columns.values()]]
         rows += [[row["rung"], row["sharded"] or "nothing", *(f"{row[c]:,}" for c in columns)]
                  for row in self.ladder["rows"]]
-        return ("Bytes of a rank; after a step, with its gradients still there, as ZeRO counts:\n\n"
+        return ("Bytes per rank. After a step means with its gradients, as ZeRO counts:\n\n"
                 + table(rows, 2))
 
     def losses(self) -> str:
         """
         ### The losses of each rung
         """
-        rows = [["", *(f"step {i + 1}" for i in range(self.ladder["steps"])), "from DDP's",
-                 "weights from DDP's"]]
+        steps = [f"step {i + 1}" for i in range(self.ladder["steps"])]
+        rows = [["", *steps, "losses, compared with DDP", "weights, compared with DDP"]]
         for row in self.ladder["rows"]:
-            off = [f"{row[key]:.0e} off" if row[key] else "equal"
+            off = [f"{row[key]:.0e} difference" if row[key] else "equal"
                    for key in ("loss_difference", "weight_difference")]
             rows.append([row["rung"], *(f"{loss:.4f}" for loss in row["losses"]), *off])
         return table(rows, 1)
@@ -124,7 +126,7 @@ class Figures:
 
     def beside(self, file: str, lines: list[int]) -> str:
         """
-        ### What happens without some of these lines, to stand beside them
+        ### The mutations of these lines, to be shown beside them
         """
         return "".join(
             f'<details class="mutation"><summary>without line '
@@ -136,11 +138,11 @@ class Figures:
 
     def all_mutations(self) -> str:
         """
-        ### Each mutation: what is changed, and, folded, what then happens
+        ### Each mutation: the change, and its folded effect
         """
         parts = []
         for (file, last), (m, first) in self.mutations.items():
-            # Without the head, which says what stands above it.
+            # Skip the header, which repeats the line above the diff.
             diff = highlight("\n".join(m.diff().split("\n")[3:]), DiffLexer(),
                              HtmlFormatter(nowrap=True))
             parts.append(
@@ -153,7 +155,7 @@ class Figures:
 
     def exercises(self) -> str:
         """
-        ### Each exercise: the task, the stub and, folded, the solution
+        ### Each exercise: the task, the stub, and the folded solution
         """
         parts = []
         for number in EXERCISES:
@@ -171,9 +173,9 @@ class Figures:
 
     def speed(self) -> str:
         """
-        ### How fast it is, as it was timed
+        ### The measured speed
 
-        Refused where the code that was timed has changed since.
+        It is a problem if the code has changed since it was timed.
         """
         told = json.loads((HERE / "bench.json").read_text())
         changed = [name for name, digest in told["code"].items()
@@ -184,23 +186,26 @@ class Figures:
         machine = told["machine"]
         fsdp2, ddp = ("{:.2f} ({:.2f} to {:.2f})".format(
             *told["ratios"][f"zero3/{peer}"]["tokens_per_s"]) for peer in ("fsdp2", "ddp"))
-        return (f"In a second `zero3` trains {fsdp2} times as many tokens as FSDP2, and {ddp} "
+        return (f"Per second, `zero3` trains {fsdp2} times as many tokens as FSDP2, and {ddp} "
                 "times as many as `DistributedDataParallel`, which shards nothing "
                 f"({told['settings']['ranks']} ranks, {machine['gpu'] or machine['cpu']}, torch "
-                f"{machine['torch']}, commit {machine['commit']}; median, least and "
-                f"most of {told['settings']['rounds']} rounds).")
+                f"{machine['torch']}, commit {machine['commit']}; median, minimum and "
+                f"maximum of {told['settings']['rounds']} rounds).")
 
 
 def caption(run: dict[str, Any], ranks: int) -> str:
     """
-    ## Where figures come from
+    ## The caption of a figure: its origin
     """
     return f"{ranks} ranks, {run['device']}, torch {run['torch']}, commit {run['commit']}"
 
 
 def table(rows: list[list[str]], words: int) -> str:
     """
-    ## A table in HTML: the first row is its head, the first so many columns are words
+    ## An HTML table
+
+    * `rows` are its cells; the first row is the header
+    * `words` is the number of columns on the left that contain words, not numbers
     """
     lines = []
     for i, row in enumerate(rows):

@@ -1,37 +1,37 @@
 r"""
-# The ladder: from one process to files, and always the same numbers
+# The ladder: from one process to offload, with equal losses
 
-Seven ways to train one small GPT on the same batches, none with more on the device than the one
-before it, and all with the same losses.
+Seven ways to train a small GPT on the same batches. From rung to rung the memory on the device
+shrinks or stays equal, and the losses are the same.
 
-What a rank holds of a model in training are its *model states*: parameters, gradients, and the
-optimizer's moments. In fp32 with Adam these are $4 + 4 + 8$ bytes for each of $\Psi$ parameters.
-Plain data parallelism has them all on every rank. Each rung of the ladder cuts one more of them
-into $N$ shards, and the last two move the shards off the device:
+The *model states* in training are the parameters, their gradients, and the optimizer's moments. In
+fp32 with Adam they are $4 + 4 + 8$ bytes for each of the $\Psi$ parameters. In plain data parallel
+training every rank has all of them. Each of the next three rungs cuts one more of them into $N$
+shards, and the last two move the shards off the device:
 
 $$16\Psi \;\to\; 8\Psi + \frac{8\Psi}{N} \;\to\; 4\Psi + \frac{12\Psi}{N} \;\to\;
 \frac{16\Psi}{N} \;\to\; 0$$
 
-The arithmetic stays what it was. With two ranks there is one order to add two gradients in, so the
-losses of all rungs on two ranks are equal to the last bit, and so are the weights, where one kind
-of processor steps them all. One process takes the mean over the batch in one go and not as a mean
-of means, so its last bits differ.
+The arithmetic does not change. The sum of two gradients does not depend on their order, so on two
+ranks the losses of all rungs are bitwise equal. So are the weights, if the same kind of processor
+runs all optimizer steps. A single process computes the mean over the whole batch directly, not as a
+mean of two means, so its last bits differ.
 
-| rung | what it adds |
+| rung | difference from the previous one |
 |---|---|
 | one process | plain PyTorch, to compare with |
 | DDP | an all-reduce of the gradients |
-| ZeRO-1 | a rank steps its share of the parameters, and the ranks gather what came of it |
+| ZeRO-1 | each rank updates its share of the parameters, and an all-gather distributes them |
 | ZeRO-2 | gradients are reduced layer by layer, and freed |
 | ZeRO-3 | parameters are gathered layer by layer, and freed |
-| ZeRO-3, CPU | what rests, rests in CPU memory |
-| ZeRO-3, NVMe | what rests, rests in files |
+| ZeRO-3, CPU | shards and states are stored in CPU memory |
+| ZeRO-3, NVMe | shards and states are stored in files |
 
-**Run this**: `python -m docs.ladder`, or with `--out FILE` for the figures as JSON.
+**Run this**: `python -m docs.ladder`; with `--out FILE` it also writes the figures as JSON.
 
-**Not covered, and what that costs**: activations, which no rung shards, and what an optimizer takes
-and gives back inside of a step. ZeRO-1 and ZeRO-2 are written down here as short as they can be;
-they wait for each message, and send whole layers.
+**Not covered, and what that costs**: activations, which no rung shards, and temporary memory inside
+of an optimizer step. The table is smaller than the real peak by these. ZeRO-1 and ZeRO-2 are
+implemented here as briefly as possible, so their communication does not overlap computation.
 """
 
 import argparse
@@ -57,10 +57,13 @@ from zero3.measure.ledger import Ledger, disk_bytes, held_bytes
 from zero3.train import launch
 from zero3.train.gpt import GPTConfig, global_batch, gpt_layers, load_bytes, next_byte_loss
 
-RANKS, STEPS, ROWS = 2, 5, 4  # rows of the global batch
+RANKS = 2
+STEPS = 5
+ROWS = 4  # of the global batch
 CONFIG = GPTConfig(seq_len=32, d_model=64, n_layers=8, d_ff=128)
-# At an epsilon this large a gradient of the wrong size shows. Torch's plain loop: the fused one
-# rounds the last few elements of a tensor otherwise, and a shard ends elsewhere.
+# With an epsilon this large, Adam's result depends on the size of the gradient, so an error shows.
+# `fused` is off because the fused loop rounds the last few elements of a tensor differently, and
+# shards do not end where tensors end.
 ADAM: dict[str, Any] = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1, "fused": False}
 
 
@@ -72,11 +75,16 @@ class Single:
     ## Rung 0: one process, plain PyTorch
     """
 
-    sharded, rests, sent_by, sharers = "nothing", "device", "nothing", 1
-    sent_bytes = peak_bytes = 0
+    sharded = "nothing"
+    rests = "device"
+    sent_by = "nothing"
+    sharers = 1  # the number of ranks that share the batch
+    sent_bytes = 0
+    peak_bytes = 0
 
     def __init__(self, layers: list[nn.Module]):
-        self.plain = self.model = nn.Sequential(*layers)  # type: Any
+        self.plain = nn.Sequential(*layers)
+        self.model: nn.Module = self.plain
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), **ADAM)
 
     def step(self, windows: torch.Tensor) -> torch.Tensor:
@@ -86,8 +94,8 @@ class Single:
         loss = next_byte_loss(self.model, windows)
         self.backward(loss)
         self.update()
-        # Gradients stay until `zero_grad()`, so that now there is all that there ever is; what is
-        # there for a moment only is noted in that moment.
+        # Gradients exist until `zero_grad()`, so this is the highest level of a plain rung. Other
+        # rungs also note their temporary buffers.
         self.note(held_bytes(self.model, self.optimizer))
         return loss.detach()
 
@@ -99,15 +107,15 @@ class Single:
 
     def note(self, live_bytes: int) -> None:
         """
-        #### Remember the highest moment of the device
+        #### Update the peak memory of the device
 
-        * `live_bytes` are of the distinct storages of parameters, gradients and moments, wherever
+        * `live_bytes` are the bytes of parameters, gradients and moments on all devices together
         """
         self.peak_bytes = max(self.peak_bytes, live_bytes - self.in_cpu())
 
     def in_cpu(self) -> int:
         """
-        #### Bytes of them that are in CPU memory, and not on the device
+        #### The bytes of these that are offloaded to CPU memory
         """
         return 0
 
@@ -119,10 +127,12 @@ class DataParallel(Single):
     """
     ## Rung 1: DDP, everything on every rank
 
-    Its buckets *are* the gradients; else it would have them twice, and once out of our sight.
+    Gradients are views of DDP's buckets. Otherwise it would hold a second copy, which we do not
+    count.
     """
 
-    sent_by, sharers = "formula", RANKS
+    sent_by = "formula"
+    sharers = RANKS
 
     def __init__(self, layers: list[nn.Module]):
         super().__init__(layers)
@@ -133,7 +143,7 @@ class DataParallel(Single):
 
 class Flat:
     """
-    ## A layer's parameters as views of one vector, of which this rank steps its share
+    ## A layer's parameters as views of one vector; this rank updates its part of it
     """
 
     def __init__(self, layer: nn.Module):
@@ -151,23 +161,24 @@ class Flat:
 
 class Zero1(DataParallel):
     """
-    ## Rung 2: ZeRO-1, a rank has the moments of its shards
+    ## Rung 2: ZeRO-1, a rank keeps the moments of its shards only
 
-    It steps these, and the ranks tell each other what came of it (all-gather).
+    Each rank updates its own shards, and an all-gather distributes the new parameters.
     """
 
     sharded = "moments"
 
     def __init__(self, layers: list[nn.Module]):
         self.flats = [Flat(layer) for layer in layers]
-        self.plain = self.model = nn.Sequential(*layers)
+        self.plain = nn.Sequential(*layers)
+        self.model = self.plain
         self.optimizer = torch.optim.AdamW([flat.shard for flat in self.flats], **ADAM)
         # A reduce-scatter and an all-gather.
         self.sent_bytes = 2 * (RANKS - 1) * sum(f.shard.nbytes for f in self.flats)
 
     def reduce(self, flat: Flat) -> torch.Tensor:
         """
-        #### This rank's share of a layer's mean gradient (reduce-scatter), a view of the whole
+        #### This rank's part of a layer's mean gradient (reduce-scatter), a view of the whole
         """
         grad = flat.pad(torch.cat([p.grad.flatten() for p in flat.params]))
         self.note(held_bytes(self.model, self.optimizer) + grad.nbytes)
@@ -189,9 +200,10 @@ class Zero1(DataParallel):
 
 class Zero2(Zero1):
     """
-    ## Rung 3: ZeRO-2, and the gradients of its shards
+    ## Rung 3: ZeRO-2, a rank also keeps the gradients of its shards only
 
-    A layer's gradients are reduced in the moment in which all are there, and the whole is freed.
+    As soon as all gradients of a layer are ready, they are reduced and the full gradients are
+    freed.
     """
 
     sharded = "moments, gradients"
@@ -205,23 +217,24 @@ class Zero2(Zero1):
 
     def arrive(self, flat: Flat, _: nn.Parameter) -> None:
         if all(p.grad is not None for p in flat.params):
-            # A copy, or the share would keep the whole alive.
+            # Copy this rank's part, because a view would keep the whole gradient alive.
             flat.shard.grad = self.reduce(flat).clone()
 
 
 class Zero3(DataParallel):
     """
-    ## Rungs 4 to 6: ZeRO-3, and the parameters; then all of it off the device
+    ## Rungs 4 to 6: ZeRO-3, parameters are sharded too; then everything is offloaded
 
-    This package: `Zero3Layer` around each layer, `Zero3Optimizer` for the shards, and an `Offload`
-    that says where they rest.
+    This is the package itself: `Zero3Layer` around each layer, `Zero3Optimizer` for the shards, and
+    an `Offload` that selects their tier.
     """
 
-    sharded, sent_by = "moments, gradients, parameters", "measured"
+    sharded = "moments, gradients, parameters"
+    sent_by = "measured"
 
     def __init__(self, layers: list[nn.Module], offload: Offload | None = None):
         self.model = Zero3Sequential([Zero3Layer(layer, offload=offload) for layer in layers])
-        # No buckets: one of the usual length would hold several of these small layers' gradients.
+        # No buckets: a bucket of the default size would hold the gradients of several small layers.
         self.optimizer = Zero3Optimizer(self.model, bucket_bytes=0, offload=offload, **ADAM)
         self.rests = self.optimizer.offload.tier
 
@@ -230,10 +243,10 @@ class Zero3(DataParallel):
 
     def in_cpu(self) -> int:
         """
-        #### Bytes that rest in CPU memory
+        #### The bytes in CPU memory
 
-        What the optimizer holds is all that rests: shards, gradients and moments, or the buffers
-        between files and memory. Where the CPU is the device they are counted apart all the same.
+        The optimizer holds everything that is offloaded: shards, gradients and moments, or the
+        buffers between files and memory. They count as CPU memory even if the CPU is the device.
         """
         return held_bytes(self.optimizer) if self.rests != "device" else 0
 
@@ -244,7 +257,7 @@ class Zero3(DataParallel):
 
 class Tape(Ledger):
     """
-    ## A ledger that looks at the device at each event, of which plain rungs have none
+    ## A ledger that updates the peak at each event; plain rungs have no events
     """
 
     rung: Single
@@ -256,7 +269,7 @@ class Tape(Ledger):
 
 def rungs(folder: str) -> dict[str, Callable[[list[nn.Module]], Single]]:
     """
-    ## The ladder, from below; files go to a folder
+    ## The rungs in order; the last one writes its files to `folder`
     """
     return {"one process": Single, "DDP": DataParallel, "ZeRO-1": Zero1, "ZeRO-2": Zero2,
             "ZeRO-3": Zero3, "ZeRO-3, CPU": partial(Zero3, offload=Offload("cpu")),
@@ -268,17 +281,19 @@ def rungs(folder: str) -> dict[str, Callable[[list[nn.Module]], Single]]:
 
 def train(rung: Single, data: torch.Tensor, device: torch.device) -> dict[str, Any]:
     """
-    ## Train on a rung, and say what it held, sent and learnt
+    ## Train on a rung; return its memory, its communication and its losses
     """
-    losses, tape = [], Tape(rung.model, rung.optimizer)
+    losses = []
+    tape = Tape(rung.model, rung.optimizer)
     tape.rung = rung
     for step in range(STEPS):
         batch = global_batch(data, step, ROWS, CONFIG.seq_len).to(device)
         with tape if step + 1 == STEPS else nullcontext():
             losses.append(rung.step(batch.chunk(rung.sharers)[dist.get_rank() % rung.sharers]))
-        rest_bytes, cpu_bytes = held_bytes(rung.model, rung.optimizer), rung.in_cpu()
+        rest_bytes = held_bytes(rung.model, rung.optimizer)
+        cpu_bytes = rung.in_cpu()
         rung.optimizer.zero_grad()
-    # The mean over ranks; where each is alone with the batch, it has the mean already.
+    # Take the mean over ranks. If each rank has the whole batch, this changes nothing.
     means = torch.stack(losses) / RANKS
     dist.all_reduce(means)
     return {"sharded": rung.sharded, "rests": rung.rests,
@@ -292,7 +307,10 @@ def climb_rank(folder: str) -> dict[str, Any]:
     """
     ## Train on every rung, on this rank
     """
-    data, device, rows, weights = load_bytes(), launch.my_device(), [], []
+    data = load_bytes()
+    device = launch.my_device()
+    rows = []
+    weights = []
     for name, make in rungs(folder).items():
         torch.manual_seed(0)
         rung = make([layer.to(device) for layer in gpt_layers(CONFIG)])
@@ -309,21 +327,21 @@ def climb_rank(folder: str) -> dict[str, Any]:
 
 def climb(folder: str | None = None) -> dict[str, Any]:
     """
-    ## Train on every rung, and say what each held, sent and learnt
+    ## Train on every rung; return the memory, communication and losses of each
 
-    * `folder` is where the last rung's files go; left out, where temporary files do
+    * `folder` is the folder for the last rung's files; the default is the system's temporary folder
 
-    At rest is after a step, with its gradients, as ZeRO counts model states; the peak is the
-    highest moment. Losses are means over ranks, differences are from DDP.
+    Memory at rest is measured after a step, with its gradients, as ZeRO counts model states. Losses
+    are means over ranks, and differences are those from DDP.
     """
-    # Here, because matplotlib takes a second to import, and ranks need none.
+    # Imported here because matplotlib takes a second to import, and ranks do not need it.
     from zero3.train import report
 
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        # By its name: where this is the main program, other processes could not import it else.
+        # Pass the function by name: if this is the main program, other processes cannot import it.
         first, *others = launch.run("docs.ladder:climb_rank", RANKS, scratch,
                                      device="cpu")
-    # Shards are of one length, and losses are the mean over ranks on each.
+    # All ranks return the same: shards have equal lengths, and losses are means over ranks.
     assert all(other == first for other in others), (first, others)
     return {**first, "device": report.device_name(torch.device(first["device"])),
             "torch": torch.__version__, "commit": commit_name()}
@@ -336,8 +354,8 @@ def table(answer: dict[str, Any]) -> str:
     """
     ## The ladder in plain text
 
-    Bytes of a rank, on its device at rest and at the peak, elsewhere, and sent; then how far losses
-    and weights are from those of DDP, and the last loss.
+    Columns are bytes of a rank: on its device at rest and at the peak, in CPU memory, in files, and
+    sent. Then the differences of losses and weights from DDP's, and the last loss.
     """
     lines = ["{params:,} parameters in {layers} layers, fp32, AdamW, {ranks} ranks, {steps} steps; "
              "{device}, torch {torch}, commit {commit}\n".format(**answer),
@@ -356,18 +374,20 @@ def draw(rows: list[dict[str, Any]]) -> str:
     """
     ## Memory of each rung, as an SVG
 
-    A bar for each: what rests on the device, up to the peak, then what is in CPU memory and in
-    files. Colours are `--fg`, `--muted`, `--accent` and `--line` of the page that it stands in.
+    Each rung has a bar with four parts: device memory at rest, its rise to the peak, CPU memory,
+    and files. Colours are the page's properties `--fg`, `--muted`, `--accent` and `--line`.
     """
     fg, accent, muted, line = (f"var(--{name})" for name in (
         "fg,#222", "accent,#2171b5", "muted,#777", "line,#ddd"))
     styles = (accent, f"{accent};fill-opacity:.4", muted, f"{line};stroke:{muted}")
-    heads, at = ("device, at rest", "to its peak", "CPU", "files"), (12, 216, 380, 470)
+    heads = ("device, at rest", "to its peak", "CPU", "files")
+    at = (12, 216, 380, 470)
     texts = [(x + 26, 33, head, fg) for x, head in zip(at, heads, strict=True)]
     boxes = [(x, 16, 18.0, 18, style) for x, style in zip(at, styles, strict=True)]
     each = [(row["device_rest_bytes"], row["device_peak_bytes"] - row["device_rest_bytes"],
              row["cpu_bytes"], row["file_bytes"]) for row in rows]
-    scale, told = 616 / max(map(sum, each)), []
+    scale = 616 / max(map(sum, each))
+    told = []
     for y, row, parts in zip(range(90, 10_000, 78), rows, each, strict=False):
         words = " + ".join(f"{name}{n / 2**20:.1f}" for name, n in zip(
             ("", "CPU ", "files "), (sum(parts[:2]), *parts[2:]), strict=True) if n) + " MiB"
@@ -381,8 +401,8 @@ def draw(rows: list[dict[str, Any]]) -> str:
               f'style="fill:{style}"/>' for x, y, width, height, style in boxes if width]
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 {60 + 78 * len(rows)}" '
             'role="img" aria-labelledby="ladder-title ladder-desc" font-size="22">\n<title '
-            'id="ladder-title">What a rank holds, rung by rung</title>\n<desc id="ladder-desc">On '
-            f'the device at the peak, and elsewhere. {"; ".join(told)}.</desc>\n'
+            'id="ladder-title">Memory of a rank, rung by rung</title>\n<desc id="ladder-desc">On '
+            f'the device at the peak, in CPU memory and in files. {"; ".join(told)}.</desc>\n'
             + "\n".join(drawn) + "\n</svg>\n")
 
 
@@ -391,8 +411,9 @@ def main(argv: list[str] | None = None) -> None:
     ## The command line
     """
     parser = argparse.ArgumentParser(prog="python -m docs.ladder")
-    parser.add_argument("--out", type=Path, help="where to write the figures, as JSON")
-    out, answer = parser.parse_args(argv).out, climb()
+    parser.add_argument("--out", type=Path, help="output file for the figures, as JSON")
+    out = parser.parse_args(argv).out
+    answer = climb()
     print(table(answer))
     if out:
         out.write_text(json.dumps(answer, indent=1))

@@ -1,22 +1,23 @@
 r"""
 # Delete this line
 
-`MUTATIONS` are lines of the source, each with what happens without it: the message, or the number,
-by which somebody who made this mistake would know it.
+`MUTATIONS` lists small mistakes in the source. Each one comes with its symptom: the error message
+or the number by which you would notice the mistake.
 
-A comment can say that a line matters. A run without it shows how, and how quietly: most of these
-mistakes raise no error. The model trains, on other numbers than it should, or in more memory. So
-each mutation names a program of `programs.py` and how two lines begin that it prints: one with the
-source as it is, and the other with the mutation. A test demands both.
+A comment can claim that a line matters. A run without the line shows the effect, and how easily it
+is missed. Most of these mistakes raise no error: the model trains on wrong numbers, or uses more
+memory. So each mutation names a program of `programs.py` and the beginnings of two printed lines.
+The program prints one of them with the original source, and the other with the mutation. A test
+checks both.
 
 $$\text{healthy} \in \text{program}(\text{source}) \qquad
 \text{symptom} \in \text{program}(\text{mutation}(\text{source}))$$
 
 **Run this**: `python -m docs.mutations` tries them all, `python -m docs.mutations mean` one.
 
-**Not covered, and what that costs**: mistakes that show by chance. A write that nobody waits for
-may be done in time or not. Where a program cannot be late on purpose, as `late` is, the mutation is
-not in the list.
+**Not covered, and what that costs**: mistakes with random effects. A write without a wait may be
+complete in time or not. The program `late` delays one rank on purpose; mistakes that cannot be
+provoked in such a way are not in the list.
 """
 
 import argparse
@@ -28,9 +29,9 @@ from docs.trial import Mutation, Trials
 
 def all_with_lines() -> Iterator[tuple[Mutation, int, int]]:
     """
-    ## Every mutation, with the first and the last of its lines in the source as it is now
+    ## Every mutation, with the numbers of its first and last line in the current source
 
-    Raises `ValueError` where one does not fit the source any more.
+    Raises `ValueError` if a mutation does not fit the source any more.
     """
     for mutation in MUTATIONS:
         yield (mutation, *mutation.lines())
@@ -39,27 +40,28 @@ def all_with_lines() -> Iterator[tuple[Mutation, int, int]]:
 MUTATIONS = [
     Mutation(
         "mean", "layer.py", "Zero3Layer._post_backward_hook",
-        title="Without the division by the number of ranks",
+        title="No division by the number of ranks",
         old="        mean = 1 / self.comm.world_size\n",
         new="        mean = 1\n",
         breaks="I1", program="step",
         healthy="gradients: 1.00 times those of plain PyTorch",
         symptom="gradients: 2.00 times those of plain PyTorch",
-        why="A reduce-scatter adds, and the loss of the global batch is a mean: without the "
-            "division gradients are $N$ times too large. Adam hides most of it, SGD nothing."),
+        why="The reduce-scatter takes a sum over ranks, but the loss of the global batch is a "
+            "mean. Without the division gradients are $N$ times too large. With SGD you notice "
+            "it. Adam hides most of the error, because it divides by the size of the gradient."),
     Mutation(
         "assign", "flat.py", "FlatParameter.add_grad",
-        title="A second backward assigns",
+        title="A second backward pass overwrites the first",
         old="            grad = mark(self.shard.grad.add_(total), self, used=None)\n",
         new="            grad = mark(total, self, used=None)\n",
         breaks="I7", program="micro_batches",
         healthy="gradient of 4 micro-batches: 1.00 times that of the whole batch",
         symptom="gradient of 4 micro-batches: 0.25 times that of the whole batch",
-        why="Autograd adds to `.grad`, and so has a shard. The last of the four micro-batches "
-            "overwrites the others, whose work is thrown away."),
+        why="Autograd adds each new gradient to `.grad`, so a shard has to do the same. Here the "
+            "last of four micro-batches overwrites the gradients of the other three."),
     Mutation(
         "no-hook", "layer.py", "Zero3Layer._add_backward_hooks",
-        title="A hook on a node that nobody keeps",
+        title="A hook on a node that is freed",
         old="""\
                 slot.hook = slot.param.register_post_accumulate_grad_hook(
                     lambda p, ours=ours, i=i: ours()(flat_index, i, p))
@@ -73,25 +75,27 @@ MUTATIONS = [
         breaks="I1", program="step",
         healthy="gradients: 1.00 times those of plain PyTorch",
         symptom="gradients: none on the shards",
-        why="The older way to hear of a gradient: a hook on the `AccumulateGrad` node of the "
-            "parameter. Nothing but a graph keeps this node. It is gone with the line that found "
-            "it, backward makes another one, and the hook is never called."),
+        why="This is the older way to get a callback for a gradient: a hook on the parameter's "
+            "`AccumulateGrad` node. Only an autograd graph keeps this node alive. The graph of "
+            "this line is freed at once, and the node with it. Backward creates another node "
+            "without a hook, so the hook is never called."),
     Mutation(
         "keep-storage", "layer.py", "Zero3Layer._cleanup_params",
-        title="The storage is kept",
+        title="The storage is not freed",
         old="""\
             flat.free()
 """,
         new="",
         breaks="I2", program="step",
-        healthy="at rest: 1,008 bytes, 1.00 times what `predict` says",
-        symptom="at rest: 3,024 bytes, 3.00 times what `predict` says",
-        why="Everything trains, and nothing is saved: beside its shards, half of the model, a rank "
-            "rests with all of it. After backward a reduce would still give the memory back, for "
-            "its messages arrive there; after an evaluation nothing does."),
+        healthy="at rest: 1,008 bytes, 1.00 times the prediction",
+        symptom="at rest: 3,024 bytes, 3.00 times the prediction",
+        why="The model trains correctly, but no memory is saved. Between steps a rank holds its "
+            "shards, half of the model on two ranks, and the whole model as well. After backward "
+            "the reduction still frees the memory, because it uses it as its receive buffer. "
+            "After an evaluation nothing frees it."),
     Mutation(
         "fresh-memory", "layer.py", "Zero3Layer.fetch_params",
-        title="Each gather into memory of its own",
+        title="Each all-gather into new memory",
         old="        pairs = [(flat.full, flat.storage.load()) for flat in self.flats]\n",
         new="""\
         pairs = [(torch.empty_like(flat.full), flat.storage.load()) for flat in self.flats]
@@ -103,19 +107,21 @@ MUTATIONS = [
         breaks="I3", program="step",
         healthy="whole layers in the graph after forward: 1 of 4",
         symptom="whole layers in the graph after forward: 4 of 4",
-        why="Each gather into memory of its own. The layer lets go of it after forward, but "
-            "autograd has saved the weights for backward and holds on to them: after forward the "
-            "whole model is there. One storage, emptied and filled again, is what both see."),
+        why="Here each all-gather allocates new memory. The layer drops its reference after "
+            "forward, but autograd has saved the weights for backward and keeps them alive. So "
+            "after forward the whole model is in memory. In the real code the layer and autograd "
+            "share one storage, which is emptied and filled again."),
     Mutation(
         "no-wait", "layer.py", "Zero3Layer._wait_params",
-        title="Nobody waits for the messages",
+        title="No wait for the all-gather",
         old="        gather.wait()\n",
         new="",
         breaks="I1", program="late",
         healthy="rank 1 prints: output: that of plain PyTorch",
         symptom="rank 1 prints: output: not that of plain PyTorch",
-        why="The layer computes with what its buffer holds, whether the messages have come or not. "
-            "Here rank 0 comes a second late, and rank 1 does not notice."),
+        why="The layer computes with the contents of its buffer, even if the shards have not "
+            "arrived yet. In this program rank 0 is a second late, so rank 1 computes with "
+            "uninitialised memory."),
     Mutation(
         "free-the-last", "layer.py", "Zero3Layer._release",
         title="The last layer is freed after forward",
@@ -127,41 +133,43 @@ MUTATIONS = [
 """,
         new="        self._cleanup_params()\n",
         breaks="I4", program="step",
-        healthy="unshards in a step: 7, of 4 layers; sent 1.00 times what `predict` says",
-        symptom="unshards in a step: 8, of 4 layers; sent 1.09 times what `predict` says",
-        why="Backward begins with the layer with which forward ends. If that is freed in between, "
-            "it is gathered twice in a row, and nothing hides the wait."),
+        healthy="all-gathers in a step: 7, of 4 layers; sent 1.00 times the prediction",
+        symptom="all-gathers in a step: 8, of 4 layers; sent 1.09 times the prediction",
+        why="Backward starts with the layer that forward ends with. If this layer is freed in "
+            "between, it is gathered twice in a row, and the second all-gather overlaps no "
+            "computation."),
     Mutation(
         "no-prefetch", "layer.py", "Zero3Layer._pre_backward_hook",
-        title="Nothing is fetched ahead in backward",
+        title="No prefetch in backward",
         old="""\
         for layer in self.schedule.ahead(self):
             layer.fetch_params()
 """,
         new="",
         breaks="", program="step",
-        healthy="unshards in backward that start while another layer computes: 3 of 3",
-        symptom="unshards in backward that start while another layer computes: 0 of 3",
-        why="The numbers stay right, and so do bytes and messages. But each gather now begins "
-            "where it is needed, and the layer waits for all of it: what was hidden behind "
-            "computation is added to the time of a step."),
+        healthy="all-gathers in backward that start while another layer computes: 3 of 3",
+        symptom="all-gathers in backward that start while another layer computes: 0 of 3",
+        why="All numbers are right, and so is the communication volume. But each all-gather now "
+            "starts when its layer is needed, so the layer waits for the whole of it. "
+            "Communication no longer overlaps computation, and a step takes longer."),
     Mutation(
         "dirty-padding", "flat.py", "FlatParameter.begin_grad",
-        title="The padding of a gradient is what the memory held",
+        title="The padding of a gradient is not initialised",
         old="""\
         for padding in self.padding():
             self.grad[padding].zero_()
 """,
         new="",
         breaks="I5", program="clip_nan",
-        healthy="gradients that are numbers after clipping: 60 of 60",
-        symptom="gradients that are numbers after clipping: 0 of 60",
-        why="The padding has no gradient, so nobody writes there. Whatever the memory held is part "
-            "of the norm. If it is a NaN, one element that belongs to no parameter makes every "
-            "gradient of the model NaN."),
+        healthy="finite gradients after clipping: 60 of 60",
+        symptom="finite gradients after clipping: 0 of 60",
+        why="Padding has no gradient, so autograd does not write to it. Without this line it "
+            "keeps the old contents of the memory, and they become part of the gradient norm. If "
+            "there is a NaN, a single element that belongs to no parameter turns every gradient "
+            "of the model into NaN."),
     Mutation(
         "unused", "layer.py", "Zero3Layer._backup_grads",
-        title="A parameter that got no gradient is left as it was",
+        title="The gradient of an unused parameter is not initialised",
         old="""\
         for flat in flats:
             flat.zero_missing()
@@ -170,12 +178,12 @@ MUTATIONS = [
         breaks="I1", program="clip_nan",
         healthy="norm of layer 0's gradient: a number",
         symptom="norm of layer 0's gradient: nan",
-        why="A parameter that the loss does not depend on gets no gradient, and still has its "
-            "place in the flat one, which is sent. Plain PyTorch leaves its `.grad` at `None`; "
-            "here it has to be zero."),
+        why="If the loss does not depend on a parameter, the parameter gets no gradient. It still "
+            "has a place in the flat gradient, and this place is sent like the rest. In plain "
+            "PyTorch its `.grad` is `None`. Here its place has to be zero."),
     Mutation(
         "skip-one", "layer.py", "Zero3Layer.fetch_params",
-        title="One rank leaves out a gather",
+        title="One rank skips an all-gather",
         old="        if self.is_fetched or self.is_full_elsewhere or not self.flats:\n",
         new="        if self.is_fetched or self.is_full_elsewhere or not self.flats or (\n"
             "                self.comm.rank == 1 and self.layer_idx == 2):\n",
@@ -183,12 +191,13 @@ MUTATIONS = [
         healthy="gradients: 1.00 times those of plain PyTorch",
         symptom="rank 0 prints: RuntimeError: rank 0: layer 2 (Sequential): the ranks diverged. "
                 "Expected: gather of layer 2, 432 bytes",
-        why="One rank leaves out a gather, as one would whose data takes another branch. The other "
-            "would wait for ever, or take the next message for this one. As each announces what it "
-            "is about to do, the error says what either of them does."),
+        why="One rank skips an all-gather, as it would if its data took another branch of the "
+            "model. Without a check, the other rank would wait forever, or receive the next "
+            "message in place of this one. Each rank announces its transfers, so the error can "
+            "name the transfers of both ranks."),
     Mutation(
         "no-comparison", "comm.py", "Communicator._compare_layouts",
-        title="The ranks do not compare what they shard",
+        title="The ranks do not compare their modules",
         old="""\
                 if here != there:
                     self._refuse(sender, f"differs between ranks at parameter {i}",
@@ -200,23 +209,23 @@ MUTATIONS = [
         healthy="rank 1 prints: RuntimeError: rank 1: TwoLinears differs between ranks at "
                 "parameter 0. Expected: [(('second.weight',)",
         symptom="rank 1 prints: output: not that of plain PyTorch",
-        why="On rank 1 the module was built in another order, of layers of one shape. The bytes "
-            "fit, so every gather works, and rank 1 computes with the first layer's weights in the "
-            "second and the other way round."),
+        why="Rank 1 has created its two layers in the opposite order, and both have the same "
+            "shape. All sizes agree, so every all-gather works. But rank 1 uses the first layer's "
+            "weights in the second layer, and vice versa."),
     Mutation(
         "master-stays", "optimizer/states.py", "Owned.here",
-        title="The master is not rounded into its shard",
+        title="The master is not copied into its shard",
         old="""\
         if write and not self.own:
             self.group.storage.replace(master)
 """,
         new="",
         breaks="I1", program="master",
-        healthy="weights that 3 steps have changed: 42 of 42",
-        symptom="weights that 3 steps have changed: 0 of 42",
-        why="The optimizer steps fp32 masters, and layers gather shards in bf16. A master that is "
-            "not rounded into its shard learns alone: losses are finite, norms are fine, and the "
-            "model stays as it was born."),
+        healthy="weights changed by 3 steps: 42 of 42",
+        symptom="weights changed by 3 steps: 0 of 42",
+        why="The optimizer updates fp32 masters, and layers gather bf16 shards. If a master is "
+            "not rounded into its shard, only the master learns. Losses are finite and norms look "
+            "right, but the model keeps its initial weights."),
     Mutation(
         "local-norm", "optimizer/stage3.py", "Zero3Optimizer._squares",
         title="Each rank clips by its own norm",
@@ -225,34 +234,34 @@ MUTATIONS = [
         breaks="I1", program="clip",
         healthy="the step: 0.60 and 0.80",
         symptom="the step: 1.00 and 1.00",
-        why="The gradient is (3, 4), one element on each rank, and its norm 5. If each rank clips "
-            "by the norm of what it has, 3 or 4, the parts shrink by different factors: the step "
-            "is not only too long, it points elsewhere."),
+        why="The gradient is (3, 4), one element on each rank, and its norm is 5. If each rank "
+            "clips by the norm of its own element, 3 or 4, the two elements shrink by different "
+            "factors. The step is too long, and it has the wrong direction."),
     Mutation(
         "skip-alone", "optimizer/stage3.py", "Zero3Optimizer._step",
-        title="Each rank looks for infinities in its own gradients",
+        title="Each rank checks only its own gradients for infinities",
         old="        if not math.isfinite(norm):\n",
         new="        if not squares[self.comm.rank].isfinite().all():\n",
         breaks="I6", program="overflow",
         healthy="steps skipped: 1, loss scale 32768",
         symptom="rank 0 prints: steps skipped: 0, loss scale 65536",
-        why="The gradient overflows on rank 1 alone. If each rank looks at its own, rank 0 steps "
-            "and rank 1 does not. From then on they add gradients of losses that were multiplied "
-            "by different scales."),
+        why="The gradient overflows only on rank 1. If each rank checks only its own gradients, "
+            "rank 0 makes the step and rank 1 skips it. From then on their loss scales differ, "
+            "and the reduce-scatter adds gradients of different scales."),
     Mutation(
         "old-buffer", "files/in_file.py", "InFile.release",
-        title="A buffer that was given back still counts as read",
+        title="A released buffer still counts as read",
         old="        self.held = False\n        self.present.clear()\n",
         new="        self.held = False\n",
         breaks="I8", program="files",
-        healthy="read in a step: 28,672 bytes, 1.00 times what `predict` says",
-        symptom="read in a step: 16,384 bytes, 0.57 times what `predict` says",
-        why="A buffer that was given back is filled with another layer's shard next. A layer that "
-            "still believes to have read its own reads less, and computes with that one's weights: "
-            "the output is not that of plain PyTorch either."),
+        healthy="read in a step: 28,672 bytes, 1.00 times the prediction",
+        symptom="read in a step: 16,384 bytes, 0.57 times the prediction",
+        why="A released buffer is used for the shard of another layer next. If the first layer "
+            "assumes that its shard is still there, it skips the read and computes with the other "
+            "layer's weights. The output also differs from plain PyTorch."),
     Mutation(
         "unchecked", "checkpoint/tensor_files.py", "TensorFile.block",
-        title="No checksum is looked at",
+        title="Checksums are not verified",
         old="""\
             if f"{zlib.crc32(block):08x}" != self.crc32[8 * i : 8 * i + 8]:
                 raise Broken(f"{self.path}, the file of rank {self.rank}, is damaged: bytes "
@@ -262,22 +271,23 @@ MUTATIONS = [
         new="",
         breaks="I10", program="damage",
         healthy="rank 1 prints: RuntimeError: rank 1: the checkpoint in saved/step-00000001 cannot",
-        symptom="loaded; weights that are not as saved: 1",
-        why="One bit in the file of rank 1 has changed, the sign of a weight. Only the checksum "
-            "can tell it from a weight that was learnt."),
+        symptom="loaded; weights that differ from the saved ones: 1",
+        why="One bit in the file of rank 1 has changed, and with it the sign of a weight. Only "
+            "the checksum can distinguish this weight from a trained one."),
 ]
 
 
 def show(mutation: Mutation, output: str) -> str:
     """
-    ## A mutation, and what its program prints with it
+    ## A mutation, with the output of its program
     """
     rows = [f"{'>' if row.startswith(mutation.symptom) else ' '} {row}"
             for row in output.splitlines()]
     return "\n".join([
         f"{mutation.name}: zero3/{mutation.file}, line {mutation.line}, {mutation.section}",
         *textwrap.wrap(mutation.why, 100), "", mutation.diff(), "",
-        f"`{mutation.program}` prints, instead of `{mutation.healthy}`:", *rows, ""])
+        f"`{mutation.program}` prints this, and `{mutation.healthy}` without the mutation:",
+        *rows, ""])
 
 
 def main() -> None:
@@ -286,7 +296,7 @@ def main() -> None:
     """
     known = [mutation.name for mutation in MUTATIONS]
     parser = argparse.ArgumentParser(prog="python -m docs.mutations")
-    parser.add_argument("name", nargs="*", help=f"of {', '.join(known)}; left out, all")
+    parser.add_argument("name", nargs="*", help=f"one or more of {', '.join(known)}; default: all")
     names = parser.parse_args().name or known
     if unknown := [name for name in names if name not in known]:
         parser.error(f"expected names of {known}, got {unknown}")

@@ -1,21 +1,21 @@
 r"""
-# Small programs that train, and say what came of it
+# Small training programs that print measurements
 
-Each program trains a chain of a few layers in shards, most of them beside the same chain in plain
-PyTorch on the batches of all ranks, and prints what it measured: a line for each claim.
+Each program trains a sharded chain of a few layers on two ranks and prints its measurements, one
+per line. Most of them also train the same chain in plain PyTorch on the global batch, and compare.
 
-They run on two ranks, and with the package as it is they print what the text promises.
-`mutations.py` changes a few lines of the package, and then they print something else. To show a
-difference is their whole purpose, so nothing may hide one. All is in float64, where the order in
-which two ranks are added makes differences of $10^{-16}$, and $10^{-12}$ is none. And a step is
-plain SGD, for Adam divides a gradient by its size.
+With the original package they print the expected results. `mutations.py` changes a few lines of
+the package, and then they print something else. Their purpose is to show a difference, so nothing
+may hide one. They compute in float64, where rounding in another order of a sum causes differences
+of about $10^{-16}$, and compare with a tolerance of $10^{-12}$. And they use plain SGD, because
+Adam divides a gradient by its size:
 
 $$w \leftarrow w - \eta\, g$$
 
 **Run this**: `python -m docs.mutations`.
 
-**Not covered, and what that costs**: wrapped models, and more ranks than two. Mutations of what
-these alone need are not in the list.
+**Not covered, and what that costs**: wrapped models, and more than two ranks. So the list has no
+mutations of code that only these need.
 """
 
 import copy
@@ -33,8 +33,9 @@ from zero3.estimate.formulas import describe
 from zero3.estimate.predict import predict
 from zero3.measure.ledger import Ledger, held_bytes
 
-# Rows of each rank's batch; numbers in a row, of what goes in and of what comes out; and the step.
-ROWS, WIDTH, RATE = 4, 6, 0.5
+ROWS = 4  # of each rank's batch
+WIDTH = 6  # of a row, of the input and of the output
+RATE = 0.5  # the learning rate
 
 # ------------------------------------------------------------------------------------ plain PyTorch
 
@@ -50,9 +51,10 @@ def modules(seed: int = 0) -> list[nn.Module]:
 
 def batch(i: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    ## The rows of all ranks in a step, and those of this one: `(rows, WIDTH)`
+    ## The global batch of a step, and this rank's rows of it: `(rows, WIDTH)`
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     rows = torch.randn(ROWS * world_size, WIDTH, generator=torch.Generator().manual_seed(i))
     rows = rows.double()
     return rows, rows.chunk(world_size)[rank]
@@ -60,7 +62,7 @@ def batch(i: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 def loss_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
     """
-    ## A loss that is a mean over rows
+    ## A loss: the mean over rows
     """
     return model(rows).square().mean()
 
@@ -68,7 +70,7 @@ def loss_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def descend(*models: nn.Module) -> None:
     """
-    ## A step of SGD, of whole parameters or of shards
+    ## A step of SGD, for whole parameters or for shards
     """
     for w in (w for model in models for w in model.parameters()):
         if w.grad is not None:
@@ -81,7 +83,7 @@ def descend(*models: nn.Module) -> None:
 
 def chain(layers: list[Any], **options: Any) -> Zero3Sequential:
     """
-    ## Shard a copy of each layer
+    ## A sharded chain of copies of these layers
     """
     return Zero3Sequential([Zero3Layer(copy.deepcopy(layer), **options) for layer in layers])
 
@@ -103,21 +105,24 @@ def weights(model: Zero3Sequential) -> torch.Tensor:
 
 def grads_compared(model: Zero3Sequential, plain: nn.Sequential) -> str:
     """
-    ## How many times as large the shards' gradients are, if that is one number
+    ## The ratio of the shards' gradients to plain PyTorch's, if it is the same for all elements
     """
-    got, expected = [shard.grad for shard in model.parameters()], [*_shares(plain)]
+    got = [shard.grad for shard in model.parameters()]
+    expected = [*_shares(plain)]
     if any(grad is None for grad in got):
         return "none on the shards, and not"
-    one, other = torch.cat(got), torch.cat(expected)  # type: ignore[arg-type]
+    one = torch.cat(got)  # type: ignore[arg-type]
+    other = torch.cat(expected)
     ratio = (one @ other / (other @ other)).item()
     return f"{ratio:.2f} times" if torch.allclose(one, ratio * other, atol=1e-12) else "not"
 
 
 def _shares(plain: nn.Sequential) -> Iterator[torch.Tensor]:
     """
-    #### What of each plain layer's gradients is this rank's: `(shard_numel,)`
+    #### This rank's part of each plain layer's gradient: `(shard_numel,)`
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     for layer in plain:
         flat = torch.cat([p.grad.reshape(-1) for p in layer.parameters()])  # type: ignore
         padding = flat.new_zeros(-len(flat) % world_size)
@@ -126,7 +131,7 @@ def _shares(plain: nn.Sequential) -> Iterator[torch.Tensor]:
 
 def compare_output(model: nn.Module, plain: nn.Module) -> None:
     """
-    ## Print whether two models compute the same
+    ## Print whether two models compute the same output
     """
     with torch.no_grad():
         good = torch.allclose(model(batch()[1]), plain(batch()[1]), atol=1e-12)
@@ -135,13 +140,14 @@ def compare_output(model: nn.Module, plain: nn.Module) -> None:
 
 def whole_in_graph(loss: torch.Tensor) -> int:
     """
-    ## How many layers' parameters autograd holds with all their bytes
+    ## The number of layers whose weights autograd keeps in memory
     """
-    found, todo = set(), [loss.grad_fn]
+    found = set()
+    todo = [loss.grad_fn]
     while todo:
         node = todo.pop()
-        # What a product with weights keeps of them, for the gradient of its input. As it is stored,
-        # because autograd gives nobody a freed parameter.
+        # A matrix product saves its weights for the gradient of its input. Read the raw field,
+        # because autograd raises an error for a freed parameter.
         saved = getattr(node, "_raw_saved_mat2", None)
         weight = saved.data if saved is not None else None
         if weight is not None and weight.untyped_storage().nbytes():
@@ -152,16 +158,22 @@ def whole_in_graph(loss: torch.Tensor) -> int:
 
 def ahead(tape: Ledger) -> str:
     """
-    ## Of the unshards in backward, how many begin while another layer computes
+    ## Count the all-gathers in backward, and those that start while another layer computes
     """
-    early, fetches, computing = 0, 0, set()
-    for e in (e for e in tape.events if e.phase == "backward"):
+    early = 0
+    fetches = 0
+    computing = set()
+    for e in tape.events:
+        if e.phase != "backward":
+            continue
         if e.event == "compute":
             computing.add(e.layer)
         elif e.event == "free":
             computing.discard(e.layer)
         elif e.event == "fetch":
-            early, fetches = early + bool(computing - {e.layer}), fetches + 1
+            fetches += 1
+            if computing - {e.layer}:
+                early += 1
     return f"{early} of {fetches}"
 
 
@@ -170,13 +182,13 @@ def ahead(tape: Ledger) -> str:
 
 def step() -> None:
     """
-    ## Three steps: the same numbers, in the memory and with the messages that we promise
+    ## Three steps: compare numbers, memory and communication with the expectation
     """
     layers = modules()
     plain, model = both(layers)
     promised = predict(describe(layers), dist.get_world_size(), moments=0, step_bytes=0)
     for i in range(3):
-        # So that the weights of the first layer are needed in backward too.
+        # With gradients for the input, backward needs the weights of the first layer, too.
         every, mine = (rows.requires_grad_() for rows in batch(i))
         loss_of(plain, every).backward()
         with Ledger(model) as tape:
@@ -187,18 +199,19 @@ def step() -> None:
             print(f"gradients: {grads_compared(model, plain)} those of plain PyTorch")
         descend(plain, model)
     compare_output(model, plain)
-    rest_bytes, unshards = held_bytes(model), sum(e.event == "fetch" for e in tape.events)
-    print(f"at rest: {rest_bytes:,} bytes, {rest_bytes / promised.rest_bytes:.2f} times what "
-          "`predict` says")
+    rest_bytes = held_bytes(model)
+    unshards = sum(e.event == "fetch" for e in tape.events)
+    print(f"at rest: {rest_bytes:,} bytes, {rest_bytes / promised.rest_bytes:.2f} times the "
+          "prediction")
     print(f"whole layers in the graph after forward: {whole} of {len(layers)}")
-    print(f"unshards in a step: {unshards}, of {len(layers)} layers; sent "
-          f"{tape.sent_bytes / promised.sent_bytes:.2f} times what `predict` says")
-    print(f"unshards in backward that start while another layer computes: {ahead(tape)}")
+    print(f"all-gathers in a step: {unshards}, of {len(layers)} layers; sent "
+          f"{tape.sent_bytes / promised.sent_bytes:.2f} times the prediction")
+    print(f"all-gathers in backward that start while another layer computes: {ahead(tape)}")
 
 
 def micro_batches() -> None:
     """
-    ## The same batch four times over, a quarter of its loss each time
+    ## The same batch four times, with a quarter of its loss each time
     """
     plain, model = both(modules())
     every, mine = batch()
@@ -210,9 +223,9 @@ def micro_batches() -> None:
 
 def late() -> None:
     """
-    ## Rank 0 comes late
+    ## Rank 0 is late
     """
-    # Rank 1 is born with other weights: none of its memory has had these before they arrive.
+    # Rank 1 starts with other weights, so its memory cannot contain the right ones by chance.
     model = chain(modules(seed=dist.get_rank()))
     if dist.get_rank() == 0:
         time.sleep(1)
@@ -223,27 +236,28 @@ def late() -> None:
 
 class HalfUsed(nn.Module):
     """
-    ## Two parameters with two biases, of which a gradient reaches one
+    ## Two linear layers, of which only the first is used
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.used, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.used = nn.Linear(WIDTH, WIDTH)
+        self.unused = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """
-        ### Forward pass, of half of it
+        ### Forward pass, with the first layer only
         """
         return self.used(x)
 
 
 def clip_nan() -> None:
     """
-    ## Clip by the norm of the whole gradient, where memory that nobody wrote holds NaN
+    ## Clip by the norm of the whole gradient, while uninitialised memory is NaN
     """
-    # With this, torch fills what `empty` returns.
+    # With this setting, torch fills the memory of `torch.empty` with NaN.
     torch.use_deterministic_algorithms(True)
-    # The second has an odd number of elements, and so one of padding.
+    # The second layer has an odd number of elements, so it needs padding.
     model = chain([HalfUsed().double(), nn.Linear(WIDTH, 5).double()])
     loss_of(model, batch()[1]).backward()
     grads = [shard.grad for shard in model.parameters()]
@@ -252,13 +266,13 @@ def clip_nan() -> None:
     for i, square in enumerate(squares):
         print(f"norm of layer {i}'s gradient:", "a number" if square.isfinite() else "nan")
     clipped = torch.cat([grad / squares.sum().sqrt() for grad in grads])
-    print(f"gradients that are numbers after clipping: {int(clipped.isfinite().sum())} of "
+    print(f"finite gradients after clipping: {int(clipped.isfinite().sum())} of "
           f"{len(clipped)}")
 
 
 class TwoLinears(nn.Module):
     """
-    ## Two layers of one shape, made in either order, and used in one
+    ## Two linear layers of one shape, created in either order
     """
 
     first: nn.Module
@@ -271,39 +285,40 @@ class TwoLinears(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """
-        ### Forward pass, through the first and then the second
+        ### Forward pass, first `first` and then `second`
         """
         return self.second(torch.tanh(self.first(x)))
 
 
 def another_order() -> None:
     """
-    ## Rank 1 makes its module in another order
+    ## Rank 1 creates its layers in another order
     """
     torch.manual_seed(0)
-    plain, other = TwoLinears(("first", "second")), TwoLinears(("second", "first"))
+    plain = TwoLinears(("first", "second"))
+    other = TwoLinears(("second", "first"))
     compare_output(chain([other if dist.get_rank() else plain]), plain)
 
 
 def master() -> None:
     """
-    ## Three steps of a layer in bf16, whose master is in fp32
+    ## Three steps of a bf16 layer with an fp32 master
     """
     model = chain([nn.Linear(WIDTH, WIDTH).bfloat16()])
     optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=RATE)
     before = weights(model)
     for _ in range(3):
-        # Every weight has a gradient, and all have the same.
+        # All weights have the same gradient.
         optimizer.backward(model(torch.ones(ROWS, WIDTH).bfloat16()).float().mean())
         optimizer.step()
         optimizer.zero_grad()
     after = weights(model)
-    print(f"weights that 3 steps have changed: {int((before != after).sum())} of {len(after)}")
+    print(f"weights changed by 3 steps: {int((before != after).sum())} of {len(after)}")
 
 
 def two_weights(x: list[float], **options: Any) -> tuple[Zero3Sequential, Zero3Optimizer]:
     """
-    ## A model of two weights, one on each rank, whose gradients are these two numbers
+    ## A model of two weights, one on each rank, with these two numbers as gradients
     """
     model = chain([nn.Linear(2, 1, bias=False)])
     optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=1.0, **options)
@@ -313,7 +328,7 @@ def two_weights(x: list[float], **options: Any) -> tuple[Zero3Sequential, Zero3O
 
 def clip() -> None:
     """
-    ## A gradient of 3 on rank 0 and of 4 on rank 1, to be clipped to a norm of 1
+    ## Clip a gradient of 3 on rank 0 and 4 on rank 1 to a norm of 1
     """
     model, optimizer = two_weights([3.0, 4.0], clip_grad_norm=1.0)
     before = weights(model)
@@ -324,7 +339,7 @@ def clip() -> None:
 
 def overflow() -> None:
     """
-    ## A good gradient on rank 0, and one on rank 1 that overflows once it is scaled
+    ## A finite gradient on rank 0, and one on rank 1 that overflows with the loss scale
     """
     _, optimizer = two_weights([1.0, 1e35], loss_scale="dynamic")
     optimizer.step()
@@ -333,7 +348,7 @@ def overflow() -> None:
 
 def files() -> None:
     """
-    ## Three steps with shards that rest in files
+    ## Three steps with shards in files
     """
     Path("files").mkdir(exist_ok=True)
     plain, model = both(modules(), offload=Offload("nvme", folder="files"))
@@ -348,21 +363,23 @@ def files() -> None:
         optimizer.zero_grad()
     compare_output(model, plain)
     print(f"read in a step: {tape.read_bytes:,} bytes, "
-          f"{tape.read_bytes / optimizer.predict().read_bytes:.2f} times what `predict` says")
+          f"{tape.read_bytes / optimizer.predict().read_bytes:.2f} times the prediction")
 
 
 def damage() -> None:
     """
     ## Save, change one bit in the file of rank 1, and load
     """
-    model, other = chain(modules()), chain(modules(seed=1))
+    model = chain(modules())
+    other = chain(modules(seed=1))
     save("saved", model, step=1)
     if dist.get_rank() == 1:
         (path,) = Path("saved").glob("*/rank-00001-*")
-        there = bytearray(path.read_bytes())
-        # The sign of the last number.
-        there[-1] ^= 0x80
-        path.write_bytes(there)
+        content = bytearray(path.read_bytes())
+        # Flip the sign of the last number.
+        content[-1] ^= 0x80
+        path.write_bytes(content)
     dist.barrier()
     load("saved", other)
-    print(f"loaded; weights that are not as saved: {int((weights(other) != weights(model)).sum())}")
+    changed = int((weights(other) != weights(model)).sum())
+    print(f"loaded; weights that differ from the saved ones: {changed}")

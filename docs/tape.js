@@ -1,19 +1,19 @@
-// The tape: one recorded step of training, to be scrubbed.
+// The tape: one recorded training step, to move through event by event.
 //
-// `tape.py` records it and works out the state after each event; this script draws. It expects
-// `const TAPE = {...}` and `<div id="tape"></div>`, and needs nothing else. Position 0 is before
-// the first event, position i after the i-th; `#e=57` in the address opens position 57.
+// `tape.py` records the step and calculates the state after each event. This script draws it. It
+// needs only `const TAPE = {...}` and `<div id="tape"></div>`. Position 0 is the state before the
+// first event, and position i the state after the i-th. `#e=57` in the address opens position 57.
 (() => {
   "use strict";
   const root = document.getElementById("tape");
   const ranks = TAPE.ranks, layers = TAPE.layers, events = ranks[0].events, count = events.length;
   const others = ranks.length - 1;
-  // What a rank holds, bottom to top as `tape.py` has it: its colour, and its name.
+  // The kinds of memory, in the order of `HELD` in `tape.py`: colour and name of each.
   const HELD = {
     rest: ["--c-shard", "at rest"],
     reduced: ["--c-reduced", "shards' gradients"],
     whole: ["--c-whole", "whole"],
-    unsharding: ["--c-flight", "unsharding"],
+    unsharding: ["--c-flight", "all-gather in flight"],
     gradients: ["--c-grad", "full gradients"],
     receive_buffer: ["--c-reduce", "receive buffer of a reduce"],
   };
@@ -41,7 +41,7 @@
   const paint = name => HATCHED[name] ? `url(#hatch${name})` : color(name);
   const rect = (x, y, width, height, style) => s("rect", { x, y, width, height, style });
 
-  // Stripes mean "under way", so that it shows without the colour too.
+  // Stripes mean "in flight", so that it is visible without colours, too.
   const hidden = { width: 0, height: 0, style: "position:absolute", "aria-hidden": true };
   const patterns = () => s("svg", hidden, s("defs", {}, Object.keys(HATCHED).map(name =>
       s("pattern", { id: "hatch" + name, width: 6, height: 6, patternUnits: "userSpaceOnUse",
@@ -51,8 +51,8 @@
 
   // ------------------------------------------------------------------------------------ memory
 
-  // One picture for each rank: what it holds, stacked by kind, and the three levels. Returns what
-  // moves the cursor.
+  // One picture for each rank: its memory, stacked by kind, and the three levels. Returns a function
+  // that moves the cursor.
   function drawMemory(rank, node, first) {
     const width = node.clientWidth, top = first ? 20 : 4, height = top + 126, bottom = height - 2;
     const across = width / (count + 1), peak = TAPE.data_parallel.peak_bytes;
@@ -60,7 +60,7 @@
     const y = n => +(bottom - n / (1.05 * peak) * (bottom - top)).toFixed(2);
     const parts = [], floor = rank.frames.map(() => 0);
     for (const [kind, [name]] of Object.entries(HELD)) {
-      // The upper edge to the right, the lower one back.
+      // Draw the upper edge to the right, and the lower one back.
       let up = "", down = "";
       rank.frames.forEach((frame, i) => {
         const low = floor[i], high = low + frame.held[kind];
@@ -71,7 +71,7 @@
       parts.push(s("path", { d: up + down + "Z", style: `fill:${paint(name)}` +
         (kind === "rest" ? ";fill-opacity:.4" : "") }));
     }
-    // What is yet to come is pale.
+    // Later events are pale.
     const veil = rect(0, top, width, bottom - top, "fill:var(--bg);fill-opacity:.62");
     const line = (n, label, name, under) => [
       s("path", { class: "level", d: `M0,${y(n)}H${width}`, style: `stroke:${color(name)}` }),
@@ -86,7 +86,7 @@
       s("path", { d: `M0,${top}V${bottom}`, style: "stroke:var(--fg);stroke-width:2" }),
       s("circle", { r: 4, style: "fill:var(--fg);stroke:var(--bg);stroke-width:1.5" })]);
     const about = `Live bytes of rank ${rank.rank} over the ${count} events of one step, and ` +
-      "as predicted, at rest and at the peak, and at the peak of plain data parallelism.";
+      "the predictions at rest, at the peak, and for data parallel training.";
     const at = event => go(Math.floor((event.clientX - node.getBoundingClientRect().left) / across));
     node.replaceChildren(s("svg", {
       class: "memory", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": about,
@@ -95,7 +95,7 @@
       onpointermove: event => event.buttons && at(event),
     }, [parts, veil, phases,
       s("path", { d: edge, style: "fill:none;stroke:var(--fg);stroke-width:1.2" }),
-      line(peak, "plain data parallelism at its peak: ", "--muted", true),
+      line(peak, "plain data parallel training, peak: ", "--muted", true),
       line(rank.predicted.peak_bytes, "predicted peak: ", "--c-grad", false),
       line(rank.predicted.rest_bytes, "predicted at rest: ", "--c-shard", true), cursor]));
     return i => {
@@ -108,9 +108,9 @@
 
   // -------------------------------------------------------------------------------------- grid
 
-  // A row for each layer, a cell for each rank, messages between them. In a cell what is filled is
-  // in memory: on the left the shard, on the right the buffer for all shards; parameters above,
-  // gradients below. Lengths are bytes.
+  // A row for each layer, a cell for each rank, and arrows for communication between them. Filled
+  // boxes are in memory. The shard is on the left and the buffer for all shards on the right, with
+  // parameters above and gradients below. Lengths are proportional to bytes.
   function drawGrid(node) {
     const width = node.clientWidth, narrow = width < 500, head = 34;
     const side = narrow ? 0 : 84, row = narrow ? 68 : 54, lift = narrow ? 15 : 0;
@@ -144,7 +144,7 @@
             "font-weight": computes ? 600 : 400 })]));
       });
     });
-    // The same on all ranks, and each way: so one label in each gap.
+    // All ranks send the same in both directions, so one label in each gap is enough.
     for (const { layer, what, bytes: sent } of ranks[shown].frames[index].flight) {
       const y = head + layer * row + 7 + lift, name = what === "fetch" ? "--c-flight" : "--c-reduce";
       for (let gap = 0; gap < others; gap++) {
@@ -167,7 +167,7 @@
 
   // -------------------------------------------------------------------------------------- code
 
-  // The function that runs, its line in sight; and the calls that led there, to be looked at too.
+  // The function that is running, scrolled to its line, and buttons for the calls that led there.
   function drawCode() {
     const lines = index ? ranks[shown].events[index - 1].lines : [];
     call = Math.min(call, Math.max(0, lines.length - 1));
@@ -191,7 +191,7 @@
         el("span", { class: quiet ? "quiet" : null }, before),
         el("span", { class: "quiet" }, comment || "")]);
     }));
-    // The box scrolls, the page does not.
+    // Scroll the box and not the page.
     const now = ui.code.querySelector(".now");
     ui.code.scrollTop = now.offsetTop - ui.code.clientHeight * 0.45;
   }
@@ -224,7 +224,8 @@
     ui.move.forEach(move => move(index));
     drawGrid(ui.grid);
     drawCode();
-    // Not at every pixel of the slider, for browsers count; and not for an address just read.
+    // Browsers limit the number of updates, so wait until the slider rests. Do not write back an
+    // address that has just been read.
     clearTimeout(saving);
     if (!written) saving = setTimeout(() => history.replaceState(null, "", `#e=${index}`), 150);
   }
@@ -235,7 +236,7 @@
     if (on && index === count) go(0);
     ui.play.textContent = on ? "Pause" : "Play";
     ui.grid.classList.toggle("playing", on);
-    // A reader that speaks would never come to an end while it plays.
+    // While the tape plays, a screen reader could not keep up.
     ui.says.setAttribute("aria-live", on ? "off" : "polite");
   }
 
@@ -269,14 +270,14 @@
       el("div", {}, [
         ranks.map((rank, r) => [el("h3", {}, [`rank ${rank.rank}`, ui.live[r]]), ui.memory[r]]),
         el("ul", { class: "tape-held" }, Object.values(ui.held)), el("h3", {}, "layers"), ui.grid,
-        el("p", { class: "tape-note" }, "What is filled is in memory: parameters above, gradients " +
-          "below, lengths in bytes; stripes are still arriving. At rest are shards and moments. " +
+        el("p", { class: "tape-note" }, "Filled boxes are in memory, parameters above and gradients " +
+          "below; their lengths are bytes. Stripes are in flight. Shards and moments are at rest. " +
           `Recorded with ${ranks.length} ranks, ${TAPE.device}, torch ${TAPE.torch}, commit ` +
           `${TAPE.commit}.`)]),
       el("div", { class: "tape-code" }, [
         el("div", { class: "tape-bar" }, ["Source line of", ui.ranks]), ui.calls, ui.code])]));
 
-  // Text keeps its size: the pictures are as wide as there is room, and drawn anew when that changes.
+  // Text keeps its size. The pictures use the available width, and are redrawn when it changes.
   let width;
   const draw = () => {
     width = ui.grid.clientWidth;

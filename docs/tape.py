@@ -1,27 +1,27 @@
 r"""
-# The tape, to be scrubbed
+# The tape of a training step
 
-`record` trains a toy transformer on a few ranks and keeps the last step, event by event: what each
-rank held, which messages were under way, and which line of `zero3` was running.
+`record` trains a small transformer on a few ranks and keeps the last step, event by event: the
+memory of each rank, the communication in flight, and the line of `zero3` that was running.
 
-A ledger's entry says what happened and how many bytes are alive after it. `Lines` notes beside each
-entry where in the source it was made, and `frames` replays the entries into the state of every
-layer, so that the page that shows them, `tape.js`, only draws.
+A ledger records each event together with the bytes in memory after it. `Lines` also records the
+source line that caused the event. `frames` derives the state of every layer from the events, so the
+page's script, `tape.js`, only has to draw.
 
 $$\text{live}_r(i) \le \text{predicted peak}_r \qquad \max_i \text{live}_r(i) = \text{predicted
 peak}_r \qquad \text{for each rank } r$$
 
-While it is recorded, both are checked: what a rank holds between steps and at its peak is what
-`Zero3Optimizer.predict` says, to the byte, and all ranks record the same events in the same order
-(I6).
+The recording checks two things. The memory of each rank between steps and at its peak equals the
+prediction of `Zero3Optimizer.predict`, to the byte. And all ranks record the same events in the
+same order, which is invariant I6.
 
-**Run this**: `python -m docs.tape --out DIR` writes `tape.json`, from which the page is made, and
-`trace.json`, which https://ui.perfetto.dev and `chrome://tracing` open.
+**Run this**: `python -m docs.tape --out DIR` writes `tape.json`, the data of the page, and
+`trace.json`, which you can open in https://ui.perfetto.dev and `chrome://tracing`.
 
-**Not covered, and what that costs**: the tape knows when the ledger was told, not when a message
-crossed the comm, so messages in flight are those that were begun and not yet waited for. Buckets:
-each layer here is reduced alone, for a bucket's entries name its first layer only. Offload tiers,
-whose reads and writes are not drawn.
+**Not covered, and what that costs**: the tape has the times of the ledger's events, not the times
+at which messages arrive. So communication counts as in flight until the rank has waited for it.
+Buckets are switched off and each layer is reduced alone, because the events of a bucket name only
+its first layer. Reads and writes of offload tiers are not drawn.
 """
 
 import argparse
@@ -48,9 +48,9 @@ from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.train import gpt, launch
 
 PACKAGE = Path(zero3.__file__).parent
-MOST_LINES = 4  # of the calls that led to an event
-SKIP = ("launch.py", "contents.py")  # files whose calls say nothing about it
-# Small, so that the page is; four blocks, so that a reader sees the pattern repeat.
+MOST_LINES = 4  # of the call stack of an event
+SKIP = ("launch.py", "contents.py")  # files to leave out of call stacks
+# A small model keeps the page small. Four blocks show the repeating pattern.
 CONFIG = gpt.GPTConfig(seq_len=32, d_model=32, n_heads=2, n_layers=4, d_ff=64)
 
 __all__ = ["chrome_trace", "frames", "record", "staircase"]
@@ -64,7 +64,7 @@ def functions(file: str) -> list[tuple[int, int, str]]:
     """
     ## The functions of a source file: first line, last line, qualified name
 
-    Decorators belong to them. One inside of another comes after it.
+    Decorators are included. A nested function follows the one around it.
     """
     source = Source(PACKAGE / file)
     spans = ((source.span(name), name) for name, node in source.defined.items()
@@ -82,7 +82,7 @@ def function_at(file: str, line: int) -> tuple[int, int, str]:
 
 class Lines(Ledger):
     """
-    ## A ledger that also notes which lines were running
+    ## A ledger that also records the source lines of events
     """
 
     def __init__(self, *args: Any):
@@ -91,14 +91,15 @@ class Lines(Ledger):
 
     def record(self, *args: Any, **kwargs: Any) -> None:
         """
-        ### Add an event, and the calls in `zero3` that led to it
+        ### Record an event, and the calls in `zero3` that led to it
         """
         super().record(*args, **kwargs)
         calls: list[tuple[str, int]] = []
         frame: Any = sys._getframe(1)
         while frame is not None and len(calls) < MOST_LINES:
-            # Torch's own frames lie between ours where autograd calls a hook.
-            path, name = Path(frame.f_code.co_filename), frame.f_code.co_name
+            # If autograd has called a hook, there are frames of torch in between.
+            path = Path(frame.f_code.co_filename)
+            name = frame.f_code.co_name
             if path.is_relative_to(PACKAGE) and path.name not in SKIP and name != "<lambda>":
                 calls.append((path.relative_to(PACKAGE).as_posix(), frame.f_lineno))
             frame = frame.f_back
@@ -111,20 +112,21 @@ class Lines(Ledger):
 def record(world_size: int = 2, steps: int = 3, config: gpt.GPTConfig = CONFIG,
            device: str = "cpu", timeout_s: float = 120) -> Json:
     """
-    ## Train for a few steps, and keep the last
+    ## Train for a few steps, and record the last one
 
-    * `world_size` is at least 2; the page is made for two, and has no room for more on a phone
-    * `steps` is at least 2: in the first one the optimizer has no moments yet
+    * `world_size` is at least 2. The page is designed for two ranks, because a phone has no room
+      for more
+    * `steps` is at least 2, because in the first step the optimizer has no moments yet
     * `device` is as for `launch.run`
 
-    Raises `RuntimeError` where the ranks recorded different events, and `AssertionError` where a
-    rank failed, or held other bytes than predicted.
+    Raises `RuntimeError` if the ranks recorded different events. Raises `AssertionError` if a rank
+    failed, or if its memory differs from the prediction.
     """
-    from zero3.train import report  # Here, for matplotlib takes a second to import.
+    from zero3.train import report  # Here, because it imports matplotlib.
 
     if world_size < 2:
-        raise ValueError(f"there is no tape of one rank. Expected: at least 2 ranks. Got: "
-                         f"{world_size}. What to do: pass `world_size=2`.")
+        raise ValueError("a tape of one rank has no communication. Expected: at least 2 ranks. "
+                         f"Got: {world_size}. What to do: pass `world_size=2`.")
     answers = launch.run("docs.tape:worker", world_size, steps, config, device=device,
                          timeout_s=timeout_s)
     ranks = [rank for rank, _ in answers]
@@ -136,7 +138,7 @@ def record(world_size: int = 2, steps: int = 3, config: gpt.GPTConfig = CONFIG,
                                "depends on the rank.")
     start_s = min(rank["start_s"] for rank in ranks)
     for rank in ranks:
-        # On one machine all processes read the same clock, and so they share one origin.
+        # All processes of a machine read the same clock, so let their times start at the same zero.
         late_s = rank.pop("start_s") - start_s
         for e in rank["events"]:
             e["time_s"] += late_s
@@ -148,9 +150,10 @@ def record(world_size: int = 2, steps: int = 3, config: gpt.GPTConfig = CONFIG,
 
 def worker(steps: int, config: gpt.GPTConfig) -> tuple[Json, Json]:
     """
-    ## One rank's part: its events, and what all ranks know
+    ## One rank's events, and the data that is the same on all ranks
     """
-    device, rank = launch.my_device(), dist.get_rank()
+    device = launch.my_device()
+    rank = dist.get_rank()
     torch.manual_seed(0)
     model = Zero3Sequential([Zero3Layer(m.to(device)) for m in gpt.gpt_layers(config)])
     optimizer = Zero3Optimizer(model, lr=1e-3, bucket_bytes=0)
@@ -159,8 +162,8 @@ def worker(steps: int, config: gpt.GPTConfig) -> tuple[Json, Json]:
                 "sent_bytes": tape.sent_bytes}
     expected = optimizer.predict()
     predicted = {name: getattr(expected, name) for name in measured}
-    optimizer.expect(measured == predicted, "would put a wrong tape on the page", predicted,
-                     measured, "look for the line that holds or sends more than `predict.py` says")
+    optimizer.expect(measured == predicted, "would record a wrong tape", predicted, measured,
+                     "look for the line that holds or sends more than `predict.py` says")
     plain = data_parallel(describe(model), dist.get_world_size(), mixed=True)
     layers = [_layer(m) for m in model.module_list]
     return {
@@ -174,13 +177,15 @@ def worker(steps: int, config: gpt.GPTConfig) -> tuple[Json, Json]:
 
 def _last_step(model: Any, optimizer: Zero3Optimizer, steps: int, seq_len: int) -> Lines:
     """
-    #### Train, and listen to the last step
+    #### Train, and record the last step
     """
-    comm, text, tape = optimizer.comm, gpt.load_bytes(), Lines(model, optimizer)
+    comm = optimizer.comm
+    text = gpt.load_bytes()
+    tape = Lines(model, optimizer)
     for step in range(steps):
         windows = gpt.global_batch(text, step, 2 * comm.world_size, seq_len)
         mine = windows[2 * comm.rank : 2 * comm.rank + 2].to(optimizer.device)
-        # So that no rank's first message waits for a rank that still starts.
+        # Without this barrier the first message would include the time to start a slower rank.
         dist.barrier()
         with tape if step + 1 == steps else nullcontext():
             optimizer.backward(gpt.next_byte_loss(model, mine))
@@ -200,12 +205,12 @@ def _layer(layer: Zero3Layer) -> Json:
 
 def _told(tape: Lines, layers: list[Json], rest_bytes: int, comm: Any) -> Json:
     """
-    #### A rank's events with their lines and sentences, and its frames
+    #### A rank's events with their source lines and descriptions, and its frames
     """
     names = ("time_s", "layer", "phase", "event", "bytes", "live_bytes", "sent_bytes")
     events = [{name: getattr(e, name) for name in names} for e in tape.events]
-    states, labels = frames(events, layers, rest_bytes, comm.by_messages), [
-        layer["label"] for layer in layers]
+    states = frames(events, layers, rest_bytes, comm.by_messages)
+    labels = [layer["label"] for layer in layers]
     for before, e, calls in zip(states, events, tape.lines, strict=False):
         e["lines"] = [(file, line, function_at(file, line)[2]) for file, line in calls]
         e["text"] = tell(e, before, labels, comm.world_size)
@@ -214,7 +219,7 @@ def _told(tape: Lines, layers: list[Json], rest_bytes: int, comm: Any) -> Json:
 
 def _code(ranks: list[Json]) -> dict[str, Json]:
     """
-    #### The text of every function that some event ran through, by file and name
+    #### The text of every function in the call stack of an event, by file and name
     """
     found: dict[str, Json] = {}
     for file, line, name in (each for rank in ranks for e in rank["events"] for each in e["lines"]):
@@ -228,26 +233,29 @@ def _code(ranks: list[Json]) -> dict[str, Json]:
 
 # --------------------------------------------------------------------------------------- the frames
 
-# What a rank holds, from the bottom of the picture to the top.
+# The kinds of memory of a rank, from the bottom of the picture to the top.
 HELD = ("rest", "reduced", "whole", "unsharding", "gradients", "receive_buffer")
 
 
-def frames(events: list[Json], layers: list[Json], rest_bytes: int, receive_buffer: bool) -> list[Json]:
+def frames(events: list[Json], layers: list[Json], rest_bytes: int,
+           receive_buffer: bool) -> list[Json]:
     """
-    ## The state of each layer, and the messages in flight, before the first event and after each
+    ## The state of each layer and the communication in flight, after each event
+
+    The first frame is the state before the first event.
 
     * `layers` have a label, bytes and bytes of a shard
-    * `receive_buffer` says that messages with gradients arrive where the full parameters were
+    * `receive_buffer` is true if gradients arrive in the memory of the full parameters
 
-    | of a layer | is |
+    | field of a layer | value |
     |---|---|
     | `params` | shard, unsharding, whole, or receive_buffer |
-    | `busy` | whether it computes, forward or backward |
-    | `grads` | none, filling, full, reducing, reduced, or shard: of all these the shard's is left |
-    | `state` | a word for all: shard, unsharding, whole, computing, gradients, reducing, reduced |
-    | | and, once the optimizer has stepped it, updated |
+    | `busy` | whether the layer computes, in forward or in backward |
+    | `grads` | none, filling, full, reducing, reduced, or shard (the shard's gradient alone) |
+    | `state` | a summary: shard, unsharding, whole, computing, gradients, reducing, reduced, or |
+    | | updated, after the optimizer step |
 
-    `held` adds up what these states hold, by `HELD`; the sum is what the ledger counted.
+    `held` is the memory of these states for each kind in `HELD`. Their sum is the ledger's count.
     """
     rest = {"params": "shard", "busy": False, "grads": "none", "state": "shard"}
     states = {layer["label"]: dict(rest) for layer in layers}
@@ -255,7 +263,7 @@ def frames(events: list[Json], layers: list[Json], rest_bytes: int, receive_buff
     told = [_frame(states, flight, layers, rest_bytes)]
     for number, e in enumerate(events, start=1):
         name = e["layer"]
-        # The norm is the optimizer's, and of no layer; it is waited for where it is begun.
+        # The norm belongs to the optimizer and not to a layer.
         if name in states:
             _move(states[name], e["event"], receive_buffer)
         if e["event"] in ("fetch", "reduce"):
@@ -270,19 +278,20 @@ def frames(events: list[Json], layers: list[Json], rest_bytes: int, receive_buff
 
 def _move(state: Json, event: str, receive_buffer: bool) -> None:
     """
-    #### What an event makes of a layer
+    #### Change the state of a layer according to an event
     """
     changes: dict[str, Json] = {
         "fetch": {"params": "unsharding"}, "gathered": {"params": "whole"},
         "compute": {"busy": True}, "computed": {"busy": False}, "gradients": {"grads": "filling"},
         "reduce": {"grads": "reducing", "params": "receive_buffer" if receive_buffer else "shard"},
         "reduced": {"grads": "reduced"},
-        # A layer frees its parameters before the buffers of its reduce.
+        # A layer frees its parameters first, and the buffers of its reduction later.
         "free": {"params": "shard", "busy": False,
                  "grads": {"filling": "full", "reduced": "shard"}.get(state["grads"], "none")},
     }
     state.update(changes.get(event, {}))
-    params, grads = state["params"], state["grads"]
+    params = state["params"]
+    grads = state["grads"]
     if event == "step":
         state["state"] = "updated"
     elif params == "whole":
@@ -298,7 +307,8 @@ def _move(state: Json, event: str, receive_buffer: bool) -> None:
 def _frame(states: Json, flight: Json, layers: list[Json], rest_bytes: int) -> Json:
     held = dict.fromkeys(HELD, 0) | {"rest": rest_bytes}
     for layer, state in zip(layers, states.values(), strict=True):
-        params, grads = state["params"], state["grads"]
+        params = state["params"]
+        grads = state["grads"]
         if params != "shard":
             held[params] += layer["bytes"]
         held["gradients"] += layer["bytes"] * (grads not in ("none", "shard"))
@@ -309,42 +319,47 @@ def _frame(states: Json, flight: Json, layers: list[Json], rest_bytes: int) -> J
 
 def tell(e: Json, before: Json, labels: list[str], world_size: int) -> str:
     """
-    ## An event as a sentence
+    ## Describe an event in a sentence
 
-    * `before` is the frame before it
+    * `before` is the frame before the event
     """
-    name, nbytes, sent = e["layer"], f"{e['bytes']:,} bytes", f"{e['sent_bytes']:,} bytes"
+    name = e["layer"]
+    nbytes = f"{e['bytes']:,} bytes"
+    sent = f"{e['sent_bytes']:,} bytes"
     others = "the other rank" if world_size == 2 else f"the {world_size - 1} other ranks"
     owned = before["layers"][labels.index(name)] if name in labels else {}
     backward = e["phase"] == "backward"
-    receive_buffer = " and the buffer that messages came into" if owned.get("params") == "receive_buffer" else ""
-    gives = (f"frees its full parameters, {nbytes}; its shard stays"
-             if owned.get("params") == "whole" else
-             f"gives back its full gradient{receive_buffer}, {nbytes}")
+    if owned.get("params") == "whole":
+        frees = f"frees its full parameters, {nbytes}; its shard stays"
+    elif owned.get("params") == "receive_buffer":
+        frees = f"frees its full gradient and the receive buffer, {nbytes}"
+    else:
+        frees = f"frees its full gradient, {nbytes}"
     return {
-        "fetch": f"{name} starts to unshard; its shard, {sent}, is on its way to {others}",
+        "fetch": f"{name} starts its all-gather; its shard, {sent}, is in flight to {others}",
         "gathered": f"{name} is whole: the shards of {others} have arrived",
         "compute": f"{name} starts {'its backward' if backward else 'to compute'}",
-        "computed": f"{name} has computed",
-        "gradients": f"{name} makes room for its full gradient, {nbytes}, and fills it",
-        "free": f"{name} {gives}",
-        "reduce": f"{name} starts to reduce its gradient; {sent} are on their way to {others}",
+        "computed": f"{name} has finished its forward",
+        "gradients": f"{name} allocates its full gradient, {nbytes}, and fills it",
+        "free": f"{name} {frees}",
+        "reduce": f"{name} starts to reduce its gradient; {sent} are in flight to {others}",
         "reduced": f"{name} has the mean gradient of this rank's shard, {nbytes}",
-        "norm": f"the ranks tell each other the norms of their gradients, {sent} to {others}",
+        "norm": f"the ranks exchange the norms of their gradients, {sent} to {others}",
         "step": f"the optimizer has updated this rank's shard of {name}",
     }[e["event"]]
 
 
 def main(argv: list[str] | None = None) -> None:
     """
-    ## Record, and write the tape and the trace
+    ## Record a tape, and write it and the trace
     """
     parser = argparse.ArgumentParser(prog="docs.tape", description="Record one step of training.")
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder to write to")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks")
+    parser.add_argument("--out", required=True, metavar="DIR", help="output folder")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks")
     args = parser.parse_args(argv)
     launch.preload("zero3.train.gpt", "zero3.optimizer.stage3")
-    tape, out = record(args.ranks), Path(args.out)
+    tape = record(args.ranks)
+    out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     (out / "tape.json").write_text(json.dumps(tape), encoding="utf-8")
     (out / "trace.json").write_text(json.dumps(chrome_trace(tape)), encoding="utf-8")

@@ -1,21 +1,21 @@
 r"""
 # Try a mutation: the same program, with and without it
 
-A `Mutation` is a few lines of the source and what stands there instead; `Trials` runs a program of
-`programs.py` on two ranks, with a copy of the package that has them.
+A `Mutation` is a few lines of the source and the lines that replace them. `Trials` copies the
+package, applies the mutation to the copy, and runs a program of `programs.py` with it on two ranks.
 
-To show what a line is for, take it out and train. What is imported stays imported, so each trial
-needs fresh processes. They are forked from one that has imported torch, and nothing of the package:
-torch takes seconds to import, a fork none. Each rank then imports the package from the copy, and
-makes sure that it is the copy.
+To show the purpose of a line, remove it and train. A process imports a module only once, so each
+trial needs new processes. Importing torch takes seconds, but a fork takes almost no time. So all
+ranks are forked from a process that has imported torch and nothing of the package. Each rank then
+imports the copy of the package, and verifies that it is the copy.
 
 $$\text{seconds} = t_\text{torch} + \sum_\text{trials} t_\text{program}
 \qquad \text{instead of} \qquad \sum_\text{trials} (t_\text{torch} + t_\text{program})$$
 
 **Run this**: `python -m docs.mutations`.
 
-**Not covered, and what that costs**: GPUs. All ranks are on the CPU, so the mutations of streams
-that a GPU would show are not in the list.
+**Not covered, and what that costs**: GPUs. All ranks run on the CPU, so the list has no mutations
+of streams, whose effects only a GPU shows.
 """
 
 import contextlib
@@ -43,18 +43,18 @@ RANKS = 2
 @dataclass(frozen=True)
 class Mutation:
     """
-    ## A few lines of the source, and what comes of it if they are other ones
+    ## A change of a few lines of the source, and its effect
     """
 
     name: str  # short, for the command line
     file: str  # in the package
-    section: str  # the function that the lines are in, with its class
-    old: str  # whole lines, which are in the file once
-    new: str  # instead
-    breaks: str  # the invariant, or nothing
-    program: str  # of `programs.py`, which shows it
-    healthy: str  # how a line begins that it prints, without the mutation
-    symptom: str  # and with it
+    section: str  # the function with these lines, and its class
+    old: str  # whole lines that the file contains once
+    new: str  # their replacement
+    breaks: str  # the invariant, such as "I4", or nothing
+    program: str  # the program of `programs.py` that shows the effect
+    healthy: str  # the beginning of a line that it prints without the mutation
+    symptom: str  # the beginning of a line that it prints with the mutation
     why: str  # in Markdown
     title: str
 
@@ -62,7 +62,7 @@ class Mutation:
         """
         ### The first and the last line of `old` in the file, counted from 1
 
-        Raises `ValueError` where the file does not have these lines exactly once.
+        Raises `ValueError` unless the file contains these lines exactly once.
         """
         text = source(self.file)
         begin = text.find(self.old)
@@ -108,13 +108,13 @@ def source(file: str) -> str:
 
 class Trials:
     """
-    ## The processes in which mutations are tried
+    ## The processes that try mutations
 
-    In a `with` block, after which none of them is left.
+    Use it in a `with` block, which ends all of them.
     """
 
     def __enter__(self) -> "Trials":
-        # A session of its own, so that everything in it can be ended at once.
+        # In a new session, so that `__exit__` can kill this process and all its ranks at once.
         self.process = subprocess.Popen(
             [sys.executable, "-m", "docs.trial"], cwd=ROOT, stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, text=True, start_new_session=True)
@@ -126,13 +126,14 @@ class Trials:
 
     def run(self, program: str, mutation: Mutation | None = None, limit_s: float = 60) -> str:
         """
-        ### Run a program, with a mutation or without, and return what its ranks print
+        ### Run a program, with or without a mutation, and return the output of its ranks
 
-        * `limit_s` is how long it may take. A rank that has not answered then is ended, for a
+        * `limit_s` is the time limit. A rank that has not finished then is killed, because a
           mutation may hang
 
-        A line that all ranks print alike is there once, any other with its rank. An exception is
-        the last line of its rank. Raises `RuntimeError` where there is no process to run it.
+        A line that all ranks print appears once. Other lines appear with their rank. An exception
+        is the last line of its rank. Raises `RuntimeError` if the process that forks ranks has
+        ended.
         """
         with tempfile.TemporaryDirectory() as folder:
             shutil.copytree(ROOT / "zero3", f"{folder}/zero3",
@@ -145,19 +146,19 @@ class Trials:
                 self.process.stdin.flush()
             if answer := self.process.stdout.readline():
                 return json.loads(answer)
-            raise RuntimeError("trials. Expected: a process that forks ranks. Got: its end, with "
-                               f"{self.process.wait()}. What to do: read what it has printed.")
+            raise RuntimeError("trials. Expected: a process that forks ranks. Got: it ended, with "
+                               f"status {self.process.wait()}. What to do: read its output.")
 
 
 def serve() -> None:
     """
-    ## Fork ranks for each line on standard input, and answer each with a line
+    ## For each line on standard input, fork ranks, run a program and answer with a line
     """
-    # Optimizers import the latter in their first step.
+    # Import both once for all forks. Optimizers import the second one in their first step.
     importlib.import_module("torch.distributed")
     importlib.import_module("torch._dynamo")
-    # A plain fork does, for this process has computed nothing. With the first computation come
-    # OpenMP's threads, which a fork leaves behind, and for which the rank would wait.
+    # A plain fork is safe, because this process has computed nothing. A computation would start
+    # OpenMP's threads. They do not exist in a fork, and the rank would wait for them.
     context = multiprocessing.get_context("fork")
     for line in sys.stdin:
         folder, program, limit_s = json.loads(line)
@@ -180,7 +181,7 @@ def serve() -> None:
 
 def _merged(ranks: list[list[str]]) -> str:
     """
-    #### The lines of all ranks, one below the other
+    #### The lines of all ranks
     """
     lines: list[str] = []
     for row in itertools.zip_longest(*ranks):
@@ -192,13 +193,13 @@ def _merged(ranks: list[list[str]]) -> str:
 
 def _rank(rank: int, folder: Path, program: str) -> None:
     """
-    #### The life of a rank
+    #### Run the program on a rank, and write its output to a file
     """
     import torch
     import torch.distributed as dist
 
     sys.path.insert(0, str(folder))
-    # Programs write where they are, and that is removed.
+    # Programs write to the current folder, which is temporary.
     os.chdir(folder)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank,
@@ -215,7 +216,7 @@ def _rank(rank: int, folder: Path, program: str) -> None:
     partial = folder / f"rank-{rank}.partial"
     partial.write_text(said.getvalue())
     partial.rename(folder / f"rank-{rank}")
-    # Until all have answered, and it is ended: a rank that leaves takes the others' messages along.
+    # Wait until `serve` kills this rank: if it exited now, the messages of other ranks would fail.
     signal.pause()
 
 

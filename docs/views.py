@@ -1,17 +1,17 @@
 r"""
-# What is made of a tape: a trace and a figure
+# Views of a tape: a trace and a figure
 
-`chrome_trace` writes a recorded step for the viewers that profilers use, and `staircase` draws it
+`chrome_trace` converts a recorded step to the format of profilers' viewers. `staircase` draws it
 for the first page.
 
-Both take the tape as `tape.py` records it, and nothing else. In the trace the axis is time, so it
-shows how long messages are under way and what computes meanwhile; in the figure it is the order of
-events, so that short ones can be seen.
+Both need only the tape that `tape.py` records. The trace has a time axis, so it shows how long each
+communication takes and how it overlaps computation. The figure shows events in order, without
+times, so that short events are visible.
 
 **Run this**: `python -m docs.tape --out DIR`, and open `trace.json` in https://ui.perfetto.dev.
 
-**Not covered, and what that costs**: on two busy cores the lengths of spans say little, for ranks
-wait for a core as often as for each other.
+**Not covered, and what that costs**: waiting for a core is not recorded. If ranks share two busy
+cores, the length of a span says little.
 """
 
 from collections.abc import Iterator
@@ -26,13 +26,14 @@ def chrome_trace(tape: Json) -> Json:
     """
     ## The tape in the Chrome trace event format
 
-    A process per rank, with a thread that computes and as many for messages as are in flight at
-    once, for spans on one thread must not cross. A step of the optimizer is recorded when it is
-    done: its span begins with the event before it.
+    Each rank is a process. It has a thread for computation, and one for each communication in
+    flight at the same time, because the spans of a thread must not overlap. The optimizer step is
+    recorded at its end, so its span begins at the previous event.
     """
     made: list[Json] = []
     for rank in tape["ranks"]:
-        pid, lanes = rank["rank"], []  # type: int, list[float]
+        pid = rank["rank"]
+        lanes: list[float] = []  # the end of the last span of each thread for messages, in µs
         made.append(_meta("process_name", pid, 0, f"rank {pid}"))
         made.append(_meta("thread_name", pid, 1, "compute"))
         for name, thread, begin_us, end_us, args in _spans(rank["events"]):
@@ -44,13 +45,14 @@ def chrome_trace(tape: Json) -> Json:
                     lanes.append(0)
                     made.append(_meta("thread_name", pid, 2 + lane,
                                       f"messages {lane + 1}" if lane else "messages"))
-                lanes[lane], tid = end_us, 2 + lane
+                lanes[lane] = end_us
+                tid = 2 + lane
             made.append({"ph": "X", "name": name, "cat": thread, "pid": pid, "tid": tid,
                          "ts": begin_us, "dur": round(end_us - begin_us, 3), "args": args})
         for e in rank["events"]:
             made.append({"ph": "C", "name": "live bytes", "pid": pid, "tid": 0,
                          "ts": _us(e), "args": {"bytes": e["live_bytes"]}})
-    # The names first, and then in the order of time.
+    # Names first, then events by time.
     made.sort(key=lambda each: (each["ph"] != "M", each["ts"]))
     return {"traceEvents": made, "displayTimeUnit": "ms", "otherData": {
         key: str(tape[key]) for key in ("device", "torch", "commit", "world_size")}}
@@ -58,7 +60,7 @@ def chrome_trace(tape: Json) -> Json:
 
 def _spans(events: list[Json]) -> list[tuple[str, str, float, float, Json]]:
     """
-    #### Name, thread, begin, end and arguments of each span, by begin
+    #### Name, thread, begin, end and arguments of each span, ordered by begin
     """
     begun: dict[tuple[str, str], Json] = {}
     ended = {"gathered": ("fetch", "unshard", "messages"), "reduced": ("reduce", "reduce",
@@ -66,7 +68,8 @@ def _spans(events: list[Json]) -> list[tuple[str, str, float, float, Json]]:
              "free": ("compute", "backward", "compute")}
     found = []
     for before, e in zip([None, *events], events, strict=False):
-        name, args = e["layer"], {"line": "{}:{} {}".format(*e["lines"][0])}
+        name = e["layer"]
+        args = {"line": "{}:{} {}".format(*e["lines"][0])}
         if e["event"] in ("fetch", "compute", "reduce"):
             begun[name, e["event"]] = e
         elif e["event"] in ended:
@@ -87,23 +90,28 @@ def _meta(kind: str, pid: int, tid: int, name: str) -> Json:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": {"name": name}}
 
 
-# What happens in a phase, under its name.
+# Explanations of the phases.
 ABOUT = {"forward": ("a layer is gathered, computes,", "and is freed"),
-         "backward": ("once more, and its full gradient", "stays until it is reduced")}
-# To fall back on, where no site defines them.
+         "backward": ("again, and its full gradient", "stays until it is reduced")}
+# The colours to use if no style sheet defines them.
 COLORS = {"fg": "#1b1f24", "muted": "#59636e", "accent": "#0b57a4", "c-shard": "#2f6db3",
           "c-whole": "#7db4e6", "c-grad": "#cf5f12"}
 
 
 class _Plot:
     """
-    ### From events and bytes to places, in a figure of this size
+    ### The coordinates of events and bytes, in a figure of this size
     """
 
     def __init__(self, tape: Json, width: int, height: int):
-        self.rank, self.plain_bytes = tape["ranks"][0], tape["data_parallel"]["peak_bytes"]
-        self.events, self.predicted = self.rank["events"], self.rank["predicted"]
-        self.left, self.right, self.top, self.bottom = 8, width - 8, 40, height - 34
+        rank = tape["ranks"][0]
+        self.events = rank["events"]
+        self.predicted = rank["predicted"]
+        self.plain_bytes = tape["data_parallel"]["peak_bytes"]
+        self.left = 8
+        self.right = width - 8
+        self.top = 40
+        self.bottom = height - 34
 
     def x(self, number: int) -> float:
         across = (self.right - self.left) / (len(self.events) + 1)
@@ -116,13 +124,14 @@ class _Plot:
         rest = self.predicted["rest_bytes"]
         live = [rest, *(e["live_bytes"] for e in self.events)]
         steps = "".join(f"V{self.y(nbytes)}H{self.x(i)}" for i, nbytes in enumerate(live, start=1))
-        # After the last event `zero_grad` drops the shards' gradients.
+        # After the last event `zero_grad` frees the gradients of the shards.
         return f"M{self.x(0)},{self.y(rest)}{steps}V{self.y(rest)}"
 
     def phases(self, words: bool) -> Iterator[str]:
         number = 1
         for i, (phase, run) in enumerate(groupby(self.events, key=lambda e: e["phase"])):
-            begin, number = number, number + len([*run])
+            begin = number
+            number += len([*run])
             yield _rect(self.x(begin), self.top, self.x(number) - self.x(begin),
                         self.bottom - self.top, "muted", 0.14 if i % 2 else 0.06)
             yield _text(self.x(begin) + 4, self.top - 8, phase)
@@ -131,9 +140,10 @@ class _Plot:
                             "muted")
 
     def levels(self) -> Iterator[str]:
-        rest, peak = self.predicted["rest_bytes"], self.predicted["peak_bytes"]
+        rest = self.predicted["rest_bytes"]
+        peak = self.predicted["peak_bytes"]
         for nbytes, name, color, down in (
-                (self.plain_bytes, "plain data parallelism at its peak", "muted", 17),
+                (self.plain_bytes, "plain data parallel training, peak", "muted", 17),
                 (peak, "peak, predicted and measured", "c-grad", -6),
                 (rest, "at rest, predicted and measured", "c-shard", 17)):
             yield (f'<path d="M{self.left},{self.y(nbytes)}H{self.right}" style="fill:none;'
@@ -143,23 +153,26 @@ class _Plot:
 
 def staircase(tape: Json, width: int = 640, height: int = 330) -> str:
     """
-    ## What rank 0 holds through one step, as an SVG
+    ## The memory of rank 0 during one step, as an SVG
 
-    * `width` may be 360 for a phone: text keeps its size, and some of it is left out
+    * `width` may be 360 for a phone; text keeps its size, and the explanations are omitted
 
-    Colours are the site's, by custom properties; each has one to fall back on.
+    Colours are custom properties of the site's style sheet, with a default for each.
     """
-    plot, ranks = _Plot(tape, width, height), tape["world_size"]
-    rest, peak = plot.predicted["rest_bytes"], plot.predicted["peak_bytes"]
+    plot = _Plot(tape, width, height)
+    ranks = tape["world_size"]
+    rest = plot.predicted["rest_bytes"]
+    peak = plot.predicted["peak_bytes"]
     about = (f"Live bytes of rank 0 after each of the {len(plot.events)} events of one training "
-             f"step on {ranks} ranks. It rests with {rest:,} bytes, rises to {peak:,} as layers "
-             f"are gathered and their gradients fill, and falls as they are freed. Plain data "
-             f"parallelism holds {plot.plain_bytes:,} at its peak.")
-    line, below = plot.line(), plot.y(rest)
+             f"step on {ranks} ranks. Between steps it holds {rest:,} bytes. The curve rises to "
+             f"{peak:,} as layers are gathered and gradients allocated, and falls as they are "
+             f"freed. Plain data parallel training holds {plot.plain_bytes:,} at its peak.")
+    line = plot.line()
+    below = plot.y(rest)
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
         'class="staircase" font-family="system-ui, sans-serif" font-size="13">',
-        f"<title>What one rank holds through a step</title><desc>{escape(about)}</desc>",
+        f"<title>Memory of one rank during a step</title><desc>{escape(about)}</desc>",
         *plot.phases(words=width >= 560),
         f'<path d="{line}Z" style="fill-opacity:.35;{_paint("fill", "c-whole")}"/>',
         _rect(plot.left, below, plot.right - plot.left, plot.bottom - below, "c-shard", 0.35),

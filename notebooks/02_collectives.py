@@ -8,21 +8,22 @@
 # %% [markdown]
 # # The collectives, each alone
 #
-# **Question**: what does a rank have to send, so that all ranks train the same model?
+# **Question**: how much does a rank have to send, so that all ranks train the same model?
 #
 # A *collective* is an operation that all ranks call together, each with a vector of its own. ZeRO-3
-# is made of two of them, plain data parallelism of one. Here each runs alone, and its bytes are
-# counted where they leave the process: at the sockets.
+# needs two collectives, an all-gather and a reduce-scatter. Plain data parallel training needs one,
+# an all-reduce. In this notebook each of them runs alone, and we count its bytes at the sockets,
+# where they leave the process.
 #
-# Let the vector have $\Psi$ elements, and cut it into $N$ rows, one for each rank.
+# Let the vector have $\Psi$ elements. Cut it into $N$ rows, one for each of the $N$ ranks.
 #
-# **Your prediction**: which sends most, and by which factor? All-gather, reduce-scatter and
-# all-reduce of a vector on many ranks: order them. Then: a step of ZeRO-3 gathers the parameters
-# twice and reduces the gradients once. How much more is that than data parallelism, which reduces
-# once and gathers nothing?
+# **Your prediction**: on many ranks, which collective sends most, all-gather, reduce-scatter or
+# all-reduce, and how many times as much as the others? A step of ZeRO-3 gathers the parameters
+# twice and reduces the gradients once. A step of data parallel training reduces the gradients once
+# and gathers nothing. How much more does ZeRO-3 send?
 #
-# This notebook belongs to [`comm.py`](../zero3/comm.py#the-wire), through which everything goes
-# that ranks send each other.
+# This notebook belongs to [`comm.py`](../zero3/comm.py#the-wire), which does all communication
+# between ranks.
 
 # %%
 # %matplotlib inline
@@ -35,9 +36,9 @@ N = default_ranks()
 print(f"{N} ranks")
 
 # %% [markdown]
-# This is the code that runs on each rank. `collective` calls one of them. `sent_bytes` asks the
-# kernel how many bytes each of the process's TCP connections has sent, which is something that no
-# formula of ours has a part in; Linux answers, and for gloo, which talks over TCP.
+# This is the code that runs on each rank. `collective` calls one of the collectives. `sent_bytes`
+# asks the kernel how many bytes each TCP connection of the process has sent, so the measurement
+# does not depend on any of our formulas. It works on Linux with gloo, which communicates over TCP.
 
 # %% tags=["varies"]
 # %%writefile worker_02.py
@@ -56,9 +57,11 @@ from zero3.train.launch import my_device
 
 
 def collective(name, mine):
-    """Call one, with this rank's `(psi,)`; returns what the rank then has."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    rows, out = list(mine.chunk(ranks)), torch.empty_like(mine)
+    """Call a collective with this rank's vector `(psi,)`, and return this rank's result."""
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+    rows = list(mine.chunk(ranks))
+    out = torch.empty_like(mine)
     if name == "broadcast":
         out.copy_(mine)
         dist.broadcast(out, src=0)
@@ -81,19 +84,19 @@ def collective(name, mine):
 
 
 def my_reduce_scatter(mine):
-    """The exercise: as it stands, it sends too much."""
+    """The exercise: this version sends too much."""
     return collective("reduce-scatter", mine)
 
 
 def small(name):
-    """On numbers that say where they come from: 10 r + row."""
+    """Call a collective with 10 r + row, and return the input and the output as lists."""
     ranks = dist.get_world_size()
     mine = 10 * dist.get_rank() + torch.arange(ranks, device=my_device())
     return mine.tolist(), collective(name, mine).tolist()
 
 
 def sent_bytes():
-    """Bytes that this process's TCP connections have sent, or None where nobody counts."""
+    """Bytes that the TCP connections of this process have sent, or None if nothing counts them."""
     if dist.get_backend() != "gloo" or sys.platform != "linux":
         return None
     total = 0
@@ -114,11 +117,11 @@ def sent_bytes():
 
 
 def counted(psi, action):
-    """What this rank sends while `action` runs, in units of `psi` elements; and its answer."""
+    """Run `action`; return the bytes it sent, in units of `psi` fp32 elements, and its result."""
     dist.barrier()
     before = sent_bytes()
     answer = action()
-    # After a barrier all that was sent before it has arrived.
+    # The barrier ends when everything that was sent before it has arrived.
     dist.barrier()
     return None if before is None else (sent_bytes() - before) / (4 * psi), answer
 
@@ -129,7 +132,7 @@ def measure(name, psi):
 
 
 def layer_step(side):
-    """Forward and backward of one sharded layer: sockets, and what the `Ledger` says."""
+    """Forward and backward of one sharded layer, counted at the sockets and by a `Ledger`."""
     layer = Zero3Layer(nn.Linear(side, side, bias=False, device=my_device()))
     x = torch.randn(4, side, device=my_device())
 
@@ -146,8 +149,8 @@ def layer_step(side):
 # %% [markdown]
 # ## What each does
 #
-# Element $i$ of rank $r$ is $10r + i$, so that each number says where it comes from. Cover the
-# output, and write down for each what rank 1 will have.
+# Element $i$ of rank $r$ is $10r + i$, so each number shows where it comes from. Cover the output,
+# and write down the result on rank 1 for each collective.
 
 # %%
 NAMES = ["broadcast", "all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
@@ -167,7 +170,7 @@ for name in NAMES:
         assert after == expected[name][rank]
 
 # %% [markdown]
-# | collective | rank $r$ has before | and after |
+# | collective | input of rank $r$ | output of rank $r$ |
 # |---|---|---|
 # | broadcast | a vector | rank 0's vector |
 # | all-gather | row $r$ | all rows |
@@ -175,7 +178,8 @@ for name in NAMES:
 # | all-reduce | a vector | the sum of all vectors |
 # | all-to-all | a vector | row $r$ of all vectors |
 #
-# All-gather and reduce-scatter undo each other's cut. One after the other, they are an all-reduce:
+# A reduce-scatter leaves each rank with one row, and an all-gather puts the rows together again.
+# One after the other they are an all-reduce:
 
 # %%
 for rank, (_, after) in enumerate(run("worker_02:small", N, "both")):
@@ -183,31 +187,40 @@ for rank, (_, after) in enumerate(run("worker_02:small", N, "both")):
     assert after == expected["all-reduce"][rank]
 
 # %% [markdown]
-# ## What each has to send
+# ## How much each has to send
 #
-# In a reduce-scatter, $N-1$ ranks have a part of the sum that one rank shall have, and each of them
-# has to send a row, or add to one that it passes on. That is so for each of the $N$ rows: $N(N-1)$
-# rows of $\Psi/N$ elements, $\Psi\frac{N-1}{N}$ per rank. In an all-gather each rank wants $N-1$
-# rows, which is as many. So an all-reduce, being both, sends
+# Start with two ranks and a vector of four elements, two rows of two. In a reduce-scatter rank 0
+# needs the sum of the first rows, so rank 1 has to send its first row; rank 0 sends its second row
+# in return. Each rank sends two elements. In an all-gather each rank sends its own row, again two
+# elements.
+#
+# In general $N-1$ ranks each send a row of $\frac{\Psi}{N}$ elements toward the rank that needs
+# their sum, either directly or added to a row that they pass on. For all $N$ rows that is
+# $\Psi\frac{N-1}{N}$ elements per rank. An all-gather sends as many, because each rank has to
+# receive $N-1$ rows. An all-reduce does both:
 #
 # $$\underbrace{\Psi\,\frac{N-1}{N}}_{\text{reduce-scatter}} +
 # \underbrace{\Psi\,\frac{N-1}{N}}_{\text{all-gather}} = 2\Psi\,\frac{N-1}{N}$$
 #
-# A *ring* needs no more than this. Each rank only ever talks to its right-hand neighbour, and sends
-# one row in each of $2(N-1)$ rounds. Here it is without ranks and without numbers: a cell is a row
-# on a rank, and holds the set of ranks whose parts have been added.
+# A *ring* reaches this minimum. Each rank sends only to its right-hand neighbour, one row in each
+# of $2(N-1)$ rounds. The next cell simulates a ring in a single process and without numbers: a cell
+# stands for a row on a rank, and contains the set of ranks whose vectors have been added to it.
 
 
 # %%
 def ring(n):
-    """A ring all-reduce: what is where after each round, and the rows that each rank has sent."""
+    """A ring all-reduce: each row after each round, and the number of rows that each rank sent."""
     have = [[{rank} for _ in range(n)] for rank in range(n)]
-    pictures, sent = [have], [0] * n
+    pictures = [have]
+    sent = [0] * n
     for turn in range(2 * (n - 1)):
-        before, have = have, [[*rows] for rows in have]
+        before = have
+        have = [[*rows] for rows in before]
         for rank in range(n):
-            right, row = (rank + 1) % n, (rank - 1 - turn) % n
-            # Added in the first n - 1 rounds; in the others what comes has all parts, and replaces.
+            right = (rank + 1) % n
+            row = (rank - 1 - turn) % n
+            # In the first n - 1 rounds a row is added to the one that is there. In the later rounds
+            # the row that arrives is complete, so adding its set replaces the other.
             have[right][row] = before[rank][row] | before[right][row]
             sent[rank] += 1
         pictures.append(have)
@@ -217,7 +230,7 @@ def ring(n):
 pictures, sent = ring(4)
 assert all(cell == {0, 1, 2, 3} for rows in pictures[-1] for cell in rows)
 assert sent == [2 * (4 - 1)] * 4
-# Half-way, after the reduce-scatter, rank r has row r and nothing else that is complete.
+# Half-way, after the reduce-scatter, row r is complete on rank r and on no other rank.
 assert all((len(pictures[3][rank][row]) == 4) == (rank == row)
            for rank in range(4) for row in range(4))
 
@@ -236,12 +249,13 @@ fig.axes[0].set_ylabel("rank")
 fig
 
 # %% [markdown]
-# *How many ranks' parts each row has, round by round, in a ring of four.*
+# *How many ranks' vectors have been added to each row, round by round, in a ring of four.*
 #
 # ## Counted at the sockets
 #
-# The same five with a vector of a mebibyte. In a broadcast rank 0, or whoever passes it on, sends
-# more than the others, so the table has the mean over ranks, in units of $\Psi$ elements.
+# Now the same five collectives with a vector of a mebibyte. In a broadcast rank 0, or a rank that
+# passes the vector on, sends more than the others. So the table shows the mean over ranks, in units
+# of $\Psi$ elements.
 
 # %%
 PSI = -(-(2**18) // N) * N  # fp32 elements, a mebibyte of them, and a multiple of N
@@ -254,7 +268,7 @@ for name in NAMES:
     seen = None not in ranks
     measured[name] = sum(ranks) / N if seen else None
     print(f"{name:16} {predicted[name]:9.2f} "
-          + (f"{measured[name]:9.2f}" if seen else "  (TCP alone can be counted)"))
+          + (f"{measured[name]:9.2f}" if seen else "  (only TCP can be counted)"))
 for name in NAMES:
     if seen and name != "reduce-scatter":
         assert abs(measured[name] - predicted[name]) < 0.005
@@ -262,18 +276,19 @@ if seen:
     assert abs(measured["reduce-scatter"] - measured["all-reduce"]) < 0.02
 
 # %% [markdown]
-# **Measured**: four of five to the last digit. The surprise is gloo's reduce-scatter: it sends what
-# an all-reduce sends, as if each rank got all rows and threw the others' away.
+# **Measured**: four of five agree with the formula to the last digit. The surprise is gloo's
+# reduce-scatter. It sends as much as an all-reduce, as if each rank received all rows and discarded
+# those of the others.
 #
-# This matters here. Data parallelism needs an all-reduce of the gradients in each step. ZeRO-3
-# needs two all-gathers of the parameters, one forward and one backward, and one reduce-scatter of
-# the gradients:
+# This matters for ZeRO-3. Data parallel training needs one all-reduce of the gradients in each
+# step. ZeRO-3 needs two all-gathers of the parameters, one in forward and one in backward, and one
+# reduce-scatter of the gradients:
 #
 # $$\text{data parallel: } 2\Psi\,\frac{N-1}{N} \qquad \text{ZeRO-3: } 3\Psi\,\frac{N-1}{N}$$
 #
-# With gloo's reduce-scatter it would be 4. That is why `zero3` sends messages of its own on the
-# CPU: each rank sends each other one its row, and adds up what comes. This is one sharded layer,
-# forward and backward:
+# With gloo's reduce-scatter the factor would be 4. Therefore `zero3` sends point-to-point messages
+# on the CPU: each rank sends every other rank its row, and adds up the rows that it receives. Here
+# is one sharded layer, forward and backward:
 
 # %%
 side = 512
@@ -289,7 +304,7 @@ if seen:
     volumes = {
         "data parallel": measured["all-reduce"],
         "ZeRO-3, gloo's collectives": 2 * measured["all-gather"] + measured["reduce-scatter"],
-        "ZeRO-3, zero3's messages": sum(sent for sent, *_ in steps) / N,
+        "ZeRO-3, zero3's own messages": sum(sent for sent, *_ in steps) / N,
     }
     print("in units of Psi (N - 1) / N, at the sockets:")
     for name, volume in volumes.items():
@@ -297,22 +312,23 @@ if seen:
     assert [round(volume / once, 1) for volume in volumes.values()] == [2, 4, 3]
 
 # %% [markdown]
-# **Measured**: ZeRO-3 sends one and a half times what data parallelism sends, on any number of
-# ranks: $\frac{N-1}{N}$ is in both. This is the whole price, and it buys the $N$-th part of the
-# memory. In a chain of layers it is a little less, because the last layer's second gather is
-# [saved](04_a_transformer.ipynb).
+# **Measured**: ZeRO-3 sends one and a half times as much as data parallel training. The ratio is
+# the same on any number of ranks, because $\frac{N-1}{N}$ is a factor of both. This is the whole
+# price for $\frac{1}{N}$ of the memory. In a chain of layers it is a little less, because the last
+# layer [saves](04_a_transformer.ipynb) its second all-gather.
 #
-# What the kernel counts beyond that is too little for these digits: the headers of messages, and
-# the 32 bytes with which each transfer [announces
-# itself](../zero3/comm.py#announce-what-this-rank-is-about-to-transfer), so that ranks that diverge
-# get an error and not noise. On GPUs the collectives are NCCL's, and its reduce-scatter is a real
-# one; transfers announce themselves there too, and the device compares.
+# The kernel also counts the headers of messages and the 32 bytes with which each transfer
+# [announces itself](../zero3/comm.py#announce-what-this-rank-is-about-to-transfer). Both are too
+# small to show in these digits. The announcements let diverging ranks raise an error, because
+# otherwise they would receive the wrong data. On GPUs NCCL runs the collectives, and its
+# reduce-scatter sends only what it has to. Transfers are announced there too, and compared on the
+# device.
 #
 # ## Exercise
 #
 # Write `my_reduce_scatter` in the worker's cell above, with `all_to_all_single` and no other
-# collective. It shall return what a reduce-scatter returns and send $\Psi\frac{N-1}{N}$. Run that
-# cell again, and then this one.
+# collective. It has to return the same as a reduce-scatter, and to send $\Psi\frac{N-1}{N}$
+# elements. Run that cell again, and then this one.
 
 # %%
 answers = [after for _, after in run("worker_02:small", N, "mine")]
@@ -331,13 +347,14 @@ if seen:
 #     return receive_buffer.view(dist.get_world_size(), -1).sum(0)
 # ```
 #
-# An all-to-all brings each rank its row of all vectors; what is left is to add them. It needs an
-# receive_buffer as large as the vector, where a ring needs a row. `zero3` has one at hand: the memory where
-# the full parameters were, which backward needs no more.
+# An all-to-all brings each rank its row of all vectors, so the rank only has to add them. This
+# needs a receive buffer as large as the vector, while a ring needs one as large as a row. `zero3`
+# already has such a buffer: the memory of the full parameters, which backward does not need any
+# more.
 #
 # </details>
 #
 # **In the source**: [gather](../zero3/comm.py#start-to-gather-each-shard-into-its-flat-buffer),
 # [reduce](../zero3/comm.py#start-to-reduce-scatter-each-flat-gradient), and the
 # [sum](../zero3/comm.py#this-rank-s-share-of-the-sum-over-ranks-shard-numel). Next: [one
-# layer](03_one_layer.ipynb), opened up.
+# layer](03_one_layer.ipynb), step by step.

@@ -6,18 +6,18 @@
 # ---
 
 # %% [markdown]
-# # One layer, opened up
+# # One layer, step by step
 #
-# **Question**: a rank has a part of a layer's weights, and computes with all of them. Where are the
-# others when it does not compute, and how does autograd find them again?
+# **Question**: a rank stores only a part of a layer's weights, and computes with all of them. Where
+# are the other weights while the layer does not compute, and how does autograd find them again in
+# backward?
 #
-# A `Zero3Layer` goes through the same few calls in every step. Here we make them ourselves, one by
-# one, on an `nn.Linear` with numbers that can be read, and look at what the memory holds after
-# each.
+# A `Zero3Layer` makes the same few calls in every step. Here we make them ourselves, one by one,
+# for an `nn.Linear` with small whole numbers, and look at the memory after each.
 #
-# **Your prediction**: the layer has 15 parameters, 60 bytes. How many bytes of it does each of two
-# ranks hold between two steps? And how many at the highest moment of a step: fewer than plain
-# PyTorch, which holds 60 bytes of weights and 60 of gradients, as many, or more?
+# **Your prediction**: the layer has 15 parameters in fp32, 60 bytes. How many bytes of it does each
+# of two ranks hold between two steps? And how many at the peak of a step: fewer than plain PyTorch,
+# as many, or more? Plain PyTorch holds 60 bytes of weights and 60 of gradients.
 #
 # This notebook belongs to [`layer.py`](../zero3/layer.py#zero3-layer).
 
@@ -30,14 +30,15 @@ from zero3.train.launch import default_ranks, preload, run
 
 preload("zero3.layer")
 N = default_ranks()
-P = 4 * 3 + 3  # parameters of nn.Linear(4, 3)
-SHARD = -(-P // N)  # elements of each rank
+P = 4 * 3 + 3  # number of parameters of nn.Linear(4, 3)
+SHARD = -(-P // N)  # number of elements of a shard
 print(f"{P} parameters, {4 * P} bytes. {N} ranks: shards of {SHARD} elements, and padding of "
       f"{N * SHARD - P}")
 
 # %% [markdown]
-# The code that runs on the ranks. `opened` is the one to read: it does with a layer what the
-# layer's `forward` and its hooks do, and after each call it notes the bytes of four storages.
+# This code runs on the ranks. The function to read is `opened`. It does with a layer what the
+# layer's `forward` and its hooks do, and after each call it notes the sizes of four storages in
+# bytes.
 
 # %% tags=["varies"]
 # %%writefile worker_03.py
@@ -49,7 +50,7 @@ from zero3 import Zero3Layer
 from zero3.measure.ledger import Ledger
 from zero3.train.launch import my_device
 
-ROWS = 4  # of each rank
+ROWS = 4  # of the batch of each rank
 
 
 def readable():
@@ -62,12 +63,13 @@ def readable():
 
 
 def inputs(ranks):
-    """The global batch, of small whole numbers: the same on every rank."""
+    """The global batch, small whole numbers, the same on every rank: `(ROWS * ranks, 4)`."""
     torch.manual_seed(0)
     return torch.randint(-2, 3, (ROWS * ranks, 4)).float().to(my_device())
 
 
 def my_inputs():
+    """This rank's rows of the global batch: `(ROWS, 4)`."""
     return inputs(dist.get_world_size()).chunk(dist.get_world_size())[dist.get_rank()]
 
 
@@ -76,20 +78,22 @@ def mean_loss(out):
 
 
 def plain(ranks):
-    """What is right: plain PyTorch on the global batch, and the gradient as one vector."""
+    """The expected result: the gradient of plain PyTorch on the global batch, as one vector."""
     linear = readable()
     mean_loss(linear(inputs(ranks))).backward()
     return torch.cat([p.grad.flatten() for p in linear.parameters()]).cpu()
 
 
 def merged():
-    layer, linear = Zero3Layer(readable()), readable()
+    """The flat parameter, and this rank's shard of it."""
+    layer = Zero3Layer(readable())
+    linear = readable()
     flat = layer._merge_and_pad_params(list(linear.parameters()))
     return flat.tolist(), layer.flats[0].shard.tolist()
 
 
 def touched():
-    """What a freed parameter answers."""
+    """A freed parameter's text, its shape, and the error that it raises in an addition."""
     linear = readable()
     Zero3Layer(linear)
     try:
@@ -99,49 +103,52 @@ def touched():
 
 
 def opened():
-    linear, ranks = readable(), dist.get_world_size()
+    """A training step of one layer, call by call."""
+    ranks = dist.get_world_size()
+    linear = readable()
     layer = Zero3Layer(linear)
-    group, notes = layer.flats[0], []
+    flat = layer.flats[0]
+    notes = []
 
     def note(call):
-        tensors = group.shard, group.full, group.grad, group.shard.grad
+        tensors = flat.shard, flat.full, flat.grad, flat.shard.grad
         notes.append((call, [0 if t is None else t.untyped_storage().nbytes() for t in tensors]))
 
     note("at rest")
-    storage = group.full.untyped_storage()._cdata
+    storage = flat.full.untyped_storage()._cdata
 
     # Forward
     layer.fetch_params()
     note("fetch_params()")
     layer._wait_params()
     weights = linear.weight.flatten().tolist() + linear.bias.tolist()
-    out = linear(my_inputs())  # the module itself, which knows nothing of shards
+    out = linear(my_inputs())  # the module itself, which does not know about shards
     note("linear(x)")
     layer._cleanup_params()
     note("_cleanup_params()")
 
-    # Backward: autograd has kept views of the flat buffer, so they are filled again.
+    # Backward: autograd has saved views of the flat parameter, so fill its storage again.
     layer.fetch_params()
     layer._wait_params()
     note("fetch, wait")
-    params = [slot.param for slot in group.slots]
-    group.grad = layer._empty(len(group.full), group.shard.dtype).zero_()
-    for slot, grad in zip(group.slots, torch.autograd.grad(mean_loss(out), params), strict=True):
-        slot.of(group.grad).copy_(grad * (1 / ranks))
-        group.ready.add(slot.names)
+    params = [slot.param for slot in flat.slots]
+    flat.grad = layer._empty(len(flat.full), flat.shard.dtype).zero_()
+    for slot, grad in zip(flat.slots, torch.autograd.grad(mean_loss(out), params), strict=True):
+        slot.of(flat.grad).copy_(grad * (1 / ranks))
+        flat.ready.add(slot.names)
     note("gradients")
 
     # Reduce
     with Ledger(layer) as tape:
         layer._backup_grads()
     note("_backup_grads()")
-    same = storage == group.full.untyped_storage()._cdata
+    same = storage == flat.full.untyped_storage()._cdata
     events = [(e.event, e.bytes, e.live_bytes) for e in tape.events]
-    return notes, weights, same, events, group.shard.grad.cpu()
+    return notes, weights, same, events, flat.shard.grad.cpu()
 
 
 def itself():
-    """The same in two lines."""
+    """The same step in two lines."""
     layer = Zero3Layer(readable())
     with Ledger(layer) as tape:
         mean_loss(layer(my_inputs())).backward()
@@ -151,11 +158,11 @@ def itself():
 # %% [markdown]
 # ## Shard
 #
-# `_merge_and_pad_params`
-# ([here](../zero3/layer.py#merge-parameters-and-pad-so-that-the-length-is-divisible-by-world-size))
-# lays all parameters one after the other, and adds zeros until the length can be divided by $N$.
-# The result is the *flat parameter*, and rank $r$ keeps the $r$-th part of it: its *shard*. A cut
-# goes wherever it falls, also through a row of a matrix.
+# A layer first
+# [merges](../zero3/layer.py#merge-parameters-and-pad-so-that-the-length-is-divisible-by-world-size)
+# its parameters. `_merge_and_pad_params` concatenates them and appends zeros until the length is
+# divisible by $N$. The result is the *flat parameter*. Rank $r$ keeps the $r$-th part of it, its
+# *shard*. A cut may fall anywhere, even in the middle of a row of a matrix.
 
 # %%
 answers = run("worker_03:merged", N)
@@ -166,11 +173,12 @@ for rank, (flat, shard) in enumerate(answers):
     assert shard == flat[rank * SHARD : (rank + 1) * SHARD]
 
 # %% [markdown]
-# The module's weight and bias were views of the flat parameter, and still are, but the storage
-# under it has been resized to nothing. An operation on such a view would read address zero and end
-# the process. So while a layer is sharded its parameters are of a
-# [class](../zero3/offload.py#a-parameter-whose-memory-is-given-back) that answers what needs no
-# element, and for anything else raises an error which says whose parameter this is:
+# The module's weight and bias are views of the flat parameter. While the layer is sharded they stay
+# views, but the storage under them has no bytes. An operation on such a view would read from
+# address zero and crash the process. So while a layer is sharded, its parameters have a special
+# [class](../zero3/offload.py#a-parameter-whose-memory-is-given-back). It answers questions that
+# need no elements, such as the shape, and raises an error with the parameter's name for anything
+# else:
 
 # %%
 for rank, (text, shape, error) in enumerate(run("worker_03:touched", N)):
@@ -181,39 +189,42 @@ for rank, (text, shape, error) in enumerate(run("worker_03:touched", N)):
 # %% [markdown]
 # ## Unshard, compute, reshard; and again for backward
 #
-# Now the whole step. Each line below is what this rank holds after a call, in bytes.
+# Now the whole step. Each line of the output shows the bytes that this rank holds after a call.
 #
-# * [`fetch_params`](../zero3/layer.py#unshard-all-gather) gives the flat parameter its memory back
-#   and starts the all-gather, and `_wait_params` completes it
-# * [`_cleanup_params`](../zero3/layer.py#reshard-free) resizes the storage to nothing
+# * [`fetch_params`](../zero3/layer.py#unshard-all-gather) allocates the flat parameter's memory and
+#   starts the all-gather, and `_wait_params` completes it
+# * [`_cleanup_params`](../zero3/layer.py#reshard-free) resizes the storage to zero bytes
 # * [`_backup_grads`](../zero3/layer.py#reshard-and-reduce-scatter-the-gradients) frees the
-#   parameters, and reduce-scatters the gradients
+#   parameters and reduce-scatters the gradients
 #
-# Backward is the first place to be careful. Autograd has kept the weight for it: not a copy, but a
-# view of the flat parameter, whose memory went in between. It works because the next all-gather
-# fills the *same storage*. To replace it by a new tensor would leave autograd with the old one.
+# Backward needs care. Autograd has saved the weight for it, but not as a copy: it holds a view of
+# the flat parameter, and that memory has been freed since. This works because the next all-gather
+# fills the *same storage*. If it wrote into a new tensor, autograd would still hold the old, empty
+# one.
 
 # %%
 answers = run("worker_03:opened", N)
 notes, *_ = answers[0]
-print(f"{'':18}{'shard':>10}{'full':>10}{'gradient':>10}{'its shard':>10}{'all':>10}")
+print(f"{'':18}{'shard':>12}{'full':>12}{'full grad':>12}{'shard grad':>12}{'all':>12}")
 for call, held in notes:
-    print(f"{call:18}" + "".join(f"{nbytes:>10}" for nbytes in [*held, sum(held)]))
+    print(f"{call:18}" + "".join(f"{nbytes:>12}" for nbytes in [*held, sum(held)]))
 
-shard_bytes, full_bytes = 4 * SHARD, 4 * N * SHARD
+shard_bytes = 4 * SHARD
+full_bytes = 4 * N * SHARD
 assert [held for _, held in notes] == [
     [shard_bytes, 0, 0, 0], [shard_bytes, full_bytes, 0, 0], [shard_bytes, full_bytes, 0, 0],
     [shard_bytes, 0, 0, 0], [shard_bytes, full_bytes, 0, 0],
     [shard_bytes, full_bytes, full_bytes, 0], [shard_bytes, 0, 0, shard_bytes]]
 for other, weights, same, _, _ in answers:
-    assert other == notes  # on all ranks
+    assert other == notes  # the same on all ranks
     assert weights == [*range(1, P + 1)] and same
-print("\nwhole weights while it computed, and the same storage as before, on all ranks: True")
+print("\nall weights in forward, and the same storage as before, on all ranks: True")
 
 # %% [markdown]
-# From outside one does not see what happens within `_backup_grads`. The
-# [`Ledger`](../zero3/measure/ledger.py#the-tape) does: the parameters go first, and on the CPU the other
-# ranks' gradients then arrive in the very memory that they had.
+# `_backup_grads` does several things in one call. The
+# [`Ledger`](../zero3/measure/ledger.py#the-tape) shows them one by one. First the parameters are
+# freed. On the CPU the gradients of the other ranks then arrive in the memory that the parameters
+# used.
 
 # %%
 events = answers[0][3]
@@ -243,22 +254,23 @@ fig
 # %%
 highest = max(sum(held) for _, held in notes)
 highest = max(highest, *(live_bytes for *_, live_bytes in events))
-print(f"at rest {sum(notes[0][1])} bytes, at the highest moment {highest}; plain PyTorch "
-      f"{2 * 4 * P} with gradients")
+print(f"at rest {sum(notes[0][1])} bytes, at the peak {highest}; plain PyTorch "
+      f"{2 * 4 * P} with its gradients")
 assert highest > 2 * 4 * P
 
 # %% [markdown]
-# **Measured**: between two steps a rank has its part. At the highest moment it holds *more* than
-# plain PyTorch: the whole layer, its whole gradient, and the shard too. One sharded layer alone
-# saves nothing at its peak. The saving is in the others: while this layer is whole, each other
-# layer of the model is a shard. So the layers to wrap are many and of moderate size.
+# **Measured**: between two steps a rank holds only its shard. At the peak it holds *more* than
+# plain PyTorch: the whole layer, its whole gradient, and the shard as well. A single sharded layer
+# saves nothing at its peak. The saving comes from the other layers: while this one is whole, each
+# of them is a shard. So wrap many layers of moderate size.
 #
 # ## The same gradient
 #
-# Each rank has computed with its own rows. Its loss is the mean over these, so the gradient of the
-# mean over all rows is the mean of the ranks' gradients. Each gradient is divided by $N$ before it
-# is sent, and the sum of what arrives is that mean. Put together, the shards' gradients are what
-# plain PyTorch finds on the whole batch, and the padding's gradient is zero:
+# Each rank has computed with its own rows, and its loss is the mean over them. The loss on the
+# global batch is the mean over all rows, so its gradient is the mean of the ranks' gradients. Each
+# rank divides its gradient by $N$ before it sends it, so the sum over ranks is that mean.
+# Concatenated, the shards' gradients equal the gradient of plain PyTorch on the whole batch, and
+# the gradient of the padding is zero:
 
 # %%
 (right,) = run("worker_03:plain", 1, N)
@@ -269,12 +281,12 @@ torch.testing.assert_close(by_hand[:P], right, rtol=1e-5, atol=1e-5)
 assert (by_hand[P:] == 0).all()
 
 # %% [markdown]
-# ## Without hands
+# ## Automatically
 #
-# `layer(x)` and `backward()` do all this by themselves. Nothing calls the layer in backward, so it
-# leaves hooks: one on each output, whose gradient announces that its backward begins, and one on
-# each parameter, which comes when that parameter's gradient is complete. These are its events, and
-# below them the same gradient, to the bit:
+# `layer(x)` and `backward()` do all this themselves. In backward nobody calls the layer, so it
+# registers hooks. One on each output runs when the gradient of that output is ready, and announces
+# the layer's backward pass. One on each parameter runs when the gradient of that parameter is
+# complete. Here are the events of the layer, followed by the same gradient, bit by bit:
 
 # %%
 by_itself = run("worker_03:itself", N)
@@ -288,21 +300,21 @@ assert max(live_bytes for *_, live_bytes in by_itself[0][0]) == highest
 # %% [markdown]
 # ## Exercise
 #
-# In the worker's cell, take the mean out: `.copy_(grad)` instead of `.copy_(grad * (1 / ranks))`.
-# Run all again. What do the shards' gradients become, and why might you train a model for weeks
-# with AdamW before you notice?
+# In the worker's cell, remove the division: write `.copy_(grad)` in place of `.copy_(grad * (1 /
+# ranks))`. Run everything again. What happens to the gradients of the shards? Why might you train a
+# model with AdamW for weeks before you notice?
 #
 # <details><summary>Answer</summary>
 #
-# They are $N$ times too large, and the comparison with plain PyTorch fails. SGD would take steps
-# $N$ times as long, which shows. Adam divides the mean gradient by the root of the mean square
-# gradient, so a constant factor nearly cancels: losses look right. A clip of the gradient's norm,
-# though, would begin at an $N$-th of the norm that was asked for. This is why the tests compare
-# weights with a large `eps`, and not only losses.
+# They are $N$ times too large, and the comparison with plain PyTorch fails. With SGD the steps
+# would be $N$ times as long, which you would notice. Adam divides the mean gradient by the root of
+# the mean squared gradient, so a constant factor almost cancels, and the losses look right. Only
+# gradient clipping would change: it would start at $\frac{1}{N}$ of the norm that you asked for.
+# This is why the tests compare weights with a large `eps`, and not only losses.
 #
 # </details>
 #
-# **In the source**: this order is the order of [`layer.py`](../zero3/layer.py#zero3-layer), from
+# **In the source**: [`layer.py`](../zero3/layer.py#zero3-layer) has the same order, from
 # [shard](../zero3/layer.py#shard-make-parameters-views-of-one-flat-buffer-keep-1-n-of-it-free-it)
 # to [add](../zero3/layer.py#add-the-reduced-gradients-to-the-shards). Next: [a
-# transformer](04_a_transformer.ipynb) of such layers.
+# transformer](04_a_transformer.ipynb) made of such layers.

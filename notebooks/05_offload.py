@@ -6,19 +6,20 @@
 # ---
 
 # %% [markdown]
-# # Offload: where a shard rests
+# # Offload: where shards are stored
 #
-# **Question**: between two uses nobody computes with a shard. It may rest on the device, in CPU
-# memory or in a file. What does the training notice of it?
+# **Question**: between two uses, nothing computes with a shard. It can be stored on the device, in
+# CPU memory or in a file. Does training notice the difference?
 #
-# A rank needs a shard of the parameters twice in a step, to gather it forward and backward, and
-# its optimizer states once. In between they are in nobody's way if they are elsewhere, as long as
-# they are back in time. A *tier* is such a place. The chapter is
-# [`offload.py`](../zero3/offload.py#offload-where-a-shard-rests); what a layer does with its shard
-# was the subject of the [third notebook](03_one_layer.ipynb).
+# A rank needs a shard of the parameters twice in a step, for the all-gathers of forward and
+# backward. It needs the shard's optimizer states once. In the meantime they can be stored
+# elsewhere, as long as they are back in time. Each such place is called a *tier*. The chapter is
+# [`offload.py`](../zero3/offload.py#offload-where-a-shard-rests). The [third
+# notebook](03_one_layer.ipynb) shows how a layer uses its shard.
 #
-# Below is a chain of equal layers in bf16, with `Zero3Optimizer` and Adam. The parameters rest in
-# one tier, and masters, moments and gradients in one that may be another.
+# We train a chain of equal layers in bf16, with `Zero3Optimizer` and Adam. The parameters are
+# stored in one tier. Masters, moments and gradients are stored in a second one, which may be the
+# same.
 
 # %% tags=["varies"]
 # %%writefile worker_05.py
@@ -35,9 +36,9 @@ WIDTH = 256
 
 
 def build(folder, params_in, states_in, depth, **options):
-    """A chain of `depth` layers, and its optimizer"""
+    """A chain of `depth` layers, and its optimizer."""
     torch.manual_seed(0)
-    # One object for all layers: they share its buffers.
+    # All layers get the same `Offload`, so they share its buffers.
     params, states = (Offload(tier, folder=folder, **options) if tier == "nvme" else Offload(tier)
                       for tier in (params_in, states_in))
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(depth)]
@@ -47,8 +48,8 @@ def build(folder, params_in, states_in, depth, **options):
 
 
 def train(params_in, states_in, depth=8, steps=4, **options):
-    """Train, and tell losses, weights, bytes, and what happened in the last step"""
-    # On a machine with an NVMe disk, `dir=` is a folder on it.
+    """Train; return losses, weights, bytes, and the events of the last step."""
+    # If you have an NVMe disk, pass a folder on it as `dir=`.
     with tempfile.TemporaryDirectory() as folder:
         model, optimizer = build(folder, params_in, states_in, depth, **options)
         torch.manual_seed(optimizer.comm.rank)  # each rank has rows of its own
@@ -72,8 +73,8 @@ def train(params_in, states_in, depth=8, steps=4, **options):
 # %% [markdown]
 # ## Predict
 #
-# All shards, masters, moments and gradients of eight layers rest in files. Of the bytes that a
-# rank had in memory before, how many are still there between two steps?
+# All shards, masters, moments and gradients of eight layers are stored in files. Compared with a
+# run without files, how many bytes does a rank still hold in memory between two steps?
 #
 # 1. none,
 # 2. less than a tenth,
@@ -110,11 +111,12 @@ for (params_in, states_in), ranks in found.items():
         assert (rank["read"], rank["written"]) == (expected.read_bytes, expected.written_bytes)
 
 # %% [markdown]
-# On a machine without a GPU the device's memory *is* the CPU's, and the first three rows are
-# alike. With GPUs the sums stay what they are, and lie elsewhere.
+# On a machine without a GPU the device's memory *is* CPU memory, so the first three rows are equal.
+# With GPUs the totals are the same, but the bytes are in different places.
 #
-# Each figure is what [`predict`](../zero3/estimate/predict.py#predict-the-same-bytes-from-shapes) says of
-# it from the shapes alone; the cell stops where one is not. Now the numbers that were trained.
+# Each number equals the prediction of
+# [`predict`](../zero3/estimate/predict.py#predict-the-same-bytes-from-shapes), which knows only the
+# shapes. The cell fails if one does not. Now compare the trained weights and the losses.
 
 # %%
 reference = found["cpu", "cpu"][0]
@@ -126,29 +128,30 @@ for place in same_processor:
     assert equal
 
 left = found["nvme", "nvme"][0]["memory"] / found["device", "device"][0]["memory"]
-print(f"\nin memory with everything in files: {left:.0%} of what there was without")
+print(f"\nmemory with everything in files: {left:.0%} of the memory without files")
 assert left > 0.5
 
 # %% [markdown]
-# **Measured**: no bit differs. A tier moves numbers and computes none, so all that can change them
-# is the processor that steps them: from CPU memory and from files that is the CPU, from the device
-# it is the device. Where those are two, the first row may differ from the others in its last
-# digits, and it is left out above.
+# **Measured**: not a single bit differs. A tier stores numbers and computes nothing. Only the
+# processor that runs the optimizer step can make a difference. The CPU steps shards that are stored
+# in CPU memory or in files, and the device steps those that are stored on it. If these are two
+# different processors, the first row may differ from the others in the last digits, so the
+# comparison leaves it out.
 #
-# And with eight layers most of the memory is still there. Nothing rests in it, though. It is the
-# [buffers](../zero3/offload.py#the-files-and-buffers-for-one-purpose-opened-with-the-first-use)
+# And with eight layers most of the memory is still in use, although no shard is stored in it. It is
+# [buffers](../zero3/offload.py#the-files-and-buffers-for-one-purpose-opened-with-the-first-use),
 # through which files are read and written:
 #
 # $$\text{buffers} = 2 \cdot \text{largest shard} \; + \; 5 \cdot \text{largest states of a shard}$$
 #
-# ## What remains does not grow
+# ## The buffers do not grow with depth
 #
-# The formula has no number of layers in it. **Predict**: from how many of these layers on does it
-# pay to have everything in files?
+# The number of layers does not occur in this formula. **Predict**: with how many of these layers
+# does it start to save memory to store everything in files?
 
 # %%
 def rest_bytes(depth, tier, **options):
-    """What a rank has in memory, from shapes: nothing runs"""
+    """Bytes that a rank holds in memory between steps, from shapes; nothing runs."""
     layer = nn.Linear(256, 256, device="meta", dtype=torch.bfloat16)
     at = Offload(tier, folder="." if tier == "nvme" else None, **options)
     return predict(describe([layer] * depth), N, stage3=True, params_in=at, states_in=at).rest_bytes
@@ -157,7 +160,8 @@ def rest_bytes(depth, tier, **options):
 print(f"{'layers':>6}{'in memory':>14}{'with files':>14}   measured")
 for depth in (4, 8, 16):
     measured = run("worker_05:train", N, "nvme", "nvme", depth, 1)[0]["memory"]
-    device, files = rest_bytes(depth, "device"), rest_bytes(depth, "nvme")
+    device = rest_bytes(depth, "device")
+    files = rest_bytes(depth, "nvme")
     print(f"{depth:6}{device:14,}{files:14,}   {'equal' if measured == files else measured}")
     assert measured == files
 pays = next(d for d in range(1, 100) if rest_bytes(d, "nvme") < rest_bytes(d, "device"))
@@ -165,23 +169,25 @@ print(f"\nfiles save memory from {pays} layers on")
 assert rest_bytes(100, "nvme") - rest_bytes(8, "nvme") == 92 * 4
 
 # %% [markdown]
-# **Measured**: the states of five layers are in buffers, whether there are eight layers or a
-# hundred; what grows are the 4 bytes in which Adam counts the steps of a shard. A model of few
-# layers has *more* in memory with files than without. Offload is for models that are deep, and one
-# enormous layer is better cut in pieces.
+# **Measured**: the buffers hold the states of five layers, whether the model has eight layers or a
+# hundred. Only 4 bytes per layer are added, in which Adam counts the steps of a shard. A model of
+# few layers uses *more* memory with files than without. Offload is for deep models, and one
+# enormous layer is better split into several.
 #
 # ## Back in time
 #
-# **Predict**: in forward, when does the read of layer 4 from its file begin: when layer 4 is
+# **Predict**: in forward, when does the rank begin to read layer 4 from its file: when layer 4 is
 # called, while layer 3 computes, or earlier?
 #
-# The tape has what happened in the last step, in order. At each moment in which a layer begins to
-# compute, we look which others are being gathered, and which are being read.
+# The tape lists the events of the last step in order. Whenever a layer begins to compute, we print
+# the other layers that are being gathered and those that are being read.
 
 # %%
 events = found["nvme", "nvme"][0]["events"]
 number = {e.layer: int(e.layer.split()[1]) for e in events if e.phase != "step"}
-gathering, reading, table = [], [], {}
+gathering = []
+reading = []
+table = {}
 for e in events:
     if e.phase == "forward" and e.event in ("read", "fetch", "compute"):
         layer = number[e.layer]
@@ -193,16 +199,17 @@ for e in events:
         else:
             gathering.remove(layer)
             table[layer] = ([*gathering], [*reading])
-            print(f"layer {layer} computes; asked for: gathers of {gathering}, reads of {reading}")
+            print(f"layer {layer} computes; started: all-gather of {gathering}, read of {reading}")
 assert all(table[i] == ([i + 1], [i + 2]) for i in range(6))
 
 # %% [markdown]
-# **Measured**: two layers ahead: the read of layer 4 begins before layer 2 computes. The chain
-# gathers one layer ahead, and [each gather asks for the file of the next
-# one](../zero3/layer.py#unshard-all-gather). At the end of forward it is turned round: when the
-# last layer is gathered, the file of the one before it is read, because backward comes to it next.
+# **Measured**: two layers ahead. The read of layer 4 starts before layer 2 computes. The chain
+# starts all-gathers one layer ahead, and [each all-gather starts to read the layer that comes
+# next](../zero3/layer.py#unshard-all-gather). At the end of forward the direction changes: when the
+# last layer is gathered, the layer with the next lower number is read, because backward needs it
+# next.
 #
-# The same for the whole step, in one picture. It has the order of events, not times.
+# Here is the whole step in one picture. The axis is the order of events, not time.
 
 # %%
 fig, ax = plt.subplots(figsize=(10, 3.6), layout="constrained")
@@ -228,20 +235,20 @@ ax.spines[["top", "right"]].set_visible(False)
 plt.show()
 
 # %% [markdown]
-# Reads (purple) begin before the layer is whole (blue); in backward each gradient goes to its file
-# as soon as it is reduced (pink), and the states with which the step begins are asked for before
-# backward is over. The step itself is a
-# [pipeline](../zero3/optimizer/states.py#the-states-of-a-shard-master-moments-gradient-and-where-they-rest):
-# one shard is stepped (green) while others are read and written.
+# Reads (purple) start before the layer is whole (blue). In backward each gradient is written to its
+# file as soon as it has been reduced (pink). The states for the beginning of the optimizer step are
+# requested before backward ends. The step itself is a [pipeline](../zero3/optimizer/states.py):
+# while one shard is updated (green), others are read and written.
 #
-# ## What a tier costs
+# ## The cost of a tier
 #
-# Memory is not the price, bytes on the way are. **Predict**: with everything in files, how many
-# bytes does a step read and write for each parameter of a shard? A parameter has 2 bytes, its
-# gradient 2, its master and its moments 12.
+# The cost of a tier is not memory but the bytes that have to be moved. **Predict**: with everything
+# in files, how many bytes does a step read and write for each parameter of a shard? A parameter has
+# 2 bytes, its gradient 2, its master and its moments together 12.
 
 # %%
-nvme, numel = found["nvme", "nvme"][0], 8 * -(-(256 * 256 + 256) // N)
+nvme = found["nvme", "nvme"][0]
+numel = 8 * -(-(256 * 256 + 256) // N)
 told = places(numel * N, N)[-1].step_bytes["nvme"]
 measured = (nvme["read"] + nvme["written"]) / numel
 print(f"formula:  {told / numel:.1f} bytes for each parameter of a shard")
@@ -249,24 +256,30 @@ print(f"measured: {measured:.1f}")
 assert told / numel == 34
 
 # %% [markdown]
-# The formula adds up the shard, $2 + 2$ read and $2$ written, and master, moments and gradient,
-# $14$ read and $14$ written. In the run the last layer is not gathered twice, and [what is in a
-# buffer still is not read again](../zero3/offload.py#tensors-that-rest-in-a-file), which makes it
-# less; and files are in whole blocks of 4096 bytes, which makes it more, where shards are small.
+# The formula adds two parts. The shard is read twice and written once: $2 + 2 + 2$ bytes. Master,
+# moments and gradient are read and written once: $14 + 14$ bytes. The run differs in two ways. It
+# reads less, because the last layer is not gathered twice and [tensors that are still in a buffer
+# are not read again](../zero3/offload.py#tensors-that-rest-in-a-file). It moves more if shards are
+# small, because files consist of whole blocks of 4096 bytes.
 #
-# Whether anybody notices depends on how much is computed for each byte. With $T$ tokens of a rank
-# in a step, where nothing hides a transfer,
+# Whether this slows training down depends on the amount of computation per byte. Let a rank process
+# $T$ tokens in a step, and assume that no transfer overlaps computation. Then
 #
 # $$\text{efficiency} = \frac{\text{ait} \cdot \text{bw}}{\text{ait} \cdot \text{bw} +
 # \text{peak}} \qquad \text{ait} = T \text{ for parameters and gradients, } \frac{T}{4}
 # \text{ for optimizer states}$$
 #
-# **Predict**: a disk gives 3 GB/s to a rank, a device computes at 70 Tflop/s, and a rank has 8,192
-# tokens in a step. What is left of the speed?
+# where ait is the arithmetic intensity in floating point operations per byte, bw the bandwidth of
+# the tier, and peak the device's operations per second.
+#
+# **Predict**: a disk reads 3 GB/s for each rank, a device computes at 70 Tflop/s, and a rank has
+# 8,192 tokens in a step. Which fraction of the device's speed remains?
 
 # %%
-PEAK, DISK, CPU = 70e12, 3e9, 25e9  # flops, and bytes, in a second
-print("what is left of the speed, if nothing hides the transfer\n")
+PEAK = 70e12  # flop/s
+DISK = 3e9  # bytes/s
+CPU = 25e9  # bytes/s
+print("fraction of the device's speed, if transfers do not overlap computation\n")
 print(f"{'tokens':>10}{'parameters':>22}{'optimizer states':>22}")
 print(f"{'':10}{'from cpu':>11}{'files':>11}{'from cpu':>11}{'files':>11}")
 for tokens in (8_192, 65_536, 524_288):
@@ -275,22 +288,22 @@ for tokens in (8_192, 65_536, 524_288):
 assert efficiency(8192 / 4, DISK, PEAK) < 0.1 < 0.9 < efficiency(524288 / 4, CPU, PEAK)
 
 # %% [markdown]
-# **Answer**: a tier changes no number that is trained. What it costs is bytes that move, and those
-# are the same for a small batch and for a large one; so the way to afford a slow tier is to
-# compute more for each step. The three speeds above are round figures: `python -m zero3.offload
-# bench --folder DIR` measures your disk, and `python -m zero3.estimate --model 8b --ranks 1 --gpu
-# 80GB --cpu 128GB --nvme 1TB` says which tiers a model needs. The formula is
-# [`efficiency`](../zero3/estimate/formulas.py#estimate-the-papers-formulas), from ZeRO-Infinity.
+# **Answer**: no tier changes the training result. The cost is the bytes that have to be moved, and
+# their number is the same for a small batch and for a large one. So to make a slow tier affordable,
+# compute more in each step. The three speeds above are round figures. `python -m zero3.offload
+# bench --folder DIR` measures your disk. `python -m zero3.estimate --model 8b --ranks 1 --gpu 80GB
+# --cpu 128GB --nvme 1TB` prints the tiers that a model needs. The formula comes from ZeRO-Infinity
+# and is implemented in [`efficiency`](../zero3/estimate/formulas.py#estimate-the-papers-formulas).
 #
 # ## Exercise
 #
-# `Offload(..., buffers=3)` has three shards' states in memory at once, and not five. By how many
-# bytes does a rank's memory shrink in the chain above? Say it as a formula first: a shard has $S =
-# \lceil P_\ell / N \rceil$ elements, and a buffer has whole blocks of 4096 bytes and one block
-# more, to begin at an address that the disk likes.
+# `Offload(..., buffers=3)` keeps the states of three shards in memory at a time, and not five. How
+# many bytes of memory does a rank save in the chain above? Write a formula first. A shard has
+# $\lceil P_\ell / N \rceil$ elements. Each tensor in a buffer takes whole blocks of 4096 bytes. The
+# buffer has one block more, so that it can begin at an address that is suitable for the disk.
 
 # %%
-mine = None  # your number of bytes
+mine = None  # replace None by your number of bytes
 
 truth = rest_bytes(8, "nvme") - rest_bytes(8, "nvme", buffers=3)
 print("not answered yet" if mine is None else "right" if mine == truth else "another number")
@@ -298,18 +311,18 @@ print("not answered yet" if mine is None else "right" if mine == truth else "ano
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Two buffers less. A buffer holds the master, two moments and the gradient, each in whole blocks:
-# with $b(n) = 4096 \lceil n / 4096 \rceil$ it has $3\,b(4S) + b(2S) + 4096$ bytes.
+# Two buffers less. A buffer holds the master, two moments and the gradient, each in whole blocks.
+# With $s = \lceil P_\ell / N \rceil$ and $b(n) = 4096 \lceil n / 4096 \rceil$ it has $3\,b(4s) +
+# b(2s) + 4096$ bytes.
 #
 # ```python
-# S = -(-(256 * 256 + 256) // N)
-# b = lambda n: -(-n // 4096) * 4096
-# mine = 2 * (3 * b(4 * S) + b(2 * S) + 4096)
+# shard_numel = -(-(256 * 256 + 256) // N)
+# b = lambda nbytes: -(-nbytes // 4096) * 4096
+# mine = 2 * (3 * b(4 * shard_numel) + b(2 * shard_numel) + 4096)
 # ```
 #
-# It costs time and no bits: with three buffers one is written from, one is stepped in, and one
-# alone is left to read ahead into. And of what backward had, less is still there for the step, so
-# a little more is read.
-# </details>
+# The result of training does not change, but it takes longer. With three buffers, one is being
+# written from and one is being updated, so only one remains to read ahead. Fewer tensors from
+# backward are still in a buffer when the step needs them, so a little more is read. </details>
 #
-# Next: [what is in those states, and why](06_optimizer.ipynb).
+# Next: [the optimizer states, and why they are there](06_optimizer.ipynb).

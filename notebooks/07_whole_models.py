@@ -6,15 +6,18 @@
 # ---
 
 # %% [markdown]
-# # Whole models: an order that is learnt
+# # Whole models: learning the order of layers
 #
-# **Question**: a chain knows which layer comes next, and fetches it in time. A model that is
-# written freely says nothing. How can its layers be fetched ahead?
+# **Question**: in a chain it is clear which layer comes next, so it can be prefetched. The
+# `forward` of an arbitrary model can call its layers in any order. How can its layers be
+# prefetched?
 #
-# `wrap` puts a [`Unit`](../zero3/whole_model/units.py#a-layer-of-a-whole-model) in the place of each layer and
-# one more, the root's, around what is left over. The model is called as before. Below, the blocks
-# lie in a dict, in an order that has nothing to do with their use; `b` is used twice; and
-# embedding and head are one parameter with two names.
+# `wrap` replaces each layer by a [`Unit`](../zero3/whole_model/units.py#a-layer-of-a-whole-model).
+# One more unit, the root, owns the remaining parameters. The model is called as before.
+#
+# The model below is difficult on purpose. Its blocks are in a dict, in an order that has nothing to
+# do with their use. Block `b` is called twice. Embedding and head share one parameter, under two
+# names.
 
 # %% tags=["varies"]
 # %%writefile worker_07.py
@@ -25,14 +28,16 @@ from zero3 import Zero3Optimizer, wrap
 from zero3.measure.ledger import Ledger
 from zero3.train.launch import my_device
 
-WIDTH, TOKENS = 64, 97
+WIDTH = 64
+TOKENS = 97
 
 
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
@@ -55,7 +60,7 @@ class Tangle(nn.Module):
 
 
 class Tape(Ledger):
-    """A ledger that also looks how many elements of full parameters there are"""
+    """A ledger that also measures the most elements of full parameters at any event."""
 
     most_numel = 0
 
@@ -65,12 +70,12 @@ class Tape(Ledger):
 
 
 def loss_of(model, ids, *way):
-    """Of predicting the next token, in a circle"""
+    """The loss of predicting the next token; the first token follows the last."""
     return nn.functional.cross_entropy(model(ids, *way).flatten(0, 1), ids.roll(-1, 1).flatten())
 
 
 def train(ways, limits):
-    """A step for each way, wrapped and plain"""
+    """Take a step along each path in `ways`, with the wrapped model and with plain PyTorch."""
     torch.manual_seed(0)
     plain = Tangle().to(my_device())
     torch.manual_seed(0)
@@ -78,7 +83,7 @@ def train(ways, limits):
     optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.5)
     oracle = torch.optim.SGD(plain.parameters(), lr=0.5)
     ranks = model.comm.world_size
-    ids = torch.randint(TOKENS, (4 * ranks, 16)).to(my_device())  # of all ranks
+    ids = torch.randint(TOKENS, (4 * ranks, 16)).to(my_device())  # the global batch
     found = {"tapes": [], "most_numel": 0}
     for way in ways:
         with Tape(model) as tape:
@@ -103,8 +108,8 @@ def train(ways, limits):
 # %% [markdown]
 # ## Predict
 #
-# Two steps are four passes: forward, backward, forward, backward. In which of them is a unit
-# fetched *before* it is come to, so that its gather has time while another computes?
+# Two steps are four passes: forward, backward, forward, backward. In which of them are units
+# prefetched, so that their all-gathers overlap the computation of other units?
 
 # %%
 import matplotlib.pyplot as plt
@@ -125,16 +130,17 @@ def name_of(event):
 
 
 def show(step, phase):
-    """The units in the order of their fetches, in brackets those that somebody waited for"""
+    """Print the units in the order of their all-gathers; brackets mark those fetched on demand."""
     told = [e for e in first["tapes"][step - 1] if e.phase == phase
             and e.event in ("fetch", "compute")]
-    names, waits = [], 0
+    names = []
+    waits = 0
     for i, e in enumerate(told):
         if e.event == "fetch":
-            # Who computes next has nothing between it and its fetch.
-            at_once = next(c for c in told[i:] if c.event == "compute").layer == e.layer
-            names.append(f"[{name_of(e)}]" if at_once else name_of(e))
-            waits += at_once
+            # On demand: the unit that computes next is the one that was just fetched.
+            on_demand = next(c for c in told[i:] if c.event == "compute").layer == e.layer
+            names.append(f"[{name_of(e)}]" if on_demand else name_of(e))
+            waits += on_demand
     print(f"step {step} {phase:9} {waits} of {len(names)} on demand:  {' '.join(names)}")
     return waits, len(names)
 
@@ -143,20 +149,22 @@ assert show(1, "forward") == (7, 7)
 assert show(1, "backward")[0] == 0
 assert show(2, "forward") == (1, 7)
 assert show(2, "backward") == (0, 4)
-# One process with the rows of all ranks adds in another order than the ranks do. The more ranks
-# there are, the more sums differ.
+# One process adds the rows of all ranks in another order than the ranks do. The differences grow
+# with the number of ranks.
 assert all(rank["off"] < 1e-5 * max(1, N / 2) for rank in ranks)
 
 # %% [markdown]
-# **Measured**: in all passes but the first. Nothing is known in the first forward, and each unit
-# is fetched when it is called. But [backward has a guess from the
-# start](../zero3/whole_model/units.py#the-order-in-which-units-are-come-to): it comes to the units in the
-# reverse of the order in which forward left them. From the second step on the pass of the step
-# before says what comes; the root alone, in brackets, has nothing before it.
+# **Measured**: in all passes except the first. In the first forward nothing is known, so each unit
+# is fetched on demand, when it is called. But [backward can guess from the
+# start](../zero3/whole_model/units.py#the-order-in-which-units-are-come-to): it needs the units in
+# the reverse of the order in which forward finished them. From the second step on, the previous
+# step's passes predict the order. Only the root, in brackets, is still fetched on demand, because
+# nothing computes before it.
 #
-# The second backward also fetches one unit less. When backward is known, forward ends with it in
-# sight, so `e` is not freed in between. And `b`, called twice, is fetched once: it stays from the
-# one call to the other. The weights are those of plain PyTorch on the global batch.
+# The second backward also fetches one unit less. Backward is known by then, so at the end of
+# forward `e` is not freed, because backward needs it first. And `b` is called twice but fetched
+# once: it stays whole from the first call to the second. The weights equal those of plain PyTorch
+# on the global batch.
 
 # %%
 rows = ["rest", *"abcde"]
@@ -180,39 +188,42 @@ axes[0].invert_yaxis()
 plt.show()
 
 # %% [markdown]
-# Light is a unit that is whole or on its way, dark one that computes. In the forward of step 1 a
-# unit begins where the one before it has ended; in that of step 2 before the one before it
-# computes.
+# A light bar is a unit that is whole or being gathered, a dark bar one that computes. In the
+# forward of step 1 the all-gather of a unit starts after the previous unit has computed. In step 2
+# it starts before the previous unit computes.
 #
 # ## A detour
 #
-# The third of the five steps went another way: `a b d e`, without `c`. Then all was as before.
-# **Predict** how many passes differed from what was expected of them. Two?
+# The third of the five steps took another path: `a b d e`, without `c`. The steps after it took the
+# usual path again. **Predict** how many passes differ from the expectation. Two?
 
 # %%
 waits = [show(step, phase) for step in (3, 4, 5) for phase in ("forward", "backward")]
-print(f"\npasses that went another way than expected: {first['misses']}")
+print(f"\npasses that differed from the expectation: {first['misses']}")
 assert first["misses"] == 4 and waits[4:] == [(1, 7), (0, 4)]
 
 # %% [markdown]
-# **Measured**: four: the detour's two, and the two after them, for a pass is expected to go as the
-# last one of its kind. In step 3 `c` is fetched in vain, forward and backward; from the first
-# difference on nothing is known, and units are fetched on demand, which is slower and as right.
-# Step 5 has learnt again.
+# **Measured**: four. These are the two passes of the detour and the two passes after them, because
+# each pass is expected to repeat the last one of its kind. In step 3 `c` is fetched needlessly, in
+# forward and in backward. After the first difference the order is unknown, so the rest of the pass
+# is fetched on demand. That is slower, but the results are the same. In step 5 the order is known
+# again.
 #
 # ## How far ahead
 #
-# `prefetch_numel` is how many elements may be fetched ahead, or stay because they come soon again.
-# Left out, it is one unit's. **Predict**: with room for all units, how many gathers has a step,
-# where it had eleven?
+# `prefetch_numel` limits the number of elements that are prefetched, or kept whole because they are
+# needed again soon. Its default is the size of one unit. **Predict**: the model needed eleven
+# all-gathers per step. How many are left if all units may be prefetched?
 
 # %%
-block, rest = first["units"]["blocks.a"], first["units"]["rest"]
+block = first["units"]["blocks.a"]
+rest = first["units"]["rest"]
 whole = sum(first["units"].values())
-print(f"{'fetched ahead':16}{'gathers in a step':>18}{'full at once':>14}{'of the model':>14}")
+print(f"{'prefetch':16}{'gathers in a step':>18}{'full at once':>14}{'of the model':>14}")
 limits = {"nothing": {"prefetch_numel": 0}, "one block": {"prefetch_numel": block},
           "two blocks": {"prefetch_numel": 2 * block}, "everything": {"prefetch_numel": whole}}
-gathers, weights = {}, []
+gathers = {}
+weights = []
 for name, limit in limits.items():
     found = run("worker_07:train", N, ["abcbde"] * 3, limit)[0]
     gathers[name] = sum(e.event == "fetch" for e in found["tapes"][-1])
@@ -221,20 +232,21 @@ for name, limit in limits.items():
     weights.append(found["weights"])
     assert most <= rest + 2 * block + limit["prefetch_numel"]
 same = all(w.equal(weights[0]) for w in weights)
-# Bits are promised on a CPU. NCCL may add in another order from one run to the next.
+# On a CPU the bits are the same. NCCL may sum in another order from one run to the next.
 close = all(w.allclose(weights[0], atol=1e-5) for w in weights)
 assert [*gathers.values()] == [11, 11, 9, 6] and (close if torch.cuda.is_available() else same)
 print(f"\nsame bits: {same}")
 
 # %% [markdown]
-# **Measured**: six, one for each unit: what comes soon again is not freed, and from forward to
-# backward everything does. The price is that the whole model is full on each rank. Between the two
-# ends one number trades memory for traffic. Without prefetch two blocks are full all the same,
-# since `b` stays from its one call to the other.
+# **Measured**: six, one for each unit. A unit that is needed again soon is not freed, and between
+# forward and backward all of them are. The price is that each rank holds the whole model in full.
+# Between these extremes a single number trades memory for communication. Without any prefetch two
+# blocks are still whole at once, because `b` stays from its first call to its second.
 #
 # ## One parameter, two names
 #
-# **Predict**: embedding and head are the same `nn.Parameter`. How often is it in the shards?
+# **Predict**: embedding and head are the same `nn.Parameter`. How many times do the shards contain
+# it?
 
 # %%
 print(f"elements by name:       {first['named']:9,}   tied: {' = '.join(first['tied'])}")
@@ -245,32 +257,32 @@ assert first["named"] - first["plain"] == 97 * 64
 assert 0 <= together - first["plain"] < N * len(first["units"])
 
 # %% [markdown]
-# **Measured**: once. It has one owner, one shard, one gradient and one pair of moments. Where the
-# two names lie in different units, the one that is not the owner finds it as a parameter of
-# somebody else, and [the owner is fetched
-# along](../zero3/whole_model/wrap.py#whole-models-wrap-them-where-they-stand).
+# **Measured**: once. It has one owner, one shard, one gradient and one pair of moments. If the two
+# names are in different units, the second unit uses the parameter of the owner, and [the owner is
+# fetched together with it](../zero3/whole_model/wrap.py#whole-models-wrap-them-where-they-stand).
 #
 # ## A model that is never whole
 #
-# The models above were built whole, and then sharded. One that is larger than a rank's memory is
-# built on the meta device: with shapes, and without values. `wrap` then makes one unit after the
-# other: values, shards, free. **Predict**: how much of it has a rank at the worst moment? And does
-# what is drawn depend on the number of ranks?
+# The models above were built in full before they were sharded. A model that is larger than a rank's
+# memory is built on the meta device, with shapes and without values. `wrap` then initialises one
+# unit after the other: it draws the values, keeps the shards, and frees the unit. **Predict**: how
+# much of the model does a rank hold at the worst moment? And do the values depend on the number of
+# ranks?
 
 # %% tags=["varies"]
 # %%writefile -a worker_07.py
 
 
 def real_numel(model):
-    """Elements that exist: of parameters, and of full ones"""
-    tensors = [*model.parameters(), *(group.full for module in model.modules()
-                                      for group in getattr(module, "groups", ()))]
+    """Number of elements in memory, of shards and of full parameters."""
+    tensors = [*model.parameters(), *(flat.full for module in model.modules()
+                                      for flat in getattr(module, "flats", ()))]
     storages = [t.untyped_storage() for t in tensors if not t.is_meta]
     return sum({s._cdata: s.nbytes() for s in storages}.values()) // 4  # of fp32
 
 
 def born():
-    """Make the model unit by unit, and look what there is whenever a module gets its values"""
+    """Make the model unit by unit, and measure it whenever a module is initialised."""
     with torch.device("meta"):
         plain = Tangle()
     unit_of = {m: name for name, block in plain.blocks.items() for m in block.modules()}
@@ -293,7 +305,7 @@ print(f"the model has {first['plain']:,} elements; rank 0 of {N} has\n")
 shards = 0
 for name, numel in seen.items():
     own = 0 if name == "made" else first["units"]["rest" if name == "rest" else f"blocks.{name}"]
-    print(f"{'in the end' if name == 'made' else f'while {name} gets values':24}{numel:10,}")
+    print(f"{'in the end' if name == 'made' else f'while {name} is initialised':26}{numel:10,}")
     assert numel <= shards + own
     shards += -(-own // N)
 bound = shards + 2 * block
@@ -304,27 +316,28 @@ print(f"\nat most {max(seen.values()) / whole:.0%} of the model; same values as 
 assert drawn.equal(alone)
 
 # %% [markdown]
-# **Measured**: shards of what is made already, and one unit. A unit that has its values is copied
-# into its flat parameter, which is as large, so the worst moment has one more:
+# **Measured**: the shards of all units so far, and one unit in full. An initialised unit is copied
+# into its flat parameter, which is just as large, so the worst moment has one unit more:
 #
 # $$\text{while a model is made} \le \sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil
 # + 2 \max_\ell P_\ell \quad \text{elements}$$
 #
-# The values are the same on any number of ranks, for [each module is seeded by its
-# name](../zero3/whole_model/materialise.py#models-larger-than-memory-made-read-and-written-layer-by-layer).
-# With `checkpoint=` they are read instead, one unit's tensors at a time.
+# The values do not depend on the number of ranks, because [each module gets a random seed that
+# follows from its name](../zero3/whole_model/materialise.py). With `checkpoint=` the values are
+# read from a file, also one unit at a time.
 #
-# **Answer**: the order need not be told: it is the same in each step, so that the first one is
-# enough to learn it. What is guessed wrong costs time and nothing else.
+# **Answer**: nobody has to specify the order. It is the same in each step, so the first step is
+# enough to learn it. A wrong guess costs time and nothing else.
 #
 # ## Exercise
 #
-# `wrap(..., max_live_numel=n)` never has more than $n$ elements of full parameters: fetching ahead
-# stops there, and if that is not enough, an error says so. What is the least $n$ with which
-# `Tangle` trains? In units: the rest has $R$ elements, a block $P$.
+# `wrap(..., max_live_numel=n)` limits the full parameters to $n$ elements. Prefetching stops at
+# this limit, and if even that is not enough, an error says so. What is the smallest $n$ with which
+# `Tangle` trains? Write it with `rest`, the number of elements of the root, and `block`, that of a
+# block.
 
 # %%
-mine = None  # your n, of `rest` and `block`
+mine = None  # replace None by your n, written with `rest` and `block`
 
 if mine is None:
     print("not answered yet")
@@ -340,13 +353,14 @@ else:
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# $R + 2P$. The root is full all along. In forward one block would do; but in backward `b` stays
-# from its second call to its first, and `c` lies between the two. An $n$ below $R + P$ is refused
-# by `wrap` itself, and one between the two by the first backward that comes to `c`.
+# `rest + 2 * block`. The root is whole all the time. In forward a single block in addition would
+# do. But in backward `b` stays whole from its second call to its first, and `c` computes between
+# the two. `wrap` itself refuses an $n$ below `rest + block`. If $n$ is between the two, the first
+# backward that reaches `c` raises the error.
 #
 # ```python
 # mine = rest + 2 * block
 # ```
 # </details>
 #
-# Next: [how a run survives its end](08_checkpoints.ipynb).
+# Next: [how a training run survives its end](08_checkpoints.ipynb).

@@ -1,18 +1,17 @@
 """
 # Run the notebooks
 
-Executes each notebook from its source, the `.py` file, and holds what it prints against the
-`.ipynb` beside it.
+Executes each notebook from its source, the `.py` file, and compares the output with the stored
+`.ipynb` file.
 
-A notebook that was executed long ago shows what was true then. So what is kept is compared with
-what comes out now: a cell whose text differs is named, and so is one that is no longer the
-source's. Pictures have to be there, and are not compared. What differs from run to run by its
-nature is in a cell with the tag `varies`.
+The stored output of a notebook becomes wrong when the code changes. So each run reports the cells
+with a different text, and the cells that differ from the source. A picture has to exist, but its
+pixels are not compared. Cells whose output differs from run to run have the tag `varies`.
 
-**Run this**: `make notebooks`; `make notebooks ARGS=--write` keeps what comes out.
+**Run this**: `make notebooks`; `make notebooks ARGS=--write` stores the new output.
 
-**Not covered, and what that costs**: what is kept was executed on two ranks on a CPU. On a machine
-with GPUs the notebooks run on these, and only errors are found.
+**Not covered, and what that costs**: the stored output comes from two ranks on a CPU. On a machine
+with GPUs the notebooks run on the GPUs, and the check only finds errors.
 """
 
 import argparse
@@ -37,7 +36,7 @@ def execute(source: Path) -> nbformat.NotebookNode:
     notebook = jupytext.read(source)
     NotebookClient(notebook, timeout=300, kernel_name="python3",
                    resources={"metadata": {"path": str(FOLDER)}}).execute()
-    # What says when and where, and not what: two runs are the same to the byte.
+    # Remove times and paths, so that two runs give the same bytes.
     notebook.metadata = {"kernelspec": notebook.metadata["kernelspec"]}
     for i, cell in enumerate(notebook.cells):
         cell.id = f"cell-{i}"
@@ -47,11 +46,11 @@ def execute(source: Path) -> nbformat.NotebookNode:
 
 def joined(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
     """
-    ## Outputs of a cell; what is printed in one go may come in several pieces
+    ## The outputs of a cell, with pieces of one printed text joined
     """
     kept: list[nbformat.NotebookNode] = []
     for output in outputs:
-        # Only a stream has a name.
+        # Only printed text has a name, such as stdout.
         if kept and output.get("name") and output.name == kept[-1].get("name"):
             kept[-1] = nbformat.from_dict({**kept[-1], "text": kept[-1].text + output.text})
         else:
@@ -61,7 +60,7 @@ def joined(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
 
 def texts(cell: nbformat.NotebookNode) -> list[str]:
     """
-    ## What a cell prints and shows; of a picture, that there is one
+    ## The printed text and the results of a cell; pictures without their pixels
     """
     found: list[str] = []
     for output in joined(cell.get("outputs", [])):
@@ -79,11 +78,11 @@ def texts(cell: nbformat.NotebookNode) -> list[str]:
 
 def differences(kept: nbformat.NotebookNode, now: nbformat.NotebookNode) -> list[str]:
     """
-    ## What of a notebook is not what was kept, a line for each cell
+    ## The differences from the stored notebook, one line per cell
     """
     if [(c.cell_type, c.source) for c in kept.cells] != [
             (c.cell_type, c.source) for c in now.cells]:
-        return ["the cells are not those of the source"]
+        return ["the cells differ from those of the source"]
     return [f"cell {i} was {texts(old)}, is {texts(new)}"
             for i, (old, new) in enumerate(zip(kept.cells, now.cells, strict=True))
             if texts(old) != texts(new) and "varies" not in new.metadata.get("tags", ())]
@@ -91,13 +90,14 @@ def differences(kept: nbformat.NotebookNode, now: nbformat.NotebookNode) -> list
 
 def check(source: Path, write: bool = False) -> list[str]:
     """
-    ## Execute, and compare or keep
+    ## Execute a notebook, and compare or store its output
     """
-    now, path = execute(source), source.with_suffix(".ipynb")
+    now = execute(source)
+    path = source.with_suffix(".ipynb")
     if write:
         nbformat.write(now, path)
     if not path.exists():
-        return ["nothing is kept: `make notebooks ARGS=--write`"]
+        return ["no output is stored: run `make notebooks ARGS=--write`"]
     kept = nbformat.read(path, as_version=4)
     if torch.cuda.is_available():
         for cell in (*kept.cells, *now.cells):
@@ -110,19 +110,19 @@ def main(argv: list[str] | None = None) -> int:
     ## The command line
     """
     parser = argparse.ArgumentParser(prog="notebooks.run", description="Execute all notebooks.")
-    parser.add_argument("names", nargs="*", help="beginnings of names, such as 03; all if none")
-    parser.add_argument("--write", action="store_true", help="keep what comes out")
+    parser.add_argument("names", nargs="*", help="beginnings of names, such as 03; default: all")
+    parser.add_argument("--write", action="store_true", help="store the new output")
     args = parser.parse_args(argv)
     chosen = [path for path in NOTEBOOKS if path.name.startswith(tuple(args.names) or "")]
     if not chosen:
         parser.error(f"expected the beginning of a notebook's name, got {args.names}")
     if args.write and torch.cuda.is_available():
-        parser.error("expected no GPU, for what is kept is of two ranks on a CPU; set "
-                     "CUDA_VISIBLE_DEVICES= to hide them")
+        parser.error("expected no GPU, because the stored output is of two ranks on a CPU; set "
+                     "CUDA_VISIBLE_DEVICES= to hide the GPUs")
     failed = 0
     for source in chosen:
         found = check(source, args.write)
-        print(f"{source.stem}: {'; '.join(found) or 'as it was kept'}", flush=True)
+        print(f"{source.stem}: {'; '.join(found) or 'same output as stored'}", flush=True)
         failed += bool(found)
     return failed
 

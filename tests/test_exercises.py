@@ -513,7 +513,7 @@ class Crashes:
 
 @pytest.mark.parametrize(("wrong", "invariant", "words"), [
     (RaisesOnOneRank, "I1", ["KeyError: 'mine'", "rank 1 of 2"]),
-    (WaitsForEver, "I6", ["it waits for ever", "of 2", "test_exercises.py, line"]),
+    (WaitsForEver, "I6", ["it waits forever", "of 2", "test_exercises.py, line"]),
     (Crashes, "I6", ["Segmentation fault", "of 2", "test_exercises.py, line"]),
 ])
 def test_an_answer_that_raises_waits_or_crashes_is_told_where(wrong, invariant, words):

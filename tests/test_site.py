@@ -120,7 +120,7 @@ def test_what_cannot_be_trusted_ends_the_build(measured, monkeypatch, tmp_path, 
                      "a.html: a link to https://example.org/x.js leads nowhere",
                      "a.html: a link to gone leads nowhere",
                      "a.html: a link to #gone leads nowhere",
-                     "a.html: the anchor #here is there 2 times", ""]
+                     "a.html: the anchor #here occurs 2 times", ""]
     for tex in (r"\notacommand{x}", r"\frac{1}", r"\left( x"):
         site.prose(f"${tex}$", "README.md")
         assert site.problems.pop() == f"a formula does not parse: {tex}"

@@ -1,19 +1,20 @@
 r"""
 # Check an answer to an exercise
 
-`python -m docs.exercises.check N` puts the functions of exercise N in the place of the real ones,
-and says which claims hold.
+`python -m docs.exercises.check 3` replaces functions of the package by the answer to exercise 3,
+and reports the claims that hold. A claim is a statement about the answer, such as "the padding is
+zero".
 
-On 1, 2 and 3 ranks each claim is tried in turn, up to the first that does not hold on one of them:
-what comes after it would mostly fail for the same reason. A rank tells the others how a claim went
-before any of them goes on. It does so through files, for an answer may have left the ranks unable
-to send each other anything; and one that waits for ever, or ends the process, is told from what
-Python then writes about where it was.
+The claims are checked in order, on 1, 2 and 3 ranks, up to the first that does not hold on some
+rank. Later claims would mostly fail for the same reason. Before the next claim, each rank tells
+the others its verdict on this one. Ranks exchange verdicts through files, because a wrong answer
+may leave them unable to communicate. If an answer waits forever or crashes the process, the
+checker finds the line in the stack that Python then prints.
 
 **Run this**: `make exercise N=1`
 
-**Not covered, and what that costs**: what ranks write to stderr is not shown; `print` in an answer
-is.
+**Not covered, and what that costs**: the stderr of the ranks is not shown, so a warning goes
+unnoticed. The output of `print` is shown.
 """
 
 import argparse
@@ -28,7 +29,8 @@ import tempfile
 import textwrap
 import time
 import traceback
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -44,22 +46,22 @@ from docs.exercises.solutions import EXERCISES, ROOT, Exercise, page
 from zero3.train import launch
 
 CLAIMS = dict(sorted((claims_alone.CLAIMS | claims_inside.CLAIMS).items()))
-# After an error on this rank alone, others may wait for its messages, and not hear of it.
+# After an error on this rank, the other ranks may wait for its messages and never report a verdict.
 PATIENCE_S = 3
 
 
 class Verdict(NamedTuple):
     """
-    ## How a claim went
+    ## The result of checking a claim
     """
 
     status: str  # "ok", "FAILS" or "to do"
     expected: str = ""
     got: str = ""
-    where: str = ""  # rank and number of ranks
+    where: str = ""  # the rank, and the number of ranks
     time_s: float = 0.0
     is_error: bool = False
-    invariant: str = ""  # in place of the claim's
+    invariant: str = ""  # if it is not the claim's
 
 
 # ------------------------------------------------------------------------------------------ a rank
@@ -67,24 +69,22 @@ class Verdict(NamedTuple):
 
 def on_rank(folder: str, number: int, answers: list[str], timeout_s: float) -> None:
     """
-    ## Try the claims about some answers to an exercise, on this rank
+    ## Check the claims about some answers to an exercise, on this rank
 
-    * `folder` is where the ranks write the verdicts
-    * `answers` are as for `answer_from`
+    * `folder` is the folder for the verdicts of all ranks
+    * `answers` are names, as for `answer_from`
     """
-    # C++ and the interpreter write here what they have to say in the end.
+    # If the process crashes, C++ and the interpreter write the reason to this file.
     stderr = os.open(f"{folder}/stderr.{dist.get_rank()}", os.O_CREAT | os.O_WRONLY)
     os.dup2(stderr, 2)
     faulthandler.enable()
-    # What is in new memory is NaN then, and never by luck a zero.
+    # This fills new memory with NaN, so that it is not zero by chance.
     torch.use_deterministic_algorithms(True, warn_only=True)
     for i, name in enumerate(answers):
-        answer, exercise = answer_from(name, number), EXERCISES[number]
+        answer = answer_from(name, number)
+        exercise = EXERCISES[number]
         case = Case(answer)
-        with ExitStack() as stack:
-            for function in exercise.solutions if exercise.owner else ():
-                at = function.__name__
-                stack.enter_context(mock.patch.object(exercise.owner, at, getattr(answer, at)))
+        with in_place(answer, exercise):
             for j, claim in enumerate(CLAIMS[number]):
                 faulthandler.dump_traceback_later(timeout_s, exit=True)
                 verdict = attempt(claim, case, exercise)
@@ -94,12 +94,26 @@ def on_rank(folder: str, number: int, answers: list[str], timeout_s: float) -> N
                     break
 
 
+@contextmanager
+def in_place(answer: Any, exercise: Exercise) -> Iterator[None]:
+    """
+    ## Replace the real methods by the answer's, until the end of the `with` block
+    """
+    with ExitStack() as stack:
+        if exercise.owner:
+            for function in exercise.solutions:
+                method = function.__name__
+                replaced = mock.patch.object(exercise.owner, method, getattr(answer, method))
+                stack.enter_context(replaced)
+        yield
+
+
 def answer_from(name: str, number: int) -> Any:
     """
     ## The functions of an answer
 
-    * `name` is "answer" for the reader's file, "solution", or "module:class" for what has functions
-      of these names; those that it has not are the solution's
+    * `name` is "answer" for the reader's file, "solution", or "module:class" for a class with
+      these functions. Functions that the class lacks are taken from the solution
     """
     exercise = EXERCISES[number]
     if name == "answer":
@@ -113,7 +127,7 @@ def answer_from(name: str, number: int) -> Any:
 
 def attempt(claim: Claim, case: Case, exercise: Exercise) -> Verdict:
     """
-    ## Try a claim
+    ## Check a claim
     """
     where = f"rank {dist.get_rank()} of {dist.get_world_size()}"
     try:
@@ -132,9 +146,9 @@ def attempt(claim: Claim, case: Case, exercise: Exercise) -> Verdict:
 
 def line(frames: list[tuple[str, int]], exercise: Exercise) -> str:
     """
-    ## The line to look at: the answer's, or one of this repository
+    ## The line to show: of the answer if possible, otherwise of this repository
 
-    * `frames` are files and lines, the innermost first
+    * `frames` are files and lines, innermost first
     """
     def distance(frame: tuple[str, int]) -> int:
         file = Path(frame[0])
@@ -148,11 +162,12 @@ def line(frames: list[tuple[str, int]], exercise: Exercise) -> str:
 
 def agree(folder: Path, which: str, verdict: Verdict) -> bool:
     """
-    ## Tell the other ranks how a claim went, and wait for theirs: whether it holds on all
+    ## Exchange verdicts on a claim with the other ranks, and return whether it holds on all
 
-    Raises `TimeoutError` where this rank had an error, and others still wait for its messages.
+    Raises `TimeoutError` if this rank had an error and the others still wait for its messages.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     partial = folder / f"partial.{rank}"
     partial.write_text(json.dumps(verdict))
     partial.rename(folder / f"{which}.{rank}")
@@ -160,7 +175,7 @@ def agree(folder: Path, which: str, verdict: Verdict) -> bool:
     files = [folder / f"{which}.{other}" for other in range(world_size)]
     while not all(file.exists() for file in files):
         if verdict.is_error and time.time() > begin_s + PATIENCE_S:
-            raise TimeoutError(f"rank {rank} has an error, and the others wait for it")
+            raise TimeoutError(f"rank {rank} has an error, and the other ranks wait for it")
         time.sleep(0.002)
     return all(json.loads(file.read_text())[0] == "ok" for file in files)
 
@@ -173,9 +188,9 @@ def check(number: int, answers: list[str], world_sizes: tuple[int, ...] = (),
     """
     ## Check answers to an exercise: a verdict for each claim, up to the first that does not hold
 
-    * `answers` are as for `answer_from`
-    * `world_sizes` are the numbers of ranks; left out, the exercise's
-    * `timeout_s` is how long one claim may take
+    * `answers` are names, as for `answer_from`
+    * `world_sizes` are the numbers of ranks; the default is the exercise's
+    * `timeout_s` is the time limit for one claim
     """
     found: list[list[Verdict]] = [[Verdict("ok") for _ in CLAIMS[number]] for _ in answers]
     for world_size in world_sizes or EXERCISES[number].world_sizes:
@@ -187,7 +202,7 @@ def check(number: int, answers: list[str], world_sizes: tuple[int, ...] = (),
             except AssertionError as error:
                 ended = str(error)
             for i, verdicts in enumerate(found):
-                # Up to what fewer ranks found already: they are easier to think about.
+                # Skip claims after one that failed on fewer ranks: fewer ranks are easier to debug.
                 for j in range(sum(v.status == "ok" for v in verdicts)):
                     if bad := first_bad(Path(folder), f"{i}.{j}", world_size, number, ended):
                         verdicts[j:] = [bad]
@@ -198,9 +213,9 @@ def check(number: int, answers: list[str], world_sizes: tuple[int, ...] = (),
 def first_bad(folder: Path, which: str, world_size: int, number: int, ended: str
               ) -> Verdict | None:
     """
-    ## The rank that was the first to find a claim wrong, if there is one
+    ## The verdict of the rank that failed first, if one failed
 
-    What it left undone made others fail. A rank that never came to an end has no verdict.
+    The other ranks may have failed because of it. A rank that hangs or crashes has no verdict.
     """
     files = {rank: folder / f"{which}.{rank}" for rank in range(world_size)}
     bad = [Verdict(*json.loads(file.read_text())) for file in files.values() if file.exists()]
@@ -214,45 +229,50 @@ def first_bad(folder: Path, which: str, world_size: int, number: int, ended: str
 
 def how_it_ended(folder: Path, rank: int, world_size: int, number: int, ended: str) -> Verdict:
     """
-    ## Why a rank has no verdict: it waited too long, or its process ended
+    ## The verdict on a rank that hangs or has crashed
     """
-    stderr, text, time_s = folder / f"stderr.{rank}", "", time.time()
+    stderr = folder / f"stderr.{rank}"
+    text = ""
+    time_s = time.time()
     if stderr.exists():
-        text, time_s = stderr.read_text(errors="replace"), stderr.stat().st_mtime
+        text = stderr.read_text(errors="replace")
+        time_s = stderr.stat().st_mtime
     reason = re.search(r"Timeout|Fatal Python error: (.*)", text)
     frames = re.findall(r'File "(.*?)", line (\d+) in', text)
     got = ended or text[-200:]
     if reason:
-        got = f"its process ended ({reason[1]})" if reason[1] else "it waits for ever"
+        got = f"its process crashed ({reason[1]})" if reason[1] else "it waits forever"
         at = [(name, int(at)) for name, at in frames]
         got += f", {line(at, EXERCISES[number])}" if at else ""
-        got += ". So it does where memory is freed that is in use" if reason[1] else ""
-    return Verdict("FAILS", "every rank comes to the end", got, f"rank {rank} of {world_size}",
+        got += ". This happens if memory that is in use is freed" if reason[1] else ""
+    return Verdict("FAILS", "every rank finishes", got, f"rank {rank} of {world_size}",
                    time_s if reason else time.time(), True, "I6")
 
 
-# ------------------------------------------------------------------------------------------- shown
+# ------------------------------------------------------------------------------------------ report
 
 
 def meanings() -> dict[str, str]:
     """
-    ## What each invariant says, from the table of `zero3`, without the signs of LaTeX
+    ## The text of each invariant, from the table of `zero3`, without LaTeX commands
     """
     table = (zero3.__doc__ or "").replace("$", "").replace("_\\ell", "_l")
     table = table.replace("\\lceil ", "ceil(").replace(" \\rceil", ")")
     rows = re.findall(r"^\| (I\d+), (.*?) \| (.*) \|$", table, re.MULTILINE)
-    time_says = "the numbers are right, but the wait for messages is no longer hidden"
+    time_says = "the numbers are right, but communication no longer overlaps computation"
     return {name: f"{name}, {short}: {text}" for name, short, text in rows} | {
         "time": f"time: {time_says}"}
 
 
 def report(number: int, name: str, verdicts: list[Verdict]) -> str:
     """
-    ## What the reader is told
+    ## The report for the reader
 
     * `name` is "answer" or "solution"
     """
-    exercise, claims, last = EXERCISES[number], CLAIMS[number], verdicts[-1]
+    exercise = EXERCISES[number]
+    claims = CLAIMS[number]
+    last = verdicts[-1]
     file = exercise.file.relative_to(ROOT) if name == "answer" else "the solution"
     functions = " and ".join(f"`{f.__name__}`" for f in exercise.solutions)
     shown = [page(number).title, f"{functions} in {file}", ""]
@@ -265,22 +285,23 @@ def report(number: int, name: str, verdicts: list[Verdict]) -> str:
         shown += what_to_do(exercise, last)
     elif last.status == "FAILS":
         shown += what_fails(exercise, last, last.invariant or claims[len(verdicts) - 1].invariant)
-        shown += [f"After this one come {len(rest)} more checks."] * bool(rest)
+        if rest:
+            shown.append(f"{len(rest)} more checks follow this one.")
         shown.append(wrapped("Read again: ", f"the task, at the top of {exercise.file.name}. A "
                              f"solution is at {' and '.join(page(number).source)}; `make exercise "
                              f"N={number} ARGS=--solution` shows it."))
     else:
         shown += ["", f"All {len(claims)} checks hold{on_ranks(exercise)}."]
-        shown.append(wrapped("Read next: ", f"{' and '.join(page(number).source)}, where zero3 "
-                             "does it."))
-        shown += [f"Then comes `make exercise N={number + 1}`."] * (number + 1 in EXERCISES)
+        shown.append(wrapped("Read next: ", f"{' and '.join(page(number).source)}."))
+        if number + 1 in EXERCISES:
+            shown.append(f"The next exercise is `make exercise N={number + 1}`.")
     return "\n".join(shown)
 
 
 def what_to_do(exercise: Exercise, last: Verdict) -> list[str]:
     return ["", wrapped("What to do: ", last.got),
             wrapped("Read first: ", f"the task, at the top of {exercise.file.name}. Each line "
-                    "above is a check, with the invariant that it looks after.")]
+                    "above is a check, with the invariant that it belongs to.")]
 
 
 def what_fails(exercise: Exercise, last: Verdict, invariant: str) -> list[str]:
@@ -289,7 +310,7 @@ def what_fails(exercise: Exercise, last: Verdict, invariant: str) -> list[str]:
     if len(exercise.world_sizes) > 1:
         lines.append(f"{margin}On: {last.where}")
     if "nan" in last.got:
-        lines.append(f"{margin}nan is what the checker puts where nobody has written.")
+        lines.append(f"{margin}nan marks memory that has not been written.")
     return [*lines, "", wrapped("", meanings()[invariant] + ".")]
 
 
@@ -305,7 +326,7 @@ def wrapped(before: str, text: str) -> str:
 
 def cannot_be_read(exercise: Exercise) -> str:
     """
-    ## What keeps the reader's file from being imported, or nothing
+    ## The reason why the reader's file cannot be imported, or an empty text
     """
     try:
         module = exercise.module()
@@ -313,20 +334,22 @@ def cannot_be_read(exercise: Exercise) -> str:
         return "".join(traceback.format_exception_only(error))
     missing = [f.__name__ for f in exercise.solutions if not hasattr(module, f.__name__)]
     file = exercise.file.relative_to(ROOT)
-    return (missing and (f"{file} has no function `{missing[0]}`. What to do: give it this name "
-                        f"again, or begin anew with `git checkout {file}`.")) or ""
+    if not missing:
+        return ""
+    return (f"{file} has no function `{missing[0]}`. What to do: rename it back, or start again "
+            f"with `git checkout {file}`.")
 
 
 def main() -> None:
     """
-    ## Check, and say how it went; the exit status is 1 where a claim does not hold
+    ## Check and report; the exit status is 1 if a claim does not hold
     """
     parser = argparse.ArgumentParser(prog="python -m docs.exercises.check", description="Check "
                                      "your answer to an exercise.")
     parser.add_argument("number", nargs="?", type=int, choices=EXERCISES, help="of the exercise; "
-                        "left out, all are listed")
-    parser.add_argument("--solution", action="store_true", help="show the solution, and check it "
-                        "in place of your answer")
+                        "without it, all exercises are listed")
+    parser.add_argument("--solution", action="store_true", help="show the solution and check it, "
+                        "not your answer")
     given = parser.parse_args()
     if given.number is None:
         for number, exercise in EXERCISES.items():

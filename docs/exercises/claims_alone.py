@@ -1,15 +1,16 @@
 r"""
-# Claims about exercises 1, 2 and 7: functions that are called alone
+# Claims about exercises 1, 2 and 7: functions on their own
 
-Each exercise has a list of claims, each with the invariant that breaks where the claim is wrong.
+Each exercise has a list of claims. A claim is a statement about the answer, together with the
+invariant that breaks if the statement does not hold.
 
-A claim is a function that uses the reader's answer and compares what happens. All ranks call it.
-Where the answer is a method, it stands in the place of the real one by then.
+Each claim is checked by a function that runs the reader's answer and compares the results. All
+ranks call it. If the answer is a method, it has already replaced the real one.
 
 **Run this**: `make exercise N=1`
 
-**Not covered, and what that costs**: other lengths than those that are tried here, a few for each
-number of ranks.
+**Not covered, and what that costs**: only a few lengths are tried for each number of ranks. An
+error that other lengths would show goes unnoticed.
 """
 
 import math
@@ -60,12 +61,12 @@ def no_more_padding_than_needed(case: Case) -> None:
     for numel in (9, 10, 11, 12):
         length = math.ceil(numel / world_size) * world_size
         got = len(merged(numel))
-        expect(got == length, f"{length} elements, for {numel} of parameters and a world_size "
-               f"of {world_size}", f"{got}")
+        expect(got == length, f"{length} elements, for parameters of {numel} elements and a "
+               f"world_size of {world_size}", f"{got}")
 
 
 def padding_is_zero(case: Case) -> None:
-    # On two ranks 9 elements need some, on three ranks 10.
+    # 9 elements need padding on two ranks, 10 elements on three ranks.
     for numel in (9, 10):
         got = merged(numel)[numel:]
         equal(torch.zeros(len(got)), got, "padding ")
@@ -74,7 +75,7 @@ def padding_is_zero(case: Case) -> None:
 def has_the_data_type(case: Case) -> None:
     for dtype in (torch.float64, torch.bfloat16):
         got = merged(dtype=dtype)
-        expect(got.dtype == dtype, f"{dtype}, as the parameters", got.dtype)
+        expect(got.dtype == dtype, f"{dtype}, like the parameters", got.dtype)
 
 
 # ----------------------------------------------------------------------- 2: each collective alone
@@ -82,11 +83,12 @@ def has_the_data_type(case: Case) -> None:
 
 class Handle:
     """
-    ## A message that says whether somebody has waited for it
+    ## A message that records whether it has been waited for
     """
 
     def __init__(self, work: Any):
-        self.work, self.waited = work, False
+        self.work = work
+        self.waited = False
 
     def wait(self, *args: Any) -> Any:
         self.waited = True
@@ -99,13 +101,13 @@ class Handle:
 @contextmanager
 def messages(sent: list[int], handles: list[Handle]) -> Iterator[None]:
     """
-    ## Count the elements that go out, keep the handles, and refuse collectives
+    ## Record the elements of each message and its handle, and refuse collectives
     """
     def watched(name: str) -> Callable:
         real = getattr(dist, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            # torch's `send` and `recv` go through the other two.
+            # `send` and `recv` of torch call the other two.
             if name == "isend":
                 sent.append((args[0] if args else kwargs["tensor"]).numel())
             result = real(*args, **kwargs)
@@ -116,23 +118,27 @@ def messages(sent: list[int], handles: list[Handle]) -> Iterator[None]:
 
     def refused(name: str) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
-            raise Wrong("messages from rank to rank, `dist.isend` and `dist.irecv`",
+            raise Wrong("point-to-point messages with `dist.isend` and `dist.irecv`",
                         f"the collective `dist.{name}`")
         return call
 
     with ExitStack() as stack:
         for name in (*MESSAGES, *COLLECTIVES):
             fake = watched(name) if name in MESSAGES else refused(name)
-            for module in (dist, dist.distributed_c10d) if hasattr(dist, name) else ():
-                stack.enter_context(mock.patch.object(module, name, fake))
+            if hasattr(dist, name):
+                stack.enter_context(mock.patch.object(dist, name, fake))
+                stack.enter_context(mock.patch.object(dist.distributed_c10d, name, fake))
         yield
 
 
 def collective(case: Case, which: str) -> tuple[Any, list[int], list[Handle]]:
     """
-    ## Run the answer: what it gives, the messages it sends, their handles
+    ## Run the answer; return its result, the elements of each message, and the handles
     """
-    rank, world_size, sent, handles = dist.get_rank(), dist.get_world_size(), [], []
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    sent: list[int] = []
+    handles: list[Handle] = []
     with messages(sent, handles):
         if which == "all-gather":
             out = torch.empty(3 * world_size)
@@ -164,7 +170,7 @@ def wait_for(handles: list[Handle]) -> None:
     for handle in handles:
         if not handle.waited:
             handle.wait()
-    expect(not left, "`wait()` on each of the handles", f"{left} of {len(handles)} without")
+    expect(not left, "`wait()` on each handle", f"none on {left} of {len(handles)}")
 
 
 def sends_one_shard_to_each(case: Case, which: str) -> None:
@@ -180,7 +186,7 @@ def halves_stay_in_range(case: Case) -> None:
     with messages([], []):
         got = case.answer.reduce_scatter(torch.full((world_size,), 60000.0, dtype=torch.half),
                                          dist.get_rank(), world_size)
-    expect(bool(got.isfinite().all()), "a mean near 60000, in fp16, which ends at 65504", show(got))
+    expect(bool(got.isfinite().all()), "a mean near 60000, which fits into fp16", show(got))
     expect(got.dtype == torch.half, torch.half, got.dtype)
 
 
@@ -189,7 +195,7 @@ def halves_stay_in_range(case: Case) -> None:
 
 def layout(world_size: int, layers: list[dict[str, int]]) -> Layout:
     """
-    ## The layout of layers with parameters of so many elements
+    ## The layout of layers, given the elements of each of their parameters
     """
     places = {}
     for i, layer in enumerate(layers):
@@ -202,9 +208,10 @@ def layout(world_size: int, layers: list[dict[str, int]]) -> Layout:
 
 def shards_of(layout: Layout, padding: float, dtype: torch.dtype) -> list[list[torch.Tensor]]:
     """
-    ## The shards of each layer, where the parameters' elements are 1, 2, ... in order of names
+    ## The shards of each layer, when the parameters' elements are 1, 2, ... in order of names
     """
-    ramps, begin = {}, 1
+    ramps = {}
+    begin = 1
     for name in sorted(layout.places):
         ramps[name] = torch.arange(begin, begin + layout.places[name].numel).to(dtype)
         begin += layout.places[name].numel
@@ -222,11 +229,13 @@ def resharded(case: Case, before: list[dict[str, int]], after: list[dict[str, in
               sizes: list[tuple[int, int]], dtype: torch.dtype = torch.float32,
               reads_too: bool = False) -> None:
     """
-    ## Reshard from each number of ranks to each other one, and compare
+    ## Reshard from and to these numbers of ranks, and compare
     """
     for saved_ranks, wanted_ranks in sizes:
-        saved, wanted = layout(saved_ranks, before), layout(wanted_ranks, after)
-        stored, expected = shards_of(saved, math.nan, dtype), shards_of(wanted, 0.0, dtype)
+        saved = layout(saved_ranks, before)
+        wanted = layout(wanted_ranks, after)
+        stored = shards_of(saved, math.nan, dtype)
+        expected = shards_of(wanted, 0.0, dtype)
         for rank in range(wanted_ranks):
             reads: list[int] = []
 
@@ -239,12 +248,12 @@ def resharded(case: Case, before: list[dict[str, int]], after: list[dict[str, in
                 return shard[begin:end].clone()
 
             got = case.answer.reshard(read, saved, wanted, rank, dtype)
-            what = f"from {saved_ranks} to {wanted_ranks} ranks, rank {rank}: "
-            expect(len(got) == len(after), f"{what}{len(after)} shards", f"{len(got)}")
+            name = f"from {saved_ranks} to {wanted_ranks} ranks, rank {rank}: "
+            expect(len(got) == len(after), f"{name}{len(after)} shards", f"{len(got)}")
             for i, shard in enumerate(got):
-                equal(expected[i][rank], shard, f"{what}layer {i} ")
+                equal(expected[i][rank], shard, f"{name}layer {i} ")
             needed = sum(int((layer[rank] != 0).sum()) for layer in expected)
-            expect(not reads_too or sum(reads) == needed, f"{what}{needed} elements read",
+            expect(not reads_too or sum(reads) == needed, f"{name}{needed} elements read",
                    f"{sum(reads)}")
 
 
@@ -257,35 +266,35 @@ WITHOUT_PADDING = [*product((1, 2, 3), (1, 2, 3, 4))]
 CLAIMS: dict[int, tuple[Claim, ...]] = {
     1: (
         Claim("I1", "the parameters come first, in their order, row by row", parameters_come_first),
-        Claim("I1", "the data type is the parameters'", has_the_data_type),
-        Claim("I2", "there is no more padding than needed, and no less",
+        Claim("I1", "the result has the data type of the parameters", has_the_data_type),
+        Claim("I2", "there is as much padding as needed, and no more",
               no_more_padding_than_needed),
         Claim("I5", "the padding is zero", padding_is_zero),
         *STEP.values(),
     ),
     2: (
-        Claim("I1", "all-gather: each shard is in the row of its rank", gathers_in_rank_order),
-        Claim("I4", "all-gather: each other rank is sent one shard",
+        Claim("I1", "all-gather: the shard of each rank is in its row", gathers_in_rank_order),
+        Claim("I4", "all-gather: a rank sends each other rank one shard",
               lambda case: sends_one_shard_to_each(case, "all-gather")),
-        Claim("I1", "reduce-scatter: the mean over ranks of this rank's share",
+        Claim("I1", "reduce-scatter: the result is the mean over ranks of this rank's row",
               reduces_to_the_mean),
-        Claim("I4", "reduce-scatter: each other rank is sent its share",
+        Claim("I4", "reduce-scatter: a rank sends each other rank one row",
               lambda case: sends_one_shard_to_each(case, "reduce-scatter")),
-        Claim("I1", "reduce-scatter: fp16 does not overflow where the mean does not",
+        Claim("I1", "reduce-scatter: fp16 overflows only if the mean does",
               halves_stay_in_range),
     ),
     7: (
-        Claim("I1", "without padding, each element comes to its place",
+        Claim("I1", "without padding, each element is in its place",
               lambda case: resharded(case, EVEN, EVEN, WITHOUT_PADDING)),
-        Claim("I1", "the data type is the one that was asked for",
+        Claim("I1", "the shards have the requested data type",
               lambda case: resharded(case, EVEN, EVEN, [(2, 3)], torch.bfloat16)),
-        Claim("I5", "new padding is zero, and old padding is not taken over",
+        Claim("I5", "the new padding is zero, and the old padding is not copied",
               lambda case: resharded(case, ODD, ODD, PAIRS)),
-        Claim("I5", "layers that are merged have no padding in the middle",
+        Claim("I5", "merged layers have no padding in the middle",
               lambda case: resharded(case, ODD, MERGED, PAIRS)),
-        Claim("I1", "layers that are split, and parameters in another order",
+        Claim("I1", "layers can be split, and parameters reordered",
               lambda case: resharded(case, MERGED, [*reversed(ODD)], PAIRS)),
-        Claim("I2", "a rank reads the elements that its shards hold, and no others",
+        Claim("I2", "a rank reads only the elements of its own shards",
               lambda case: resharded(case, ODD, MERGED, PAIRS, reads_too=True)),
     ),
 }

@@ -1,15 +1,16 @@
 r"""
-# Claims about exercises 3 to 6: methods, at work inside of a layer
+# Claims about exercises 3 to 6: methods of a layer
 
-A claim calls the answer through a sharded model, and looks at what it did to the layers.
+A claim calls the answer through a sharded model, and then examines the layers.
 
-Some wrong answers free memory that is in use, and a use of it would end the process. So a claim
-looks at a storage's bytes before anything is computed with them, and the claims about whole steps
-of training come last.
+Some wrong answers free memory that is still in use, and using it would crash the process. So a
+claim checks the number of bytes of a storage before it computes anything with it, and the claims
+about whole training steps come last.
 
 **Run this**: `make exercise N=3`
 
-**Not covered, and what that costs**: shards that rest in files, and whole models.
+**Not covered, and what that costs**: shards in files, and whole models. An answer that fails only
+with these passes the checks.
 """
 
 import copy
@@ -36,8 +37,8 @@ from docs.exercises.oracle import (
     modules,
 )
 from zero3 import Zero3Layer, Zero3Sequential
-from zero3.measure.ledger import Ledger, held_bytes
 from zero3.guards.freed import FreedParameter
+from zero3.measure.ledger import Ledger, held_bytes
 
 
 def first_of(model: Zero3Sequential) -> tuple[Any, Any]:
@@ -49,7 +50,7 @@ def first_of(model: Zero3Sequential) -> tuple[Any, Any]:
 
 def whole(model: Any) -> list[int]:
     """
-    ## Which layers are unsharded
+    ## The numbers of the unsharded layers
     """
     return [layer.layer_idx for layer in model.module_list if layer.is_fetched]
 
@@ -60,19 +61,20 @@ def whole(model: Any) -> list[int]:
 @contextmanager
 def gathers(layer: Any) -> Iterator[list[list[Any]]]:
     """
-    ## The buffers that a layer gathers into, and the transfers
+    ## Record the buffers of a layer's all-gathers, and the transfers
 
-    Each ends before the next one starts, whatever the answer does: a gather gives its buffer new
-    memory, and messages of the one before may be on their way into the old.
+    Each all-gather is complete before the next one starts, regardless of the answer. A new one
+    allocates its buffer's memory again, while messages may still arrive in the old memory.
     """
-    real, found = layer.comm.all_gather, []  # type: Any, list[list[Any]]
+    real = layer.comm.all_gather
+    found: list[list[Any]] = []
 
-    def end() -> None:
+    def wait_for_all() -> None:
         for _, transfer in found:
             transfer.wait()
 
     def gather(owner: Any, pairs: Any) -> Any:
-        end()
+        wait_for_all()
         found.append([[full for full, _ in pairs], real(owner, pairs)])
         return found[-1][1]
 
@@ -80,18 +82,20 @@ def gathers(layer: Any) -> Iterator[list[list[Any]]]:
         try:
             yield found
         finally:
-            end()
+            wait_for_all()
 
 
 def writes_into_the_same_storage(case: Case) -> None:
-    layer, g = first_of(chain())
-    ours, full = g.full.untyped_storage(), g.full
+    layer, flat = first_of(chain())
+    full = flat.full
+    ours = full.untyped_storage()
     with gathers(layer) as found:
         layer.fetch_params()
-    expect(len(found) > 0, "a gather", "none")
-    to = [flat.untyped_storage()._cdata for fulls, _ in found for flat in fulls]
-    expect(g.full is full, "`group.full` stays the tensor that it is", "another tensor")
-    expect(to == [ours._cdata], "a gather into `group.full`", "a gather into other memory")
+    expect(len(found) > 0, "an all-gather", "none")
+    to = [vector.untyped_storage()._cdata for fulls, _ in found for vector in fulls]
+    expect(flat.full is full, "`flat.full` stays the same tensor", "another tensor")
+    expect(to == [ours._cdata], "an all-gather into `flat.full`",
+           "an all-gather into other memory")
 
 
 def returns_before_the_messages_do(case: Case) -> None:
@@ -99,8 +103,8 @@ def returns_before_the_messages_do(case: Case) -> None:
     with gathers(layer) as found:
         layer.fetch_params()
         kept = layer._gather
-    expect(any(kept is transfer for _, transfer in found), "in `self._gather` the transfer, which "
-           "nobody has waited for", kept)
+    expect(any(kept is transfer for _, transfer in found), "the transfer in `self._gather`, "
+           "without a wait for it", kept)
 
 
 def a_second_call_sends_nothing(case: Case) -> None:
@@ -109,8 +113,8 @@ def a_second_call_sends_nothing(case: Case) -> None:
     with Ledger(model) as tape, gathers(layer) as found:
         layer.fetch_params()
         layer.fetch_params()
-    expect(len(found) == 1, "1 gather for two calls of `fetch_params()`",
-           f"{len(found)} gathers, {tape.sent_bytes} bytes sent")
+    expect(len(found) == 1, "1 all-gather for two calls of `fetch_params()`",
+           f"{len(found)} all-gathers, {tape.sent_bytes} bytes sent")
 
 
 def nothing_to_fetch(case: Case) -> None:
@@ -121,28 +125,28 @@ def nothing_to_fetch(case: Case) -> None:
         layer.fetch_params()
     with gathers(empty) as without:
         empty.fetch_params()
-    expect(not inside, "no gather inside of `full_params()`", f"{len(inside)}")
-    expect(not without, "no gather of a layer without parameters", f"{len(without)}")
+    expect(not inside, "no all-gather inside of `full_params()`", f"{len(inside)}")
+    expect(not without, "no all-gather of a layer without parameters", f"{len(without)}")
 
 
 def gathers_the_weights_of_the_last_step(case: Case) -> None:
-    layer, g = first_of(chain())
+    layer, flat = first_of(chain())
     for sign in (1, -1):
-        g.shard.detach().fill_(sign * (dist.get_rank() + 1))
+        flat.shard.detach().fill_(sign * (dist.get_rank() + 1))
         layer.fetch_params()
         layer._wait_params()
-        expect(g.full.untyped_storage().nbytes() > 0, "whole parameters", "no memory")
+        expect(flat.full.untyped_storage().nbytes() > 0, "whole parameters", "no memory")
         ranks = torch.arange(1, dist.get_world_size() + 1).double() * sign
-        equal(ranks, layer.comm.rows(g.full)[:, 0], "first elements of the shards ")
+        equal(ranks, layer.comm.rows(flat.full)[:, 0], "first elements of the shards ")
         layer._cleanup_params()
 
 
 def gradients_on_their_way_come_first(case: Case) -> None:
-    layer, g = first_of(chain())
-    g.grad = layer._empty(len(g.full), g.full.dtype).fill_(dist.get_rank() + 1)
-    g.ready.update(slot.names for slot in g.slots)
+    layer, flat = first_of(chain())
+    flat.grad = layer._empty(len(flat.full), flat.full.dtype).fill_(dist.get_rank() + 1)
+    flat.ready.update(slot.names for slot in flat.slots)
     layer._backup_grads()
-    # The messages have arrived, so that an answer which gives their memory away does no more harm.
+    # Wait for the messages, so that an answer that reuses their memory does not crash the process.
     for work in layer.reducer.transfer.works:
         work.wait()
     layer.reducer.transfer.works = []
@@ -150,8 +154,8 @@ def gradients_on_their_way_come_first(case: Case) -> None:
     layer._wait_params()
     layer.reducer.end()
     total = sum(range(1, dist.get_world_size() + 1))
-    equal(torch.full_like(g.shard, total), g.shard.grad, "gradient ")
-    expect(g.full.untyped_storage().nbytes() > 0, "whole parameters", "no memory")
+    equal(torch.full_like(flat.shard, total), flat.shard.grad, "gradient ")
+    expect(flat.full.untyped_storage().nbytes() > 0, "whole parameters", "no memory")
 
 
 # ------------------------------------------------------------------------------------ 4: reshard
@@ -159,11 +163,12 @@ def gradients_on_their_way_come_first(case: Case) -> None:
 
 class Messages:
     """
-    ## In place of a transfer: the memory it finds when it is waited for
+    ## A transfer that records the size of its buffer when it is waited for
     """
 
     def __init__(self, full: torch.Tensor):
-        self.full, self.found_bytes = full, None
+        self.full = full
+        self.found_bytes: int | None = None
 
     def wait(self) -> None:
         self.found_bytes = self.full.untyped_storage().nbytes()
@@ -171,37 +176,39 @@ class Messages:
 
 def unsharded() -> tuple[Any, Any, Any]:
     model = chain()
-    layer, g = first_of(model)
+    layer, flat = first_of(model)
     layer.fetch_params()
     layer._wait_params()
-    return model, layer, g
+    return model, layer, flat
 
 
 def the_storage_has_no_bytes(case: Case) -> None:
-    _, layer, g = unsharded()
-    storage = g.full.untyped_storage()  # as autograd has it, in what it saved
+    _, layer, flat = unsharded()
+    storage = flat.full.untyped_storage()  # autograd holds it, too
     layer._cleanup_params()
-    expect(storage.nbytes() == 0, "a storage of 0 bytes, whoever has views of it",
+    expect(storage.nbytes() == 0, "a storage of 0 bytes, even if there are views of it",
            f"{storage.nbytes()} bytes")
-    expect(g.full.untyped_storage()._cdata == storage._cdata, "`group.full`, as it was", "another")
+    expect(flat.full.untyped_storage()._cdata == storage._cdata, "the same storage of `flat.full`",
+           "another one")
 
 
 def freed_parameters_have_names(case: Case) -> None:
     _, layer, _ = unsharded()
     layer._cleanup_params()
     for slot in layer.slots():
-        expect(isinstance(slot.param, FreedParameter), f"`{slot.names[0]}` of a `FreedParameter`, "
-               "which raises an error when it is touched", f"a {type(slot.param).__name__}")
+        expect(isinstance(slot.param, FreedParameter), f"`{slot.names[0]}` of the class "
+               "`FreedParameter`, which raises an error when it is used",
+               f"a {type(slot.param).__name__}")
 
 
 def waits_for_messages(case: Case) -> None:
-    _, layer, g = unsharded()
-    layer._gather = on_their_way = Messages(g.full)
+    _, layer, flat = unsharded()
+    layer._gather = on_their_way = Messages(flat.full)
     layer._cleanup_params()
     layer._gather = None
     found_bytes = on_their_way.found_bytes
-    expect(bool(found_bytes), "messages are waited for, and then their memory is freed",
-           "nobody waits for them" if found_bytes is None else "it is freed first")
+    expect(bool(found_bytes), "first wait for the all-gather, then free its memory",
+           "no wait" if found_bytes is None else "the memory is freed first")
 
 
 def the_next_fetch_gathers(case: Case) -> None:
@@ -209,21 +216,21 @@ def the_next_fetch_gathers(case: Case) -> None:
     layer.kept_for = lambda: None
     layer._cleanup_params()
     expect(not layer.is_fetched, "`is_fetched` is False", "True")
-    expect(layer.kept_for is None, "`_kept` is None", "it is as it was")
+    expect(layer.kept_for is None, "`kept_for` is None", "it is unchanged")
     layer.kept_for = lambda: None
     layer._cleanup_params()
-    expect(layer.kept_for is None, "`_kept` is None after a call for a layer that is not fetched, too",
-           "it is as it was")
+    expect(layer.kept_for is None, "`kept_for` is None, even if the layer was not fetched",
+           "it is unchanged")
 
 
 def the_tape_says_so_once(case: Case) -> None:
-    model, layer, g = unsharded()
+    model, layer, flat = unsharded()
     with Ledger(model) as tape:
         layer._cleanup_params()
         layer._cleanup_params()
     got = [f"{e.event} of {e.bytes} bytes, with {e.live_bytes} left" for e in tape.events]
-    expected = f"free of {g.full.nbytes} bytes, with {held_bytes(model)} left"
-    expect(got == [expected], f"for two calls one event on the tape: {expected}",
+    expected = f"free of {flat.full.nbytes} bytes, with {held_bytes(model)} left"
+    expect(got == [expected], f"one event on the tape for two calls: {expected}",
            f"{len(got)} events: {'; '.join(got)}")
 
 
@@ -237,7 +244,9 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.unused, self.last = nn.Linear(4, 4), nn.Linear(3, 3), nn.Linear(4, 4)
+        self.first = nn.Linear(4, 4)
+        self.unused = nn.Linear(3, 3)
+        self.last = nn.Linear(4, 4)
         self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
         self.double()
         self.scale = nn.Parameter(torch.full((5,), 0.5, dtype=torch.float32))
@@ -248,7 +257,7 @@ class Mixed(nn.Module):
 
 def gradients(module: nn.Module) -> list[torch.Tensor]:
     """
-    ## A plain module's gradients as flat vectors, one for each data type; zero where there is none
+    ## A plain module's gradients as flat vectors, one for each data type; missing ones are zero
     """
     trained = [p for p in module.parameters() if p.requires_grad]
     return [torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
@@ -258,7 +267,7 @@ def gradients(module: nn.Module) -> list[torch.Tensor]:
 
 def backward(times: int = 1, mixed: bool = False) -> tuple[Any, list[torch.Tensor]]:
     """
-    ## A model after some backwards, and plain PyTorch's gradients of this rank's shards
+    ## A model after backward passes, and plain PyTorch's gradients of this rank's shards
     """
     torch.manual_seed(0)
     layers = [Mixed(), nn.Linear(4, 3).double()] if mixed else [m.double() for m in modules()]
@@ -274,12 +283,12 @@ def backward(times: int = 1, mixed: bool = False) -> tuple[Any, list[torch.Tenso
 def nothing_full_after_backward(case: Case) -> None:
     model, _ = backward()
     for layer in model.module_list:
-        for g in layer.flats:
+        for flat in layer.flats:
             expect(not layer.is_fetched, f"{layer.label} resharded", "its parameters are whole")
-            expect(g.grad is None and not g.ready, f"{layer.label} without a full gradient",
+            expect(flat.grad is None and not flat.ready, f"{layer.label} without a full gradient",
                    "it has one")
-            expect(g.full.untyped_storage().nbytes() == 0, f"{layer.label} without a receive buffer",
-                   f"one of {g.full.untyped_storage().nbytes()} bytes")
+            nbytes = flat.full.untyped_storage().nbytes()
+            expect(nbytes == 0, f"{layer.label} without a receive buffer", f"one of {nbytes} bytes")
 
 
 def same_gradients(times: int, mixed: bool) -> None:
@@ -290,12 +299,14 @@ def same_gradients(times: int, mixed: bool) -> None:
 
 
 def a_lone_layer_ends_its_reduce(case: Case) -> None:
-    below, above, seen = nn.Linear(4, 4), Zero3Layer(nn.Linear(4, 4)), []
-    # Called before the layer's own hook: its gradient is here, and that of the one above gone.
+    below = nn.Linear(4, 4)
+    above = Zero3Layer(nn.Linear(4, 4))
+    seen = []
+    # This hook runs before the layer's own hook. At that time the reduction of `above` is over.
     below.bias.register_post_accumulate_grad_hook(lambda _: seen.append(above.flats[0].grad))
     above(Zero3Layer(below)(torch.ones(1, 4))).sum().backward()
-    expect(len(seen) == 1 and seen[0] is None, "no full gradient of a lone layer when the layer "
-           "below gets its own", "it waits for the end of the pass")
+    expect(len(seen) == 1 and seen[0] is None, "no full gradient of a layer outside of a chain "
+           "when the next layer in backward gets its gradients", "one, until the pass ends")
 
 
 # ----------------------------------------------------------------------------------- 6: prefetch
@@ -312,13 +323,14 @@ def walks_in_order(case: Case) -> None:
 
 
 def one_layer_ahead(case: Case) -> None:
-    model, seen = chain(), []
+    model = chain()
+    seen: list[list[int]] = []
     for layer in model.module_list:
         layer.module.register_forward_pre_hook(lambda *_: seen.append(whole(model)))
     with torch.no_grad():
         model(torch.ones(1, 4, dtype=torch.double))
     for i, wanted in enumerate(([0, 2], [2], [2, 3], [3])):
-        expect(seen[i] == wanted, f"while layer {i} computes, unsharded are layers {wanted} (layer "
+        expect(seen[i] == wanted, f"while layer {i} computes, layers {wanted} are unsharded (layer "
                "1 has no parameters)", f"layers {seen[i]}")
 
 
@@ -334,7 +346,7 @@ def nothing_left(case: Case, how: str) -> None:
     left = whole(model)
     for layer in model.module_list:
         layer._cleanup_params()
-    expect(not left, f"no layer unsharded after a walk that ended by {how}", f"layers {left}")
+    expect(not left, f"no layer unsharded after a walk that ended early by {how}", f"layers {left}")
 
 
 def recomputation_sends_nothing_more(case: Case) -> None:
@@ -350,45 +362,48 @@ def recomputation_sends_nothing_more(case: Case) -> None:
 
 CLAIMS: dict[int, tuple[Claim, ...]] = {
     3: (
-        Claim("I3", "the gather writes into the storage that the parameters view",
+        Claim("I3", "the all-gather writes into the storage of the parameters",
               writes_into_the_same_storage),
-        Claim("time", "it returns while the messages are on their way",
+        Claim("time", "it returns while the all-gather is in flight",
               returns_before_the_messages_do),
         Claim("I4", "a second call sends nothing", a_second_call_sends_nothing),
-        Claim("I4", "where there is nothing to fetch, nothing is sent", nothing_to_fetch),
-        Claim("I1", "the parameters are those after the last step",
+        Claim("I4", "if there is nothing to fetch, nothing is sent", nothing_to_fetch),
+        Claim("I1", "the parameters have the values of the last optimizer step",
               gathers_the_weights_of_the_last_step),
-        Claim("I1", "gradients on their way into the same memory are not written over",
+        Claim("I1", "gradients that arrive in the same memory are not overwritten",
               gradients_on_their_way_come_first),
         *STEP.values(),
     ),
     4: (
-        Claim("I2", "the memory is free, whoever has views of it", the_storage_has_no_bytes),
+        Claim("I2", "the memory is freed, even if there are views of it", the_storage_has_no_bytes),
         Claim("I2", "a freed parameter is a `FreedParameter`", freed_parameters_have_names),
-        Claim("I1", "messages have come before their memory is freed", waits_for_messages),
-        Claim("I1", "the layer is ready to be fetched again", the_next_fetch_gathers),
-        Claim("I3", "the tape says what is freed, once", the_tape_says_so_once),
+        Claim("I1", "the memory is freed only after the all-gather", waits_for_messages),
+        Claim("I1", "the layer can be fetched again", the_next_fetch_gathers),
+        Claim("I3", "the tape records the freed bytes once", the_tape_says_so_once),
         *STEP.values(),
     ),
     5: (
-        Claim("I2", "after backward nothing is whole", nothing_full_after_backward),
+        Claim("I2", "after backward nothing is unsharded", nothing_full_after_backward),
         Claim("I1", "a shard's gradient is the mean over ranks",
               lambda case: same_gradients(1, mixed=False)),
-        Claim("I1", "so it is with unused and frozen parameters, and with two data types",
+        Claim("I1", "also with unused and frozen parameters, and with two data types",
               lambda case: same_gradients(1, mixed=True)),
-        Claim("I7", "a second backward adds", lambda case: same_gradients(2, mixed=False)),
-        Claim("I3", "a layer in no chain ends its reduce itself", a_lone_layer_ends_its_reduce),
+        Claim("I7", "a second backward pass adds to the gradients",
+              lambda case: same_gradients(2, mixed=False)),
+        Claim("I3", "a layer outside of a chain finishes its reduction itself",
+              a_lone_layer_ends_its_reduce),
         *STEP.values(),
     ),
     6: (
-        Claim("I1", "the layers come in order", walks_in_order),
-        Claim("I3", "while a layer computes, it and the next are whole", one_layer_ahead),
-        Claim("I2", "a walk that ends by `break` leaves nothing",
+        Claim("I1", "the layers are yielded in order", walks_in_order),
+        Claim("I3", "while a layer computes, only it and the next one are unsharded",
+              one_layer_ahead),
+        Claim("I2", "a walk that ends early by `break` leaves nothing unsharded",
               lambda case: nothing_left(case, "break")),
-        Claim("I2", "a walk that ends by an exception leaves nothing",
+        Claim("I2", "a walk that ends early by an exception leaves nothing unsharded",
               lambda case: nothing_left(case, "an exception")),
         *STEP.values(),
-        Claim("I4", "recomputation in backward sends nothing more",
+        Claim("I4", "activation checkpointing sends nothing more",
               recomputation_sends_nothing_more),
     ),
 }

@@ -1,25 +1,26 @@
 r"""
 # Exercise 1: merge and pad
 
-A rank keeps one $N$-th of a layer. For that the layer has to be a vector whose length $N$ divides:
-the *flat parameter*. Write the function that makes it.
+To shard a layer over $N$ ranks, we need it as one vector whose length is divisible by $N$. This
+vector is the *flat parameter*. For example, the parameters `[[1, 2], [3, 4]]` and `5` on two ranks
+become `1 2 3 4 5 0`: six elements, three for each rank. Write the function that makes it.
 
 **Given**
 
-* `params`: the layer's parameters, all of one data type. Their shapes are any: matrices, scalars,
-  shapes without elements, transposed ones. Together they have $P$ elements, one at least
-* `self.comm.world_size`: $N$
-* `self._empty(numel, dtype)`: a vector on the layer's device. It holds whatever the memory held
+* `params`: the layer's parameters, all of one data type. They may have any shape: matrices,
+  scalars, shapes without elements, transposed matrices. Together they have $P \ge 1$ elements
+* `self.comm.world_size`: the number of ranks, $N$
+* `self._empty(numel, dtype)`: an uninitialised vector on the layer's device
 
-**Return** a new tensor of $N \lceil P/N \rceil$ elements: the parameters one after the other, each
-row by row, then the padding. It is on `self.device`, of the parameters' data type, and without a
-graph.
+**Return** a new tensor of $N \lceil P/N \rceil$ elements: all parameters in order, each row by
+row, and then the padding. It is on `self.device`, has the parameters' data type, and is not part
+of an autograd graph.
 
-**Keeps** I1: no element is lost. I2: a shard has $\lceil P/N \rceil$ elements, so there is no more
-padding than that takes. I5: the padding is zero. It goes through everything that the parameters go
-through, and one NaN in it would make the norm of the whole gradient NaN.
+**Keeps** I1: no element is lost. I2: a shard has $\lceil P/N \rceil$ elements, so there is as
+little padding as possible. I5: the padding is zero. Padding takes part in all later computations,
+and a single NaN in it would make the norm of the whole gradient NaN.
 
-**Hint**: in Python `-7 % 3` is 2. That is how many elements 7 lacks to be divisible by 3.
+**Hint**: in Python `-7 % 3` is 2. Seven elements need two more to be divisible by 3.
 """
 
 import torch
@@ -30,11 +31,11 @@ from zero3 import Zero3Layer
 
 def _merge_and_pad_params(self: Zero3Layer, params: list[nn.Parameter]) -> torch.Tensor:
     """
-    ## Merge parameters, and pad so that the length is divisible by `world_size`
+    ## Concatenate parameters, and pad until `world_size` divides the length
 
-    * `params` are of one data type and of any shapes
+    * `params` have one data type, and any shapes
 
     Returns `(world_size * shard_numel,)`.
     """
-    raise NotImplementedError("exercise 1: return all parameters as one vector, with zeros at its "
-                              "end until `world_size` divides its length")
+    raise NotImplementedError("exercise 1: return all parameters as one vector, and append zeros "
+                              "until `world_size` divides its length")

@@ -1,30 +1,37 @@
 r"""
 # Exercise 2: each collective alone
 
-ZeRO-3 needs two collectives. An *all-gather* gives each rank the shards of all. A *reduce-scatter*
-gives each rank the sum, here the mean, of its own share of everybody's gradient. Build both out of
-messages from one rank to another.
+ZeRO-3 needs two collectives. An *all-gather* gives each rank the shards of all ranks. A
+*reduce-scatter* sums a vector over the ranks and gives each rank its own row of the sum; here it
+takes the mean. Implement both with point-to-point messages.
+
+On two ranks with shards of two elements:
+
+| | rank 0 has | rank 1 has | rank 0 gets | rank 1 gets |
+|---|---|---|---|---|
+| all-gather | 1 2 | 3 4 | 1 2 3 4 | 1 2 3 4 |
+| reduce-scatter | 1 2 3 4 | 5 6 7 8 | 3 4 | 5 6 |
 
 **Given**
 
-* `full`, `(world_size * shard_numel,)`, to write: row $k$ of
-  `full.view(world_size, shard_numel)` is for the shard of rank $k$
-* `shard`, `(shard_numel,)`: this rank's
-* `grad`, `(world_size * shard_numel,)`: this rank's gradient of everything; row $k$ is rank $k$'s
-  share. It may be written over
+* `full`, `(world_size * shard_numel,)`, to be filled: row $k$ of `full.view(world_size,
+  shard_numel)` is the place of rank $k$'s shard
+* `shard`, `(shard_numel,)`: this rank's shard
+* `grad`, `(world_size * shard_numel,)`: this rank's gradient of all shards; row $k$ is for rank
+  $k$. You may overwrite it
 * `dist.isend(tensor, rank)` and `dist.irecv(tensor, rank)` start a message and return a handle;
-  `handle.wait()` completes it
+  `handle.wait()` waits until it is complete
 
-**Do** `all_gather` fills `full` and returns nothing. `reduce_scatter` returns `(shard_numel,)`, of
-the gradient's data type: the mean over ranks of this rank's share. When either returns, all of its
-messages are complete.
+**Do**: `all_gather` fills `full` and returns nothing. `reduce_scatter` returns `(shard_numel,)` in
+the gradient's data type: the mean over ranks of this rank's row. When either of them returns, all
+its messages are complete.
 
-**Keeps** I1: the numbers are right; fp16 gradients too, whose sum may be larger than fp16 can hold
-where the mean is not. I4: a rank sends each other rank `shard_numel` elements and no more; nothing
-is sent to itself. I6: no rank waits for ever.
+**Keeps** I1: the numbers are right, also in fp16, whose range may be too small for the sum
+although the mean fits. I4: a rank sends each other rank `shard_numel` elements and no more. It
+sends nothing to itself. I6: no rank waits forever.
 
-**Hint**: start all messages, then wait for all. A rank that waits for its first message to leave
-before it starts to receive waits for one that does the same.
+**Hint**: start all messages before you wait for any. If each rank first waits until its message
+has been received, and only then begins to receive, all of them wait forever.
 """
 
 import torch
@@ -33,22 +40,22 @@ import torch.distributed as dist  # noqa: F401  (for your answer)
 
 def all_gather(full: torch.Tensor, shard: torch.Tensor, rank: int, world_size: int) -> None:
     """
-    ## Give each rank the shards of all
+    ## Give each rank the shards of all ranks
 
-    * `full` is `(world_size * shard_numel,)`, to write
-    * `shard` is `(shard_numel,)`, to send
+    * `full` is `(world_size * shard_numel,)`, to be filled
+    * `shard` is `(shard_numel,)`, to be sent
     """
-    raise NotImplementedError("exercise 2: put your own shard into its row of `full`, send it to "
-                              "each other rank, and receive theirs into their rows")
+    raise NotImplementedError("exercise 2: copy your own shard into its row of `full`, send it to "
+                              "each other rank, and receive their shards into their rows")
 
 
 def reduce_scatter(grad: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
     """
-    ## Give each rank the mean of its share of the gradients
+    ## Give each rank the mean of its row of the gradients
 
-    * `grad` is `(world_size * shard_numel,)`, to send
+    * `grad` is `(world_size * shard_numel,)`, to be sent
 
     Returns `(shard_numel,)`.
     """
-    raise NotImplementedError("exercise 2: send each other rank its row of `grad`, receive their "
-                              "rows for you, and return the mean of those and your own")
+    raise NotImplementedError("exercise 2: send each other rank its row of `grad`, receive the "
+                              "rows for this rank, and return the mean of these and your own")

@@ -1,33 +1,39 @@
 r"""
 # Exercise 3: unshard
 
-Before a layer computes, its shards come together: *unshard*, an all-gather. It starts early, while
-the layer before computes, and it writes into the memory that the module's parameters view.
+Before a layer computes, its shards have to be gathered. This is called *unshard*, and it is an
+all-gather. It starts early, while the previous layer computes, so that communication overlaps
+computation. It writes into the memory that the module's parameters are views of.
 
-**Given** a `Zero3Layer`, with
+**Given** a `Zero3Layer` with
 
-* `self.flats`: its flat parameters. `group.full` is one, `(world_size * shard_numel,)`; at rest
-  its storage has no bytes
-* `self.gather_into(fulls)`: gives these flat tensors their memory, starts to gather the shards
-  into them, and returns a *transfer*, at once
-* `self._gather`: the transfer that `_wait_params()` will wait for, later, or `None`
-* `self.is_fetched`: whether an unshard has started, since the last reshard
-* `self.is_full_elsewhere`: true inside of `with layer.full_params():`, where the parameters are whole
+* `self.flats`: its flat parameters. `flat.full` is the whole vector of one of them, `(world_size *
+  shard_numel,)`. While the layer is sharded, its storage has no bytes
+* `flat.storage.load()`: this rank's shard of one flat parameter, `(shard_numel,)`
+* `self.comm.all_gather(self, pairs)`: starts to gather shards, and immediately returns a
+  *transfer*. A pair is `(full, shard)`: the vector to gather into, whose memory it allocates, and
+  this rank's shard. All pairs go in a single call
+* `self._gather`: the transfer that `_wait_params()` waits for later, or `None`
+* `self.is_fetched`: whether an unshard has started since the last reshard
+* `self.is_full_elsewhere`: true inside of `with layer.full_params():`, when the whole parameters
+are
   in other memory
-* `self.settle_at_end_of_backward()`: call it before you start; if backward runs, its end will then tidy up
-* `self.reducer.finish(self)`: call it before you start, too. A reduce of this layer's
-  gradients may still be on its way, and its messages arrive in the memory of `group.full`
+* `self.settle_at_end_of_backward()`: call it first. If a backward pass is running, its end then
+  cleans up this layer
+* `self.reducer.finish(self)`: call this first, too. The reduce of this layer's gradients may be in
+  flight, and its receive buffer is the memory of `flat.full`
 
-**Do** start the unshard, and return without waiting for it. Called again before a reshard, the
-function does nothing; it also does nothing for a layer without groups, and inside of
+**Do**: start the unshard and return without waiting for it. A second call before the next reshard
+does nothing. Neither does a call for a layer without flat parameters, or a call inside of
 `full_params()`.
 
-**Keeps** I1: the parameters are those after the last step. I3: the layer is in memory once. What
-autograd saved in forward are views of `group.full`'s storage, and backward reads them, so fresh
-memory will not do. I4: one gather for each time the layer is needed.
+**Keeps** I1: the parameters have the values of the last optimizer step. I3: the layer is in memory
+once. The tensors that autograd saved in forward are views of `flat.full`'s storage, and backward
+reads them. So the all-gather must fill this storage, not new memory. I4: there is one all-gather
+each time the layer is needed.
 
-**Hint**: six lines. The real function has a few more, which begin to read the next shard where
-shards rest in files; leave them out.
+**Hint**: six lines are enough. The real function has a few more, which prefetch the next shard
+from its file. Leave them out.
 """
 
 from zero3 import Zero3Layer
@@ -37,5 +43,6 @@ def fetch_params(self: Zero3Layer) -> None:
     """
     ## Unshard (all-gather): start it, and return
     """
-    raise NotImplementedError("exercise 3: unless there is nothing to do, start `_all_gather` into "
-                              "the groups' own `full`, and keep what it returns in `self._gather`")
+    raise NotImplementedError("exercise 3: unless there is nothing to do, start "
+                              "`self.comm.all_gather` into the flat parameters' own `full`, and keep
+                              " "what it returns in `self._gather`")

@@ -1,31 +1,33 @@
 r"""
 # Exercise 4: reshard
 
-After a layer has computed, its memory is given back: *reshard*. The shards stay; the whole
-parameters go.
+After a layer has computed, free the memory of its whole parameters. This is called *reshard*. The
+shards stay.
 
-**Given** a `Zero3Layer`, with
+**Given** a `Zero3Layer` with
 
 * `self.is_fetched`: whether an unshard has started since the last reshard
-* `self._wait_params()`: completes an unshard whose messages are still on their way
-* `self.flats`: `group.full` is a flat parameter, `(world_size * shard_numel,)`
-* `self.slots()`: a slot for each parameter of the module. `slot.param` is the parameter, a view of
-  `group.full`; `slot.freed_class` is a subclass of `FreedParameter`, which raises an error with the
-  parameter's name when somebody touches it
-* `self.kept_for`: what keeps the last layer whole from forward to backward, or `None`
-* `self.listener.record(self, "free", nbytes)`: writes on the tape that so many bytes went
+* `self._wait_params()`: waits for an unshard that is still in flight
+* `self.flats`: its flat parameters. `flat.full` is the whole vector of one of them, `(world_size *
+  shard_numel,)`
+* `self.slots()`: a slot for each parameter of the module. `slot.param` is the parameter, a view
+  of `flat.full`. `slot.freed_class` is a subclass of `FreedParameter`, which raises an error with
+  the parameter's name if some code uses it
+* `self.kept_for`: keeps the last layer whole from forward to backward, or `None`
+* `self.listener.record(self, "free", nbytes)`: records on the tape that so many bytes were freed
 
-**Do** free the flat parameters' memory, and leave the layer so that the next `fetch_params()`
-works. `self.kept_for` is `None` afterwards, always. Beyond that a layer that is not fetched is left
-alone.
+**Do**: free the memory of the flat parameters, and leave the layer in a state in which the next
+`fetch_params()` works. Always set `self.kept_for` to `None`. If the layer is not fetched, do
+nothing else.
 
-**Keeps** I1: no message writes into memory that was given back. I2: nothing of the others' shards
-is left. To let go of `group.full` would not do: autograd has views of its storage until backward,
-and the memory would stay. I3: what is free is free at once, and the tape says so.
+**Keeps** I1: no message arrives in memory that has been freed. I2: nothing of the other ranks'
+shards stays in memory. It is not enough to drop the reference to `flat.full`, because autograd has
+views of its storage until backward, and they would keep the memory alive. I3: the memory is freed
+immediately, and the tape records it.
 
-**Hint**: `tensor.untyped_storage().resize_(0)` frees the memory of a tensor and of all its views,
-and leaves every tensor, with its shape, in place. An assignment to `slot.param.__class__` makes a
-parameter of that class.
+**Hint**: `tensor.untyped_storage().resize_(0)` frees the memory of a tensor and of all its views.
+The tensors still exist and keep their shapes. To turn a parameter into a freed one, assign to
+`slot.param.__class__`.
 """
 
 from zero3 import Zero3Layer
@@ -35,5 +37,6 @@ def _cleanup_params(self: Zero3Layer) -> None:
     """
     ## Reshard (free)
     """
-    raise NotImplementedError("exercise 4: if the layer is fetched, wait for its messages, change "
-                              "its parameters' class, resize its storages to 0 and tell the tape")
+    raise NotImplementedError("exercise 4: if the layer is fetched, wait for its all-gather, "
+                              "change its parameters' class, resize its storages to 0 and "
+                              "record it")

@@ -1,39 +1,47 @@
 r"""
 # Exercise 5: reduce the gradients
 
-A layer's gradients are complete. It needs its whole parameters no more: *reshard*. Each rank has
-the gradient of its own rows for the whole layer; the *reduce-scatter* leaves it with the mean
-gradient of its own shard. It goes on its way while the layer below computes, so there are two
-functions: `_backup_grads` sends, and `add_reduced` takes what comes back.
+All gradients of a layer are complete, so it does not need its whole parameters any more and can be
+resharded. Each rank has a gradient of the whole layer, computed on its own rows of the batch. The
+*reduce-scatter* leaves each rank with the mean gradient of its own shard. It overlaps the backward
+pass of the layer with the next lower number, so there are two functions: `_backup_grads` starts
+it, and `add_reduced` receives the result.
 
-**Given** a `Zero3Layer`, with
+**Given** a `Zero3Layer` with
 
-* `self.flats`: `group.grad` is a full gradient, `(world_size * shard_numel,)`, or `None` where
-  none of the group's parameters got one. It was made by `torch.empty`, and holds what the memory
-  held wherever no gradient arrived. What has arrived is divided by `world_size` already
-* `group.slots`: one for each parameter. `slot.names in group.ready` says whether its gradient has
-  arrived; `slot.of(group.grad)` is its place in the full gradient
-* `group.receive_buffer`: the tensor whose memory messages arrive in; as a rule `group.full`
-* `group.shard`: what this rank owns, `(shard_numel,)`; `group.shard.grad` is the optimizer's
-* `self._release()`: reshard, as in exercise 4
-* `self.watch.arrived`: names of the parameters whose gradients have come; to be cleared
-* `self.reducer.add(self, pairs)`: starts the reduce-scatter of the pairs
-  `(group.grad, group.receive_buffer)`, all in one call. Later it calls `self.add_reduced(totals)`
-* `self.reducer.finish(self)`: ends this layer's reduce now
-* `self.layer_idx`: negative for a layer that is in no chain
-* `self.drop_full_grads()`: forgets all `group.grad` and empties `group.ready`
+* `self.flats`: its flat parameters. `flat.grad` is the full gradient of one of them,
+  `(world_size * shard_numel,)`, or `None` if none of its parameters got a gradient. It was
+  allocated by `torch.empty`, so it is uninitialised where no gradient was written. Gradients have
+  already been divided by `world_size`
+* `flat.slots`: one for each parameter. `slot.names in flat.ready` says whether the parameter's
+  gradient is ready, and `slot.of(flat.grad)` is its place in the full gradient
+* `flat.receive_buffer`: the tensor into which gradients from other ranks arrive; usually
+  `flat.full`
+* `flat.shard`: this rank's shard, `(shard_numel,)`; the optimizer uses `flat.shard.grad`
+* `self._release()`: reshards, as in exercise 4
+* `self.watch.arrived`: names of the parameters whose gradients are ready; clear it
+* `self.reducer.keeps(self, pairs)`: whether the pairs `(flat.grad, flat.receive_buffer)` wait in a
+  bucket. If they do not, it has finished the reduce that was in flight, and you start the next one
+* `self.comm.reduce_scatter([self], pairs)`: starts the reduce-scatter of all pairs, in a single
+  call, and returns a transfer
+* `self.reducer.started([self], transfer)`: keeps the transfer. When it has arrived, the reducer
+  calls `self.add_reduced(totals)`
+* `self.reducer.finish(self)`: waits for the reduce of this layer now
+* `self.is_alone`: whether the layer is in no chain
+* `self.drop_full_grads()`: sets each `flat.grad` to `None` and empties `flat.ready`
 
-**Do** in `_backup_grads`: reshard; clear what has arrived; where a group has a gradient, zero the
-places of parameters that got none; hand the groups with a gradient to the reducer, if there are
-any; end the reduce at once if the layer is in no chain. In `add_reduced`: add each total to the
-gradient of its shard, in the order of the groups that have a gradient; then drop the full
-gradients, and free the inboxes' memory.
+**Do** in `_backup_grads`: reshard, and clear `self.watch.arrived`. In each full gradient, zero the
+places of parameters that got none. Pass all flat parameters that have a full gradient to the
+reducer, if there are any. If the layer is not in a chain, finish the reduction immediately. In
+`add_reduced`: add each total to the gradient of its shard; the totals have the order of the flat
+parameters with a full gradient. Then drop the full gradients, and free the memory of the receive
+buffers.
 
 **Keeps** I1: gradients are means over ranks. I2, I3: neither whole parameters nor whole gradients
-stay. I4: a layer is reduced once. I7: a second backward adds.
+stay in memory. I4: a layer is reduced once. I7: a second backward pass adds to the gradients.
 
-**Hint**: the memory of `group.full` serves twice. Freed by the reshard, it becomes the receive_buffer;
-`untyped_storage().resize_(0)` frees it again.
+**Hint**: the memory of `flat.full` is used twice. The reshard frees it, and then it serves as the
+receive buffer. Free it again with `untyped_storage().resize_(0)`.
 """
 
 import torch
@@ -46,16 +54,17 @@ def _backup_grads(self: Zero3Layer) -> None:
     """
     ## Reshard, and reduce-scatter the gradients
     """
-    raise NotImplementedError("exercise 5: reshard, zero what no gradient reached, and hand all "
-                              "`(group.grad, group.receive_buffer)` that there are to `self.reducer`")
+    raise NotImplementedError("exercise 5: reshard, zero the places without a gradient, and pass "
+                              "all `(flat.grad, flat.receive_buffer)` to `self.comm.reduce_scatter`,
+                              unless " "`self.reducer` keeps them")
 
 
 @torch.no_grad()
 def add_reduced(self: Zero3Layer, totals: list[torch.Tensor]) -> None:
     """
-    ## Add the reduced gradients to the shards'
+    ## Add the reduced gradients to the gradients of the shards
 
-    * `totals` are `(shard_numel,)`, one for each group that has a gradient
+    * `totals` are `(shard_numel,)`, one for each flat parameter with a full gradient
     """
-    raise NotImplementedError("exercise 5: add each total to its `group.shard.grad`, then drop the "
-                              "full gradients and free the inboxes")
+    raise NotImplementedError("exercise 5: add each total to its `flat.shard.grad`, then drop the "
+                              "full gradients and free the receive buffers")

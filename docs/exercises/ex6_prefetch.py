@@ -1,28 +1,31 @@
 r"""
 # Exercise 6: prefetch
 
-A layer that unshards when it is called waits for its messages. In a chain the next layer is known,
-so its unshard starts before this one computes, and the messages travel meanwhile: *prefetch*.
+If a layer is unsharded only when it is called, it has to wait for the whole all-gather. In a chain
+we know the next layer, so we can start its all-gather before the current layer computes.
+Communication then overlaps computation. This is called *prefetch*.
 
-**Given** a `Zero3Sequential`, with
+**Given** a `Zero3Sequential` with
 
 * `self.module_list`: all layers, in forward order
-* `layer.next_layer`: a list with the next layer that has parameters; empty for the last one, and
-  for a layer without parameters
-* `layer.fetch_params()` starts an unshard, and does nothing if it has started already;
-  `layer._cleanup_params()` reshards, and does nothing if there is nothing to free
-* `layer.kept_for`: not `None` where a layer stays whole on purpose, for the backward that follows
-* `in_backward()`: whether backward runs; forward does too then, under activation checkpointing
+* `layer.next_layer`: a list with the next layer that has parameters. It is empty for the last one,
+  and for a layer without parameters
+* `layer.fetch_params()` starts an unshard, and does nothing if it has already started
+* `layer._cleanup_params()` reshards, and does nothing if there is nothing to free
+* `layer.kept_for`: not `None` if the layer stays whole on purpose, for the following backward pass
+* `in_backward()`: whether a backward pass is running. Under activation checkpointing forward runs
+  during backward, too
 
-**Do** write a generator that yields the layers in order. When it yields one, the unshards of this
-layer and of the next one have started, and no others. Who walks calls the layer, which reshards
-itself. A walk may end early, by `break` or by an exception: then reshard what was fetched in vain.
-Leave alone what is kept on purpose; and in backward reshard nothing, for backward needs it next.
+**Do**: write a generator that yields the layers in order. When it yields a layer, the unshards of
+this layer and of the next one have started, and no others. The caller then calls the layer, which
+reshards itself. The caller may stop early, with `break` or with an exception. In that case reshard
+the layers that were fetched needlessly. Do not reshard a layer that is kept on purpose. During a
+backward pass reshard nothing, because backward needs these layers next.
 
-**Keeps** I2: nothing is left of a walk that ended early. I3: while a layer computes, it and the
-next are whole, and no more. I4: what is kept for backward is not gathered again.
+**Keeps** I2: if the walk ends early, nothing stays in memory. I3: while a layer computes, only
+this layer and the next one are whole. I4: a layer that is kept for backward is not gathered again.
 
-**Hint**: a generator that is closed early runs its `finally:`.
+**Hint**: the `finally:` block of a generator runs even if it is closed early.
 """
 
 from collections.abc import Iterator
@@ -35,5 +38,5 @@ def walk(self: Zero3Sequential) -> Iterator[Zero3Layer]:
     """
     ## Walk the layers, one unshard ahead
     """
-    raise NotImplementedError("exercise 6: for each layer fetch it and its `next_layer`, then "
-                              "yield it; in the end free what was fetched in vain")
+    raise NotImplementedError("exercise 6: for each layer, fetch it and its `next_layer`, then "
+                              "yield it; at the end free layers that were fetched needlessly")

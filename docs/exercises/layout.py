@@ -1,12 +1,13 @@
 """
-# Where parameters lie
+# Layout of a sharded model
 
-A `Layout` says in how many shards layers are cut, and where in a layer each parameter lies: what a
-checkpoint has to know of its shards, for exercise 7.
+A `Layout` records the number of shards per layer, and the place of each parameter in its layer. A
+checkpoint has to know this about its shards; exercise 7 uses it.
 
 **Run this**: `make exercise N=7`
 
-**Not covered, and what that costs**: shapes and data types, which resharding leaves as they are.
+**Not covered, and what that costs**: shapes and data types, because resharding does not change
+them.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Place:
     """
-    ## Where a parameter lies
+    ## The place of a parameter in its layer
     """
 
     layer: int
@@ -26,15 +27,15 @@ class Place:
 @dataclass(frozen=True)
 class Layout:
     """
-    ## Where all parameters lie, and in how many shards their layers are cut
+    ## The places of all parameters, and the number of shards per layer
     """
 
     world_size: int
-    places: dict[str, Place]  # by the parameters' names
+    places: dict[str, Place]  # by the name of the parameter
 
     def shard_numels(self) -> list[int]:
         """
-        ### Elements of a shard of each layer, padding included
+        ### Number of elements of a shard for each layer, including padding
         """
         numels = [0] * (1 + max(p.layer for p in self.places.values()))
         for p in self.places.values():

@@ -1,16 +1,17 @@
 r"""
-# What answers are compared with
+# The oracle: the expected results
 
-A small model in shards and in plain PyTorch, and how a claim says what it expected and what it got.
+A small model, both sharded and in plain PyTorch, and the exception with which a claim reports the
+expected result and the actual one.
 
-New memory holds NaN while answers are checked, and not by luck a zero: what nobody wrote shows.
-Elements are small whole numbers where that is possible, so that a reader sees at once where one
-went wrong.
+While answers are checked, new memory is filled with NaN, so that uninitialised elements are
+noticed even if the memory would have been zero by chance. If possible, elements are small whole
+numbers, so that a reader sees immediately which one is wrong.
 
 **Run this**: `make exercise N=1`
 
-**Not covered, and what that costs**: an answer is asked for what a training step needs. An unused
-line in it does no harm, and is not found.
+**Not covered, and what that costs**: the checks cover what a training step needs. They do not find
+a superfluous line that changes nothing.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from zero3.estimate.predict import Prediction, predict
 from zero3.measure.ledger import Ledger, held_bytes
 
 ROWS = 2  # of each rank's batch
-TOLERANCE = 1e-12  # in float64: what another order of the sum over ranks may change
+TOLERANCE = 1e-12  # in float64, for another order of the sum over ranks
 
 
 class Wrong(Exception):
@@ -42,10 +43,10 @@ class Wrong(Exception):
 
 class Claim(NamedTuple):
     """
-    ## A claim, and what breaks where it is wrong
+    ## A statement about an answer, and the invariant that breaks if it does not hold
     """
 
-    invariant: str  # I1 to I10; or "time", where the numbers are right and the ranks wait
+    invariant: str  # I1 to I10; or "time" if the numbers are right, but communication is slow
     text: str
     check: Callable[["Case"], None]
 
@@ -62,7 +63,7 @@ def show(tensor: torch.Tensor) -> str:
 
 def equal(expected: torch.Tensor, got: Any, what: str = "") -> None:
     """
-    ## Two tensors are the same, but for rounding
+    ## Expect that two tensors are equal, except for rounding
     """
     expect(isinstance(got, torch.Tensor), f"{what}a tensor, {tuple(expected.shape)}", got)
     expect(got.shape == expected.shape, f"{what}{len(expected)} elements, {show(expected)}",
@@ -76,14 +77,14 @@ def equal(expected: torch.Tensor, got: Any, what: str = "") -> None:
 
 def modules() -> list[nn.Module]:
     """
-    ## Layers of 25, 35 and 35 elements, which need padding on 2 and on 3 ranks, and one of none
+    ## Layers of 25, 35 and 35 elements, which need padding on 2 and 3 ranks, and an empty layer
     """
     return [nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 7, bias=False), nn.Linear(7, 5, bias=False)]
 
 
 def chain() -> Zero3Sequential:
     """
-    ## They, sharded, in a chain; their elements are drawn, and equal on all ranks
+    ## A sharded chain of these layers, with random values that are equal on all ranks
     """
     torch.manual_seed(0)
     return Zero3Sequential([Zero3Layer(m.double()) for m in modules()])
@@ -91,7 +92,7 @@ def chain() -> Zero3Sequential:
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    ## A batch for all ranks, and this rank's rows of it
+    ## The global batch, `(ROWS * world_size, 4)`, and this rank's rows of it, `(ROWS, 4)`
     """
     x = torch.randn(ROWS * dist.get_world_size(), 4, dtype=torch.double,
                     generator=torch.Generator().manual_seed(step))
@@ -110,10 +111,10 @@ def mine(flat: torch.Tensor) -> torch.Tensor:
 @dataclass
 class Step:
     """
-    ## What two steps of training gave, and what they should give
+    ## The result of two training steps, and the expected result
     """
 
-    difference: float  # the largest, of any weight, from plain PyTorch's
+    difference: float  # of any weight from plain PyTorch's, the largest
     rest_bytes: int
     tape: Ledger  # of the second step
     predicted: Prediction
@@ -121,7 +122,7 @@ class Step:
 
 class Case:
     """
-    ## An answer, and what several claims want to know of it
+    ## An answer, and results that several claims use
     """
 
     def __init__(self, answer: Any):
@@ -153,7 +154,7 @@ class Case:
 
 def trains_like_plain(case: Case) -> None:
     worst = case.step.difference
-    # A NaN is not smaller than anything.
+    # The comparison is false for NaN, too.
     expect(worst <= TOLERANCE, "the weights of plain PyTorch on the global batch", "weights that "
            f"differ from them by up to {worst:.2g}")
 
@@ -172,10 +173,11 @@ def peaks_as_predicted(case: Case) -> None:
 
 
 def sends_as_predicted(case: Case) -> None:
-    tape, wanted = case.step.tape, case.step.predicted
+    tape = case.step.tape
+    wanted = case.step.predicted
     gathers = sum(e.event == "fetch" for e in tape.events)
     reduces = sum(e.event == "reduce" for e in tape.events)
-    # Forward and backward of each layer with parameters, less the last one's second.
+    # Each layer with parameters is gathered in forward and backward, except the last in backward.
     sharded = sum(any(True for _ in m.parameters()) for m in modules())
     expect((gathers, reduces, tape.sent_bytes) == (2 * sharded - 1, sharded, wanted.sent_bytes),
            f"{2 * sharded - 1} gathers, {sharded} reduces, {wanted.sent_bytes:,} bytes sent",
@@ -183,8 +185,8 @@ def sends_as_predicted(case: Case) -> None:
 
 
 STEP = {
-    "numbers": Claim("I1", "two steps of training give plain PyTorch's weights", trains_like_plain),
-    "rest": Claim("I2", "between steps a rank has its shards and nothing else", rests_as_predicted),
-    "peak": Claim("I3", "a step's peak is the predicted one, to the byte", peaks_as_predicted),
-    "traffic": Claim("I4", "a step sends what is predicted, to the byte", sends_as_predicted),
+    "numbers": Claim("I1", "two training steps give plain PyTorch's weights", trains_like_plain),
+    "rest": Claim("I2", "between steps a rank holds only its shards", rests_as_predicted),
+    "peak": Claim("I3", "the peak of a step is as predicted, to the byte", peaks_as_predicted),
+    "traffic": Claim("I4", "a step sends as many bytes as predicted", sends_as_predicted),
 }

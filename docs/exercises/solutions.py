@@ -1,11 +1,11 @@
 """
 # Solutions
 
-A solution for each exercise, and what a page about it needs.
+A solution for each exercise, and the contents of the page about it.
 
-Where the reader writes a method of `Zero3Layer` or `Zero3Sequential`, the solution is that method:
-it is taken from `zero3`, and not copied. Where the exercise is a function of its own, so is the
-solution, and the source that does the same for real is named beside it.
+If the reader writes a method of `Zero3Layer` or `Zero3Sequential`, the solution is the method of
+the package itself, not a copy of it. Other exercises ask for a function. Their solutions are in
+this file, together with the names of the functions in the package that do the same.
 
 **Run this**: `make exercise N=2 ARGS=--solution` shows a solution, and checks it.
 """
@@ -42,7 +42,7 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, rank: int, world_size: i
     rows[rank].copy_(shard)
     works = []
     for k in range(1, world_size):
-        # Each rank begins with its neighbour; else all would send to rank 0 first.
+        # Each rank starts with its neighbour, because otherwise all would send to rank 0 first.
         peer = (rank + k) % world_size
         works += [dist.irecv(rows[peer], peer), dist.isend(shard, peer)]
     for work in works:
@@ -53,7 +53,7 @@ def reduce_scatter(grad: torch.Tensor, rank: int, world_size: int) -> torch.Tens
     """
     ## Exercise 2: reduce-scatter
     """
-    # To divide before the sum is taken keeps the sum of half-precision numbers in their range.
+    # Divide before the sum, so that the sum of half-precision numbers stays in their range.
     rows = grad.div_(world_size).view(world_size, len(grad) // world_size)
     receive_buffer = torch.empty_like(rows)
     receive_buffer[rank] = rows[rank]
@@ -73,13 +73,15 @@ def reshard(read: Callable[[int, int, int, int], torch.Tensor], saved: Layout, w
     """
     shards = [torch.zeros(numel, dtype=dtype) for numel in wanted.shard_numels()]
     for name, there in wanted.places.items():
-        shard, old = shards[there.layer], saved.places[name]
-        first, old_numel = rank * len(shard), saved.shard_numels()[old.layer]
-        # The part of the parameter that is in this rank's shard, in the parameter's elements.
+        shard = shards[there.layer]
+        first = rank * len(shard)
+        old = saved.places[name]
+        old_numel = saved.shard_numels()[old.layer]
+        # The range of the parameter that is in this rank's shard, counted from its first element.
         begin = max(there.offset, first) - there.offset
         end = min(there.offset + there.numel, first + len(shard)) - there.offset
         while begin < end:
-            # As much of it as one saved shard has.
+            # Read as much of it as one saved shard contains.
             old_rank, at = divmod(old.offset + begin, old_numel)
             count = min(end - begin, old_numel - at)
             to = there.offset + begin - first
@@ -91,14 +93,14 @@ def reshard(read: Callable[[int, int, int, int], torch.Tensor], saved: Layout, w
 @dataclass(frozen=True)
 class Exercise:
     """
-    ## What an exercise asks for, and where it stands in the source
+    ## An exercise, and the place of its solution in the source
     """
 
     name: str  # of its file
-    owner: type | None  # whose methods the functions are, if they are methods
-    solutions: tuple[Callable, ...]  # named as the functions that the reader fills in
+    owner: type | None  # the class, if the functions are methods
+    solutions: tuple[Callable, ...]  # with the names of the functions to fill in
     source: tuple[Any, ...]  # what to read next
-    world_sizes: tuple[int, ...] = (1, 2, 3)  # to check it on
+    world_sizes: tuple[int, ...] = (1, 2, 3)  # numbers of ranks to check it on
 
     @property
     def file(self) -> Path:
@@ -112,12 +114,12 @@ class Exercise:
 
     def solution(self) -> SimpleNamespace:
         """
-        ### The solution, with functions by the same names
+        ### The solution's functions, by name
         """
         return SimpleNamespace(**{f.__name__: f for f in self.solutions})
 
 
-EXERCISES = {number: Exercise(*what) for number, what in enumerate((
+EXERCISES = {number: Exercise(*fields) for number, fields in enumerate((
     ("ex1_merge_and_pad", Zero3Layer, (Zero3Layer._merge_and_pad_params,),
      (Zero3Layer._merge_and_pad_params,)),
     ("ex2_each_collective_alone", None, (all_gather, reduce_scatter),
@@ -135,13 +137,13 @@ EXERCISES = {number: Exercise(*what) for number, what in enumerate((
 @dataclass(frozen=True)
 class Page:
     """
-    ## What a page about an exercise shows
+    ## The contents of the page about an exercise
     """
 
     number: int
     title: str
     task: str  # markdown, without the title
-    stub: str  # Python: the file as it is, without the task
+    stub: str  # Python: the file without the task
     solution: str  # Python
     source: list[str]  # what to read next, as "`fetch_params` (zero3/layer.py:17)"
 
@@ -163,7 +165,7 @@ def page(number: int) -> Page:
 
 def place(function: Callable) -> str:
     """
-    ## Where a function stands, from the root of the repository
+    ## The name, file and line of a function
     """
     function = inspect.unwrap(function)
     file = os.path.relpath(inspect.getsourcefile(function) or "", ROOT)
