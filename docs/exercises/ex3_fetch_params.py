@@ -44,5 +44,5 @@ def fetch_params(self: Zero3Layer) -> None:
     ## Unshard (all-gather): start it, and return
     """
     raise NotImplementedError("exercise 3: unless there is nothing to do, start "
-                              "`self.comm.all_gather` into the flat parameters' own `full`, and keep
-                              " "what it returns in `self._gather`")
+                              "`self.comm.all_gather` into the flat parameters' own `full`, and "
+                              "keep what it returns in `self._gather`")
