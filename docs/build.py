@@ -52,7 +52,7 @@ CHAPTERS = [f"zero3/{name}.py" for name in """
     __init__ layer comm offload
     guards/contents guards/gradients guards/options guards/version
     files/disk files/bench
-    optimizer/states optimizer/stage3
+    optimizer/states optimizer/buckets optimizer/stage3
     whole_model/units whole_model/materialise whole_model/wrap whole_model/__main__
     checkpoint/tensor_files checkpoint/reader checkpoint/entries checkpoint/save_load
     checkpoint/formats checkpoint/convert checkpoint/__main__

@@ -214,11 +214,12 @@ MUTATIONS = [
             "fit, so every gather works, and rank 1 computes with the first layer's weights in the "
             "second and the other way round."),
     Mutation(
-        "master-stays", "optimizer/states.py", "Owned.here",
+        "master-stays", "optimizer/states.py", "ShardStates.in_memory",
         title="The master is not rounded into its shard",
         old="""\
-        if write and not self.own:
-            self.group.storage.replace(master)
+        if write and not self.shard_is_master:
+            # Round it to the shard's data type. This is what the layer gathers next.
+            self.flat.storage.replace(master)
 """,
         new="",
         breaks="I1", program="master",

@@ -119,7 +119,7 @@ def small_steps(steps, lr, masters):
         model(x).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        master = optimizer.owned[0].master if masters else shard
+        master = optimizer.shard_states[0].master if masters else shard
         seen.append((shard[0].item(), master[0].item()))
     return seen
 
@@ -179,10 +179,10 @@ def overflow(attempts):
     x = torch.ones(1, 1, device=my_device(), dtype=torch.float16)
     told = []
     for _ in range(attempts):
-        scale, before = optimizer.loss_scale, optimizer.owned[0].master.clone()
+        scale, before = optimizer.loss_scale, optimizer.shard_states[0].master.clone()
         optimizer.backward(model(x).float().sum() * (8 if last else 2**-10))
         norm = optimizer.step()
-        told.append((scale, norm, not optimizer.owned[0].master.equal(before)))
+        told.append((scale, norm, not optimizer.shard_states[0].master.equal(before)))
         optimizer.zero_grad()
     return told
 
@@ -241,7 +241,7 @@ def clip():
     optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.1, clip_grad_norm=1.0)
     batch, mine = rows(optimizer, 4)
     optimizer.backward(loss_of(model, mine))
-    parts = [norm_of(owned.read_grad()) for owned in optimizer.owned]
+    parts = [norm_of(states.read_grad()) for states in optimizer.shard_states]
     part, whole = norm_of(torch.stack(parts)).item(), optimizer.step()
 
     loss_of(plain, batch).backward()

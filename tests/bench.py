@@ -64,7 +64,8 @@ from zero3.measure.ledger import Ledger
 
 PEERS = ("zero3", "wrap", "ddp", "fsdp2")
 # What of the package a step goes through.
-TIMED = [f"zero3/{name}.py" for name in ("layer", "measure/ledger", "offload", "optimizer/stage3",
+TIMED = [f"zero3/{name}.py" for name in ("layer", "measure/ledger", "offload",
+                                         "optimizer/buckets", "optimizer/stage3",
                                          "optimizer/states", "whole_model/units",
                                          "whole_model/wrap", "comm")]
 # What a run is measured by: its heading, its format, and what to divide by.

@@ -1,7 +1,7 @@
 r"""
 # The wire
 
-`Communicator` carries what ranks tell each other, and `Reducer` and `Bucket` say when gradients go.
+`Communicator` carries what ranks tell each other, and `Reducer` says when gradients go.
 
 All that a training step sends goes through one class. It starts a transfer and returns, so that
 what is computed in between hides the time it takes; it counts what it sends; and it announces each
@@ -712,117 +712,6 @@ class _Leaving(NamedTuple):
     there: torch.Tensor  # as long, in pinned memory
     copied: Any  # the event behind the copy
     add: Callable[[torch.Tensor], None]  # gets `there`
-
-
-class _Gradient(NamedTuple):
-    """
-    ## A flat gradient, and where it comes from
-    """
-
-    layer: Any
-    which: int  # of the layer's gradients
-    grad: torch.Tensor  # (world_size * shard_numel,), device
-    buffer: torch.Tensor  # as many elements; its memory may become the receive_buffer of a message
-
-
-class Bucket(Reducer):
-    """
-    ## Gradients of small layers wait for each other
-
-    Many little layers would pay the fixed time of a message once for each; here they fill a bucket,
-    which goes out as one message to each rank. Until then their full gradients stay, and while they
-    are in flight they lie in memory twice, packed and unpacked.
-    """
-
-    def __init__(self, comm: Communicator, bucket_bytes: int):
-        super().__init__(comm)
-        # While it is inside of a `no_sync()`, or of several, it sends nothing.
-        self.bucket_bytes, self.holds = bucket_bytes, 0
-        self.waiting: list[_Gradient] = []
-        # Of the bucket in flight, message by message: layer, which, and elements of the share.
-        self.parts: list[list[tuple[Any, int, int]]] = []
-
-    def add(self, layer: Any, pairs: Pairs) -> None:
-        """
-        ### Put a layer's gradients in, and send the bucket if it is full
-
-        * `pairs` are as for `Communicator.reduce_scatter`
-        """
-        if self.holds or layer in self.layers or layer in [g.layer for g in self.waiting]:
-            # Held back; or in flight or waiting already, for the end of a pass offers all again.
-            return
-        new = [_Gradient(layer, i, *pair) for i, pair in enumerate(pairs)]
-        if self._fills(new) or self.comm.world_size == 1:
-            # Large enough to go alone, past those that wait, and without a copy. One rank alone
-            # sends none, and does not wait.
-            self._send(new)
-            return
-        self.waiting += new
-        if self._fills(self.waiting):
-            self._send(self.waiting)
-
-    def _fills(self, gradients: list[_Gradient]) -> bool:
-        return sum(g.grad.nbytes for g in gradients) >= self.bucket_bytes
-
-    def _send(self, gradients: list[_Gradient]) -> None:
-        """
-        #### Send these (reduce-scatter), and empty the list
-
-        What is in flight ends first. One message to each rank for each data type, of the rank's
-        share of all of them. In it they lie in the layers' order and not in that of their arrival,
-        which may differ between ranks. All ranks must come here with the same ones.
-        """
-        # Not `self.end()`, which would send what waits, and come here again.
-        self._land()
-        alike: dict[torch.dtype, list[_Gradient]] = {}
-        for one in sorted(gradients, key=lambda one: -one.layer.layer_idx):
-            alike.setdefault(one.grad.dtype, []).append(one)
-        gradients.clear()
-        self.parts, pairs, rows = [], [], self.comm.rows
-        for same in alike.values():
-            self.parts.append([(g.layer, g.which, rows(g.grad).shape[1]) for g in same])
-            grad = same[0].grad
-            if len(same) > 1:
-                # (world_size * all their shard_numel,): a rank's shares become one share.
-                grad = torch.cat([rows(g.grad) for g in same], dim=1).view(-1)
-            # The first one's buffer becomes the receive_buffer of all.
-            pairs.append((grad, same[0].buffer))
-        self.layers = list(dict.fromkeys(layer for part in self.parts for layer, *_ in part))
-        self.comm.reduce_scatter(self.layers, pairs)
-
-    def finish(self, layer: Any) -> None:
-        """
-        ### End the reduce of a layer's bucket, if there is one
-
-        If it still waits, it is sent first. All its layers get their sums, by `_add_reduced`, as
-        views of one tensor.
-        """
-        if layer in [g.layer for g in self.waiting]:
-            self._send(self.waiting)
-        if layer in self.layers:
-            totals: dict[Any, dict[int, torch.Tensor]] = {layer: {} for layer in self.layers}
-            self.layers = []
-            for part, total in zip(self.parts, self.comm.reduced(), strict=True):
-                shares = total.split([numel for *_, numel in part])
-                for (owner, i, _), share in zip(part, shares, strict=True):
-                    totals[owner][i] = share
-            for owner, own in totals.items():
-                owner._add_reduced([own[i] for i in sorted(own)])
-
-    def drop(self, layer: Any) -> None:
-        """
-        ### Forget a layer's gradients, if they wait
-        """
-        self.waiting = [g for g in self.waiting if g.layer is not layer]
-        self.finish(layer)
-
-    def end(self) -> None:
-        """
-        ### End all reduces, of layers that wait too
-        """
-        if self.waiting:
-            self._send(self.waiting)
-        super().end()
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 r"""
 # Options: what may be passed, and one line when it may not
 
-`whole` and `within` check a number, `folder` checks a place for files, `expect` raises the error,
-and `Parser` ends a command line with one line in place of a traceback.
+`whole` and `within` check a number, `folder` checks a place for files, `expect` and `fail` raise
+the error, and `Parser` ends a command line with one line in place of a traceback.
 
 A wrong option is cheapest to find before anything starts: before memory is taken and a minute has
 passed. Many wrong numbers pass a check that looks right. `nan < 1` is false and so is `nan > 9`, so
@@ -50,6 +50,19 @@ def expect(good: bool, what: str, expected: Any, got: Any, cure: str,
     """
     if not good:
         raise kind(f"{what}. Expected: {expected}. Got: {got}. What to do: {cure}.")
+
+
+def fail(rank: int, who: str, what: str, expected: Any, got: Any, cure: str) -> NoReturn:
+    """
+    ## Raise the error of a layer or an optimizer on one rank
+
+    * `rank` is this rank, and `who` is the name of the layer or the optimizer
+    * `what` is the problem: "cannot step", for instance
+
+    Raises `RuntimeError`, which says where, what was expected, what was found, and what to do.
+    """
+    raise RuntimeError(f"rank {rank}: {who} {what}. Expected: {expected}. Got: {got}. "
+                       f"What to do: {cure}.")
 
 
 def within(name: str, value: float, least: float, most: float) -> None:

@@ -181,7 +181,7 @@ def held_bytes(*holders: nn.Module | torch.optim.Optimizer | None) -> int:
             if hasattr(part, "offload"):
                 tensors += part.offload.memory()
             # Where a master is not the shard's neighbour, the gradient is the master's.
-            tensors += (owned.grad for owned in getattr(part, "owned", ()))
+            tensors += (states.grad for states in getattr(part, "shard_states", ()))
         if isinstance(holder, torch.optim.Optimizer):
             for state in holder.state.values():
                 tensors += (t for t in state.values() if isinstance(t, torch.Tensor))
@@ -223,9 +223,9 @@ def exponents(optimizer: Any) -> dict[int, int]:
     that are zero or overflow.
     """
     found: Counter[int] = Counter()
-    for owned in optimizer.owned:
-        if owned.has_grad:
-            sizes = owned.read_grad().float().abs() / optimizer.loss_scale
+    for states in optimizer.shard_states:
+        if states.has_grad:
+            sizes = states.read_grad().float().abs() / optimizer.loss_scale
             powers, counts = sizes[sizes > 0].log2().floor().unique(return_counts=True)
             found.update(dict(zip(powers.int().tolist(), counts.tolist(), strict=True)))
     return {e: n for e, n in sorted(found.items()) if e < 128}

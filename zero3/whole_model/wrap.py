@@ -109,7 +109,7 @@ class Zero3Model(nn.Module):
 
         def count(optimizer: Any, *_) -> None:
             stepped = [p for group in optimizer.param_groups for p in group["params"]]
-            stepped += [owned.shard for owned in getattr(optimizer, "owned", ())]
+            stepped += [states.shard for states in getattr(optimizer, "shard_states", ())]
             if (found := schedule()) and not shards.isdisjoint(map(id, stepped)):
                 found.steps += 1
 
