@@ -131,7 +131,8 @@ class Bucket(Reducer):
             by_dtype.setdefault(gradient.grad.dtype, []).append(gradient)
 
         groups = by_dtype.values()
-        self.packed = [[self._share(gradient) for gradient in group] for group in groups]
+        self.packed = [[_Share(g.layer, g.position, self.comm.rows(g.grad).shape[1]) for g in group]
+                       for group in groups]
         self.layers = list(dict.fromkeys(g.layer for group in groups for g in group))
         self.comm.reduce_scatter(self.layers, [self._pack(group) for group in groups])
 
@@ -167,10 +168,6 @@ class Bucket(Reducer):
     def _fills(self, gradients: "list[_Gradient]") -> bool:
         return sum(gradient.grad.nbytes for gradient in gradients) >= self.bucket_bytes
 
-    def _share(self, gradient: "_Gradient") -> "_Share":
-        shard_numel = self.comm.rows(gradient.grad).shape[1]
-        return _Share(gradient.layer, gradient.position, shard_numel)
-
 
 class _Gradient(NamedTuple):
     """
@@ -192,4 +189,4 @@ class _Share(NamedTuple):
 
     layer: Zero3Layer
     position: int  # among the layer's flat gradients
-    numel: int  # of the share
+    numel: int  # shard_numel of the flat gradient

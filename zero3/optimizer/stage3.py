@@ -354,14 +354,18 @@ class Zero3Optimizer(torch.optim.Optimizer):
             moments |= dict.fromkeys(moments_of(optimizer_class, kwargs, group, two)[0])
         self.moments = list(moments)
         if self.offload.tier != "nvme":
-            self.offload.check(self, "masters, moments and gradients", self._new_bytes(),
+            need_bytes = sum(states.nbytes(self.moments) for states in self.shard_states)
+            # A shard that is its own master has its memory already.
+            have_bytes = sum(states.shard.nbytes for states in self.shard_states
+                             if states.can_step_shard_on(self.device))
+            self.offload.check(self, "masters, moments and gradients", need_bytes - have_bytes,
                                self.device)
         for states in self.shard_states:
             states.place(self.offload, self.device, self.moments)
 
-        # Gradients arrive from the last shard to the first, and the step begins with the first. Its
-        # states are prefetched, and those of the next shards, when only their own gradients are
-        # still to come. The one buffer left is for the gradients on their way to files.
+        # Gradients arrive from the last shard to the first, and the step begins with the first. So
+        # when the gradient of shard `count` has arrived, prefetch the states of the shards before
+        # it. They take all buffers but one, which gradients need on their way to files.
         in_files = [states for states in self.shard_states if states.in_file]
         count = self.offload.buffers - 1
         if len(in_files) > count:
@@ -369,18 +373,6 @@ class Zero3Optimizer(torch.optim.Optimizer):
         widened = [len(states.shard) * states.master_dtype.itemsize for states in self.shard_states
                    if states.grad_dtype != states.master_dtype]
         self._scratch_bytes = max(widened, default=0)
-
-    def _new_bytes(self) -> int:
-        """
-        #### The bytes that masters, moments and gradients will need
-        """
-        need_bytes = 0
-        for states in self.shard_states:
-            need_bytes += states.nbytes(self.moments)
-            if states.can_step_shard_on(self.device):
-                # The master is the shard, which has its memory already.
-                need_bytes -= states.shard.nbytes
-        return need_bytes
 
     def _make_inner(self, optimizer_class: Callable[..., torch.optim.Optimizer],
                     kwargs: dict[str, Any], options: list[dict[str, Any]]) -> None:
