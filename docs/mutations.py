@@ -213,11 +213,12 @@ MUTATIONS = [
             "shape. All sizes agree, so every all-gather works. But rank 1 uses the first layer's "
             "weights in the second layer, and vice versa."),
     Mutation(
-        "master-stays", "optimizer/states.py", "Owned.here",
+        "master-stays", "optimizer/states.py", "ShardStates.in_memory",
         title="The master is not copied into its shard",
         old="""\
-        if write and not self.own:
-            self.group.storage.replace(master)
+        if write and not self.shard_is_master:
+            # Round it to the shard's data type. This is what the layer gathers next.
+            self.flat.storage.replace(master)
 """,
         new="",
         breaks="I1", program="master",

@@ -57,7 +57,7 @@ psi = sum(layer.parts[0].numel for layer in layers)
 print(f"{'all':19}{psi:8,}")
 
 # %% [markdown]
-# On the CPU the ranks send each other messages, which need an receive_buffer; NCCL adds in place. This is
+# On the CPU the ranks send each other messages, which need a receive buffer; NCCL adds in place. This is
 # all that `predict` has to know of the machine.
 
 # %%

@@ -8,16 +8,17 @@
 # %% [markdown]
 # # The optimizer: compute in 16 bits, learn in 32
 #
-# **Question**: the layers compute in bf16, 2 bytes for a parameter. Why do their ranks hold 16?
+# **Question**: the layers compute in bf16, with 2 bytes per parameter. Why do the ranks hold 16?
 #
-# An optimizer on shards is nearly an ordinary one. It is elementwise, so a rank steps its own
-# shards and asks nobody.
-# [`Zero3Optimizer`](../zero3/optimizer/stage3.py#the-stage-3-optimizer-mixed-precision-on-shards) adds
-# what half precision needs, and the two things that concern the model as a whole: how long its
-# gradient is, and whether any of it is infinite.
+# An optimizer on shards is almost an ordinary one. It is elementwise, so a rank steps its own
+# shards without communication. [`Zero3Optimizer`][chapter] adds a master copy and a loss scale for
+# half precision. It also answers two questions about the whole model: how long is its gradient,
+# and is any of it infinite?
 #
-# The workers are in one file, to which each part of this notebook adds its own: after a change,
-# run the notebook from its first cell.
+# All worker functions are in one file, and each part of this notebook appends its own. After a
+# change, run the notebook from its first cell.
+#
+# [chapter]: ../zero3/optimizer/stage3.py#the-stage-3-optimizer-mixed-precision-on-shards
 
 # %% tags=["varies"]
 # %%writefile worker_06.py
@@ -44,7 +45,7 @@ def chain(dtype, depth):
 
 
 def memory():
-    """What a rank holds, around the first step of a model in bf16"""
+    """The bytes that a rank holds, around the first step of a model in bf16"""
     model = chain(torch.bfloat16, 4)
     optimizer = Zero3Optimizer(model, torch.optim.AdamW, lr=1e-3)
     held = {"built": held_bytes(model, optimizer)}
@@ -61,9 +62,9 @@ def memory():
 # %% [markdown]
 # ## Predict
 #
-# A rank has bf16 shards, and Adam. How many bytes does it hold for each parameter of its shards
-# when the optimizer has been built, after the first backward, after the first step, after
-# `zero_grad()`?
+# A rank has bf16 shards and uses Adam. How many bytes does it hold for each parameter of its
+# shards at four moments: when the optimizer has been built, after the first backward pass, after
+# the first step, and after `zero_grad()`?
 
 # %%
 from math import log2
@@ -87,22 +88,23 @@ assert held["after the first step"] == (2 + 4 + 2 + 8) * shards + counts
 assert held["after zero_grad"] == (2 + 4 + 8) * shards + counts == predicted.rest_bytes
 
 # %% [markdown]
-# **Measured**: two bytes of a shard, and at once four more: its *master*, the same numbers in
-# fp32. Backward brings a gradient of 2 bytes, and the first step Adam's two moments, 4 bytes each.
-# This is the $16 = 2 + 2 + 12$ of the paper; on $N$ ranks it is $\frac{16 \Psi}{N}$.
+# **Measured**: two bytes for the shard, and at once four more for its *master*, the same numbers
+# in fp32. The backward pass adds a gradient of 2 bytes, and the first step adds Adam's two moments
+# of 4 bytes each. This is the $16 = 2 + 2 + 12$ of the paper. On $N$ ranks it is
+# $\frac{16 \Psi}{N}$.
 #
 # ## Why a master
 #
-# The model below is 64 weights of 1, and the gradient of each of them is always 1. SGD takes a
-# hundred steps of 0.001. **Predict** the weight afterwards, for SGD on the bf16 shards themselves
-# and for `Zero3Optimizer`: 0.9, something near it, or 1?
+# The model below has 64 weights of 1, and the gradient of each weight is always 1. SGD takes a
+# hundred steps of 0.001. **Predict** the weight after that, for SGD on the bf16 shards themselves
+# and for `Zero3Optimizer`: 0.9, something near 0.9, or 1?
 
 # %% tags=["varies"]
 # %%writefile -a worker_06.py
 
 
 def ones(dtype):
-    """64 weights of 1, each of whose gradients is what the input is"""
+    """64 weights of 1. The gradient of each is equal to the input"""
     layer = nn.Linear(1, 64, bias=False, device=my_device(), dtype=dtype)
     nn.init.ones_(layer.weight)
     return Zero3Sequential([Zero3Layer(layer)])
@@ -119,7 +121,7 @@ def small_steps(steps, lr, masters):
         model(x).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        master = optimizer.owned[0].master if masters else shard
+        master = optimizer.shard_states[0].master if masters else shard
         seen.append((shard[0].item(), master[0].item()))
     return seen
 
@@ -144,20 +146,21 @@ ax.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# **Measured**: it has not moved at all. Below 1 the nearest number of bf16 is $1 - \frac{1}{256}$;
-# a step of 0.001 is rounded back to 1, and so is the next one, which begins at 1 again. The master
-# adds the steps up, and the shard follows in stairs. Nothing else was changed: the same layer
-# computes in the same 16 bits.
+# **Measured**: without a master the weight has not moved at all. The next number of bf16 below 1
+# is $1 - \frac{1}{256}$, so a step of 0.001 is rounded back to 1. The next step starts at 1 again
+# and is lost as well. The master adds up the steps, and the shard follows in stairs. Nothing else
+# has changed: the same layer computes in the same 16 bits.
 #
-# ## What fp16 needs besides
+# ## Why fp16 needs a loss scale
 #
-# fp16 has more digits than bf16 and a smaller range: below $2^{-24}$ it has no number, above 65504
-# neither. So the loss is multiplied by a scale before backward, and the gradient divided by it
-# afterwards, in fp32.
+# fp16 has more digits than bf16 and a smaller range. It has no number below $2^{-24}$ and none
+# above 65504. So the loss is multiplied by a scale before the backward pass, and the gradient is
+# divided by the scale afterwards, in fp32.
 #
-# **Predict** two things. Each gradient is $2^{-26}$: what is the norm of 64 of them, without and
-# with a scale of 65536? And the scale is "dynamic" and begins at 65536, the gradient is tiny on
-# all ranks but the last, where it is 8. How many steps are skipped, and by which ranks?
+# **Predict** two things. First, each gradient is $2^{-26}$. Which norm do 64 of them have, without
+# a scale and with a scale of 65536? Second, the scale is "dynamic" and starts at 65536. The
+# gradient is 8 on the last rank and tiny on all others. How many steps are skipped, and by which
+# ranks?
 
 # %% tags=["varies"]
 # %%writefile -a worker_06.py
@@ -172,17 +175,17 @@ def tiny(loss_scale):
 
 
 def overflow(attempts):
-    """The scale, what `step()` returned, and whether a weight moved, for each attempt"""
+    """The scale, the result of `step()`, and whether a weight moved, for each attempt"""
     model = ones(torch.float16)
     optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.01, loss_scale="dynamic")
     last = optimizer.comm.rank == optimizer.comm.world_size - 1
     x = torch.ones(1, 1, device=my_device(), dtype=torch.float16)
     told = []
     for _ in range(attempts):
-        scale, before = optimizer.loss_scale, optimizer.owned[0].master.clone()
+        scale, before = optimizer.loss_scale, optimizer.shard_states[0].master.clone()
         optimizer.backward(model(x).float().sum() * (8 if last else 2**-10))
         norm = optimizer.step()
-        told.append((scale, norm, not optimizer.owned[0].master.equal(before)))
+        told.append((scale, norm, not optimizer.shard_states[0].master.equal(before)))
         optimizer.zero_grad()
     return told
 
@@ -201,18 +204,19 @@ for i, told in enumerate(zip(*attempts, strict=True), 1):
 assert [norm is None for _, norm, _ in attempts[0]] == [True] * 4 + [False]
 
 # %% [markdown]
-# **Measured**: without a scale the gradient is zero, and with one nothing is lost, since the scale
-# is a power of two. And *all* ranks skip while one overflows: the others' gradients are finite,
-# but a step that some take and some do not would leave a model that is no longer one model. They
-# know it from one [message of 8 bytes for each
-# shard](../zero3/optimizer/stage3.py#the-squared-norm-of-each-shard-s-gradient-on-each-rank), in which an
-# infinity arrives as a norm that is infinite. A skip halves the scale, $8 \cdot 65536 / 2^4$ is
-# representable, and the fifth attempt steps.
+# **Measured**: without a scale the gradient is zero. With a scale nothing is lost, because the
+# scale is a power of two. And *all* ranks skip the step while one rank overflows. The gradients of
+# the others are finite, but if only some ranks stepped, the shards would no longer belong to one
+# model. The ranks learn of the overflow from a [collective of 8 bytes for each shard][squares], in
+# which an infinity arrives as an infinite norm. Each skip halves the scale. After four of them
+# $8 \cdot 65536 / 2^4$ is a number of fp16, and the fifth attempt steps.
 #
-# ## How long is the gradient
+# [squares]: ../zero3/optimizer/stage3.py#the-squared-norm-of-each-shard-s-gradient-on-each-rank
 #
-# Clipping scales the gradient down to a norm of at most 1, say. A rank has its shards' part of the
-# gradient and nothing else. **Predict**: what would go wrong if each rank clipped its own part?
+# ## How long is the gradient?
+#
+# Clipping scales the gradient down to a norm of at most 1, for example. A rank has only its shards'
+# part of the gradient. **Predict**: what would go wrong if each rank clipped its own part?
 
 # %% tags=["varies"]
 # %%writefile -a worker_06.py
@@ -226,7 +230,7 @@ def rows(optimizer, count):
 
 
 def loss_of(model, x):
-    """The mean over rows; the first eight features alone count"""
+    """The mean over rows; only the first eight features count"""
     return (model(x)[:, :8] - 1).square().sum(dim=1).mean()
 
 
@@ -241,7 +245,7 @@ def clip():
     optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.1, clip_grad_norm=1.0)
     batch, mine = rows(optimizer, 4)
     optimizer.backward(loss_of(model, mine))
-    parts = [norm_of(owned.read_grad()) for owned in optimizer.owned]
+    parts = [norm_of(states.read_grad()) for states in optimizer.shard_states]
     part, whole = norm_of(torch.stack(parts)).item(), optimizer.step()
 
     loss_of(plain, batch).backward()
@@ -265,17 +269,19 @@ print(f"norm of the whole:        {N**0.5:.3f}")
 print(f"cosine to the true one:   {cosine:.3f}")
 
 # %% [markdown]
-# **Measured**: the squares of the parts add up to the square of the whole, for each element is in
-# exactly one shard and the padding is zero. `Zero3Optimizer` returns plain PyTorch's norm, and the
-# clipped step leads to plain PyTorch's weights. With clipping by part, each rank's part would be
-# scaled by a number of its own. The gradient would be too long, and it would point elsewhere.
+# **Measured**: the squares of the parts add up to the square of the whole, because each element is
+# in exactly one shard and the padding is zero. `Zero3Optimizer` returns plain PyTorch's norm, and
+# the clipped step gives plain PyTorch's weights. If each rank clipped its own part, every part
+# would be multiplied by a different factor. The gradient would be too long, and it would point in
+# another direction.
 #
 # ## Micro-batches
 #
-# A batch too large for the device comes in $k$ micro-batches, and their gradients add up. They may
-# do so in the shard, after a reduce for each; or, in `no_sync()`, in the layer's full gradient,
-# with one reduce in the last micro-batch. **Predict**: with $k = 4$, what part of the traffic is
-# left with `no_sync()`: a quarter, a half, or three quarters? And what does it cost?
+# A batch that is too large for the device is split into $k$ micro-batches, and their gradients add
+# up. They can add up in the shard, with a reduce-scatter for each micro-batch. Or, inside
+# `no_sync()`, they add up in the layer's full gradient, with one reduce-scatter in the last
+# micro-batch. **Predict**: with $k = 4$, which part of the traffic remains with `no_sync()`: a
+# quarter, a half, or three quarters? And what does it cost?
 
 # %% tags=["varies"]
 # %%writefile -a worker_06.py
@@ -288,7 +294,7 @@ def micro_batches(count, hold):
     batch, mine = rows(optimizer, 16)
     with Ledger(model, optimizer) as tape:
         for i, x in enumerate(mine.chunk(count)):
-            # `nullcontext` for the last: the reduce has to happen.
+            # The last micro-batch runs outside of `no_sync`, because it has to reduce.
             with optimizer.no_sync() if hold and i + 1 < count else nullcontext():
                 optimizer.backward(loss_of(model, x) / count)
         optimizer.step()
@@ -299,7 +305,7 @@ def micro_batches(count, hold):
 
 
 def opposite():
-    """A gradient of 1 on ranks 0, 2, 4 ..., and of -1 on the others: what `step()` returns"""
+    """The result of `step()`, if the gradient is 1 on ranks 0, 2, 4 ... and -1 on the others"""
     optimizer = Zero3Optimizer(model := ones(torch.float32), torch.optim.SGD, lr=0.1)
     x = torch.full((1, 1), 1.0 - 2 * (optimizer.comm.rank % 2), device=my_device())
     optimizer.backward(model(x).sum())
@@ -321,24 +327,24 @@ if N > 1:
     print(f"\nleft with no_sync: {sent['4, in no_sync'] / sent['4']:.0%} of the traffic")
 
 # %% [markdown]
-# **Measured**: all three are plain PyTorch's step on the whole batch. `no_sync()` saves the
-# reduces of the first three micro-batches and not one gather: a layer that is sharded has to be
-# gathered forward and backward, whatever happens to its gradient. In return the full gradients of
-# *all* layers are there until the last micro-batch, the more of them the more layers there are. It
-# pays where the wire is slow and there is memory left.
+# **Measured**: all three equal plain PyTorch's step on the whole batch. `no_sync()` saves the
+# reduce-scatters of the first three micro-batches, and no all-gather. A sharded layer has to be
+# gathered in the forward and in the backward pass, whatever happens to its gradient. In return, the
+# full gradients of *all* layers stay in memory until the last micro-batch, so the price grows with
+# the number of layers. `no_sync()` pays if communication is slow and there is memory to spare.
 #
-# **Answer**: a rank holds 16 bytes for each parameter of its shards because 2 bytes are enough to
-# compute with, and not to add small steps up in. All of it is elementwise and stays with the
-# shard; what the ranks tell each other in a step is a norm for each shard.
+# **Answer**: a rank holds 16 bytes for each parameter of its shards, because 2 bytes are enough to
+# compute with but not enough to add up small steps. All of these states are elementwise and stay
+# with the shard. In a step the ranks exchange only one norm for each shard.
 #
 # ## Exercise
 #
-# `opposite` above has a single layer of 64 weights; the gradient of each is 1 on even ranks and
-# $-1$ on odd ones. What does `step()` return on two ranks? And what would the mean of the ranks'
-# own norms have been?
+# `opposite` above has a single layer of 64 weights. The gradient of each weight is 1 on even ranks
+# and $-1$ on odd ranks. Which norm does `step()` return on two ranks? And which number would the
+# mean of the ranks' own norms be?
 
 # %%
-mine = None  # what `step()` returns, on your number of ranks
+mine = None  # the result of `step()`, on your number of ranks
 
 truth = run("worker_06:opposite", N)[0]
 print("not answered yet" if mine is None else "right" if abs(mine - truth) < 1e-6 else "not that")
@@ -347,11 +353,12 @@ assert abs(truth - N % 2 / N * 64**0.5) < 1e-6
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Zero. The reduce takes the mean over ranks first, and the mean of 1 and $-1$ is 0: on the global
-# batch these rows cancel. The norm of each rank's own gradient is $\sqrt{64} = 8$, and so is the
-# mean of the two. On an odd number $N$ of ranks one of them has no partner, and it is
-# $\frac{8}{N}$. It is said where [the norm is
-# taken](../zero3/optimizer/stage3.py#step-all-shards-if-the-gradient-is-finite).
+# Zero. The reduce-scatter takes the mean over ranks first, and the mean of 1 and $-1$ is 0. On the
+# global batch these rows cancel. The norm of each rank's own gradient is $\sqrt{64} = 8$, and so is
+# the mean of the two norms. On an odd number $N$ of ranks one rank has no partner, and the norm is
+# $\frac{8}{N}$. The source explains this [next to the norm][norm].
+#
+# [norm]: ../zero3/optimizer/stage3.py#step-all-shards-if-the-gradient-is-finite
 # </details>
 #
 # Next: [models that are no chain](07_whole_models.ipynb).

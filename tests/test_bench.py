@@ -16,8 +16,8 @@ def test_the_benchmark_trains_its_peers_alike_and_ours_sends_less_than_fsdp2(tmp
     All see the same losses, to 1e-5: sums over ranks are added in different orders, which
     moves the last bits of fp32. A batch of its own, a sum in place of the mean in
     `_post_backward_hook`, or other weights in `wrap` break it. Ours sends three times the
-    parameters, a little less when wrapped, and FSDP2 on gloo four, if `Communicator` exchanges messages and
-    not collectives.
+    parameters, a little less when wrapped, and FSDP2 on gloo four, if `Communicator` exchanges
+    messages and not collectives.
     Proves I1, `Zero3Layer._post_backward_hook`, `wrap`.
     """
     out = tmp_path / "bench.json"

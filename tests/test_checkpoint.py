@@ -380,7 +380,7 @@ def saves_from_files(folder, scratch):
         before = kib("RssAnon")
         what()
         grown.append((kib("VmHWM") - kib("RssFile") - before) >> 10)
-    return grown, sum(12 * len(o.shard) for o in optimizer.owned) >> 20
+    return grown, sum(12 * len(o.shard) for o in optimizer.shard_states) >> 20
 
 
 def test_states_in_files_do_not_come_to_memory_together(tmp_path):

@@ -252,8 +252,8 @@ def diverge(where):
 def test_ranks_that_diverge_get_an_error_that_names_both_sides(where):
     """
     I6: one rank calls another layer of the same size; one goes backward while the other goes
-    forward again. Breaks without the announcement in `Communicator._begin`: the first would train on the
-    other layer's weights, the second wait for ever.
+    forward again. Breaks without the announcement in `Communicator._begin`: the first would train
+    on the other layer's weights, the second wait for ever.
     Proves I6, `Transfer.wait`, `Transfer._complete`, `Communicator._begin`, `Communicator.told`.
     """
     expected = {
@@ -338,7 +338,8 @@ def test_after_an_exception_nothing_is_left_and_the_next_step_is_good(when, worl
     I2 after an exception in the middle of a pass, in a chain and in a layer that stands alone; the
     gradients of the next step are those of an undisturbed one. Breaks without `_Settle.__del__`, or
     the `except` in `forward`.
-    Proves I2, `at_end_of_backward`, `Zero3Layer.forward`, `Sharded.drop_full_grads`, `Reducer.drop`.
+    Proves I2, `at_end_of_backward`, `Zero3Layer.forward`, `Sharded.drop_full_grads`,
+    `Reducer.drop`.
     """
     assert all(run(fail, world_size, when))
 
@@ -503,7 +504,8 @@ def test_native_collectives_and_messages_train_alike(world_size):
     """
     I9: the lines that NCCL runs, here over gloo's collectives, give what the messages give; at two
     ranks bit for bit, for there is but one order to add two numbers in.
-    Proves I9, `Communicator.all_gather`, `Communicator.reduce_scatter`, `Communicator.total`, `Zero3Layer.fetch_params`.
+    Proves I9, `Communicator.all_gather`, `Communicator.reduce_scatter`, `Communicator.total`,
+    `Zero3Layer.fetch_params`.
     """
     one, two = run(native, world_size, True)[0], run(native, world_size, False)[0]
     for name in one:

@@ -89,7 +89,8 @@ def test_everything_trains_over_collectives_and_with_backward_on_another_thread(
     All cases and whole models give the numbers of plain PyTorch on the paths that only a GPU takes
     by itself. Breaks with a hook that believes to be on the thread of the forward, or with shares
     in another order than the collective's.
-    Proves I1, I9, `Communicator.all_gather`, `Communicator.reduce_scatter`, `Communicator.numbers`, `Communicator.total`.
+    Proves I1, I9, `Communicator.all_gather`, `Communicator.reduce_scatter`, `Communicator.numbers`,
+    `Communicator.total`.
     """
     for worst in run(train_all, 2):
         assert len(worst) == len(cases.CASES) + len(WHOLES)
@@ -131,7 +132,8 @@ def test_ranks_that_diverge_over_collectives_get_an_error_and_not_noise():
     I6, where the host cannot look at what the others announced: an assertion on the device compares
     it, which on the CPU raises at once. Layers of one size would else be exchanged for each other.
     A rank that raises has the others raise, who would wait for it.
-    Proves I6, `Communicator._announce`, `Transfer._diverged`, `Transfer._assert_same`, `Communicator.fail`.
+    Proves I6, `Communicator._announce`, `Transfer._diverged`, `Transfer._assert_same`,
+    `Communicator.fail`.
     """
     for rank, (layers, fault) in enumerate(run(diverge, 2)):
         assert f"rank {rank}: layer {rank} (Linear): the ranks diverged" in layers

@@ -124,7 +124,7 @@ def test_every_tier_trains_to_the_same_bits(world_size, dtype, micro_batches, tm
     """
     I8: eight steps give the same losses, norms, weights, masters and moments, bit for bit. Breaks
     where a buffer is read before its file is written, or given away before it is copied from.
-    Proves I8, `Offload`, `InMemory`, `InMemory.release`, `Owned.add_grad`.
+    Proves I8, `Offload`, `InMemory`, `InMemory.release`, `ShardStates.add_grad`.
     """
     for rank in run(some_steps, world_size, str(tmp_path), dtype, micro_batches):
         assert rank == dict.fromkeys(tiers("anywhere"), True)
@@ -179,7 +179,7 @@ def other_optimizers(folder):
 def test_optimizers_with_other_moments_and_with_none_rest_in_files_too(tmp_path):
     """
     What an optimizer keeps is found out, and not assumed; Adagrad makes it before the first step.
-    Proves I8, `moments_of`, `Owned._moments`, `Owned.drop_grad`.
+    Proves I8, `moments_of`, `ShardStates._moments`, `ShardStates.drop_grad`.
     """
     assert run(other_optimizers, 2, str(tmp_path)) == [[True] * 5] * 2
 
@@ -214,16 +214,17 @@ def written_and_loaded(folder):
 def test_states_in_files_leave_pieces_without_elements(tmp_path):
     """
     And what an optimizer has made when it was built is in the file, as Adagrad's sums are. Breaks
-    without `let_go`: the pieces would say that each element is there, and the sums begin at zero.
-    Proves `Owned.let_go`.
+    without `release_pieces`: the pieces would say that each element is there, and the sums begin at
+    zero.
+    Proves `ShardStates.release_pieces`.
     """
     model = Zero3Sequential([Zero3Layer(nn.Linear(3, 3))])
     optimizer = Zero3Optimizer(model, torch.optim.Adagrad, initial_accumulator_value=0.25,
                                offload=Offload("nvme", tmp_path))
     pieces = [p for group in optimizer.param_groups for p in group["params"]]
     assert [p.numel() for p in pieces] == [0] and "sum" in optimizer.state[pieces[0]]
-    (owned,) = optimizer.owned
-    with owned.here(optimizer.state, write=False):
+    (states,) = optimizer.shard_states
+    with states.in_memory(optimizer.state, write=False):
         assert optimizer.state[pieces[0]]["sum"].tolist() == [0.25] * 12
 
 
@@ -231,7 +232,7 @@ def test_weights_written_and_states_loaded_arrive_in_every_tier(tmp_path):
     """
     `full_params(writeback=True)` and `load_state_dict` between tiers. Breaks where a buffer still
     has what its file had before.
-    Proves I8, `InFile.save`, `InFile.blank`, `InFile.replace`, `Owned.here`.
+    Proves I8, `InFile.save`, `InFile.blank`, `InFile.replace`, `ShardStates.in_memory`.
     """
     assert all(map(all, run(written_and_loaded, 2, str(tmp_path))))
 
@@ -284,7 +285,7 @@ def raises_in_step(folder):
 def test_an_exception_in_a_step_leaves_the_file_as_it_was(tmp_path):
     """
     What was stepped in the buffer is dropped with it; nothing half done is written.
-    Proves `Owned.here`, `InFile.release`.
+    Proves `ShardStates.in_memory`, `InFile.release`.
     """
     assert run(raises_in_step, 1, str(tmp_path)) == [True]
 
@@ -355,13 +356,13 @@ def test_files_take_their_space_at_once_and_belong_to_their_owner_alone(tmp_path
 
 def resting(folder):
     _, optimizer = build(chain(), None, Offload("nvme", folder, max_in_cpu=8000))
-    return [owned.states is None for owned in optimizer.owned]
+    return [states.in_file is None for states in optimizer.shard_states]
 
 
 def test_max_in_cpu_bytes_stay_in_memory_before_files_are_used(tmp_path):
     """
     The first that fit, on all ranks alike.
-    Proves `Offload.place`, `Owned.nbytes`.
+    Proves `Offload.place`, `ShardStates.nbytes`.
     """
     # 16 bytes for each element of the shards of 2 ranks: 249, 1850, 842, 1530, 135 and 6.
     expected = [True, False, False, False, True, True]
@@ -434,7 +435,8 @@ def test_a_step_reads_the_next_shard_and_does_not_wait_for_the_last_ones_write(w
     """
     read(i+1) is issued before step(i), and write(i-1) is not waited for before step(i) starts; what
     the step begins with was read in backward. Breaks where the pipeline takes one after the other.
-    Proves `Zero3Optimizer._step`, `Owned.read_async`, `Owned.add_grad`, `InFile.write_async`.
+    Proves `Zero3Optimizer._step`, `ShardStates.read_async`, `ShardStates.add_grad`,
+    `InFile.write_async`.
     """
     for events in run(tape_of_a_step, world_size, str(tmp_path)):
         for i in range(12):
@@ -511,7 +513,7 @@ def test_a_model_of_three_times_the_memory_limit_trains_from_files(tmp_path):
     (RLIMIT_DATA). Resident memory grows by the stated buffers and whole layers, and no more than
     the interpreter's and torch's own needs beside them. Breaks where a shard, a gradient or a
     moment stays in memory.
-    Proves `Offload.shard`, `Owned.rest`, `InFile`, `InFile.become_parameter`.
+    Proves `Offload.shard`, `ShardStates.place`, `InFile`, `InFile.become_parameter`.
     """
     done = limited(tmp_path, "nvme")
     assert done.returncode == 0, done.stderr
@@ -537,7 +539,7 @@ def test_without_offload_the_same_model_fails_and_says_which_tier_would_do(tier,
 def test_masters_and_moments_that_do_not_fit_are_refused_before_they_are_made(monkeypatch):
     """
     The optimizer says what it needs of all its shards together.
-    Proves `Zero3Optimizer._rest`, `Offload.check`.
+    Proves `Zero3Optimizer._place_states`, `Offload.check`.
     """
     model = Zero3Sequential([Zero3Layer(nn.Linear(300, 300)) for _ in range(3)])
     # Two moments and a gradient; an fp32 shard is its own master.
@@ -645,10 +647,10 @@ def faulty(folder, direct, fault):
     model, optimizer = build(chain(), offload, offload)
     step(model, optimizer, 0)
     if dist.get_rank() == 1 and fault == "cut":
-        for owned in optimizer.owned:
+        for states in optimizer.shard_states:
             # Nothing is being written any more.
-            owned.states.release()
-        os.ftruncate(optimizer.owned[2].states.file.fd, 100)
+            states.in_file.release()
+        os.ftruncate(optimizer.shard_states[2].in_file.file.fd, 100)
     elif dist.get_rank() == 1:
         # No file of this process may grow, and no byte of one be written.
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
@@ -795,7 +797,7 @@ def test_what_does_not_fit_together_is_refused(wrong):
 def test_gradients_in_files_are_seen_where_they_are_counted(tmp_path):
     """
     `gradients.png` of a run from files shows what that of a run in memory shows.
-    Proves `exponents`, `Owned.read_grad`.
+    Proves `exponents`, `ShardStates.read_grad`.
     """
     found = []
     for states_in in (None, Offload("nvme", tmp_path)):

@@ -95,9 +95,9 @@ def sharded_bf16(steps, lr, fused):
     dist.all_reduce(losses)
     # The masters of a layer, one shard after the other, are its parameters and the padding.
     masters = []
-    for owned in optimizer.owned:
-        rows = optimizer.comm.numbers(optimizer, owned.master).flatten()
-        for group in owned.layer.flats:
+    for states in optimizer.shard_states:
+        rows = optimizer.comm.numbers(optimizer, states.master).flatten()
+        for group in states.layer.flats:
             masters += [slot.of(rows).clone() for slot in group.slots]
     return (losses / dist.get_world_size()).tolist(), masters
 
@@ -110,7 +110,7 @@ def test_bf16_with_masters_follows_one_process_with_masters(world_size):
     stepped, or the gradient is rounded once more. With torch's plain AdamW: the fused one computes
     eight elements at a time and rounds the few at a tensor's end otherwise, and a shard ends
     elsewhere.
-    Proves `Zero3Optimizer._update`, `Owned`, `InMemory.replace`, `Communicator.total`.
+    Proves `Zero3Optimizer._update`, `ShardStates`, `InMemory.replace`, `Communicator.total`.
     """
     steps, lr = 30, 1e-3
     torch.manual_seed(0)
@@ -184,7 +184,7 @@ def reduced_in(param_dtype, reduce_dtype):
     plain, optimizer = PlainChain(copy.deepcopy(layers)), Zero3Optimizer(
         shard(layers), reduce_dtype=reduce_dtype)
     dtype = reduce_dtype or param_dtype
-    expected = [0] * len(optimizer.owned)
+    expected = [0] * len(optimizer.shard_states)
     for step in range(k):
         parts = batch(2 * world_size, step).to(param_dtype).chunk(world_size)
         optimizer.backward(optimizer.model(parts[rank]).float().square().mean())
@@ -195,7 +195,7 @@ def reduced_in(param_dtype, reduce_dtype):
             for i, layer in enumerate(layer for layer in plain if [*layer.parameters()]):
                 total[i] = total[i] + share_of_gradient(layer).to(dtype) * (1 / world_size)
         expected = [a + b for a, b in zip(expected, total, strict=True)]
-    grads = [owned.shard.grad for owned in optimizer.owned]
+    grads = [states.shard.grad for states in optimizer.shard_states]
     assert all(grad.dtype == dtype for grad in grads)
     return all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True)), grads
 
@@ -205,8 +205,8 @@ def test_gradients_are_divided_summed_and_accumulated_in_reduce_dtype():
     Bit for bit, on three ranks, over three micro-batches: bf16 gradients in fp32, and fp32
     gradients in bf16, which halves what is sent. Breaks where a gradient is divided before it is
     widened, or the shard adds in the parameter's data type.
-    Proves `Zero3Optimizer._own`, `Zero3Layer._post_backward_hook`, `Zero3Layer.add_reduced`,
-    `FlatParameter.add_grad`.
+    Proves `Zero3Optimizer._make_shard_states`, `Zero3Layer._post_backward_hook`,
+    `Zero3Layer.add_reduced`, `FlatParameter.add_grad`.
     """
     for param_dtype, reduce_dtype in ((BF16, FP32), (BF16, None), (FP32, BF16)):
         found = run(reduced_in, 3, param_dtype, reduce_dtype)
@@ -278,7 +278,7 @@ def measured_bytes(name):
                 for i in range(k):
                     with optimizer.no_sync() if hold and i + 1 < k else nullcontext():
                         optimizer.backward(model(batch(4).to(BF16)).float().square().mean() / k)
-                grads = sum(owned.shard.grad.nbytes for owned in optimizer.owned)
+                grads = sum(states.shard.grad.nbytes for states in optimizer.shard_states)
                 optimizer.step()
             optimizer.zero_grad()
         p = optimizer.predict(micro_batches=k, no_sync=hold)
@@ -314,7 +314,7 @@ def rests_after_backward(dtype):
     before = held_bytes(model, optimizer)
     optimizer.zero_grad()
     padded = sum(len(shard) for shard in model.get_trainable_chunk())
-    return before - steps, held_bytes(model, optimizer) - steps, padded, len(optimizer.owned)
+    return before - steps, held_bytes(model, optimizer) - steps, padded, len(optimizer.shard_states)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -323,7 +323,8 @@ def test_a_rank_holds_16_bytes_for_each_parameter_of_its_shards(world_size):
     ZeRO's 2 + 2 + 12 after backward, 14 after `zero_grad()`, for bf16 and for fp16; for fp32, where
     the shard is its own master, the same 16 and 12. Beside that 4 bytes for each shard, in which
     torch's Adam counts its steps.
-    Proves `Owned.rest`, `Owned.wide`, `Owned.near`, `Zero3Optimizer.zero_grad`.
+    Proves `ShardStates.place`, `ShardStates.master_dtype`, `ShardStates.can_step_shard_on`,
+    `Zero3Optimizer.zero_grad`.
     """
     numels = [sum(p.numel() for p in layer.parameters())
               for layer in gpt_layers(GPTConfig(d_model=32, n_layers=2))]
@@ -359,9 +360,9 @@ def test_no_sync_saves_a_reduce_of_the_model_for_each_micro_batch_and_keeps_full
 
 
 def snapshot(optimizer):
-    owned = optimizer.owned
+    shards = optimizer.shard_states
     states = [t.clone() for state in optimizer.state.values() for t in state.values()]
-    return [o.shard.detach().clone() for o in owned] + [o.master.clone() for o in owned] + states
+    return [o.shard.detach().clone() for o in shards] + [o.master.clone() for o in shards] + states
 
 
 def overflow(dtype):
@@ -461,9 +462,9 @@ def off_by_a_tenth(loss_scale):
     optimizer = Zero3Optimizer(shard(layers), loss_scale=loss_scale)
     optimizer.backward(next_byte_loss(optimizer.model, mine(windows)))
     off = total = 0
-    for owned, layer in zip(optimizer.owned, plain, strict=True):
+    for states, layer in zip(optimizer.shard_states, plain, strict=True):
         right = share_of_gradient(layer)
-        got = owned.shard.grad.float() / optimizer.loss_scale
+        got = states.shard.grad.float() / optimizer.loss_scale
         off += ((got - right).abs() > right.abs() / 10).sum().item()
         total += right.count_nonzero().item()
     return off / total
@@ -544,7 +545,8 @@ def test_param_groups_and_schedulers_survive_sharding(world_size):
     Weight decay for matrices, learning rates per group, and schedulers that move learning rates and
     momenta, as in plain PyTorch, where shards begin in the middle of matrices and of biases. Breaks
     with a cut that is one element off.
-    Proves I1, `Zero3Optimizer.__init__`, `Zero3Optimizer._own`, `Zero3Optimizer._pieces`.
+    Proves I1, `Zero3Optimizer.__init__`, `Zero3Optimizer._make_shard_states`,
+    `Zero3Optimizer._params_of`.
     """
     for worst, options, different in run(grouped, world_size):
         assert worst < 1e-10 and different == 8
@@ -662,8 +664,8 @@ def skipped():
         plain(batch(2, other, FP32)).square().mean().backward()
         for i, layer in enumerate(plain):
             expected[i] = expected[i] + share_of_gradient(layer) / world_size
-    return [(owned.shard.grad - grad).abs().max().item()
-            for owned, grad in zip(optimizer.owned, expected, strict=True)]
+    return [(states.shard.grad - grad).abs().max().item()
+            for states, grad in zip(optimizer.shard_states, expected, strict=True)]
 
 
 def test_a_gradient_that_is_missing_on_one_rank_is_zero_there_and_delays_nobody():
@@ -712,7 +714,7 @@ def raises_while_waiting():
         y.register_hook(stop)
         optimizer.backward(model.module_list[2](model.module_list[1](y)).square().mean())
     left = [bool(b.waiting or b.layers) for b in optimizer.buckets]
-    grads = [owned.shard.grad for owned in optimizer.owned]
+    grads = [states.shard.grad for states in optimizer.shard_states]
     optimizer.backward(model(x).square().mean())
     norm = optimizer.step()
     optimizer.zero_grad()
@@ -732,7 +734,7 @@ def test_native_collectives_give_the_same_as_messages():
     """
     The lines that NCCL runs, here over gloo: buckets and norms, in two orders of addition, which
     for two ranks are one.
-    Proves I9, `Communicator.numbers`, `Communicator.total`, `Bucket._send`, `_Gradient`.
+    Proves I9, `Communicator.numbers`, `Communicator.total`, `Bucket._send`, `_Gradient`, `_Share`.
     """
     for (*_, shards), (*_, same) in zip(
         run(bucketed, 2, 1000), run(bucketed, 2, 1000, False), strict=True
@@ -799,13 +801,13 @@ def test_a_second_optimizer_has_its_own_reduce_dtype():
     """
     Breaks where the first one's choice stays with the shard. Gradients of the other data type are
     refused, those of the same are taken over.
-    Proves `Zero3Optimizer._own`.
+    Proves `Zero3Optimizer._make_shard_states`.
     """
     layer = Zero3Layer(nn.Linear(2, 2))
     for reduce_dtype, other in ((BF16, None), (None, BF16)):
         optimizer = Zero3Optimizer(layer, reduce_dtype=reduce_dtype)
         optimizer.backward(layer(torch.ones(1, 2)).sum())
-        assert optimizer.owned[0].shard.grad.dtype == (reduce_dtype or FP32)
+        assert optimizer.shard_states[0].shard.grad.dtype == (reduce_dtype or FP32)
         with pytest.raises(RuntimeError, match="call `zero_grad"):
             Zero3Optimizer(layer, reduce_dtype=other)
         optimizer = Zero3Optimizer(layer, reduce_dtype=reduce_dtype)
@@ -863,7 +865,7 @@ class Upside(nn.Module):
 def test_a_layer_that_stands_alone_is_named_by_its_path():
     """
     Its class alone would not tell which of two equal layers it is.
-    Proves `Zero3Optimizer._own`, `Zero3Optimizer._overflow`.
+    Proves `Zero3Optimizer._make_shard_states`, `Zero3Optimizer._overflow`.
     """
     optimizer = Zero3Optimizer(Upside())
     optimizer.backward(optimizer.model(torch.ones(2, WIDTH)).sum())
@@ -884,14 +886,14 @@ def written():
             p.data.fill_(0.25)
     optimizer.backward(model(batch(4).to(BF16)).float().square().mean() * 0)
     optimizer.step()
-    return [o.shard.max().item() for o in optimizer.owned] + [o.master.max().item()
-                                                              for o in optimizer.owned]
+    return [o.shard.max().item() for o in optimizer.shard_states] + [o.master.max().item()
+                                                              for o in optimizer.shard_states]
 
 
 def test_a_master_follows_what_is_written_into_the_shard():
     """
     Weights that somebody loads into a sharded model are saved, and not undone by the next step.
-    Proves `Owned.here`, `Sharded.full_params`.
+    Proves `ShardStates.in_memory`, `Sharded.full_params`.
     """
     for values in run(written, 2):
         assert values == [0.25] * len(values)
@@ -904,9 +906,9 @@ def padding():
     for step in range(3):
         optimizer.backward(model(batch(4, step).to(BF16)).float().square().mean())
         # The last layer's 18 elements divide by three.
-        for owned in optimizer.owned[:-1]:
-            states = [optimizer.state[piece] for _, _, piece in owned.pieces]
-            seen += [owned.shard, owned.master, owned.shard.grad]
+        for shard_states in optimizer.shard_states[:-1]:
+            states = [optimizer.state[piece] for _, _, piece in shard_states.pieces]
+            seen += [shard_states.shard, shard_states.master, shard_states.shard.grad]
             seen += [s[key] for s in states for key in ("exp_avg", "exp_avg_sq") if key in s]
         seen = [t.detach().clone() for t in seen]
         optimizer.step()
@@ -945,7 +947,8 @@ class Stray(nn.Module):
 def test_what_cannot_work_is_refused_by_name(what, make):
     """
     Each error names rank, what was expected, what was found and what to do.
-    Proves `Zero3Optimizer._check`, `Sharded.expect`.
+    Proves `Zero3Optimizer._check_model`, `Zero3Optimizer._check_arguments`,
+    `Zero3Optimizer.expect`, `fail`, `Sharded.expect`.
     """
     with pytest.raises(RuntimeError, match=r"rank 0: the optimizer .*Expected.*Got.*What to do"):
         make(Zero3Layer(nn.Linear(2, 2)))
@@ -987,14 +990,14 @@ def test_what_the_chapter_says_is_not_covered_is_so():
     optimizer = Zero3Optimizer(shard([nn.Linear(2, 2), nn.Linear(2, 2)]), Counts, loss_scale=1.0)
     optimizer.backward(optimizer.model(torch.ones(1, 2)).sum())
     assert optimizer.step() > 0 and optimizer.param_groups[0]["k"] == 2
-    optimizer.owned[0].shard.grad.fill_(1e20)
+    optimizer.shard_states[0].shard.grad.fill_(1e20)
     assert optimizer.step() is None and optimizer.skipped_steps == 1
 
 
 def test_the_norm_of_millions_of_gradients_has_six_digits():
     """
     Breaks where fp32 adds up all squares of a shard in one go.
-    Proves `norm_of`, `Owned.grad`.
+    Proves `norm_of`, `ShardStates.grad`.
     """
     layer = Zero3Layer(nn.Linear(3000, 3000))
     optimizer = Zero3Optimizer(layer, torch.optim.SGD, lr=0.0)

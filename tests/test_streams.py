@@ -352,7 +352,8 @@ def test_communication_may_run_beside_computation():
     the device the host waits for nothing in a whole step, nor for what ranks announce. Breaks if
     compute waits for the fetch stream's tail, in which the next layer's copy is, or if a gradient
     goes to the CPU by `.to()`.
-    Proves I9, `Transfer.wait`, `Communicator.all_gather`, `Reducer.deliver`, `Reducer.delivered`, `Reducer.end`.
+    Proves I9, `Transfer.wait`, `Communicator.all_gather`, `Reducer.deliver`, `Reducer.delivered`,
+    `Reducer.end`.
     """
     on_device = FACTS - {"gradients land beside the backward of the layer two below"}
     for found, slow, near in run(overlaps, 2):

@@ -320,9 +320,9 @@ def test_every_way_to_drop_gradients_drops_them_wherever_they_rest():
     `p.grad = None`; also of what `no_sync` holds back. Breaks where the gradient's holder does not
     see what happened to the shard's `.grad`: norms of 1.30, 2.37, 3.03 in place of 1.30, 1.07,
     0.89.
-    Proves I7, `GradientElsewhere`, `elsewhere`, `grad_of`, `set_grad`, `Owned.drop_grad`,
-    `Owned.spent`, `Owned.grad_norm`, `ShardedModel.zero_grad`, `Sharded.zero_grad`,
-    `Zero3Model.zero_grad`.
+    Proves I7, `GradientElsewhere`, `elsewhere`, `grad_of`, `set_grad`, `ShardStates.drop_grad`,
+    `ShardStates.drop_scaled_grad`, `ShardStates.grad_norm`, `ShardedModel.zero_grad`,
+    `Sharded.zero_grad`.
     """
     plain = plain_chain()
     reference, expected = torch.optim.SGD(plain.parameters(), 0.1), []
@@ -357,7 +357,7 @@ def regularised(places):
     # What somebody puts there is the gradient.
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    ones = sum(owned.read_grad().sum().item() for owned in optimizer.owned)
+    ones = sum(states.read_grad().sum().item() for states in optimizer.shard_states)
     return difference(plain, model), ones, sum(len(p) for p in model.parameters())
 
 
@@ -370,7 +370,7 @@ def test_a_gradient_that_somebody_brings_to_a_shard_is_not_lost():
     """
     That of a regulariser over `model.parameters()`, and one that is assigned; where it rests
     elsewhere it was dropped without a word. The weights are plain PyTorch's.
-    Proves `Owned.add_grad`, `Owned.read_grad`.
+    Proves `ShardStates.add_grad`, `ShardStates.read_grad`.
     """
     for rank in run(regularised_all, 2):
         for worst, ones, numel in rank:
@@ -430,9 +430,9 @@ def alternate(places, name, folder, group_by=None):
             model, optimizer = build()
             optimizer.load_state_dict(told)
     counts = {name: reference.state[p].get("step") for name, p in plain.named_parameters()}
-    (owned,) = optimizer.owned
-    for _, where, piece in owned.pieces:
-        for slot, span in zip(owned.group.slots, owned.spans, strict=True):
+    (states,) = optimizer.shard_states
+    for _, where, piece in states.pieces:
+        for slot, span in zip(states.flat.slots, states.spans, strict=True):
             if span.start < span.stop and where.start <= span.start < where.stop:
                 got = optimizer.state[piece].get("step")
                 assert got == counts[slot.names[0]], (slot.names, got, counts)
@@ -481,8 +481,9 @@ def test_parameters_without_a_gradient_stay_as_they_are(world_size):
     a checkpoint and a state dict: weights and counts are plain PyTorch's. Breaks where an unused
     parameter is stepped with a zero gradient (off by 4.9e-3), or shares its count with a used one.
     Proves I1, I8, `Zero3Optimizer._used`, `Zero3Optimizer._squares`, `Zero3Optimizer.regroup`,
-    `Owned.cut`, `Owned.recut`, `Owned.kinds`, `Owned.used`, `Owned.groups_here`,
-    `Entries.describe`, `Flat.within`, `CheckpointReader.states`.
+    `ShardStates.split_by_use`, `ShardStates.repartition`, `ShardStates.piece_numbers`,
+    `ShardStates.used`, `ShardStates.unsplit_count`, `Entries.describe`, `Flat.within`,
+    `CheckpointReader.states`.
     """
     for rank in run(alternate_all, world_size):
         for case, worst in rank.items():
@@ -518,7 +519,7 @@ def test_a_parameter_is_used_if_any_rank_uses_it_and_says_so_in_few_bytes():
     The ranks use different heads, and both are stepped. A step in which nothing is missing sends 8
     bytes for the shard; one in which something is, 8 more for each parameter; a cut adds a count of
     steps, 4 bytes, and no copy of a moment.
-    Proves I1, I4, `Zero3Optimizer._used`, `Owned.cut`.
+    Proves I1, I4, `Zero3Optimizer._used`, `ShardStates.split_by_use`, `Piece`.
     """
     ranks = run(used_on_one_rank, 2)
     for worst, sent, _ in ranks:
@@ -564,7 +565,7 @@ def test_what_is_written_through_data_comes_into_the_master():
     Weights that are clipped by `p.data.clamp_()`, or by `p.data = ...`, stay clipped over the next
     step, on each tier and data type. Breaks where torch does not count the write: the step rounded
     the old master over it.
-    Proves `CountedShard`, `Owned.here`.
+    Proves `CountedShard`, `ShardStates.in_memory`.
     """
     for rank in run(clip_weights_all, 2):
         for worst in rank:
@@ -717,7 +718,7 @@ def test_states_that_an_optimizer_has_from_the_start_go_to_their_files():
     Adagrad makes its sums when it is built. They rest in files like all others, with the values
     that they were given, and no piece keeps elements in memory. Breaks where the optimizer does not
     let go of the pieces at the start.
-    Proves I8, `Owned.let_go`.
+    Proves I8, `ShardStates.release_pieces`.
     """
     weights = []
     with tempfile.TemporaryDirectory() as folder:
@@ -726,7 +727,7 @@ def test_states_that_an_optimizer_has_from_the_start_go_to_their_files():
             optimizer = Zero3Optimizer(model, torch.optim.Adagrad, lr=0.1, offload=offload,
                                        initial_accumulator_value=0.5)
             if offload:
-                pieces = [piece for owned in optimizer.owned for *_, piece in owned.pieces]
+                pieces = [piece for states in optimizer.shard_states for *_, piece in states.pieces]
                 assert [len(piece) for piece in pieces] == [0] * len(pieces)
                 assert [len(optimizer.state[p]["sum"]) for p in pieces] == [0] * len(pieces)
             with torch.no_grad() if offload else nullcontext(), torch.enable_grad():

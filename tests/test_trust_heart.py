@@ -397,7 +397,8 @@ def test_on_an_accelerator_parameters_and_rows_begin_at_multiples_of_16_bytes(wo
     With the same numbers, zeros in the padding, bytes that are predicted exactly, and checkpoints
     that load where nothing is padded. Breaks without `aligned` in `_merge_and_pad_params`, or with
     a gradient whose padding between parameters is not zeroed.
-    Proves I1, I5, `Zero3Layer._merge_and_pad_params`, `Communicator.aligned`, `Part`, `CheckpointReader.read`.
+    Proves I1, I5, `Zero3Layer._merge_and_pad_params`, `Communicator.aligned`, `Part`,
+    `CheckpointReader.read`.
     """
     for told, starts, differ in run(aligned, world_size, str(tmp_path)):
         assert told.pop("DataTypes") <= 1e-5 and max(told.values()) <= 1e-10, told

@@ -11,6 +11,7 @@ Read the chapters in this order, and the tools where a chapter uses them: `comm.
 | 1 | `layer.py` | the heart: `Zero3Layer`, `Zero3Sequential` |
 | 2 | `offload.py` | `Offload`: shards that rest on the device, in CPU memory or in files |
 | 3 | `states.py` | masters, moments and gradients of a shard, and where they rest |
+| 3 | `buckets.py` | `Bucket`: small layers share a reduce-scatter |
 | 3 | `optimizer.py` | `Zero3Optimizer`: loss scale, clipping, micro-batches, the step |
 | 4 | `units.py` | layers of a whole model, fetched ahead along an order that was learnt |
 | 4 | `materialise.py` | models larger than memory: made, read and written layer by layer |
@@ -21,7 +22,7 @@ Read the chapters in this order, and the tools where a chapter uses them: `comm.
 | 5 | `checkpoint.py` | `save` and `load`: on any number of ranks, while training goes on |
 | 5 | `formats.py`, `convert.py` | to other libraries, and back; `python -m zero3.checkpoint` |
 | tools | `contents.py` | what is added to sharded modules, and other libraries around them |
-| tools | `comm.py` | what ranks send each other, and buckets of gradients |
+| tools | `comm.py` | what ranks send each other |
 | tools | `gradients.py` | a shard's gradient, which knows that it is a part; clipping by all |
 | tools | `disk.py` | reading and writing past the page cache, and how fast that is |
 | tools | `ledger.py` | the tape of what a rank sent, held, read and wrote |

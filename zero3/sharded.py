@@ -33,7 +33,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from zero3.comm import ALONE, Communicator, Listener, Reducer, Transfer
+from zero3.comm import ALONE, Communicator, Listener, Reducer
 from zero3.flat import FlatParameter, Slot
 from zero3.guards.contents import Contents, Known
 from zero3.guards.gradients import clip_grad_norm_

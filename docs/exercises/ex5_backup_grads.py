@@ -55,8 +55,8 @@ def _backup_grads(self: Zero3Layer) -> None:
     ## Reshard, and reduce-scatter the gradients
     """
     raise NotImplementedError("exercise 5: reshard, zero the places without a gradient, and pass "
-                              "all `(flat.grad, flat.receive_buffer)` to `self.comm.reduce_scatter`,
-                              unless " "`self.reducer` keeps them")
+                              "all `(flat.grad, flat.receive_buffer)` to "
+                              "`self.comm.reduce_scatter`, unless `self.reducer` keeps them")
 
 
 @torch.no_grad()

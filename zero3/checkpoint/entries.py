@@ -48,7 +48,7 @@ from zero3.guards.version import __version__
 from zero3.layer import Zero3Layer
 from zero3.offload import InFile
 from zero3.optimizer.stage3 import Zero3Optimizer, plain_names
-from zero3.optimizer.states import Owned, moments_of
+from zero3.optimizer.states import Piece, ShardStates, moments_of
 from zero3.whole_model.wrap import Zero3Model
 
 # Options of a param group that say how torch computes, and not what.
@@ -66,9 +66,9 @@ class Flat:
     paths: list[str]  # of its layer, in the plain model: several where it is registered so
     layer: Zero3Layer
     group: FlatParameter
-    owned: Owned | None  # of `Zero3Optimizer`'s
-    # As `Owned` has them: param group, where in the shard, and what the optimizer has for that.
-    pieces: list[tuple[int, slice, nn.Parameter]]
+    owned: ShardStates | None  # of `Zero3Optimizer`'s
+    # As `ShardStates` has them: param group, where in the shard, and the optimizer's parameter.
+    pieces: list[Piece]
     indices: list[int | None]  # the param group of each parameter
     # In a checkpoint: each parameter's place, and what the optimizer knew of it.
     found: list[Param] = field(default_factory=list)
@@ -94,7 +94,7 @@ class Flat:
     @property
     def in_file(self) -> bool:
         home_in_file = isinstance(self.group.storage, InFile)
-        return self.owned.states is not None if self.owned else home_in_file
+        return self.owned.in_file is not None if self.owned else home_in_file
 
 
 class Entry(NamedTuple):
@@ -131,17 +131,17 @@ class Entries:
         self.state = optimizer.state if optimizer else {}
         self.kind = type(getattr(optimizer, "inner", optimizer)).__name__
         # By their shards: as keys tensors are themselves, whatever is in them.
-        owned = {o.group.shard: o for o in getattr(optimizer, "owned", ())}
+        owned = {o.shard: o for o in getattr(optimizer, "shard_states", ())}
         groups = {p: i for i, g in enumerate(self.param_groups) for p in g["params"]}
         self.flats: list[Flat] = []
         for layer in layers:
             for g in layer.flats:
                 own, index = owned.get(g.shard), groups.get(g.shard)
                 every = slice(0, len(g.shard))
-                pieces = [(index, every, g.shard)] if index is not None else []
+                pieces = [Piece(index, every, g.shard)] if index is not None else []
                 self.flats.append(Flat(
                     paths[layer], layer, g, own, own.pieces if own else pieces,
-                    [*own.indices] if own else [index] * len(g.slots)))
+                    [*own.group_indices] if own else [index] * len(g.slots)))
         shards = {f.group.shard for f in self.flats}
         self.expect(optimizer is None or any(flat.pieces for flat in self.flats), "cannot save or "
                     "load this optimizer", "one of this model's shards", type(optimizer).__name__,
@@ -178,7 +178,7 @@ class Entries:
         for flat in self.flats:
             shard, slots = flat.group.shard, flat.group.slots
             kept: dict[int, dict[str, Any]] = {}
-            wide = flat.owned.wide if flat.owned else shard.dtype
+            wide = flat.owned.master_dtype if flat.owned else shard.dtype
             keys, numel = {"param": type_name(wide)}, slots[-1].offset + slots[-1].view.numel()
             for index, where, piece in flat.pieces:
                 state = self.state.get(piece, {})
@@ -269,7 +269,7 @@ class Entries:
         * `write` says that it will be written to
         """
         if flat.owned:
-            with flat.owned.here(self.state, write=write) as (master, _):
+            with flat.owned.in_memory(self.state, write=write) as (master, _):
                 yield master
             return
         storage = flat.group.storage
@@ -409,7 +409,7 @@ class Entries:
         known: dict[str, Any] = {}
         if isinstance(self.optimizer, Zero3Optimizer):
             cls, known = self.optimizer.made_by
-            wide, device = flat.owned.wide if flat.owned else wide, self.optimizer.device
+            wide, device = flat.owned.master_dtype if flat.owned else wide, self.optimizer.device
         options = {key: value for key, value in group.items() if key != "params"}
         accepted = inspect.signature(cls).parameters
         known = {**known, **{k: v for k, v in options.items() if k in accepted}}
@@ -475,7 +475,7 @@ class Entries:
             layer.reshard()
         for flat in self.flats:
             if flat.owned:
-                flat.owned.recut(flat.states, self.state)
+                flat.owned.repartition(flat.states, self.state)
                 flat.pieces = flat.owned.pieces
         if isinstance(self.optimizer, Zero3Optimizer):
             self.optimizer.regroup()

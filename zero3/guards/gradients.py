@@ -123,7 +123,7 @@ class GradientElsewhere(ShardGradient):
             _refuse(args, "has no gradient to read", "one in the shard's own memory",
                     f"`{getattr(func, '__name__', func)}` of one that rests with its master",
                     "let `Zero3Optimizer` clip, scale and step, by `clip_grad_norm=` and "
-                    "`loss_scale=`; `optimizer.owned[i].read_grad()` brings a gradient")
+                    "`loss_scale=`; `optimizer.shard_states[i].read_grad()` brings a gradient")
         for grad in _found(args):
             if not isinstance(grad, cls):
                 grad.zero_()

@@ -1,8 +1,8 @@
 r"""
 # Options: what may be passed, and one line when it may not
 
-`whole` and `within` check a number, `folder` checks a place for files, `expect` raises the error,
-and `Parser` ends a command line with one line in place of a traceback.
+`whole` and `within` check a number, `folder` checks a place for files, `expect` and `fail` raise
+the error, and `Parser` ends a command line with one line in place of a traceback.
 
 A wrong option is cheapest to find before anything starts: before memory is taken and a minute has
 passed. Many wrong numbers pass a check that looks right. `nan < 1` is false and so is `nan > 9`, so
@@ -54,14 +54,15 @@ def expect(good: bool, what: str, expected: Any, got: Any, cure: str,
 
 def fail(rank: int, who: str, what: str, expected: Any, got: Any, cure: str) -> NoReturn:
     """
-    ## Raise an error of a run: where, what was expected, what was found, and what to do
+    ## Raise the error of a layer or an optimizer on one rank
 
-    * `who` is the layer, or whoever cannot go on; `what` says so, as a verb and its object
+    * `rank` is this rank, and `who` is the name of the layer or the optimizer
+    * `what` is the problem: "cannot step", for instance
 
-    Raises `RuntimeError`.
+    Raises `RuntimeError`, which says where, what was expected, what was found, and what to do.
     """
-    raise RuntimeError(f"rank {rank}: {who} {what}. Expected: {expected}. Got: {got}. What to do: "
-                       f"{cure}.")
+    raise RuntimeError(f"rank {rank}: {who} {what}. Expected: {expected}. Got: {got}. "
+                       f"What to do: {cure}.")
 
 
 def within(name: str, value: float, least: float, most: float) -> None:

@@ -230,9 +230,9 @@ def exponents(optimizer: Any) -> dict[int, int]:
     The loss scale is divided out. Gradients that are zero or overflow do not count.
     """
     found: Counter[int] = Counter()
-    for owned in optimizer.owned:
-        if owned.has_grad:
-            sizes = owned.read_grad().float().abs() / optimizer.loss_scale
+    for states in optimizer.shard_states:
+        if states.has_grad:
+            sizes = states.read_grad().float().abs() / optimizer.loss_scale
             powers, counts = sizes[sizes > 0].log2().floor().unique(return_counts=True)
             found.update(dict(zip(powers.int().tolist(), counts.tolist(), strict=True)))
     return {e: n for e, n in sorted(found.items()) if e < 128}

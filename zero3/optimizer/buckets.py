@@ -1,166 +1,195 @@
 r"""
-# Buckets: small layers are reduced together
+# Buckets: small layers share a reduce-scatter
 
-`Bucket` keeps the gradients of small layers until several of them fill a bucket, and reduces the
-bucket in one collective.
+`Bucket` lets the gradients of small layers wait for each other and reduces them together.
 
-A collective takes the time of its bytes, and a fixed time besides. Many small layers would pay the
-fixed time once each. In a bucket they pay it once. Three layers with 4 elements each, on two ranks:
+A collective takes a fixed time plus the time of its bytes. A model of many small layers would spend
+its backward pass on the fixed times, so small layers fill a *bucket* first, and one reduce-scatter
+takes them all.
 
-| | a rank sends |
-|---|---|
-| each layer alone | 2 elements, three times |
-| in one bucket | 6 elements, once |
+**Two layers on two ranks.** The flat gradient of layer 1 has four elements, that of layer 0 has
+two. Written with one row for each rank, they are packed side by side:
 
-$$\text{time} = \text{collectives} \cdot \text{fixed time} +
-\frac{\text{bytes}}{\text{bandwidth}}$$
+| | for rank 0 | for rank 1 |
+|---|---|---|
+| layer 1 | a b | c d |
+| layer 0 | e | f |
+| **packed** | **a b e** | **c d f** |
 
-The bytes are the same. The price is memory: full gradients stay until the bucket leaves, and while
-it is in flight they are in memory twice, packed and unpacked.
+Rank 0 receives the sum over ranks of `a b e`, and splits it into `a b` for layer 1 and `e` for
+layer 0. If a collective takes $t$ seconds beside its bytes, $n$ layers that share one save
 
-**Run this**: `make train ARGS="--bucket-kib 1024"`.
+$$(n - 1)\, t \quad \text{seconds}$$
 
-**Not covered, and what that costs**: a layer's gradients are packed by a copy, where a bucket that
-was allocated in advance would need none.
+The bytes on the wire are the same, and so are the sums, bit for bit.
+
+**Run this**: `python -m pytest tests/test_optimizer.py -k small_layers_share`.
+
+**Not covered, and what that costs**: packing without a copy. The full gradients of the layers in a
+bucket stay in memory until the bucket is full. While the bucket is in flight they are there twice,
+once in each layer and once packed.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from zero3.comm import Communicator, Pairs, Reducer
-
-
-class _Gradient(NamedTuple):
-    """
-    ## A flat gradient, and where it comes from
-    """
-
-    layer: Any
-    number: int  # among the layer's gradients
-    grad: torch.Tensor  # (world_size * shard_numel,), device
-    buffer: torch.Tensor  # as many elements; its memory may become the receive buffer
-
-
-class _Share(NamedTuple):
-    """
-    ## A layer's share of a reduced bucket
-    """
-
-    layer: Any
-    number: int  # among the layer's gradients
-    numel: int
+from zero3.comm import Communicator, Pairs, Reducer, Reducible
 
 
 class Bucket(Reducer):
     """
-    ## A reducer that lets the gradients of small layers wait for each other
+    ## Reduce the gradients of small layers together
+
+    `Zero3Optimizer` hands a bucket to its layers in place of their `Reducer`. A layer that fills
+    the bucket by itself is reduced alone and does not wait.
     """
 
     def __init__(self, comm: Communicator, bucket_bytes: int):
         super().__init__(comm)
         self.bucket_bytes = bucket_bytes
-        # Inside `no_sync()`, or several of them, it sends nothing.
+        # How many `no_sync()` contexts are open. Inside of one, the bucket sends nothing.
         self.holds = 0
         self.waiting: list[_Gradient] = []
-        # Of the bucket in flight: the shares of each of its tensors.
-        self.shares: list[list[_Share]] = []
+        # The gradients in flight: one list for each data type, in the order of packing.
+        self.packed: list[list[_Share]] = []
 
-    def keeps(self, layer: Any, pairs: Pairs) -> bool:
+    def keeps(self, layer: Reducible, pairs: Pairs) -> bool:
         """
-        ### Put a layer's gradients into the bucket, and send it if it is full
+        ### Put a layer's gradients in, and send the bucket when it is full
 
         * `pairs` are as for `Communicator.reduce_scatter`
 
-        Returns true, because it sends by itself.
+        Returns true, because the bucket sends by itself.
         """
-        # The end of a pass offers gradients again that are in flight or waiting already.
-        is_known = layer in self.layers or layer in [gradient.layer for gradient in self.waiting]
-        if self.holds or is_known:
+        # The end of a backward pass offers every layer once more.
+        already_here = layer in self.layers or self._is_waiting(layer)
+        if self.holds or already_here:
             return True
-        new = [_Gradient(layer, i, *pair) for i, pair in enumerate(pairs)]
-        # A large layer goes alone, past those that wait, and without a copy. A single rank sends
-        # nothing, so nothing waits.
-        if self._fills(new) or self.comm.world_size == 1:
-            self._send(new)
+
+        gradients = [_Gradient(layer, i, *pair) for i, pair in enumerate(pairs)]
+        # A single rank sends nothing, so nothing has to wait.
+        if self._fills(gradients) or self.comm.world_size == 1:
+            # Send them at once, without a copy, ahead of the layers that wait.
+            self.land()
+            self._send(gradients)
             return True
-        self.waiting += new
+
+        self.waiting += gradients
         if self._fills(self.waiting):
             self._send_waiting()
         return True
 
-    def _fills(self, gradients: list[_Gradient]) -> bool:
-        return sum(gradient.grad.nbytes for gradient in gradients) >= self.bucket_bytes
-
-    def _send_waiting(self) -> None:
-        waiting = self.waiting
-        self.waiting = []
-        self._send(waiting)
-
-    def _send(self, gradients: list[_Gradient]) -> None:
+    def finish(self, layer: Reducible) -> None:
         """
-        #### Send these gradients (reduce-scatter)
+        ### End the reduce of a layer's bucket, if there is one
 
-        The bucket in flight is finished first. Gradients of one data type become one tensor. They
-        lie in it in the order of the layers and not in that of their arrival, which may differ
-        between ranks. All ranks must send the same ones.
-        """
-        self.land()
-        alike: dict[torch.dtype, list[_Gradient]] = {}
-        for gradient in sorted(gradients, key=lambda gradient: -gradient.layer.layer_idx):
-            alike.setdefault(gradient.grad.dtype, []).append(gradient)
-        pairs = []
-        self.shares = []
-        for same in alike.values():
-            # The buffer of the first one receives all of them.
-            pairs.append((self._packed(same), same[0].buffer))
-            self.shares.append([_Share(gradient.layer, gradient.number,
-                                       len(gradient.grad) // self.comm.world_size)
-                                for gradient in same])
-        layers = list(dict.fromkeys(share.layer for shares in self.shares for share in shares))
-        self.started(layers, self.comm.reduce_scatter(layers, pairs))
-
-    def _packed(self, gradients: list[_Gradient]) -> torch.Tensor:
-        """
-        #### Pack gradients so that a rank's parts of all of them lie side by side
-
-        Returns `(world_size * shard_numel,)`, where `shard_numel` is that of all of them together.
-        """
-        if len(gradients) == 1:
-            return gradients[0].grad
-        return torch.cat([self.comm.rows(gradient.grad) for gradient in gradients], dim=1).view(-1)
-
-    def finish(self, layer: Any) -> None:
-        """
-        ### Finish the reduce of a layer's bucket, if there is one
-
-        If the bucket still waits, it is sent first. All its layers get their sums, by
+        A layer that still waits is sent first. Every layer of the bucket receives its sums through
         `add_reduced`, as views of one tensor.
         """
-        if layer in [gradient.layer for gradient in self.waiting]:
+        if self._is_waiting(layer):
             self._send_waiting()
-        if layer not in self.layers:
-            return
-        totals: dict[Any, dict[int, torch.Tensor]] = {layer: {} for layer in self.layers}
-        self.layers = []
-        for shares, total in zip(self.shares, self.arrived(), strict=True):
-            parts = total.split([share.numel for share in shares])
-            for share, part in zip(shares, parts, strict=True):
-                totals[share.layer][share.number] = part
-        for owner, found in totals.items():
-            owner.add_reduced([found[number] for number in sorted(found)])
+        if layer in self.layers:
+            layers = self.layers
+            # Clear it first: if the ranks diverged, `arrived` raises, and there is nothing to end.
+            self.layers = []
+            self._unpack(layers, self.arrived())
 
-    def drop(self, layer: Any) -> None:
+    def drop(self, layer: Reducible) -> None:
         """
-        ### Forget a layer's gradients, if they wait
+        ### Forget a layer's gradients while they wait; end their reduce if it has begun
         """
-        self.waiting = [gradient for gradient in self.waiting if gradient.layer is not layer]
+        self.waiting = [g for g in self.waiting if g.layer is not layer]
         self.finish(layer)
 
     def end(self) -> None:
         """
-        ### Finish everything, the layers that wait too
+        ### Send the layers that wait, and end all reduces
         """
         if self.waiting:
             self._send_waiting()
         super().end()
+
+    def _send_waiting(self) -> None:
+        """
+        #### Send the bucket, full or not
+        """
+        self.land()
+        waiting = self.waiting
+        self.waiting = []
+        self._send(waiting)
+
+    def _send(self, gradients: "list[_Gradient]") -> None:
+        """
+        #### Start to reduce-scatter these gradients: one collective for each data type
+
+        All ranks must call this with the gradients of the same layers. Nothing else may be in
+        flight.
+        """
+        by_dtype: dict[torch.dtype, list[_Gradient]] = {}
+        # Pack them in the order of the layers: the order in which gradients arrive may differ
+        # between ranks.
+        for gradient in sorted(gradients, key=lambda g: -g.layer.layer_idx):
+            by_dtype.setdefault(gradient.grad.dtype, []).append(gradient)
+
+        groups = by_dtype.values()
+        self.packed = [[_Share(g.layer, g.position, self.comm.rows(g.grad).shape[1]) for g in group]
+                       for group in groups]
+        layers = list(dict.fromkeys(g.layer for group in groups for g in group))
+        pairs = [self._pack(group) for group in groups]
+        self.started(layers, self.comm.reduce_scatter(layers, pairs))
+
+    def _pack(self, group: "list[_Gradient]") -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        #### Put gradients side by side, row by row: a gradient and a receive buffer
+        """
+        # The memory of the first one's buffer becomes the receive buffer of all.
+        buffer = group[0].buffer
+        if len(group) == 1:
+            return group[0].grad, buffer
+        rows = [self.comm.rows(gradient.grad) for gradient in group]
+        # (world_size * sum of all shard_numel,), device
+        return torch.cat(rows, dim=1).view(-1), buffer
+
+    def _unpack(self, layers: list[Reducible], totals: list[torch.Tensor]) -> None:
+        """
+        #### Hand every layer its sums
+
+        * `totals` has a tensor for each data type: the sums of this rank's shares, side by side
+        """
+        sums: dict[Reducible, dict[int, torch.Tensor]] = {layer: {} for layer in layers}
+        for shares, total in zip(self.packed, totals, strict=True):
+            parts = total.split([share.numel for share in shares])
+            for share, part in zip(shares, parts, strict=True):
+                sums[share.layer][share.position] = part
+        for layer, by_position in sums.items():
+            layer.add_reduced([by_position[i] for i in sorted(by_position)])
+
+    def _is_waiting(self, layer: Reducible) -> bool:
+        return any(gradient.layer is layer for gradient in self.waiting)
+
+    def _fills(self, gradients: "list[_Gradient]") -> bool:
+        return sum(gradient.grad.nbytes for gradient in gradients) >= self.bucket_bytes
+
+
+class _Gradient(NamedTuple):
+    """
+    ## A flat gradient that waits, and where it comes from
+    """
+
+    layer: Reducible
+    position: int  # among the layer's flat gradients
+    grad: torch.Tensor  # (world_size * shard_numel,), device
+    buffer: torch.Tensor  # as many elements; its memory may become a receive buffer
+
+
+class _Share(NamedTuple):
+    """
+    ## A rank's share of a gradient in flight
+
+    It holds no tensor, so it does not keep the gradient's memory.
+    """
+
+    layer: Reducible
+    position: int  # among the layer's flat gradients
+    numel: int  # shard_numel of the flat gradient

@@ -1,61 +1,84 @@
 r"""
 # The Stage 3 optimizer: mixed precision on shards
 
-`Zero3Optimizer` lets a model compute in 16 bits and learn in 32: it keeps fp32 *master weights*
-and moments of this rank's shards, scales the loss, clips, and steps.
+`Zero3Optimizer` lets a model compute in 16 bits and learn in 32. It keeps fp32 *master weights* and
+moments of this rank's shards, scales the loss, clips the gradient, and steps.
 
-Layers in half precision take half the memory and half the traffic. But a sum of many small steps
-needs more digits than one product does. So the optimizer keeps an fp32 copy of every shard, steps
-that one, and rounds the result into the shard that the layer gathers. All of this is elementwise: a
-rank does it for its own shards and sends nothing. Two things concern the whole model, and cost one
-small message: how long its gradient is, and whether any of it is infinite or NaN.
+Layers in half precision take half the memory and half the communication. But a sum of many small
+steps needs more digits than a single product does. So the optimizer keeps an fp32 copy of every
+shard, the master. It steps the master and rounds the result into the shard that the layer gathers.
+
+**Two weights on two ranks.** Each rank has one bf16 weight. The loss is scaled by $S = 4$, the
+gradient of the unscaled loss is (3, 4), the norm is clipped to 1, and SGD has a learning rate of
+0.005:
+
+| | rank 0 | rank 1 | |
+|---|---|---|---|
+| master, fp32 | 1 | 1 | rounded, these are the shards |
+| gradient of 4 times the loss | 12 | 16 | after the reduce-scatter |
+| **its square** | **144** | **256** | the ranks exchange these |
+| norm | 5 | 5 | $\sqrt{144 + 256} / 4$ |
+| unscaled and clipped | .6 | .8 | times $\frac{1}{4}$ and $\frac{1}{5}$ |
+| master after the step | .997 | .996 | no communication |
+| shard, bf16 | .99609 | .99609 | the masters remember the difference |
+
+The step is elementwise, so a rank steps its own shards without communication. Only two questions
+concern the whole model: how long is its gradient, and is any of it infinite or NaN? One small
+collective answers both.
 
 $$g = \frac{1}{S} \min\!\Big(1, \frac{c}{\lVert g_S \rVert / S}\Big)\, g_S
 \qquad w_{32} \leftarrow w_{32} - \eta\, \text{Adam}(g)
 \qquad w_{16} \leftarrow \text{round}(w_{32})$$
 
-with $g_S$ the gradient of a loss that was multiplied by the scale $S$, and $c$ the clipping norm.
+Here $g_S$ is the gradient of the loss times the scale $S$, and $c$ is the clipping norm.
 
-Master weights, momentum and variance are $K = 12$ bytes per parameter
-([ZeRO](https://arxiv.org/abs/1910.02054), section 3.1). With half-precision parameters and
-gradients a rank has $\frac{(2 + 2 + K)\Psi}{N} = \frac{16\Psi}{N}$ bytes of model states after
-backward, once the first step has made the moments, and $\frac{14\Psi}{N}$ after `zero_grad()`;
-beside that padding, and for each shard 4 bytes in which torch's Adam counts its steps.
+Master, momentum and variance take $K = 12$ bytes per parameter
+([ZeRO](https://arxiv.org/abs/1910.02054), section 3.1). The first step creates the moments. From
+then on, a rank with half-precision parameters and gradients has $\frac{(2 + 2 + K)\Psi}{N} =
+\frac{16\Psi}{N}$ bytes of model states after the backward pass, and $\frac{14\Psi}{N}$ after
+`zero_grad()`. Padding comes on top, and 4 bytes for each shard in which torch's Adam counts its
+steps.
 
-**Why the masters are fp32.** bf16 has 8 significant bits: the neighbours of 1 are
-$1 + \frac{1}{128}$ and $1 - \frac{1}{256}$. A step of 0.001 from 1 is rounded away, and so are a
-thousand of them, one after the other; an fp32 master arrives at 0, to four digits. fp16 has 11
-bits, and loses a step of 0.0002 in the same way.
+**Why the masters are fp32.** bf16 has 8 significant bits, so the neighbours of 1 are
+$1 + \frac{1}{128}$ and $1 - \frac{1}{256}$. A step of 0.001 from 1 is rounded away. A thousand such
+steps are rounded away one after the other, while an fp32 master reaches 0, to four digits. fp16 has
+11 bits and loses a step of 0.0002 in the same way.
 
-**Why the loss is scaled.** Below $2^{-14}$ fp16 has fewer and fewer digits, and below $2^{-24}$ no
-number at all; many gradients are smaller than the one, some than the other. The gradient of $S$
-times the loss is $S$ times the gradient, so they move up to where the digits are, and the fp32
-gradient is divided by $S$ again. `make train` draws where its own gradients lie, `gradients.png`.
-bf16 has the range of fp32 and needs no scale. The idea is section 3.2 of [Mixed Precision
-Training](https://arxiv.org/abs/1710.03740).
+**Why the loss is scaled.** Below $2^{-14}$ fp16 has fewer and fewer digits, and below $2^{-24}$ it
+has no number at all. Many gradients are smaller than $2^{-14}$, and some are smaller than
+$2^{-24}$. The gradient of $S$ times the loss is $S$ times the gradient. So scaling moves gradients
+up to the range with all digits, and the fp32 gradient is divided by $S$ afterwards. `make train`
+draws the range of its own gradients, `gradients.png`. bf16 has the range of fp32 and needs no
+scale. The idea is section 3.2 of [Mixed Precision Training](https://arxiv.org/abs/1710.03740).
 
-**Where it all rests.** On the device, in CPU memory or in files: `states.py` brings a shard's
-states, and the step walks along the shards as a pipeline, reading ahead and writing behind.
+**Where the states rest.** On the device, in CPU memory or in files. `states.py` brings the states
+of a shard into memory. The step visits the shards as a pipeline: it prefetches the next states and
+writes back the previous ones while it steps.
 
-**Why small layers wait.** A message costs its bytes and a fixed time beside. Gradients of layers
-smaller than a bucket wait until they fill it, and go as one message. Micro-batches add up in the
-shard or, where `no_sync()` says so, in the full gradient.
+**Why small layers wait.** A collective takes a fixed time beside the time of its bytes. Layers with
+gradients smaller than a *bucket* wait until they fill it, and are reduced together (`buckets.py`).
+The gradients of micro-batches add up in the shard or, inside `no_sync()`, in the full gradient.
 
-**Run this**: `make train ARGS="--dtype fp16 --loss-scale dynamic --accumulate 4 --clip 1.0"`, and
-with `bf16` for the same without a need for the scale.
+**Run this**: `make train ARGS="--dtype fp16 --loss-scale dynamic --accumulate 4 --clip 1.0"`. With
+`bf16` the same works without a loss scale.
 
 **Not covered, and what that costs**: optimizers that look at more than one element at a time. A
-shard has no rows and columns, and its norm is not the layer's: LAMB and LARS divide by the norm of
-each matrix, Adafactor and Muon need its shape, L-BFGS takes products of the whole gradient. They
-would train something else; those that torch has are refused. One that counts its steps in the
-param group counts one for each shard, for each is stepped by itself. A squared norm above fp32's
-range, of scaled gradients around $10^{19}$, counts as an overflow. A gradient that is missing on
-one rank only is zero there while its layer waits in a bucket; where the layer does not, the ranks
-raise an error. `zero_grad()` of a module in which the model is one of several does not see the full
-gradients that `no_sync` holds back. A parameter that was used in other steps than its neighbours is
-a piece of its own from then on, as in plain PyTorch a tensor of its own: that costs a count of
-steps and a little of the time of a step; and a step in which no rank used a parameter sends 8 bytes
-for each parameter of its shard more than `predict` says.
+shard has no rows and columns, and its norm is not the norm of a layer. LAMB and LARS divide by the
+norm of each matrix, Adafactor and Muon need its shape, and L-BFGS takes products of the whole
+gradient. On shards they would compute something else. Those of torch are refused. An optimizer that
+counts its steps in the param group counts one step for each shard, because each shard is stepped by
+itself.
+
+If a squared norm exceeds the range of fp32, it counts as an overflow; that takes scaled gradients
+around $10^{19}$. If one rank has no gradient for a layer that waits in a bucket, that rank
+contributes zeros. If the layer does not wait in a bucket, the ranks raise an error. If the model is
+one of several inside a module, the module's `zero_grad()` does not see the full gradients that
+`no_sync` holds back.
+
+A parameter that was used in other steps than its neighbours becomes a piece of its own, as it is a
+tensor of its own in plain PyTorch. That costs one more counter of steps and a little time in each
+step. In a step in which no rank used a parameter, each rank sends 8 bytes for each parameter of its
+shard more than `predict` says.
 """
 
 import inspect
@@ -64,6 +87,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -74,40 +98,46 @@ from zero3.estimate.formulas import describe
 from zero3.estimate.predict import Prediction, predict
 from zero3.flat import FlatParameter
 from zero3.guards.gradients import GradientElsewhere, grad_of, set_grad
+from zero3.guards.options import fail
 from zero3.layer import Zero3Layer
 from zero3.offload import Offload
 from zero3.optimizer.buckets import Bucket
-from zero3.optimizer.states import Owned, moments_of
+from zero3.optimizer.states import Piece, ShardStates, moments_of
 
-# Optimizers of torch's that a flat, dense shard cannot serve.
+# torch optimizers that cannot step a flat, dense shard.
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+# A dynamic loss scale starts here.
+_FIRST_SCALE = 65536.0
 
 
 class Zero3Optimizer(torch.optim.Optimizer):
     """
     ## Zero3 optimizer
 
-    A step goes through all shards for the norm of the gradient, and then, shard by shard, through
-    the rest:
+    A step visits all shards once for the norm of the gradient. Then it visits them once more and
+    does the rest for one shard after the other:
 
     | | reads | writes |
     |---|---|---|
     | norm | gradient, widened to fp32 | one number |
-    | | | *the ranks tell each other their numbers* |
+    | | | *the ranks exchange their numbers* |
     | unscale and clip | gradient | gradient in fp32 |
     | step | gradient in fp32, master, moments | master, moments |
     | round | master | shard |
 
-    A gradient that goes to a file has its norm taken on the way, in backward; a shard that is its
-    own master is not rounded.
+    The norm of a gradient that rests in a file is taken in the backward pass, before it is written.
+    A shard that is its own master is not rounded.
     """
 
-    # What the wire and the ledger ask of a layer; the message with the norms goes by this name.
-    expect: Any = Zero3Layer.expect
-    label, layer_idx = "the optimizer", -1
-    complete = False  # built, so that nothing can be added any more
+    # `Communicator` and `Ledger` expect a layer that sends. For the collective of the norms this
+    # optimizer takes its place: they read these two and `listener`, and call `expect`.
+    label = "the optimizer"
+    layer_idx = -1  # like every layer that is in no chain
+    # Set when it is built. No param group can be added after that.
+    complete = False
 
-    def __init__(self, model: nn.Module, optimizer_class: Any = torch.optim.AdamW, *,
+    def __init__(self, model: nn.Module,
+                 optimizer_class: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, *,
                  group_by: Callable[[str, nn.Parameter], dict[str, Any]] | None = None,
                  loss_scale: float | str | None = None, clip_grad_norm: float | None = None,
                  reduce_dtype: torch.dtype | None = None, bucket_bytes: int = 1 << 18,
@@ -116,47 +146,55 @@ class Zero3Optimizer(torch.optim.Optimizer):
         """
         ### Take over the shards of a model
 
-        All ranks call this alike, after wrapping. From now on the layers' gradients are reduced in
-        buckets, and in `reduce_dtype`.
+        All ranks call this alike, after wrapping. From now on the gradients of the layers are
+        reduced in buckets, and in `reduce_dtype`.
 
         * `model` is a `Zero3Sequential`, or any module whose parameters are all in `Zero3Layer`s
-        * `optimizer_class` is an elementwise one of `torch.optim` or like it, which keeps what it
-          knows of a parameter in that parameter's state; `kwargs` are its arguments, and
-          `fused=True` is added where it knows that and all parameters are real
-        * `group_by` says what is special about a parameter: it gets its name and the parameter,
-          which has a shape but no values, and returns the options in which it differs. Parameters
-          with equal options become a param group; `lambda name, p: {"weight_decay": 0.1 * (p.ndim
-          > 1)}` decays matrices only
-        * `loss_scale` is a number, or "dynamic": it starts at 65536, halves when a gradient
-          overflows, doubles after `scale_window` steps without that, and is never below
-          `scale_floor`
-        * `clip_grad_norm` is the greatest norm that the mean gradient of the whole model may have
-        * `reduce_dtype` is of the gradients on their way and in the shard; left out, the layer's
-        * `bucket_bytes` of full gradients, those of all ranks' shards, wait for each other to be
-          reduced in one message; a layer that has as many does not wait
+        * `optimizer_class` is an elementwise optimizer of `torch.optim`, or one like them that
+          keeps everything about a parameter in that parameter's state. `kwargs` are its arguments.
+          `fused=True` is added if the optimizer knows it and all parameters are real
+        * `group_by` gives a parameter options of its own. It gets the name and the parameter, which
+          has a shape but no values, and returns the options that differ. Parameters with equal
+          options become a param group: `lambda name, p: {"weight_decay": 0.1 * (p.ndim > 1)}`
+          decays matrices only
+        * `loss_scale` is a number, or "dynamic". A dynamic scale starts at 65536, halves when a
+          gradient overflows, doubles after `scale_window` steps without overflow, and never goes
+          below `scale_floor`
+        * `clip_grad_norm` limits the norm of the mean gradient of the whole model
+        * `reduce_dtype` is the data type of the gradients during the reduce and in the shard. It
+          defaults to the layer's
+        * `bucket_bytes` of full gradients, over all ranks' shards, are reduced together. A layer
+          with as many bytes does not wait for others
         * `offload` says where masters, moments and the shards' gradients rest, as an `Offload` or
-          as "cpu"; left out, on the device. From both other tiers the step is computed by the CPU
+          as "cpu". It defaults to the device. In the two other tiers the CPU computes the step
 
-        Raises `RuntimeError` where parameters are not sharded, the optimizer is not elementwise, an
-        argument is out of its range, or there is no room. ZeRO, section 3.1. Keeps I1, I2 and I5 to
-        I8.
+        Raises `RuntimeError` if parameters are not sharded, if the optimizer is not elementwise, if
+        an argument is out of range, or if there is not enough memory. ZeRO, section 3.1. Keeps the
+        invariants I1, I2 and I5 to I8.
         """
-        layers = {m: name for name, m in model.named_modules() if isinstance(m, Zero3Layer)}
-        self.model, self.layers = model, [layer for layer in layers if layer.flats]
-        # Without layers there is an error to come, and it names the rank.
+        paths = {module: path for path, module in model.named_modules()
+                 if isinstance(module, Zero3Layer)}
+        self.model = model
+        self.layers = [layer for layer in paths if layer.flats]
+        # A model without layers is refused below, and that error names the rank.
         self.comm = self.layers[0].comm if self.layers else Communicator()
         self.listener: Listener = Silence()
-        self.group_by, self.offload = group_by or (lambda name, param: {}), Offload.of(offload)
-        self.dynamic, self.scaled = loss_scale == "dynamic", loss_scale is not None
-        self.scale_window, self.scale_floor = scale_window, scale_floor
-        start = max(65536.0, scale_floor) if self.dynamic else loss_scale
-        self.loss_scale: Any = start if self.scaled else 1.0
-        self.good_steps = self.skipped_steps = 0
-        self.clip_grad_norm, self.reduce_dtype = clip_grad_norm, reduce_dtype
-        self._check(model, optimizer_class)
-        good = finite(bucket_bytes) and bucket_bytes >= 0
-        self.expect(good, "cannot use `bucket_bytes`", "a number of bytes, 0 or more", bucket_bytes,
-                    "pass another, or leave it out")
+        self.offload = Offload.of(offload)
+        self.group_by = group_by or (lambda name, param: {})
+        self.clip_grad_norm = clip_grad_norm
+        self.reduce_dtype = reduce_dtype
+
+        self.dynamic = loss_scale == "dynamic"
+        self.scaled = loss_scale is not None
+        self.scale_window = scale_window
+        self.scale_floor = scale_floor
+        self.loss_scale: Any = loss_scale if self.scaled else 1.0
+        if self.dynamic:
+            self.loss_scale = max(_FIRST_SCALE, scale_floor)
+        self.good_steps = 0
+        self.skipped_steps = 0
+        self._check_model(optimizer_class)
+        self._check_arguments(bucket_bytes)
 
         # The layers of a chain share a reducer, and get a bucket in its place.
         buckets = {layer.reducer: Bucket(layer.comm, bucket_bytes) for layer in self.layers}
@@ -166,109 +204,207 @@ class Zero3Optimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             bucket.scaled = self.scaled
 
-        # Of each param group, filled by `_own`. One of which this rank has no piece stays, empty,
-        # so that the groups are the same on all ranks.
+        # The options of each param group.
         options: list[dict[str, Any]] = []
-        plain = plain_paths(model)
-        self.owned = [self._own(layer, group, layers[layer], plain[layer], options)
-                      for layer in self.layers for group in layer.flats
-                      if group.shard.requires_grad and len(group.shard)]
-        self.expect(bool(self.owned), "has nothing to do", "a trainable Zero3Layer", "none",
+        self.shard_states = self._make_shard_states(paths, options)
+        self.expect(bool(self.shard_states), "has nothing to do", "a trainable Zero3Layer", "none",
                     "wrap the model first, and leave some parameter trainable")
-        ways = {"fused", "foreach", "differentiable"}
-        real = not any(owned.shard.dtype.is_complex for owned in self.owned)
-        knows = "fused" in inspect.signature(optimizer_class).parameters
-        if knows and real and not ways & kwargs.keys():
-            # One loop over memory in place of one for each operation of the formula.
-            kwargs["fused"] = True
-        self._rest(optimizer_class, kwargs, options)
-        pieces = [{**each, "params": self._pieces(i, self.owned)} for i, each in enumerate(options)]
-        self.inner, self.made_by = optimizer_class(pieces, **kwargs), (optimizer_class, kwargs)
-        # Param groups and states are one thing with two owners: a scheduler that sets a learning
-        # rate here sets it there.
-        super().__init__(self.inner.param_groups, self.inner.defaults)
-        self.complete = True
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
-        for owned in self.owned:
-            owned.let_go(self.state)
+        self._choose_fused(optimizer_class, kwargs)
+        self._place_states(optimizer_class, kwargs, options)
+        self._make_inner(optimizer_class, kwargs, options)
 
-    # ------------------------------------------------------------------------------------- masters
-
-    def _check(self, model: nn.Module, optimizer_class: Any) -> None:
+    def expect(self, good: bool, what: str, expected: Any, got: Any, cure: str) -> None:
         """
-        #### Refuse what would train something else
+        ### Raise an error that says where, what was expected, what was found, and what to do
+        """
+        if not good:
+            fail(self.comm.rank, self.label, what, expected, got, cure)
+
+    # --------------------------------------------------------------------------------------- build
+
+    def _check_model(self, optimizer_class: Callable[..., torch.optim.Optimizer]) -> None:
+        """
+        #### Refuse an optimizer or a model that would train differently on shards
         """
         name = getattr(optimizer_class, "__name__", optimizer_class)
         self.expect(name not in _NOT_ELEMENTWISE, "cannot use this class", "an elementwise one, "
-                    "for a shard has no rows and columns", name, "take AdamW, for instance")
+                    "because a shard has no rows and columns", name, "take AdamW, for instance")
         shards = {shard for layer in self.layers for shard in layer.chunk}
-        stray = [n for n, p in model.named_parameters() if p.requires_grad and p not in shards]
+        stray = [name for name, param in self.model.named_parameters()
+                 if param.requires_grad and param not in shards]
         self.expect(not stray, "would miss parameters", "all in Zero3Layers, which take the mean "
                     "of their gradients", stray, "wrap the modules that they are in")
-        for what in ("loss_scale", "clip_grad_norm", "scale_floor", "scale_window"):
-            value = getattr(self, what)
-            good = finite(value) and value > 0
-            self.expect(good or (what == "clip_grad_norm" and value is None), f"cannot use "
-                        f"`{what}`", "a positive number", value, "pass another, or leave it out")
+
+    def _check_arguments(self, bucket_bytes: int) -> None:
+        """
+        #### Refuse arguments that are out of range
+        """
+        cure = "pass another, or leave it out"
+        positive = {"loss_scale": self.loss_scale, "scale_floor": self.scale_floor,
+                    "scale_window": self.scale_window}
+        if self.clip_grad_norm is not None:
+            positive["clip_grad_norm"] = self.clip_grad_norm
+        for name, value in positive.items():
+            self.expect(finite(value) and value > 0, f"cannot use `{name}`", "a positive number",
+                        value, cure)
         dtype = self.reduce_dtype
         floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
         self.expect(dtype is None or floating, "cannot use `reduce_dtype`", "a floating data type",
                     dtype, "pass torch.float32, or leave it out")
+        self.expect(finite(bucket_bytes) and bucket_bytes >= 0, "cannot use `bucket_bytes`",
+                    "a number of bytes, 0 or more", bucket_bytes, cure)
 
     @torch.no_grad()
-    def _own(self, layer: Zero3Layer, group: FlatParameter, path: str, plain: str,
-             options: list) -> Owned:
+    def _make_shard_states(self, paths: dict[Zero3Layer, str],
+                           options: list[dict[str, Any]]) -> list[ShardStates]:
         """
-        #### Find each parameter's param group, and where it is in this rank's shard
+        #### Take over every trainable shard that has elements
+
+        * `paths` are the names of the layers in the model
+        * `options` is filled with the options of each param group. All ranks have the same groups;
+          a group without elements on this rank stays empty
         """
-        shard, dtype = group.shard, self.reduce_dtype or group.shard.dtype
+        plain = plain_paths(self.model)
+        found = []
+        for layer in self.layers:
+            in_chain = layer.layer_idx >= 0
+            name = layer.label
+            if paths[layer] and not in_chain:
+                name = f"{paths[layer]} ({layer.label})"
+            for flat in layer.flats:
+                if flat.shard.requires_grad and len(flat.shard):
+                    dtype = self._set_grad_dtype(layer, flat)
+                    indices = self._group_indices(flat, plain[layer], options)
+                    spans = self._spans(flat)
+                    found.append(ShardStates(layer, name, flat, dtype, indices, spans))
+        return found
+
+    def _set_grad_dtype(self, layer: Zero3Layer, flat: FlatParameter) -> torch.dtype:
+        """
+        #### Reduce the gradients of a flat parameter in `reduce_dtype`
+        """
+        shard = flat.shard
+        dtype = self.reduce_dtype or shard.dtype
         layer.expect(dtype.is_complex or not shard.dtype.is_complex, "cannot use `reduce_dtype`",
-                     "complex numbers, as its parameters are", dtype, "leave it out, for a real "
-                     "data type would drop the imaginary part")
+                     "complex numbers, as its parameters are", dtype, "leave it out, because a "
+                     "real data type would drop the imaginary part")
         if isinstance(grad_of(shard), GradientElsewhere):
-            # It rests with the optimizer before this one.
+            # It rests with an earlier optimizer.
             set_grad(shard, None)
         grad = grad_of(shard)
         layer.expect(grad is None or grad.dtype == dtype, "has gradients", f"{dtype}",
                      shard.grad_dtype, "call `zero_grad()` of the optimizer before this one first")
-        # torch lets `.grad` be of this type, and the layer makes its flat gradient of it.
+        # This allows `.grad` to have another data type than the shard. The layer creates its flat
+        # gradient in this type.
         shard.grad_dtype = dtype
-        indices, spans = [], []
-        # A parameter ends where the next begins, the last one with the padding.
-        ends = [*(slot.offset for slot in group.slots[1:]), len(group.full)]
-        first = self.comm.rank * len(shard)
-        for slot, end in zip(group.slots, ends, strict=True):
-            special = self.group_by(f"{plain}.{slot.names[0]}".strip("."), slot.param)
+        return dtype
+
+    def _group_indices(self, flat: FlatParameter, path: str,
+                       options: list[dict[str, Any]]) -> list[int]:
+        """
+        #### The param group of each parameter in a flat one
+
+        * `path` is the name of the layer's module in the plain model
+        * `options` are those of the groups so far; new ones are appended
+        """
+        indices = []
+        for slot in flat.slots:
+            name = f"{path}.{slot.names[0]}".strip(".")
+            special = self.group_by(name, slot.param)
             if special not in options:
                 options.append(special)
             indices.append(options.index(special))
-            begin, stop = (min(max(at - first, 0), len(shard)) for at in (slot.offset, end))
-            spans.append(slice(begin, stop))
-        name = layer.label if layer.layer_idx >= 0 or not path else f"{path} ({layer.label})"
-        return Owned(layer, name, group, dtype, indices, spans)
+        return indices
 
-    def _rest(self, optimizer_class: Any, kwargs: dict[str, Any], options: list) -> None:
+    def _spans(self, flat: FlatParameter) -> list[slice]:
         """
-        #### Have masters, moments and gradients rest where they shall
+        #### The part of this rank's shard that each parameter of a flat one has
+
+        A parameter on other ranks has an empty part here. Padding belongs to the parameter before
+        it.
+        """
+        numel = len(flat.shard)
+        first = self.comm.rank * numel
+        offsets = [slot.offset for slot in flat.slots]
+        bounds = [min(max(offset - first, 0), numel) for offset in (*offsets, len(flat.full))]
+        return [slice(begin, end) for begin, end in pairwise(bounds)]
+
+    def _choose_fused(self, optimizer_class: Callable[..., torch.optim.Optimizer],
+                      kwargs: dict[str, Any]) -> None:
+        """
+        #### Take torch's fused implementation, unless the caller has chosen one
+
+        It is one loop over memory, not one loop for each operation of the formula.
+        """
+        available = "fused" in inspect.signature(optimizer_class).parameters
+        has_chosen = not kwargs.keys().isdisjoint({"fused", "foreach", "differentiable"})
+        is_real = not any(states.shard.dtype.is_complex for states in self.shard_states)
+        if available and is_real and not has_chosen:
+            kwargs["fused"] = True
+
+    def _place_states(self, optimizer_class: Callable[..., torch.optim.Optimizer],
+                      kwargs: dict[str, Any], options: list[dict[str, Any]]) -> None:
+        """
+        #### Put masters, moments and gradients where they rest
         """
         on_device = self.offload.tier == "device"
-        self.device = self.owned[0].layer.device if on_device else torch.device("cpu")
+        self.device = self.shard_states[0].layer.device if on_device else torch.device("cpu")
         two = torch.zeros(2, device=self.device)
-        kept = [moments_of(optimizer_class, kwargs, each, two) for each in options]
-        self.moments = list(dict.fromkeys(key for keys, _ in kept for key in keys))
-        need_bytes = sum(owned.nbytes(self.moments) - owned.shard.nbytes * owned.near(self.device)
-                         for owned in self.owned)
+        moments: dict[str, None] = {}
+        for group in options:
+            moments |= dict.fromkeys(moments_of(optimizer_class, kwargs, group, two)[0])
+        self.moments = list(moments)
         if self.offload.tier != "nvme":
-            self.offload.check(self, "masters, moments and gradients", need_bytes, self.device)
-        for owned in self.owned:
-            owned.rest(self.offload, self.device, self.moments)
-        # The first shards' gradients come last. When that of the one above them is here, their
-        # states begin to be read, into all buffers but the one that this gradient leaves from.
-        in_files, first = [o for o in self.owned if o.states], self.offload.buffers - 1
-        for owned in in_files[first : first + 1]:
-            owned.ahead = in_files[:first]
-        self._scratch_bytes = max(len(o.shard) * o.wide.itemsize * (o.grad_dtype != o.wide)
-                                  for o in self.owned)
+            need_bytes = sum(states.nbytes(self.moments) for states in self.shard_states)
+            # A shard that is its own master has its memory already.
+            have_bytes = sum(states.shard.nbytes for states in self.shard_states
+                             if states.can_step_shard_on(self.device))
+            self.offload.check(self, "masters, moments and gradients", need_bytes - have_bytes,
+                               self.device)
+        for states in self.shard_states:
+            states.place(self.offload, self.device, self.moments)
+
+        # Gradients arrive from the last shard to the first, and the step begins with the first. So
+        # when the gradient of shard `count` has arrived, prefetch the states of the shards before
+        # it. They take all buffers but one, which gradients need on their way to files.
+        in_files = [states for states in self.shard_states if states.in_file]
+        count = self.offload.buffers - 1
+        if len(in_files) > count:
+            in_files[count].prefetch = in_files[:count]
+        widened = [len(states.shard) * states.master_dtype.itemsize for states in self.shard_states
+                   if states.grad_dtype != states.master_dtype]
+        self._scratch_bytes = max(widened, default=0)
+
+    def _make_inner(self, optimizer_class: Callable[..., torch.optim.Optimizer],
+                    kwargs: dict[str, Any], options: list[dict[str, Any]]) -> None:
+        """
+        #### Build the wrapped torch optimizer, whose parameters are the pieces of the masters
+        """
+        groups = [{**each, "params": self._params_of(i)} for i, each in enumerate(options)]
+        self.inner = optimizer_class(groups, **kwargs)
+        self.made_by = (optimizer_class, kwargs)
+        super().__init__(self.inner.param_groups, self.inner.defaults)
+        self.complete = True
+        # Both optimizers share their param groups and states: a scheduler that sets a learning rate
+        # here sets it there.
+        self.param_groups = self.inner.param_groups
+        self.state = self.inner.state
+        for states in self.shard_states:
+            states.release_pieces(self.state)
+
+    def _params_of(self, group_index: int) -> list[nn.Parameter]:
+        """
+        #### The pieces of all shards that belong to a param group
+        """
+        return [piece.param for states in self.shard_states for piece in states.pieces
+                if piece.group_index == group_index]
+
+    def regroup(self) -> None:
+        """
+        ### Put the pieces of all shards into their param groups again, after some were cut
+        """
+        for i, group in enumerate(self.param_groups):
+            group["params"] = self._params_of(i)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """
@@ -285,25 +421,12 @@ class Zero3Optimizer(torch.optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """
-        #### Asked by torch's `GradScaler`, which cannot scale for this optimizer
+        #### torch's `GradScaler` asks for this. It cannot scale for this optimizer
         """
         self.expect(False, "cannot step", "its own loss scale", "torch's GradScaler",
                     "pass `loss_scale=\"dynamic\"`, and call `optimizer.backward(loss)` and "
                     "`optimizer.step()` in place of the scaler's methods")
         return False
-
-    def regroup(self) -> None:
-        """
-        ### Put all shards' pieces into their param groups again, after some were cut
-        """
-        for i, group in enumerate(self.param_groups):
-            group["params"] = self._pieces(i, self.owned)
-
-    def _pieces(self, index: int, owned: list[Owned]) -> list[nn.Parameter]:
-        """
-        #### What a param group has of these shards
-        """
-        return [piece for o in owned for i, _, piece in o.pieces if i == index]
 
     # ------------------------------------------------------------------------------------ backward
 
@@ -313,36 +436,44 @@ class Zero3Optimizer(torch.optim.Optimizer):
 
         * `loss` is a scalar, the mean over this rank's rows, computed in fp32
 
-        All ranks call it. For $k$ micro-batches that shall count as one batch pass `loss / k` of
-        each; gradients add up until `zero_grad()`. Keeps I7.
+        All ranks call it. If $k$ micro-batches form one batch, pass `loss / k` for each of them.
+        Gradients add up until `zero_grad()`. Keeps I7 (micro-batches).
 
-        Raises `RuntimeError` if the loss is no scalar or has no graph; and if it is in fp16 and the
-        scale is not a number of fp16, because then each gradient would be infinite.
+        Raises `RuntimeError` if the loss is not a scalar or has no graph. It also raises if the
+        loss is in fp16 and fp16 has no number for the scale, because every gradient would be
+        infinite.
         """
-        tensor = isinstance(loss, torch.Tensor)
-        self.expect(tensor and loss.numel() == 1, "cannot go backward", "a loss of one element",
-                    f"one of shape {tuple(loss.shape)}" if tensor else type(loss).__name__,
-                    "return the loss from what computes it, and take its mean")
+        self._check_loss(loss)
+        if self.scaled:
+            loss = loss * self.loss_scale
+        loss.backward()
+
+    def _check_loss(self, loss: torch.Tensor) -> None:
+        is_tensor = isinstance(loss, torch.Tensor)
+        self.expect(is_tensor and loss.numel() == 1, "cannot go backward", "a loss of one element",
+                    f"one of shape {tuple(loss.shape)}" if is_tensor else type(loss).__name__,
+                    "return the loss from the function that computes it, and take its mean")
         self.expect(loss.requires_grad and loss.is_floating_point(), "cannot go backward",
                     "a loss in real numbers that depends on a trainable parameter",
                     f"{loss.dtype} {'with' if loss.requires_grad else 'without'} a graph",
                     "compute it outside of `torch.no_grad()`, and without `.item()` or "
                     "`.detach()` on the way")
-        self.expect(self.loss_scale <= torch.finfo(loss.dtype).max, "cannot scale the loss", "one "
-                    f"in fp32, at a scale of {self.loss_scale:g}", loss.dtype, "call `.float()` on "
-                    "what it is computed from")
-        (loss * self.loss_scale if self.scaled else loss).backward()
+        self.expect(self.loss_scale <= torch.finfo(loss.dtype).max, "cannot scale the loss",
+                    f"one in fp32, at a scale of {self.loss_scale:g}", loss.dtype,
+                    "call `.float()` on the tensor that it is computed from")
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         r"""
-        ### Accumulate full gradients, and send none
+        ### Accumulate full gradients without communication
 
-        For all micro-batches but the last one, on all ranks alike. Each layer then keeps its full
-        gradient, $N \lceil P_\ell/N \rceil$ elements, from the first micro-batch into the last.
-        This gives back memory that sharding has saved, and saves $(k-1)\Psi\frac{N-1}{N}$ elements
-        that a rank would send. Keeps I7, suspends I2. After an exception call `zero_grad()`: layers
-        that backward had reached have dropped what they held, the others have not.
+        Use it for all micro-batches but the last one, on all ranks alike. Each layer then keeps its
+        full gradient, $N \lceil P_\ell/N \rceil$ elements, from the first micro-batch to the last.
+        This gives up memory that sharding has saved, and saves $(k-1)\Psi\frac{N-1}{N}$ elements of
+        communication per rank. Keeps I7 (micro-batches), suspends I2 (memory at rest).
+
+        After an exception call `zero_grad()`: the layers that backward has reached have dropped
+        their gradients, the others have not.
         """
         for bucket in self.buckets:
             bucket.holds += 1
@@ -360,19 +491,20 @@ class Zero3Optimizer(torch.optim.Optimizer):
         ### Update the shards
 
         * `closure` clears the gradients, computes the loss, calls `backward` and returns the loss,
-          as for torch's optimizers; left out, the gradients are those that are there
+          as for torch's optimizers. Without it the step uses the present gradients
 
-        All ranks call it, and `zero_grad()` before the next backward. Returns the norm of the mean
-        gradient of the whole model, before clipping and without the scale; or `None` where a
-        gradient overflowed and no rank has stepped. With a closure it returns the closure's loss,
-        as torch's do; `skipped_steps` then says whether a gradient overflowed. Keeps I1 and I5.
+        All ranks call it, and call `zero_grad()` before the next backward pass. Returns the norm of
+        the mean gradient of the whole model, before clipping and without the scale. Returns `None`
+        if a gradient overflowed; then no rank has stepped. With a closure it returns the loss, as
+        torch's optimizers do, and `skipped_steps` says whether a gradient overflowed. Keeps I1 and
+        I5.
 
-        A parameter that got no gradient on any rank since `zero_grad()` stays as it is, with its
+        If a parameter got no gradient on any rank since `zero_grad()`, it keeps its value, its
         moments and its number of steps, as in plain PyTorch.
 
-        Raises `RuntimeError` with the layer's name where a gradient is infinite or NaN and there is
-        no loss scale, or a dynamic one is at its floor; with a fixed scale it skips the step. It
-        also raises inside of `no_sync()`. Weights and states are then as before: `zero_grad()`, and
+        Raises `RuntimeError` with the layer's name if a gradient is infinite or NaN and there is no
+        loss scale, or a dynamic scale is at its floor. A fixed scale skips the step. Also raises
+        inside `no_sync()`. After an error weights and states are as before: call `zero_grad()` and
         go on.
         """
         if closure is not None:
@@ -380,57 +512,77 @@ class Zero3Optimizer(torch.optim.Optimizer):
                 loss = closure()
             self.step()
             return loss
-        self.expect(not any(bucket.holds for bucket in self.buckets), "cannot step", "gradients "
-                    "that are reduced", "some that are held back", "leave `no_sync()` first")
-        known = {owned.shard for owned in self.owned}
-        for layer in self.layers:
-            # They were frozen when this optimizer was built.
-            thawed = [g.shard for g in layer.flats if g.shard.requires_grad and len(g.shard)]
-            layer.expect(known.issuperset(thawed), "cannot be stepped", "parameters that trained "
-                         "when the optimizer was built", "some that were frozen then", "build the "
-                         "optimizer while all that will train is trainable; freeze afterwards")
+        self._check_ready()
         for layer in reversed(self.layers):
-            # What `no_sync` has held back, where no other micro-batch took it along; in backward's
-            # order, which is the same on all ranks.
+            # Reduce gradients that `no_sync` has held back, if no later micro-batch took them
+            # along. All ranks do so in the same order, that of the backward pass.
             layer.reduce()
-        before = torch.get_num_threads()
         for bucket in self.buckets:
             bucket.end()
-        try:
-            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.comm.world_size))
-            threads = step_threads(self.device, self.layers[0].device, before, ranks)
-            if threads != before:
-                torch.set_num_threads(threads)
+        with self._more_threads():
             return self._step()
+
+    def _check_ready(self) -> None:
+        """
+        #### Refuse a step inside `no_sync()`, or of parameters that were frozen before
+        """
+        self.expect(not any(bucket.holds for bucket in self.buckets), "cannot step", "gradients "
+                    "that are reduced", "some that are held back", "leave `no_sync()` first")
+        known = {states.shard for states in self.shard_states}
+        for layer in self.layers:
+            trainable = {flat.shard for flat in layer.flats
+                         if flat.shard.requires_grad and len(flat.shard)}
+            layer.expect(trainable <= known, "cannot be stepped", "parameters that trained "
+                         "when the optimizer was built", "some that were frozen then", "build the "
+                         "optimizer while everything that will train is trainable; freeze "
+                         "afterwards")
+
+    @contextmanager
+    def _more_threads(self) -> Iterator[None]:
+        """
+        #### Compute with as many threads as `step_threads` says
+        """
+        before = torch.get_num_threads()
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.comm.world_size))
+        threads = step_threads(self.device, self.layers[0].device, before, ranks)
+        if threads == before:
+            yield
+            return
+        torch.set_num_threads(threads)
+        try:
+            yield
         finally:
-            if torch.get_num_threads() != before:
-                torch.set_num_threads(before)
+            torch.set_num_threads(before)
 
     def _step(self) -> float | None:
         """
         #### Step all shards, if the gradient is finite
         """
-        # The heart has taken the mean over ranks already, so this is the norm of what plain
-        # training on the global batch would have. The mean of the ranks' norms would not be: with a
-        # gradient of 1 on one rank and of -1 on the other that is 1, and the norm of their mean 0.
+        # The layers have taken the mean over ranks already. So this is the norm that plain training
+        # on the global batch has. The mean of the ranks' own norms would be something else: if the
+        # gradient is 1 on one rank and -1 on the other, that mean is 1, while the mean gradient is
+        # 0.
         squares = self._squares().cpu()  # (world_size, shards) fp64
         norm = squares.abs().sum().sqrt().item() / self.loss_scale
         if not math.isfinite(norm):
             self._overflow(squares)
             return None
+
         # Unscale and clip in one multiplication. The 1e-6 is that of `clip_grad_norm_`.
         clip = self.clip_grad_norm / (norm + 1e-6) if self.clip_grad_norm else 1.0
         factor = min(clip, 1.0) / self.loss_scale
-        # (bytes of the largest master,); each shard's gradient in turn is widened there.
+        # (bytes of the largest master,), where the gradient of each shard in turn is widened.
         scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self.device)
         used = self._used(squares.signbit().all(dim=0).tolist())
-        todo = [owned for owned in self.owned if owned.has_grad and any(used.get(owned, [True]))]
-        for i, owned in enumerate(todo):
-            # A pipeline, where states rest in files: one buffer is written from, this shard is
-            # stepped in another, and into the others the next ones' states are read.
-            for ahead in todo[i : i + self.offload.buffers - 1]:
-                ahead.read_async()
-            self._update(owned, used.get(owned), factor, scratch)
+        stepped = [states for states in self.shard_states
+                   if states.has_grad and any(used.get(states, [True]))]
+        for i, states in enumerate(stepped):
+            # A pipeline, if states rest in files. One buffer is being written to its file, one has
+            # the states of this shard, and the others receive the states of the next shards.
+            for upcoming in stepped[i : i + self.offload.buffers - 1]:
+                upcoming.read_async()
+            self._update(states, used.get(states), factor, scratch)
+
         self.good_steps += 1
         if self.dynamic and self.good_steps % self.scale_window == 0:
             self.loss_scale *= 2
@@ -440,122 +592,139 @@ class Zero3Optimizer(torch.optim.Optimizer):
         """
         #### The squared norm of each shard's gradient, on each rank
 
-        An element is in exactly one shard and the padding is zero, so these numbers add up to the
-        square of the whole model's norm. A number for each shard, and not one alone, so that the
-        error can name the layer with the infinite gradient. A negative sign says that this rank had
-        no gradient for some of the shard's parameters. All-gather: all ranks call it, and send 8
-        bytes for each shard to each other one. Returns `(world_size, shards)` fp64, the same bits
-        on all ranks.
+        Each element is in exactly one shard, and padding is zero. So the sum of these numbers is
+        the squared norm of the whole model. There is one number for each shard, so that an error
+        can name the layer with the infinite gradient. A negative sign says that this rank had no
+        gradient for some of the shard's parameters.
+
+        All-gather: all ranks call it, and send 8 bytes for each shard to each other rank. Returns
+        `(world_size, shards)` fp64, the same bits on all ranks.
         """
         zero = torch.zeros((), device=self.device)
-        norms = [owned.grad_norm() for owned in self.owned]
-        whole = [zero if norm is None else norm for norm in norms]
-        squares = torch.stack([norm.double() for norm in whole]).square()  # (shards,) fp64
-        partly = [norm is not None and owned.used is not None
-                  and len(owned.used) < len(owned.group.slots)
-                  for norm, owned in zip(norms, self.owned, strict=True)]
-        if any(partly):
-            squares = torch.stack([-square if part else square
-                                   for square, part in zip(squares, partly, strict=True)])
+        norms = []
+        is_partial = []
+        for states in self.shard_states:
+            norm = states.grad_norm()
+            used = states.used
+            norms.append(zero if norm is None else norm)
+            is_partial.append(norm is not None and used is not None
+                              and len(used) < len(states.flat.slots))
+        squares = torch.stack([norm.double() for norm in norms]).square()  # (shards,) fp64
+        if any(is_partial):
+            squares = torch.where(torch.tensor(is_partial, device=self.device), -squares, squares)
         return self.comm.numbers(self, squares.to(self.layers[0].device))
 
-    def _used(self, partly: list[bool]) -> dict[Owned, list[bool]]:
+    def _used(self, partial_everywhere: list[bool]) -> dict[ShardStates, list[bool]]:
         """
-        #### Which parameters had a gradient on any rank, in shards of which no rank had them all
+        #### Which parameters had a gradient on any rank
 
-        * `partly` says of each shard whether that is so; it is the same on all ranks
+        * `partial_everywhere` says for each shard whether every rank lacked the gradient of some
+          parameter. It is the same on all ranks
 
-        All-gather of 8 bytes for each parameter of these shards, in steps that have any; all ranks
-        call it. Returns a flag for each parameter.
+        Only such shards are looked at. Returns a flag for each of their parameters. All-gather of 8
+        bytes for each parameter of these shards; in a step without any, nothing is sent. All ranks
+        call it.
         """
-        asked = [owned for owned, part in zip(self.owned, partly, strict=True) if part]
+        asked = [states for states, is_partial
+                 in zip(self.shard_states, partial_everywhere, strict=True) if is_partial]
         if not asked:
             return {}
-        mine = [float(slot.names in (owned.used or ())) for owned in asked
-                for slot in owned.group.slots]
+        mine = [float(slot.names in (states.used or ())) for states in asked
+                for slot in states.flat.slots]
         rows = self.comm.numbers(self, torch.tensor(
             mine, dtype=torch.double, device=self.layers[0].device))
         flags = iter((rows.sum(dim=0) > 0).tolist())
-        return {owned: [next(flags) for _ in owned.group.slots] for owned in asked}
+        return {states: [next(flags) for _ in states.flat.slots] for states in asked}
 
     def _overflow(self, squares: torch.Tensor) -> None:
         """
-        #### Skip the step, on all ranks, and scale less
+        #### Skip the step on all ranks, and lower the scale
 
-        Backward comes to the last layer first, and what is infinite there spreads to the layers
-        below: in a chain, the last one that has it is where it began.
+        The backward pass reaches the last layer first, and an infinity spreads from there to the
+        layers below. So in a chain the overflow began in the last layer that has one.
         """
         worst = squares.abs().sum(dim=0).nan_to_num(math.inf)
         last = int((worst == worst.max()).nonzero().max())
         may_skip = self.scaled and (not self.dynamic or self.loss_scale / 2 >= self.scale_floor)
         scaled = f" at a loss scale of {self.loss_scale:g}, the lowest" if self.scaled else ""
         self.expect(may_skip, "cannot step", f"a finite gradient{scaled}",
-                    f"a norm of inf or nan in {self.owned[last].name}",
-                    "look at what that layer computes, lower the learning rate, or "
+                    f"a norm of inf or nan in {self.shard_states[last].name}",
+                    "look at the operations of that layer, lower the learning rate, or "
                     "`zero_grad()` and go on")
         self.skipped_steps += 1
         if self.dynamic:
-            self.loss_scale, self.good_steps = self.loss_scale / 2, 0
+            self.loss_scale = self.loss_scale / 2
+            self.good_steps = 0
 
-    def _update(self, owned: Owned, used: list[bool] | None, factor: float,
+    def _update(self, states: ShardStates, used: list[bool] | None, factor: float,
                 scratch: torch.Tensor) -> None:
         """
         #### Unscale, clip, step and round one shard
 
-        * `used` says of each parameter whether a gradient came for it; left out, for all
+        * `used` says for each parameter whether it has a gradient; `None` means that all have
         """
-        before = len(owned.pieces)
-        pieces = owned.pieces if used is None else owned.cut(used, self.state)
-        if len(owned.pieces) != before:
-            self.regroup()
-        with owned.here(self.state) as (master, grad):
+        pieces = states.pieces
+        if used is not None:
+            count = len(states.pieces)
+            pieces = states.split_by_use(used, self.state)
+            if len(states.pieces) != count:
+                self.regroup()
+        with states.in_memory(self.state) as (master, grad):
             if grad.dtype != master.dtype:
-                # All shards share the memory for this, one after the other: fp32 gradients of all
-                # of them would be 4 more bytes per parameter, and fresh memory for each would have
-                # to be got from the system anew.
+                # One after the other, all shards use this memory. Keeping all fp32 gradients would
+                # take 4 more bytes per parameter, and fresh memory for each would be slow to get.
                 grad = scratch[: master.nbytes].view(master.dtype).copy_(grad)
             if factor != 1:
-                # In place: a gradient that was wide enough is spent after this.
+                # In place, so a gradient that was wide enough is used up after this.
                 grad.mul_(factor)
-            for _, where, piece in pieces:
-                piece.grad = grad[where]
-            every = [group["params"] for group in self.param_groups]
-            try:
-                # A step for each shard, so that its gradient can go before the next one's comes;
-                # and with its pieces alone in sight, or each step would look at those of all
-                # shards.
-                for i, group in enumerate(self.param_groups):
-                    group["params"] = [piece for index, _, piece in pieces if index == i]
+            for piece in pieces:
+                piece.param.grad = grad[piece.where]
+            with self._only(pieces):
                 self.inner.step()
-            finally:
-                for group, params in zip(self.param_groups, every, strict=True):
-                    group["params"] = params
-            # While the pieces still hold the widened gradient, or the tape would not count it.
-            tier = "device" if self.device == owned.layer.device else "cpu"
-            owned.layer.listener.record(owned.layer, "step", grad.nbytes, tier=tier)
-            for *_, piece in pieces:
-                piece.grad = None
-        owned.spent()
+            # Record it while the pieces still hold the widened gradient, so that it is counted.
+            tier = "device" if self.device == states.layer.device else "cpu"
+            states.layer.listener.record(states.layer, "step", grad.nbytes, tier=tier)
+            for piece in pieces:
+                piece.param.grad = None
+        states.drop_scaled_grad()
+
+    @contextmanager
+    def _only(self, pieces: list[Piece]) -> Iterator[None]:
+        """
+        #### Let the param groups have these pieces only
+
+        The wrapped optimizer steps one shard at a time, so that a gradient can be freed before the
+        next one is widened. With all pieces in the groups, every such step would look at all of
+        them.
+        """
+        all_params = [group["params"] for group in self.param_groups]
+        try:
+            for i, group in enumerate(self.param_groups):
+                group["params"] = [piece.param for piece in pieces if piece.group_index == i]
+            yield
+        finally:
+            for group, params in zip(self.param_groups, all_params, strict=True):
+                group["params"] = params
 
     def held_tensors(self) -> Iterator[torch.Tensor | None]:
         """
-        ### What it holds beside states and parameters, for whoever measures memory
+        ### Memory that it holds beside parameters and optimizer states, for the tape
         """
-        for owned in self.owned:
-            yield owned.grad
+        for states in self.shard_states:
+            yield states.grad
         yield from self.offload.memory()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """
         ### Drop the gradients, also those that `no_sync` holds back
 
-        Or, without `set_to_none`, those of the shards to zeros, which keeps their memory. In a file
-        a step has dropped them already.
+        Without `set_to_none` the gradients of the shards become zeros and keep their memory. A
+        gradient in a file has been dropped by the step already.
         """
         for layer in self.layers:
             layer.drop_full_grads()
-        for owned in self.owned:
-            owned.drop_grad(set_to_none)
+        for states in self.shard_states:
+            states.drop_grad(set_to_none)
 
     # -------------------------------------------------------------------------------- bookkeeping
 
@@ -564,73 +733,78 @@ class Zero3Optimizer(torch.optim.Optimizer):
         """
         ### This rank's masters, moments, param groups and loss scale
 
-        For the same rank of a run with as many ranks. The masters are the model: a shard is one,
-        rounded. Tensors in memory are those in use; of those in files there are copies, all in
-        memory at once.
+        It fits the same rank of a run with as many ranks. The masters contain the model, because a
+        shard is a rounded master. Tensors in memory are returned as they are, not copied. States in
+        files are copied into memory, all at once.
         """
-        masters, states = [], {}
-        for owned in self.owned:
-            with owned.here(self.state, write=False) as (master, _):
-                masters.append(master.clone() if owned.states is not None else master)
-                for _, _, piece in owned.pieces:
-                    states[piece] = {
-                        key: value.clone() if owned.states is not None
-                        and isinstance(value, torch.Tensor) else value
-                        for key, value in self.state[piece].items()}
-        own = {"masters": masters, "cuts": [owned.kinds() for owned in self.owned],
-               "loss_scale": self.loss_scale,
-               "good_steps": self.good_steps, "skipped_steps": self.skipped_steps}
+        masters = []
+        known: dict[torch.Tensor, dict[str, Any]] = {}
+        for states in self.shard_states:
+            in_buffer = states.in_file is not None
+            with states.in_memory(self.state, write=False) as (master, _):
+                masters.append(_kept(master, in_buffer))
+                for piece in states.pieces:
+                    known[piece.param] = {key: _kept(value, in_buffer)
+                                          for key, value in self.state[piece.param].items()}
         found = self.inner.state_dict()
-        every = [piece for group in self.param_groups for piece in group["params"]]
-        found["state"] = {i: states[every[i]] for i in found["state"]}
-        return {**found, **own}
+        params = [param for group in self.param_groups for param in group["params"]]
+        found["state"] = {i: known[params[i]] for i in found["state"]}
+        return {**found, "masters": masters,
+                "cuts": [states.piece_numbers() for states in self.shard_states],
+                "loss_scale": self.loss_scale, "good_steps": self.good_steps,
+                "skipped_steps": self.skipped_steps}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """
         ### Load masters, moments, param groups and loss scale
 
-        * `state_dict` is what `state_dict()` gave
+        * `state_dict` comes from `state_dict()`
 
-        Raises `RuntimeError`, before anything is changed, where the shards are of other sizes, and
-        torch's `ValueError` where the param groups are others.
+        Raises `RuntimeError` if the shards have other sizes; then nothing has changed. Raises
+        torch's `ValueError` if the param groups differ.
         """
-        masters, own = state_dict["masters"], [len(owned.shard) for owned in self.owned]
+        masters = state_dict["masters"]
+        expected = [len(states.shard) for states in self.shard_states]
         sizes = [len(master) for master in masters]
-        self.expect(sizes == own, "cannot load this state", f"shards of {own} elements",
+        self.expect(sizes == expected, "cannot load this state", f"shards of {expected} elements",
                     f"{sizes}", "load it into the same model on as many ranks, on the same rank")
         if len(state_dict["param_groups"]) == len(self.param_groups):
-            for owned, kinds in zip(self.owned, state_dict["cuts"], strict=True):
-                # Cut where the saved pieces were, between parameters used in different steps.
-                owned.recut(kinds, self.state)
+            for states, numbers in zip(self.shard_states, state_dict["cuts"], strict=True):
+                # Cut like the saved pieces, between parameters that were used in different steps.
+                states.repartition(numbers, self.state)
             self.regroup()
         self.inner.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
-        for owned, master in zip(self.owned, masters, strict=True):
-            with owned.here(self.state) as (mine, _):
-                mine.copy_(master)
-        self.good_steps, self.skipped_steps = (
-            state_dict[key] for key in ("good_steps", "skipped_steps"))
+        self.param_groups = self.inner.param_groups
+        self.state = self.inner.state
+        for states, saved in zip(self.shard_states, masters, strict=True):
+            with states.in_memory(self.state) as (master, _):
+                master.copy_(saved)
+        self.good_steps = state_dict["good_steps"]
+        self.skipped_steps = state_dict["skipped_steps"]
         if self.dynamic:
-            # This run has chosen whether to scale; a dynamic scale goes on from where it was.
+            # This run has chosen whether to scale. A dynamic scale continues from the saved one.
             self.loss_scale = state_dict["loss_scale"]
 
     def predict(self, micro_batches: int = 1, no_sync: bool = False) -> Prediction:
         """
         ### The bytes of this rank, from the formulas
 
-        * `micro_batches` are in a step; `no_sync` says that all but the last ran in `no_sync()`
+        * `micro_batches` are in a step. `no_sync` says that all but the last run in `no_sync()`
 
-        Of a step that has its states, as all but the first have.
+        The prediction is of a step whose moments exist already, so not of the first one.
 
-        Raises `RuntimeError` where the model is not a `Zero3Sequential`, has layers inside of
-        layers or several `Offload`s for them, or where param groups keep different states.
+        Raises `RuntimeError` if the model is not a `Zero3Sequential`, has layers inside of layers,
+        or uses several `Offload`s for them, or if param groups keep different states.
         """
         two = torch.zeros(2, device=self.device)
-        kept = {(len(keys), count_bytes) for keys, count_bytes in
-                (moments_of(*self.made_by, group, two) for group in self.param_groups)}
-        chain = [m for m in getattr(self.model, "module_list", ()) if m.flats]
-        offloads = {m.offload if m.offload.tier == "nvme" else m.offload.tier for m in chain}
+        kept = set()
+        for group in self.param_groups:
+            names, other_bytes = moments_of(*self.made_by, group, two)
+            kept.add((len(names), other_bytes))
+        chain = [layer for layer in getattr(self.model, "module_list", ()) if layer.flats]
+        offloads = {layer.offload if layer.offload.tier == "nvme" else layer.offload.tier
+                    for layer in chain}
         good = chain == self.layers and len(kept) == len(offloads) == 1
         self.expect(good, "cannot predict", "a Zero3Sequential of plain layers, with one `Offload` "
                     "and as many states in each param group", f"a {type(self.model).__name__}, "
@@ -643,34 +817,40 @@ class Zero3Optimizer(torch.optim.Optimizer):
             no_sync=no_sync, bucket_bytes=self.buckets[0].bucket_bytes,
             reduce_bytes=self.reduce_dtype.itemsize if self.reduce_dtype else None,
             params_in=chain[0].offload, states_in=self.offload)
-        # Cuts between parameters that were used in different steps.
-        more = sum(len(owned.pieces) - owned.groups_here() for owned in self.owned) * step_bytes
-        return replace(found, optimizer_bytes=found.optimizer_bytes + more,
-                       peak_bytes=found.peak_bytes + more)
+        # Each split between parameters that were used in different steps adds a counter of steps.
+        splits = sum(len(states.pieces) - states.unsplit_count() for states in self.shard_states)
+        split_bytes = splits * step_bytes
+        return replace(found, optimizer_bytes=found.optimizer_bytes + split_bytes,
+                       peak_bytes=found.peak_bytes + split_bytes)
 
     def table(self, micro_batches: int = 1) -> str:
         """
-        ### What this rank will hold, kind by kind, before it holds it
+        ### The bytes that this rank will hold, by kind, before it holds them
 
-        For a step of so many `micro_batches`. Raises as `predict` does.
+        * `micro_batches` are in a step
+
+        Raises `RuntimeError` as `predict` does.
         """
-        dtypes = [sorted({str(dtype).removeprefix("torch.") for dtype in of}) for of in (
-            (o.shard.dtype for o in self.owned), (o.grad_dtype for o in self.owned),
-            (o.wide for o in self.owned))]
-        rows = self.predict(micro_batches).table([", ".join(names) for names in dtypes])
+        dtypes = ({states.shard.dtype for states in self.shard_states},
+                  {states.grad_dtype for states in self.shard_states},
+                  {states.master_dtype for states in self.shard_states})
+        names = [", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in of))
+                 for of in dtypes]
+        rows = self.predict(micro_batches).table(names)
         return f"rank {self.comm.rank} will hold, in bytes\n{rows}"
 
 
 def step_threads(at: torch.device, device: torch.device, threads: int, ranks: int) -> int:
     """
-    ## How many threads a step computes with
+    ## The number of threads to compute a step with
 
-    * `at` is where it is computed, and `device` where the layers are
-    * `threads` are those that torch has now; `ranks` are on this machine
+    * `at` is the device of the step, and `device` that of the layers
+    * `threads` is torch's present number; `ranks` is the number of ranks on this machine
 
     torchrun gives each rank one thread, so that ranks that compute on the CPU do not wait for each
-    other. While an accelerator computes the layers, the cores are idle but for the step: they are
-    shared between the ranks. More threads than one are somebody's choice, and stay.
+    other. While an accelerator computes the layers, the cores have only the step to compute, so the
+    ranks share them. If there is more than one thread, the user has chosen the number, and it is
+    kept.
     """
     idle = at.type == "cpu" and device.type != "cpu" and threads == 1
     return max(1, len(os.sched_getaffinity(0)) // ranks) if idle else threads
@@ -685,26 +865,36 @@ def finite(value: Any) -> bool:
 
 def plain_paths(model: nn.Module) -> dict[nn.Module, str]:
     """
-    ## What each module is called in the plain model
+    ## The name of each module in the plain model
     """
     return {module: names[0] for module, names in plain_names(model).items()}
 
 
 def plain_names(model: nn.Module) -> dict[nn.Module, list[str]]:
     """
-    ## All that each module is called in the plain model, where it may be registered more than once
+    ## All names of each module in the plain model
 
-    There the wrappers, and the attributes in which they have what they wrap, are no part of a name.
+    A module that is registered more than once has several. The plain model has no wrappers, so the
+    wrappers' attributes for the wrapped module are no part of a name.
     """
     found: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        parts, owner = [], model
-        for part in path.split(".") if path else ():
+        parts = []
+        owner = model
+        for part in path.split(".") if path else []:
             if not hasattr(type(owner), "get_trainable_chunk"):
                 parts.append(part)
             elif part not in ("module", "module_list"):
+                # An attribute of a wrapper, which the plain model does not have.
                 break
             owner = owner._modules[part]  # type: ignore[assignment]
         else:
             found.setdefault(module, []).append(".".join(parts))
     return found
+
+
+def _kept(value: Any, in_buffer: bool) -> Any:
+    """
+    #### A state that stays valid: a copy, if it is in a buffer that the next shard will get
+    """
+    return value.clone() if in_buffer and isinstance(value, torch.Tensor) else value

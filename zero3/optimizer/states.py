@@ -1,47 +1,57 @@
 r"""
 # The states of a shard: master, moments, gradient, and where they rest
 
-`Owned` is all that this rank keeps of one trainable shard, wherever it is: on the device, in CPU
-memory or in a file.
+`ShardStates` keeps everything that a rank has of one trainable shard beside the shard itself, on
+the device, in CPU memory or in a file.
 
-The *master* of a shard is its copy in fp32, or wider, which the optimizer steps; *moments* are what
-it keeps for each element, two for Adam; a *piece* is a run of the master that belongs to one param
-group, and the parameter that the optimizer inside sees. All three are $(\lceil P_\ell/N \rceil,)$
-or less.
+**Three weights of a bf16 shard.** With Adam, a rank keeps these for them:
 
-A step needs a shard's states once, all together, and then not before the next step. So where they
-rest in a file they lie side by side and come in one go, into one of a few buffers; the optimizer
-asks for the next ones before it steps these, and does not wait for those before to be back. Outside
-of that a piece and its moments have no elements.
+| | | | data type | bytes |
+|---|---|---|---|---|
+| shard | the layer gathers it | 1 2 3 | bf16 | 6 |
+| *master* | the optimizer steps it | 1.0012 1.9993 3.0004 | fp32 | 12 |
+| *moments* | the optimizer's memory of past gradients | two numbers for each weight | fp32 | 24 |
+| gradient | from the backward pass until `zero_grad()` | .3 .2 .4 | bf16 | 6 |
+
+The optimizer sees *pieces* of the master. If the first two weights decay and the third does not,
+they belong to two param groups, and the master is cut into two pieces. Each piece is a parameter of
+the wrapped torch optimizer. Master, moments and gradient have $\lceil P_\ell/N \rceil$ elements
+each. With Adam and gradients of $b_g$ bytes that is
 
 $$\underbrace{4}_{\text{master}} + \underbrace{4 + 4}_{\text{moments}}
 + \underbrace{b_g}_{\text{gradient}} \quad \text{bytes per element of a shard}$$
 
-for Adam, with gradients of $b_g$ bytes. An fp32 shard that rests where it is stepped is its own
-master and is not kept twice: in the same memory, or in the same file, of which the layer reads the
-beginning.
+An fp32 shard can be its own master and is not kept twice. That is so if it rests in the memory
+where it is stepped. It is also so if shard and states both rest in files: then they share one file,
+and the layer reads the beginning of it.
 
-The gradient goes where the master is as soon as it is reduced. In backward the disk has less to do
-than in the step; so before the last few gradients arrive, the states that the step begins with
-begin to be read. In a chain that has no more shards than there are buffers, they are not.
+**States in files.** A step needs all states of a shard together, and then none of them before the
+next step. They lie side by side in the file, so one read brings them all into one of a few buffers.
+The optimizer prefetches the states of the next shards before it steps this one, and does not wait
+for the writes of the previous shards. At all other times the pieces and their moments have no
+elements.
+
+A gradient goes to the place of the master as soon as it is reduced. During the backward pass the
+disk has less to do than during the step. So the states that the step needs first are prefetched
+before the last few gradients arrive. A chain with no more shards than buffers does not do this.
+
+**Pieces are cut once more** between parameters that are used in different steps. The optimizer
+counts the steps of each piece, and a piece's moments begin with its first gradient.
 
 **Run this**: `make train ARGS="--offload-optimizer nvme"`; `tape.png` shows the reads and writes.
 
-A piece whose parameters are used in different steps is cut between them, because the optimizer
-counts the steps of each and begins the moments of each with its first gradient.
-
-**Not covered, and what that costs**: a shard's states are read and written whole, even if one of
-its pieces alone has something to step. On an accelerator updated shards on their way back from the
-CPU are copied while it waits. With several micro-batches, states are
-read ahead for each of them, and used for the last.
+**Not covered, and what that costs**: reading a part of a shard's states. They are read and written
+whole, even if only one piece has something to step. On an accelerator the step waits while an
+updated shard is copied back from CPU memory. With several micro-batches the states are prefetched
+in each one, and only the last prefetch is used.
 """
 
 import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -58,14 +68,547 @@ from zero3.guards.gradients import (
 from zero3.layer import Zero3Layer
 from zero3.offload import InFile, Offload, copy_to
 
+# An optimizer's states: for each parameter, its moments and counters by name.
+State = MutableMapping[torch.Tensor, dict[str, Any]]
+
+
+class Piece(NamedTuple):
+    """
+    ## A part of a master that the optimizer steps as one parameter
+    """
+
+    group_index: int  # of its param group
+    where: slice  # in the master
+    param: nn.Parameter  # a view of the master; without elements while the master is in a file
+
+
+@dataclass(eq=False, repr=False)
+class ShardStates:
+    """
+    ## Master, moments and gradient of a trainable shard
+    """
+
+    layer: Zero3Layer
+    name: str  # of the layer, for errors
+    flat: FlatParameter
+    grad_dtype: torch.dtype
+    group_indices: list[int]  # the param group of each parameter in the flat one
+    spans: list[slice]  # where in the shard each of these is; padding belongs to the one before it
+    pieces: list[Piece] = field(default_factory=list)
+    # (shard_numel,), fp32 or wider, in memory; `None` while it rests in a file.
+    master: Any = None
+    shard_is_master: bool = False
+    # The gradient is this parameter's `.grad`; `None` if it rests in a file.
+    grad_holder: nn.Parameter | None = None
+    in_file: InFile | None = None  # the states that rest in a file, always with the gradient
+    file_grad_norm: torch.Tensor | None = None  # of the gradient in the file, if there is one
+    # Prefetch the states of these shards when this gradient has arrived.
+    prefetch: list["ShardStates"] = field(default_factory=list)
+    # The shard's `_version`, in which torch counts writes, when shard and master last agreed.
+    synced_version: int = 0
+
+    @property
+    def shard(self) -> nn.Parameter:
+        return self.flat.shard
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """
+        ### The data type of the master: fp32, or the shard's if that is wider
+        """
+        return torch.promote_types(self.shard.dtype, torch.float32)
+
+    def nbytes(self, moments: list[str]) -> int:
+        """
+        ### Bytes of master, moments and gradient, if the shard is not the master
+        """
+        masters_and_moments = (1 + len(moments)) * self.master_dtype.itemsize
+        return len(self.shard) * (masters_and_moments + self.grad_dtype.itemsize)
+
+    def can_step_shard_on(self, device: torch.device) -> bool:
+        """
+        ### Whether the optimizer can step the shard itself on this device
+        """
+        in_memory = not isinstance(self.flat.storage, InFile)
+        same_dtype = self.shard.dtype == self.master_dtype
+        return in_memory and same_dtype and self.shard.device == device
+
+    # --------------------------------------------------------------------------------------- place
+
+    @torch.no_grad()
+    def place(self, offload: Offload, device: torch.device, moments: list[str]) -> None:
+        """
+        ### Put master, moments and gradient where they rest
+
+        * `offload` says where; the optimizer steps on `device`
+        * `moments` are the names of the tensors that the optimizer keeps for each parameter
+
+        All ranks call this alike.
+        """
+        storage = self.flat.storage
+        values = storage.load()  # (shard_numel,)
+        tier = offload.place(self.nbytes(moments))
+        share_file = (isinstance(storage, InFile) and tier == "nvme"
+                      and self.shard.dtype == self.master_dtype)
+        self.shard_is_master = share_file or self.can_step_shard_on(device)
+
+        if self.can_step_shard_on(device):
+            self.master = values
+        elif tier != "nvme":
+            self.master = copy_to(device, values, self.master_dtype, self.layer.device)
+
+        if tier == "nvme":
+            self.in_file = self._open_file(offload, values, moments)
+        elif self.shard.device == device and not isinstance(storage, InFile):
+            self.grad_holder = self.shard
+        else:
+            self.grad_holder = nn.Parameter(self.master)
+            self.grad_holder.grad_dtype = self.grad_dtype
+        if share_file:
+            storage.share(self.in_file.file)  # type: ignore[union-attr, attr-defined]
+        storage.release()
+
+        self._receive_gradients(offload)
+        # A shard holds matrices and biases one after the other and may begin or end inside one. Cut
+        # it where the param group changes.
+        for where, group_index in self._runs(slice(0, len(values)), self.group_indices):
+            self.pieces.append(Piece(group_index, where, nn.Parameter(self._elements(where))))
+        self.synced_version = self.shard._version
+
+    def _open_file(self, offload: Offload, values: torch.Tensor, moments: list[str]) -> InFile:
+        """
+        #### Take space in a file, and write the master
+
+        * `values` are the shard's, `(shard_numel,)`
+        """
+        master_in_file = self.master is None
+        one = torch.empty(1, dtype=self.master_dtype).expand(len(values))
+        like = {"master": one} if master_in_file else {}
+        like |= {name: one for name in moments}
+        like["grad"] = one.to(self.grad_dtype)
+        buffers = offload.buffers_for("states", self.layer, offload.buffers)
+        in_file = InFile(buffers, self.layer, like)
+        if master_in_file:
+            in_file.blank("master")["master"].copy_(values)
+            in_file.write_async("master")
+        return in_file
+
+    def _receive_gradients(self, offload: Offload) -> None:
+        """
+        #### Have the flat parameter deliver its reduced gradients here
+        """
+        # Set it in either case, because an earlier optimizer may have put its own there.
+        self.flat.sink = None if self.grad_holder is self.shard else self
+        self.flat.copies_views = offload.tier == "nvme"
+        if not isinstance(self.flat.storage, InFile):
+            self.shard.__class__ = nn.Parameter if self.shard_is_master else CountedShard
+            self._hook_shard()
+
+    def _elements(self, where: slice) -> torch.Tensor:
+        """
+        #### The elements of a new piece: a view of the master
+
+        A master in a file is not in memory now. Until `release_pieces`, one zero stands for all of
+        its elements, so that the wrapped optimizer finds a parameter of the right size.
+        """
+        if self.in_file is None:
+            return self.master[where]
+        return torch.zeros(1, dtype=self.master_dtype).expand(where.stop - where.start)
+
+    def release_pieces(self, state: State) -> None:
+        """
+        ### Leave the pieces without elements, if the states rest in a file
+
+        * `state` is the optimizer's. The states that it made in its constructor go to the file
+        """
+        if self.in_file is None:
+            return
+        for piece in self.pieces:
+            piece.param.data = piece.param.new_empty(0)
+        if any(piece.param in state for piece in self.pieces):
+            with self.in_memory(state):
+                pass
+
+    # ------------------------------------------------------------------------------------ gradient
+
+    @property
+    def grad_device(self) -> torch.device:
+        """
+        ### Where a reduced gradient goes; on its way to a file, CPU memory
+        """
+        return torch.device("cpu") if self.grad_holder is None else self.grad_holder.device
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """
+        ### The gradient as a plain tensor, if there is one and it rests in memory
+        """
+        self._notice_replaced_grad()
+        grad = self.grad_holder.grad if self.grad_holder is not None else None
+        return None if grad is None or isinstance(grad, GradientElsewhere) else plain_part(grad)
+
+    @property
+    def has_grad(self) -> bool:
+        return self.grad is not None or self.file_grad_norm is not None
+
+    @property
+    def used(self) -> set[tuple[str, ...]] | None:
+        """
+        ### Names of the parameters that got a gradient on this rank; `None` means all
+        """
+        return getattr(grad_of(self.shard), "used", None)
+
+    def grad_norm(self) -> torch.Tensor | None:
+        """
+        ### The norm of the gradient, if there is one
+        """
+        grad = self.grad
+        return self.file_grad_norm if grad is None else norm_of(grad)
+
+    @torch.no_grad()
+    def add_grad(self, total: torch.Tensor) -> None:
+        """
+        ### Add a reduced gradient, in the place of the master
+
+        * `total` is `(shard_numel,)`, and `Communicator.deliver` has brought it to that place
+
+        The shard's `.grad` becomes a marker. It says that there is a gradient elsewhere, and for
+        which parameters.
+        """
+        self._notice_replaced_grad()
+        marker = grad_of(self.shard)
+        if marker is None:
+            marker = elsewhere(self.flat)
+            set_grad(self.shard, marker)
+        self.flat.note_used(marker)
+        if self.in_file is None:
+            self._add_in_memory(total)
+        else:
+            self._add_in_file(self.in_file, total)
+
+    def _add_in_memory(self, total: torch.Tensor) -> None:
+        holder: Any = self.grad_holder
+        # The sum of a bucket is a view. It would keep the memory of the shares that went to files.
+        is_view = total.untyped_storage().nbytes() > total.nbytes
+        total = total.to(holder.device, copy=is_view)
+        holder.grad = total if holder.grad is None else holder.grad.add_(total)
+
+    def _add_in_file(self, in_file: InFile, total: torch.Tensor) -> None:
+        if self.file_grad_norm is None:
+            grad = in_file.blank("grad")["grad"].copy_(total)
+        else:
+            grad = in_file.wait("grad")["grad"].add_(total.cpu())
+        # Take the norm while the gradient is in memory, or the step would have to read it twice.
+        self.file_grad_norm = norm_of(grad)
+        in_file.write_async("grad")
+        for states in self.prefetch:
+            # Everything but the gradient, which has not arrived yet.
+            if names := states._stepped_names():
+                states.read_async(*names)
+
+    def _notice_replaced_grad(self) -> None:
+        """
+        #### Follow changes of the shard's `.grad` while the gradient rests elsewhere
+
+        `zero_grad()` of a module or of a torch optimizer removes the marker, and with it the
+        gradient. A tensor that the caller has put there replaces the gradient.
+        """
+        found = grad_of(self.shard)
+        if self.flat.sink is not self or isinstance(found, GradientElsewhere):
+            return
+        self._forget_grad()
+        if found is not None:
+            used = getattr(found, "used", None)
+            set_grad(self.shard, None)
+            self.add_grad(plain_part(found))
+            grad_of(self.shard).used = used
+
+    def _hook_shard(self) -> None:
+        """
+        #### Run `_before_accumulation` when autograd brings a gradient to the shard itself
+
+        A regulariser over `model.parameters()` has such gradients, for instance.
+        """
+        for handle in self.flat.shard_hooks:
+            handle.remove()
+        # A weak reference, because shard and hook would keep each other alive forever.
+        method_ref = weakref.WeakMethod(self._before_accumulation)
+
+        def hook(grad: torch.Tensor) -> torch.Tensor:
+            method = method_ref()
+            return grad if method is None else method(grad)
+
+        self.flat.shard_hooks = [self.shard.register_hook(hook)]
+
+    @torch.no_grad()
+    def _before_accumulation(self, grad: torch.Tensor) -> torch.Tensor:
+        """
+        #### Autograd is about to add a gradient to the shard's `.grad`
+
+        If the present gradient rests elsewhere, return the sum of both in its place. The new
+        gradient is of all parameters, so from now on all of them count as used.
+        """
+        found = grad_of(self.shard)
+        if isinstance(found, GradientElsewhere):
+            present = self.read_grad() if self.has_grad else None
+            set_grad(self.shard, None)
+            if present is not None:
+                grad = grad + present.to(grad.device, grad.dtype)
+        elif found is not None and hasattr(found, "used"):
+            found.used = None
+        return grad
+
+    def _forget_grad(self) -> None:
+        """
+        #### Forget the gradient that rests elsewhere
+        """
+        self.file_grad_norm = None
+        if self.grad_holder is not None and self.grad_holder is not self.shard:
+            self.grad_holder.grad = None
+
+    def read_grad(self) -> torch.Tensor | None:
+        """
+        ### The gradient, wherever it rests; a gradient in a file is copied into memory
+        """
+        if not self.has_grad or self.in_file is None:
+            return self.grad
+        grad = self.in_file.wait("grad")["grad"].clone()
+        self.in_file.release()
+        return grad
+
+    def drop_grad(self, set_to_none: bool = True) -> None:
+        """
+        ### Forget the gradient, or set it to zero
+        """
+        if set_to_none:
+            set_grad(self.shard, None)
+            self._forget_grad()
+        elif self.grad is not None:
+            self.grad.zero_()
+        elif self.file_grad_norm is not None and self.in_file is not None:
+            self.file_grad_norm = torch.zeros_like(self.file_grad_norm)
+            self.in_file.blank("grad")["grad"].zero_()
+            self.in_file.write_async("grad")
+
+    def drop_scaled_grad(self) -> None:
+        """
+        ### After a step, forget a gradient in a file
+
+        The step has scaled it in a buffer, so it is no longer equal to the one in the file.
+        """
+        if self.in_file is not None:
+            self.drop_grad()
+
+    # ---------------------------------------------------------------------------------------- step
+
+    def _stepped_names(self) -> list[str]:
+        """
+        #### The states in the file that a step changes: all but the gradient
+        """
+        if self.in_file is None:
+            return []
+        return [name for name in self.in_file.where if name != "grad"]
+
+    def read_async(self, *names: str) -> None:
+        """
+        ### Start to read these states, or all of them, if they rest in a file
+        """
+        if self.in_file is not None:
+            self.in_file.read_async(*names)
+
+    @contextmanager
+    def in_memory(self, state: State, write: bool = True) -> Iterator[tuple[torch.Tensor, Any]]:
+        """
+        ### Master, moments and gradient in memory, inside this context
+
+        * `state` is the optimizer's, of all pieces
+        * `write` says that the caller changes the master and the moments
+
+        Yields the master and the gradient. At the end the master is rounded into the shard, and
+        states in a file start to be written. After an exception the file is as it was.
+        """
+        views = self.in_file.wait() if self.in_file is not None else {}
+        master = views.get("master", self.master)
+        self._follow_shard(master)
+        if self.in_file is None:
+            yield master, self.grad
+        else:
+            self._attach(state, views, master)
+            try:
+                yield master, views["grad"]
+                self._store_new_moments(state, views)
+                if write and self._stepped_names():
+                    self.in_file.write_async(*self._stepped_names())
+            finally:
+                self._detach(state, views)
+                if self.in_file.held:
+                    self.in_file.release()
+
+        if write and not self.shard_is_master:
+            # Round it to the shard's data type. This is what the layer gathers next.
+            self.flat.storage.replace(master)
+        if write or self.in_file is None:
+            # If a master in a file was only read, the file still has the old one.
+            self.synced_version = self.shard._version
+
+    def _follow_shard(self, master: torch.Tensor) -> None:
+        """
+        #### Copy the shard into the master, if the caller has written into the shard
+
+        `full_params(writeback=True)` does so, for instance.
+        """
+        if self.synced_version != self.shard._version and not self.shard_is_master:
+            master.copy_(self.flat.storage.load())
+            self.flat.storage.release()
+
+    def _attach(self, state: State, views: dict[str, torch.Tensor], master: torch.Tensor) -> None:
+        """
+        #### Let pieces and moments be views of the buffer that was read into
+        """
+        for known, name, view in self._moments(state, views):
+            if not known[name].numel():
+                known[name] = view
+        for piece in self.pieces:
+            piece.param.data = master[piece.where]
+
+    def _store_new_moments(self, state: State, views: dict[str, torch.Tensor]) -> None:
+        """
+        #### Copy moments that the optimizer has made in this step into the buffer
+        """
+        for known, name, view in self._moments(state, views):
+            if known[name].data_ptr() != view.data_ptr():
+                known[name] = view.copy_(known[name])
+
+    def _detach(self, state: State, views: dict[str, torch.Tensor]) -> None:
+        """
+        #### Leave pieces and moments without elements: the next shard gets the buffer
+        """
+        for known, name, view in self._moments(state, views):
+            if known[name].data_ptr() == view.data_ptr():
+                known[name] = view.new_empty(0)
+        for piece in self.pieces:
+            piece.param.data = piece.param.new_empty(0)
+
+    def _moments(
+        self, state: State, views: dict[str, torch.Tensor]
+    ) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+        """
+        #### Every moment of every piece, and its view of the buffer
+
+        Yields the states of the piece's parameter, the moment's name in them, and the view.
+        """
+        for piece in self.pieces:
+            known = state[piece.param]
+            for name, value in known.items():
+                if name in views and isinstance(value, torch.Tensor):
+                    yield known, name, views[name][piece.where]
+
+    # --------------------------------------------------------------------------------------- pieces
+
+    def split_by_use(self, used: list[bool], state: State) -> list[Piece]:
+        """
+        ### The pieces to step if only some parameters have a gradient
+
+        * `used` says for each parameter of the flat one whether it has
+        * `state` is the optimizer's
+
+        A piece with parameters of both kinds is split between them for good. From now on the
+        optimizer counts their steps separately. The moments of the new pieces are views of the old
+        piece's.
+        """
+        pieces: list[Piece] = []
+        stepped: list[Piece] = []
+        for piece in self.pieces:
+            for part, is_used in self._parts(piece, used, state):
+                pieces.append(part)
+                if is_used:
+                    stepped.append(part)
+        self.pieces = pieces
+        return stepped
+
+    def _parts(self, piece: Piece, used: list[bool], state: State) -> list[tuple[Piece, bool]]:
+        """
+        #### Split one piece between used and unused parameters
+        """
+        runs = self._runs(piece.where, used)
+        if len(runs) == 1:
+            return [(piece, runs[0][1])]
+        known = state.pop(piece.param, {})
+        first = piece.where.start
+        parts = []
+        for where, is_used in runs:
+            inside = slice(where.start - first, where.stop - first)
+            part = piece._replace(where=where, param=nn.Parameter(piece.param.detach()[inside]))
+            if known:
+                state[part.param] = _states_of_part(known, inside, piece.where.stop - first)
+            parts.append((part, is_used))
+        return parts
+
+    def repartition(self, keys: list[Any], state: State) -> None:
+        """
+        ### Cut all pieces again, between neighbours with different keys, and forget their states
+
+        * `keys` has one key for each parameter of the flat one
+        * `state` is the optimizer's
+
+        Nothing happens if the pieces are cut like that already.
+        """
+        whole = slice(0, len(self.shard))
+        runs = self._runs(whole, [*zip(self.group_indices, keys, strict=True)])
+        if [where for where, _ in runs] == [piece.where for piece in self.pieces]:
+            return
+        for piece in self.pieces:
+            state.pop(piece.param, None)
+        self.pieces = []
+        for where, (group_index, _) in runs:
+            no_elements = torch.empty(0, dtype=self.master_dtype)
+            elements = no_elements if self.in_file is not None else self.master[where]
+            self.pieces.append(Piece(group_index, where, nn.Parameter(elements)))
+
+    def _runs(self, within: slice, keys: list[Any]) -> list[tuple[slice, Any]]:
+        """
+        #### Merge neighbouring parameters with equal keys
+
+        * `within` is the part of the shard to look at
+        * `keys` has one key for each parameter of the flat one
+
+        Returns runs of the shard, with the key of each.
+        """
+        runs: list[tuple[slice, Any]] = []
+        for span, key in zip(self.spans, keys, strict=True):
+            begin = max(span.start, within.start)
+            end = min(span.stop, within.stop)
+            if begin >= end:
+                continue
+            if runs and runs[-1][1] == key:
+                begin = runs.pop()[0].start
+            runs.append((slice(begin, end), key))
+        return runs
+
+    def unsplit_count(self) -> int:
+        """
+        ### How many pieces there were before any was split by use
+        """
+        return len(self._runs(slice(0, len(self.shard)), self.group_indices))
+
+    def piece_numbers(self) -> list[int]:
+        """
+        ### The number of the piece that each parameter of the flat one begins in
+
+        `Zero3Optimizer.state_dict` saves these, and `repartition` takes them as keys.
+        """
+        return [sum(piece.where.start <= span.start for piece in self.pieces)
+                for span in self.spans]
+
 
 class CountedShard(nn.Parameter):
     """
-    ## A shard that has a master elsewhere
+    ## A shard whose master is elsewhere: torch counts every write to it
 
-    The step rounds the master into the shard, so whatever somebody wrote into the shard has to come
-    into the master before. torch counts writes in a tensor's `_version`, but not those through
-    `.data`. Here `.data` is `.detach()`, which shares memory and count; and to set it is to copy.
+    The step rounds the master into the shard. So if the caller writes into the shard, the master
+    has to take over the new values first, or the step would undo the write. torch counts writes in
+    a tensor's `_version`, but it does not count those through `.data`. For this class `.data` is
+    `.detach()`, which shares both memory and count, and setting `.data` copies.
     """
 
     @classmethod
@@ -75,455 +618,28 @@ class CountedShard(nn.Parameter):
                 return args[0].detach()
             if func == torch.Tensor.data.__set__:
                 shard, values = args
-                alike = (values.shape, values.dtype, values.device)
-                if alike == (shard.shape, shard.dtype, shard.device):
+                new_layout = (values.shape, values.dtype, values.device)
+                if new_layout == (shard.shape, shard.dtype, shard.device):
                     shard.detach().copy_(values)
                     return None
             return func(*args, **(kwargs or {}))
 
 
-@dataclass(eq=False, repr=False)
-class Owned:
+def _states_of_part(known: dict[str, Any], inside: slice, numel: int) -> dict[str, Any]:
     """
-    ## A trainable shard of this rank, with its master, moments and gradient
-    """
+    #### The states of one part of a piece that was split
 
-    layer: Zero3Layer
-    name: str  # of the layer
-    group: FlatParameter
-    grad_dtype: torch.dtype
-    indices: list[int]  # the param group of each parameter in the flat one
-    spans: list[slice]  # where in the shard each of these is; the padding goes with the last
-    # Param group, where in the master, a view of it.
-    pieces: list[tuple[int, slice, nn.Parameter]] = field(default_factory=list)
-    # (shard_numel,), fp32 or wider, in memory; or the shard itself; or nothing, and it is in a file
-    master: Any = None
-    own: bool = False  # the shard is its own master
-    holder: nn.Parameter | None = None  # whose `.grad` the gradient is, where that is in memory
-    states: InFile | None = None  # the file
-    norm: torch.Tensor | None = None  # of the gradient in the file
-    ahead: list["Owned"] = field(default_factory=list)  # to be read once this gradient is here
-    # torch counts what is written into a tensor in its `_version`. This is the shard's, when it and
-    # its master were last the same.
-    version: int = 0
-
-    @property
-    def shard(self) -> nn.Parameter:
-        return self.group.shard
-
-    @property
-    def wide(self) -> torch.dtype:
-        """
-        ### The data type of the master
-        """
-        return torch.promote_types(self.shard.dtype, torch.float32)
-
-    def nbytes(self, moments: list[str]) -> int:
-        """
-        ### Bytes of master, moments and gradient, with a master of its own
-        """
-        return len(self.shard) * ((1 + len(moments)) * self.wide.itemsize
-                                  + self.grad_dtype.itemsize)
-
-    def near(self, device: torch.device) -> bool:
-        """
-        ### Whether the shard itself can be stepped there
-        """
-        in_memory = not isinstance(self.group.storage, InFile)
-        return in_memory and self.shard.device == device and self.shard.dtype == self.wide
-
-    @property
-    def grad(self) -> torch.Tensor | None:
-        """
-        ### The gradient, where it rests in memory: a plain tensor
-        """
-        self._look()
-        grad = self.holder.grad if self.holder is not None else None
-        return None if grad is None or isinstance(grad, GradientElsewhere) else plain_part(grad)
-
-    @property
-    def has_grad(self) -> bool:
-        return self.grad is not None or self.norm is not None
-
-    @property
-    def used(self) -> set[tuple[str, ...]] | None:
-        """
-        ### Names of the parameters that the gradient is of, as far as this rank knows; or all
-        """
-        return getattr(grad_of(self.shard), "used", None)
-
-    def grad_norm(self) -> torch.Tensor | None:
-        """
-        ### The norm of the gradient, if there is one
-        """
-        grad = self.grad
-        return self.norm if grad is None else norm_of(grad)
-
-    # ---------------------------------------------------------------------------------------- rest
-
-    @torch.no_grad()
-    def rest(self, offload: Offload, device: torch.device, moments: list[str]) -> None:
-        """
-        ### Choose where the states rest
-
-        * `offload` says where; `device` is where they are stepped
-        * `moments` are the names of the tensors that the optimizer keeps for each parameter
-
-        All ranks call it alike.
-        """
-        layer, shard, storage, wide = self.layer, self.shard, self.group.storage, self.wide
-        values = storage.load()  # (shard_numel,)
-        tier = offload.place(self.nbytes(moments))
-        in_one_file = isinstance(storage, InFile) and tier == "nvme" and shard.dtype == wide
-        self.own = in_one_file or self.near(device)
-        if self.near(device):
-            self.master = values
-        elif tier != "nvme":
-            self.master = copy_to(device, values, wide, layer.device)
-
-        if tier == "nvme":
-            one = torch.empty(1, dtype=wide).expand(len(values))
-            names = moments if self.master is not None else ["master", *moments]
-            like = {name: one for name in names} | {"grad": one.to(self.grad_dtype)}
-            store = offload.buffers_for("states", layer, offload.buffers)
-            self.states = InFile(store, layer, like)
-            if self.master is None:
-                self.states.blank("master")["master"].copy_(values)
-                self.states.write_async("master")
-            if in_one_file and isinstance(storage, InFile):
-                storage.share(self.states.file)
-        elif shard.device == device and not isinstance(storage, InFile):
-            self.holder = shard
-        else:
-            self.holder = nn.Parameter(self.master)
-            self.holder.grad_dtype = self.grad_dtype
-        storage.release()
-        # An optimizer before this one may have put its own there.
-        self.group.sink = self if self.holder is not shard else None
-        self.group.copies_views = offload.tier == "nvme"
-        if not isinstance(storage, InFile):
-            shard.__class__ = nn.Parameter if self.own else CountedShard
-            self._watch()
-        # Elements that are all one, until `let_go`, because those of a file are not here.
-        there = torch.zeros(1, dtype=wide).expand(len(values)) if self.states else self.master
-        # A shard holds matrices and biases one after the other, and may begin or end inside of one.
-        # It is cut where one param group ends and another begins.
-        self.pieces = [(index, where, nn.Parameter(there[where]))
-                       for where, index in self._runs(slice(0, len(values)), self.indices)]
-        self.version = shard._version
-
-    def let_go(self, state: Any) -> None:
-        """
-        ### Leave pieces without elements, where the states rest in a file
-
-        * `state` is the optimizer's; what it has made already goes to the file
-        """
-        if self.states is not None:
-            for *_, piece in self.pieces:
-                piece.data = piece.new_empty(0)
-            if any(piece in state for *_, piece in self.pieces):
-                with self.here(state):
-                    pass
-
-    # ------------------------------------------------------------------------------------ gradient
-
-    @property
-    def grad_device(self) -> torch.device:
-        """
-        ### Where a reduced gradient goes; on its way to a file, CPU memory
-        """
-        return torch.device("cpu") if self.holder is None else self.holder.device
-
-    @torch.no_grad()
-    def add_grad(self, total: torch.Tensor) -> None:
-        """
-        ### Add to the gradient, where the master rests
-
-        * `total` is the reduced gradient, `(shard_numel,)`; `Communicator.deliver` has brought it here
-
-        The shard's own `.grad` then says that there is one, and of which parameters. The norm of
-        one that goes to a file is taken while it is in memory, or a step would have to read it
-        twice.
-        """
-        self._look()
-        sign: Any = grad_of(self.shard)
-        if sign is None:
-            sign = elsewhere(self.group)
-            set_grad(self.shard, sign)
-        self.group.note_used(sign)
-        if self.states is None:
-            holder: Any = self.holder
-            # Of a bucket it is a view, and would keep the shares that have gone to files.
-            shared = total.untyped_storage().nbytes() > total.nbytes
-            total = total.to(holder.device, copy=shared)
-            holder.grad = total if holder.grad is None else holder.grad.add_(total)
-            return
-        if self.norm is None:
-            grad = self.states.blank("grad")["grad"].copy_(total)
-        else:
-            grad = self.states.wait("grad")["grad"].add_(total.cpu())
-        self.norm = norm_of(grad)
-        self.states.write_async("grad")
-        for first in self.ahead:
-            if kept := first._kept():
-                first.read_async(*kept)
-
-    def _look(self) -> None:
-        """
-        #### Notice what somebody did to the shard's `.grad`, while the gradient rests elsewhere
-
-        `zero_grad()` of a module or of an optimizer of torch's takes it away, and so the gradient
-        is gone. A tensor that somebody put there is the gradient from now on.
-        """
-        found = grad_of(self.shard)
-        if self.group.sink is not self or isinstance(found, GradientElsewhere):
-            return
-        self._forget()
-        if found is not None:
-            names = getattr(found, "used", None)
-            set_grad(self.shard, None)
-            self.add_grad(plain_part(found))
-            grad_of(self.shard).used = names
-
-    def _watch(self) -> None:
-        """
-        #### Have a gradient that autograd brings to the shard itself added to the one that is there
-
-        That of a regulariser over `model.parameters()`, for instance.
-        """
-        for handle in self.group.shard_hooks:
-            handle.remove()
-        # Weakly, or shard and hook would keep each other for ever.
-        ours = weakref.WeakMethod(self._take_along)
-        self.group.shard_hooks = [self.shard.register_hook(
-            lambda grad: method(grad) if (method := ours()) else grad)]
-
-    @torch.no_grad()
-    def _take_along(self, grad: torch.Tensor) -> torch.Tensor:
-        """
-        #### A gradient is about to be added to the shard's `.grad`
-
-        It is of all parameters. If the one that is there rests elsewhere, it is brought along.
-        """
-        found = grad_of(self.shard)
-        if isinstance(found, GradientElsewhere):
-            before = self.read_grad() if self.has_grad else None
-            set_grad(self.shard, None)
-            if before is not None:
-                grad = grad + before.to(grad.device, grad.dtype)
-        elif found is not None and hasattr(found, "used"):
-            found.used = None
-        return grad
-
-    def _forget(self) -> None:
-        """
-        #### Have no gradient elsewhere
-        """
-        self.norm = None
-        if self.holder is not None and self.holder is not self.shard:
-            self.holder.grad = None
-
-    def read_grad(self) -> torch.Tensor | None:
-        """
-        ### The gradient, wherever it rests; from a file, a copy
-        """
-        if not self.has_grad or self.states is None:
-            return self.grad
-        grad = self.states.wait("grad")["grad"].clone()
-        self.states.release()
-        return grad
-
-    def drop_grad(self, set_to_none: bool = True) -> None:
-        """
-        ### Forget the gradient, or make it zero
-        """
-        if set_to_none:
-            set_grad(self.shard, None)
-            self._forget()
-        elif self.grad is not None:
-            self.grad.zero_()
-        elif self.norm is not None and self.states is not None:
-            self.norm = torch.zeros_like(self.norm)
-            self.states.blank("grad")["grad"].zero_()
-            self.states.write_async("grad")
-
-    def spent(self) -> None:
-        """
-        ### Forget a gradient that was scaled in a buffer, for it is not what the file has
-        """
-        if self.states is not None:
-            self.drop_grad()
-
-    # ---------------------------------------------------------------------------------------- step
-
-    def _kept(self) -> list[str]:
-        """
-        #### What a step writes
-        """
-        return [name for name in self.states.where if name != "grad"] if self.states else []
-
-    def read_async(self, *names: str) -> None:
-        """
-        ### Begin to read these states, or all, where they rest in a file
-        """
-        if self.states is not None:
-            self.states.read_async(*names)
-
-    @contextmanager
-    def here(self, state: Any, write: bool = True) -> Iterator[tuple[torch.Tensor, Any]]:
-        """
-        ### Have master, moments and gradient in memory
-
-        * `state` is the optimizer's, of all pieces
-        * `write` says that the master and the moments will be written to
-
-        Yields the master and the gradient. Afterwards the master is rounded into the shard, and
-        what rests in a file is on its way there; after an exception the file is as it was.
-        """
-        views = self.states.wait() if self.states is not None else {}
-        master = views.get("master", self.master)
-        if self.version != self.shard._version and not self.own:
-            # Somebody has written into the shard, `full_params(writeback=True)` for instance.
-            master.copy_(self.group.storage.load())
-            self.group.storage.release()
-        if self.states is None:
-            yield master, self.grad
-        else:
-            for kept, key, there in self._moments(state, views):
-                if not kept[key].numel():
-                    kept[key] = there
-            for _, where, piece in self.pieces:
-                piece.data = master[where]
-            try:
-                yield master, views["grad"]
-                for kept, key, there in self._moments(state, views):
-                    if kept[key].data_ptr() != there.data_ptr():
-                        # Born in this step.
-                        kept[key] = there.copy_(kept[key])
-                if write and self._kept():
-                    self.states.write_async(*self._kept())
-            finally:
-                # The buffer will be another's.
-                for kept, key, there in self._moments(state, views):
-                    if kept[key].data_ptr() == there.data_ptr():
-                        kept[key] = there.new_empty(0)
-                for _, _, piece in self.pieces:
-                    piece.data = piece.new_empty(0)
-                if self.states.held:
-                    self.states.release()
-        if write and not self.own:
-            self.group.storage.replace(master)
-        if write or self.states is None:
-            # A master that was only read here is still the old one in its file.
-            self.version = self.shard._version
-
-    # --------------------------------------------------------------------------------------- pieces
-
-    def cut(self, used: list[bool], state: Any) -> list[tuple[int, slice, nn.Parameter]]:
-        """
-        ### The pieces that are stepped, if a gradient came for these parameters alone
-
-        * `used` says so for each parameter of the flat one
-        * `state` is the optimizer's
-
-        A piece that has some of both is cut there, for good: from now on the optimizer counts their
-        steps, and whatever else it knows, apart. The new pieces' moments are views of the old
-        one's.
-        """
-        pieces, stepped = [], []
-        for index, where, piece in self.pieces:
-            runs = self._runs(where, used)
-            state_before = state.pop(piece, {}) if len(runs) > 1 else {}
-            for run, uses in runs:
-                part = piece
-                if len(runs) > 1:
-                    inside = slice(run.start - where.start, run.stop - where.start)
-                    # In a file it has no elements now.
-                    part = nn.Parameter(piece.detach()[inside] if len(piece) else piece.detach())
-                    if state_before:
-                        state[part] = _share(state_before, inside, where.stop - where.start)
-                pieces.append((index, run, part))
-                if uses:
-                    stepped.append(pieces[-1])
-        self.pieces = pieces
-        return stepped
-
-    def _runs(self, where: slice, kinds: list[Any]) -> list[tuple[slice, Any]]:
-        """
-        #### Cut a piece between neighbours of different kinds
-
-        * `kinds` has something for each parameter of the flat one, to be compared
-        """
-        inside = []
-        for span, kind in zip(self.spans, kinds, strict=True):
-            begin, end = max(span.start, where.start), min(span.stop, where.stop)
-            if begin < end:
-                inside.append((slice(begin, end), kind))
-        runs: list[tuple[slice, Any]] = []
-        for span, kind in inside:
-            if runs and runs[-1][1] == kind:
-                runs[-1] = (slice(runs[-1][0].start, span.stop), kind)
-            else:
-                runs.append((span, kind))
-        return runs
-
-    def groups_here(self) -> int:
-        """
-        ### How many pieces the param groups alone make
-        """
-        return len(self._runs(slice(0, len(self.shard)), self.indices))
-
-    def kinds(self) -> list[int]:
-        """
-        ### Which parameters of the flat one are in one piece: a number for each, alike in a piece
-        """
-        found = []
-        for span in self.spans:
-            found.append(sum(where.start <= span.start for _, where, _ in self.pieces))
-        return found
-
-    def recut(self, kinds: list[Any], state: Any) -> None:
-        """
-        ### Cut all pieces anew, between neighbours of different kinds, and forget their states
-
-        * `kinds` has something for each parameter of the flat one, to be compared
-        * `state` is the optimizer's
-        """
-        whole = slice(0, len(self.shard))
-        runs = self._runs(whole, [*zip(self.indices, kinds, strict=True)])
-        if [run for run, _ in runs] == [where for _, where, _ in self.pieces]:
-            return
-        for *_, piece in self.pieces:
-            state.pop(piece, None)
-        self.pieces = []
-        for where, (index, _) in runs:
-            memory = self.master[where] if self.states is None else torch.empty(0, dtype=self.wide)
-            self.pieces.append((index, where, nn.Parameter(memory)))
-
-    def _moments(self, state: Any, views: dict[str, torch.Tensor]) -> Iterator[tuple]:
-        """
-        #### Where the optimizer has each moment of a piece, and where it lies in the buffer
-        """
-        for _, where, piece in self.pieces:
-            for key, value in state[piece].items():
-                if key in views and isinstance(value, torch.Tensor):
-                    yield state[piece], key, views[key][where]
-
-
-def _share(state: dict[str, Any], inside: slice, numel: int) -> dict[str, Any]:
-    """
-    #### What an optimizer knows of a piece, for a part of it
-
-    * `inside` is where in the piece of `numel` elements the part is
+    * `known` are the states of the whole piece, which has `numel` elements
+    * `inside` says where in the piece the part is
     """
     found = {}
-    for key, value in state.items():
-        moment = isinstance(value, torch.Tensor) and value.dim() == 1
-        if moment and len(value) == numel:
-            found[key] = value[inside]
+    for name, value in known.items():
+        is_moment = isinstance(value, torch.Tensor) and value.dim() == 1
+        if is_moment and len(value) == numel:
+            found[name] = value[inside]
         else:
-            # A number; or a moment without elements, which is in a file.
-            found[key] = copy.deepcopy(value)
+            # A counter, or a moment without elements because it rests in a file.
+            found[name] = copy.deepcopy(value)
     return found
 
 
@@ -531,18 +647,21 @@ def moments_of(
     optimizer_class: Any, kwargs: dict[str, Any], group: dict[str, Any], two: torch.Tensor
 ) -> tuple[list[str], int]:
     """
-    ## What an optimizer keeps for a parameter: tensors of its size, and bytes beside them
+    ## The names of an optimizer's moments, and the bytes of its other states
 
-    It says so itself, by a step with `two` elements: each state that then has two, of the same data
-    type, is a moment.
-    Returns the moments' names, and the bytes of everything else.
+    Find out by trying: step a parameter of two elements. A state that then has two elements of the
+    same data type is a moment. The rest, such as a counter of steps, is counted in bytes.
 
-    * `two` is `(2,)`, where the step will be computed; `group` are a param group's options
+    * `two` is a tensor `(2,)` on the device of the step
+    * `group` are the options of a param group
     """
-    param = torch.nn.Parameter(two)
+    param = nn.Parameter(two)
     param.grad = torch.zeros_like(two)
     optimizer = optimizer_class([{**group, "params": [param]}], **kwargs)
     optimizer.step()
-    found = {k: t for k, t in optimizer.state[param].items() if isinstance(t, torch.Tensor)}
-    moments = [key for key, t in found.items() if t.shape == two.shape and t.dtype == two.dtype]
-    return moments, sum(t.nbytes for t in found.values()) - len(moments) * two.nbytes
+    tensors = {name: value for name, value in optimizer.state[param].items()
+               if isinstance(value, torch.Tensor)}
+    moments = [name for name, value in tensors.items()
+               if value.shape == two.shape and value.dtype == two.dtype]
+    moment_bytes = len(moments) * two.nbytes
+    return moments, sum(value.nbytes for value in tensors.values()) - moment_bytes

@@ -143,7 +143,7 @@ class Zero3Model(ShardedModel):
 
         def count(optimizer: Any, *_) -> None:
             stepped = [p for group in optimizer.param_groups for p in group["params"]]
-            stepped += [owned.shard for owned in getattr(optimizer, "owned", ())]
+            stepped += [states.shard for states in getattr(optimizer, "shard_states", ())]
             found = order()
             if found is not None and not shards.isdisjoint(map(id, stepped)):
                 found.steps += 1
