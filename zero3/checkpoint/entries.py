@@ -212,7 +212,7 @@ class Entries:
 
     def describe(self) -> list[dict[str, Any]]:
         """
-        ### Describe the flat parameters of this rank, for the manifest
+        ### This rank's entries for the manifest: one for each flat parameter
 
         The optimizer states are in a dict by parameter. It has only the parameters of which this
         rank has a piece; `manifest` merges the dicts of all ranks.
@@ -243,7 +243,7 @@ class Entries:
 
     def options(self) -> dict[str, Any] | None:
         """
-        ### The optimizer's class, param groups and loss scale, for the manifest
+        ### The optimizer's entry for the manifest: class, param groups and loss scale
         """
         if self.optimizer is None:
             return None
@@ -364,7 +364,7 @@ class Entries:
 
     def _wanted(self, archive: CheckpointReader) -> dict[int | None, list[str]]:
         """
-        #### The moments that a `Zero3Optimizer` needs, for each param group
+        #### The moments that a `Zero3Optimizer` needs in each param group
 
         Raises `Broken` if the optimizer is of another class than the saved one.
         """

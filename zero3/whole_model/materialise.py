@@ -144,6 +144,8 @@ class Source:
             return made
         problem = ""
         if model.comm.rank == 0:
+            for new in made.values():
+                _mark(new)
             replaced = {new: old for old, new in made.items()}
             problem = self._give_values(modules, empty,
                                         lambda t: names.get(replaced.get(t, t), []))
@@ -169,7 +171,6 @@ class Source:
                     if t is not None and t.is_meta:
                         if t not in made:
                             made[t] = torch.empty_like(t, device=self.device, requires_grad=False)
-                            _mark(made[t])
                             if isinstance(t, nn.Parameter):
                                 made[t] = nn.Parameter(made[t], t.requires_grad)
                         tensors[name] = made[t]
