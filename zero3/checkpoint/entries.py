@@ -603,8 +603,11 @@ class Entries:
                 new[key] = moment.to(piece.device, new_dtype)
             # Decode again for each piece: the optimizer updates its number of steps in place.
             scalars = decode(states["scalars"])
+            new |= _on_device(scalars, self.param_groups[index], piece.device)
             # Replace the old state, because it may have other keys.
-            self.state[piece] = new | _on_device(scalars, self.param_groups[index], piece.device)
+            self.state.pop(piece, None)
+            if new:
+                self.state[piece] = new
 
     def _take_options(self, saved: dict[str, Any], groups: dict[int, int]) -> None:
         """
