@@ -436,9 +436,9 @@ def test_what_rests_in_files_comes_first_of_what_is_as_wide(tmp_path):
         Zero3Layer(nn.Linear(3, 3), offload=Offload("nvme", tmp_path)),
         Zero3Layer(nn.Linear(3, 3)), Zero3Layer(nn.Linear(3, 3).double()),
         Zero3Layer(nn.Linear(3, 3), offload=Offload("nvme", tmp_path))])
-    inventory = Entries(model, None)
-    manifest = inventory.manifest(inventory.describe(), None)
-    found = [(entry.name, entry.in_memory) for entry in inventory.entries(manifest)]
+    entries = Entries(model, None)
+    manifest = entries.manifest(entries.describe(), None)
+    found = [(entry.name, entry.in_memory) for entry in entries.entries(manifest)]
     assert found == [("2.param", True), ("0.param", False), ("3.param", False), ("1.param", True)]
 
 
@@ -1018,7 +1018,7 @@ def test_a_model_that_is_not_sharded_has_nothing_to_save(tmp_path):
     """
     Nor has one with a trainable parameter outside of all layers; a frozen one there is saved whole.
     Breaks where such a parameter is left out without a word.
-    Proves `Entries`, `CheckpointReader.replicated`.
+    Proves `Entries`, `Entries.__init__`, `Entries.expect`, `CheckpointReader.replicated`.
     """
     with pytest.raises(RuntimeError, match=r"Expected: a model of Zero3Layers. Got: Linear"):
         save(tmp_path, nn.Linear(2, 2), step=0)

@@ -316,7 +316,6 @@ class Communicator:
                 "its numbers or leave them out.")
         # What errors call the numbers that other ranks announce.
         self.labels: dict[int, str] = {}
-        self.saving: Any = None
         # The reason why nothing can be sent any more, and the transfers that were in flight then.
         self.broken = ""
         self.lost: list[Transfer] = []

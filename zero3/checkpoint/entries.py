@@ -1,39 +1,54 @@
 r"""
-# What there is to save
+# Contents of a checkpoint
 
-`Entries` lists what this rank holds of a model and its optimizer, has each shard at hand in turn,
-and takes over what a checkpoint has for it.
+`Entries` lists the tensors that this rank saves of a model and its optimizer, reads them one shard
+at a time, and puts the values of a checkpoint back in their places.
 
-A model may be a chain, a wrapped one, or anything with `Zero3Layer`s in it; its shards may rest
-anywhere, be their own masters or have one elsewhere; an optimizer may be `Zero3Optimizer`, or one
-of torch's on the shards. In a checkpoint all of this is one thing: *flat parameters*, each with
-*keys*, the parameter itself and its moments, of which each rank has a shard.
+The model may be a `Zero3Sequential`, a wrapped model, or any module with `Zero3Layer`s inside. Its
+shards may be on the device, in CPU memory or in files. The optimizer may be a `Zero3Optimizer`, or
+one of torch's that steps the shards directly. A checkpoint looks the same in all of these cases. It
+has *flat parameters*, and under each of them several *keys*: `param` for the values, and one key
+for each moment. Every rank saves its own shard of each key.
+
+**One layer on two ranks.** A layer has a weight with the elements $w_0, w_1$ and a bias $b_0$. Adam
+keeps the moments `exp_avg` ($m$) and `exp_avg_sq` ($v$). The layer is the first flat parameter, so
+the names of its entries begin with 0:
+
+| entry | file of rank 0 | file of rank 1 |
+|---|---|---|
+| `0.param` | $w_0\; w_1$ | $b_0\; 0$ |
+| `0.exp_avg` | $m_0\; m_1$ | $m_2\; 0$ |
+| `0.exp_avg_sq` | $v_0\; v_1$ | $v_2\; 0$ |
+
+Each rank saves two elements under each of three keys. For a whole model:
 
 $$\text{elements that a rank saves} = \sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil
 \,(1 + \text{moments of } \ell)$$
 
-The key `param` is the master where there is one, and the shard where there is none. What an
-optimizer knows of a parameter beside tensors of its length, the number of its steps for instance,
-is the same on all ranks and goes into the manifest, for each flat parameter and param group; and
-for each parameter, if some have been used in other steps than others.
+If a shard has a master, a copy in fp32 which the optimizer steps, then `param` is the master.
+Otherwise it is the shard itself. The rest of the optimizer state, such as Adam's number of steps,
+is the same on all ranks. It goes into the manifest, the file that describes the checkpoint, with
+one entry for each flat parameter and param group. If some parameters of a group were used in other
+steps than the rest, they get entries of their own.
 
-One shard at a time is in memory of what rests in files, whatever is done with it.
+Shards in files are loaded one at a time, both to save and to load them.
 
 **Run this**: `python -m pytest tests/test_checkpoint.py -k tier` saves from one tier and loads into
 another.
 
-**Not covered, and what that costs**: what a module keeps for itself by `get_extra_state`; pass it
-as `extra`. With an optimizer of torch's on the shards, a parameter that is loaded into other layers
-than it was saved from needs the same number of steps as the others of its new flat parameter, or
-there is an error; so does one that trains now and did not then. `Zero3Optimizer` cuts its pieces
-between such parameters.
+**Not covered, and what that costs**: the extra state that a module returns from `get_extra_state`
+is not saved; pass it as `extra`. An optimizer of torch's has a single state for a whole shard. So
+if its parameters are loaded into other layers, all parameters of the new flat parameter need the
+same number of steps, and the same parameters have to be trainable; otherwise there is an error.
+`Zero3Optimizer` has no such limit: it cuts a shard between such parameters.
 """
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -44,6 +59,7 @@ from zero3.checkpoint.reader import CheckpointReader, Param, decode, encode
 from zero3.checkpoint.tensor_files import TYPES, Broken, type_name
 from zero3.comm import Communicator
 from zero3.flat import FlatParameter, Slot
+from zero3.guards.options import fail
 from zero3.guards.version import __version__
 from zero3.layer import Zero3Layer
 from zero3.offload import InFile
@@ -51,50 +67,47 @@ from zero3.optimizer.stage3 import Zero3Optimizer, plain_names
 from zero3.optimizer.states import Piece, ShardStates, moments_of
 from zero3.whole_model.wrap import Zero3Model
 
-# Options of a param group that say how torch computes, and not what.
-_WAYS = ("params", "fused", "foreach", "capturable", "differentiable")
-# What a `Zero3Optimizer` knows of its loss scale.
+# Options of a param group that are not saved: the parameters themselves, and the options that
+# choose an implementation of the step, which the loading run chooses for itself.
+_NOT_SAVED = ("params", "fused", "foreach", "capturable", "differentiable")
+# The attributes of a `Zero3Optimizer` that make up the state of its loss scale.
 _SCALE = ("loss_scale", "good_steps", "skipped_steps")
 
 
 @dataclass(eq=False)
 class Flat:
     """
-    ## A flat parameter of the model at hand
+    ## A flat parameter of this model, with its optimizer state
     """
 
-    paths: list[str]  # of its layer, in the plain model: several where it is registered so
+    paths: list[str]  # its layer's names in the plain model: several if it is registered twice
     layer: Zero3Layer
-    group: FlatParameter
-    owned: ShardStates | None  # of `Zero3Optimizer`'s
-    # As `ShardStates` has them: param group, where in the shard, and the optimizer's parameter.
+    parameter: FlatParameter
+    owned: ShardStates | None  # the optimizer state, if the optimizer is a `Zero3Optimizer`
+    dtype: torch.dtype  # of the saved values: the master's, or else the shard's
+    in_file: bool  # whether the saved values are in a file
+    # The param group of each parameter, and the range of the shard that shares its state.
+    indices: list[int | None]
+    spans: list[slice]
+    # As in `ShardStates`: the param group, the range of the shard, and the optimizer's parameter.
     pieces: list[Piece]
-    indices: list[int | None]  # the param group of each parameter
-    # In a checkpoint: each parameter's place, and what the optimizer knew of it.
+    # `Entries.check` fills these in: each parameter's record in the checkpoint, and its state.
     found: list[Param] = field(default_factory=list)
     states: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def moments(self) -> list[str]:
         """
-        ### What a checkpoint has of it, beside the parameter itself
+        ### The moments that the checkpoint has for this flat parameter
         """
         return sorted({key for states in self.states for key in states["moments"]})
 
     def within(self, where: slice) -> list[int]:
         """
-        ### Which parameters have elements in this part of the shard, by places in the flat one
+        ### Indices of the parameters whose state covers part of this range of the shard
         """
-        if self.owned is None:
-            # There is one piece, the whole shard.
-            return [i for i, slot in enumerate(self.group.slots) if slot.view.numel()]
-        return [i for i, span in enumerate(self.owned.spans)
+        return [i for i, span in enumerate(self.spans)
                 if max(span.start, where.start) < min(span.stop, where.stop)]
-
-    @property
-    def in_file(self) -> bool:
-        home_in_file = isinstance(self.group.storage, InFile)
-        return self.owned.in_file is not None if self.owned else home_in_file
 
 
 class Entry(NamedTuple):
@@ -106,115 +119,153 @@ class Entry(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     in_memory: bool
-    flat: int  # which one; -1 of what is whole on each rank
-    key: str  # "param" or a moment; or the name of what is whole
+    flat: int | None  # the index of its flat parameter; none if each rank has the whole tensor
+    key: str  # "param" or a moment; for a whole tensor its name
 
 
 class Entries:
     """
-    ## What of a model and its optimizer goes into a checkpoint
+    ## The tensors of a model and its optimizer that go into a checkpoint
     """
 
-    # In place of a layer, for errors that concern none.
-    expect: Any = Zero3Layer.expect
-    label = "the checkpoint"
+    label = "the checkpoint"  # what errors call it
 
-    def __init__(self, model: nn.Module, optimizer: Any):
-        self.model, self.optimizer, paths = model, optimizer, plain_names(model)
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None):
+        """
+        ### List the flat parameters, and the tensors that every rank has whole
+
+        Raises `RuntimeError` if the model has no sharded layers, if it trains parameters outside of
+        them, or if the optimizer was built on another model.
+        """
+        self.model = model
+        self.optimizer = optimizer
+        paths = plain_names(model)
         layers = [m for m in paths if isinstance(m, Zero3Layer) and m.flats]
-        # Without layers there is an error to come, and it names the rank.
+        # Errors name the rank, so there has to be a communicator even if there are no layers.
         self.comm = layers[0].comm if layers else Communicator()
         self.expect(bool(layers), "has nothing to save or load", "a model of Zero3Layers",
                     type(model).__name__, "wrap the model first")
         self.device = layers[0].device
-        self.param_groups = optimizer.param_groups if optimizer else []
-        self.state = optimizer.state if optimizer else {}
-        self.kind = type(getattr(optimizer, "inner", optimizer)).__name__
-        # By their shards: as keys tensors are themselves, whatever is in them.
-        owned = {o.shard: o for o in getattr(optimizer, "shard_states", ())}
-        groups = {p: i for i, g in enumerate(self.param_groups) for p in g["params"]}
-        self.flats: list[Flat] = []
-        for layer in layers:
-            for g in layer.flats:
-                own, index = owned.get(g.shard), groups.get(g.shard)
-                every = slice(0, len(g.shard))
-                pieces = [Piece(index, every, g.shard)] if index is not None else []
-                self.flats.append(Flat(
-                    paths[layer], layer, g, own, own.pieces if own else pieces,
-                    [*own.group_indices] if own else [index] * len(g.slots)))
-        shards = {f.group.shard for f in self.flats}
+        self.param_groups: list[dict[str, Any]] = optimizer.param_groups if optimizer else []
+        self.state: Any = optimizer.state if optimizer else {}
+        self.optimizer_class = type(getattr(optimizer, "inner", optimizer)).__name__
+        self.flats = [self._flat(layer, paths[layer], p) for layer in layers for p in layer.flats]
         self.expect(optimizer is None or any(flat.pieces for flat in self.flats), "cannot save or "
                     "load this optimizer", "one of this model's shards", type(optimizer).__name__,
-                    "build it on the model, after wrapping")
-        # Whole on each rank: buffers, and frozen parameters outside of layers, by each name; and
-        # those of these names that `check` found in a checkpoint.
-        self.replicated: dict[str, torch.Tensor] = {}
+                    "build the optimizer after the model is wrapped, on the wrapped model")
+        # Each rank has these whole: buffers, and frozen parameters outside of layers.
+        self.replicated = self._find_replicated(paths)
+        # Those of them that are in the checkpoint; `check` fills this in.
         self.found: dict[str, torch.Tensor] = {}
-        for m, path in ((m, path) for m, every in paths.items() for path in every):
-            kept = {n: b for n, b in m._buffers.items() if n not in m._non_persistent_buffers_set}
-            for name, t in {**kept, **m._parameters}.items():
-                if t is not None and t not in shards:
-                    self.expect(not t.requires_grad, "cannot save or load", "trainable parameters "
-                                "in Zero3Layers", f"`{path}.{name}` outside", "wrap its module")
-                    self.replicated[f"{path}.{name}".strip(".")] = t
+
+    def _flat(self, layer: Zero3Layer, paths: list[str], parameter: FlatParameter) -> Flat:
+        """
+        #### Find the optimizer state of a flat parameter
+        """
+        shard = parameter.shard
+        for states in getattr(self.optimizer, "shard_states", ()):
+            if states.shard is shard:
+                return Flat(paths, layer, parameter, states, states.master_dtype,
+                            states.in_file is not None, [*states.group_indices], states.spans,
+                            states.pieces)
+        whole = slice(0, len(shard))
+        pieces = [Piece(index, whole, shard) for index, group in enumerate(self.param_groups)
+                  if any(p is shard for p in group["params"])]
+        slots = parameter.slots
+        # One of torch's optimizers has a single state for the shard, and so for all parameters.
+        return Flat(paths, layer, parameter, None, shard.dtype,
+                    isinstance(parameter.storage, InFile),
+                    [pieces[0][0] if pieces else None] * len(slots),
+                    [whole if slot.view.numel() else slice(0, 0) for slot in slots], pieces)
+
+    def _find_replicated(self, paths: dict[nn.Module, list[str]]) -> dict[str, torch.Tensor]:
+        """
+        #### The tensors that every rank has whole, under each of their names
+        """
+        found: dict[str, torch.Tensor] = {}
+        shards = {flat.parameter.shard for flat in self.flats}
+        for module, names in paths.items():
+            tensors = {name: t for name, t in {**module._buffers, **module._parameters}.items()
+                       if t is not None and name not in module._non_persistent_buffers_set}
+            for path in names:
+                for name, tensor in tensors.items():
+                    if tensor not in shards:
+                        full_name = f"{path}.{name}".strip(".")
+                        self.expect(not tensor.requires_grad, "cannot save or load", "trainable "
+                                    "parameters in Zero3Layers", f"`{full_name}` outside of them",
+                                    "wrap its module")
+                        found[full_name] = tensor
+        return found
+
+    def expect(self, good: bool, what: str, expected: Any, got: Any, cure: str) -> None:
+        """
+        ### Raise an error about the checkpoint unless this is good
+        """
+        if not good:
+            fail(self.comm.rank, self.label, what, expected, got, cure)
 
     def names(self, flat: Flat, slot: Slot) -> list[str]:
         """
-        ### What a parameter is called in the plain model, by all of its names
+        ### All names that a parameter has in the plain model
         """
         own = [f"{path}.{name}".strip(".") for path in flat.paths for name in slot.names]
         tied = self.model.tied if isinstance(self.model, Zero3Model) else {}
         return own + [name for name, p in tied.items() if p is slot.param and name not in own]
 
-    # ------------------------------------------------------------------------------------- to save
+    # --------------------------------------------------------------------------------------- save
 
     def describe(self) -> list[dict[str, Any]]:
         """
-        ### What this rank has, for the manifest: an entry for each flat parameter
+        ### This rank's entries for the manifest: one for each flat parameter
 
-        Of its states, those of the parameters of which this rank has a piece, by parameter.
+        The optimizer states are in a dict by parameter. It has only the parameters of which this
+        rank has a piece; `manifest` merges the dicts of all ranks.
         """
-        entries = []
+        described = []
         for flat in self.flats:
-            shard, slots = flat.group.shard, flat.group.slots
-            kept: dict[int, dict[str, Any]] = {}
-            wide = flat.owned.master_dtype if flat.owned else shard.dtype
-            keys, numel = {"param": type_name(wide)}, slots[-1].offset + slots[-1].view.numel()
+            slots = flat.parameter.slots
+            numel = slots[-1].end
+            keys = {"param": type_name(flat.dtype)}
+            states: dict[int, dict[str, Any]] = {}
             for index, where, piece in flat.pieces:
-                state = self.state.get(piece, {})
-                moments = {key: value for key, value in state.items()
-                           if isinstance(value, torch.Tensor) and value.dim() == 1}
-                keys |= {key: type_name(value.dtype) for key, value in moments.items()}
-                if state:
+                # An optimizer has no state for a parameter that it has not stepped yet.
+                if state := self.state.get(piece):
+                    moments = {key: value for key, value in state.items()
+                               if isinstance(value, torch.Tensor) and value.dim() == 1}
                     scalars = {k: encode(v, k) for k, v in state.items() if k not in moments}
                     entry = {"param_group": index, "moments": [*moments], "scalars": scalars}
-                    kept |= dict.fromkeys(flat.within(where), entry)
-            entries.append({
-                "layer": flat.paths[0], "dtype": type_name(shard.dtype), "numel": numel,
-                "padding": len(flat.group.full) - numel, "keys": keys, "states": kept,
+                    keys |= {key: type_name(value.dtype) for key, value in moments.items()}
+                    states |= dict.fromkeys(flat.within(where), entry)
+            described.append({
+                "layer": flat.paths[0], "dtype": type_name(flat.parameter.shard.dtype),
+                "numel": numel, "padding": len(flat.parameter.full) - numel,
+                "keys": keys, "states": states,
                 "params": [{"names": self.names(flat, slot), "shape": [*slot.view.shape],
                             "offset": slot.offset, "param_group": index}
                            for slot, index in zip(slots, flat.indices, strict=True)]})
-        return entries
+        return described
 
     def options(self) -> dict[str, Any] | None:
         """
-        ### What the optimizer knows beside that, for the manifest
+        ### The optimizer's entry for the manifest: class, param groups and loss scale
         """
-        return None if self.optimizer is None else {
-            "class": self.kind,
-            "groups": [encode({k: v for k, v in group.items() if k not in _WAYS}, "param group")
-                       for group in self.param_groups],
+        if self.optimizer is None:
+            return None
+        return {
+            "class": self.optimizer_class,
+            "groups": [encode({k: v for k, v in group.items() if k not in _NOT_SAVED},
+                              "param group") for group in self.param_groups],
             "scale": {key: getattr(self.optimizer, key) for key in _SCALE
-                      if hasattr(self.optimizer, key)}}
+                      if hasattr(self.optimizer, key)},
+        }
 
     def manifest(self, described: list[dict[str, Any]], options: dict[str, Any] | None
                  ) -> dict[str, Any]:
         """
-        ### What all ranks have together (all-gather; all ranks must call it)
+        ### Merge the descriptions of all ranks (all-gather; all ranks must call it)
 
-        * `described` is what `describe` gave; here all parameters' states come together in a list
-        * `options` is what `options` gave
+        * `described` is the result of `describe`
+        * `options` is the result of `options`
         """
         first, *others = self.comm.gather(described)
         for other in others:
@@ -222,57 +273,64 @@ class Entries:
                 mine["keys"] |= theirs["keys"]
                 mine["states"] |= theirs["states"]
         for flat in first:
-            flat["states"] = _in_groups(flat["params"], flat["states"])
+            flat["states"] = _merge_states(flat["params"], flat["states"])
         return {
-            "world_size": self.comm.world_size, "flats": first, "replicated": [*self.replicated],
+            "world_size": self.comm.world_size,
+            "flats": first,
+            "replicated": [*self.replicated],
             "versions": {"zero3": __version__, "torch": torch.__version__},
-            "optimizer": options}
+            "optimizer": options,
+        }
 
     def entries(self, manifest: dict[str, Any]) -> list[Entry]:
         """
-        ### What this rank's file has, in its order
+        ### The tensors of this rank's file, in the file's order
 
-        Larger elements first, so that all lie where they may be mapped. Then what rests in files,
-        which an asynchronous save writes at once, for to copy it would bring it all to memory.
+        Larger elements come first, so that all tensors are aligned and can be mapped into memory.
+        Among elements of one size, shards in files come first. An asynchronous save writes them at
+        once, because copies of them would bring all of them into memory.
         """
-        found = [Entry(f"{i}.{key}", TYPES[dtype], (len(flat.group.shard),), not flat.in_file, i,
-                       key) for i, flat in enumerate(self.flats)
+        found = [Entry(f"{i}.{key}", TYPES[dtype], (len(flat.parameter.shard),), not flat.in_file,
+                       i, key)
+                 for i, flat in enumerate(self.flats)
                  for key, dtype in manifest["flats"][i]["keys"].items()]
-        found += [Entry(f"replicated.{name}", t.dtype, tuple(t.shape), True, -1, name)
-                  for name, t in self.replicated.items()]
+        found += [Entry(f"replicated.{name}", tensor.dtype, tuple(tensor.shape), True, None, name)
+                  for name, tensor in self.replicated.items()]
         return sorted(found, key=lambda entry: (-entry.dtype.itemsize, entry.in_memory))
 
     def tensors(self, entries: list[Entry]) -> Iterator[torch.Tensor]:
         """
-        ### The values of these entries, one shard at a time; valid until the next is asked for
+        ### The values of these entries; each is valid until the next one is requested
         """
         for i, run in groupby(entries, key=lambda entry: entry.flat):
-            if i < 0:
+            if i is None:
                 yield from (self.replicated[entry.key] for entry in run)
                 continue
+            # Load a shard once for all of its keys that follow each other.
             with self.here(self.flats[i]) as values:
                 for entry in run:
                     if entry.key == "param":
                         yield values
                         continue
                     for _, where, piece in self.flats[i].pieces:
-                        kept = self.state.get(piece, {}).get(entry.key)
-                        # Another param group's options may ask for a moment that this has not.
-                        numel = where.stop - where.start
-                        yield torch.zeros(numel, dtype=entry.dtype) if kept is None else kept
+                        moment = self.state.get(piece, {}).get(entry.key)
+                        if moment is None:
+                            # Only other param groups have this moment, because of their options.
+                            moment = torch.zeros(where.stop - where.start, dtype=entry.dtype)
+                        yield moment
 
     @contextmanager
     def here(self, flat: Flat, write: bool = False) -> Iterator[torch.Tensor]:
         """
-        ### Have a shard's master in memory, with its moments; or the shard, where it has no master
+        ### Load a shard's master and moments into memory; or the shard, if it has no master
 
-        * `write` says that it will be written to
+        * `write` stores the changed values again afterwards
         """
         if flat.owned:
             with flat.owned.in_memory(self.state, write=write) as (master, _):
                 yield master
             return
-        storage = flat.group.storage
+        storage = flat.parameter.storage
         try:
             yield storage.load()
             if write:
@@ -280,201 +338,240 @@ class Entries:
         finally:
             storage.release()
 
-    # ------------------------------------------------------------------------------------- to load
+    # -------------------------------------------------------------------------------------- check
 
     def check(self, archive: CheckpointReader) -> dict[int, int]:
         """
-        ### Find each parameter in a checkpoint
+        ### Find every tensor in a checkpoint, and make sure that the optimizer can go on
 
-        Notes in each flat parameter where its parameters are, and what the optimizer knew of them.
-        Returns, for each param group of the checkpoint, the index of the optimizer's. Raises
-        `Broken` where the two do not fit.
+        Fills in `found` and `states` of each flat parameter. Returns this optimizer's param group
+        for each of the checkpoint's. Raises `Broken` if the checkpoint does not fit.
         """
         groups: dict[int, int] = {}
         wanted = self._wanted(archive)
         for flat in self.flats:
-            flat.found, flat.states = [], []
-            for slot, index in zip(flat.group.slots, flat.indices, strict=True):
-                names, shape = self.names(flat, slot), tuple(slot.view.shape)
-                param = next((archive.by_name[n] for n in names if n in archive.by_name), None)
-                if param is None or param.shape != shape:
-                    there = f"of {param.shape}" if param else "missing"
-                    raise Broken(f"`{names[0]}` is {there} in the checkpoint, of {shape} here")
-                theirs, states = param.entry["param_group"], archive.states(param)
-                if theirs is not None and index is not None:
-                    if not 0 <= theirs < len(archive.manifest["optimizer"]["groups"]):
-                        raise Broken(f"`{names[0]}` is of a param group that is not there")
-                    # Which is which is found out here; each is one, and no two are the same.
-                    mine = groups.setdefault(theirs, index)
-                    if mine != index or [*groups.values()].count(index) > 1:
-                        raise Broken(f"the param group of `{names[0]}` has other parameters here "
-                                     "than in the checkpoint")
-                flat.found.append(param)
-                flat.states.append(states)
-            if flat.pieces and not flat.owned:
-                # One of torch's has one state for the shard.
-                parts = flat.within(slice(0, len(flat.group.shard)))
-                for i in parts:
-                    if flat.states[i] != flat.states[parts[0]]:
-                        raise Broken(f"the optimizer knows other things of `{flat.found[i].name}`, "
-                                     "the number of its steps for instance, than of the rest of "
-                                     "its shard")
+            self._match(flat, archive, groups)
+            if not flat.owned:
+                # One of torch's optimizers has a single state for the shard.
+                shared = [flat.states[i] for _, where, _ in flat.pieces for i in flat.within(where)]
+                _expect(all(states == shared[0] for states in shared),
+                        f"the parameters from `{flat.found[0].name}` on share a shard here, and "
+                        "have different optimizer states, different numbers of steps for instance")
             for index, states in zip(flat.indices, flat.states, strict=True):
                 needs = wanted.get(index, [])
-                if states["moments"] and not {*needs} <= {*states["moments"]}:
-                    raise Broken(f"`{flat.found[0].name}` has {states['moments']} there, and this "
-                                 f"optimizer needs {needs}")
-        self._check_optimizer(archive, groups)
-        # What came from another format does not tell buffers from parameters, and may have a tied
-        # parameter under each of its names.
-        known = {name for flat in self.flats for slot in flat.group.slots
-                 for name in self.names(flat, slot)}
-        more = {p.name for p in archive.params if p.name not in known}
-        more |= {*archive.manifest["replicated"]}
-        self.found = {name: t for name, t in self.replicated.items() if name in more}
-        # Of several names for the same tensor one will do.
-        known_ids = {id(t) for t in self.found.values()}
-        missing = {name for name, t in self.replicated.items() if id(t) not in known_ids}
-        for only, there, here in ((more - {*self.replicated}, "the checkpoint", "this model"),
-                                  (missing, "this model", "the checkpoint")):
-            if only:
-                some = ", ".join(f"`{name}`" for name in sorted(only)[:5])
-                raise Broken(f"{some}, {len(only)} in all, in {there} and not in {here}")
+                _expect(not states["moments"] or {*needs} <= {*states["moments"]},
+                        f"`{flat.found[0].name}` has {states['moments']} there, and this optimizer "
+                        f"needs {needs}")
+        self._check_optimizer(archive, self._check_options(archive, groups))
+        self._match_replicated(archive)
         return groups
 
     def _wanted(self, archive: CheckpointReader) -> dict[int | None, list[str]]:
         """
-        #### The moments that a `Zero3Optimizer` keeps, for each param group
+        #### The moments that a `Zero3Optimizer` needs in each param group
 
-        Raises `Broken` where the optimizer is of another class than the one that was saved.
+        Raises `Broken` if the optimizer is of another class than the saved one.
         """
-        saved = (archive.manifest["optimizer"] or {}).get("class", self.kind)
-        if self.optimizer is not None and {saved, self.kind} - {"Adam", "AdamW"} and (
-                saved != self.kind):
-            raise Broken(f"the optimizer is {saved} in the checkpoint, {self.kind} here; without "
-                         "one the weights are loaded alone")
+        mine = self.optimizer_class
+        saved = (archive.manifest["optimizer"] or {}).get("class", mine)
+        same_states = saved == mine or {saved, mine} == {"Adam", "AdamW"}
+        _expect(self.optimizer is None or same_states,
+                f"the optimizer is {saved} in the checkpoint, {mine} here; leave it out to load "
+                "the weights alone")
         if not isinstance(self.optimizer, Zero3Optimizer):
             return {}
         cls, kwargs = self.optimizer.made_by
-        # For a step with two elements, by which an optimizer shows what it keeps.
+        # A step on two elements shows which moments the optimizer keeps.
         two = torch.zeros(2, device=self.optimizer.device)
         return {i: moments_of(cls, kwargs, group, two)[0]
                 for i, group in enumerate(self.param_groups)}
 
-    def _check_optimizer(self, archive: CheckpointReader, groups: dict[int, int]) -> None:
+    def _match(self, flat: Flat, archive: CheckpointReader, groups: dict[int, int]) -> None:
         """
-        #### Make sure that the optimizer can step with what a checkpoint has for it
+        #### Find the parameters of a flat parameter by their names
 
-        Now, because an error in the middle of `take` comes too late, and one in the next step later
-        still. Raises `Broken` with the option that is of another kind than here, or with what the
-        optimizer itself says in a step on two elements.
+        * `groups` has this optimizer's param group for each of the checkpoint's, as far as known
+        """
+        flat.found = []
+        flat.states = []
+        for slot, mine in zip(flat.parameter.slots, flat.indices, strict=True):
+            names = self.names(flat, slot)
+            shape = tuple(slot.view.shape)
+            param = next((archive.by_name[n] for n in names if n in archive.by_name), None)
+            if param is None or param.shape != shape:
+                there = f"of {param.shape}" if param else "missing"
+                raise Broken(f"`{names[0]}` is {there} in the checkpoint, of {shape} here")
+            theirs = param.entry["param_group"]
+            if theirs is not None and mine is not None:
+                _expect(0 <= theirs < len(archive.manifest["optimizer"]["groups"]),
+                        f"`{names[0]}` is in a param group that the checkpoint lacks")
+                # The groups have to correspond one to one, in any order.
+                groups.setdefault(theirs, mine)
+                _expect(groups[theirs] == mine and [*groups.values()].count(mine) == 1,
+                        f"the param group of `{names[0]}` has other parameters here than in the "
+                        "checkpoint")
+            flat.found.append(param)
+            flat.states.append(archive.states(param))
+
+    def _match_replicated(self, archive: CheckpointReader) -> None:
+        """
+        #### Find the tensors that every rank has whole
+
+        Raises `Broken` if one of them is missing, or if the checkpoint has one more.
+        """
+        sharded = {name for flat in self.flats for slot in flat.parameter.slots
+                   for name in self.names(flat, slot)}
+        # A checkpoint that was converted from another format has buffers among its parameters, and
+        # may have a tied parameter once under each of its names.
+        there = {param.name for param in archive.params} - sharded
+        there |= {*archive.manifest["replicated"]}
+        self.found = {name: t for name, t in self.replicated.items() if name in there}
+        # A tensor with several names needs only one of them.
+        found_ids = {id(t) for t in self.found.values()}
+        missing = {name for name, t in self.replicated.items() if id(t) not in found_ids}
+        for names, has, lacks in ((there - self.replicated.keys(), "the checkpoint", "this model"),
+                                  (missing, "this model", "the checkpoint")):
+            some = ", ".join(f"`{name}`" for name in sorted(names)[:5])
+            _expect(not names, f"{some}, {len(names)} in all, in {has} and not in {lacks}")
+
+    def _check_options(self, archive: CheckpointReader, groups: dict[int, int]
+                       ) -> dict[int, dict[str, Any]]:
+        """
+        #### Make sure that the saved options and loss scale are of the right kind
+
+        Returns the saved options by the index of this optimizer's param group. Raises `Broken` with
+        the option that is not of the right kind.
         """
         saved = archive.manifest["optimizer"]
-        told: dict[int, dict[str, Any]] = {}  # by the index of the param group here
+        told: dict[int, dict[str, Any]] = {}
         for theirs, mine in groups.items():
             told[mine] = decode(saved["groups"][theirs])
             here = self.param_groups[mine]
             for key, value in told[mine].items():
-                # A scheduler adds options, `initial_lr` for instance, which may not be here yet.
+                # A scheduler adds options such as `initial_lr`, which this group may not have yet.
                 like = here.get(key, here.get("lr") if key.endswith("lr") else None)
-                if key in _WAYS or not _is_like(value, like):
-                    raise Broken(f"param group {theirs} has a `{key}` of {value!r:.60} there, and "
-                                 f"of {like!r:.60} here")
+                _expect(key not in _NOT_SAVED and _is_like(value, like),
+                        f"param group {theirs} has a `{key}` of {value!r:.60} there, and of "
+                        f"{like!r:.60} here")
         for key, value in (saved["scale"] if saved else {}).items():
             counts = key in _SCALE and type(value) is int and value >= 0
-            scales = key == "loss_scale" and type(value) in (int, float) and 0 < value < math.inf
-            if not (scales if key == "loss_scale" else counts):
-                raise Broken(f"the optimizer's `{key}` is {value!r:.60} there")
+            scales = type(value) in (int, float) and 0 < value < math.inf
+            _expect(scales if key == "loss_scale" else counts,
+                    f"the optimizer's `{key}` is {value!r:.60} there")
+        return told
+
+    def _check_optimizer(self, archive: CheckpointReader, told: dict[int, dict[str, Any]]) -> None:
+        """
+        #### Make sure that the optimizer can step with the saved options and states
+
+        It has to happen now: an error inside `take` would leave the model half loaded, and the next
+        step would be later still.
+
+        * `told` is the result of `_check_options`
+        """
         tried: list[tuple] = []
         for flat in self.flats:
             for index, states in zip(flat.indices, flat.states, strict=True):
-                if index is None:
-                    continue
                 dtypes = archive.flats[flat.found[0].flat]["keys"]
-                group = {**self.param_groups[index], **told.get(index, {})}
-                if (index, states, dtypes) not in tried:
+                if index is not None and (index, states, dtypes) not in tried:
                     tried.append((index, states, dtypes))
+                    group = {**self.param_groups[index], **told.get(index, {})}
                     self._try(flat, group, states, dtypes)
 
     def _try(self, flat: Flat, group: dict[str, Any], states: dict[str, Any],
              dtypes: dict[str, str]) -> None:
         """
-        #### Take a step with these options and states, on two elements
+        #### Take a step on two elements
 
-        * `dtypes` are those of the parameter and of its moments in the checkpoint, by key
+        * `group` is the param group with the saved options, and `states` the saved state
+        * `dtypes` are the data types in the checkpoint, of the parameter and of its moments
+
+        Raises `Broken` with the optimizer's own error, or if the result is not finite.
         """
-        shard = flat.group.shard
-        wide, device = shard.dtype, shard.device
-        cls: Any = type(self.optimizer)
-        known: dict[str, Any] = {}
-        if isinstance(self.optimizer, Zero3Optimizer):
-            cls, known = self.optimizer.made_by
-            wide, device = flat.owned.master_dtype if flat.owned else wide, self.optimizer.device
         options = {key: value for key, value in group.items() if key != "params"}
-        accepted = inspect.signature(cls).parameters
-        known = {**known, **{k: v for k, v in options.items() if k in accepted}}
-        try:
-            inspect.signature(cls).bind([], **known)
-        except TypeError:
-            # It cannot be made again from its options, as torch's own can.
+        build = self._constructor(options)
+        if build is None:
             return
-        # Nothing is zero, for an `eps` may be.
-        param = nn.Parameter(torch.ones(2, dtype=wide, device=device))
+        device = getattr(self.optimizer, "device", flat.parameter.shard.device)
+        # No zeros: the option `eps` may be zero, and then the step would divide zero by zero.
+        param = nn.Parameter(torch.ones(2, dtype=flat.dtype, device=device))
         param.grad = torch.full_like(param, 0.5)
         scalars = decode(states["scalars"])
         try:
-            # The constructor looks at its arguments, and not at the options of a group.
-            optimizer = cls([param], **known)
+            optimizer = build([param])
+            # The constructor checked its arguments; it has not seen the other options.
             optimizer.param_groups[0].update(options)
-            optimizer.state[param].update(self._on_device(scalars, group, device))
             for key in states["moments"]:
-                dtype = wide if dtypes[key] == dtypes["param"] else TYPES[dtypes[key]]
-                optimizer.state[param][key] = torch.ones(2, dtype=dtype, device=device)
+                same = dtypes[key] == dtypes["param"]
+                dtype = flat.dtype if same else TYPES[dtypes[key]]
+                optimizer.state[param][key] = torch.ones_like(param, dtype=dtype)
+            optimizer.state[param].update(_on_device(scalars, group, device))
             optimizer.step()
         except Exception as error:
-            raise Broken(f"the optimizer cannot step `{flat.found[0].name}` with what is there, "
+            raise Broken(f"the optimizer cannot step `{flat.found[0].name}` with the saved state, "
                          f"{scalars!r:.60}: {error!r}") from error
-        if not param.isfinite().all():
-            raise Broken(f"the optimizer makes `{flat.found[0].name}` infinite or NaN with what is "
-                         f"there, {scalars!r:.60}")
+        _expect(bool(param.isfinite().all()), f"the optimizer makes `{flat.found[0].name}` "
+                f"infinite or NaN with the saved state, {scalars!r:.60}")
 
-    def _on_device(self, scalars: dict[str, Any], group: dict[str, Any], device: torch.device
-                   ) -> dict[str, Any]:
+    def _constructor(self, options: dict[str, Any]) -> Callable[..., torch.optim.Optimizer] | None:
         """
-        #### What an optimizer counts, where its param group wants it
-        """
-        on_device = group.get("fused") or group.get("capturable")
-        return {key: value.to(device) if isinstance(value, torch.Tensor) and on_device else value
-                for key, value in scalars.items()}
+        #### A function that builds the optimizer again, with these options
 
-    def shard(self, archive: CheckpointReader, flat: Flat, key: str) -> torch.Tensor:
+        Returns `None` for a class that needs more arguments than its options, unlike torch's own.
         """
-        ### This rank's shard, or a moment of it, out of a checkpoint: `(shard_numel,)`
+        cls: Any = type(self.optimizer)
+        kwargs: dict[str, Any] = {}
+        if isinstance(self.optimizer, Zero3Optimizer):
+            cls, kwargs = self.optimizer.made_by
+        signature = inspect.signature(cls)
+        kwargs = kwargs | {k: v for k, v in options.items() if k in signature.parameters}
+        try:
+            signature.bind([], **kwargs)
+        except TypeError:
+            return None
+        return partial(cls, **kwargs)
 
-        With zeros in the padding, and where a param group has no such moment.
+    # --------------------------------------------------------------------------------------- load
+
+    def shard(self, archive: CheckpointReader, flat: Flat, key: str, where: slice | None = None
+              ) -> torch.Tensor:
         """
-        numel = len(flat.group.shard)
-        first, found = self.comm.rank * numel, None
-        for slot, param in zip(flat.group.slots, flat.found, strict=True):
+        ### Read this rank's shard, or one of its moments, from a checkpoint
+
+        * `where` is a range of the shard; left out, the whole shard
+
+        Returns a tensor as long as the range. The padding is zero (invariant I5), and so are
+        moments that a param group does not have.
+        """
+        shard = flat.parameter.shard
+        where = where or slice(0, len(shard))
+        # The range in the flat parameter.
+        first = self.comm.rank * len(shard) + where.start
+        last = self.comm.rank * len(shard) + where.stop
+        found: torch.Tensor | None = None
+        for slot, param, states in zip(flat.parameter.slots, flat.found, flat.states, strict=True):
             begin = max(slot.offset, first)
-            end = min(slot.offset + slot.view.numel(), first + numel)
-            if begin < end and key in ("param", *archive.states(param)["moments"]):
+            end = min(slot.end, last)
+            if begin < end and key in ("param", *states["moments"]):
                 values = archive.read(param, key, begin - slot.offset, end - slot.offset)
-                found = torch.zeros(numel, dtype=values.dtype) if found is None else found
+                if found is None:
+                    found = torch.zeros(last - first, dtype=values.dtype)
                 found[begin - first : end - first] = values
-        return torch.zeros(numel, dtype=flat.group.shard.dtype) if found is None else found
+        return torch.zeros(last - first, dtype=shard.dtype) if found is None else found
 
     @torch.no_grad()
     def take(self, archive: CheckpointReader, groups: dict[int, int]) -> None:
         """
-        ### Take over all that is in a checkpoint
+        ### Load all values of a checkpoint into the model and the optimizer
 
-        * `groups` is what `check` returned
+        * `groups` is the result of `check`
         """
         for layer in {flat.layer for flat in self.flats}:
+            # A layer may still have full parameters, with the old values.
             layer.reshard()
         for flat in self.flats:
             if flat.owned:
+                # Cut the shard between parameters that have different states in the checkpoint.
                 flat.owned.repartition(flat.states, self.state)
                 flat.pieces = flat.owned.pieces
         if isinstance(self.optimizer, Zero3Optimizer):
@@ -483,54 +580,82 @@ class Entries:
             with self.here(flat, write=True) as values:
                 param = self.shard(archive, flat, "param")
                 values.copy_(param)
-                for _, _, piece in flat.pieces:
-                    # What it had before is not to be mixed with what comes.
-                    self.state.pop(piece, None)
-                for key in flat.moments if flat.pieces else ():
-                    moment = self.shard(archive, flat, key)
-                    # Moments that had the master's data type get this master's.
-                    dtype = values.dtype if moment.dtype == param.dtype else moment.dtype
-                    for _, where, piece in flat.pieces:
-                        if key in flat.states[flat.within(where)[0]]["moments"]:
-                            kept = moment[where].to(piece.device, dtype, copy=True)
-                            self.state[piece][key] = kept
-                for index, where, piece in flat.pieces:
-                    # Read anew for each: an optimizer counts in them.
-                    scalars = decode(flat.states[flat.within(where)[0]]["scalars"])
-                    group = self.param_groups[index]
-                    for key, value in self._on_device(scalars, group, piece.device).items():
-                        self.state[piece][key] = value
-        for name, t in self.found.items():
-            t.copy_(archive.replicated(self.comm.rank, name))
+                self._take_states(archive, flat, values.dtype, param.dtype)
+        for name, tensor in self.found.items():
+            tensor.copy_(archive.replicated(self.comm.rank, name))
         if self.optimizer is not None:
-            # They are of the weights from before.
+            # The gradients belong to the old weights.
             self.optimizer.zero_grad()
             if saved := archive.manifest["optimizer"]:
                 self._take_options(saved, groups)
 
+    def _take_states(self, archive: CheckpointReader, flat: Flat, dtype: torch.dtype,
+                     saved_dtype: torch.dtype) -> None:
+        """
+        #### Load the optimizer states of a shard
+
+        * `dtype` is the master's data type here, and `saved_dtype` the one in the checkpoint
+        """
+        for index, where, piece in flat.pieces:
+            # All parameters of a piece have the same state.
+            states = flat.states[flat.within(where)[0]]
+            new: dict[str, Any] = {}
+            for key in sorted(states["moments"]):
+                moment = self.shard(archive, flat, key, where)
+                # A moment that was saved in the master's data type gets this master's.
+                new_dtype = dtype if moment.dtype == saved_dtype else moment.dtype
+                new[key] = moment.to(piece.device, new_dtype)
+            # Decode again for each piece: the optimizer updates its number of steps in place.
+            scalars = decode(states["scalars"])
+            new |= _on_device(scalars, self.param_groups[index], piece.device)
+            # Replace the old state, because it may have other keys.
+            self.state.pop(piece, None)
+            if new:
+                self.state[piece] = new
+
     def _take_options(self, saved: dict[str, Any], groups: dict[int, int]) -> None:
         """
-        #### Take over the param groups' options and the loss scale
+        #### Load the options of the param groups, and the loss scale
         """
         for theirs, mine in groups.items():
+            group = self.param_groups[mine]
             for key, value in decode(saved["groups"][theirs]).items():
-                old = self.param_groups[mine].get(key)
-                if isinstance(old, torch.Tensor):
-                    old.fill_(value)
+                if isinstance(group.get(key), torch.Tensor):
+                    group[key].fill_(value)
                 else:
-                    self.param_groups[mine][key] = value
+                    group[key] = value
         if isinstance(self.optimizer, Zero3Optimizer):
             for key, value in saved["scale"].items():
-                # This run has chosen whether to scale; a dynamic scale goes on from where it was.
+                # This run chose a fixed scale or none, and keeps it; a dynamic one is resumed.
                 if key != "loss_scale" or self.optimizer.dynamic:
                     setattr(self.optimizer, key, value)
 
 
+def _expect(good: bool, problem: str) -> None:
+    """
+    #### Refuse a checkpoint with this problem unless all is good
+    """
+    if not good:
+        raise Broken(problem)
+
+
+def _on_device(scalars: dict[str, Any], group: dict[str, Any], device: torch.device
+               ) -> dict[str, Any]:
+    """
+    #### Move the number of steps and the like to the device, if the param group's options need that
+    """
+    on_device = group.get("fused") or group.get("capturable")
+    return {key: value.to(device) if on_device and isinstance(value, torch.Tensor) else value
+            for key, value in scalars.items()}
+
+
 def _is_like(value: Any, here: Any) -> bool:
     """
-    #### Whether an option of a param group is of the kind that it is of here
+    #### Whether a saved option is of the same kind as the option has here
 
-    A number is finite, or what it is here; of what is not here, any number, text or flag will do.
+    * `here` is `None` for an option that this param group does not have
+
+    A number has to be finite, unless it is the same number here.
     """
     if isinstance(value, torch.Tensor):
         value = value.item() if value.numel() == 1 else None
@@ -541,35 +666,34 @@ def _is_like(value: Any, here: Any) -> bool:
     if isinstance(value, float) and not math.isfinite(value):
         return value == here
     if here is None or value is None:
+        # No kind to compare with: any number, text or flag is accepted.
         return not isinstance(value, dict)
     if isinstance(here, (bool, str)) or isinstance(value, (bool, str)):
         return type(value) is type(here)
-    if isinstance(value, (int, float)) and isinstance(here, (int, float)):
-        return True
-    return isinstance(value, type(here))
+    # Whole numbers and others may replace each other.
+    return isinstance(value, (int, float) if isinstance(here, (int, float)) else type(here))
 
 
-def _in_groups(params: list[dict[str, Any]], states: dict[int, dict[str, Any]]
-               ) -> list[dict[str, Any]]:
+def _merge_states(params: list[dict[str, Any]], states: dict[int, dict[str, Any]]
+                  ) -> list[dict[str, Any]]:
     """
-    #### What an optimizer knows of a flat parameter, each thing once
+    #### The optimizer states of a flat parameter, each of them once
 
-    * `params` are the manifest's; `states` has, by the place in them, what is known of a parameter
+    * `params` are the manifest's, and `states` are by the index of the parameter
 
-    Of a param group, as a rule, there is one entry. If some of its parameters have been used in
-    other steps than others, each entry says by `params` which ones it is of.
+    Most param groups have one entry. If some of its parameters were used in other steps than the
+    rest, each entry lists its parameters as `params`.
     """
     found: list[dict[str, Any]] = []
     for group in dict.fromkeys(param["param_group"] for param in params):
+        # A parameter without elements has no state.
         members = [i for i, param in enumerate(params)
                    if param["param_group"] == group and 0 not in param["shape"]]
-        entries: list[dict[str, Any]] = []
-        for i in members:
-            if i in states and states[i] not in entries:
-                entries.append(states[i])
-        if len(entries) == 1 and all(i in states for i in members):
+        known = [states[i] for i in members if i in states]
+        entries = [state for i, state in enumerate(known) if state not in known[:i]]
+        if len(entries) == 1 and len(known) == len(members):
             found += entries
-            continue
-        found += [{**entry, "params": [i for i in members if states.get(i) == entry]}
-                  for entry in entries]
+        else:
+            found += [{**entry, "params": [i for i in members if states.get(i) == entry]}
+                      for entry in entries]
     return found

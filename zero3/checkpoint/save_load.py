@@ -1,47 +1,54 @@
 r"""
-# Checkpoints: save, survive, go on with another number of ranks
+# Checkpoints: save a run, and resume it on any number of ranks
 
-`save` has each rank write its own shards, and `load` has each rank read what is its own now.
+`save` lets each rank write its own shards, and `load` lets each rank read the elements that belong
+to its shards now.
 
-A run of many days on many machines ends many times before it is done. What it needs to go on is in
-its shards: the parameters, and of each the master and the moments. Nobody has to gather anything:
-each rank writes what it rests with, all at the same time, so a save takes as long as a rank's own
-bytes take.
+A long run is interrupted many times, and resumes from its shards: the parameters, and for each of
+them the master and the moments. No rank has to gather anything to save them. Each rank writes what
+it keeps anyway, at the same time as the others, so a save takes as long as one rank's own bytes.
+
+**Four weights, saved on two ranks, loaded on four.** Rank 0 writes elements 0 and 1 of a layer, and
+rank 1 writes 2 and 3. Later, four ranks have one element each, so new rank 3 reads the second
+element of the old rank 1's file. On three ranks a shard has $\lceil 4/3 \rceil = 2$ elements: rank
+0 reads the first file, rank 1 reads the second one, and rank 2 has padding only and reads nothing.
+
+With fp32 masters and Adam a parameter has 12 bytes of state: 4 for the master, and 4 for each of
+two moments. On $N$ ranks, and later on $N'$:
 
 $$\underbrace{\frac{12\Psi}{N}}_{\text{bytes that a rank writes}} \qquad
-\underbrace{2 \cdot \frac{12\Psi}{N'}}_{\text{that it reads, on } N' \text{ ranks}}$$
+\underbrace{2 \cdot \frac{12\Psi}{N'}}_{\text{bytes that it reads}}$$
 
-with fp32 masters and Adam, and for frozen parameters their own bytes; twice, for all is checked
-before any of it is taken. The 16-bit parameters are not written: they are the masters, rounded.
-`archive.py` says how a folder of such files becomes a checkpoint, at one moment and no sooner, and
-how a range of a parameter is found again.
+A rank reads everything twice, because it checks the whole checkpoint before it changes the model.
+The 16-bit parameters are not saved; they are the masters, rounded. Frozen parameters have no
+masters, so their own bytes are saved. `reader.py` explains how a folder of files becomes a
+checkpoint in a single moment, and how to find a range of a parameter in it.
 
-The way of a save is `Entries.describe`, `manifest`, `entries`, `tensors`, then `Writer`, then
-`commit_checkpoint`; that of a load `newest`, `CheckpointReader`, `Entries.check`, `shard`, then `CheckpointReader.read`,
-`TensorFile.read`, and `Entries.take`.
+A save goes through `Entries.describe`, `manifest`, `entries` and `tensors`, then `Writer`, then
+`commit_checkpoint`. A load goes through `newest`, `CheckpointReader`, `Entries.check`, `shard`
+(which calls `CheckpointReader.read` and `TensorFile.read`), and `Entries.take`.
 
-| what | where it is |
+| saved | place |
 |---|---|
-| masters and moments; parameters without any | each rank's file: its shards |
-| buffers, frozen parameters outside of layers, random numbers' states | each rank's file: its own |
-| steps that Adam counted, options of param groups, loss scale, `extra` | the manifest |
+| masters and moments; parameters without a master | each rank's file: its shards |
+| buffers, frozen parameters outside of layers, random number states | each rank's file: its own |
+| number of steps, options of param groups, loss scale, `extra` | the manifest |
 
-**On another number of ranks** each parameter is cut elsewhere, and a rank reads the pieces of its
-shards from one or several of the files. The same goes for the layers: the parameters are found by
-the names that they have in the plain model. Also where shards rest, and in which data type, is the
-business of the model that loads.
+**On another number of ranks** the shards have other boundaries, so a rank may read its elements
+from several files. The layers may be wrapped in another way too, because parameters are found by
+their names in the plain model. The loading model also decides on the tiers and data types.
 
 **While training goes on.** With `async_write` the shards are copied, and a thread writes the copies
-to the disk. The next step that finds all files written makes them a checkpoint; if one could not be
-written, the next step says so. After the last step of a run somebody has to `wait()`.
+to disk while training goes on. The next optimizer step that finds all files written turns them into
+a checkpoint. If a write failed, the next step raises the error. After its last step a run has to
+call `wait()`.
 
-**Run this**: `make train ARGS="--save-every 100"`, end it at any moment, by Ctrl-C or less kindly,
-and run it again. `python -m zero3.checkpoint --help` looks into checkpoints and takes them to other
-libraries.
+**Run this**: `make train ARGS="--save-every 100"`. Stop it at any moment, by Ctrl-C or by a kill,
+and run it again. `python -m zero3.checkpoint --help` inspects checkpoints and converts them.
 
-**Not covered, and what that costs**: gradients. Save after a step, and not between micro-batches,
-whose sums would be lost. Random numbers go on exactly on the same number of ranks; on another one
-each rank begins a stream of its own. `extra` is rank 0's.
+**Not covered, and what that costs**: gradients are not saved. Save after a step, because a save
+between micro-batches loses the sums so far. Random numbers continue exactly only on the same number
+of ranks; otherwise each rank begins a new stream of its own. `extra` is taken from rank 0.
 """
 
 import json
@@ -55,10 +62,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from zero3.checkpoint.entries import Entries, Entry
 from zero3.checkpoint.reader import (
@@ -80,78 +89,86 @@ from zero3.comm import Communicator
 from zero3.guards.options import one_line
 
 
-def save(folder: str | Path, model: nn.Module, optimizer: Any = None, *, step: int,
-         extra: Any = None, async_write: bool = False, keep: int = 2) -> "Saving":
+def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *,
+         step: int, extra: Any = None, async_write: bool = False, keep: int = 2) -> "Saving":
     r"""
     ## Save a checkpoint
 
-    All ranks call it alike, between a step and the next backward. Into `folder/step-...`, in which
-    a checkpoint is there wholly or not at all, whatever happens meanwhile.
+    All ranks call this with the same arguments, between a step and the next backward pass. The
+    checkpoint is written to `folder/step-...`. It is complete or does not exist, at every moment
+    (invariant I10).
 
-    * `folder` is a run's, the same for all ranks; what is missing of it is made
+    * `folder` belongs to this run, and is the same for all ranks; it is created if necessary
     * `model` is a `Zero3Sequential`, a wrapped model, or any module with `Zero3Layer`s
     * `optimizer` is a `Zero3Optimizer`, or one of torch's on the shards; left out, the weights are
       saved alone
-    * `step` is the number of steps taken; checkpoints of later ones, from before the run was taken
-      up again at an earlier one, are removed
-    * `extra` is what else the run needs, of numbers, strings, tensors, lists, tuples and dicts: a
-      scheduler's `state_dict()`, the place in the data
-    * `async_write` copies what is in memory, $\frac{12\Psi}{N}$ bytes of a rank, and returns while
-      the copies are being written. The checkpoint is there after a later step of the optimizer, the
-      next `save` or `load`, or `wait()`; before the program ends, call that
-    * `keep` is how many checkpoints stay, this one included
+    * `step` is the number of steps taken. Checkpoints of later steps are removed: they are from
+      before the run was resumed at an earlier step
+    * `extra` is anything else that the run needs, such as the `state_dict()` of a scheduler or the
+      position in the data: numbers, strings, tensors, lists, tuples and dicts
+    * `async_write` copies everything in memory, $\frac{12\Psi}{N}$ bytes per rank, and returns
+      while a thread writes the copies. The checkpoint is complete after a later optimizer step,
+      the next `save` or `load`, or `wait()`. Call `wait()` before the program ends
+    * `keep` is the number of checkpoints to keep, including this one
 
-    Returns a `Saving`, on which an asynchronous save can be waited for.
+    Returns a `Saving`, whose `wait()` waits for an asynchronous save.
 
-    Raises `RuntimeError` on all ranks where it cannot be saved, where the ranks were not called
-    alike or another run saves into the folder, or the asynchronous one before could not be and
-    nobody was told yet; the checkpoints before are then as they were. Keeps I10.
+    Raises `RuntimeError` on all ranks if the checkpoint cannot be saved, if the ranks passed
+    different arguments, if another run saves to the folder, or if the previous asynchronous save
+    failed and no step has raised its error yet. The older checkpoints are not touched then.
     """
-    def agreed(inventory: Entries) -> dict[str, Any]:
+    def agreed(entries: Entries) -> dict[str, Any]:
         found = {"folder": os.path.realpath(folder), "step": operator.index(step),
                  "keep": operator.index(keep), "async_write": bool(async_write)}
-        inventory.expect(step >= 0 and keep > 0, "cannot be saved", "a `step` of at least 0, and "
-                         "at least 1 to `keep`", f"{step} and {keep}", "pass these")
+        entries.expect(step >= 0 and keep > 0, "cannot be saved", "a `step` of at least 0, and at "
+                       "least 1 to `keep`", f"{step} and {keep}", "pass these")
         return found
 
-    inventory = _all_here("saved", model, optimizer, agreed)
-    if inventory.comm.saving:
-        inventory.comm.saving.leave()
-    saving = Saving(inventory, Path(folder), operator.index(step), operator.index(keep))
+    entries = _all_here("saved", model, optimizer, agreed)
+    _end_last_save(entries.comm)
+    saving = Saving(entries, Path(folder), operator.index(step), operator.index(keep))
     saving.begin(extra, async_write)
     return saving
 
 
-def _all_here(done: str, model: nn.Module, optimizer: Any,
+def _all_here(done: str, model: nn.Module, optimizer: torch.optim.Optimizer | None,
               agreed: Callable[[Entries], dict[str, Any]]) -> Entries:
     """
-    #### List what a model has, once all ranks are here and were called alike
+    #### List the contents of a model, and compare the arguments of all ranks
 
-    * `done` is what shall be done to the checkpoint, for errors
-    * `agreed` checks this rank's arguments, and returns those that all ranks must have alike
+    * `done` is "saved" or "loaded", for errors
+    * `agreed` checks this rank's arguments, and returns those that have to be the same on all ranks
 
-    All ranks must call it (all-gather of these). An exception of one rank goes on there; the others
-    raise a `RuntimeError` with it, in place of waiting for that rank.
+    All ranks must call it (all-gather of the arguments). If one rank raises, the others raise a
+    `RuntimeError` with its error. Otherwise they would wait for that rank forever.
     """
-    comm, mine, raised = Communicator(), {}, None  # type: tuple[Communicator, dict[str, Any], Exception | None]
+    mine: dict[str, Any] = {}
+    raised: Exception | None = None
     try:
-        inventory = Entries(model, optimizer)
-        mine = {"optimizer": inventory.kind if optimizer else None, **agreed(inventory)}
+        entries = Entries(model, optimizer)
+        mine = {"optimizer": entries.optimizer_class if optimizer else None, **agreed(entries)}
     except Exception as error:
         raised = error
-    problem = one_line(f"{raised}" or repr(raised)) if raised else ""
-    every = comm.gather((problem, mine))
+    every = Communicator().gather((_told(raised) if raised else "", mine))
     if raised:
         raise raised
     for rank, (problem, theirs) in enumerate(every):
-        inventory.expect(not problem, f"cannot be {done}", "all ranks here, called alike",
-                         f"an error on rank {rank}, which is not: {problem}",
-                         f"look at what rank {rank} was called with; nothing has changed")
+        entries.expect(not problem, f"cannot be {done}", "valid arguments on all ranks",
+                       f"an error on rank {rank}: {problem}",
+                       f"look at the arguments on rank {rank}; nothing has changed")
         for name, value in theirs.items():
-            inventory.expect(value == every[0][1][name], f"cannot be {done}", f"the same `{name}` "
-                             "on all ranks", f"{every[0][1][name]!r} on rank 0, {value!r} on rank "
-                             f"{rank}", "call it alike on all ranks; nothing has changed")
-    return inventory
+            first = every[0][1][name]
+            entries.expect(value == first, f"cannot be {done}", f"the same `{name}` on all ranks",
+                           f"{first!r} on rank 0, {value!r} on rank {rank}",
+                           "call it alike on all ranks; nothing has changed")
+    return entries
+
+
+def _told(error: Exception) -> str:
+    """
+    #### An error as text that is never empty
+    """
+    return one_line(f"{error}") or repr(error)
 
 
 class Saving:
@@ -159,222 +176,274 @@ class Saving:
     ## A checkpoint that is being written
     """
 
-    def __init__(self, inventory: Entries, folder: Path, step: int, keep: int):
-        self.inventory, self.folder, self.step, self.keep = inventory, folder, step, keep
+    def __init__(self, entries: Entries, folder: Path, step: int, keep: int):
+        self.entries = entries
+        self.folder = folder
+        self.step = step
+        self.keep = keep
         self.partial = partial_path(folder, step)
-        self.first = not inventory.comm.rank  # this is rank 0
+        self.made_folder = False
         self.manifest: dict[str, Any] = {}
-        self.made = False  # the folder, by rank 0
-        self.writer: Any = None
-        self.written: Any = None  # this rank's file: a `Future` of what `_write` returns
-        self.hook: Any = None
-        self.ended, self.failure = False, None  # type: tuple[bool, RuntimeError | None]
+        self.writer: Any = None  # this rank's `Writer`, once it has reserved the disk space
+        self.written: Any = None  # a `Future` of the result of `_write`
+        self.hook: RemovableHandle | None = None
+        self.ended = False
+        self.failure: RuntimeError | None = None
 
     def begin(self, extra: Any, async_write: bool) -> None:
         """
-        ### Take the space, and write this rank's file, or begin to
+        ### Reserve the disk space, and write this rank's file or start a thread that writes it
 
-        Rank 0 makes the folder. Then all take their space, so that a disk that is too small says so
-        while nothing is written yet.
+        Rank 0 creates the folder. Then all ranks reserve the space of their files, so that a full
+        disk is an error before anything is written.
         """
-        inventory, comm, problem = self.inventory, self.inventory.comm, ""
-        described, options = [], None  # type: tuple[list[dict[str, Any]], dict[str, Any] | None]
-        try:
-            self.manifest = {"step": self.step, "extra": encode(extra)}
-            described, options = inventory.describe(), inventory.options()
-            if self.first:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                lock_folder(self.folder)
-                clean_up_interrupted_saves(self.folder)
-                self.partial.mkdir()
-                self.made = True
-        except Exception as error:
-            # Whatever it is: the other ranks wait for this one, and shall hear of it.
-            problem = f"{error}" or repr(error)
-        self._agree(problem)
-        self.manifest |= inventory.manifest(described, options)
-        entries = inventory.entries(self.manifest)
-        like = {entry.name: (entry.dtype, entry.shape) for entry in entries}
-        path = self.partial / file_name(comm.rank, comm.world_size)
-        try:
-            streams = json.dumps(encode(_random_states(inventory.device)))
-            self.writer = Writer(path, like, {"random": streams})
-        except Exception as error:
-            problem = f"{error}" or repr(error)
-        self._agree(problem)
-        self._fill(entries, async_write)
+        described, options = self._on_all_ranks(lambda: self._prepare(extra))
+        self.manifest |= self.entries.manifest(described, options)
+        listed = self.entries.entries(self.manifest)
+        self._on_all_ranks(lambda: self._open_file(listed))
+        self._fill(listed, async_write)
         if not async_write:
             self.wait()
             return
-        comm.saving = self
-        if inventory.optimizer is not None:
-            self.hook = inventory.optimizer.register_step_pre_hook(self._end_if_done)
+        _LAST_SAVES[self.entries.comm] = self
+        if self.entries.optimizer is not None:
+            self.hook = self.entries.optimizer.register_step_pre_hook(self._end_if_done)
 
-    def _fill(self, entries: list[Entry], async_write: bool) -> None:
+    def _prepare(self, extra: Any) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
         """
-        #### Write what is to be written at once, and have a thread do the rest
+        #### Describe this rank's model and optimizer, and create the folder on rank 0
+        """
+        self.manifest = {"step": self.step, "extra": encode(extra)}
+        described = self.entries.describe()
+        options = self.entries.options()
+        if self.entries.comm.rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock_folder(self.folder)
+            clean_up_interrupted_saves(self.folder)
+            self.partial.mkdir()
+            self.made_folder = True
+        return described, options
 
-        At once: everything, or what comes before the last that rests in a file.
+    def _open_file(self, listed: list[Entry]) -> None:
         """
-        inventory, now, problem = self.inventory, len(entries), ""
+        #### Reserve the space of this rank's file
+        """
+        comm = self.entries.comm
+        like = {entry.name: (entry.dtype, entry.shape) for entry in listed}
+        streams = json.dumps(encode(_random_states(self.entries.device)))
+        path = self.partial / file_name(comm.rank, comm.world_size)
+        self.writer = Writer(path, like, {"random": streams})
+
+    def _fill(self, listed: list[Entry], async_write: bool) -> None:
+        """
+        #### Write tensors now, and let a thread write the rest
+
+        An asynchronous save writes up to the last tensor from a file now, and copies the tensors
+        after that.
+        """
+        now = len(listed)
         if async_write:
-            now = 1 + max((i for i, e in enumerate(entries) if not e.in_memory), default=-1)
+            now = 1 + max((i for i, e in enumerate(listed) if not e.in_memory), default=-1)
+        copies: list[torch.Tensor] = []
+        problem = ""
         try:
-            for values in inventory.tensors(entries[:now]):
+            for values in self.entries.tensors(listed[:now]):
                 self.writer.write(values)
-            copies = [t.detach().to("cpu", copy=True) for t in inventory.tensors(entries[now:])]
+            copies = [values.detach().to("cpu", copy=True)
+                      for values in self.entries.tensors(listed[now:])]
         except Exception as error:
-            problem, copies = f"{error}" or repr(error), []
+            problem = _told(error)
         worker = ThreadPoolExecutor(1, "zero3-checkpoint")
         self.written = worker.submit(self._write, copies, problem)
         worker.shutdown(wait=False)
 
     def _write(self, copies: list[torch.Tensor], problem: str) -> tuple[str, Any]:
         """
-        #### Write what was copied, and have the file on the disk
+        #### Write the copies, and force the file to disk (in a thread)
 
-        In a thread. Returns the problem, if there is one, and what the manifest says of the file.
+        Returns the problem, if there is one, and the file's entry in the manifest.
         """
         try:
             with self.writer as writer:
                 while copies:
+                    # The memory of a copy is free as soon as it is written.
                     writer.write(copies.pop(0))
                 return problem, None if problem else writer.finish()
         except Exception as error:
-            return problem or f"{error}", None
+            return problem or _told(error), None
 
     def _end_if_done(self, *_) -> None:
         """
-        #### End the save, if all files are written, or one cannot be
+        #### End the save if all files are written, or if one of them failed
 
-        Before each step as long as it lasts (all-gather of two flags). The hook that calls it stays
-        until the next save: torch is going through the hooks now.
+        A hook that runs before every optimizer step (all-gather of two flags, until the save has
+        ended). The next save removes the hook. It cannot remove itself, because torch is iterating
+        over the hooks while it runs.
         """
         if self.ended:
             return
         done = self.written.done()
         failed = done and bool(self.written.result()[0])
-        every = self.inventory.comm.gather((done, failed))
+        every = self.entries.comm.gather((done, failed))
         if all(done for done, _ in every) or any(failed for _, failed in every):
             self.wait()
 
     def wait(self) -> Path:
         """
-        ### Wait until the checkpoint is there, and return where
+        ### Wait until the checkpoint is complete, and return its folder
 
-        All ranks call it. Raises `RuntimeError` on all ranks where one could not write.
+        All ranks must call it. Raises `RuntimeError` on all ranks if one of them could not write.
         """
         if self.failure:
             raise self.failure
-        if self.ended:
-            return self.partial.with_suffix("")
-        problem, file = self.written.result()
-        self.ended = True
-        self.manifest["files"] = self.inventory.comm.gather(file)
-        self._agree(problem)
-        try:
-            if self.first:
-                commit_checkpoint(self.partial, self.manifest)
-                # What cannot be removed now stays, and the next save tries again.
-                with suppress(OSError):
-                    for path in [*steps(self.folder).values()][: -self.keep]:
-                        remove(path)
-        except Exception as error:
-            problem = f"{error}"
-        self._agree(problem)
+        if not self.ended:
+            problem, file = self.written.result()
+            self.ended = True
+            self.manifest["files"] = self.entries.comm.gather(file)
+            self._agree(problem)
+            self._on_all_ranks(self._commit)
+            # Let go of the model: `_LAST_SAVES` and the hook keep this object.
+            del self.entries
         return self.partial.with_suffix("")
+
+    def _commit(self) -> None:
+        """
+        #### Make the folder a checkpoint, and remove the oldest ones (on rank 0)
+        """
+        if self.entries.comm.rank == 0:
+            commit_checkpoint(self.partial, self.manifest)
+            # If one cannot be removed now, the next save tries again.
+            with suppress(OSError):
+                for path in [*steps(self.folder).values()][: -self.keep]:
+                    remove(path)
 
     def leave(self) -> None:
         """
-        ### End it, if it has not ended, and have no step look after it any more
+        ### Remove the hook, and wait for the checkpoint unless the save has ended
         """
+        if self.hook:
+            self.hook.remove()
+        if not self.ended:
+            self.wait()
+
+    def _on_all_ranks(self, work: Callable[[], Any]) -> Any:
+        """
+        #### Do this rank's part of the work, and go on only if it worked on all ranks
+
+        Catches every exception, because the other ranks are waiting to hear from this one.
+        """
+        result = None
+        problem = ""
         try:
-            if not self.ended:
-                self.wait()
-        finally:
-            self.inventory.comm.saving = None
-            if self.hook:
-                self.hook.remove()
+            result = work()
+        except Exception as error:
+            problem = _told(error)
+        self._agree(problem)
+        return result
 
     def _agree(self, problem: str) -> None:
         """
-        #### Go on if no rank has a problem; else clear away, and raise on all of them
+        #### Go on if no rank has a problem; otherwise clean up, and raise an error on all ranks
         """
-        inventory = self.inventory
         try:
-            inventory.comm.agree(
-                inventory, f"of step {self.step} cannot be saved to {self.folder}", "a folder with "
-                "room to write to, and an `extra` of numbers, strings, tensors, lists and dicts",
-                problem, "make room, or choose another folder; the checkpoints before are as they "
-                "were")
+            self.entries.comm.agree(
+                self.entries, f"of step {self.step} cannot be saved to {self.folder}", "a folder "
+                "with room to write to, and an `extra` of numbers, strings, tensors, lists and "
+                "dicts", problem, "make room, or choose another folder; the older checkpoints are "
+                "not touched")
         except RuntimeError as error:
-            self.ended, self.failure = True, error
+            self.ended = True
+            self.failure = error
+            del self.entries
             if self.writer and not self.written:
-                # Nothing is written: to have the file closed.
+                # Nothing was written yet; this closes the file.
                 self._write([], "another rank's")
-            if self.made and not (self.partial / MANIFEST).exists():
-                # A folder that was not made here is another run's. With a manifest it is a
-                # checkpoint already, and `clean_up_interrupted_saves` gives it its name.
+            if self.made_folder and not (self.partial / MANIFEST).exists():
+                # A folder that this save did not create belongs to another run. A folder with a
+                # manifest is a checkpoint already, and `clean_up_interrupted_saves` renames it.
                 shutil.rmtree(self.partial, ignore_errors=True)
             raise
 
 
-def load(folder: str | Path, model: nn.Module, optimizer: Any = None) -> Any:
+# The last asynchronous save of each model, by the communicator of its layers.
+_LAST_SAVES: WeakKeyDictionary[Communicator, Saving] = WeakKeyDictionary()
+
+
+def _end_last_save(comm: Communicator) -> None:
+    """
+    #### Wait for the last asynchronous save of this model, if there was one
+
+    Raises its error, unless a step has raised it already.
+    """
+    if last := _LAST_SAVES.pop(comm, None):
+        last.leave()
+
+
+def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+         ) -> Any:
     """
     ## Load a checkpoint
 
-    All ranks call it alike, between steps. On any number of ranks: each reads what is its own now,
-    checks it, and changes nothing before all have found everything whole.
+    All ranks call this with the same arguments, between steps, on any number of ranks. Each rank
+    reads and checks its own elements. The model changes only after all ranks have found everything
+    intact.
 
-    * `folder` is a run's, of which the newest checkpoint is loaded, or a checkpoint's own
-    * `model` and `optimizer` are as for `save`, of the same parameters; layers, tiers and data
-      types may be others. Without an optimizer the weights are loaded alone
+    * `folder` is a run's, to load its newest checkpoint, or the folder of one checkpoint
+    * `model` and `optimizer` have the same parameters as the saved ones. Layers, tiers and data
+      types may differ. Without an optimizer the weights are loaded alone
 
-    Returns what was `extra`.
+    Returns the `extra` that was saved.
 
-    Raises `RuntimeError` on all ranks where there is no checkpoint, where it is damaged or of
-    another model; model and optimizer are then as they were. Keeps I5 and I10.
+    Raises `RuntimeError` on all ranks if there is no checkpoint, or if it is damaged or of another
+    model. The model and the optimizer are unchanged then. Padding is zero afterwards (invariant
+    I5), and an interrupted load leaves the checkpoint as it is (invariant I10).
     """
-    inventory = _all_here("loaded", model, optimizer,
-                          lambda _: {"folder": os.path.realpath(folder)})
-    comm, problem = inventory.comm, ""
-    if comm.saving:
-        comm.saving.leave()
-    # Rank 0 chooses: what the others see of a shared folder may be a moment older.
+    entries = _all_here("loaded", model, optimizer,
+                        lambda _: {"folder": os.path.realpath(folder)})
+    comm = entries.comm
+    _end_last_save(comm)
+    # Rank 0 chooses, because other machines may see an older state of a shared folder.
     path = Path(folder)
     with suppress(OSError):
-        # `CheckpointReader` says better why not.
+        # `CheckpointReader` has the better error message.
         path = newest(path) or path
     path = comm.gather(path)[0]
+    problem = ""
     try:
         archive = CheckpointReader(path)
-        groups = inventory.check(archive)
-        # Read, and dropped again: all ranks have to find all whole before anything changes.
-        for flat in inventory.flats:
-            for key in ("param", *flat.moments):
-                inventory.shard(archive, flat, key)
-        for name, t in inventory.found.items():
-            shape = archive.replicated(comm.rank, name).shape
-            if shape != t.shape:
-                raise Broken(f"`{name}` is of {tuple(shape)} in the checkpoint, of "
-                             f"{tuple(t.shape)} here")
+        groups = entries.check(archive)
+        _read_all(archive, entries)
         extra = decode(archive.manifest["extra"])
         states = _random_states_of(archive, comm)
-        _check_random_states(states, inventory.device)
+        _check_random_states(states, entries.device)
     except Exception as error:
-        problem = one_line(f"{error}") or repr(error)
-    comm.agree(inventory, f"in {path} cannot be loaded", "one of this model and optimizer, as it "
-               "was saved", problem, "pass the folder of another one; `python -m zero3.checkpoint "
-               "verify` says which are as they were written")
+        problem = _told(error)
+    comm.agree(entries, f"in {path} cannot be loaded", "an intact checkpoint of this model and "
+               "optimizer", problem, "pass the folder of another one; `python -m zero3.checkpoint "
+               "verify` tells which ones are intact")
     try:
-        inventory.take(archive, groups)
-        _set_random_states(states, inventory.device)
+        entries.take(archive, groups)
+        _set_random_states(states, entries.device)
     except Exception as error:
-        problem = one_line(f"{error}") or repr(error)
-    comm.agree(inventory, f"in {path} was whole, and then was not", "files that nobody writes to "
-               "while they are loaded", problem, "load it again, or another one: until then the "
-               "model has values of both")
+        problem = _told(error)
+    comm.agree(entries, f"in {path} was whole, and then was not", "files that nobody writes to "
+               "during a load", problem, "load it again, or another one: until then the model has "
+               "old and new values")
     return extra
+
+
+def _read_all(archive: CheckpointReader, entries: Entries) -> None:
+    """
+    #### Read everything that this rank will load, to find damage before anything changes
+    """
+    for flat in entries.flats:
+        for key in ("param", *flat.moments):
+            entries.shard(archive, flat, key)
+    for name, tensor in entries.found.items():
+        shape = archive.replicated(entries.comm.rank, name).shape
+        if shape != tensor.shape:
+            raise Broken(f"`{name}` is of {tuple(shape)} in the checkpoint, of "
+                         f"{tuple(tensor.shape)} here")
 
 
 # ---------------------------------------------------------------------------------- random numbers
@@ -382,7 +451,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: Any = None) -> Any:
 
 def _random_states(device: torch.device) -> dict[str, Any]:
     """
-    #### Where each stream of random numbers of this process is
+    #### The state of each random number generator of this process
     """
     drawn: Any = np.random.get_state()
     found = {"torch": torch.get_rng_state(), "python": random.getstate(),
@@ -394,10 +463,10 @@ def _random_states(device: torch.device) -> dict[str, Any]:
 
 def _random_states_of(archive: CheckpointReader, comm: Communicator) -> dict[str, Any]:
     """
-    #### What a checkpoint has of them for this rank
+    #### This rank's random number states from a checkpoint
 
-    On another number of ranks a seed, which differs between ranks. What came from another format
-    has none.
+    On another number of ranks this is a new seed for each rank. A checkpoint that was converted
+    from another format has no states.
     """
     same = archive.world_size == comm.world_size
     header = archive.files[comm.rank if same else 0].header
@@ -409,9 +478,9 @@ def _random_states_of(archive: CheckpointReader, comm: Communicator) -> dict[str
 
 def _check_random_states(states: dict[str, Any], device: torch.device) -> None:
     """
-    #### Make sure that each stream can be set, by streams that nobody uses
+    #### Make sure that the states are valid, by setting them on new generators
 
-    Raises `Broken` where one cannot.
+    Raises `Broken` if one of them is not.
     """
     try:
         if "torch" in states:
@@ -421,20 +490,19 @@ def _check_random_states(states: dict[str, Any], device: torch.device) -> None:
         if "device" in states and device.type != "cpu":
             torch.Generator(device).set_state(states["device"])
     except Exception as error:
-        raise Broken(f"a state of random numbers is none: {error!r}") from error
+        raise Broken(f"a random number state is not valid: {error!r}") from error
 
 
 def _set_random_states(states: dict[str, Any], device: torch.device) -> None:
     """
-    #### Set each stream of random numbers, or seed it
+    #### Set or seed the random number generators of this process
     """
     if "seed" in states:
         for seed in (torch.manual_seed, random.seed, np.random.seed):
             seed(states["seed"])
-    if "torch" not in states:
-        return
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    if "device" in states and device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states["device"], device)
+    if "torch" in states:
+        torch.set_rng_state(states["torch"])
+        random.setstate(states["python"])
+        np.random.set_state(states["numpy"])
+        if "device" in states and device.type != "cpu":
+            torch.get_device_module(device).set_rng_state(states["device"], device)

@@ -1,34 +1,47 @@
 r"""
 # Models larger than memory: made, read and written layer by layer
 
-`Source` gives one layer of a model its values, `Deferred` stands for one that is not made yet, and
-`save` writes a sharded model to files.
+`Source` gives a layer its values, `Deferred` is a placeholder for a layer that does not exist yet,
+and `save` writes a sharded model to files.
 
-A model that no rank could hold must not be whole at any time, and least of all on its first day. So
-it is built without values, on torch's `meta` device or of `Deferred` layers. Then each layer in
-turn is materialised on every rank, filled, sharded and freed, before the next one is touched.
-Values come from the module's own `reset_parameters`, from a function, or from a checkpoint, of
-which only the layer's tensors are read. It is what section 7.2 of
-[ZeRO-Infinity](https://arxiv.org/abs/2104.07857) does while a model is built.
+If no rank has enough memory for a model, the model must never exist as a whole, not even when it is
+created. So build it without values, on torch's `meta` device or from `Deferred` layers. `wrap` then
+goes through the layers one by one: every rank allocates the layer, gives it its values, shards it
+and frees it, before the next layer is allocated. The values come from the module's own
+`reset_parameters`, from a function, or from a checkpoint, of which only this layer's tensors are
+read. Section 7.2 of [ZeRO-Infinity](https://arxiv.org/abs/2104.07857) initializes models in the
+same way.
 
-$$\text{while a model is made} \le \sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil
+**Two layers on two ranks.** The first layer has 4 elements, the second one has 6. Memory while
+`wrap` makes the model, in elements on each rank:
+
+| | layer 1 | layer 2 | together |
+|---|---|---|---|
+| allocate layer 1, and copy it to its flat parameter | 4 + 4 | | 8 |
+| shard it, and free the rest | 2 | | 2 |
+| allocate layer 2, and copy it to its flat parameter | 2 | 6 + 6 | 14 |
+| shard it, and free the rest | 2 | 3 | 5 |
+
+The largest layer counts twice, once as parameters and once as a flat parameter:
+
+$$\text{memory while a model is made} \le \sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil
 + 2 \max_\ell P_\ell \quad \text{elements}$$
 
-Twice the largest layer: in its parameters, and in the flat one that they are copied to. A tensor of
-a checkpoint is a copy too, before it is one.
+A tensor that is read from a checkpoint is one more copy, until its values are in the layer.
 
-Each module is seeded by its name, and a deferred layer by its own. So values depend neither on the
-number of ranks nor on what was made before; they are not those of a model that is made in one go,
-which draws all of its numbers one after the other.
+Each module is seeded by its name, and so is each deferred layer. So the values depend neither on
+the number of ranks nor on the layers before. They differ from the values of a model that is built
+in one go, which draws all of them from a single stream of random numbers.
 
 **Run this**: `python -m pytest tests/test_coordinator.py -k memory` makes, trains and saves a model
-of four times a limit on its memory.
+of four times the memory limit.
 
-**Not covered, and what that costs**: checkpoints are files of safetensors, one or several with an
-index, as Hugging Face has them, with names as in the plain model's `state_dict()`; other names have
-to be changed first. Buffers that are in no file need `init`, for Hugging Face's models
-`init=model._init_weights`, or to be built outside of the meta device. Optimizer states are not in
-them, and a save that is cut off has overwritten what was there.
+**Not covered, and what that costs**: checkpoints are safetensors in Hugging Face's layout, a single
+file or several with an index. Their names have to be those of the plain model's `state_dict()`;
+rename the tensors first if they differ. Buffers that are in no file need `init`, which is
+`init=model._init_weights` for Hugging Face's models; or build them outside of the meta device.
+Optimizer states are not in these files. A save overwrites the previous files, so an interrupted one
+leaves neither.
 """
 
 import json
@@ -38,24 +51,35 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from zero3.comm import Communicator
 from zero3.flat import own_modules
 
 _INDEX = "model.safetensors.index.json"
 
 
+class WholeModel(Protocol):
+    """
+    ## A `Zero3Model`, as far as it has to be known here
+    """
+
+    label: str
+    comm: Communicator
+    units: list[Any]
+
+
 class Deferred(nn.Module):
     """
-    ## A layer that is not made yet
+    ## A placeholder for a layer that does not exist yet
 
-    Stands in a model where `factory()` will give a layer, on each rank, when `wrap` comes to it.
-    What it gives is one unit, whatever is inside of it.
+    `wrap` calls `factory()` on each rank, and puts the layer that it returns in this place. The
+    layer becomes one unit, with everything inside it.
     """
 
     def __init__(self, factory: Callable[[], nn.Module]):
@@ -66,13 +90,13 @@ class Deferred(nn.Module):
 @dataclass
 class Source:
     """
-    ## Where a model's values come from
+    ## The source of a model's values
 
-    * `device` is where layers are materialised
-    * `seed` is of the values that are drawn, for what is on the meta device or deferred
-    * `init` gives a module its values, in place of the module's `reset_parameters`; it is called
-      with each module that has parameters or buffers without values, innermost first, on rank 0
-    * `checkpoint` is a file of safetensors, the index of several, or their folder, on rank 0
+    * `device` is where layers are allocated
+    * `seed` is for values that are drawn, of layers that are deferred or on the meta device
+    * `init` gives a module its values, instead of the module's `reset_parameters`. It is called on
+      rank 0, with each module that has parameters or buffers without values, innermost first
+    * `checkpoint` is a file of safetensors, the index of several, or their folder; rank 0 reads it
     """
 
     device: torch.device
@@ -80,13 +104,14 @@ class Source:
     init: Callable[[nn.Module], Any] | None = None
     checkpoint: str | Path | None = None
 
-    def make(self, model: Any, module: nn.Module, path: str) -> nn.Module:
+    def make(self, model: WholeModel, module: nn.Module, path: str) -> nn.Module:
         """
-        ### The layer itself, where it was deferred
+        ### Make a deferred layer; return any other module as it is
 
-        * `model` raises errors, on all ranks
+        * `model` is used for errors, which are raised on all ranks
+        * `path` is the layer's name in the model
 
-        Raises `RuntimeError` on all ranks if the factory of one of them raises.
+        Raises `RuntimeError` on all ranks if the factory raises on one of them.
         """
         if not isinstance(module, Deferred):
             return module
@@ -105,60 +130,82 @@ class Source:
         return made
 
     @torch.no_grad()
-    def fill(self, model: Any, modules: dict[str, nn.Module], path: str,
+    def fill(self, model: WholeModel, modules: dict[str, nn.Module], path: str,
              names: dict[torch.Tensor, list[str]]) -> dict[torch.Tensor, torch.Tensor]:
         """
-        ### Give a layer values, where it has none
+        ### Give values to the tensors of a layer that have none
 
-        * `model` raises errors, on all ranks
-        * `modules` are the layer's own, by their names in the model; `path` is the layer's
-        * `names` are all that a tensor has in the model
+        * `model` is used for errors, which are raised on all ranks
+        * `modules` are the layer's own, by their names in the model; `path` is the layer's name
+        * `names` are all names of each tensor in the model
 
-        All ranks call it; rank 0 draws or reads, for its values become everybody's, and tells the
-        others of a problem (all-gather of a text). Returns what was made, by what stood for it.
+        All ranks must call it. Rank 0 draws or reads the values, because sharding the layer sends
+        its values to all ranks. It tells the others if that failed (all-gather of a text). Returns
+        the new tensors by the meta tensors that they replace.
 
-        Raises `RuntimeError` on all ranks where there are no values for something, or a checkpoint
-        does not fit. Keeps I6.
+        Raises `RuntimeError` on all ranks if a tensor gets no values, or if a checkpoint does not
+        fit. So no rank waits in vain for another one (invariant I6).
+        """
+        made, empty = self._allocate(modules)
+        if not empty and self.checkpoint is None:
+            return made
+        problem = ""
+        if model.comm.rank == 0:
+            for new in made.values():
+                _mark(new)
+            replaced = {new: old for old, new in made.items()}
+            problem = self._give_values(modules, empty,
+                                        lambda t: names.get(replaced.get(t, t), []))
+        model.comm.agree(model, f"cannot fill `{path or 'the rest'}`", "values for every parameter "
+                         "and buffer", problem, "pass `init=`, a function of a module; or pass the "
+                         "path of a checkpoint with all of these tensors; or build the missing "
+                         "ones outside of the meta device")
+        return made
+
+    def _allocate(self, modules: dict[str, nn.Module]
+                  ) -> tuple[dict[torch.Tensor, torch.Tensor], dict[str, list[str]]]:
+        """
+        #### Replace meta tensors by tensors with memory
+
+        Returns the new tensors by the old ones, and their names in each module.
         """
         made: dict[torch.Tensor, torch.Tensor] = {}
-        empty: dict[str, list[str]] = {}  # of each module, what had no values
+        empty: dict[str, list[str]] = {}
         for at, module in modules.items():
             kinds: Any = (module._parameters, module._buffers)
             for tensors in kinds:
                 for name, t in tensors.items():
                     if t is not None and t.is_meta:
                         if t not in made:
-                            # In its shape, device
-                            new = torch.empty_like(t, device=self.device, requires_grad=False)
-                            made[t] = (nn.Parameter(new, t.requires_grad)
-                                       if isinstance(t, nn.Parameter) else new)
-                            if not model.comm.rank:
-                                _mark(new)
+                            made[t] = torch.empty_like(t, device=self.device, requires_grad=False)
+                            if isinstance(t, nn.Parameter):
+                                made[t] = nn.Parameter(made[t], t.requires_grad)
                         tensors[name] = made[t]
                         empty.setdefault(at, []).append(name)
-        if not empty and self.checkpoint is None:
-            return made
+        return made, empty
+
+    def _give_values(self, modules: dict[str, nn.Module], empty: dict[str, list[str]],
+                     more: Callable[[torch.Tensor], list[str]]) -> str:
+        """
+        #### Draw or read the values of a layer; returns the problem, if there is one
+        """
         problem = ""
-        # Those inside of others first: what holds them may want to change them afterwards.
-        for at in [*empty][::-1] if not model.comm.rank else ():
-            if self.checkpoint is None or modules[at]._non_persistent_buffers_set & {*empty[at]}:
+        # Innermost first, because an outer module may change the values of an inner one.
+        for at, keys in reversed(empty.items()):
+            # Checkpoints have no values for non-persistent buffers.
+            if self.checkpoint is None or modules[at]._non_persistent_buffers_set & {*keys}:
                 problem = problem or self._draw(modules[at], at)
-        if self.checkpoint is not None and not model.comm.rank:
-            stood_for = {new: old for old, new in made.items()}
-            problem = problem or self._read(modules, lambda t: names.get(stood_for.get(t, t), []))
-        for at, keys in empty.items() if not model.comm.rank else ():
+        if self.checkpoint is not None:
+            problem = problem or self._read(modules, more)
+        for at, keys in empty.items():
             for name in keys:
                 if _is_marked(getattr(modules[at], name)):
                     problem = problem or f"`{_join(at, name)}` has no values, or NaN"
-        model.comm.agree(model, f"cannot fill `{path or 'the rest'}`", "values for every parameter "
-                         "and buffer", problem, "pass `init=`, a function of a module, or the path "
-                         "of a checkpoint with all of these tensors; or build what is missing "
-                         "outside of the meta device")
-        return made
+        return problem
 
     def _draw(self, module: nn.Module, at: str) -> str:
         """
-        #### Draw a module's values, or say why not
+        #### Draw the values of a module; returns the problem, if there is one
         """
         own = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
         if self.init is None and own is None:
@@ -170,17 +217,17 @@ class Source:
                 else:
                     own()  # type: ignore[misc]
         except Exception as error:
-            # The other ranks wait for this one, and shall hear of it.
+            # Do not raise here: the other ranks are waiting to hear from this one.
             return f"`{at}`: {error!r}"
         return ""
 
     def _read(self, modules: dict[str, nn.Module],
               more: Callable[[torch.Tensor], list[str]]) -> str:
         """
-        #### Read a layer's values, or say why not
+        #### Read the values of a layer; returns the problem, if there is one
 
-        A tied parameter is in a file under one of its names, of which some may be in other layers:
-        `more` gives all.
+        * `more` returns all names of a tensor. A tied parameter is in a file under one of them, and
+          this may be its name in another layer
         """
         places: dict[torch.Tensor, list[str]] = {}
         for at, module in modules.items():
@@ -204,14 +251,14 @@ class Source:
     @cached_property
     def files(self) -> dict[str, Path]:
         """
-        ### In which file each tensor of the checkpoint is
+        ### The file of each tensor in the checkpoint
         """
         path = Path(str(self.checkpoint))
         if path.is_dir():
             path = path / _INDEX if (path / _INDEX).exists() else path / "model.safetensors"
         if path.suffix == ".json":
             names = json.loads(path.read_text())["weight_map"]
-            # By its last part alone: an index has no say about other folders.
+            # Use only the last part of each path, because an index must not name other folders.
             return {name: path.parent / Path(file).name for name, file in names.items()}
         with safe_open(path, framework="pt") as file:
             return dict.fromkeys(file.keys(), path)
@@ -219,10 +266,10 @@ class Source:
     @contextmanager
     def _seeded(self, at: str) -> Iterator[None]:
         """
-        #### Random numbers of a module's own, and afterwards those from before
+        #### Seed the random numbers by a module's name, and restore them afterwards
         """
         seed = zlib.crc32(f"{self.seed} {at}".encode())
-        # `torch.manual_seed` and a bare `fork_rng` would go through every GPU of the machine. A
+        # `torch.manual_seed` and a bare `fork_rng` would initialize every GPU of the machine. A
         # rank has one.
         gpu = [self.device] if self.device.type != "cpu" else []
         with torch.random.fork_rng(gpu, device_type=self.device.type if gpu else "cuda"):
@@ -234,32 +281,28 @@ class Source:
             yield
 
 
-def save(model: Any, folder: Path) -> None:
+def save(model: WholeModel, folder: Path) -> None:
     """
     ## Write a whole model's weights, one unit at a time
 
-    Safetensors, a file for each unit and an index, as Hugging Face has them and as `Source` reads
-    them. A parameter with several names is in it once, under the first that its unit has for it.
-    All ranks call it, and all-gather each unit; rank 0 writes.
+    Writes safetensors, a file for each unit and an index, in Hugging Face's layout, which `Source`
+    reads too. A parameter with several names is written once, under the first name in its unit. All
+    ranks must call it, because each unit is all-gathered; rank 0 writes.
 
-    Raises `RuntimeError` on all ranks where that fails. Keeps I6.
+    Raises `RuntimeError` on all ranks if rank 0 cannot write, so that no rank waits in vain for it
+    (invariant I6).
     """
     index: dict[str, str] = {}
     total_bytes = 0
     for i, unit in enumerate(model.units, 1):
-        file, problem = f"model-{i:05}-of-{len(model.units):05}.safetensors", ""
+        file = f"model-{i:05}-of-{len(model.units):05}.safetensors"
+        problem = ""
         with unit.full_params() as params:
-            first = {p: name for name, p in reversed(params.items())}
-            found = {unit.full_name(name): p.detach() for p, name in first.items()}
-            for prefix, module in own_modules(unit.module):
-                # Copies, for buffers may share memory or be views, which files cannot say.
-                found |= {unit.full_name(prefix + name): buffer.contiguous().clone()
-                          for name, buffer in module._buffers.items()
-                          if buffer is not None and name not in module._non_persistent_buffers_set}
+            found = _tensors_of(unit, params)
             index |= dict.fromkeys(found, file)
             total_bytes += sum(t.nbytes for t in found.values())
             try:
-                if not unit.comm.rank:
+                if unit.comm.rank == 0:
                     folder.mkdir(parents=True, exist_ok=True)
                     if found:
                         save_file(found, folder / file, {"format": "pt"})
@@ -272,9 +315,23 @@ def save(model: Any, folder: Path) -> None:
                         problem, "choose another, or make room")
 
 
+def _tensors_of(unit: Any, params: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    """
+    #### The parameters and persistent buffers of a unit, by their names in the model
+    """
+    first = {p: name for name, p in reversed(params.items())}
+    found = {unit.full_name(name): p.detach() for p, name in first.items()}
+    for prefix, module in own_modules(unit.module):
+        # Copy buffers: they may share memory or be views, which safetensors does not allow.
+        found |= {unit.full_name(prefix + name): buffer.contiguous().clone()
+                  for name, buffer in module._buffers.items()
+                  if buffer is not None and name not in module._non_persistent_buffers_set}
+    return found
+
+
 def _mark(tensor: torch.Tensor) -> None:
     """
-    #### Write what shows that nobody has written: NaN, and elsewhere a byte that no bool has
+    #### Mark memory without values: with NaN, or with a byte that no bool has
     """
     if tensor.is_floating_point():
         tensor.fill_(torch.nan)
@@ -284,7 +341,10 @@ def _mark(tensor: torch.Tensor) -> None:
 
 def _is_marked(tensor: torch.Tensor) -> bool:
     """
-    #### Whether something of it, or all where that could be a value, is as `_mark` left it
+    #### Whether a tensor still has the mark
+
+    A single NaN is enough. A whole number may happen to be equal to the mark, so a tensor of whole
+    numbers has to consist of the mark alone.
     """
     if tensor.is_floating_point():
         return bool(tensor.isnan().any())
