@@ -112,7 +112,7 @@ def test_a_run_from_files_has_the_losses_of_one_in_memory_and_its_table_is_equal
     """
     The main job with all its states in files: the same losses to the last bit, and six columns
     instead of three. Breaks where a tier changes a number, or a read is not predicted.
-    Proves I8, `build`, `disk_bytes`, `_Rest.step`, `_Shard.file_bytes`.
+    Proves I8, `build`, `disk_bytes`, `_Buffers`, `_state_traffic`, `_Shard.file_bytes`.
     """
     run = run_job(tmp_path, "--steps", "6", "--eval-every", "3", "--sample", "5", "--prompt",
                   "Zero", "--offload-params", "nvme", "--offload-optimizer", "nvme")
