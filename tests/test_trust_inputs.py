@@ -162,7 +162,7 @@ def test_sizes_beyond_memory_are_refused_with_what_they_need(options, what, tmp_
     """
     At once, with the bytes needed and the bytes there. Breaks where the machine first tries: a
     batch of a billion windows was drawn for 40 s, in silence.
-    Proves `check_memory`, `GPTConfig.numel`.
+    Proves `check_memory`, `memory_needs`, `GPTConfig.numel`.
     """
     monkeypatch.setattr(train, "room", lambda at: 40 * 10**9)
     start_s = time.perf_counter()

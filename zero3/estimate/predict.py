@@ -60,7 +60,6 @@ last layer of a chain trains, because the layer below it is then read ahead in v
 """
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from zero3.estimate.formulas import LayerSpec, Part
 from zero3.files.disk import ALIGN_BYTES, whole_blocks
@@ -460,7 +459,7 @@ class _Step:
         """
         #### Gather each layer while the one before it computes
         """
-        for before, layer in pairwise([None, *self.chain]):
+        for before, layer in zip([None, *self.chain], self.chain, strict=False):
             self.fetch(layer)
             if before:
                 self.free(before)
@@ -473,7 +472,7 @@ class _Step:
 
         * `down` are the layers from the last to the first that trains
         """
-        for layer, below in pairwise([*down, None]):
+        for layer, below in zip(down, [*down[1:], None], strict=False):
             if below:
                 self.fetch(below)
             if layer.trains and not layer.has_full_grad:
