@@ -76,7 +76,7 @@ def nodes():
         *(f"ip netns add {name}" for name in names),
         f"ip link add wire netns {names[0]} type veth peer name wire netns {names[1]}",
         *(f"ip -n {name} addr add 10.199.0.{i + 1}/24 dev wire" for i, name in enumerate(names)),
-        *(f"ip -n {name} link set {device} up" for name in names for device in ("lo", "comm")),
+        *(f"ip -n {name} link set {device} up" for name in names for device in ("lo", "wire")),
     ]
     if shutil.which("ip") is None:
         pytest.skip("two machines need network namespaces: there is no `ip` (iproute2)")
@@ -115,7 +115,7 @@ def test_a_machine_may_be_lost_and_come_back(nodes, tmp_path):
              "zero3.train", *argv], stdout=log.open("w"), stderr=subprocess.STDOUT, cwd=ROOT,
             # No name server can be reached from there, and a host's name leads out of it.
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
-                 "RES_OPTIONS": "timeout:1 attempts:1", "GLOO_SOCKET_IFNAME": "comm",
+                 "RES_OPTIONS": "timeout:1 attempts:1", "GLOO_SOCKET_IFNAME": "wire",
                  # With one store, torch does not tell a machine that comes back where it is.
                  "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
@@ -278,8 +278,8 @@ def test_a_run_that_was_told_to_end_does_not_pass_for_one_that_is_done(tmp_path)
     """
     SIGTERM for one rank: all save, and end with 128 + 15, as a process does that dies of it, so
     that a supervisor starts the run again. It then goes on to its end, and ends with 0. Breaks
-    where `Job.train_on` returns 0 after a signal.
-    Proves I10, `Job.train_and_finish`, `Job.train_on`, `signals`.
+    where `Job.train_and_finish` returns 0 after a signal.
+    Proves I10, `Job.train_and_finish`, `signals`.
     """
     argv = [*SHORT, "--out", str(tmp_path / "out")]
     job = Job(tmp_path / "first", [argv] * 2, signalled)

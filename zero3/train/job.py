@@ -94,6 +94,13 @@ def loss_scale(text: str) -> float | str:
     return text if text == "dynamic" else float(text)
 
 
+def seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"expected seconds, more than 0, got {text}")
+    return value
+
+
 MOST_FP32 = torch.finfo(torch.float32).max
 # The options that are numbers: type, default, the least and the greatest value, and the help text.
 NUMBERS: dict[str, tuple[Callable[[str], Any], float | None, float, float, str]] = {
@@ -115,6 +122,27 @@ NUMBERS: dict[str, tuple[Callable[[str], Any], float | None, float, float, str]]
                    "--out; with 0 only Ctrl-C saves one"),
     # A longer sample would take hours, because all layers are gathered for each byte.
     "sample": (int, 300, 0, 1_000_000, "bytes of text to write after training"),
+}
+# The other options, as arguments of `add_argument`.
+OTHERS: dict[str, dict[str, Any]] = {
+    "device": {"choices": ["auto", "cpu", "cuda"], "default": "auto", "help": "device to train on"},
+    "dtype": {"choices": list(DTYPES), "default": "fp32",
+              "help": "data type of parameters and computation"},
+    "reduce_dtype": {"choices": list(DTYPES),
+                     "help": "data type of gradients, between ranks and in shards"},
+    "offload_params": {"choices": TIERS, "default": "device", "help": "where parameters rest"},
+    "offload_optimizer": {"choices": TIERS, "default": "device",
+                          "help": "where optimizer states rest"},
+    "offload_folder": {"metavar": "DIR", "help": "folder for offloaded files; if not given, --out"},
+    "table": {"action": "store_true", "help": "first print the bytes that each rank will hold"},
+    "text": {"metavar": "FILE", "help": "text to train on; if not given, Python's own reference"},
+    "out": {"default": "runs/train", "help": "folder for pictures and figures"},
+    "resume": {"default": "auto", "metavar": "DIR", "help": "checkpoint to resume from, of any "
+               "run; auto: the newest one of this run; no: none, and the first checkpoint that is "
+               "saved replaces those of later steps"},
+    "timeout": {"type": seconds, "default": TIMEOUT_S, "metavar": "SECONDS", "help": "how long a "
+                "rank waits for the others before it ends with an error"},
+    "prompt": {"default": "The ", "help": "beginning of the sample"},
 }
 
 
@@ -206,35 +234,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         description="Train a byte-level GPT, sharded over all ranks.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add = parser.add_argument
     for name, (kind, default, _, _, text) in NUMBERS.items():
-        add(option(name), type=kind, default=default, help=text)
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device to train on")
-    add("--dtype", choices=list(DTYPES), default="fp32",
-        help="data type of parameters and computation")
-    add("--reduce-dtype", choices=list(DTYPES),
-        help="data type of gradients, between ranks and in shards")
-    add("--offload-params", choices=TIERS, default="device", help="where parameters rest")
-    add("--offload-optimizer", choices=TIERS, default="device",
-        help="where optimizer states rest")
-    add("--offload-folder", metavar="DIR", help="folder for offloaded files; if not given, --out")
-    add("--table", action="store_true", help="print the bytes that each rank will hold first")
-    add("--text", metavar="FILE", help="text to train on; if not given, Python's own reference")
-    add("--out", default="runs/train", help="folder for pictures and figures")
-    add("--resume", default="auto", metavar="DIR", help="checkpoint to resume from, of any run; "
-        "auto: the newest one of this run; no: none, and the first checkpoint that is saved "
-        "replaces those of later steps")
-    add("--timeout", type=seconds, default=TIMEOUT_S, metavar="SECONDS", help="how long a rank "
-        "waits for the others before it ends with an error")
-    add("--prompt", default="The ", help="beginning of the sample")
+        parser.add_argument(option(name), type=kind, default=default, help=text)
+    for name, settings in OTHERS.items():
+        parser.add_argument(option(name), **settings)
     return parser.parse_args(argv)
-
-
-def seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"expected seconds, more than 0, got {text}")
-    return value
 
 
 def check_options(args: argparse.Namespace, ranks: Ranks) -> None:
@@ -355,27 +359,23 @@ class Job:
                 print(f"zero3.train: {one_line(str(error))}", file=sys.stderr, flush=True)
             code = 2
         else:
-            code = self.train_on()
+            code = 0
+            begun = len(self.run.losses)
+            with progress(self.ranks, self.args.steps) as show:
+                self.train(show)
+            if self.run.measured:
+                self.finish()
+                if self.args.save_every or begun:
+                    where = save_run(self.model, self.optimizer, self.args, self.run)
+                    self.ranks.say(f"saved {where}, the end of this run")
+            elif len(self.run.losses) < self.args.steps:
+                # A supervisor must not believe that the run is done. The signal may have reached
+                # another rank only.
+                came = self.ranks.gather(self.run.came)
+                code = 128 + max(max(numbers, default=0) for numbers in came)
         # Rank 0 may still print or draw, and torchrun ends it when another rank leaves.
         self.ranks.barrier()
         return code
-
-    def train_on(self) -> int:
-        """
-        ### Train the rest of the steps, and report if this run took the last one
-        """
-        begun = len(self.run.losses)
-        with progress(self.ranks, self.args.steps) as show:
-            self.train(show)
-        if self.run.measured:
-            self.finish()
-            if self.args.save_every or begun:
-                where = save_run(self.model, self.optimizer, self.args, self.run)
-                self.ranks.say(f"saved {where}, the end of this run")
-        elif len(self.run.losses) < self.args.steps:
-            # A supervisor must not believe that the run is done. Some rank received the signal.
-            return 128 + max(number for came in self.ranks.gather(self.run.came) for number in came)
-        return 0
 
     def begin(self) -> None:
         """
