@@ -210,7 +210,7 @@ def test_a_run_that_diverges_ends_with_one_line(tmp_path, capsys):
 def test_bytes_that_are_no_utf_8_continue_like_others(tmp_path, capsys):
     """
     And the largest seed trains. Breaks where the prompt is first encoded after training.
-    Proves `finish`, `global_batch`.
+    Proves `Job.finish`, `global_batch`.
     """
     prompt = os.fsdecode(b"\xff\xfe")
     options = ["--sample=2", f"--prompt={prompt}", f"--seed={2**64 - 1}", f"--out={tmp_path}"]

@@ -100,7 +100,7 @@ def missing(*modules: str) -> list[str]:
 
 def one_line(text: str) -> str:
     """
-    ## The text, with line breaks and escape codes written as `\\n` and the like
+    ## The text, with line breaks and escape codes spelt out
 
     An error quotes the value that was passed, which may contain both.
     """

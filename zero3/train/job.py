@@ -443,7 +443,7 @@ class Job:
         """
         ### The training loop
 
-        * `show` gets a step, two losses and a rate, for the screen
+        * `show` gets a step, two losses and a rate
 
         The loop starts at the step that `run` has reached, and ends after the last step or after a
         signal. The last step is recorded. It is a typical one: the optimizer has its states by then

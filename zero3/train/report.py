@@ -226,7 +226,8 @@ def draw_gradients(gradients: list[dict[int, int]], caption: str) -> Figure:
     """
     ## The sizes of gradients, and the range that a loss scale moves them to
 
-    * `gradients` has, for each rank, the number of gradients between a power of two and the next
+    * `gradients` has a dict of each rank: how many gradients lie between a power of two and the
+      next
 
     Two ranges are shaded. Below $2^{-14}$, fp16 has fewer and fewer digits, and below $2^{-24}$ it
     only has zero.
