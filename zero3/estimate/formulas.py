@@ -144,8 +144,8 @@ def _parameters(layer: Any) -> Iterator[tuple[tuple[bool, Any], int, int, str, A
     if hasattr(layer, "listener"):
         for i, g in enumerate(layer.flats):
             for slot in g.slots:
-                kind, width = (g.shard.requires_grad, i), g.shard.element_size()
-                yield kind, width, slot.view.numel(), slot.names[0], slot.param
+                kind = (g.shard.requires_grad, i)
+                yield kind, g.shard.element_size(), slot.view.numel(), slot.names[0], slot.param
     else:
         for name, p in layer.named_parameters():
             yield (p.requires_grad, p.dtype), p.element_size(), p.numel(), name, p
@@ -228,7 +228,8 @@ def places(params: float, ranks: int, layers: int = 32) -> list[Place]:
     parameters back. Offload cannot move less (ZeRO-Offload, section 3). If the parameters rest on
     the CPU too, they are read twice, and need not be moved back.
     """
-    shard, layer = params / ranks, params / layers
+    shard = params / ranks
+    layer = params / layers
     found = []
     for params_in, states_in in (("device", "device"), ("device", "cpu"), ("cpu", "cpu"),
                                  ("device", "nvme"), ("cpu", "nvme"), ("nvme", "nvme")):
@@ -346,10 +347,12 @@ def show_places(args: argparse.Namespace, has: dict[str, float]) -> None:
         if moved:
             print(f"\nA step moves {moved / 1e9:,.1f} GB of a rank into its {tier} tier and out.")
     if best.states_in != "device":
-        states, peak = args.tokens / 4, args.tflops * 1e12
+        peak = args.tflops * 1e12
+        to_states = bandwidth_for(0.9, args.tokens / 4, peak)
+        to_params = bandwidth_for(0.9, args.tokens, peak)
+        needs = f"{to_states / 1e9:,.0f} GB/s to its optimizer states"
+        if best.params_in != "device":
+            needs += f",\n{to_params / 1e9:,.0f} GB/s to its parameters"
         print(f"\nWith {args.tokens:,.0f} tokens of a rank in a step, at {args.tflops:g} Tflop/s, "
               "what a rank needs for 90 % of that\nspeed if nothing hides the transfer "
-              "(ZeRO-Infinity, equation 6): "
-              f"{bandwidth_for(0.9, states, peak) / 1e9:,.0f} GB/s to its optimizer states"
-              + (f",\n{bandwidth_for(0.9, args.tokens, peak) / 1e9:,.0f} GB/s to its parameters."
-                 if best.params_in != "device" else "."))
+              f"(ZeRO-Infinity, equation 6): {needs}.")

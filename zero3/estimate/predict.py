@@ -326,8 +326,11 @@ class _Buffers:
             del self.present[next(iter(self.present))]
         present = self.present.pop(s, set())
         self.present[s] = present | {*names}
-        for name in {*names} - present if read else set():
-            self.read_bytes += s.kept_bytes if name == "kept" else s.grad_file_bytes
+        absent = {*names} - present
+        if read and "kept" in absent:
+            self.read_bytes += s.kept_bytes
+        if read and "grad" in absent:
+            self.read_bytes += s.grad_file_bytes
 
 
 def _state_traffic(
