@@ -232,7 +232,8 @@ def agree(store: dist.Store, rank: int, world_size: int, problem: str) -> bool:
     each one once. The other ranks return after that, because torchrun ends all ranks as soon as
     one leaves.
     """
-    store.set(f"problem/{rank}", problem)
+    # A path in it may have bytes that are not UTF-8, which a store does not take.
+    store.set(f"problem/{rank}", one_line(problem))
     if rank:
         ready = store.get("ready") == b"yes"
         store.set(f"heard/{rank}", "")
@@ -243,7 +244,7 @@ def agree(store: dist.Store, rank: int, world_size: int, problem: str) -> bool:
     for text, ranks in problems.items():
         if text:
             where = "" if 0 in ranks else f"on rank {', '.join(map(str, ranks))}: "
-            print(f"zero3.train: {where}{one_line(text)}", file=sys.stderr, flush=True)
+            print(f"zero3.train: {where}{text}", file=sys.stderr, flush=True)
     ready = {*problems} == {""}
     store.set("ready", "yes" if ready else "no")
     # This rank may serve the store, and must not end before the others have read it.
