@@ -8,22 +8,24 @@
 # %% [markdown]
 # # Where the memory goes
 #
-# **Question**: a model in bf16 has two bytes for each parameter. How many does it take to train it,
-# and how many of them does each rank need to have?
+# **Question**: a model in bf16 has two bytes for each parameter. How many bytes does training need
+# for each parameter, and how many of them does each rank have to hold?
 #
-# The *model states* are what training keeps from one step to the next: parameters, gradients, and
-# what the optimizer keeps. With $\Psi$ parameters and $K$ bytes that the optimizer keeps for each,
+# Training keeps three *model states* from step to step: parameters, gradients, and optimizer
+# states. With $\Psi$ parameters, and $K$ bytes of optimizer states for each,
 #
 # $$\underbrace{2\Psi}_{\text{parameters}} + \underbrace{2\Psi}_{\text{gradients}} +
 # \underbrace{K\Psi}_{\text{optimizer}}$$
 #
-# Activations come on top. They depend on the batch, and not on how the model is sharded.
+# Activations need memory too. They depend on the batch, and not on the sharding.
 #
-# **Your prediction**, before you run anything: what is $K$ for Adam? Is half precision smaller than
-# fp32, all model states together? And with the states cut among 64 ranks, which cut saves most?
+# **Your prediction**, before you run anything: how large is $K$ for Adam? Are all model states
+# together smaller in half precision than in fp32? If the states are sharded over 64 ranks, which of
+# them saves the most memory?
 #
-# This notebook belongs to [`estimate.py`](../zero3/estimate/formulas.py#estimate-the-papers-formulas), which
-# has the papers' formulas.
+# This notebook belongs to
+# [`formulas.py`](../zero3/estimate/formulas.py#estimate-the-papers-formulas), which has the papers'
+# formulas.
 
 # %%
 # %matplotlib inline
@@ -42,14 +44,14 @@ PSI = DEPTH * SIDE**2
 print(f"{PSI:,} parameters, {N} ranks")
 
 # %% [markdown]
-# ## One process, counted
+# ## Count the bytes of one process
 #
-# Mixed precision, by hand. The model computes in bf16. Most of Adam's updates are too small to
-# change a bf16 number, so there is an fp32 copy of each parameter, its *master*, and Adam steps
-# that. The gradient comes in bf16, and is widened for the step.
+# This is mixed precision by hand. The model computes in bf16. Most of Adam's updates are too small
+# to change a bf16 number, so there is an fp32 copy of each parameter, its *master*, and Adam
+# updates the master. The gradient is computed in bf16, and converted to fp32 for the step.
 #
-# `held_bytes` adds up the storages that a model and an optimizer really hold, so what it prints is
-# no formula. Adam also counts its steps, in 4 bytes for each tensor; the last line shows them.
+# `held_bytes` adds up the storages that a model and an optimizer hold, so the numbers below are
+# measured. Adam also counts its steps, in 4 bytes for each tensor. The last line shows them.
 
 
 # %%
@@ -80,9 +82,9 @@ for kind, nbytes in adam.items():
     print(f"{kind:18} {nbytes:>12,} bytes {nbytes / PSI:6.2f} for each parameter")
 
 # %% [markdown]
-# Which of these rows are the model states? It depends on the paper. A gradient has to be kept in
-# bf16, or in fp32, or in both, and so there are three *bases*. A memory figure is worth nothing
-# without its basis.
+# Which of these rows are the model states? The papers disagree: the gradient is kept in bf16, in
+# fp32, or in both. So there are three ways to count, called *bases*, and a memory figure needs to
+# say which one it uses.
 
 # %%
 param, grad, master, wide, moment = (adam[kind] // PSI for kind in list(adam)[:5])
@@ -93,8 +95,8 @@ assert BASES == {16: (param, grad, master + moment), 18: (param, wide, master + 
                  20: (param, grad, master + wide + moment)}
 
 # %% [markdown]
-# **Measured**: $K = 12$ in ZeRO's basis, so the model that rests in 2 bytes for each parameter
-# trains in 16. Here and in the papers Adam is the reason, and another optimizer has another $K$:
+# **Measured**: $K = 12$ in ZeRO's basis. A model that needs 2 bytes for each parameter on disk
+# needs 16 in training. This is $K$ for Adam; another optimizer has another $K$:
 
 # %%
 K = {}
@@ -119,17 +121,19 @@ print(f"fp32: {fp32_bytes / PSI:.0f} bytes for each parameter")
 assert fp32_bytes == sum(BASES[16]) * PSI
 
 # %% [markdown]
-# **Measured**: the same. Mixed precision does not make model states smaller: what parameters and
-# gradients save, the masters take. It makes computing faster, and activations and messages smaller.
+# **Measured**: the same. Mixed precision does not make the model states smaller, because the
+# masters use up everything that parameters and gradients save. It makes computation faster,
+# activations smaller, and communication cheaper.
 #
-# ## Three cuts
+# ## Three stages
 #
-# Plain data parallelism holds all of this on every rank. ZeRO cuts it among $N$ ranks, in three
-# stages: first the optimizer states, then the gradients too, then the parameters too. Per rank
+# Plain data parallelism holds all of this on every rank. ZeRO shards it over $N$ ranks, in three
+# stages: first the optimizer states, then the gradients too, then the parameters too. A rank holds
 #
 # $$4\Psi + \frac{K\Psi}{N} \qquad 2\Psi + \frac{(2+K)\Psi}{N} \qquad \frac{(4+K)\Psi}{N}$$
 #
-# This is ZeRO's own example, 7.5 billion parameters on 64 ranks, the left column in its basis:
+# This is ZeRO's own example, with 7.5 billion parameters on 64 ranks. The left column is in its
+# basis:
 
 # %%
 show_stages(7.5e9, 64)
@@ -140,7 +144,7 @@ fig = Figure(figsize=(9, 3), layout="constrained")
 for ax, ranks in zip(fig.subplots(1, 3, sharey=True), (4, 64, 1024), strict=True):
     below = [0.0] * 4
     for kind, width, first in zip(KINDS, BASES[16], (3, 2, 1), strict=True):
-        # `first` is the stage from which on this kind is cut.
+        # `first` is the first stage that shards this kind.
         gb = [7.5 * width / (ranks if stage >= first else 1) for stage in range(4)]
         ax.bar(range(4), gb, bottom=below, color=KINDS[kind], label=kind)
         below = [x + y for x, y in zip(below, gb, strict=True)]
@@ -154,17 +158,17 @@ fig.supylabel("GB per rank", fontsize=10)
 fig
 
 # %% [markdown]
-# The first cut saves most, for the optimizer holds most. But stages 1 and 2 come to an end: however
-# many ranks there are, each has all parameters. Stage 3 alone goes on falling: with enough ranks
-# there is room for any model.
+# Stage 1 saves the most, because the optimizer states are the largest. But stages 1 and 2 have a
+# limit: every rank holds all parameters, however many ranks there are. Only stage 3 keeps
+# shrinking, so with enough ranks any model fits.
 #
-# ## The stages, run
+# ## Run the stages
 #
-# A stage is a choice of *what is cut*, and nothing else. Below is a training loop that does all
+# The stages differ only in *the states that are sharded*. The training loop below implements all
 # four, with the parameters in one flat vector of $\Psi$ elements. Between two steps it holds
-# `params`, `grads`, `master` and Adam's moments; `cut` says of which of them only this rank's part
-# is kept. Whatever was cut and is needed whole is gathered from the other ranks, and what gathering
-# costs is the subject of [the next notebook](02_collectives.ipynb).
+# `params`, `grads`, `master` and Adam's moments. `cut` keeps only this rank's part of them, from
+# the stage on that shards them. When a sharded state is needed whole, it is gathered from the other
+# ranks. [The next notebook](02_collectives.ipynb) measures the cost of that.
 #
 # **Your prediction**: will the four stages train to the same weights?
 
@@ -225,13 +229,13 @@ def train(stage, side, depth, steps):
     adam = torch.optim.AdamW([master], lr=1e-2)
     for step in range(steps):
         full = gathered(params) if stage == 3 else params
-        # Stages 0 and 1 want the whole gradient, as an all-reduce would give it.
+        # Stages 0 and 1 need the whole gradient, as after an all-reduce.
         share = reduced(gradients(full, shape, step))
         grads = share if stage >= 2 else gathered(share)
         master.grad = (grads[mine] if stage == 1 else grads).float()
         adam.step()
         master.grad = None
-        # Everybody steps what they have of the masters; stages 1 and 2 tell each other the rest.
+        # Each rank has updated its own masters. In stages 1 and 2 the ranks exchange the results.
         params = master.detach().bfloat16()
         params = gathered(params) if stage in (1, 2) else params
     moments = [t for t in adam.state[master].values() if t.ndim]
@@ -241,7 +245,7 @@ def train(stage, side, depth, steps):
 
 
 def ours(side, depth, steps):
-    """The same in `zero3`: the bytes that it holds, with gradients."""
+    """The same training in `zero3`; returns the bytes held, with gradients."""
     layers = [nn.Sequential(nn.Linear(side, side, bias=False), nn.Tanh()) for _ in range(depth)]
     layers = [layer.to(my_device(), torch.bfloat16) for layer in layers]
     model = Zero3Sequential([Zero3Layer(layer) for layer in layers])
@@ -270,13 +274,13 @@ print("the same weights on all ranks in all stages, bit for bit:", same)
 assert same
 
 # %% [markdown]
-# **Measured**: the formulas are exact, and no stage changes the numbers. ZeRO is not an
-# approximation; it holds each number once instead of $N$ times.
+# **Measured**: the formulas are exact, and no stage changes the weights. ZeRO is not an
+# approximation. It stores each number once instead of $N$ times.
 #
-# The picture above says what a rank holds *between* two steps. While it computes, stage 3 above
-# holds all parameters again, in `full`, and a whole gradient. `zero3` does it a layer at a time, so
-# that one or two layers are whole and the others are not. [The third notebook](03_one_layer.ipynb)
-# opens such a layer. Between two steps it holds what stage 3 holds:
+# The picture above shows memory *between* two steps. During a step, the loop above holds all
+# parameters again in stage 3, in `full`, and a whole gradient. `zero3` gathers one layer at a time,
+# so only one or two layers are whole. [The third notebook](03_one_layer.ipynb) opens such a layer.
+# Between two steps `zero3` holds the bytes of stage 3:
 
 # %%
 for rank, held in enumerate(run("worker_01:ours", N, SIDE, DEPTH, 3)):
@@ -288,9 +292,8 @@ for rank, held in enumerate(run("worker_01:ours", N, SIDE, DEPTH, 3)):
 # %% [markdown]
 # ## Exercise
 #
-# You have GPUs with 80 GB each, all of it for model states, and a model with $10^{12}$ parameters.
-# How many GPUs does each stage need, in ZeRO's basis? Use `stages` below, then check by solving the
-# formula.
+# You have GPUs with 80 GB for model states each, and a model with $10^{12}$ parameters. How many
+# GPUs does each stage need, in ZeRO's basis? Use `stages` below, then solve the formula to check.
 
 # %%
 ranks = 64  # change this
@@ -300,13 +303,15 @@ print([f"{nbytes / 1e9:,.0f} GB" for nbytes in stages(1e12, ranks)])
 # <details><summary>Answer</summary>
 #
 # Stage 3 needs $(4 + 12) \cdot 10^{12} / N \le 80 \cdot 10^9$, so $N \ge 200$. Stage 2 never fits:
-# $2\Psi$ bytes of parameters, 2000 GB, are on every rank, whatever $N$ is. Stage 1 and plain data
-# parallelism hold more still.
+# every rank holds $2\Psi$ bytes of parameters, 2000 GB, for any $N$. Stage 1 and plain data
+# parallelism hold even more.
 #
 # </details>
 #
-# **In the source**: the table is
-# [`stages`](../zero3/estimate/formulas.py#zero-s-table-1-bytes-of-model-states-per-rank); counted are
-# [storages](../zero3/measure/ledger.py#bytes-of-the-distinct-storages-that-modules-and-optimizers-hold);
-# masters and moments of a shard are [`Zero3Optimizer`](../zero3/optimizer/stage3.py#zero3-optimizer)'s.
-# Next: [the collectives](02_collectives.ipynb), each alone.
+# **In the source**:
+# [`stages`](../zero3/estimate/formulas.py#zero-s-table-1-bytes-of-model-states-per-rank) computes
+# the table.
+# `held_bytes`
+# [adds](../zero3/measure/ledger.py#bytes-of-the-distinct-storages-that-modules-and-optimizers-hold)
+# up storages. [`Zero3Optimizer`](../zero3/optimizer/stage3.py#zero3-optimizer) keeps the masters
+# and moments of shards. Next: [the collectives](02_collectives.ipynb), one by one.

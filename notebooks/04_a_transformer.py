@@ -8,16 +8,16 @@
 # %% [markdown]
 # # A transformer in shards
 #
-# **Question**: a chain of sharded layers, a real model, several ranks. Does it train to what one
-# process trains to, and what does it hold and send on the way?
+# **Question**: a real model is sharded layer by layer over several ranks. Does training give the
+# same losses as on one process, and how many bytes does a rank hold and send?
 #
-# `Zero3Sequential` links the layers, so that each is unsharded while the one before it computes.
-# The model is a small GPT that reads and predicts bytes. Everything here is done in the order of
-# the whole project: predict, run, measure, compare.
+# `Zero3Sequential` links the layers, so that each layer is prefetched while the previous one
+# computes. The model is a small GPT that reads and predicts bytes. This notebook goes through the
+# steps of the whole project: predict, run, measure, compare.
 #
-# **Your prediction**, for a model in fp32 with Adam, on two ranks. Compared with plain data
-# parallelism, which part does a rank hold between two steps: a half, less, more? And at the highest
-# moment of a step? And will each layer be gathered twice?
+# **Your prediction**, for a model in fp32 with Adam, on two ranks: how much does a rank hold
+# between two steps, compared with plain data parallelism? A half, less, more? And at the highest
+# moment of a step? Is each layer gathered twice?
 #
 # This notebook belongs to the
 # [chain](../zero3/layer.py#a-chain-of-layers-each-unsharded-while-the-one-before-computes).
@@ -42,8 +42,8 @@ config = GPTConfig(seq_len=32, d_model=64, n_layers=3, d_ff=128)
 # %% [markdown]
 # ## Predict
 #
-# What the formulas need of a layer is its number of parameters and their width. Embedding, blocks
-# and head are a layer each:
+# The formulas need the number of parameters of each layer, and their data types. The embedding,
+# each block and the head are one layer each:
 
 # %%
 modules = gpt_layers(config)
@@ -57,8 +57,8 @@ psi = sum(layer.parts[0].numel for layer in layers)
 print(f"{'all':19}{psi:8,}")
 
 # %% [markdown]
-# On the CPU the ranks send each other messages, which need a receive buffer; NCCL adds in place. This is
-# all that `predict` has to know of the machine.
+# On the CPU, a reduce-scatter needs a receive buffer for the messages of the other ranks. NCCL
+# needs none. `predict` has to know nothing else about the machine.
 
 # %%
 on_gpus = torch.cuda.device_count() >= N
@@ -71,9 +71,9 @@ for name in ("rest_bytes", "peak_bytes", "sent_bytes"):
 # %% [markdown]
 # ## Run
 #
-# `sharded` is all there is to do: wrap each layer, chain them, and build any elementwise optimizer
-# on this rank's shards. `alone` is the same in plain PyTorch, with the rows of all ranks in one
-# batch. The tape listens to the last step.
+# `sharded` wraps each layer, chains the layers, and builds an optimizer on this rank's shards. Any
+# elementwise optimizer will do. `alone` is the same training in plain PyTorch, with the rows of all
+# ranks in one batch. A `Ledger` records each step on a tape, and the last tape is kept.
 
 # %% tags=["varies"]
 # %%writefile worker_04.py
@@ -87,8 +87,8 @@ from zero3.train.gpt import global_batch, gpt_layers, load_bytes, next_byte_loss
 from zero3.train.launch import my_device
 
 ROWS = 4  # of each rank, in a step
-# By default a GPU's convolutions round fp32 to 10 bits. One process and several would round other
-# sums, and 3 decimals would not be left.
+# By default a GPU's convolutions round fp32 to 10 bits. One process and several processes would
+# then round different sums, and agree in fewer than 3 decimals.
 torch.backends.cudnn.allow_tf32 = False
 
 
@@ -98,7 +98,7 @@ def new_layers(config):
 
 
 def train(model, params, config, steps, ranks, rank=None):
-    """Returns losses, and the tape of the last step; `rank` has its rows of each batch, or all."""
+    """Returns losses and the tape of the last step. Trains on the rows of `rank`, or on all."""
     optimizer, text = torch.optim.AdamW(params, lr=3e-3), load_bytes()
     losses = []
     for step in range(steps):
@@ -131,7 +131,7 @@ def alone(config, steps, ranks):
 # %%
 answers = run("worker_04:sharded", N, config, STEPS)
 (right,) = run("worker_04:alone", 1, config, STEPS, N)
-# A rank's loss is the mean of its rows; the mean over ranks is that of all rows.
+# A rank's loss is the mean of its rows, so the mean over ranks is the mean of all rows.
 losses = [sum(step) / N for step in zip(*(losses for losses, *_ in answers), strict=True)]
 print(f"step   one process   {N} ranks, in shards")
 for step in (0, 1, 2, 4, STEPS - 1):
@@ -141,14 +141,14 @@ print("the same to 3 decimals:", farthest < 5e-4)
 assert farthest < 5e-4 and losses[-1] < losses[0] - 0.5
 
 # %% [markdown]
-# **Measured**: the same losses. Sharding changes where numbers are, not which numbers. They are not
-# the same *bits* as one process has, because a sum over ranks adds in another order than a sum over
-# rows. Plain data parallelism on two ranks adds like `zero3`, and there a
+# **Measured**: the same losses. Sharding moves numbers to other ranks, and does not change them.
+# Only the last *bits* differ from one process, because a sum over ranks adds in another order than
+# a sum over rows. Plain data parallelism on two ranks adds in the same order as `zero3`, and a
 # [test](../tests/test_equality.py) finds the same bits.
 #
 # ## Compare
 #
-# What each rank held between two steps, at the highest moment of a step, and sent in it:
+# The bytes that each rank held between two steps, held at the highest moment of a step, and sent:
 
 # %%
 measured = [held for _, held, _ in answers]
@@ -158,10 +158,10 @@ for held in measured:
         assert held[name] == getattr(predicted, name)
 
 # %% [markdown]
-# **Measured**: equal, to the byte. Between two steps it is the $N$-th part, as promised; the few
-# bytes more are padding and Adam's counts of steps. The peak has saved less, for in so small a
-# model two layers and a gradient are a large part; the exercise goes on from here. And the bytes
-# sent are not quite one and a half times those of data parallelism. The tape knows why:
+# **Measured**: equal, to the byte. Between two steps a rank holds $\frac{1}{N}$ of the states, plus
+# a few bytes of padding and Adam's step counts. The peak is reduced less, because two layers and a
+# gradient are a large part of so small a model; the exercise continues from here. The bytes sent
+# are a little less than one and a half times those of data parallelism. The tape shows the reason:
 
 # %%
 events = answers[0][2]
@@ -183,14 +183,15 @@ print(f"{sent:,} bytes of each rank")
 assert sent == predicted.sent_bytes
 
 # %% [markdown]
-# Backward begins where forward ends. So the last layer [stays
-# full](../zero3/layer.py#reshard-or-stay-full-where-that-saves-a-gather) and saves its second
-# gather.
+# Backward begins with the layer that forward ended with. So the last layer [stays
+# full](../zero3/layer.py#reshard-or-stay-full-where-that-saves-a-gather), which saves its second
+# all-gather.
 #
-# ## The order
+# ## The order of events
 #
-# An unshard takes time, and the point of a chain is to hide it. **Your prediction**: put into
-# order, forward, "fetch layer 1", "compute layer 0", "free layer 0", "compute layer 1".
+# An all-gather takes time, and a chain overlaps it with computation. **Your prediction**: in which
+# order do these events happen in forward: "fetch layer 1", "compute layer 0", "free layer 0",
+# "compute layer 1"?
 
 # %%
 for phase in ("forward", "backward"):
@@ -199,33 +200,34 @@ for phase in ("forward", "backward"):
 
 at = {(e.phase, e.event, layer_of(e)): i for i, e in enumerate(events)}
 for i in range(last):
-    # Forward, the next layer's unshard starts before this one computes ...
+    # In forward, the all-gather of the next layer starts before this one computes ...
     assert at["forward", "fetch", i + 1] < at["forward", "compute", i]
-    # ... and this one is freed before the next computes.
+    # ... and this one is freed before the next one computes.
     assert at["forward", "free", i] < at["forward", "compute", i + 1]
 for i in range(1, last):
-    # Backward, the layer below is on its way before this one has a gradient,
+    # In backward, the all-gather of the layer below starts before this one has a gradient,
     assert at["backward", "fetch", i - 1] < at["backward", "gradients", i]
-    # and this one's reduce ends only when that of the layer below begins.
+    # and the reduce-scatter of this one finishes right before that of the layer below starts.
     assert at["backward", "gradients", i - 1] < at["backward", "reduced", i]
     assert at["backward", "reduced", i] < at["backward", "reduce", i - 1]
 for _, _, other in answers:
     assert [(e.event, e.layer) for e in other] == [(e.event, e.layer) for e in events]
 
 # %% [markdown]
-# **Measured**: each transfer starts as early as it can and is waited for as late as it can be.
-# While a layer computes, forward, the next one arrives; backward, the one below arrives and the
-# gradients of the one above leave. All ranks do the same in the same order, or they would wait for
-# each other for ever.
+# **Measured**: each transfer starts as early as possible, and a rank waits for it as late as
+# possible. While a layer computes in forward, the next one is gathered. In backward, the layer
+# below is gathered, and the gradients of the layer above are reduced. All ranks do this in the same
+# order. Otherwise they would wait for each other for ever.
 #
 # ## The tape
 #
-# The same events, drawn. Above, what a rank holds: up where a layer is gathered, down where it is
-# freed. Below, which layer it is.
+# The picture shows the same events. The upper lines are the bytes that a rank holds: up when a
+# layer is gathered, down when it is freed. The bars below show the layer.
 
 # %%
 device = torch.device("cuda", 0) if on_gpus else torch.device("cpu")
-caption = f"One step on {N} ranks, {device_name(device)}, torch {torch.__version__}, {commit_name()}"
+caption = f"One step on {N} ranks, {device_name(device)}, torch {torch.__version__}"
+caption += f", {commit_name()}"
 fig = draw_tape([tape for *_, tape in answers], [predicted] * N, plain, caption)
 fig.set_dpi(80)
 fig
@@ -233,16 +235,17 @@ fig
 # %% [markdown]
 # ## Exercise
 #
-# Make the model deeper, and let `predict` say what it needs; nothing has to run. The last column is
-# what the peak has beyond an $N$-th of data parallelism's. Why does it stop growing (but for
-# padding)? How deep does the model have to be until it is less than a tenth of that $N$-th?
+# Make the model deeper, and predict its bytes; nothing has to run. The last column is the
+# difference between the peak and $\frac{1}{N}$ of data parallelism's peak. Why does it stop growing
+# (except for padding)? How deep does the model have to be, until the difference is less than a
+# tenth of that $\frac{1}{N}$?
 
 # %%
 print(f"blocks   at the peak   data parallel   beyond 1/{N} of it")
 beyond = {}
 for n_layers in (1, 2, 3, 6, 12):  # go on
     deep = describe(gpt_layers(GPTConfig(seq_len=32, d_model=64, n_layers=n_layers, d_ff=128)))
-    # Adam's counts left out: 4 bytes for each layer.
+    # Without Adam's step counts, which are 4 bytes for each layer.
     need = predict(deep, N, by_messages=not on_gpus, step_bytes=0)
     whole = data_parallel(deep, N)
     beyond[n_layers] = need.peak_bytes - whole.peak_bytes // N
@@ -251,21 +254,21 @@ for n_layers in (1, 2, 3, 6, 12):  # go on
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Everything that rests is cut into $N$ parts, and so are the gradients of the shards, which gather
-# while backward goes on. What is left are the layers that are whole at the highest moment, the one
-# that computes and the one that arrives, and the full gradients that are being filled and sent.
-# That depends on the size of two layers, not on how many there are. Each further block adds 16
-# bytes for each of its parameters to data parallelism's peak, and an $N$-th of that to ours. So
-# with depth the peak, too, comes to an $N$-th; it is within a tenth when the $N$-th has grown to
-# ten times the last column.
+# All model states are sharded, and so are the gradients that backward leaves in the shards. The
+# difference consists of the layers that are whole at the highest moment (one computes, and one is
+# being gathered) and of the full gradients that are filled and sent. It depends on the size of two
+# layers, and not on the number of layers. Each further block adds 16 bytes for each of its
+# parameters to data parallelism's peak, and $\frac{1}{N}$ of that to ours. So in a deep model the
+# peak, too, approaches $\frac{1}{N}$. It is within a tenth when $\frac{1}{N}$ of data parallelism's
+# peak has grown to ten times the last column.
 #
 # </details>
 #
-# **In the source**: the [walk](../zero3/layer.py#walk-the-layers-one-unshard-ahead) of a chain;
-# [what announces
+# **In the source**: the [walk](../zero3/layer.py#walk-the-layers-one-unshard-ahead) along a chain;
+# the [hook that begins
 # backward](../zero3/layer.py#a-gradient-of-an-output-is-here-this-layer-s-backward-begins); the
-# [formulas](../zero3/estimate/predict.py#predict-the-same-bytes-from-shapes) and the
-# [tape](../zero3/measure/ledger.py#the-tape); the model is
-# [`gpt.py`](../zero3/train/gpt.py#a-byte-level-gpt-as-a-list-of-layers). `make train` trains a larger one
-# for some minutes, until it writes text. Next: [where shards rest](05_offload.ipynb) when the
-# device has no room for them.
+# [predictions](../zero3/estimate/predict.py#predict-the-same-bytes-from-shapes) and the
+# [tape](../zero3/measure/ledger.py#the-tape); and the model,
+# [`gpt.py`](../zero3/train/gpt.py#a-byte-level-gpt-as-a-list-of-layers). `make train` trains a
+# larger one for a few minutes, until it writes text. Next: [offload](05_offload.ipynb), for shards
+# that do not fit on the device.

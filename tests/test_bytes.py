@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.cases import freeze
 from tests.ranks import run
 from zero3 import Zero3Layer, Zero3Sequential
+from zero3.estimate import predict as predict_module
 from zero3.estimate.formulas import LayerSpec, Part, describe, stages
 from zero3.estimate.predict import data_parallel, predict
 from zero3.measure.ledger import Ledger, held_bytes
@@ -68,7 +69,7 @@ def measure(name, moments):
 def test_the_formulas_give_the_bytes_at_rest_at_the_peak_and_on_the_wire(name, world_size):
     """
     Breaks with any buffer kept an event longer, any gather too many, any copy of a layer.
-    Proves I2, I3, I4, `predict`, `_Step`, `describe`, `_parameters`.
+    Proves I2, I3, I4, `predict`, `_Step`, `_Layer`, `describe`, `_parameters`.
     """
     for moments, step_bytes in ((2, 4), (0, 0)):
         p = predict(describe(models()[name]), world_size, moments=moments, step_bytes=step_bytes)
@@ -77,6 +78,24 @@ def test_the_formulas_give_the_bytes_at_rest_at_the_peak_and_on_the_wire(name, w
         if world_size == 4 and moments == 0:
             continue
         assert run(measure, world_size, name, moments) == [expected] * world_size
+
+
+def test_the_example_of_two_layers_on_two_ranks_has_these_bytes():
+    """
+    The table at the head of `predict.py`: each moment of the step, and its sums.
+    Proves `predict`, `_Step`.
+    """
+    layers = [LayerSpec((Part(3, 4, True),)), LayerSpec((Part(2, 4, True),))]
+    p = predict(layers, 2, moments=0, step_bytes=0)
+    assert (p.rest_bytes, p.grad_bytes, p.peak_bytes, p.sent_bytes) == (12, 12, 12 + 48, 32)
+    table = predict_module.__doc__.split("| event |")[1].split("\n\n")[0].splitlines()[2:]
+    live_bytes = 0
+    for row in table:
+        change, live = (cell.strip(" *") for cell in row.split("|")[2:4])
+        live_bytes += int(change.replace("− ", "-").replace("+ ", ""))
+        assert live_bytes == int(live), row
+    assert len(table) == 14 and live_bytes == p.grad_bytes
+    assert max(int(row.split("|")[3].strip(" *")) for row in table) == p.peak_bytes - p.rest_bytes
 
 
 def elements_sent():

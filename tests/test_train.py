@@ -112,7 +112,7 @@ def test_a_run_from_files_has_the_losses_of_one_in_memory_and_its_table_is_equal
     """
     The main job with all its states in files: the same losses to the last bit, and six columns
     instead of three. Breaks where a tier changes a number, or a read is not predicted.
-    Proves I8, `build`, `disk_bytes`, `_Rest.step`, `_Shard.file_bytes`.
+    Proves I8, `Job.build`, `disk_bytes`, `_Buffers`, `_state_traffic`, `_Shard.file_bytes`.
     """
     run = run_job(tmp_path, "--steps", "6", "--eval-every", "3", "--sample", "5", "--prompt",
                   "Zero", "--offload-params", "nvme", "--offload-optimizer", "nvme")
@@ -132,7 +132,7 @@ def test_a_run_from_files_has_the_losses_of_one_in_memory_and_its_table_is_equal
 def test_a_run_leaves_pictures_and_figures(finished):
     """
     Breaks where a picture is not written, or losses are lost between evaluations.
-    Proves `finish`, `draw_loss`, `draw_tape`, `draw_gradients`, `commit_name`.
+    Proves `Job.finish`, `Job.metrics`, `draw_loss`, `draw_tape`, `draw_gradients`, `commit_name`.
     """
     _, out, metrics = finished
     for picture in ("loss.png", "tape.png", "gradients.png"):
@@ -160,7 +160,7 @@ def test_one_rank_needs_no_torchrun_and_sees_the_same_batches(finished, tmp_path
     The losses of two ranks are those of one, because the global batch is the same. Not bit for bit:
     a mean of two means rounds differently. Breaks where a rank takes the wrong rows, or the loss is
     not averaged over ranks.
-    Proves I1, `train`, `Ranks.rows`, `Ranks.mean`.
+    Proves I1, `Job`, `Job.train`, `Job.train_step`, `Ranks.rows`, `Ranks.mean`.
     """
     options = ["--steps", "6", "--eval-every", "6", "--sample", "1"]
     assert main([*SMALL, "--device", "cpu", "--out", str(tmp_path), *options]) == 0
@@ -173,7 +173,7 @@ def test_bf16_with_masters_ends_where_fp32_does(tmp_path):
     """
     Within 2 %, with a dynamic loss scale, clipping and four micro-batches, each row of which is
     rounded in other places; and the bytes are still those predicted.
-    Proves `Zero3Optimizer.table`, `Prediction.table`, `evaluate`, `merged`.
+    Proves `Zero3Optimizer.table`, `Prediction.table`, `Job.evaluate`, `merged`.
     """
     options = ["--batch", "16", "--steps", "40", "--eval-every", "20", "--sample", "1"]
     mixed = ["--dtype", "bf16", "--loss-scale", "dynamic", "--accumulate", "4", "--table"]
@@ -223,7 +223,7 @@ def test_what_cannot_work_is_one_line_from_rank_0(tmp_path):
 def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, capsys, options, error):
     """
     Breaks where an option is first looked at when the model is built.
-    Proves `job.main`, `parse_args`, `check_options`, `prepare`.
+    Proves `job.main`, `parse_args`, `check_options`, `prepare`, `prepare_quietly`, `option`.
     """
     assert main([*SMALL, "--device", "cpu", "--out", str(tmp_path), *options]) == 2
     assert error in capsys.readouterr().err
@@ -316,7 +316,7 @@ def test_after_a_rank_is_killed_the_same_command_goes_on_and_nobody_sees_it_in_t
     """
     From the newest checkpoint, without a word from us: losses, text and bytes are those of a run
     that nobody disturbed. Breaks where a second start begins anew, or loses the curve.
-    Proves I10, `begin`, `take_up`, `save_run`, `checkpoints`.
+    Proves I10, `Job.begin`, `take_up`, `look_for_checkpoint`, `save_run`, `checkpoints`.
     """
     process = started(tmp_path, *LONG, "--save-every", "7")
     folder = tmp_path / "checkpoints"
@@ -332,7 +332,7 @@ def test_after_a_rank_is_killed_the_same_command_goes_on_and_nobody_sees_it_in_t
     assert process.returncode != 0
     again = run_job(tmp_path, *LONG, "--save-every", "7")
     assert again.returncode == 0, again.stderr
-    assert ": goes on from " in again.stdout
+    assert ": resumes from " in again.stdout
     assert f"saved {folder}/step-00000060, the end of this run" in again.stdout
     same_run(tmp_path, undisturbed)
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000056", "step-00000060"]
@@ -342,19 +342,19 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(undisturbed, tmp_path):
     """
     Also without `--save-every`. Afterwards the run is at its end, and says so. A run of other
     options does not take it up unasked. Breaks where ranks end after different steps.
-    Proves `signals`, `train`, `Run`, `Ranks.any`.
+    Proves `signals`, `Job.train`, `Job.save`, `Run`, `Ranks.any`.
     """
     process = started(tmp_path, *LONG)
     # Both ranks train.
     wait_for(lambda: "step 20" in process.stdout.readline(), process)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert "; the same command goes on from there" in out, err
+    assert "; the same command resumes from there" in out, err
     (saved,) = (tmp_path / "checkpoints").iterdir()
     assert 20 <= int(saved.name[5:]) < 59
     again = run_job(tmp_path, *LONG)
     assert again.returncode == 0, again.stderr
-    assert f"step {int(saved.name[5:])}: goes on from {saved}" in again.stdout
+    assert f"step {int(saved.name[5:])}: resumes from {saved}" in again.stdout
     same_run(tmp_path, undisturbed)
     assert "step-00000060 is the end of this run" in run_job(tmp_path, *LONG).stdout
     other = run_job(tmp_path, *LONG, "--lr", "1")

@@ -18,18 +18,12 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import run
-from zero3 import (
-    Offload,
-    Zero3Layer,
-    Zero3Optimizer,
-    Zero3Sequential,
-    disk,
-    estimate,
-    gpt,
-    train,
-    wrap,
-)
+from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
+from zero3.estimate import formulas as estimate
+from zero3.files import bench as disk
 from zero3.guards.options import APP
+from zero3.train import gpt
+from zero3.train import job as train
 
 NUMBERS = ["nan", "inf", "-inf", "-1", "", "x", "1e999", "9" * 400, "1\n2", "\x1b[31m"]
 
@@ -162,7 +156,7 @@ def test_sizes_beyond_memory_are_refused_with_what_they_need(options, what, tmp_
     """
     At once, with the bytes needed and the bytes there. Breaks where the machine first tries: a
     batch of a billion windows was drawn for 40 s, in silence.
-    Proves `check_memory`, `GPTConfig.numel`.
+    Proves `check_memory`, `memory_needs`, `GPTConfig.numel`.
     """
     monkeypatch.setattr(train, "room", lambda at: 40 * 10**9)
     start_s = time.perf_counter()
@@ -210,7 +204,7 @@ def test_a_run_that_diverges_ends_with_one_line(tmp_path, capsys):
 def test_bytes_that_are_no_utf_8_continue_like_others(tmp_path, capsys):
     """
     And the largest seed trains. Breaks where the prompt is first encoded after training.
-    Proves `finish`, `global_batch`.
+    Proves `Job.finish`, `global_batch`.
     """
     prompt = os.fsdecode(b"\xff\xfe")
     options = ["--sample=2", f"--prompt={prompt}", f"--seed={2**64 - 1}", f"--out={tmp_path}"]
@@ -220,7 +214,9 @@ def test_bytes_that_are_no_utf_8_continue_like_others(tmp_path, capsys):
 
 def lame(place, error, folder):
     """The main job on a rank of two, of which rank 1 has a problem of its own."""
-    rank, before = dist.get_rank(), getattr(train, place)
+    rank = dist.get_rank()
+    owner = train.Job if place == "build" else train
+    before = getattr(owner, place)
 
     def fail(*args):
         if rank == 1:
@@ -230,7 +226,7 @@ def lame(place, error, folder):
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
     train.Ranks.connect = lambda self, *_: None
     train.fresh_store = lambda *_: dist.distributed_c10d._get_default_store()
-    setattr(train, place, fail)
+    setattr(owner, place, fail)
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         code = train.main([*SMALL, f"--out={folder}"])

@@ -76,7 +76,7 @@ def nodes():
         *(f"ip netns add {name}" for name in names),
         f"ip link add wire netns {names[0]} type veth peer name wire netns {names[1]}",
         *(f"ip -n {name} addr add 10.199.0.{i + 1}/24 dev wire" for i, name in enumerate(names)),
-        *(f"ip -n {name} link set {device} up" for name in names for device in ("lo", "comm")),
+        *(f"ip -n {name} link set {device} up" for name in names for device in ("lo", "wire")),
     ]
     if shutil.which("ip") is None:
         pytest.skip("two machines need network namespaces: there is no `ip` (iproute2)")
@@ -115,7 +115,7 @@ def test_a_machine_may_be_lost_and_come_back(nodes, tmp_path):
              "zero3.train", *argv], stdout=log.open("w"), stderr=subprocess.STDOUT, cwd=ROOT,
             # No name server can be reached from there, and a host's name leads out of it.
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
-                 "RES_OPTIONS": "timeout:1 attempts:1", "GLOO_SOCKET_IFNAME": "comm",
+                 "RES_OPTIONS": "timeout:1 attempts:1", "GLOO_SOCKET_IFNAME": "wire",
                  # With one store, torch does not tell a machine that comes back where it is.
                  "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
@@ -134,14 +134,14 @@ def test_a_machine_may_be_lost_and_come_back(nodes, tmp_path):
     try:
         wait_for_first(r"step (\d+): saved")
         processes[1].kill()
-        alone = wait_for_first(r"step (\d+): goes on from ")
+        alone = wait_for_first(r"step (\d+): resumes from ")
         before = re.findall(r"step +(\d+) of", first.read_text()[:read])
         assert 0 <= int(before[-1]) - alone < every
         wait_for_first(r"step (\d+): saved")
         processes.append(node(1, tmp_path / "again"))
         # Its torchrun tells the rank to end, which saves.
-        saved = wait_for_first(r"step (\d+): saved .*; the same command goes on from there")
-        assert wait_for_first(r"step (\d+): goes on from ") == saved > alone
+        saved = wait_for_first(r"step (\d+): saved .*; the same command resumes from there")
+        assert wait_for_first(r"step (\d+): resumes from ") == saved > alone
         assert wait_for_first(r"step (\d+): saved") > saved
     finally:
         for process in processes:
@@ -190,7 +190,7 @@ def test_the_rank_with_the_bug_is_told_first_and_the_others_in_a_line_each(tmp_p
     of the others. There were 148 lines before, with four tracebacks. So too if it is rank 0, whose
     store ends with it. A bug of all ranks has one traceback too. Breaks where `main` lets the
     errors through, or a lost rank does not wait for the cause.
-    Proves `tell_failure`, `is_consequence`, `job.main`.
+    Proves `tell_failure`, `fails_first`, `is_consequence`, `job.main`.
     """
     argv = [*SHORT, "--out", str(tmp_path / "out")]
     jobs = {ranks: Job(tmp_path / f"output{i}", [argv] * 4, partial(fails_in_forward, ranks))
@@ -278,17 +278,17 @@ def test_a_run_that_was_told_to_end_does_not_pass_for_one_that_is_done(tmp_path)
     """
     SIGTERM for one rank: all save, and end with 128 + 15, as a process does that dies of it, so
     that a supervisor starts the run again. It then goes on to its end, and ends with 0. Breaks
-    where `train_and_finish` returns 0 after a signal.
-    Proves I10, `train_and_finish`, `signals`.
+    where `Job.train_and_finish` returns 0 after a signal.
+    Proves I10, `Job.train_and_finish`, `signals`.
     """
     argv = [*SHORT, "--out", str(tmp_path / "out")]
     job = Job(tmp_path / "first", [argv] * 2, signalled)
     assert job.codes() == [143, 143]
     assert "step 3: saved " in job.text()
-    assert "; the same command goes on from there" in job.text()
+    assert "; the same command resumes from there" in job.text()
     again = Job(tmp_path / "second", [argv] * 2)
     assert again.codes() == [0, 0]
-    assert "step 3: goes on from " in again.text() and "the end of this run" in again.text()
+    assert "step 3: resumes from " in again.text() and "the end of this run" in again.text()
 
 
 def test_the_default_batch_fits_any_number_of_ranks(tmp_path, monkeypatch):
@@ -302,12 +302,12 @@ def test_the_default_batch_fits_any_number_of_ranks(tmp_path, monkeypatch):
     found = {}
     for ranks in range(1, 17):
         monkeypatch.setenv("WORLD_SIZE", str(ranks))
-        found[ranks] = train.prepare(["--device", "cpu", "--out", str(tmp_path)])[0].batch
+        found[ranks] = train.prepare(["--device", "cpu", "--out", str(tmp_path)]).args.batch
     assert found == {ranks: -(-16 // ranks) * ranks for ranks in range(1, 17)}
     assert {ranks for ranks in found if found[ranks] == 16} == {1, 2, 4, 8, 16}
     monkeypatch.setenv("WORLD_SIZE", "4")
     options = ["--device", "cpu", "--out", str(tmp_path), "--accumulate", "3"]
-    assert train.prepare(options)[0].batch == 24
+    assert train.prepare(options).args.batch == 24
     with pytest.raises(ValueError, match=r"multiple of 4 ranks times 3 micro-batches. Got: .* 16"):
         train.prepare([*options, "--batch", "16"])
     small = [*SHORT[: SHORT.index("--batch")], *SHORT[SHORT.index("--batch") + 2 :]]

@@ -1,61 +1,68 @@
 r"""
 # zero3: the chapters
 
-ZeRO-3 to read and to train with; what the text claims of numbers, bytes and order is tested.
+`zero3` is ZeRO-3 to read and to train with. Tests check its claims about numbers, bytes and order.
 
-Read the chapters in this order, and the tools where a chapter uses them: `comm.py` beside chapter
-1, `disk.py` after chapter 2.
+Read the files at the top first. `layer.py` is the heart, and the other files of the first part are
+its tools. Each folder is a later chapter: it adds one thing to the heart, and can be skipped.
 
-| chapter | file | what it holds |
+| chapter | file | contents |
 |---|---|---|
-| 1 | `layer.py` | the heart: `Zero3Layer`, `Zero3Sequential` |
-| 2 | `offload.py` | `Offload`: shards that rest on the device, in CPU memory or in files |
-| 3 | `states.py` | masters, moments and gradients of a shard, and where they rest |
-| 3 | `buckets.py` | `Bucket`: small layers share a reduce-scatter |
-| 3 | `optimizer.py` | `Zero3Optimizer`: loss scale, clipping, micro-batches, the step |
-| 4 | `units.py` | layers of a whole model, fetched ahead along an order that was learnt |
-| 4 | `materialise.py` | models larger than memory: made, read and written layer by layer |
-| 4 | `coordinator.py` | `wrap`: a whole model, as it is, and what can be done with it then |
-| 5 | `blocks.py` | files of tensors, written as a stream, read by ranges, checked |
-| 5 | `archive.py` | what a checkpoint is on disk: there, or not there |
-| 5 | `inventory.py` | what of a model and its optimizer goes into one, and comes out again |
-| 5 | `checkpoint.py` | `save` and `load`: on any number of ranks, while training goes on |
-| 5 | `formats.py`, `convert.py` | to other libraries, and back; `python -m zero3.checkpoint` |
-| tools | `contents.py` | what is added to sharded modules, and other libraries around them |
-| tools | `comm.py` | what ranks send each other |
-| tools | `gradients.py` | a shard's gradient, which knows that it is a part; clipping by all |
-| tools | `disk.py` | reading and writing past the page cache, and how fast that is |
-| tools | `ledger.py` | the tape of what a rank sent, held, read and wrote |
-| tools | `predict.py` | the same bytes, from shapes |
-| tools | `launch.py` | ranks that are started from Python, in notebooks and tests |
-| tools | `estimate.py` | the papers' formulas, and a command line to ask them |
-| tools | `options.py` | checks of what is passed, and one line when it cannot work |
-| app | `gpt.py`, `train.py` | a byte-level GPT, and the main job |
-| app | `run.py`, `report.py` | its ranks and checkpoints; its table and pictures |
+| 1 | `layer.py` | the heart: `Zero3Layer` and `Zero3Sequential` |
+| 1 | `flat.py` | the flat parameter: one buffer that all parameters of a layer are views of |
+| 1 | `comm.py` | the communicator: collectives between ranks, and the reduce in flight |
+| 1 | `watch.py` | when the backward pass of a layer begins and ends |
+| 1 | `sharded.py` | what a sharded layer offers its users: full parameters, clipping, errors |
+| 2 | `offload.py` | `Offload`: shards on the device, in CPU memory or in files |
+| 3 | `optimizer/stage3.py` | `Zero3Optimizer`: loss scale, clipping, micro-batches, the step |
+| 3 | `optimizer/states.py` | masters, moments and gradients of a shard, in any tier |
+| 3 | `optimizer/buckets.py` | small layers share a reduce-scatter |
+| 4 | `whole_model/wrap.py` | `wrap`: shard a whole model without changing it |
+| 4 | `whole_model/units.py` | layers of a whole model, prefetched in an order that was recorded |
+| 4 | `whole_model/materialise.py` | models larger than memory: built and read layer by layer |
+| 5 | `checkpoint/save_load.py` | `save` and `load`: on any number of ranks, beside training |
+| 5 | `checkpoint/entries.py` | the contents of a checkpoint: model, optimizer, random states |
+| 5 | `checkpoint/reader.py` | a checkpoint on disk, complete or absent |
+| 5 | `checkpoint/tensor_files.py` | files of tensors: streamed writes, reads of ranges, checksums |
+| 5 | `checkpoint/formats.py`, `convert.py` | formats of other libraries, and the command line |
+| measuring | `measure/ledger.py` | `Ledger`: measured bytes that a rank sends, holds and reads |
+| measuring | `estimate/predict.py` | `predict`: the same bytes, from shapes |
+| measuring | `estimate/formulas.py` | the papers' formulas; `python -m zero3.estimate` |
+| files | `files/in_file.py` | tensors in a file, read ahead into a few buffers |
+| files | `files/disk.py`, `bench.py` | reads and writes past the page cache, and their speed |
+| files | `files/memory.py` | pinned CPU memory, and how much memory is left |
+| guards | `guards/freed.py` | a freed parameter, which reports every use |
+| guards | `guards/contents.py` | modules and libraries around a sharded model |
+| guards | `guards/gradients.py` | gradients of shards, and clipping by the norm of the whole |
+| guards | `guards/options.py`, `version.py` | checks of arguments; version and commit |
+| application | `train/gpt.py` | a byte-level GPT, as a list of layers |
+| application | `train/job.py`, `run.py` | the main job; its ranks and checkpoints |
+| application | `train/report.py` | its table and pictures |
+| application | `train/launch.py` | ranks started from Python, for notebooks and tests |
 
-What the code keeps at all times has a number, and a test that fails without it:
+Ten invariants always hold. Each has a number, and a test that fails if it is broken:
 
-| invariant | what it says |
+| invariant | claim |
 |---|---|
-| I1, numbers | fp32 training equals plain PyTorch on the global batch, on two ranks DDP's bits |
-| I2, rest | between steps a rank has $\lceil P_\ell/N \rceil$ elements of a layer, nothing whole |
-| I3, peak | in a step the computing layer and the next are whole, and gradients on their way |
-| I4, traffic | a layer is unsharded forward and backward, and reduced once; the last saves one |
-| I5, padding | is zero in weights, gradients, moments and norms |
-| I6, order | all ranks send the same in the same order, or get an error that names both sides |
-| I7, micro-batches | a second backward adds: $k$ of them are one batch $k$ times as large |
-| I8, tiers | where shards and states rest changes no bit, on the processor that steps them |
+| I1, numbers | fp32 training equals plain PyTorch on the global batch; on two ranks, DDP's bits |
+| I2, rest | between steps a rank holds only $\lceil P_\ell/N \rceil$ elements of a layer |
+| I3, peak | in a step the computing layer and the next are whole, and gradients in flight |
+| I4, traffic | a layer is gathered twice in a step (the last layer once), and reduced once |
+| I5, padding | padding is zero in weights, gradients, moments and norms |
+| I6, order | all ranks communicate in the same order, or get an error that names both sides |
+| I7, micro-batches | a second backward adds: $k$ of them equal one batch $k$ times as large |
+| I8, tiers | the tier of shards and states changes no bit, if the same processor steps them |
 | I9, devices | CPUs with gloo and GPUs with NCCL run the same lines |
-| I10, faults | what ends a run at any moment leaves the last checkpoint, and nothing that stays |
+| I10, faults | a crash at any moment leaves the last checkpoint, and no garbage |
 
-I1 holds with `Zero3Optimizer`, and with an optimizer of torch's on the shards as long as each
-parameter gets a gradient. A parameter that the loss does not depend on has none in plain PyTorch
-and stays as it is. In a shard it lies between others and has a gradient of zero, so weight decay,
-momentum and the count of steps of an optimizer of torch's move it; `Zero3Optimizer` leaves it as it
-is.
+I1 holds with `Zero3Optimizer`. It also holds with torch's optimizers on the shards, as long as each
+parameter gets a gradient. If the loss does not depend on a parameter, that parameter has no
+gradient in plain PyTorch, and does not change. In a shard it lies between others and has a gradient
+of zero. Weight decay, momentum and step counts of torch's optimizers then move it.
+`Zero3Optimizer` does not change it.
 
-The same three steps run through code, tests and the main job: predict (`predict`), run and measure
-(`ledger`), compare.
+Code, tests and the main job go through the same three steps: predict the bytes (`predict`), run and
+measure them (`Ledger`), compare.
 """
 
 from importlib import import_module

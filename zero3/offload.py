@@ -30,7 +30,7 @@ bandwidth is enough, and which tier a model needs.
 
 | | the file is | the page cache |
 |---|---|---|
-| `direct=False` | mapped into memory, so reading is copying a tensor | holds the bytes a second time |
+| `direct=False` | mapped into memory, so reading is copying | holds the bytes a second time |
 | `direct=True` | read and written past it, in blocks, by a few threads | stays unused |
 
 The first way is the one to understand, the second the one to use. `disk.py` has both behind one

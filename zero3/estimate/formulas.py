@@ -1,26 +1,35 @@
 r"""
 # Estimate: the papers' formulas
 
-`stages` is ZeRO's Table 1, `efficiency` is ZeRO-Infinity's, and `places` says what a model needs in
-each tier.
+`stages` computes ZeRO's Table 1, `efficiency` ZeRO-Infinity's equation 6, and `places` the bytes
+that a model needs in each tier.
 
-A number on the back of an envelope decides whether a model can be trained on a machine at all, and
-with which of its memories. What it needs at rest follows from its parameters and the ranks; what
-moves in a step follows from where that rests; and whether anybody notices depends on how much is
-computed for each byte that moves.
+Three questions can be answered before anything runs. Does the model fit? Its parameters, divided by
+the number of ranks, say so. How much data moves in a step? That depends on the tier of parameters
+and optimizer states: the device, CPU memory or files. Does the transfer slow training down? That
+depends on how much a rank computes for each byte that it moves.
+
+**An example.** A model with 8 billion parameters needs 16 bytes for each of them, 128 GB on one GPU
+with 80 GB. With the optimizer states in CPU memory, 14 of the 16 bytes leave the GPU: it keeps 16
+GB of parameters, and 1.5 GB for layers that are whole and their gradients. A step then moves 32 GB
+between the two. With 8,192 tokens in a step, the GPU computes $\frac{8192}{4} = 2048$ flops for
+each byte of optimizer states that moves. A GPU that reaches 70 Tflop/s thus runs at half its speed
+over a link of $\frac{70 \cdot 10^{12}}{2048} = 34 \cdot 10^9$ bytes per second, and at 90 % over
+one of $308 \cdot 10^9$.
 
 $$\text{efficiency} = \frac{\text{ait} \cdot \text{bw}}{\text{ait} \cdot \text{bw} +
 \text{peak}} \qquad \text{ait} = T \text{ for parameters and gradients, } \frac{T}{4}
 \text{ for optimizer states}$$
 
-with $T$ tokens of a rank in a step, and $\text{ait}$ (arithmetic intensity) in flops per byte.
+A rank computes with $T$ tokens in a step. $\text{ait}$ is the arithmetic intensity in flops per
+byte, $\text{bw}$ the bandwidth of the transfer in bytes per second, and $\text{peak}$ the speed of
+computation in flops per second.
 
 **Run this**: `python -m zero3.estimate --params 7.5e9 --ranks 64`, or `python -m zero3.estimate
 --model 8b --ranks 1 --gpu 80GB --cpu 128GB --nvme 1TB`.
 
-**Not covered, and what that costs**: activations, which come on top on the device. The papers' data
-types and Adam are taken for granted; `predict.py` goes by the real layers and data types, to the
-byte.
+**Not covered, and what that costs**: activations, which need device memory too. The formulas assume
+the papers' data types and Adam; `predict.py` uses the real layers and data types, to the byte.
 """
 
 import argparse
@@ -32,30 +41,34 @@ from typing import Any
 
 from zero3.guards.options import Parser, within
 
-# More than any model or machine has. Beyond it a product of two options is no number.
+# No model or machine is larger. Beyond this limit, products of options would overflow to infinity.
 MOST = 1e24
-# Bytes per parameter of half-precision training with Adam: parameters, gradients, optimizer states
-# ($K$).
+# Bytes per parameter of half-precision training with Adam: for the parameter, its gradient, and its
+# optimizer states ($K$). The papers count differently, and each sum is called a basis.
 #
 # * 16: ZeRO, section 3.1. fp16 parameters and gradients; fp32 parameters, momentum, variance.
-# * 18: what DeepSpeed's estimator counts for stage 3. As before, with the gradients in fp32.
-# * 20: ZeRO-Infinity, section 3. fp16 parameters and gradients; fp32 ones too, momentum, variance.
+# * 18: DeepSpeed's estimator for stage 3. As above, but with the gradients in fp32.
+# * 20: ZeRO-Infinity, section 3. As for 16, and gradients in fp32 too.
 BASES = {16: (2, 2, 12), 18: (2, 4, 12), 20: (2, 2, 16)}
 
 
 @dataclass(frozen=True)
 class Part:
     """
-    ## Parameters of a layer that shard together: of one width, and all trainable or all frozen
+    ## Parameters of a layer that are sharded together
+
+    They have one data type, and are all trainable or all frozen.
     """
 
     numel: int
     element_bytes: int
     trainable: bool
-    runs: tuple[int, ...] = ()  # elements of one param group after the other, where there are some
-    align_numel: int = 1  # of which shards have a multiple; on the CPU any number will do
+    # With param groups: the number of elements of each group, in the order in which they follow.
+    runs: tuple[int, ...] = ()
+    align_numel: int = 1  # the elements of a shard are a multiple of it; on the CPU it is 1
 
     def shard_numel(self, world_size: int) -> int:
+        # Rounded up: the last rank's shard ends with padding.
         return -(-self.numel // (world_size * self.align_numel)) * self.align_numel
 
     def shard_bytes(self, world_size: int) -> int:
@@ -64,15 +77,16 @@ class Part:
     @property
     def master_bytes(self) -> int:
         """
-        ### Of an element, where the optimizer steps it
+        ### Bytes of an element of the fp32 (or wider) copy that the optimizer steps
         """
         return max(4, self.element_bytes)
 
     def pieces(self, world_size: int, rank: int) -> int:
         """
-        ### How many pieces the param groups cut a rank's shard into
+        ### Into how many pieces the param groups cut a rank's shard
 
-        The padding goes with what is before it.
+        Two groups of 3 and 5 elements on two ranks: the first shard has 3 of one group and 1 of the
+        other, so two pieces; the second shard is one piece. Padding belongs to the last group.
         """
         numel = self.shard_numel(world_size)
         ends = [*accumulate(self.runs[:-1]), world_size * numel]
@@ -84,7 +98,7 @@ class Part:
 @dataclass(frozen=True)
 class LayerSpec:
     """
-    ## What the formulas need to know of a layer
+    ## A layer, as the formulas see it
     """
 
     parts: tuple[Part, ...]
@@ -93,30 +107,19 @@ class LayerSpec:
     def shard_bytes(self, world_size: int) -> int:
         return sum(p.shard_bytes(world_size) for p in self.parts)
 
-    def grad_bytes(self, world_size: int, width: int | None = None) -> int:
-        """
-        ### Of the shards' gradients, of `width` bytes for an element or the parameters' own
-        """
-        trainable = (p for p in self.parts if p.trainable)
-        return sum(p.shard_numel(world_size) * (width or p.element_bytes) for p in trainable)
-
-    @property
-    def trains(self) -> bool:
-        return any(p.trainable for p in self.parts)
-
 
 def describe(layers: Any, group_by: Callable[[str, Any], Any] | None = None) -> list[LayerSpec]:
     """
     ## Describe layers, sharded already or not
 
-    * `layers` is a `Zero3Sequential`, or a list of the modules that will be wrapped one by one
-    * `group_by` is what `Zero3Optimizer` gets to make param groups
+    * `layers` is a `Zero3Sequential`, or a list of modules, each of which will be wrapped
+    * `group_by` is the argument of `Zero3Optimizer` that makes param groups
     """
     specs = []
     for i, layer in enumerate(getattr(layers, "module_list", layers)):
         align_bytes = layer.comm.align_bytes if hasattr(layer, "listener") and layer.flats else 1
-        # Of each kind of parameters: bytes of an element, and of how many elements there is a
-        # multiple; then elements and param group of each.
+        # For each kind of parameters: bytes of an element, alignment in elements, and then the
+        # number of elements and the param group of each parameter.
         kinds: dict[Any, tuple[int, int, list[tuple[int, Any]]]] = {}
         for kind, width, numel, name, param in _parameters(layer):
             group = group_by(f"{i}.{name}", param) if group_by and kind[0] else None
@@ -134,13 +137,15 @@ def describe(layers: Any, group_by: Callable[[str, Any], Any] | None = None) -> 
 
 def _parameters(layer: Any) -> Iterator[tuple[tuple[bool, Any], int, int, str, Any]]:
     """
-    ### Of each parameter: whether it trains and its kind, width, elements, name, itself
+    ### Each parameter: its kind, bytes of an element, number of elements, name, and itself
+
+    The kind begins with whether the parameter trains.
     """
     if hasattr(layer, "listener"):
         for i, g in enumerate(layer.flats):
             for slot in g.slots:
-                kind, width = (g.shard.requires_grad, i), g.shard.element_size()
-                yield kind, width, slot.view.numel(), slot.names[0], slot.param
+                kind = (g.shard.requires_grad, i)
+                yield kind, g.shard.element_size(), slot.view.numel(), slot.names[0], slot.param
     else:
         for name, p in layer.named_parameters():
             yield (p.requires_grad, p.dtype), p.element_size(), p.numel(), name, p
@@ -150,9 +155,9 @@ def stages(params: float, ranks: int, basis: int = 16) -> list[float]:
     r"""
     ## ZeRO's Table 1: bytes of model states per rank
 
-    For plain data parallelism, then stages 1, 2 and 3.
+    Returns four numbers: for plain data parallelism, and for stages 1, 2 and 3.
 
-    * `params` is $\Psi$, `ranks` is $N$; `basis` is one of `BASES`
+    * `params` is $\Psi$, `ranks` is $N$, and `basis` is one of `BASES`
 
     $$4\Psi + \frac{K\Psi}{N} \qquad 2\Psi + \frac{(2+K)\Psi}{N} \qquad \frac{(4+K)\Psi}{N}$$
 
@@ -169,7 +174,7 @@ def stages(params: float, ranks: int, basis: int = 16) -> list[float]:
 
 def efficiency(ait: float, bandwidth: float, peak: float) -> float:
     """
-    ## What is left of the computation's speed, where nothing hides a transfer
+    ## The part of the computation's speed that remains if no transfer is overlapped
 
     * `ait` is the arithmetic intensity: flops computed for each byte moved; $T$ for parameters and
       gradients, $T/4$ for optimizer states
@@ -182,9 +187,12 @@ def efficiency(ait: float, bandwidth: float, peak: float) -> float:
 
 def bandwidth_for(part: float, ait: float, peak: float) -> float:
     """
-    ## The same from the other side: bytes per second
+    ## The bandwidth that an efficiency needs, in bytes per second
 
-    * `part` is the efficiency, at least 0 and below 1; `ait` and `peak` are as above
+    `efficiency`, solved for the bandwidth.
+
+    * `part` is the efficiency, at least 0 and below 1
+    * `ait` and `peak` are as for `efficiency`
     """
     return part / (1 - part) * peak / ait
 
@@ -192,16 +200,16 @@ def bandwidth_for(part: float, ait: float, peak: float) -> float:
 @dataclass(frozen=True)
 class Place:
     """
-    ## Where parameters and optimizer states rest, and what a rank then needs
+    ## A choice of tiers for parameters and optimizer states, and the bytes that a rank then needs
 
-    In bytes, in half precision with Adam: 2 for a parameter, 2 for its gradient, 12 for master and
-    moments. Gradients rest where the masters do.
+    In half precision with Adam: 2 bytes for a parameter, 2 for its gradient, 12 for master and
+    moments. Gradients are kept in the tier of the masters.
     """
 
     params_in: str  # "device", "cpu" or "nvme"
     states_in: str
-    needs: dict[str, float]  # bytes of each tier
-    step_bytes: dict[str, float]  # that a step moves into a tier and out of it
+    needs: dict[str, float]  # bytes in each tier
+    step_bytes: dict[str, float]  # bytes that a step moves into a tier and out of it
 
     def fits(self, has: dict[str, float]) -> bool:
         return all(self.needs[tier] <= has.get(tier, 0.0) for tier in self.needs)
@@ -209,18 +217,19 @@ class Place:
 
 def places(params: float, ranks: int, layers: int = 32) -> list[Place]:
     r"""
-    ## What a model needs in each tier, for each choice of tiers, the fastest first
+    ## The bytes in each tier, for each choice of tiers, the fastest first
 
-    * `params` is $\Psi$, `ranks` is $N$, `layers` are as large as each other
+    * `params` is $\Psi$, `ranks` is $N$; all `layers` are taken to have the same size
 
-    On the device there are at least two whole layers, and the full gradient of one.
-    Files need buffers in CPU memory: two of a layer's shard, and five of its optimizer states.
+    The device holds at least two whole layers and the full gradient of one. Files need buffers in
+    CPU memory: two for a layer's shard, and five for its optimizer states.
 
-    With the states in CPU memory a step moves $4\Psi/N$ bytes, the gradients there and the
-    parameters back, which is the least that offload can move (ZeRO-Offload, section 3). Parameters
-    that rest there too are read twice, and do not go back.
+    With the states in CPU memory a step moves $4\Psi/N$ bytes: the gradients to the CPU and the
+    parameters back. Offload cannot move less (ZeRO-Offload, section 3). If the parameters rest on
+    the CPU too, they are read twice, and need not be moved back.
     """
-    shard, layer = params / ranks, params / layers
+    shard = params / ranks
+    layer = params / layers
     found = []
     for params_in, states_in in (("device", "device"), ("device", "cpu"), ("cpu", "cpu"),
                                  ("device", "nvme"), ("cpu", "nvme"), ("nvme", "nvme")):
@@ -231,10 +240,10 @@ def places(params: float, ranks: int, layers: int = 32) -> list[Place]:
         if states_in == "cpu":
             moves["cpu"] += (4 if params_in == "device" else 2) * shard
         if params_in != "device":
-            # Read forward and backward; a file is also written.
+            # Parameters are read in forward and in backward. A file is also written.
             moves[params_in] += (4 if params_in == "cpu" else 6) * shard
         if states_in == "nvme":
-            # Master, moments and gradient are written and read.
+            # Master, moments and gradient are each written and read.
             moves["nvme"] += 28 * shard
             needs["cpu"] += 5 * 14 * layer / ranks
         needs["cpu"] += 2 * 2 * layer / ranks * (params_in == "nvme")
@@ -246,8 +255,10 @@ def advise(params: float, ranks: int, has: dict[str, float], layers: int = 32) -
     """
     ## The fastest place that fits, if there is one
 
-    * `has` are the bytes of each tier: of a device, and of the machine's CPU memory and disk, which
-      all ranks share
+    * `has` has the bytes of each tier. Those of "device" are one rank's; all ranks of the machine
+      share those of "cpu" and "nvme"
+
+    Returns nothing if no place fits.
     """
     mine = {tier: n if tier == "device" else n / ranks for tier, n in has.items()}
     return next((place for place in places(params, ranks, layers) if place.fits(mine)), None)
@@ -287,10 +298,11 @@ def number(text: str) -> float:
     """
     ## Read 7.5e9, 8b, 80GB or 1TB
 
-    Powers of 1000. Raises `ValueError` for anything else.
+    Units are powers of 1000. Raises `ValueError` for anything else.
     """
     text = text.strip().lower()
-    text = text[:-1] if text[-2:] in ("kb", "mb", "gb", "tb") else text
+    if text[-2:] in ("kb", "mb", "gb", "tb"):
+        text = text[:-1]
     power = "kmgt".find(text[-1:].replace("b", "g")) + 1
     value = float(text[:-1] if power else text) * 1000**power
     if not 0 <= value < math.inf:
@@ -300,7 +312,7 @@ def number(text: str) -> float:
 
 def show_stages(params: float, ranks: int) -> None:
     """
-    ## ZeRO's Table 1, for these
+    ## Print ZeRO's Table 1 for one model and number of ranks
     """
     print(f"{params:,.0f} parameters on {ranks} ranks, in half precision with Adam.")
     print("Model states per rank in GB (1e9 bytes), by bytes counted per parameter:\n")
@@ -315,7 +327,7 @@ def show_stages(params: float, ranks: int) -> None:
 
 def show_places(args: argparse.Namespace, has: dict[str, float]) -> None:
     """
-    ## Will it fit here, and where
+    ## Print in which tiers the model fits on this machine
     """
     best = advise(args.params, args.ranks, has, args.layers)
     print(f"{args.params:,.0f} parameters in {args.layers} layers, {args.ranks} rank(s) on one "
@@ -335,10 +347,12 @@ def show_places(args: argparse.Namespace, has: dict[str, float]) -> None:
         if moved:
             print(f"\nA step moves {moved / 1e9:,.1f} GB of a rank into its {tier} tier and out.")
     if best.states_in != "device":
-        states, peak = args.tokens / 4, args.tflops * 1e12
+        peak = args.tflops * 1e12
+        to_states = bandwidth_for(0.9, args.tokens / 4, peak)
+        to_params = bandwidth_for(0.9, args.tokens, peak)
+        needs = f"{to_states / 1e9:,.0f} GB/s to its optimizer states"
+        if best.params_in != "device":
+            needs += f",\n{to_params / 1e9:,.0f} GB/s to its parameters"
         print(f"\nWith {args.tokens:,.0f} tokens of a rank in a step, at {args.tflops:g} Tflop/s, "
               "what a rank needs for 90 % of that\nspeed if nothing hides the transfer "
-              "(ZeRO-Infinity, equation 6): "
-              f"{bandwidth_for(0.9, states, peak) / 1e9:,.0f} GB/s to its optimizer states"
-              + (f",\n{bandwidth_for(0.9, args.tokens, peak) / 1e9:,.0f} GB/s to its parameters."
-                 if best.params_in != "device" else "."))
+              f"(ZeRO-Infinity, equation 6): {needs}.")

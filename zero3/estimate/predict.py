@@ -1,39 +1,65 @@
 r"""
 # Predict: the same bytes from shapes
 
-`predict` says what a sharded model will hold, send, read and write before it runs, to the byte.
+`predict` says how many bytes a sharded model will hold, send, read and write, before it runs.
 
-What a layer rests with, holds at its peak and sends follows from four numbers: how many elements it
-has, how wide they are, which of them train, and $N$. Nothing here runs a model: `_Step` walks
-through a step and adds up numbers where the heart moves tensors. The tests run a model, with the
-`Ledger` listening, and demand equality.
+A training step is a fixed sequence of events: all-gather a layer, free it, allocate a gradient,
+reduce it. The size of each event follows from the shapes of the parameters, their data types and
+the number of ranks $N$. So `predict` replays the sequence with numbers in place of tensors, adds
+them up, and notes the highest sum. The tests run the same model with a `Ledger` that measures, and
+demand equality to the byte.
+
+**Two layers on two ranks.** Layer A has three weights, so its shards have two elements each, one of
+them padding; layer B has two weights, and shards of one. In fp32, a rank rests with 12 bytes. This
+is a step with plain SGD on the CPU, and the bytes that a rank holds above these 12:
+
+| event | bytes | above rest |
+|---|---|---|
+| all-gather A | + 16 | 16 |
+| all-gather B, while A computes | + 8 | 24 |
+| free A; B stays full, because backward begins with it | − 16 | 8 |
+| backward of B: all-gather A, one layer ahead | + 16 | 24 |
+| the full gradient of B | + 8 | 32 |
+| free B | − 8 | 24 |
+| reduce-scatter B: a receive buffer | + 8 | 32 |
+| backward of A: the full gradient of A | + 16 | **48** |
+| free A | − 16 | 32 |
+| B is reduced: its shard gets a gradient | + 4 | 36 |
+| free B's full gradient and the receive buffer | − 16 | 20 |
+| reduce-scatter A: a receive buffer | + 16 | 36 |
+| A is reduced: its shard gets a gradient | + 8 | 44 |
+| free A's full gradient and the receive buffer | − 32 | 12 |
+
+The peak is $12 + 48 = 60$ bytes. The rank sends A's shard twice and B's once in all-gathers, and
+one share of each gradient: $2 \cdot 8 + 4 + 8 + 4 = 32$ bytes. In general,
 
 $$\text{rest} = \sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil \, (b + K t_\ell)
 \qquad
 \text{sent} = (N-1) \sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil
 \, (b \, g_\ell + b_g \, t_\ell)$$
 
-with $b$ bytes per element of the parameters and $b_g$ of their gradients on the way, $K$ bytes that
-the optimizer keeps for each, $g_\ell$ unshards of layer $\ell$ (two, but one for the last layer,
-and one below the first trainable layer) and $t_\ell = 1$ where it trains. Micro-batches send as
-much each time, and `Zero3Optimizer` 8 bytes for each trainable shard once in a step (in a step in
-which no rank used a parameter, 8 more for each parameter of its shard).
+Layer $\ell$ has $P_\ell$ parameters. An element has $b$ bytes as a parameter and $b_g$ as a
+gradient between ranks, and the optimizer keeps $K$ bytes for it. $t_\ell$ is 1 if the layer trains,
+else 0. $g_\ell$ counts its all-gathers: two, but one for the last layer, and one for a layer below
+the first that trains. Every micro-batch sends as much again. `Zero3Optimizer` also sends 8 bytes
+for each trainable shard, once in a step. In a step in which no rank used some parameter, it sends 8
+more for each parameter of that shard.
 
-What rests in files is not in memory. In its place there are a few buffers; and what is read and
-written is what `_Rest` finds when it goes through the same buffers in the same order.
+Shards in files take no memory. They pass through a few buffers instead, and `_Buffers` replays
+which states of a shard are still there when they are needed again.
 
 **Run this**: `make train`; its table holds these numbers against measured ones.
 
-**Not covered, and what that costs**: activations, which do not depend on the sharding and have to
-be added; layers outside a `Zero3Sequential`; parameters that no gradient reaches, which keep their
-layer full to the end of the pass; buckets that hold two half-precision data types, whose messages
-are counted as one; parameters that a step did not use, and those that no step has used yet, which
-have no moments. Of files: a chain of which the last layer alone trains, which reads the one below
-ahead in vain; an `Offload` with `max_in_cpu` that another model has used before.
+**Not covered, and what that costs**: activations, which do not depend on the sharding; add them
+yourself. The numbers are too low or too high for layers outside a `Zero3Sequential`; for parameters
+that get no gradient, because their layer then stays full to the end of backward; for a bucket with
+two half-precision data types, whose messages count as one; and for a parameter that no step has
+used yet, which has no moments, or that this step did not use. With files, they are off if only the
+last layer of a chain trains, because the layer below it is then read ahead in vain; and for an
+`Offload` with `max_in_cpu` that another model has used before.
 """
 
-from dataclasses import dataclass, field, replace
-from itertools import groupby
+from dataclasses import dataclass, replace
 
 from zero3.estimate.formulas import LayerSpec, Part
 from zero3.files.disk import ALIGN_BYTES, whole_blocks
@@ -46,19 +72,19 @@ class Prediction:
     ## Bytes of one rank
     """
 
-    param_bytes: int  # the shards, trainable and frozen
-    grad_bytes: int  # the gradients of the shards, from backward to `zero_grad()`
+    param_bytes: int  # shards in memory, trainable and frozen
+    grad_bytes: int  # gradients of these shards, from backward to `zero_grad()`
     master_bytes: int  # fp32 copies of the trainable shards in half precision
-    optimizer_bytes: int  # moments and counts
-    buffer_bytes: int  # of the modules, which stay whole
+    optimizer_bytes: int  # moments and step counts
+    buffer_bytes: int  # buffers of the modules, which are not sharded
     peak_bytes: int  # the highest moment of a step that begins without gradients
-    sent_bytes: int  # parameters, gradients and norms put on the wire by a training step
+    sent_bytes: int  # parameters, gradients and norms that a step sends to other ranks
     messages: int
-    order_bytes: int  # of the announcements that make sure of the order
-    pool_bytes: int = 0  # buffers between files and the rest
-    disk_bytes: int = 0  # of files
+    order_bytes: int  # announcements, by which ranks check that they run the same order
+    pool_bytes: int = 0  # buffers that files are read into and written from
+    disk_bytes: int = 0  # size of the files
     read_bytes: int = 0  # from files, in a step
-    written_bytes: int = 0
+    written_bytes: int = 0  # to files, in a step
 
     @property
     def rest_bytes(self) -> int:
@@ -70,25 +96,27 @@ class Prediction:
 
     def table(self, dtypes: list[str]) -> str:
         """
-        ### Kind by kind, to be read
+        ### A line for each kind of bytes
 
-        * `dtypes` are of parameters, of gradients, and of masters and moments
+        * `dtypes` are those of the parameters, of the gradients, and of masters and moments
+
+        Lines about files are left out if they would say 0.
         """
-        of_params, of_grads, of_masters = dtypes
-        rows = (("parameters", of_params, self.param_bytes),
-                ("gradients", of_grads, self.grad_bytes),
-                ("masters", of_masters, self.master_bytes),
-                ("moments and counts", of_masters, self.optimizer_bytes),
+        param_dtype, grad_dtype, master_dtype = dtypes
+        rows = [("parameters", param_dtype, self.param_bytes),
+                ("gradients", grad_dtype, self.grad_bytes),
+                ("masters", master_dtype, self.master_bytes),
+                ("moments and counts", master_dtype, self.optimizer_bytes),
                 ("buffers of modules", "", self.buffer_bytes),
                 ("buffers of files", "", self.pool_bytes),
                 ("all, with gradients", "", self.rest_bytes + self.grad_bytes),
                 ("at the peak of a step", "", self.peak_bytes),
                 ("in files", "", self.disk_bytes),
                 ("read in a step", "", self.read_bytes),
-                ("written in a step", "", self.written_bytes))
-        files = ("buffers of files", "in files", "read in a step", "written in a step")
+                ("written in a step", "", self.written_bytes)]
+        of_files = ("buffers of files", "in files", "read in a step", "written in a step")
         return "\n".join(f"{name:24}{dtype:20}{nbytes:>16,}" for name, dtype, nbytes in rows
-                         if nbytes or name not in files)
+                         if nbytes or name not in of_files)
 
 
 def predict(
@@ -110,288 +138,423 @@ def predict(
     r"""
     ## Predict one rank's bytes, in a chain of layers
 
-    * `rank` matters where param groups cut the shards, for the cuts are elsewhere on each
-    * `moments` is how many tensors of the shard's size the optimizer keeps: 2 for Adam
-    * `step_bytes` is what it keeps beside them for each piece of a trainable shard: torch's Adam
-      counts steps in an fp32 number
-    * `by_messages` says that a reduce receives into a buffer as large as what it sends from, as it
-      does on the CPU
-    * `stage3` says that the optimizer is a `Zero3Optimizer`: masters and moments are fp32 at least,
-      param groups cut the shards, and the ranks tell each other norms
-    * `reduce_bytes` are of an element of the reduced gradients; left out, the parameters'
-    * `micro_batches` are in a step, all but the last without a reduce if `no_sync`
+    * `rank` matters because param groups cut each rank's shards in other places
+    * `moments` is the number of tensors of the shard's size that the optimizer keeps: 2 for Adam
+    * `step_bytes` is the size of the step count that it keeps for each piece of a trainable shard:
+      4 for torch's Adam, which counts in fp32
+    * `by_messages` says that a reduce-scatter needs a receive buffer as large as the gradients that
+      it sends, as it does on the CPU
+    * `stage3` says that the optimizer is a `Zero3Optimizer`: masters and moments are at least fp32,
+      param groups cut the shards into pieces, and the ranks exchange norms
+    * `reduce_bytes` is the size of an element of a gradient between ranks and in the shard; by
+      default that of the parameter
+    * `micro_batches` make a step; with `no_sync` only the last of them reduces its gradients
     * `bucket_bytes` of full gradients are reduced together
-    * `params_in` and `states_in` are what the layers and the optimizer got as `offload`
+    * `params_in` and `states_in` are the `offload` arguments of the layers and of the optimizer
     """
-    shards = [_Shard(i, p, p.shard_numel(world_size), reduce_bytes or p.element_bytes)
-              for i, layer in enumerate(layers) for p in layer.parts]
-    rest = _Rest(shards, params_in or Offload(), states_in or Offload(), moments,
-                 mixed=stage3, one_memory=by_messages)
-    count_bytes = sum(step_bytes * (s.part.pieces(world_size, rank) if stage3 else 1)
-                      for s in rest.trains)
-    buffer_bytes = sum(layer.buffer_bytes for layer in layers)
-    step = _Step(layers, shards, world_size, reduce_bytes, bucket_bytes, packs=stage3,
-                 receive_buffer=by_messages)
+    params_in = params_in or Offload()
+    states_in = states_in or Offload()
+    chain = [_Layer([_Shard(p, p.shard_numel(world_size), reduce_bytes or p.element_bytes,
+                            p.master_bytes if stage3 else p.element_bytes, moments)
+                     for p in layer.parts], world_size) for layer in layers if layer.parts]
+    shards = [s for layer in chain for s in layer.shards]
+    trained = [s for s in shards if s.trains]
+    _place(shards, params_in, states_in, one_memory=by_messages)
+
+    step = _Step(chain, world_size, bucket_bytes, packs=stage3, receive_buffer=by_messages)
     for i in range(micro_batches):
-        step.micro_batch(hold=no_sync and i + 1 < micro_batches)
-    step.add(rest.widened_bytes)
+        step.micro_batch(reduces=not no_sync or i + 1 == micro_batches)
     if stage3:
+        # One shard's gradient at a time is copied into the data type of its master.
+        widened = [s.master_bytes for s in trained if s.state_width != s.grad_width]
+        step.add(max(widened, default=0))
         # The squared norm of each shard's gradient, in fp64.
-        step.send(8 * len(rest.trains), 1)
-    for _ in range(2):
-        # What the buffers have from the step before is part of a step like all others.
-        rest.step(step.arrivals)
+        step.send(8 * len(trained), 1)
+    read_bytes, written_bytes = _state_traffic(trained, step.arrivals, states_in.buffers)
+
+    in_memory = [s for s in trained if not s.states_in_file]
+    pieces = sum(s.part.pieces(world_size, rank) for s in trained) if stage3 else len(trained)
     found = Prediction(
-        rest.param_bytes, rest.grad_bytes, rest.master_bytes, rest.moment_bytes + count_bytes,
-        buffer_bytes, step.peak, step.sent_bytes, step.messages,
-        # Each transfer is announced by four 8-byte numbers.
-        32 * step.transfers,
-        rest.pool_bytes, rest.disk_bytes, rest.read_bytes + step.read_bytes, rest.written_bytes)
-    return replace(found, peak_bytes=found.rest_bytes + step.peak)
+        param_bytes=sum(s.param_bytes for s in shards if not s.in_file),
+        grad_bytes=sum(s.grad_bytes for s in in_memory),
+        master_bytes=sum(s.master_bytes for s in in_memory if not s.is_master),
+        optimizer_bytes=moments * sum(s.master_bytes for s in in_memory) + step_bytes * pieces,
+        buffer_bytes=sum(layer.buffer_bytes for layer in layers),
+        peak_bytes=0,
+        sent_bytes=step.sent_bytes,
+        messages=step.messages,
+        # Four 8-byte numbers announce each transfer.
+        order_bytes=32 * step.transfers,
+        pool_bytes=_pool_bytes(chain, states_in.buffers),
+        disk_bytes=sum(s.state_file_bytes for s in trained)
+        + sum(s.file_bytes for s in shards if not s.shares_file),
+        read_bytes=step.read_bytes + read_bytes,
+        written_bytes=written_bytes,
+    )
+    return replace(found, peak_bytes=found.rest_bytes + step.peak_bytes)
 
 
 @dataclass(eq=False)
 class _Shard:
     """
-    ### A shard, and where it rests
+    ### One rank's shard of a part of a layer, and the bytes that belong to it
+
+    Its optimizer states are a master, from which the parameters are rounded, and moments. The shard
+    itself can serve as the master if it has the master's data type.
     """
 
-    layer: int
     part: Part
     numel: int
-    grad_width: int
-    tier: str = "device"  # of the shard
-    in_file: bool = False
-    states_in_file: bool = False
-    own: bool = False  # its own master
-    kept_bytes: int = 0  # of master and moments in a file
-    grad_bytes: int = 0
-    present: set[str] = field(default_factory=set)  # what a buffer has of them
+    grad_width: int  # bytes of an element of its gradient
+    state_width: int  # bytes of an element of its master, and of a moment
+    moments: int
+    tier: str = "device"  # of the parameters: "device", "cpu" or "nvme"
+    state_tier: str = "device"
+    is_master: bool = False
+
+    def __post_init__(self) -> None:
+        self.trains = self.part.trainable and self.numel > 0
+        self.param_bytes = self.numel * self.part.element_bytes
+        self.grad_bytes = self.numel * self.grad_width * self.part.trainable
+        self.master_bytes = self.numel * self.state_width
+
+    @property
+    def in_file(self) -> bool:
+        return self.tier == "nvme"
+
+    @property
+    def states_in_file(self) -> bool:
+        return self.state_tier == "nvme"
 
     @property
     def file_bytes(self) -> int:
         """
-        ### Of the shard, as a layer reads it
+        ### Of the shard's file, as a layer reads it: a whole number of disk blocks
         """
-        return whole_blocks(self.numel * self.part.element_bytes) * self.in_file
+        return whole_blocks(self.param_bytes) if self.in_file else 0
+
+    @property
+    def shares_file(self) -> bool:
+        """
+        ### Whether the file of the states has the shard too, because it is its own master
+        """
+        return self.is_master and self.states_in_file
+
+    @property
+    def kept_bytes(self) -> int:
+        """
+        ### Of master and moments in the file of the states
+
+        A shard that is its own master and rests in memory has its moments alone there.
+        """
+        if not self.states_in_file:
+            return 0
+        masters = 0 if self.is_master and not self.in_file else 1
+        return whole_blocks(self.master_bytes) * (self.moments + masters)
+
+    @property
+    def grad_file_bytes(self) -> int:
+        return whole_blocks(self.grad_bytes) if self.states_in_file else 0
+
+    @property
+    def state_file_bytes(self) -> int:
+        return self.kept_bytes + self.grad_file_bytes
 
 
-class _Rest:
+def _place(
+    shards: list[_Shard], params_in: Offload, states_in: Offload, one_memory: bool
+) -> None:
     """
-    ### What rests where, and what a step reads and writes in files
+    ### Choose a tier for each shard and for its states
+
+    * `one_memory` says that device and CPU are the same memory, as they are without a GPU
+    """
+    # An `Offload` counts the bytes that it places, so work on copies. If both are the same object,
+    # they share a count, and so they share a copy.
+    copies = {id(each): replace(each) for each in (params_in, states_in)}
+    for s in shards:
+        s.tier = copies[id(params_in)].place(s.param_bytes)
+    for s in shards:
+        if s.trains:
+            state_bytes = (1 + s.moments) * s.master_bytes + s.grad_bytes
+            s.state_tier = copies[id(states_in)].place(state_bytes)
+            steps_on = "device" if states_in.tier == "device" else "cpu"
+            # The optimizer steps the shard itself if it has the right data type and is at hand.
+            at_hand = s.states_in_file if s.in_file else one_memory or s.tier == steps_on
+            s.is_master = s.state_width == s.part.element_bytes and at_hand
+
+
+def _pool_bytes(chain: list["_Layer"], buffers: int) -> int:
+    """
+    ### Memory for the buffers of files: `buffers` for states, and at least two for shards
+
+    Each is as large as the largest thing that goes through it. A layer with a shard of each kind
+    has as many buffers for shards.
+    """
+    shards = [s for layer in chain for s in layer.shards]
+    states = [s.state_file_bytes for s in shards if s.states_in_file]
+    slots = [i + 1 for layer in chain for i, s in enumerate(layer.shards) if s.in_file]
+    total = 0
+    if states:
+        total += buffers * (max(states) + ALIGN_BYTES)
+    if slots:
+        total += max(2, *slots) * (max(s.file_bytes for s in shards) + ALIGN_BYTES)
+    return total
+
+
+class _Buffers:
+    """
+    ### The buffers of optimizer states: a read finds in them what was used last
     """
 
-    def __init__(self, shards: list[_Shard], params_in: Offload, states_in: Offload, moments: int,
-                 mixed: bool, one_memory: bool):
-        # Copies, for they count what they have placed. One for both is one copy for both.
-        places = {id(each): replace(each) for each in (params_in, states_in)}
-        for s in shards:
-            s.tier = places[id(params_in)].place(s.numel * s.part.element_bytes)
-            s.in_file = s.tier == "nvme"
-        self.param_bytes = sum(s.numel * s.part.element_bytes for s in shards if not s.in_file)
-        self.grad_bytes = self.master_bytes = self.moment_bytes = self.widened_bytes = 0
-        self.trains = [s for s in shards if s.part.trainable and s.numel > 0]
-        self.count = states_in.buffers
-        self.lent: list[_Shard] = []
-        for s in self.trains:
-            width = s.part.master_bytes if mixed else s.part.element_bytes
-            tier = places[id(states_in)].place(s.numel * ((1 + moments) * width + s.grad_width))
-            s.states_in_file = tier == "nvme"
-            stepped = "device" if states_in.tier == "device" else "cpu"
-            near = one_memory or s.tier == stepped
-            s.own = width == s.part.element_bytes and (s.states_in_file if s.in_file else near)
-            if s.states_in_file:
-                s.kept_bytes = whole_blocks(s.numel * width) * (moments + (s.in_file or not s.own))
-                s.grad_bytes = whole_blocks(s.numel * s.grad_width)
-            else:
-                self.master_bytes += s.numel * width * (not s.own)
-                self.moment_bytes += s.numel * width * moments
-                self.grad_bytes += s.numel * s.grad_width
-            if mixed and width != s.grad_width:
-                # Of one shard at a time the gradient is copied into the master's data type.
-                self.widened_bytes = max(self.widened_bytes, s.numel * width)
-
-        states = [s.kept_bytes + s.grad_bytes for s in self.trains if s.states_in_file]
-        alone = [s.file_bytes for s in shards if not (s.own and s.states_in_file)]
-        self.disk_bytes = sum(states) + sum(alone)
-        self.pool_bytes = self.count * (max(states) + ALIGN_BYTES) if states else 0
-        layers = [[*group] for _, group in groupby(shards, key=lambda s: s.layer)]
-        buffers = [i + 1 for group in layers for i, s in enumerate(group) if s.in_file]
-        if buffers:
-            largest = max(s.file_bytes for s in shards)
-            self.pool_bytes += max(2, *buffers) * (largest + ALIGN_BYTES)
-
-    def step(self, arrivals: list[list[int]]) -> None:
-        """
-        #### Gradients arrive, in this order of layers in each micro-batch; then all are stepped
-        """
-        self.read_bytes = self.written_bytes = 0
-        first = self.count - 1
-        in_files = [s for s in self.trains if s.states_in_file]
-        seen: set[_Shard] = set()
-        for layers in arrivals:
-            for s in (s for layer in layers for s in self.trains if s.layer == layer):
-                # The first of a step overwrites what is there; another adds to it.
-                self.use(s, "grad", read=s in seen)
-                seen.add(s)
-                self.written_bytes += s.grad_bytes
-                for other in in_files[:first] if s in in_files[first : first + 1] else ():
-                    if other.kept_bytes:
-                        self.use(other, "kept")
-        for i, s in enumerate(self.trains):
-            for other in self.trains[i : i + first]:
-                self.use(other, "kept", "grad")
-            self.written_bytes += s.kept_bytes + s.file_bytes * (not s.own)
+    def __init__(self, count: int):
+        self.count = count
+        # Which of a shard's states are in a buffer; the shard that was used longest ago is first.
+        self.present: dict[_Shard, set[str]] = {}
+        self.read_bytes = 0
 
     def use(self, s: _Shard, *names: str, read: bool = True) -> None:
         """
-        #### Have these of a shard's states in a buffer; the one used longest ago goes
+        #### Have states of a shard in a buffer, and count the bytes that are read from files
+
+        * `names` are of "kept", master and moments, and "grad"
+        * `read` is false for states that are about to be overwritten
         """
         if not s.states_in_file:
             return
-        if s in self.lent:
-            self.lent.remove(s)
-        elif len(self.lent) == self.count:
-            self.lent.pop(0).present.clear()
-        self.lent.append(s)
-        for name in {*names} - s.present if read else ():
-            self.read_bytes += s.kept_bytes if name == "kept" else s.grad_bytes
-        s.present.update(names)
+        if s not in self.present and len(self.present) == self.count:
+            del self.present[next(iter(self.present))]
+        present = self.present.pop(s, set())
+        self.present[s] = present | {*names}
+        absent = {*names} - present
+        if read and "kept" in absent:
+            self.read_bytes += s.kept_bytes
+        if read and "grad" in absent:
+            self.read_bytes += s.grad_file_bytes
+
+
+def _state_traffic(
+    trained: list[_Shard], arrivals: list[list[_Shard]], count: int
+) -> tuple[int, int]:
+    """
+    ### Bytes of optimizer states that a step reads from files and writes to them
+
+    * `arrivals` are the shards of each micro-batch, in the order in which they get gradients
+
+    Two steps are replayed and the second one counts, because buffers still have states of the step
+    before.
+    """
+    buffers = _Buffers(count)
+    read_bytes = written_bytes = 0
+    for _ in range(2):
+        buffers.read_bytes = 0
+        written_bytes = _gradients_arrive(buffers, trained, arrivals)
+        written_bytes += _step_all(buffers, trained)
+        read_bytes = buffers.read_bytes
+    return read_bytes, written_bytes
+
+
+def _gradients_arrive(
+    buffers: _Buffers, trained: list[_Shard], arrivals: list[list[_Shard]]
+) -> int:
+    """
+    #### Backward: gradients go to files; returns the bytes written
+    """
+    in_files = [s for s in trained if s.states_in_file]
+    ahead = buffers.count - 1
+    written_bytes = 0
+    seen: set[_Shard] = set()
+    for s in (s for micro_batch in arrivals for s in micro_batch):
+        # The first gradient of a step replaces the file's contents. A later one is added to them.
+        buffers.use(s, "grad", read=s in seen)
+        seen.add(s)
+        written_bytes += s.grad_file_bytes
+        if s in in_files[ahead : ahead + 1]:
+            # The optimizer will begin with the shards below this one, so read them ahead.
+            for other in in_files[:ahead]:
+                if other.kept_bytes:
+                    buffers.use(other, "kept")
+    return written_bytes
+
+
+def _step_all(buffers: _Buffers, trained: list[_Shard]) -> int:
+    """
+    #### The optimizer steps shard after shard, and reads ahead; returns the bytes written
+    """
+    for i in range(len(trained)):
+        for s in trained[i : i + buffers.count - 1]:
+            buffers.use(s, "kept", "grad")
+    return sum(s.kept_bytes + (0 if s.is_master else s.file_bytes) for s in trained)
+
+
+class _Layer:
+    """
+    ### A layer during a step
+    """
+
+    def __init__(self, shards: list[_Shard], world_size: int):
+        self.shards = shards
+        self.trains = any(s.part.trainable for s in shards)
+        self.shard_bytes = sum(s.param_bytes for s in shards)
+        self.full_bytes = world_size * self.shard_bytes
+        self.full_grad_bytes = world_size * sum(s.grad_bytes for s in shards)
+        self.has_full_grad = False
+        self.has_shard_grad = False
 
 
 class _Step:
     """
-    ### A step, moment by moment: bytes above rest, and what is sent
+    ### Replay a step: bytes above rest, and bytes that are sent
 
-    The order of the lines is the order of events in the heart. Layers are numbers here.
+    The order of the lines is the order of events in `layer.py` and `comm.py`.
     """
 
-    def __init__(self, layers: list[LayerSpec], shards: list[_Shard], world_size: int,
-                 width: int | None, bucket_bytes: int, packs: bool, receive_buffer: bool):
-        numbers = [i for i, layer in enumerate(layers) if layer.parts]
-        self.chain, self.world_size, self.width = [layers[i] for i in numbers], world_size, width
-        self.bucket_bytes, self.packs, self.receive_buffer = bucket_bytes, packs, receive_buffer
-        self.grad = [layer.grad_bytes(world_size, width) for layer in self.chain]  # of the shard
-        # Of that, what stays in memory; and what a layer reads from files.
-        self.stays, self.file = [0] * len(numbers), [0] * len(numbers)
-        for s in shards:
-            at = numbers.index(s.layer)
-            self.stays[at] += s.numel * s.grad_width * (s.part.trainable and not s.states_in_file)
-            self.file[at] += s.file_bytes
-        self.numbers, self.read_bytes = numbers, 0
-        self.arrivals: list[list[int]] = []  # of gradients, layer by layer in each micro-batch
-        chain = self.chain
-        # Backward goes down to the first layer that trains.
-        self.first = next((i for i, layer in enumerate(chain) if layer.trains), len(chain))
-        self.held: set[int] = set()  # layers with a full gradient
-        self.reduced: set[int] = set()  # layers whose shard has a gradient
-        self.waiting: list[int] = []
-        self.in_flight: list[int] = []
-        self.packed_bytes = self.receive_bytes = self.live = self.peak = 0
-        self.sent_bytes = self.messages = self.transfers = 0
+    def __init__(self, chain: list[_Layer], world_size: int, bucket_bytes: int, packs: bool,
+                 receive_buffer: bool):
+        self.chain = chain
+        self.world_size = world_size
+        self.bucket_bytes = bucket_bytes
+        self.packs = packs
+        # One rank alone has nothing to receive.
+        self.receive_buffer = receive_buffer and world_size > 1
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.read_bytes = 0
+        self.sent_bytes = 0
+        self.messages = 0
+        self.transfers = 0
+        self.waiting: list[_Layer] = []  # layers of the bucket that is being filled
+        self.in_flight: list[_Layer] = []  # layers of the bucket that is being reduced
+        self.packed_bytes = 0
+        self.receive_bytes = 0
+        self.arrivals: list[list[_Shard]] = []
 
     def add(self, nbytes: int) -> None:
-        self.live += nbytes
-        self.peak = max(self.peak, self.live)
+        """
+        #### Allocate bytes, or free them if `nbytes` is negative
+        """
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def send(self, nbytes: int, messages: int) -> None:
+        """
+        #### Send as many bytes to each other rank
+        """
         peers = self.world_size - 1
         self.sent_bytes += peers * nbytes
         self.messages += peers * messages
         self.transfers += peers
 
-    def fetch(self, i: int) -> None:
-        """
-        #### A layer becomes whole
-        """
-        if i < len(self.chain):
-            shard_bytes = self.chain[i].shard_bytes(self.world_size)
-            self.send(shard_bytes, sum(p.numel > 0 for p in self.chain[i].parts))
-            self.read_bytes += self.file[i]
-            self.add(self.world_size * shard_bytes)
-
-    def free(self, i: int) -> None:
-        self.add(-self.world_size * self.chain[i].shard_bytes(self.world_size))
-
-    def micro_batch(self, hold: bool) -> None:
+    def micro_batch(self, reduces: bool) -> None:
         """
         #### Forward and backward
 
-        With `hold` the full gradients stay where they are.
+        Without `reduces` the full gradients stay, and the next micro-batch adds to them.
         """
-        last = len(self.chain) - 1
         self.arrivals.append([])
-        self.fetch(0)
-        for i in range(last + 1):
-            # This layer and the next are whole. The last stays so if there is a backward.
-            self.fetch(i + 1)
-            if i < last or self.first > last:
-                self.free(i)
-        for i in range(last, self.first - 1, -1):
-            # This layer and the one before are whole, and its flat gradient is filled.
-            if i > self.first:
-                self.fetch(i - 1)
-            if self.chain[i].trains and i not in self.held:
-                self.held.add(i)
-                self.add(self.world_size * self.grad[i])
-            self.free(i)
-            if self.chain[i].trains and not hold:
-                if self.fills([i]):
-                    self.reduce([i])
-                else:
-                    self.waiting.append(i)
-                if self.fills(self.waiting):
-                    self.reduce(self.waiting)
+        trains = [layer.trains for layer in self.chain]
+        # Backward goes down to the first layer that trains.
+        down = self.chain[trains.index(True) :][::-1] if any(trains) else []
+        self.forward(last_stays=bool(down))
+        self.backward(down, reduces)
+
+    def forward(self, last_stays: bool) -> None:
+        """
+        #### Gather each layer while the one before it computes
+        """
+        for before, layer in zip([None, *self.chain], self.chain, strict=False):
+            self.fetch(layer)
+            if before:
+                self.free(before)
+        if self.chain and not last_stays:
+            self.free(self.chain[-1])
+
+    def backward(self, down: list[_Layer], reduces: bool) -> None:
+        """
+        #### Gather each layer while the one above it computes, and reduce gradients
+
+        * `down` are the layers from the last to the first that trains
+        """
+        for layer, below in zip(down, [*down[1:], None], strict=False):
+            if below:
+                self.fetch(below)
+            if layer.trains and not layer.has_full_grad:
+                layer.has_full_grad = True
+                self.add(layer.full_grad_bytes)
+            self.free(layer)
+            if layer.trains and reduces:
+                self.put_into_bucket(layer)
         if self.waiting:
             self.reduce(self.waiting)
-        self.finish()
+        self.finish_reduce()
 
-    def fills(self, layers: list[int]) -> bool:
-        full_bytes = self.world_size * sum(self.grad[i] for i in layers)
-        return bool(layers) and (full_bytes >= self.bucket_bytes or self.world_size == 1)
+    def fetch(self, layer: _Layer) -> None:
+        self.send(layer.shard_bytes, sum(s.numel > 0 for s in layer.shards))
+        self.read_bytes += sum(s.file_bytes for s in layer.shards)
+        self.add(layer.full_bytes)
 
-    def reduce(self, layers: list[int]) -> None:
+    def free(self, layer: _Layer) -> None:
+        self.add(-layer.full_bytes)
+
+    def put_into_bucket(self, layer: _Layer) -> None:
         """
-        #### Gradients leave, and those before them have arrived
-
-        Gradients of one data type are packed into one message; data types of one width are taken
-        for one.
+        #### A gradient that fills a bucket alone goes at once; others wait until they fill one
         """
-        self.finish()
-        self.in_flight = list(layers)
-        layers.clear()
-        alike: dict[int, list[int]] = {}
-        for i in self.in_flight:
-            for p in self.chain[i].parts:
-                if p.trainable and p.numel:
-                    width = self.width or p.element_bytes
-                    alike.setdefault(width, []).append(width * p.shard_numel(self.world_size))
-        shares = sum(sum(same) for same in alike.values())
-        messages = len(alike) if self.packs else sum(len(same) for same in alike.values())
-        self.send(shares, messages)
-        # A gradient that is alone goes as it is.
-        packed = sum(sum(same) for same in alike.values() if len(same) > 1) * self.packs
-        self.packed_bytes = self.world_size * packed
-        self.receive_bytes = self.world_size * shares * (self.receive_buffer and self.world_size > 1)
+        if self.fills_bucket([layer]):
+            self.reduce([layer])
+            return
+        self.waiting.append(layer)
+        if self.fills_bucket(self.waiting):
+            self.reduce(self.waiting)
+
+    def fills_bucket(self, layers: list[_Layer]) -> bool:
+        full_bytes = sum(layer.full_grad_bytes for layer in layers)
+        return self.world_size == 1 or full_bytes >= self.bucket_bytes
+
+    def reduce(self, layers: list[_Layer]) -> None:
+        """
+        #### Start a reduce-scatter; the one before it has to finish first
+
+        `Zero3Optimizer` packs gradients of one data type into one message. Two data types of one
+        width count as one here.
+        """
+        self.finish_reduce()
+        self.in_flight = layers
+        if layers is self.waiting:
+            self.waiting = []
+        shares: dict[int, list[int]] = {}  # bytes for each rank, by the width of an element
+        for s in (s for layer in layers for s in layer.shards if s.trains):
+            shares.setdefault(s.grad_width, []).append(s.grad_bytes)
+        share_bytes = sum(map(sum, shares.values()))
+        self.send(share_bytes, len(shares) if self.packs else sum(map(len, shares.values())))
+        # A gradient that is alone needs no packing: it is sent from its own memory.
+        packed = [sum(same) for same in shares.values() if len(same) > 1 and self.packs]
+        self.packed_bytes = self.world_size * sum(packed)
+        self.receive_bytes = self.world_size * share_bytes if self.receive_buffer else 0
         self.add(self.packed_bytes + self.receive_bytes)
 
-    def finish(self) -> None:
+    def finish_reduce(self) -> None:
         """
-        #### The bucket in flight has arrived: shards have gradients, and its buffers go
+        #### The bucket in flight is reduced: its shards have gradients, and its buffers are freed
         """
         self.add(-self.packed_bytes)
-        for i in self.in_flight:
-            # One rank alone has its shard's first gradient already: the full one is it.
-            if self.world_size > 1 or i in self.reduced:
-                self.add(self.stays[i] * (i not in self.reduced))
-                self.add(-self.world_size * self.grad[i])
+        for layer in self.in_flight:
+            # A later micro-batch adds to the gradient of the first. One in a file needs no memory.
+            new_bytes = sum(s.grad_bytes for s in layer.shards
+                            if not (layer.has_shard_grad or s.states_in_file))
+            if self.world_size == 1:
+                # The full gradient becomes the shard's, so the two are never there together.
+                self.add(new_bytes - layer.full_grad_bytes)
             else:
-                self.add(self.stays[i] - self.grad[i])
-            self.arrivals[-1].append(self.numbers[i])
+                self.add(new_bytes)
+                self.add(-layer.full_grad_bytes)
+            layer.has_full_grad = False
+            layer.has_shard_grad = True
+            self.arrivals[-1] += [s for s in layer.shards if s.trains]
         self.add(-self.receive_bytes)
-        self.reduced.update(self.in_flight)
-        self.held.difference_update(self.in_flight)
-        self.in_flight, self.packed_bytes, self.receive_bytes = [], 0, 0
+        self.in_flight = []
+        self.packed_bytes = 0
+        self.receive_bytes = 0
 
 
 def data_parallel(
@@ -400,19 +563,25 @@ def data_parallel(
     """
     ## The same for plain data parallelism
 
-    Everything whole on every rank, and a ring all-reduce, which sends twice what a reduce-scatter
-    does. The optimizer's count of steps for each tensor is left out.
+    Every rank holds all of the model states, and a ring all-reduce sends twice as much as a
+    reduce-scatter. The optimizer's step counts are left out.
 
     * `mixed` says that parameters in half precision have masters and moments in fp32
     """
     parts = [p for layer in layers for p in layer.parts]
     trainable = [p for p in parts if p.trainable]
-    params, grads = sum(p.shard_bytes(1) for p in parts), sum(p.shard_bytes(1) for p in trainable)
-    buffers = sum(layer.buffer_bytes for layer in layers)
-    wide = sum(p.numel * (p.master_bytes if mixed else p.element_bytes) for p in trainable)
-    narrow = sum(p.numel for p in trainable if mixed and p.master_bytes > p.element_bytes)
-    masters, states = 4 * narrow, moments * wide
-    peak = params + grads + masters + states + buffers
-    sent = 2 * (world_size - 1) * grads // world_size
-    messages = 2 * (world_size - 1)
-    return Prediction(params, grads, masters, states, buffers, peak, sent, messages, 0)
+    grad_bytes = sum(p.shard_bytes(1) for p in trainable)
+    found = Prediction(
+        param_bytes=sum(p.shard_bytes(1) for p in parts),
+        grad_bytes=grad_bytes,
+        master_bytes=sum(4 * p.numel for p in trainable
+                         if mixed and p.master_bytes > p.element_bytes),
+        optimizer_bytes=moments * sum(p.numel * (p.master_bytes if mixed else p.element_bytes)
+                                      for p in trainable),
+        buffer_bytes=sum(layer.buffer_bytes for layer in layers),
+        peak_bytes=0,
+        sent_bytes=2 * (world_size - 1) * grad_bytes // world_size,
+        messages=2 * (world_size - 1),
+        order_bytes=0,
+    )
+    return replace(found, peak_bytes=found.rest_bytes + grad_bytes)

@@ -1,20 +1,21 @@
 r"""
-# Options: what may be passed, and one line when it may not
+# Options: check arguments, and explain a wrong one in one line
 
-`whole` and `within` check a number, `folder` checks a place for files, `expect` and `fail` raise
-the error, and `Parser` ends a command line with one line in place of a traceback.
+`whole` and `within` check numbers, and `folder` checks a folder for files. `expect` and `fail`
+raise the error, and `Parser` prints it as one line, without a traceback.
 
-A wrong option is cheapest to find before anything starts: before memory is taken and a minute has
-passed. Many wrong numbers pass a check that looks right. `nan < 1` is false and so is `nan > 9`, so
-a NaN is neither too small nor too large; `1.5` is large enough for a number of threads; and in
-Python `True` is 1. So each check here asks for what is right, and refuses the rest:
+It is best to find a wrong option before anything starts: before memory is allocated, and before a
+minute has passed. Many wrong numbers pass a check that looks right. `nan < 1` is false and so is
+`nan > 9`, so a NaN seems neither too small nor too large. `1.5` is large enough for a number of
+threads. And in Python, `True` equals 1. So the checks here do not look for wrong values. They ask
+for right ones, and refuse the rest:
 
 $$\text{least} \le \text{value} \le \text{most}$$
 
 **Run this**: `python -m zero3.estimate --params nan --ranks 2`.
 
-**Not covered, and what that costs**: values of tensors and of a model. The layers check these, and
-name the rank and the parameter.
+**Not covered, and what that costs**: values of tensors, and models. The layers check these, and
+their errors name the rank and the parameter.
 """
 
 import argparse
@@ -26,16 +27,17 @@ from typing import Any, NoReturn
 
 # The largest number that torch takes as a size.
 MOST = 2**63 - 1
-# What the application needs beside the library: `gpt.py`, `train.py` and `report.py`.
+# Packages that only the application needs, `gpt.py`, `job.py` and `report.py`.
 APP = ("labml", "labml_nn", "matplotlib")
 INSTALL = "install the application's packages, `pip install 'zero3[app]'`"
 
 
 def whole(value: Any, least: int = 0, most: int = MOST) -> bool:
     """
-    ## Whether this is a whole number within limits
+    ## Whether the value is a whole number within limits
 
-    An `int`, or a number of another library that can be an index. A truth value is none.
+    It is an `int`, or a number of another library that can be an index. `True` and `False` are not
+    numbers here.
     """
     return (hasattr(type(value), "__index__") and not isinstance(value, bool)
             and least <= value <= most)
@@ -44,9 +46,12 @@ def whole(value: Any, least: int = 0, most: int = MOST) -> bool:
 def expect(good: bool, what: str, expected: Any, got: Any, cure: str,
            kind: type[Exception] = ValueError) -> None:
     """
-    ## Raise an error of this kind when an option cannot work
+    ## Raise an error if an option cannot work
 
-    It says what was expected, what was passed and what to do.
+    * `good` says whether it can
+    * `what` is the problem, `expected` a right value, `got` the value that was passed, and `cure`
+      a remedy
+    * `kind` is the class of the error
     """
     if not good:
         raise kind(f"{what}. Expected: {expected}. Got: {got}. What to do: {cure}.")
@@ -67,7 +72,7 @@ def fail(rank: int, who: str, what: str, expected: Any, got: Any, cure: str) -> 
 
 def within(name: str, value: float, least: float, most: float) -> None:
     """
-    ## Raise `ValueError` when a number of a command line is not within limits
+    ## Raise `ValueError` if a number of a command line is not within limits
     """
     expect(value >= least, f"{name} is too small", f"at least {least}", value, f"raise {name}")
     expect(value <= most, f"{name} is too large", f"at most {most}", value, f"lower {name}")
@@ -75,14 +80,14 @@ def within(name: str, value: float, least: float, most: float) -> None:
 
 def folder(name: str, path: str | Path) -> None:
     """
-    ## Raise `ValueError` when no file can be made in a folder
+    ## Raise `ValueError` if files cannot be created in a folder
 
-    Makes one without a name, which is gone at once. A look at the folder's mode would not do: it
-    says nothing about a disk that is mounted to be read only.
+    It creates a file without a name, which disappears at once. The permissions of the folder are
+    not enough: they say nothing about a disk that is mounted read-only.
     """
     problem = ""
     try:
-        # `tempfile` would take an empty path for the system's own folder.
+        # For an empty path, `tempfile` would use the system's own folder.
         os.stat(path)
         tempfile.TemporaryFile(dir=path).close()
     except (OSError, ValueError) as error:
@@ -93,7 +98,7 @@ def folder(name: str, path: str | Path) -> None:
 
 def missing(*modules: str) -> list[str]:
     """
-    ## Which of these modules are not installed
+    ## The modules among these that are not installed
     """
     found = []
     for name in modules:
@@ -108,23 +113,23 @@ def missing(*modules: str) -> list[str]:
 
 def one_line(text: str) -> str:
     """
-    ## A text with its line breaks and escape codes spelt out
+    ## The text, with line breaks and escape codes spelt out
 
-    What was passed is quoted in an error, and may have both in it.
+    An error quotes the value that was passed, which may contain both.
     """
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 class Parser(argparse.ArgumentParser):
     """
-    ## A command line that says in one line what is wrong
+    ## A command line with errors of one line
     """
 
     def error(self, message: str) -> NoReturn:
         """
         ### End with exit code 2
 
-        * `message` is argparse's, or that of an error which `expect` raised
+        * `message` is from argparse, or from an error of `expect`
         """
         cure = "" if "What to do: " in message else f" What to do: see `{self.prog} --help`."
         dot = "" if message.endswith(".") else "."

@@ -1,7 +1,8 @@
 """
-# Which code this is
+# Version and commit
 
-The version of the package, and the commit that a figure was measured with.
+`__version__` is the version of the package, and `commit_name` the commit that a figure was measured
+with. A figure without its commit could not be measured again.
 
 **Run this**: `python -c "import zero3; print(zero3.__version__)"`.
 """
@@ -15,7 +16,9 @@ __version__ = "0.1.0"
 
 def commit_name() -> str:
     """
-    ## The commit that a figure comes from, `-dirty` where files differ from it
+    ## The current commit, with `-dirty` if files differ from it
+
+    Returns "unknown" outside a git repository.
     """
     if shutil.which("git") is None:
         return "unknown"

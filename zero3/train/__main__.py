@@ -11,12 +11,12 @@ except ModuleNotFoundError as error:
         f"What to do: {INSTALL}."
     )
 
-# A sample has whatever bytes the model writes, and a path those of the file system. Neither may
-# end a run at the end of it.
+# A sample of the model, or a path, may have characters that the terminal cannot show. Escape them,
+# because an error here would end a run after its last step.
 sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 code = main()
 sys.stdout.flush()
 sys.stderr.flush()
-# Exit at once. Now and then a thread of the process group would still ask for an interpreter that
-# is shutting down, and abort a run that is done.
+# Skip the interpreter's shutdown. Now and then a thread of the process group would still need the
+# interpreter then, and would abort a run that has succeeded.
 os._exit(code)

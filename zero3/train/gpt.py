@@ -1,35 +1,36 @@
 r"""
 # A byte-level GPT as a list of layers
 
-The toy model that the main job shards: an embedding, $n$ transformer blocks and a head, each a
-module of its own, put together from the parts in `labml_nn.transformers`.
+The main job trains this model: an embedding, $n$ transformer blocks and a head, built from the
+modules of `labml_nn.transformers`.
 
-ZeRO-3 shards a model layer by layer, so the model comes as a list. Each layer takes one tensor and
-returns one tensor; the causal mask is made inside the block, and nothing but activations passes
-between layers. Bytes are the tokens, so there is no tokenizer to train or to download, and a loss
-can be read as compression: for a model that gives the byte $x_t$ the probability $p(x_t \mid
-x_{<t})$,
+ZeRO-3 shards a model layer by layer, so the model is a list of layers. Each layer takes one tensor
+and returns one tensor. The block makes its causal mask itself, so only activations pass from layer
+to layer.
+
+The tokens are bytes, and no tokenizer has to be trained or downloaded. The loss can then be read as
+compression. If the model gives each next byte the probability $\frac{1}{256}$, as a model does that
+has learned nothing, a byte costs $\log_2 256 = 8$ bits. If it gives the right bytes $\frac{1}{4}$,
+they cost 2 bits each. In general, with the probability $p(x_t \mid x_{<t})$ of the byte $x_t$,
 
 $$\text{bits per byte} = -\frac{1}{T} \sum_{t=1}^{T} \log_2 p(x_t \mid x_{<t})$$
 
-which is 8 for a model that knows nothing.
-
-The block is [Primer EZ](https://arxiv.org/abs/2109.08668)'s: squared ReLU, and a convolution over
-three positions behind each query, key and value. The convolution shows every head the two bytes
-before. A plain transformer first has to learn to look there, and a run of a few minutes ends
-before it has.
+The block is that of [Primer EZ](https://arxiv.org/abs/2109.08668): it has squared ReLU, and a
+convolution over three positions after each query, key and value. The convolution shows the two
+previous bytes to every head. A plain transformer first has to learn to look at them, which takes
+longer than a run of a few minutes.
 
 **Run this**: `make train` trains it.
 
 **Not covered, and what that costs**: sampling keeps no cache of keys and values, so each new byte
-computes its whole window again; weights of embedding and head are not tied, which would put both
-into one `Zero3Layer`.
+computes its whole window again. Embedding and head do not share their weights, because both would
+then have to be in one `Zero3Layer`.
 
-| shape | of |
+| shape | tensor |
 |---|---|
-| `[batch, seq]` int64 | what goes in: byte values |
-| `[seq, batch, d_model]` | between layers, as labml_nn has it |
-| `[batch, seq, n_vocab]` | what comes out: logits |
+| `[batch, seq]` int64 | input: byte values |
+| `[seq, batch, d_model]` | between layers, in labml_nn's order |
+| `[batch, seq, n_vocab]` | output: logits |
 """
 
 import math
@@ -48,8 +49,7 @@ from torch.nn import functional as F
 from zero3.guards.options import expect
 from zero3.offload import room
 
-# labml_nn 0.5 shows its attention to `tracker.debug`, which labml 0.5 does not have: without it,
-# every forward raises.
+# labml_nn 0.5 calls `tracker.debug` in every attention, but labml 0.5 has no such function.
 if not hasattr(tracker, "debug"):
     tracker.debug = lambda *args: None
 
@@ -61,7 +61,7 @@ class GPTConfig:
     """
 
     n_vocab: int = 256  # byte values
-    seq_len: int = 64  # bytes that a position can see at most
+    seq_len: int = 64  # longest window, in bytes
     d_model: int = 128  # features of a position
     n_heads: int = 2
     n_layers: int = 4  # blocks, without embedding and head
@@ -69,22 +69,21 @@ class GPTConfig:
     dropout: float = 0.0
 
     def __post_init__(self):
-        if self.d_model % self.n_heads:
-            raise ValueError(
-                f"d_model does not split into heads. Expected: a multiple of {self.n_heads} heads. "
-                f"Got: d_model = {self.d_model}. What to do: change one of the two."
-            )
+        expect(self.d_model % self.n_heads == 0, "d_model does not split into heads",
+               f"a multiple of {self.n_heads} heads", f"d_model = {self.d_model}",
+               "change one of the two")
 
     @property
     def numel(self) -> int:
         """
-        ### Parameters of the model, without building it
-
-        A block has four square matrices and two of the feed-forward network, with their biases,
-        two norms, and three convolutions with three weights and a bias for each feature of a head.
+        ### Number of parameters, without building the model
         """
-        d, per_head = self.d_model, self.d_model // self.n_heads
-        block = 4 * (d * d + d) + 2 * d * self.d_ff + self.d_ff + d + 2 * 2 * d + 3 * 4 * per_head
+        d = self.d_model
+        # Four square matrices with biases, three convolutions with three weights and a bias for
+        # each feature of a head, and two norms with a scale and a shift.
+        attention = 4 * (d * d + d) + 3 * 4 * (d // self.n_heads)
+        feed_forward = 2 * d * self.d_ff + self.d_ff + d
+        block = attention + feed_forward + 2 * 2 * d
         embedding = (self.n_vocab + self.seq_len) * d
         head = 2 * d + self.n_vocab * (d + 1)
         return embedding + self.n_layers * block + head
@@ -94,7 +93,7 @@ class Embedding(nn.Module):
     """
     ## Bytes to vectors
 
-    Token embedding plus a learned vector per position: `[batch, seq]` to `[seq, batch, d_model]`.
+    Adds a learned vector for each position: `[batch, seq]` to `[seq, batch, d_model]`.
     """
 
     def __init__(self, config: GPTConfig):
@@ -111,28 +110,26 @@ class Block(nn.Module):
     """
     ## One transformer block
 
-    Attention and feed-forward network, each behind a layer norm and added to what came in:
-    `[seq, batch, d_model]` to the same.
+    Attention and feed-forward network, each after a layer norm and added to the residual stream:
+    `[seq, batch, d_model]` to the same shape.
     """
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        d, p = config.d_model, config.dropout
         self.layer = TransformerLayer(
-            d_model=d,
-            self_attn=MultiDConvHeadAttention(config.n_heads, d, p),
-            feed_forward=FeedForward(d, config.d_ff, p, SquaredReLU()),
-            dropout_prob=p,
+            d_model=config.d_model,
+            self_attn=MultiDConvHeadAttention(config.n_heads, config.d_model, config.dropout),
+            feed_forward=FeedForward(config.d_model, config.d_ff, config.dropout, SquaredReLU()),
+            dropout_prob=config.dropout,
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         seq_len = len(x)
-        # [seq, seq, 1] bool: which query (row) may look at which key (column). Made anew, because
-        # a buffer would be one more thing on each rank that is not sharded.
+        # [seq, seq, 1] bool: whether a query (row) may look at a key (column). It is computed each
+        # time, because a buffer would stay on every rank unsharded.
         mask = torch.ones(seq_len, seq_len, dtype=torch.bool, device=x.device).tril().unsqueeze(-1)
         x = self.layer(x=x, mask=mask)
-        # labml_nn keeps the attention for plots. It would stay until the next step, and it is
-        # larger than the layer.
+        # labml_nn keeps the attention for plots. It is larger than the layer, so free it now.
         self.layer.self_attn.attn = None
         return x
 
@@ -141,7 +138,7 @@ class Head(nn.Module):
     """
     ## Vectors to logits
 
-    The final layer norm and a projection: `[seq, batch, d_model]` to `[batch, seq, n_vocab]`.
+    A final layer norm and a projection: `[seq, batch, d_model]` to `[batch, seq, n_vocab]`.
     """
 
     def __init__(self, config: GPTConfig):
@@ -155,15 +152,16 @@ class Head(nn.Module):
 
 def gpt_layers(config: GPTConfig) -> list[nn.Module]:
     r"""
-    ## The model, as layers to wrap
+    ## The layers of the model, to be wrapped one by one
 
-    Matrices start as labml_nn's transformer has them (Glorot, uniform), with two exceptions. A
-    block adds its two outputs to the residual stream, which would grow with depth; they start
-    smaller by $\frac{1}{\sqrt{2n}}$. And the head starts near zero, so that training begins at 8
-    bits per byte instead of at a confident guess.
+    Matrices are initialised as in labml_nn's transformer (Glorot, uniform), with two exceptions.
+    Each block adds two outputs to the residual stream, which would grow with depth, so their
+    matrices start smaller, by $\frac{1}{\sqrt{2n}}$. The head starts near zero, so that training
+    begins at 8 bits per byte and not at a confident wrong guess.
     """
     blocks = [Block(config) for _ in range(config.n_layers)]
-    embedding, head = Embedding(config), Head(config)
+    embedding = Embedding(config)
+    head = Head(config)
     layers = [embedding, *blocks, head]
     for layer in layers:
         for param in layer.parameters():
@@ -178,14 +176,14 @@ def gpt_layers(config: GPTConfig) -> list[nn.Module]:
 
 
 def next_byte_loss(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
-    """
+    r"""
     ## Cross-entropy of each byte after the first, in nats
 
-    * `windows` is `[batch, seq + 1]`: every position but the last is an input, every one but the
-      first is a target
+    * `windows` is `[batch, seq + 1]`. Each position except the last is an input, and each position
+      except the first is a target
 
-    Returns the mean, in fp32 whatever the model computes in. Divided by the logarithm of 2 it is
-    bits per byte.
+    Returns the mean in fp32, in any data type of the model. Divided by $\ln 2$ it is in bits per
+    byte.
     """
     logits = model(windows[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
@@ -206,10 +204,10 @@ def sample(
 
     * `prompt` has at least one byte
     * `seq_len` is the longest window that the model takes
-    * `generator` draws the bytes, on the CPU, so that a seed means the same text on every device
+    * `generator` draws the bytes on the CPU, so a seed gives the same text on every device
 
-    A sharded model gathers its layers once per byte, so all ranks call this together; with
-    generators of the same seed they get the same text. Returns prompt and continuation.
+    All ranks of a sharded model call this together, because its layers are gathered for each byte.
+    With generators of the same seed all ranks get the same text. Returns prompt and continuation.
     """
     training = model.training
     model.eval()
@@ -227,41 +225,46 @@ def load_bytes(path: str | Path | None = None) -> torch.Tensor:
     """
     ## A text as a `[length]` uint8 tensor
 
-    Without a path: the reference of the Python language that Python itself carries, for `help()`.
-    Its topics quote one another, so a paragraph is taken once; a held-out part would otherwise be
-    in the training part too.
+    The default is the reference of the Python language, which is part of every Python for `help()`.
+    Raises `ValueError` if the file cannot be read or does not fit into memory.
     """
-    if path is not None:
-        what = "there is no text to train on"
-        cure = "check the path, or leave it out and take the default text"
-        expect(Path(path).is_file(), what, "a file", path or "an empty path", cure)
-        nbytes, left_bytes = Path(path).stat().st_size, room(torch.device("cpu"))
-        # It is copied once.
-        expect(2 * nbytes <= left_bytes, what, f"a file that fits into {left_bytes:,} bytes of "
-               "memory twice", f"{path}, of {nbytes:,} bytes", "take a part of it")
-        try:
-            data = Path(path).read_bytes()
-        except OSError as error:
-            expect(False, what, "a file that can be read", error, cure)
-    else:
-        from pydoc_data.topics import topics
-
-        paragraphs = "\n\n".join(topics.values()).split("\n\n")
-        data = "\n\n".join(dict.fromkeys(paragraphs)).encode()
+    data = python_reference() if path is None else read_text(path)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
+
+
+def python_reference() -> bytes:
+    from pydoc_data.topics import topics
+
+    # Topics quote one another. Take each paragraph once, or parts of the held-out text would be in
+    # the training text too.
+    paragraphs = "\n\n".join(topics.values()).split("\n\n")
+    return "\n\n".join(dict.fromkeys(paragraphs)).encode()
+
+
+def read_text(path: str | Path) -> bytes:
+    what = "there is no text to train on"
+    cure = "check the path, or leave it out and take the default text"
+    expect(Path(path).is_file(), what, "a file", path or "an empty path", cure)
+    nbytes = Path(path).stat().st_size
+    free_bytes = room(torch.device("cpu"))
+    # `load_bytes` copies it once.
+    expect(2 * nbytes <= free_bytes, what, f"a file that fits into {free_bytes:,} bytes of memory "
+           "twice", f"{path}, of {nbytes:,} bytes", "take a part of it")
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"{what}. Expected: a file that can be read. Got: {error}. What to do: "
+                         f"{cure}.") from error
 
 
 def split(data: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    ## The text to train on, and the last tenth, held out
+    ## The text to train on, and the last tenth for evaluation
     """
     cut = len(data) - len(data) // 10
-    if len(data) - cut <= seq_len:
-        raise ValueError(
-            f"the text is too short. Expected: at least {10 * (seq_len + 1)} bytes, so that the "
-            f"held-out tenth has a window of {seq_len + 1}. Got: {len(data)}. What to do: take a "
-            "longer text or shorter sequences."
-        )
+    expect(len(data) - cut > seq_len, "the text is too short",
+           f"at least {10 * (seq_len + 1)} bytes, so that the held-out tenth has a window of "
+           f"{seq_len + 1}", len(data), "take a longer text or shorter sequences")
     return data[:cut], data[cut:]
 
 
@@ -271,11 +274,11 @@ def global_batch(
     """
     ## The windows of all ranks for one step
 
-    Drawn from `seed` and `step` alone: every rank draws the whole batch, `[rows, seq_len + 1]`
-    int64, and takes its rows of it. So any number of ranks trains on the same windows, and there
-    is nothing to send.
+    The windows, `[rows, seq_len + 1]` int64, depend only on `seed` and `step`. Every rank draws the
+    whole batch and takes its own rows. So the batch is the same on any number of ranks, and needs
+    no communication.
     """
-    # Within the 64 bits of a seed, whatever the product is.
+    # A seed has 64 bits, and the product may have more.
     generator = torch.Generator().manual_seed((1_000_003 * seed + step) % 2**64)
     starts = torch.randint(len(data) - seq_len, (rows,), generator=generator)
     return data.unfold(0, seq_len + 1, 1)[starts].long()
@@ -285,7 +288,7 @@ def lr_at(step: int, steps: int, lr: float) -> float:
     """
     ## The learning rate of a step
 
-    A straight warm-up over at most 30 steps, then half a cosine down to a twentieth.
+    Linear warm-up over at most 30 steps, then half a cosine down to a twentieth.
     """
     warmup = min(30, steps // 2)
     if step < warmup:

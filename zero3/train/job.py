@@ -1,27 +1,29 @@
 r"""
 # The main job: train a sharded GPT, and check the bytes
 
-Trains the byte-level GPT of `gpt.py` over all ranks, each layer in a `Zero3Layer`, then holds what
-every rank kept and sent against what the formulas say.
+The job trains the byte-level GPT of `gpt.py` on all ranks, with a `Zero3Layer` around each layer.
+Then it compares the bytes that every rank held and sent with the bytes that the formulas predict.
 
-The loop is an ordinary PyTorch loop. What differs from plain data parallelism is three lines: the
-layers are wrapped, a `Zero3Optimizer` is built on the model, and it calls backward. The comparison
-is the point:
-`predict.py` predicts from the shapes alone, `ledger.py` records one real step, and for each rank
-the table says whether they are equal, to the byte.
+The loop is an ordinary PyTorch training loop. Three lines differ from plain data parallelism: the
+layers are wrapped, a `Zero3Optimizer` is built on the model, and the optimizer calls backward.
 
-$$\text{predicted} = \text{measured} \qquad \text{at rest, at the peak, and on the wire}$$
+`predict.py` predicts the bytes from the shapes alone, and a `Ledger` measures them in one real
+step. The table at the end of a run has a line of each for every rank. On two ranks, say, the
+formulas predict 2,400,000 bytes at rest for rank 0, the ledger measures 2,400,000, and the table
+says `equal`. A single byte of difference would stand there instead.
 
-**Run this**: `make train`, or `torchrun --nproc_per_node=2 -m zero3.train --help` for the options;
-one rank needs no torchrun. It prints losses, a sample and the table, and writes `loss.png`,
-`tape.png`, `gradients.png` and `metrics.json`. With `--save-every 100` it saves checkpoints too.
-Ctrl-C saves one in any case; the same command then goes on from there, to the same numbers. After
-Ctrl-C torchrun ends with a traceback of its own, a `SignalException`: that it was told to end.
-When one rank fails, its traceback stands first, and the others add a line each. No rank waits for
-another one longer than `--timeout`.
+$$\text{predicted} = \text{measured} \qquad \text{at rest, at the peak, and between ranks}$$
 
-**Not covered, and what that costs**: text that does not fit into memory. A batch is drawn by the
-number of its step, so a run needs no more than that number to find its place in the data.
+**Run this**: `make train`, or `torchrun --nproc_per_node=2 -m zero3.train --help` for the options.
+One rank needs no torchrun. The job prints losses, a sample of text and the table, and writes
+`loss.png`, `tape.png`, `gradients.png` and `metrics.json`. With `--save-every 100` it also saves
+checkpoints. Ctrl-C always saves one, and the same command then resumes the run, to the same
+numbers. After Ctrl-C, torchrun itself ends with a traceback of a `SignalException`; it only says
+that torchrun received the signal. If one rank fails, its traceback comes first, and the other ranks
+add a line each. No rank waits for another one longer than `--timeout`.
+
+**Not covered, and what that costs**: a text that does not fit into memory. Each batch is drawn from
+the number of its step, so a run that resumes needs only that number to find its place in the data.
 """
 
 import argparse
@@ -34,6 +36,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +68,7 @@ from zero3.train.run import (
     agree,
     end_with_parent,
     fresh_store,
+    option,
     progress,
     save_run,
     signals,
@@ -73,62 +77,17 @@ from zero3.train.run import (
 )
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Cross-entropy comes in nats.
+# `cross_entropy` returns nats.
 BITS = 1 / math.log(2)
-# Windows for one evaluation, in batches; always the same ones.
+# Batches of an evaluation. They are the same ones each time.
 EVAL_BATCHES = 4
-# What modules, hooks and shards of a block take beside its elements, at least.
+# Bytes that a block needs for its modules, hooks and shards beside the parameters, at least.
 BLOCK_BYTES = 100_000
-# A text of this length takes hours to write, because each byte gathers the whole model.
-MOST_SAMPLE = 1_000_000
-# Sequences in a step; where ranks times micro-batches do not divide it, the next multiple.
+# Sequences in a step. If ranks times micro-batches do not divide it, the next multiple.
 BATCH = 16
-# Much longer than a step and than what one rank does alone; torch's own limit is half an hour.
+# Much longer than a step, and than anything that one rank does alone. Torch waits half an hour.
 TIMEOUT_S = 300.0
 
-
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """
-    ## The options
-    """
-    parser = Parser(
-        prog="zero3.train",
-        description="Train a byte-level GPT, sharded over all ranks.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--d-model", type=int, default=128, help="features of a position")
-    add("--layers", type=int, default=4, help="transformer blocks")
-    add("--heads", type=int, default=2, help="attention heads of a block")
-    add("--seq-len", type=int, default=64, help="bytes in a sequence")
-    add("--batch", type=int, metavar="N", help="sequences in a step, of all ranks together; left "
-        f"out, {BATCH}, or the next multiple of ranks times micro-batches")
-    add("--accumulate", type=int, default=1, help="micro-batches that a batch is cut into")
-    add("--steps", type=int, default=650, help="optimizer steps")
-    add("--lr", type=float, default=4e-3, help="highest learning rate")
-    add("--seed", type=int, default=0, help="of weights, batches and sample")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to train")
-    add("--dtype", choices=list(DTYPES), default="fp32", help="of parameters and computation")
-    add("--reduce-dtype", choices=list(DTYPES), help="of gradients between ranks and in shards")
-    add("--loss-scale", type=loss_scale, metavar="S", help='a number, or "dynamic"')
-    add("--clip", type=float, metavar="C", help="greatest norm of the gradient")
-    add("--offload-params", choices=TIERS, default="device", help="where parameters rest")
-    add("--offload-optimizer", choices=TIERS, default="device", help="where its states rest")
-    add("--offload-folder", metavar="DIR", help="for files; left out, the one of --out")
-    add("--table", action="store_true", help="first say what each rank will hold")
-    add("--text", metavar="FILE", help="text to train on, instead of Python's own reference")
-    add("--out", default="runs/train", help="folder for pictures and figures")
-    add("--eval-every", type=int, default=50, help="steps from one evaluation to the next")
-    add("--save-every", type=int, default=0, metavar="N", help="steps from one checkpoint to the "
-        "next, in the folder of --out; with 0 Ctrl-C alone saves one")
-    add("--resume", default="auto", metavar="DIR", help="a checkpoint to go on from, of whatever "
-        "run; auto: the newest of this one; no: none, and the first one that is saved replaces "
-        "those of later steps")
-    add("--timeout", type=seconds, default=TIMEOUT_S, metavar="SECONDS", help="how long a rank "
-        "waits for the others before it ends with an error")
-    add("--sample", type=int, default=300, help="bytes to write after training")
-    add("--prompt", default="The ", help="what the sample begins with")
-    return parser.parse_args(argv)
 
 
 def loss_scale(text: str) -> float | str:
@@ -142,273 +101,105 @@ def seconds(text: str) -> float:
     return value
 
 
-def check_options(args: argparse.Namespace, ranks: Ranks) -> None:
+MOST_FP32 = torch.finfo(torch.float32).max
+# The options that are numbers: type, default, the least and the greatest value, and the help text.
+NUMBERS: dict[str, tuple[Callable[[str], Any], float | None, float, float, str]] = {
+    "d_model": (int, 128, 1, MOST, "features of a position"),
+    "layers": (int, 4, 1, MOST, "transformer blocks"),
+    "heads": (int, 2, 1, MOST, "attention heads of a block"),
+    "seq_len": (int, 64, 1, MOST, "bytes in a sequence"),
+    "batch": (int, None, 1, MOST, "sequences in a step, on all ranks together; if not given, "
+              f"{BATCH} or the next multiple of ranks times micro-batches"),
+    "accumulate": (int, 1, 1, MOST, "micro-batches in a step"),
+    "steps": (int, 650, 2, MOST, "optimizer steps"),
+    "lr": (float, 4e-3, 0, MOST_FP32, "highest learning rate"),
+    # The range of torch's seeds.
+    "seed": (int, 0, -2**63, 2**64 - 1, "seed of weights, batches and sample"),
+    "loss_scale": (loss_scale, None, 1e-6, MOST_FP32, 'a number, or "dynamic"'),
+    "clip": (float, None, 1e-6, MOST_FP32, "largest norm of the gradient"),
+    "eval_every": (int, 50, 1, MOST, "steps between two evaluations"),
+    "save_every": (int, 0, 0, MOST, "steps between two checkpoints, which go to the folder of "
+                   "--out; with 0 only Ctrl-C saves one"),
+    # A longer sample would take hours, because all layers are gathered for each byte.
+    "sample": (int, 300, 0, 1_000_000, "bytes of text to write after training"),
+}
+# The other options, as arguments of `add_argument`.
+OTHERS: dict[str, dict[str, Any]] = {
+    "device": {"choices": ["auto", "cpu", "cuda"], "default": "auto", "help": "device to train on"},
+    "dtype": {"choices": list(DTYPES), "default": "fp32",
+              "help": "data type of parameters and computation"},
+    "reduce_dtype": {"choices": list(DTYPES),
+                     "help": "data type of gradients, between ranks and in shards"},
+    "offload_params": {"choices": TIERS, "default": "device", "help": "where parameters rest"},
+    "offload_optimizer": {"choices": TIERS, "default": "device",
+                          "help": "where optimizer states rest"},
+    "offload_folder": {"metavar": "DIR", "help": "folder for offloaded files; if not given, --out"},
+    "table": {"action": "store_true", "help": "first print the bytes that each rank will hold"},
+    "text": {"metavar": "FILE", "help": "text to train on; if not given, Python's own reference"},
+    "out": {"default": "runs/train", "help": "folder for pictures and figures"},
+    "resume": {"default": "auto", "metavar": "DIR", "help": "checkpoint to resume from, of any "
+               "run; auto: the newest one of this run; no: none, and the first checkpoint that is "
+               "saved replaces those of later steps"},
+    "timeout": {"type": seconds, "default": TIMEOUT_S, "metavar": "SECONDS", "help": "how long a "
+                "rank waits for the others before it ends with an error"},
+    "prompt": {"default": "The ", "help": "beginning of the sample"},
+}
+
+
+def main(argv: list[str] | None = None) -> int:
     """
-    ## Refuse what cannot work, before anything starts
+    ## Train, and report how it went
 
-    Raises `ValueError`.
+    Returns the exit code: 0 at the end of the run, 2 for wrong options, 1 for an error. If SIGTERM
+    or Ctrl-C ended the run before its last step, the code is 128 + 15 or 128 + 2, as in a shell.
     """
-    most_fp32 = torch.finfo(torch.float32).max
-    limits = {"steps": (2, MOST), "layers": (1, MOST), "heads": (1, MOST), "d_model": (1, MOST),
-              "seq_len": (1, MOST), "batch": (1, MOST), "eval_every": (1, MOST),
-              "accumulate": (1, MOST), "save_every": (0, MOST), "sample": (0, MOST_SAMPLE),
-              # What torch takes as a seed.
-              "seed": (-2**63, 2**64 - 1),
-              "lr": (0, most_fp32), "clip": (1e-6, most_fp32), "loss_scale": (1e-6, most_fp32)}
-    for name, (least, most) in limits.items():
-        given = getattr(args, name)
-        if given not in (None, "dynamic"):
-            within(f"--{name.replace('_', '-')}", given, least, most)
-    expect(args.batch % (ranks.world_size * args.accumulate) == 0, "the batch does not split",
-           f"a multiple of {ranks.world_size} ranks times {args.accumulate} micro-batches",
-           f"--batch {args.batch}", "change one of the three")
-    expect(bool(args.prompt), "there is nothing to continue", "a prompt of at least one byte",
-           "an empty one", "pass --prompt")
-    # An empty path would be the folder in which the run was started.
-    resumable = args.resume in ("auto", "no") or (args.resume and Path(args.resume).is_dir())
-    expect(resumable, "there is no checkpoint for --resume", "a folder, `auto` or `no`",
-           repr(args.resume), "pass one")
-    expect(bool(args.out), "there is no place to write to", "a folder", "an empty --out",
-           "pass --out")
-    in_files = "nvme" in (args.offload_params, args.offload_optimizer)
-    if args.offload_folder is not None:
-        expect(in_files, "nothing goes to --offload-folder", "--offload-params nvme or "
-               "--offload-optimizer nvme beside it", "neither", "pass one of them, or leave "
-               "--offload-folder out")
-        folder("--offload-folder", args.offload_folder)
-
-
-def check_memory(config: gpt.GPTConfig, args: argparse.Namespace, ranks: Ranks) -> None:
-    """
-    ## Refuse sizes that memory has no room for, before anything is built
-
-    Each part counts what it needs at least, so nothing is refused that would work. Ranks of one
-    machine share its CPU memory and its disk.
-
-    Raises `ValueError`, with the bytes that are needed and those that are free.
-    """
-    width = DTYPES[args.dtype].itemsize
-    shard_numel = config.numel / ranks.world_size
-    # Two moments, a gradient, and an fp32 master where the parameters are narrower.
-    state_bytes = 8 + DTYPES[args.reduce_dtype or args.dtype].itemsize + 4 * (width < 4)
-    rows = args.batch / ranks.world_size / args.accumulate
-    # Autograd saves each block's attention and the fp32 logits.
-    row_numel = config.n_layers * config.n_heads * config.seq_len**2
-    row_bytes = width * row_numel + 4 * config.seq_len * config.n_vocab
-    smaller, shorter = "lower --d-model or --layers", "lower --batch or --seq-len"
-    for what, tier, nbytes, cure in (
-        # Each rank builds the whole model in fp32, and shards it layer by layer.
-        ("the model as it is built", "cpu",
-         4 * config.numel + config.n_layers * BLOCK_BYTES, smaller),
-        ("the parameters", args.offload_params, width * shard_numel, smaller),
-        ("the optimizer states", args.offload_optimizer, state_bytes * shard_numel, smaller),
-        # Every rank draws the windows of all ranks, first as bytes and then as numbers.
-        ("a batch", "cpu", args.batch * (8 + 9 * (config.seq_len + 1)), shorter),
-        ("the activations of a step", "device", rows * row_bytes,
-         f"{shorter}, or raise --accumulate"),
-    ):
-        at, sharers = "the GPU", 1
-        if tier == "nvme":
-            at = f"{args.offload_folder or args.out}"
-            left_bytes = shutil.disk_usage(at).free
-        elif tier == "cpu" or ranks.device.type == "cpu":
-            at, left_bytes = "the CPU", room(torch.device("cpu"))
-        else:
-            left_bytes = room(ranks.device)
-        if at != "the GPU":
-            sharers = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        need_bytes = int(sharers * nbytes)
-        expect(need_bytes <= left_bytes, f"there is no room for {what}",
-               f"at least {need_bytes:,} bytes on {at}, for {sharers} rank(s)",
-               f"{left_bytes:,} bytes free", cure)
-
-
-def build(
-    config: gpt.GPTConfig, args: argparse.Namespace, ranks: Ranks
-) -> tuple[Zero3Sequential, Zero3Optimizer]:
-    """
-    ## The sharded model and its optimizer
-
-    Wrapped one by one, so that no rank ever has more than one whole layer beside the shards on its
-    GPU.
-    """
-    torch.manual_seed(args.seed)
-    dtype = DTYPES[args.dtype]
-    place = (ranks.rank, ranks.world_size, ranks.device, dtype)
-    params_in, states_in = (
-        Offload(tier, args.offload_folder or args.out if tier == "nvme" else None)
-        for tier in (args.offload_params, args.offload_optimizer))
-    layers = [Zero3Layer(m.to(ranks.device, dtype), *place, params_in)
-              for m in gpt.gpt_layers(config)]
-    model = Zero3Sequential(layers)
-    optimizer = Zero3Optimizer(
-        model, betas=(0.9, 0.95), loss_scale=args.loss_scale, clip_grad_norm=args.clip,
-        offload=states_in,
-        reduce_dtype=DTYPES.get(args.reduce_dtype),
-        # Decay keeps matrices small. Norms and biases have a size for a reason.
-        group_by=lambda name, p: {"weight_decay": 0.1 if p.ndim > 1 else 0.0},
-    )
-    return model, optimizer
-
-
-@torch.no_grad()
-def evaluate(model: Zero3Sequential, data: torch.Tensor, args, ranks: Ranks) -> float:
-    """
-    ## Bits per byte on text that no step has seen, as a mean over ranks
-    """
-    model.eval()
-    losses = []
-    for i in range(EVAL_BATCHES):
-        windows = ranks.rows(gpt.global_batch(data, i, args.batch, args.seq_len))
-        losses.append(gpt.next_byte_loss(model, windows))
-    model.train()
-    return sum(ranks.mean(losses)) / EVAL_BATCHES * BITS
-
-
-def begin(
-    config: gpt.GPTConfig, args, ranks: Ranks, run: Run
-) -> tuple[Zero3Sequential, Zero3Optimizer]:
-    """
-    ## The model and its optimizer, as they were built or as a checkpoint has them
-
-    Raises `RuntimeError` if there is no room for the model, and `ValueError` on all ranks if the
-    checkpoint cannot be loaded.
-    """
-    found = take_up(args, ranks)
+    end_with_parent()
+    rank = int(os.environ.get("RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    job, problem = prepare_quietly(argv, rank)
+    if job is None and not problem:
+        # `--help`.
+        return 0
+    timeout_s = job.args.timeout if job else TIMEOUT_S
     try:
-        model, optimizer = build(config, args, ranks)
+        store = fresh_store(rank, world_size, timeout_s)
+        if not agree(store, rank, world_size, problem) or job is None:
+            return 2
+        job.ranks.connect(store, timeout_s)
     except RuntimeError as error:
-        raise RuntimeError(f"cannot build the model. {error}") from error
-    if args.table:
-        ranks.say(optimizer.table(args.accumulate) + "\n")
-    if found is None:
-        return model, optimizer
+        print(f"zero3.train: {error}", file=sys.stderr, flush=True)
+        return 1
+    # If another rank fails, torchrun sends SIGTERM, and this one still has to print its line.
+    with signals() as job.run.came:
+        try:
+            return job.train_and_finish()
+        except Exception as error:
+            return tell_failure(error, job.ranks, store)
+
+
+def prepare_quietly(argv: list[str] | None, rank: int) -> tuple["Job | None", str]:
+    """
+    ## Prepare the job, and catch anything that argparse would print on every rank
+
+    Returns the job, or the problem of this rank. After `--help` there is neither.
+    """
+    errors = io.StringIO()
+    screen = io.StringIO() if rank else sys.stdout
     try:
-        told = load(found, model, optimizer)
-        run.losses, run.held_out, run.train_s = (
-            told[name] for name in ("losses", "held_out", "train_s"))
-    except (RuntimeError, OSError, KeyError, TypeError) as error:
-        raise ValueError(f"cannot go on from {found}. {error}") from error
-    step = len(run.losses)
-    if step + 1 == args.steps:
-        raise ValueError(
-            "too few steps are left. Expected: none, or at least 2, of which one is recorded. Got: "
-            f"1, from {found}. What to do: raise --steps."
-        )
-    ranks.say(f"step {step}: goes on from {found}" if step < args.steps else
-              f"step {step}: {found} is the end of this run; `--resume no` begins anew")
-    return model, optimizer
+        with contextlib.redirect_stdout(screen), contextlib.redirect_stderr(errors):
+            return prepare(argv), ""
+    except ValueError as error:
+        return None, str(error)
+    except SystemExit as error:
+        last_line = errors.getvalue().strip().rpartition("\n")[2]
+        return None, last_line.removeprefix("zero3.train: ") if error.code else ""
 
 
-def train(model, optimizer, text, held_out, args, ranks: Ranks, show, run: Run) -> None:
+def prepare(argv: list[str] | None) -> "Job":
     """
-    ## The loop
+    ## Check options, sizes, text and memory before anything starts
 
-    It goes on from where `run` is, to the end, or until a signal says that it shall end.
-
-    The last step is recorded: by then the optimizer has its states, so it is a step like all but
-    the first, unless it overflows and is skipped. Before the last two there is no checkpoint, or a
-    run that goes on from it would have no step to record.
-    """
-    losses, tape, start_s = [], Ledger(model, optimizer), time.perf_counter()
-    for step in range(len(run.losses), args.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = gpt.lr_at(step, args.steps, args.lr)
-        last = step + 1 == args.steps
-        windows = ranks.rows(gpt.global_batch(text, step, args.batch, args.seq_len, args.seed))
-        losses.append(torch.zeros((), device=ranks.device))
-        with tape if last else contextlib.nullcontext():
-            for part in windows.chunk(args.accumulate):
-                loss = gpt.next_byte_loss(model, part) / args.accumulate
-                optimizer.backward(loss)
-                losses[-1] += loss.detach()
-            if step + 2 == args.steps:
-                # Off the tape: to look at gradients in files, they have to be read.
-                run.exponents = exponents(optimizer)
-            optimizer.step()
-        optimizer.zero_grad()
-
-        looks = last or (step + 1) % args.eval_every == 0
-        ends = ranks.any(run.came)
-        saves = ends or (args.save_every and (step + 1) % args.save_every == 0)
-        saves = saves and step + 2 < args.steps
-        if looks or saves:
-            # A loss is this rank's, the mean of its rows; the mean over ranks is that of the
-            # global batch.
-            run.losses += [value * BITS for value in ranks.mean(losses)]
-            run.train_s += time.perf_counter() - start_s
-        if looks:
-            recent = run.losses[run.held_out[-1][0] if run.held_out else 0 :]
-            run.held_out.append((step + 1, evaluate(model, held_out, args, ranks)))
-            rate = args.batch * args.seq_len * (step + 1) / run.train_s
-            show(step + 1, sum(recent) / len(recent), run.held_out[-1][1], rate)
-        if saves:
-            where = save_run(model, optimizer, args, run)
-            cure = "the same command" if args.resume == "auto" else "`--resume auto`"
-            ranks.say(f"step {step + 1}: saved {where}" + f"; {cure} goes on from there" * ends)
-            if ends:
-                return
-        if looks or saves:
-            losses, start_s = [], time.perf_counter()
-        if last:
-            run.take(model, optimizer, tape, ranks)
-
-
-def finish(model, optimizer, config: gpt.GPTConfig, args, ranks: Ranks, run: Run) -> None:
-    """
-    ## Sample, compare, and write it all down
-
-    All ranks call it; rank 0 prints and writes.
-    """
-    drawn = torch.Generator().manual_seed(args.seed)
-    # A byte that is no UTF-8 is one of the prompt too.
-    prompt = args.prompt.encode(errors="surrogateescape")
-    text = gpt.sample(model, prompt, args.sample, args.seq_len, 0.5, drawn, ranks.device).decode(
-        errors="replace"
-    )
-    # Ranks differ by a few bytes: param groups cut their shards in other places.
-    predicted = ranks.gather(optimizer.predict(args.accumulate))
-    plain = data_parallel(describe(model), ranks.world_size, mixed=True)
-    measured, tapes, gradients = map(ranks.gather, (run.measured, run.events, run.exponents))
-    if ranks.rank:
-        return
-    # Here, because matplotlib takes a second to import, and only rank 0 draws.
-    from zero3.train import report
-
-    ranks.say(f"\n{text}\n")
-    ranks.say(report.table(predicted, plain, measured))
-    device, version, out = report.device_name(ranks.device), torch.__version__, Path(args.out)
-    metrics = {
-        "options": vars(args),
-        "config": dataclasses.asdict(config),
-        "ranks": ranks.world_size,
-        "device": device,
-        "torch": version,
-        "commit": commit_name(),
-        "tokens_per_s": args.batch * args.seq_len * args.steps / run.train_s,
-        "loss_unit": "bits per byte",
-        "losses": run.losses,
-        "held_out": run.held_out,
-        "sample": text,
-        "measured": measured,
-        "skipped_steps": optimizer.skipped_steps, "loss_scale": optimizer.loss_scale,
-        "gradients": report.merged(gradients),
-        "predicted": [report.as_dict(p) for p in predicted],
-        "data_parallel": report.as_dict(plain),
-    }
-    (out / "metrics.json").write_text(json.dumps(metrics, indent=1))
-    caption = f"{ranks.world_size} ranks, {device}, torch {version}, commit {metrics['commit']}"
-    report.draw_loss(run.losses, run.held_out, caption).savefig(out / "loss.png")
-    report.draw_tape(tapes, predicted, plain, caption).savefig(out / "tape.png")
-    report.draw_gradients(gradients, caption).savefig(out / "gradients.png")
-    ranks.say(f"\nwrote loss.png, tape.png, gradients.png and metrics.json to {out}")
-
-
-def prepare(argv: list[str] | None) -> tuple[Any, gpt.GPTConfig, Ranks, tuple[torch.Tensor, ...]]:
-    """
-    ## Options, sizes, ranks and text, or an error before anything starts
-
-    Raises `ValueError` for this rank alone, because each machine has files and memory of its own.
+    Raises `ValueError` on this rank alone, because each machine has its own files and memory.
     `main` tells the other ranks.
     """
     args = parse_args(argv)
@@ -420,101 +211,390 @@ def prepare(argv: list[str] | None) -> tuple[Any, gpt.GPTConfig, Ranks, tuple[to
             ranks.say(f"--batch {args.batch}, because {BATCH} is no multiple of {share} "
                       "(ranks times micro-batches)")
     check_options(args, ranks)
-    config = gpt.GPTConfig(
-        seq_len=args.seq_len, d_model=args.d_model, n_heads=args.heads, n_layers=args.layers,
-        d_ff=2 * args.d_model,
-    )
-    texts = gpt.split(gpt.load_bytes(args.text), args.seq_len)
-    expect(not missing(*APP), "a package of the application is missing", ", ".join(APP),
-           f"a Python without {', '.join(missing(*APP))}", INSTALL)
-    try:
+    config = gpt.GPTConfig(seq_len=args.seq_len, d_model=args.d_model, n_heads=args.heads,
+                           n_layers=args.layers, d_ff=2 * args.d_model)
+    text, held_out = gpt.split(gpt.load_bytes(args.text), args.seq_len)
+    absent = missing(*APP)
+    expect(not absent, "a package of the application is missing", ", ".join(APP),
+           f"a Python without {', '.join(absent)}", INSTALL)
+    # `folder` reports why there is none.
+    with contextlib.suppress(OSError):
         Path(args.out).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        expect(False, "there is no place to write to", "a folder", error, "pass --out")
     folder("--out", args.out)
     check_memory(config, args, ranks)
-    return args, config, ranks, texts
+    return Job(args, config, ranks, text, held_out)
 
 
-def main(argv: list[str] | None = None) -> int:
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """
-    ## Train, and say how it went
-
-    Returns the exit code: 0 at the end of the run, 2 for what cannot work, 1 for an error; and
-    128 + 15 or 128 + 2, as shells have it, if SIGTERM or Ctrl-C ended the run before its last step.
+    ## Options of the command line
     """
-    end_with_parent()
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    problem, timeout_s, store = "", TIMEOUT_S, None
-    try:
-        # argparse writes to the screen by itself, and would do so on every rank.
-        with contextlib.ExitStack() as quiet:
-            if rank:
-                quiet.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            told = quiet.enter_context(contextlib.redirect_stderr(io.StringIO()))
-            args, config, ranks, (text, held_out) = prepare(argv)
-        timeout_s = args.timeout
-    except ValueError as error:
-        problem = str(error)
-    except SystemExit as error:
-        if not error.code:
-            return 0
-        problem = told.getvalue().strip().splitlines()[-1].removeprefix("zero3.train: ")
-    try:
-        if world_size > 1:
-            store = fresh_store(rank, world_size, timeout_s)
-        if not agree(store, rank, world_size, problem):
-            return 2
-        ranks.connect(store, timeout_s)
-    except RuntimeError as error:
-        print(f"zero3.train: {error}", file=sys.stderr, flush=True)
-        return 1
-    with signals() as came:
-        run = Run(came=came)
+    parser = Parser(
+        prog="zero3.train",
+        description="Train a byte-level GPT, sharded over all ranks.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    for name, (kind, default, _, _, text) in NUMBERS.items():
+        parser.add_argument(option(name), type=kind, default=default, help=text)
+    for name, settings in OTHERS.items():
+        parser.add_argument(option(name), **settings)
+    return parser.parse_args(argv)
+
+
+def check_options(args: argparse.Namespace, ranks: Ranks) -> None:
+    """
+    ## Refuse options that cannot work
+
+    Raises `ValueError`.
+    """
+    for name, (_, _, least, most, _) in NUMBERS.items():
+        given = getattr(args, name)
+        if given not in (None, "dynamic"):
+            within(option(name), given, least, most)
+    expect(args.batch % (ranks.world_size * args.accumulate) == 0, "the batch does not split",
+           f"a multiple of {ranks.world_size} ranks times {args.accumulate} micro-batches",
+           f"--batch {args.batch}", "change one of the three")
+    expect(bool(args.prompt), "there is nothing to continue", "a prompt of at least one byte",
+           "an empty one", "pass --prompt")
+    # An empty path would mean the current folder.
+    resumable = args.resume in ("auto", "no") or (args.resume and Path(args.resume).is_dir())
+    expect(resumable, "there is no checkpoint for --resume", "a folder, `auto` or `no`",
+           repr(args.resume), "pass one")
+    expect(bool(args.out), "there is no place to write to", "a folder", "an empty --out",
+           "pass --out")
+    if args.offload_folder is not None:
+        expect("nvme" in (args.offload_params, args.offload_optimizer),
+               "nothing goes to --offload-folder", "--offload-params nvme or --offload-optimizer "
+               "nvme beside it", "neither", "pass one of them, or leave --offload-folder out")
+        folder("--offload-folder", args.offload_folder)
+
+
+def check_memory(config: gpt.GPTConfig, args: argparse.Namespace, ranks: Ranks) -> None:
+    """
+    ## Refuse sizes that do not fit into memory, before anything is built
+
+    Each need is counted at its least, so no run is refused that would have worked. All ranks of a
+    machine share its CPU memory and its disk.
+
+    Raises `ValueError`, with the bytes that are needed and the bytes that are free.
+    """
+    for what, tier, nbytes, cure in memory_needs(config, args, ranks.world_size):
+        sharers = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        if tier == "nvme":
+            at = f"{args.offload_folder or args.out}"
+            free_bytes = shutil.disk_usage(at).free
+        elif tier == "cpu" or ranks.device.type == "cpu":
+            at = "the CPU"
+            free_bytes = room(torch.device("cpu"))
+        else:
+            at = "the GPU"
+            free_bytes = room(ranks.device)
+            sharers = 1
+        need_bytes = int(sharers * nbytes)
+        expect(need_bytes <= free_bytes, f"there is no room for {what}",
+               f"at least {need_bytes:,} bytes on {at}, for {sharers} rank(s)",
+               f"{free_bytes:,} bytes free", cure)
+
+
+def memory_needs(
+    config: gpt.GPTConfig, args: argparse.Namespace, world_size: int
+) -> list[tuple[str, str, float, str]]:
+    """
+    ## Each thing that needs memory: its name, its tier, bytes of one rank, and a remedy
+    """
+    width = DTYPES[args.dtype].itemsize
+    grad_width = DTYPES[args.reduce_dtype or args.dtype].itemsize
+    shard_numel = config.numel / world_size
+    # Two moments, a gradient, and an fp32 master if the parameters are narrower.
+    state_width = 8 + grad_width + (4 if width < 4 else 0)
+    # Autograd saves each block's attention and the fp32 logits.
+    attention_bytes = width * config.n_layers * config.n_heads * config.seq_len**2
+    row_bytes = attention_bytes + 4 * config.seq_len * config.n_vocab
+    rows = args.batch / world_size / args.accumulate
+    smaller = "lower --d-model or --layers"
+    shorter = "lower --batch or --seq-len"
+    return [
+        # Each rank builds the whole model in fp32, and then shards it layer by layer.
+        ("the model as it is built", "cpu",
+         4 * config.numel + config.n_layers * BLOCK_BYTES, smaller),
+        ("the parameters", args.offload_params, width * shard_numel, smaller),
+        ("the optimizer states", args.offload_optimizer, state_width * shard_numel, smaller),
+        # Every rank draws the windows of all ranks, first as bytes and then as 8-byte integers.
+        ("a batch", "cpu", args.batch * (8 + 9 * (config.seq_len + 1)), shorter),
+        ("the activations of a step", "device", rows * row_bytes,
+         f"{shorter}, or raise --accumulate"),
+    ]
+
+
+@dataclasses.dataclass
+class Job:
+    """
+    ## One run of the job on this rank
+
+    `begin` sets the model and its optimizer. All ranks call each method, because all of them
+    communicate.
+    """
+
+    args: argparse.Namespace
+    config: gpt.GPTConfig
+    ranks: Ranks
+    text: torch.Tensor
+    held_out: torch.Tensor
+    run: Run = dataclasses.field(default_factory=Run)
+    model: Zero3Sequential = dataclasses.field(init=False)
+    optimizer: Zero3Optimizer = dataclasses.field(init=False)
+
+    def train_and_finish(self) -> int:
+        """
+        ### From the first step to the last one, or to a signal
+
+        Returns the exit code.
+        """
         try:
-            return train_and_finish(args, config, ranks, text, held_out, run)
-        except Exception as error:
-            return tell_failure(error, rank, store)
+            check_alike(self.args, self.ranks)
+            self.begin()
+        except ValueError as error:
+            # Every rank has raised it.
+            if not self.ranks.rank:
+                print(f"zero3.train: {one_line(str(error))}", file=sys.stderr, flush=True)
+            code = 2
+        else:
+            code = 0
+            begun = len(self.run.losses)
+            with progress(self.ranks, self.args.steps) as show:
+                self.train(show)
+            if self.run.measured:
+                self.finish()
+                if self.args.save_every or begun:
+                    where = save_run(self.model, self.optimizer, self.args, self.run)
+                    self.ranks.say(f"saved {where}, the end of this run")
+            elif len(self.run.losses) < self.args.steps:
+                # A supervisor must not believe that the run is done. The signal may have reached
+                # another rank only.
+                came = self.ranks.gather(self.run.came)
+                code = 128 + max(max(numbers, default=0) for numbers in came)
+        # Rank 0 may still print or draw, and torchrun ends it when another rank leaves.
+        self.ranks.barrier()
+        return code
 
+    def begin(self) -> None:
+        """
+        ### Build the model and its optimizer, and load a checkpoint if there is one
 
-def train_and_finish(args, config: gpt.GPTConfig, ranks: Ranks, text, held_out, run: Run) -> int:
-    """
-    ## From the first step to the last, or to a signal
+        Raises `RuntimeError` if the model does not fit into memory, and `ValueError` on all ranks
+        if the checkpoint cannot be loaded.
+        """
+        found = take_up(self.args, self.ranks)
+        try:
+            self.build()
+        except RuntimeError as error:
+            raise RuntimeError(f"cannot build the model. {error}") from error
+        if self.args.table:
+            self.ranks.say(self.optimizer.table(self.args.accumulate) + "\n")
+        if found is None:
+            return
+        try:
+            extra = load(found, self.model, self.optimizer)
+            self.run.losses = extra["losses"]
+            self.run.held_out = extra["held_out"]
+            self.run.train_s = extra["train_s"]
+        except (RuntimeError, OSError, KeyError, TypeError) as error:
+            raise ValueError(f"cannot resume from {found}. {error}") from error
+        step = len(self.run.losses)
+        expect(step + 1 != self.args.steps, "too few steps are left",
+               "none, or at least 2, because the last one is recorded", f"1, from {found}",
+               "raise --steps")
+        where = f"resumes from {found}"
+        if step >= self.args.steps:
+            where = f"{found} is the end of this run; `--resume no` starts it over"
+        self.ranks.say(f"step {step}: {where}")
 
-    All ranks call it. Returns the exit code.
-    """
-    code = 0
-    try:
-        check_alike(args, ranks)
-        model, optimizer = begin(config, args, ranks, run)
-    except ValueError as error:
-        # On all ranks alike.
-        if not ranks.rank:
-            print(f"zero3.train: {one_line(str(error))}", file=sys.stderr, flush=True)
-        code = 2
-    else:
-        begun = len(run.losses)
-        with progress(ranks, args.steps) as show:
-            train(model, optimizer, text, held_out, args, ranks, show, run)
-        if run.measured:
-            finish(model, optimizer, config, args, ranks, run)
-            if args.save_every or begun:
-                where = save_run(model, optimizer, args, run)
-                ranks.say(f"saved {where}, the end of this run")
-        elif len(run.losses) < args.steps:
-            # A supervisor shall not take the run for done. The signal came to some rank.
-            code = 128 + max(number for came in ranks.gather(run.came) for number in came)
-    # Nobody leaves while rank 0 still speaks or draws.
-    ranks.barrier()
-    return code
+    def build(self) -> None:
+        """
+        ### The sharded model and its optimizer
+
+        Each layer moves to the GPU when it is wrapped, so a GPU never has more than one whole layer
+        beside the shards.
+        """
+        torch.manual_seed(self.args.seed)
+        dtype = DTYPES[self.args.dtype]
+        params_in = self.offload(self.args.offload_params)
+        layers = [
+            Zero3Layer(module.to(self.ranks.device, dtype), self.ranks.rank, self.ranks.world_size,
+                       self.ranks.device, dtype, params_in)
+            for module in gpt.gpt_layers(self.config)
+        ]
+        self.model = Zero3Sequential(layers)
+        self.optimizer = Zero3Optimizer(
+            self.model,
+            betas=(0.9, 0.95),
+            loss_scale=self.args.loss_scale,
+            clip_grad_norm=self.args.clip,
+            offload=self.offload(self.args.offload_optimizer),
+            reduce_dtype=DTYPES.get(self.args.reduce_dtype),
+            # Weight decay is for matrices: it would pull norms and biases away from their scale.
+            group_by=lambda name, p: {"weight_decay": 0.1 if p.ndim > 1 else 0.0},
+        )
+
+    def offload(self, tier: str) -> Offload:
+        return Offload(tier, self.args.offload_folder or self.args.out if tier == "nvme" else None)
+
+    def train(self, show: Callable[..., None]) -> None:
+        """
+        ### The training loop
+
+        * `show` gets a step, two losses and a rate
+
+        The loop starts at the step that `run` has reached, and ends after the last step or after a
+        signal. The last step is recorded. It is a typical one: the optimizer has its states by then
+        (unless the step overflows and is skipped). There is no checkpoint right before the last
+        step, so every run that resumes has at least two steps left.
+        """
+        tape = Ledger(self.model, self.optimizer)
+        losses = []
+        start_s = time.perf_counter()
+        for done in range(len(self.run.losses) + 1, self.args.steps + 1):
+            losses.append(self.train_step(done, tape))
+            evaluates = done == self.args.steps or done % self.args.eval_every == 0
+            ends = self.ranks.any(self.run.came)
+            saves = ends or (self.args.save_every and done % self.args.save_every == 0)
+            saves = saves and done + 1 < self.args.steps
+            if not (evaluates or saves):
+                continue
+            # A rank's loss is the mean of its rows. The mean over ranks is that of the whole batch.
+            self.run.losses += [value * BITS for value in self.ranks.mean(losses)]
+            self.run.train_s += time.perf_counter() - start_s
+            if evaluates:
+                self.evaluate(show)
+            if saves:
+                self.save(ends)
+                if ends:
+                    return
+            losses = []
+            start_s = time.perf_counter()
+        if tape.events:
+            self.run.take(self.model, self.optimizer, tape, self.ranks)
+
+    def train_step(self, done: int, tape: Ledger) -> torch.Tensor:
+        """
+        ### Forward and backward of each micro-batch, then a step of the optimizer
+
+        * `done` is the number of steps after this one
+
+        Returns this rank's loss, in nats.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = gpt.lr_at(done - 1, self.args.steps, self.args.lr)
+        batch = gpt.global_batch(self.text, done - 1, self.args.batch, self.args.seq_len,
+                                 self.args.seed)
+        total = torch.zeros((), device=self.ranks.device)
+        with tape if done == self.args.steps else contextlib.nullcontext():
+            for windows in self.ranks.rows(batch).chunk(self.args.accumulate):
+                loss = gpt.next_byte_loss(self.model, windows) / self.args.accumulate
+                self.optimizer.backward(loss)
+                total += loss.detach()
+            if done + 1 == self.args.steps:
+                # A step early: gradients in files have to be read for this, which the tape of the
+                # last step would show.
+                self.run.exponents = exponents(self.optimizer)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, show: Callable[..., None]) -> None:
+        """
+        ### Bits per byte on text that no step has seen, as a mean over ranks
+        """
+        self.model.eval()
+        losses = []
+        for i in range(EVAL_BATCHES):
+            batch = gpt.global_batch(self.held_out, i, self.args.batch, self.args.seq_len)
+            losses.append(gpt.next_byte_loss(self.model, self.ranks.rows(batch)))
+        self.model.train()
+        held_out = sum(self.ranks.mean(losses)) / EVAL_BATCHES * BITS
+        step = len(self.run.losses)
+        recent = self.run.losses[self.run.held_out[-1][0] if self.run.held_out else 0 :]
+        self.run.held_out.append((step, held_out))
+        show(step, sum(recent) / len(recent), held_out, self.tokens(step) / self.run.train_s)
+
+    def tokens(self, steps: int) -> int:
+        return self.args.batch * self.args.seq_len * steps
+
+    def save(self, ends: bool) -> None:
+        """
+        ### Save a checkpoint, and say how to resume from it if the run ends here
+        """
+        where = save_run(self.model, self.optimizer, self.args, self.run)
+        command = "the same command" if self.args.resume == "auto" else "`--resume auto`"
+        how = f"; {command} resumes from there" if ends else ""
+        self.ranks.say(f"step {len(self.run.losses)}: saved {where}{how}")
+
+    def finish(self) -> None:
+        """
+        ### Write a sample, compare the bytes, and draw
+
+        Rank 0 prints and writes.
+        """
+        generator = torch.Generator().manual_seed(self.args.seed)
+        # A prompt may have bytes that are not UTF-8.
+        prompt = self.args.prompt.encode(errors="surrogateescape")
+        sample = gpt.sample(self.model, prompt, self.args.sample, self.args.seq_len, 0.5, generator,
+                            self.ranks.device).decode(errors="replace")
+        # Predictions differ by a few bytes, because param groups cut each rank's shards elsewhere.
+        predicted = self.ranks.gather(self.optimizer.predict(self.args.accumulate))
+        plain = data_parallel(describe(self.model), self.ranks.world_size, mixed=True)
+        measured = self.ranks.gather(self.run.measured)
+        tapes = self.ranks.gather(self.run.events)
+        gradients = self.ranks.gather(self.run.exponents)
+        if self.ranks.rank:
+            return
+        # Imported here, because matplotlib takes a second and only rank 0 draws.
+        from zero3.train import report
+
+        self.ranks.say(f"\n{sample}\n")
+        self.ranks.say(report.table(predicted, plain, measured))
+        metrics = self.metrics(report.device_name(self.ranks.device)) | {
+            "sample": sample,
+            "measured": measured,
+            "gradients": report.merged(gradients),
+            "predicted": [report.as_dict(p) for p in predicted],
+            "data_parallel": report.as_dict(plain),
+        }
+        out = Path(self.args.out)
+        (out / "metrics.json").write_text(json.dumps(metrics, indent=1))
+        caption = "{ranks} ranks, {device}, torch {torch}, commit {commit}".format(**metrics)
+        report.draw_loss(self.run.losses, self.run.held_out, caption).savefig(out / "loss.png")
+        report.draw_tape(tapes, predicted, plain, caption).savefig(out / "tape.png")
+        report.draw_gradients(gradients, caption).savefig(out / "gradients.png")
+        self.ranks.say(f"\nwrote loss.png, tape.png, gradients.png and metrics.json to {out}")
+
+    def metrics(self, device: str) -> dict[str, Any]:
+        """
+        ### Options, losses and speed of the run, for `metrics.json`
+        """
+        return {
+            "options": vars(self.args),
+            "config": dataclasses.asdict(self.config),
+            "ranks": self.ranks.world_size,
+            "device": device,
+            "torch": torch.__version__,
+            "commit": commit_name(),
+            "tokens_per_s": self.tokens(self.args.steps) / self.run.train_s,
+            "loss_unit": "bits per byte",
+            "losses": self.run.losses,
+            "held_out": self.run.held_out,
+            "skipped_steps": self.optimizer.skipped_steps,
+            "loss_scale": self.optimizer.loss_scale,
+        }
 
 
 def check_alike(args: argparse.Namespace, ranks: Ranks) -> None:
     """
     ## Refuse ranks that were started with different options
 
-    Machines of one run are started by a command each. With another --seed on one of them, weights
-    would be put together from two models. Raises `ValueError` on all ranks alike.
+    Each machine of a run is started by its own command. With another `--seed` on one of them, the
+    shards would come from two different models. Raises `ValueError` on all ranks.
     """
     # Paths may differ between machines.
     mine = {name: value for name, value in vars(args).items()
@@ -522,10 +602,7 @@ def check_alike(args: argparse.Namespace, ranks: Ranks) -> None:
     first, *others = ranks.gather(mine)
     for rank, theirs in enumerate(others, 1):
         for name, value in first.items():
-            if theirs[name] != value:
-                option = f"--{name.replace('_', '-')}"
-                raise ValueError(
-                    f"the ranks have different options. Expected: {option} {value}, as on rank 0. "
-                    f"Got: {option} {theirs[name]}, on rank {rank}. What to do: start all machines "
-                    "with the same command."
-                )
+            expect(theirs[name] == value, "the ranks have different options",
+                   f"{option(name)} {value}, as on rank 0",
+                   f"{option(name)} {theirs[name]}, on rank {rank}",
+                   "start all machines with the same command")

@@ -1,19 +1,21 @@
 """
 # Ranks from Python
 
-`run` starts a worker on several ranks and returns what each of them answers: for notebooks, which
-cannot be started by torchrun, and for tests.
+`run` calls a function on several ranks and returns their answers. Notebooks and tests use it,
+because torchrun cannot start them.
 
-`torchrun` starts a program on each rank. Where the program is a cell, or a test, the ranks have to
-come from within: processes that import a function, join a process group and call it. They are
-forked from a server that has imported torch once, so that to start them takes a tenth of a second.
+`torchrun` starts a whole program on each rank. A cell of a notebook, or a test, has to start its
+ranks itself: processes that import a function, join a process group and call the function. They are
+forked from a server process that has imported torch once, so starting one takes a tenth of a
+second. `run("worker:who", 2)`, for example, calls `who` of `worker.py` on two ranks. If it returns
+the number of the rank, `run` returns `[0, 1]`.
 
-The same call runs on a laptop and on a machine full of GPUs: with GPUs there is one rank on each,
-and NCCL between them, else there are two ranks on the CPU, and gloo.
+The same call works on a laptop and on a machine full of GPUs. There is one rank on each GPU, and
+NCCL between them. Without GPUs there are two ranks on the CPU, and gloo.
 
 **Run this**: the notebooks.
 
-**Not covered, and what that costs**: several machines. There torchrun is the way.
+**Not covered, and what that costs**: several machines. Use torchrun there.
 """
 
 import importlib
@@ -32,10 +34,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zero3.guards.options import expect
+
 _CONTEXT: Any = multiprocessing.get_context("forkserver")
 # The first words of an error that another rank has caused.
 _CONSEQUENCE = "as a consequence,"
-# How long the other ranks may take to notice that one has failed.
+# Seconds that the other ranks have to notice that one has failed.
 _GRACE_S = 10
 
 
@@ -43,8 +47,8 @@ def preload(*modules: str) -> None:
     """
     ## Import modules once, for all ranks
 
-    Before the first of them starts, and in place of what was asked for before. Optimizers import
-    `torch._dynamo` in their first step.
+    Call it before the first rank starts. A second call replaces the list of the first. torch's
+    optimizers import `torch._dynamo` in their first step, so it is always in the list.
     """
     _CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.distributed", *modules])
 
@@ -61,21 +65,21 @@ def run(worker: Callable | str, world_size: int | None = None, *args: Any, devic
     """
     ## Run a worker on each rank, and return the answers in rank order
 
-    * `worker` is called with `args`. It lives in a module, for other processes import it; written
-      `"module:function"` it need not be imported here, and each call sees the file as it is now
-    * `world_size` is the number of ranks; left out, `default_ranks()`
-    * `device` is "cpu", or "auto": a GPU for each rank where there are as many
+    * `worker` is called with `args`. It has to be in a module, because other processes import it.
+      As `"module:function"` it is imported on the ranks only, from the file as it is now
+    * `world_size` is the number of ranks; by default, `default_ranks()`
+    * `device` is "cpu" or "auto"; "auto" uses GPUs if there is one for each rank
 
-    Raises `AssertionError` as soon as a rank has failed and the others have noticed: with its
-    traceback first, then a line from each rank that only lost the others. A rank that has not
-    answered after `timeout_s` seconds is an error, not a hang.
+    Raises `AssertionError` when a rank has failed and the others have noticed. The error begins
+    with the traceback of that rank, and has a line from each rank that only lost another one. A
+    rank that does not answer within `timeout_s` seconds counts as failed.
     """
-    if device not in ("auto", "cpu"):
-        raise ValueError(f'no such choice. Expected: "auto" or "cpu". Got: {device!r}. What to do: '
-                         "hide GPUs with CUDA_VISIBLE_DEVICES where not all shall be used.")
+    expect(device in ("auto", "cpu"), "no such choice", '"auto" or "cpu"', repr(device),
+           "hide GPUs with CUDA_VISIBLE_DEVICES to use only some of them")
     world_size = world_size or default_ranks()
     with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
+        pipes = []
+        processes = []
         for rank in range(world_size):
             mine, theirs = _CONTEXT.Pipe(duplex=False)
             process = _CONTEXT.Process(
@@ -90,7 +94,7 @@ def run(worker: Callable | str, world_size: int | None = None, *args: Any, devic
             answers, failed = _answers(pipes, timeout_s)
         finally:
             for process in processes:
-                # After a failure the others may wait for the rank that is gone.
+                # After a failure the others may wait for the lost rank for ever.
                 process.join(timeout=0 if failed else 5)
                 process.kill()
     if failed:
@@ -100,7 +104,7 @@ def run(worker: Callable | str, world_size: int | None = None, *args: Any, devic
 
 def my_device() -> torch.device:
     """
-    ## The device of this rank, in a worker
+    ## The device of this rank, for use in a worker
     """
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
@@ -111,11 +115,10 @@ def is_consequence(error: BaseException) -> bool:
     """
     ## Whether an error only says that another rank is lost
 
-    When a rank raises and ends, each rank that waits for it raises too. Those errors hide the one
-    that matters. They are recognised by where they come from: a wait of `zero3.comm`, or a
-    collective of `torch.distributed`.
+    When a rank raises and ends, each rank that waits for it raises too, and these errors hide the
+    cause. They come from a wait in `zero3.comm`, or from a collective of `torch.distributed`.
     """
-    # An error that is handled may lead to further ones, so look at the first.
+    # Follow the chain back to the first error: later ones were raised while it was handled.
     while earlier := error.__cause__ or (not error.__suppress_context__ and error.__context__):
         error = earlier
     if not isinstance(error, RuntimeError):
@@ -124,32 +127,32 @@ def is_consequence(error: BaseException) -> bool:
     module = frames[-1][0].f_globals.get("__name__", "") if frames else ""
     return (module.startswith("torch.distributed")
             or "the other ranks are lost" in str(error)
-            # A rank announces a fault of its own in place of a transfer.
+            # A rank that fails announces its fault to the others in place of a transfer.
             or "Got: fault of" in str(error))
 
 
 def report(failed: list[str]) -> str:
     """
-    ## The texts of the ranks that failed: causes first, then a line for each consequence
+    ## The error texts of the ranks: causes in full first, then a line for each consequence
 
-    * `failed` are their texts, in the order in which they came
+    * `failed` has the texts in the order of their arrival
 
-    Without a cause all of them are kept whole.
+    If there is no cause among them, all are kept in full.
     """
     causes = [text for text in failed if not text.startswith(_CONSEQUENCE)]
-    lines = [text.strip().splitlines()[-1] for text in failed if text.startswith(_CONSEQUENCE)]
     if not causes:
         return "\n".join(failed)
-    return "\n".join([*causes, *(line if line.startswith(_CONSEQUENCE) else f"{_CONSEQUENCE} {line}"
-                                 for line in lines)])
+    lines = [text.strip().splitlines()[-1] for text in failed if text.startswith(_CONSEQUENCE)]
+    lines = [f"{_CONSEQUENCE} {line.removeprefix(_CONSEQUENCE).strip()}" for line in lines]
+    return "\n".join([*causes, *lines])
 
 
 def _answers(pipes: list[connection.Connection], timeout_s: float) -> tuple[dict, list[str]]:
     """
-    #### The ranks' results, by rank, and the texts of those that failed, as they come
+    #### Wait for all ranks: results by rank, and error texts in the order of their arrival
 
-    A failure is known at once, although other ranks may still wait for the one that failed. Those
-    have `_GRACE_S` seconds to say so.
+    A failure is noticed at once, while other ranks may still wait for the failed one. They get
+    `_GRACE_S` more seconds to report that.
     """
     results: dict[int, Any] = {}
     failed: list[str] = []
@@ -159,9 +162,9 @@ def _answers(pipes: list[connection.Connection], timeout_s: float) -> tuple[dict
         ready = connection.wait(waiting, max(0, deadline_s - time.monotonic()))
         if not ready:
             silent = ", ".join(f"rank {rank}" for rank in waiting.values())
-            return results, [*failed, (
-                f"{_CONSEQUENCE} {silent}: no answer after another rank had failed" if failed
-                else f"{silent}: no answer after {timeout_s} s")]
+            failed.append(f"{_CONSEQUENCE} {silent}: no answer after another rank had failed"
+                          if failed else f"{silent}: no answer after {timeout_s} s")
+            break
         for pipe in [pipe for pipe in waiting if pipe in ready]:
             rank = waiting.pop(pipe)
             good, result = _answer(pipe, rank, timeout_s)
@@ -175,7 +178,7 @@ def _answers(pipes: list[connection.Connection], timeout_s: float) -> tuple[dict
 
 def _answer(pipe: connection.Connection, rank: int, timeout_s: float) -> tuple[bool, Any]:
     """
-    #### What a rank answers, or why it does not
+    #### One rank's answer: whether it succeeded, and its result or an error text
     """
     if not pipe.poll(timeout_s):
         return False, f"rank {rank}: no answer after {timeout_s} s"
@@ -187,11 +190,11 @@ def _answer(pipe: connection.Connection, rank: int, timeout_s: float) -> tuple[b
 
 def _rank(worker, rank: int, world_size: int, store: str, device: str, pipe, args) -> None:
     """
-    #### The life of a rank
+    #### The main function of a rank's process
     """
-    # Ranks share the cores; more threads than cores would wait for each other.
+    # Ranks share the cores. More threads than cores would wait for each other.
     torch.set_num_threads(1)
-    # A file that is written anew within a second would be taken for its old self.
+    # Python would reuse the bytecode of a file that was written again within the same second.
     sys.dont_write_bytecode = True
     gpu = device == "auto" and torch.cuda.device_count() >= world_size
     try:
@@ -203,16 +206,17 @@ def _rank(worker, rank: int, world_size: int, store: str, device: str, pipe, arg
         if isinstance(worker, str):
             module, function = worker.split(":")
             worker = getattr(importlib.import_module(module), function)
-        answer = (True, worker(*args))
-        # Here: the pipe would pass tensors on as shared memory, which ends with this process.
-        told = pickle.dumps(answer)
+        good = True
+        # Pickled here: the pipe itself would send tensors as shared memory, which ends with this
+        # process.
+        answer = pickle.dumps((good, worker(*args)))
     except BaseException as error:
+        good = False
         whose = f"{_CONSEQUENCE} " if is_consequence(error) else ""
-        answer = (False, f"{whose}rank {rank}:\n{traceback.format_exc()}")
-        told = pickle.dumps(answer)
-    pipe.send_bytes(told)
-    # Nobody leaves before all have answered: a rank that is gone takes the others' messages along.
+        answer = pickle.dumps((good, f"{whose}rank {rank}:\n{traceback.format_exc()}"))
+    pipe.send_bytes(answer)
     pipe.close()
-    if answer[0]:
+    if good:
+        # Leave together: messages that other ranks still wait for would end with this process.
         dist.barrier()
         dist.destroy_process_group()

@@ -1,18 +1,18 @@
 """
 # The report of a run
 
-A table that holds measured bytes against predicted ones, the loss curve, the memory tape, which
-shows what each rank held after every event of one step and which layer was the cause, and where
-the gradients lie in the range of fp16.
+`table` compares measured bytes with predicted ones. `draw_loss` draws the loss curve,
+`draw_gradients` the sizes of the gradients, and `draw_tape` the memory tape of one step.
 
-All come from what a run recorded. The tape shows ZeRO-3 at a glance: the staircase up where
-a layer is gathered, down where it is freed, the level between two steps, and under each step of
-the stairs the layer that it belongs to.
+The memory tape shows ZeRO-3 at a glance. Its line climbs a stair when a layer is gathered, descends
+one when the layer is freed, and returns to the same level after each step. The layer that caused a
+stair is drawn below it. For two layers of 1 MiB, say, that are gathered one after the other while
+shards of 1 MiB rest in memory, the line of the forward pass goes 1, 2, 3, 2.
 
 **Run this**: `make train` prints the table, and writes `loss.png`, `tape.png` and `gradients.png`.
 
-**Not covered, and what that costs**: the axis of the tape is the order of events, not time, so
-that short ones can be seen; how long they took is on the tape itself, in `Event.time_s`.
+**Not covered, and what that costs**: time. The axis of the tape counts events, so that short ones
+are visible too. `Event.time_s` has the time of each event.
 """
 
 import os
@@ -21,11 +21,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import groupby
-from typing import Any
 
 import torch
 
-# Figures without `pyplot`: nothing global, and no screen needed.
+# Without `pyplot`, which has global state and looks for a screen.
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -33,48 +33,42 @@ from zero3.estimate.predict import Prediction
 from zero3.measure.ledger import Event
 
 MIB = 2**20
-# Of what a layer holds: colour, height of the bar, and how far below the middle of its row.
+# The bars of a layer: colour, height, how far below the middle of the row, and text of the legend.
 STYLES = {
-    "full": ("#9ecae1", 0.8, 0.0),
-    "computing": ("#2171b5", 0.8, 0.0),
-    "gradients": ("#fd8d3c", 0.3, 0.25),
-    "step": ("#31a354", 0.8, 0.0),
-    "reading": ("#756bb1", 0.15, -0.45),
-    "writing": ("#e7298a", 0.15, -0.3),
+    "full": ("#9ecae1", 0.8, 0.0, "parameters whole"),
+    "computing": ("#2171b5", 0.8, 0.0, "layer computes"),
+    "gradients": ("#fd8d3c", 0.3, 0.25, "full gradients"),
+    "step": ("#31a354", 0.8, 0.0, "optimizer steps"),
+    "reading": ("#756bb1", 0.15, -0.45, "reading from files"),
+    "writing": ("#e7298a", 0.15, -0.3, "writing to files"),
 }
-LEGEND = ("parameters whole", "layer computes", "full gradients", "optimizer steps",
-          "reading from files", "writing to files")
-# Behind the phases of a step.
+# Colours behind the phases of a step.
 SHADES = {"forward": "#ffffff", "backward": "#fff5eb", "step": "#edf8e9"}
-# More ranks than this are not drawn: their tapes look the same.
+# The tapes of further ranks look the same, and are not drawn.
 MOST_RANKS = 4
 
 
 def table(predicted: list[Prediction], plain: Prediction, measured: list[dict[str, int]]) -> str:
     """
-    ## What each rank held and sent, beside what was predicted for it
+    ## Bytes that each rank held and sent: predicted, measured, and for plain data parallelism
 
-    A measured figure is followed by `equal`, or by how far it is off.
+    `equal` follows a measured figure that equals the predicted one, else the difference.
     """
     columns = ["rest_bytes", "peak_bytes", "sent_bytes"]
     heads = ["at rest", "at the peak", "sent in a step"]
     if any(row.disk_bytes for row in predicted):
-        heads[:2] = "at rest in memory", "at its peak"
+        heads[:2] = ["at rest in memory", "at its peak"]
         columns += ["disk_bytes", "read_bytes", "written_bytes"]
         heads += ["in files", "read in a step", "written in a step"]
-    lines = ["bytes of each rank".ljust(26) + "".join(f"{head:>16}      " for head in heads)]
-
-    def add(name: str, row: Prediction) -> None:
-        cells = [f"{getattr(row, column):>16,}      " for column in columns]
-        lines.append(name.ljust(26) + "".join(cells))
-
-    add("data parallel, predicted", plain)
-    for held, expected in zip(measured, predicted, strict=True):
-        add(f"ZeRO-3, rank {held['rank']} predicted", expected)
-        off = {column: held[column] - getattr(expected, column) for column in columns}
-        cells = [f"{held[c]:>16,} {f'{off[c]:+,}' if off[c] else 'equal':5}" for c in columns]
-        lines.append("measured".rjust(24).ljust(26) + "".join(cells))
-    return "\n".join(line.rstrip() for line in lines)
+    rows = [("bytes of each rank", [f"{head:>16}      " for head in heads]),
+            ("data parallel, predicted", [f"{getattr(plain, c):>16,}      " for c in columns])]
+    for held, expected in zip(measured, map(as_dict, predicted), strict=True):
+        off = {c: held[c] - expected[c] for c in columns}
+        rows.append((f"ZeRO-3, rank {held['rank']} predicted",
+                     [f"{expected[c]:>16,}      " for c in columns]))
+        rows.append((f"{'measured':>24}", [
+            f"{held[c]:>16,} {f'{off[c]:+,}' if off[c] else 'equal':5}" for c in columns]))
+    return "\n".join(f"{name:26}{''.join(cells)}".rstrip() for name, cells in rows)
 
 
 def device_name(device: torch.device) -> str:
@@ -91,14 +85,16 @@ def draw_loss(losses: list[float], held_out: list[tuple[int, float]], caption: s
     """
     ## The loss curve
 
-    * `losses` are of each step, in bits per byte
+    * `losses` has the loss of each step, in bits per byte
     * `held_out` has pairs of step and bits per byte
     """
-    steps, reach = range(1, len(losses) + 1), len(losses) // 80
+    # A line through the mean of the steps around each step.
+    reach = len(losses) // 80
     around = [losses[max(0, i - reach) : i + reach + 1] for i in range(len(losses))]
     smooth = [sum(part) / len(part) for part in around]
     fig = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     ax = fig.subplots()
+    steps = range(1, len(losses) + 1)
     ax.plot(steps, losses, color="#9ecae1", linewidth=0.7, label="training, each step")
     ax.plot(steps, smooth, color="#2171b5", linewidth=2, label=f"training, mean of {2 * reach + 1}")
     ax.plot(*zip(*held_out, strict=True), "o-", color="#d94801", markersize=4, label="held out")
@@ -112,31 +108,31 @@ def draw_loss(losses: list[float], held_out: list[tuple[int, float]], caption: s
 
 def spans(events: list[Event]) -> Iterator[tuple[str, str, int, int]]:
     """
-    ## When which layer was whole, computed, and held gradients
+    ## The times during which a layer was whole, computed, or held gradients
 
-    Yields layer, what it was, and the indices of the first and the last event of that. A layer
-    frees its whole parameters before the buffers of its reduce, so a `free` ends the one that is
-    there.
+    Yields the layer, a name from `STYLES`, and the indices of the first and the last event of that
+    time. A layer frees its parameters before its gradients, so the first `free` ends "full" and
+    the next one "gradients".
     """
     begins = {"fetch": "full", "compute": "computing", "gradients": "gradients",
               "read": "reading", "write": "writing"}
-    over = {"computed": ["computing"], "arrived": ["reading"], "written": ["writing"]}
+    ends = {"computed": ["computing"], "arrived": ["reading"], "written": ["writing"]}
     begun: dict[tuple[str, str], int] = {}
     for i, e in enumerate(events):
         if e.event in begins:
             begun.setdefault((e.layer, begins[e.event]), i)
-        ends = over.get(e.event, [])
         if e.event in ("norm", "step"):
             yield e.layer, "step", i - 1, i
-        elif e.event == "free":
-            ends = ["full", "computing"] if (e.layer, "full") in begun else ["gradients"]
-        for what in ends:
-            if (e.layer, what) in begun:
-                yield e.layer, what, begun.pop((e.layer, what)), i
-    for (layer, what), first in begun.items():
-        # What is being written when the step ends is waited for in the next one.
-        if what == "writing":
-            yield layer, what, first, len(events)
+        ended = ends.get(e.event, [])
+        if e.event == "free":
+            ended = ["full", "computing"] if (e.layer, "full") in begun else ["gradients"]
+        for name in ended:
+            if (e.layer, name) in begun:
+                yield e.layer, name, begun.pop((e.layer, name)), i
+    for (layer, name), first in begun.items():
+        # A write may still be in flight at the end. The next step waits for it.
+        if name == "writing":
+            yield layer, name, first, len(events)
 
 
 def draw_tape(
@@ -145,13 +141,14 @@ def draw_tape(
     """
     ## The memory tape of one step
 
-    * `tapes` are the events of each rank
-    * `predicted` and `plain` are what ZeRO-3 and plain data parallelism need
+    * `tapes` has the events of each rank
+    * `predicted` has a prediction for each rank, and `plain` is the one of plain data parallelism
 
-    Above, what each rank holds after each event. Below, on the same axis, what the layers of rank
-    0 hold.
+    The upper plots show the bytes that each rank holds after each event. The lowest one shows, on
+    the same axis, the state of each layer on rank 0.
     """
-    shown, events = tapes[:MOST_RANKS], tapes[0]
+    shown = tapes[:MOST_RANKS]
+    events = tapes[0]
     heights = [2.4] * len(shown) + [0.8 + 0.3 * len({e.layer for e in events})]  # inches
     fig = Figure(figsize=(11, sum(heights) + 0.5), dpi=150, layout="constrained")
     axes = fig.subplots(len(heights), 1, sharex=True, height_ratios=heights)
@@ -160,7 +157,8 @@ def draw_tape(
     _draw_layers(axes[-1], events)
     end = 0.5
     for phase, run in groupby(events, key=lambda e: e.phase):
-        begin, end = end, end + len(list(run))
+        begin = end
+        end += len(list(run))
         for ax in axes:
             ax.axvspan(begin, end, color=SHADES[phase], zorder=0)
         axes[0].text((begin + end) / 2, 1.02, phase, transform=axes[0].get_xaxis_transform(),
@@ -171,9 +169,9 @@ def draw_tape(
     return fig
 
 
-def _draw_memory(ax: Any, tape: list[Event], predicted: Prediction, plain: Prediction) -> None:
+def _draw_memory(ax: Axes, tape: list[Event], predicted: Prediction, plain: Prediction) -> None:
     """
-    #### What one rank holds, and the levels that were predicted
+    #### Bytes of one rank, and the predicted levels
     """
     rest = predicted.rest_bytes
     live = [held / MIB for held in (rest, *(e.live_bytes for e in tape), rest)]
@@ -197,44 +195,42 @@ def _draw_memory(ax: Any, tape: list[Event], predicted: Prediction, plain: Predi
     ax.set(ylabel=f"rank {tape[0].rank}\nMiB held", ylim=(0, top * 1.08))
 
 
-def _draw_layers(ax: Any, events: list[Event]) -> None:
+def _draw_layers(ax: Axes, events: list[Event]) -> None:
     """
-    #### Which layers are whole, compute, or hold gradients
+    #### Layers that are whole, compute, or hold gradients
     """
     layers = list(dict.fromkeys(e.layer for e in events))
-    for layer, what, first, last in spans(events):
-        color, height, below = STYLES[what]
-        order = list(STYLES).index(what)
+    names = list(STYLES)
+    for layer, name, first, last in spans(events):
+        color, height, below, _ = STYLES[name]
         ax.barh(layers.index(layer) + below, last - first, left=first + 1, height=height,
-                color=color, zorder=2 + order)
+                color=color, zorder=2 + names.index(name))
     ax.set_yticks(range(len(layers)), layers, fontsize=8)
     ax.invert_yaxis()
     ax.set(xlabel="events of one step, in order", xlim=(0, len(events) + 1))
-    shown = len(STYLES) - 2 * all(e.tier != "nvme" for e in events)
-    ax.legend(
-        [Patch(color=color) for color, *_ in list(STYLES.values())[:shown]], LEGEND[:shown],
-        loc="lower left", bbox_to_anchor=(1, 0), fontsize=8, frameon=False,
-    )
+    if all(e.tier != "nvme" for e in events):
+        names = [name for name in names if name not in ("reading", "writing")]
+    patches = [Patch(color=STYLES[name][0], label=STYLES[name][3]) for name in names]
+    ax.legend(handles=patches, loc="lower left", bbox_to_anchor=(1, 0), fontsize=8, frameon=False)
 
 
 def merged(gradients: list[dict[int, int]]) -> dict[int, int]:
     """
-    ## The counts of all ranks, by power of two
+    ## The counts of all ranks, added up by power of two
     """
-    total: Counter[int] = Counter()
-    for counts in gradients:
-        total.update(counts)
+    total = sum(map(Counter, gradients), Counter())
     return dict(sorted(total.items()))
 
 
 def draw_gradients(gradients: list[dict[int, int]], caption: str) -> Figure:
     """
-    ## Where gradients lie, and where a loss scale moves them
+    ## The sizes of gradients, and the range that a loss scale moves them to
 
-    * `gradients` say for each rank how many lie between a power of two and the next
+    * `gradients` has a dict of each rank: how many gradients lie between a power of two and the
+      next
 
-    Shaded is what fp16 cannot do: it has fewer and fewer digits below the 14th negative power of
-    two, and no number below the 24th.
+    Two ranges are shaded. Below $2^{-14}$, fp16 has fewer and fewer digits, and below $2^{-24}$ it
+    only has zero.
     """
     counts = merged(gradients)
     total = sum(counts.values()) or 1
@@ -245,13 +241,13 @@ def draw_gradients(gradients: list[dict[int, int]], caption: str) -> Figure:
         label = f"{name}, {few:.1%} shaded"
         ax.bar([e + scale + 0.5 for e in counts], [100 * n / total for n in counts.values()],
                width=0.9, color=color, alpha=0.8, label=label)
-    low, high = min(-30, *counts, 0), max(16, *(e + 17 for e in counts))
+    low = min(-30, *counts)
+    high = max(16, *(e + 17 for e in counts))
     ax.axvspan(low, -24, color="#fcbba1", zorder=0)
     ax.axvspan(-24, -14, color="#fee5d9", zorder=0)
-    ax.text(-24.3, 0.97, "zero in fp16", ha="right", va="top", fontsize=8,
-            transform=ax.get_xaxis_transform())
-    ax.text(-14.3, 0.97, "fewer digits", ha="right", va="top", fontsize=8,
-            transform=ax.get_xaxis_transform())
+    for end, text in ((-24, "zero in fp16"), (-14, "fewer digits")):
+        ax.text(end - 0.3, 0.97, text, ha="right", va="top", fontsize=8,
+                transform=ax.get_xaxis_transform())
     ax.set(xlabel="gradient, as a power of two", ylabel="of the gradients of a step (%)",
            xlim=(low, high))
     ax.margins(y=0.35)
