@@ -37,7 +37,7 @@ def test_a_sharded_model_trains_like_a_plain_one_on_the_global_batch(name, world
     Weights after each step agree with plain PyTorch, and after every backward and every step only
     shards are left, with zeros for padding. Breaks with a sum for the mean in
     `_post_backward_hook`, or with any line of `_settle` left out.
-    Proves I1, I2, I5, I7, `Zero3Layer`, `Zero3Layer._post_backward_hook`, `Sharded.settle`,
+    Proves I1, I2, I5, I7, `Zero3Layer`, `Zero3Layer._post_backward_hook`, `Zero3Layer.settle`,
     `at_end_of_backward`.
     """
     assert max(run(worker, world_size, name)) <= TOLERANCE.get(name, 1e-10)

@@ -139,7 +139,7 @@ class GathersAndCopies:
 class WaitsAtOnce:
     def fetch_params(self):
         if not (self.is_fetched or self.is_full_elsewhere) and self.flats:
-            self.settle_at_end_of_backward()
+            self._settle_at_end_of_backward()
             self.reducer.finish(self)
             self.is_fetched = True
             gather_into(self, [g.full for g in self.flats]).wait()
@@ -148,7 +148,7 @@ class WaitsAtOnce:
 class GathersTwice:
     def fetch_params(self):
         if not self.is_full_elsewhere and self.flats:
-            self.settle_at_end_of_backward()
+            self._settle_at_end_of_backward()
             self.reducer.finish(self)
             self.is_fetched = True
             self._gather = gather_into(self, [g.full for g in self.flats])
@@ -171,7 +171,7 @@ class GathersWithoutParameters:
 class WritesOverGradients:
     def fetch_params(self):
         if not (self.is_fetched or self.is_full_elsewhere) and self.flats:
-            self.settle_at_end_of_backward()
+            self._settle_at_end_of_backward()
             self.is_fetched = True
             self._gather = gather_into(self, [g.full for g in self.flats])
 

@@ -39,7 +39,7 @@ def pattern():
 def test_labmls_own_pattern_and_its_adam_train_like_plain_pytorch():
     """
     Positional arguments, `get_trainable_chunk()`, and an optimizer that writes through `.data`.
-    Proves I1, `Zero3Layer.__init__`, `Sharded.settle_at_end_of_backward`,
+    Proves I1, `Zero3Layer.__init__`, `Zero3Layer._settle_at_end_of_backward`,
     `ShardedModel.get_trainable_chunk`.
     """
     for world_size in (1, 2, 3):

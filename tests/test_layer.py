@@ -473,7 +473,7 @@ def read_and_write():
 def test_full_params_reads_and_writes_and_gives_back(world_size):
     """
     Rank 0's writing counts, and only with `writeback` and without an exception.
-    Proves `Sharded.full_params`, `FlatParameter.look_at`, `Zero3Sequential.full_params`,
+    Proves `Sharded.full_params`, `FlatParameter.look_at`, `ShardedModel.full_params`,
     `InMemory.save`.
     """
     assert all(run(read_and_write, world_size))

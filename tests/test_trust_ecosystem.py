@@ -258,7 +258,7 @@ def test_loading_a_state_dict_says_what_to_do(strict):
     """
     Of a layer, a chain, a whole model, a unit, and a module inside. Breaks where `strict=False`
     loads nothing, and says nothing.
-    Proves `Contents.refuse_state_dicts`.
+    Proves `Contents._refuse_state_dicts`.
     """
     weights = nn.Linear(4, 4).state_dict()
     for model in (Zero3Layer(nn.Linear(4, 4)), Zero3Layer(nn.Linear(4, 4)).module, chain(), whole(),
@@ -559,7 +559,7 @@ def left_alone(file):
     comm, layer = Communicator(), Zero3Layer
     said = [message(does) for does in (
         lambda: Zero3Layer(nn.Linear(4, 4)), lambda: comm.agree(layer, "", "", "", ""),
-        lambda: comm.broadcast(torch.ones(2)), lambda: comm.broadcast(torch.eye(2).to_sparse()),
+        lambda: comm.broadcast([torch.ones(2)]), lambda: comm.broadcast([torch.eye(2).to_sparse()]),
         lambda: comm.scatter(torch.ones(2), torch.ones(4)))]
     Path(file).write_text(json.dumps(said))
 

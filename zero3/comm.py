@@ -58,7 +58,7 @@ find out by NCCL's time-out.
 
 import functools
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -665,12 +665,15 @@ class Communicator:
             self._together(dist.scatter, _bytes(mine), rows)
             shard.copy_(mine)
 
-    def broadcast(self, tensor: torch.Tensor | None) -> None:
+    def broadcast(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """
-        ### Give each rank rank 0's tensor; all ranks must call it, and wait
+        ### Give each rank rank 0's tensors; all ranks must call it, and wait
         """
-        if self.world_size == 1 or tensor is None or not tensor.numel():
-            return
+        for tensor in tensors:
+            if self.world_size > 1 and tensor is not None and tensor.numel():
+                self._broadcast(tensor)
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
         if tensor.layout != torch.strided:
             # A sparse tensor may have another number of elements on each rank.
             parts = [tensor.detach()]

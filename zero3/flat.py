@@ -12,16 +12,27 @@ One more pads the buffer, so that two ranks get three each:
 | **holds** | weight | weight | weight | weight | bias | padding |
 | **belongs to** | rank 0 | rank 0 | rank 0 | rank 1 | rank 1 | rank 1 |
 
-The shards cut through parameters, and nothing minds. Ranks gather and reduce rows of the buffer,
-and an elementwise optimizer does not ask where an element belongs. One collective serves the whole
-layer, however many parameters it has:
+The shards cut through parameters, and this does no harm. Ranks gather and reduce shards, and an
+elementwise optimizer does not ask which parameter an element belongs to. One collective serves the
+whole layer, however many parameters it has. Each rank copies its own shard into the buffer, and the
+other shards arrive there directly:
 
-$$\text{collectives per unshard} = 1 \qquad \text{copies per unshard} = 0$$
+$$\text{data collectives per unshard} = 1 \qquad
+\text{elements copied} = \left\lceil \frac{P_\ell}{N} \right\rceil$$
 
-There are no copies, because the ranks gather straight into the buffer and the parameters are views
-of it. Freeing resizes the buffer's storage to zero bytes. The views stay, without memory, and so do
-those that autograd has saved for backward; when the same storage is filled again, all of them are
-valid again.
+**Freeing a buffer that has views.** Freeing resizes the buffer's storage to zero bytes. All tensors
+that view it stay, without memory: the parameters, and the tensors that autograd has saved for
+backward. When the same storage is filled again, all of them are valid again.
+
+torch counts the writes to a tensor in its `_version`, and autograd refuses a saved tensor whose
+count has changed. Gathering writes to the buffer in every step, and yet the count of a parameter
+stays the same: assigning `param.data = view` shares the memory and keeps a count of its own. So a
+write to a *parameter* can still be told from an all-gather. While a parameter is freed, its count
+is raised by one, and backward through a freed layer is an error.
+
+A freed parameter also gets another class, `FreedParameter`, which raises an error with the
+parameter's name on every operation. *Open* and *closed* parameters below mean this: usable, or of
+the class that raises.
 
 **Run this**: `notebooks/03_one_layer.ipynb` follows one flat parameter through a step.
 
@@ -52,17 +63,22 @@ class Storage(Protocol):
     On the device, in CPU memory or in a file: see `offload.py`.
     """
 
-    param: nn.Parameter  # (shard_numel,), what the optimizer is given
+    param: nn.Parameter  # (shard_numel,), for the optimizer
     tier: str  # "device", "cpu" or "nvme"
 
+    # Begin to bring the shard into memory.
     def read_async(self) -> None: ...
 
+    # The shard in memory, (shard_numel,). It may be written to.
     def load(self) -> torch.Tensor: ...
 
+    # Keep the values that were written to the loaded shard.
     def save(self) -> None: ...
 
+    # Take over these values, converted to the shard's data type.
     def replace(self, values: torch.Tensor) -> None: ...
 
+    # The loaded shard is no longer needed, once `stream` has copied it.
     def release(self, stream: Any = None) -> None: ...
 
 
@@ -70,15 +86,18 @@ class GradientSink(Protocol):
     """
     ## Gradient sink: where the reduced gradient of a shard goes
 
-    A flat parameter is one itself, and adds the gradient to its shard's `.grad`. `Zero3Optimizer`
-    hands in another one if the master weights rest elsewhere.
+    `FlatParameter` is one: it adds the gradient to its shard's `.grad`. `Zero3Optimizer` hands in
+    another one if it keeps an fp32 copy of the weights elsewhere.
     """
 
+    # Where the gradient goes.
     @property
     def grad_device(self) -> torch.device: ...
 
+    # Add a reduced gradient, (shard_numel,), on `grad_device`.
     def add_grad(self, total: torch.Tensor) -> None: ...
 
+    # Forget the gradient, or make it zero.
     def drop_grad(self, set_to_none: bool = True) -> None: ...
 
 
@@ -94,7 +113,7 @@ class Slot:
     view: torch.Tensor  # of the flat parameter, in the parameter's shape
     freed_class: type  # the `FreedParameter` with this parameter's name
     hook: Any = None  # the handle of the hook on its gradient
-    version: int = 0  # the parameter's `_version` while its values are here
+    version: int = 0  # the parameter's `_version` while it is open
 
     @property
     def end(self) -> int:
@@ -122,14 +141,15 @@ class FlatParameter:
         * `owner` is the layer that has these parameters
         * `full` is `(world_size * shard_numel,)`, and has their values one after the other
         * `storage` is where this rank's part of it rests
-        * `aligned` rounds a number of elements up to the place where the next parameter begins
+        * `aligned` rounds a number of elements up to the alignment
         * `cure` is the advice for whoever uses a freed parameter
         """
         self.owner = weakref.ref(owner)
         self.full = full  # (world_size * shard_numel,), device; no bytes while it is freed
         self.storage = storage
         self.shard = storage.param  # (shard_numel,), what stays in memory
-        # Gradients from the other ranks arrive in the memory of this tensor.
+        # With messages, gradients from the other ranks arrive in the memory of this tensor. It is
+        # the full parameter's, which is free by then, unless the layer stays full.
         self.receive_buffer = full
         self.trains = False  # whether the parameters get gradients, as of the last forward
         # The full gradient until it is reduced: (world_size * shard_numel,), device, of the shard's
@@ -138,8 +158,8 @@ class FlatParameter:
         self.ready: set[tuple[str, ...]] = set()
         # Who keeps the reduced gradient, if it does not rest in the shard.
         self.sink: GradientSink | None = None
-        # Keep a copy of a reduced gradient that is a view of a whole bucket, because the rest of
-        # the bucket goes to files and its memory should be freed.
+        # `Zero3Optimizer` reduces small layers together. Then a layer's gradient is a view of a
+        # larger tensor, and this says to copy it, so that the larger one can be freed.
         self.copies_views = False
         self.shard_hooks: list[Any] = []  # handles of hooks on the shard
         self.slots: list[Slot] = []
@@ -154,40 +174,38 @@ class FlatParameter:
 
     def open(self) -> None:
         """
-        ### Let the parameters be used: their values are here
+        ### Open the parameters, because they are gathered now
         """
         self.show()
         self._set_versions(freed=False)
 
     def close(self) -> None:
         """
-        ### Report every use of the parameters from now on: their memory is about to be freed
+        ### Close the parameters, because their memory is about to be freed
 
-        torch counts the writes to a tensor in its `_version`. Before backward uses a tensor that
-        forward has saved, it compares the counts. A freed parameter gets another count, so a
-        backward pass that reaches it unexpectedly raises an error. Without this it would read
-        address zero and end the interpreter.
+        Without this, an operation or a backward pass that reaches a freed parameter would read
+        address zero and crash the process.
         """
         self.hide()
         self._set_versions(freed=True)
 
     def show(self) -> None:
         """
-        ### Make the parameters ordinary ones
+        ### Give the parameters their ordinary class
         """
         for slot in self.slots:
             slot.param.__class__ = nn.Parameter
 
     def hide(self) -> None:
         """
-        ### Report every use of the parameters, although their values may still be here
+        ### Give the parameters the class that reports every use, even if they are still gathered
         """
         for slot in self.slots:
             slot.param.__class__ = slot.freed_class
 
     def _set_versions(self, freed: bool) -> None:
         """
-        #### Set the counts as forward saw them, or one higher while the parameters are freed
+        #### Set the counts of writes as forward saw them, or one higher while freed
         """
         params = tuple(slot.param for slot in self.slots)
         versions = tuple(slot.version + freed for slot in self.slots)
@@ -204,15 +222,16 @@ class FlatParameter:
 
     def look_at(self, full: torch.Tensor | None) -> None:
         """
-        ### Point the parameters at another buffer, or back at their own, freed one
+        ### Point the parameters at another buffer, or back at the flat parameter
 
         The parameter objects stay the same, so everything that refers to them goes on working.
         """
+        # A view that is made in inference mode could never be used for training.
         with torch.inference_mode(False):
             for slot in self.slots:
                 slot.param.__class__ = nn.Parameter
                 if full is None:
-                    # Whatever was written in the meantime belongs to the parameter from now on.
+                    # Writes to the other buffer were allowed, so go on from the new count.
                     slot.version = slot.param._version
                 slot.param.data = slot.view if full is None else slot.of(full)
             if full is None:
@@ -228,7 +247,7 @@ class FlatParameter:
         That is not a write; the parameter gets its place in the buffer back.
         """
         found = ""
-        # In a whole model the parameters may be closed already, and would report this as a use.
+        # A `Unit` may have closed its parameters already, and they would report this as a use.
         with torch._C.DisableTorchFunction():
             for slot in self.slots:
                 if self._take_back(slot):
@@ -269,7 +288,7 @@ class FlatParameter:
 
     def follow_requires_grad(self) -> bool:
         """
-        ### Freeze or unfreeze the parameters as their shard is, and say whether that is a change
+        ### Copy `requires_grad` from the shard to the parameters, and say whether it has changed
 
         `model.requires_grad_(False)` reaches the shards, because `parameters()` yields them.
         """
@@ -310,8 +329,8 @@ class FlatParameter:
         assert self.grad is not None
         grad = grad.to(self.grad.dtype)
         if slot.names in self.ready:
-            # Reentrant checkpointing brings a gradient in parts, and a micro-batch under `no_sync`
-            # leaves its own here.
+            # The second part of a gradient: under reentrant checkpointing, or after a micro-batch
+            # under `no_sync`.
             slot.of(self.grad).add_(grad, alpha=factor)
         else:
             torch.mul(grad, factor, out=slot.of(self.grad))
@@ -358,7 +377,7 @@ class FlatParameter:
 
     def note_used(self, grad: Any) -> None:
         """
-        ### Note which parameters a shard's gradient has something of
+        ### Record which parameters have contributed to a shard's gradient
         """
         if grad.used is not None:
             grad.used |= self.ready

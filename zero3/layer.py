@@ -1,14 +1,14 @@
 r"""
 # ZeRO-3: shard parameters, gradients and optimizer states
 
-`Zero3Layer` keeps $\frac{1}{N}$ of a layer on each of $N$ ranks, and has the whole layer only while
-it computes with it.
+`Zero3Layer` keeps $\frac{1}{N}$ of a layer on each of $N$ ranks, and holds the whole layer only
+while that layer computes.
 
 In data parallel training every rank keeps the whole model, its gradients and its optimizer states.
-Yet a rank needs a layer's parameters only while that layer computes, and it never needs the
-optimizer states that other ranks keep. ZeRO-3 uses both. Each rank keeps one shard of every layer.
-It gathers a layer just before the layer computes, in forward and again in backward, and frees it
-right afterwards.
+Yet a rank needs a layer's parameters only while that layer computes, and it needs optimizer states
+only for the parameters that it updates. ZeRO-3 exploits both facts. Each rank keeps one shard of
+every layer, and updates that shard alone. The ranks gather a layer just before it computes, in
+forward and again in backward, and free it right afterwards.
 
 **Three weights on two ranks.** A layer with the weights 1, 2 and 3 goes through a training step
 like this:
@@ -18,46 +18,55 @@ like this:
 | flatten and pad | 1 2 3 0 | 1 2 3 0 | four elements, so that each rank gets two |
 | **shard** | **1 2** | **3 0** | only this stays in memory |
 | *unshard* (all-gather) | 1 2 3 0 | 1 2 3 0 | before forward, and again before backward |
-| *reshard* (free) | **1 2** | **3 0** | right after each of the two |
+| *reshard* (free) | **1 2** | **3 0** | right after forward, and right after backward |
 | gradients | 2 4 6 0 | 4 0 2 0 | of each rank's own part of the batch |
-| *reduce-scatter* | **3 2** | **4 0** | the means, and each rank gets only those of its shard |
+| divide by 2 | 1 2 3 0 | 2 0 1 0 | so that a sum over ranks is the mean |
+| *reduce-scatter* | **3 2** | **4 0** | the sums, and each rank gets only those of its shard |
 | step, rate 0.1 | **.7 1.8** | **2.6 0** | each rank updates its shard, without communication |
 
-A rank sends two elements in each of the three collectives, six in all. In general, a layer of
-$P_\ell$ parameters leaves $\lceil P_\ell / N \rceil$ elements on each rank, and a step of a model
-with $\Psi$ parameters sends
+Each of the three collectives sends two elements per rank, so a step sends six. In general each rank
+keeps $\lceil P_\ell / N \rceil$ elements of a layer with $P_\ell$ parameters. For a model with
+$\Psi$ parameters, and without the padding, a step sends
 
 $$\underbrace{\Psi\,\frac{N-1}{N}}_{\text{all-gather, forward}} +
 \underbrace{\Psi\,\frac{N-1}{N}}_{\text{all-gather, backward}} +
 \underbrace{\Psi\,\frac{N-1}{N}}_{\text{reduce-scatter}}
 \;=\; 3\Psi\,\frac{N-1}{N}$$
 
-elements per rank. Plain data parallelism sends two thirds of that, because its all-reduce is a
-reduce-scatter followed by an all-gather. So ZeRO-3 pays 50 % more communication for $N$ times less
-memory, and overlaps most of it with computation. The paper is [ZeRO: Memory Optimizations Toward
-Training Trillion Parameter Models](https://arxiv.org/abs/1910.02054); sections 5.3 and 7.2.2
-describe sharded parameters and their communication.
+elements per rank; a little less, because the last layer of a chain stays full between forward and
+backward. Plain data parallelism sends two thirds of that: its all-reduce is a reduce-scatter
+followed by an all-gather. So ZeRO-3 pays 50 % more communication for $N$ times less memory between
+two steps, and overlaps most of the communication with computation. The paper is [ZeRO: Memory
+Optimizations Toward Training Trillion Parameter Models](https://arxiv.org/abs/1910.02054); sections
+5.3 and 7.2.2 describe sharded parameters and their communication.
 
 | symbol | meaning |
 |---|---|
 | $\Psi$ | parameters of the model |
-| $P_\ell$ | parameters of layer $\ell$; trainable and frozen ones are sharded, and counted, apart |
+| $P_\ell$ | parameters of layer $\ell$; trainable and frozen ones are counted separately |
 | $N$, $r$ | `world_size`, the number of ranks, and `rank`, this one |
 | $K$ | optimizer bytes per parameter |
 
-Read `Zero3Layer` from top to bottom: shard, unshard, reshard, forward, backward, reduce. Method
-names are those of labml's implementation, and each says the standard term. Three files beside this
-one have the parts that it uses: `flat.py` the buffer that the parameters are views of, `comm.py`
-the collectives, `watch.py` the hooks that tell when a layer's backward begins and ends. Later
-chapters hand in parts of their own, each at one of five seams:
+**How to read this.** Read `Zero3Layer` from top to bottom: shard, unshard, reshard, forward,
+backward, reduce. Method names follow [labml.ai's annotated
+implementation](https://nn.labml.ai/scaling/zero3/index.html), and the heading of each method gives
+the standard term. The files beside this one have the parts that it uses, in the order in which you
+meet them: `flat.py` has the buffer that the parameters are views of, `comm.py` the collectives,
+`watch.py` the hooks that tell when a layer's backward begins and ends, `schedule.py` which layer
+comes next, `offload.py` where a shard rests, and `sharded.py` everything that is not part of the
+training step. The folders are later chapters. They change a layer by handing it another part, in
+one of five places:
 
-| seam | a layer's attribute | here | later chapters hand in |
-|---|---|---|---|
-| communicator | `comm: Communicator` | all ranks | |
-| storage | `flat.storage: Storage` | memory of the device | CPU memory, files |
-| schedule | `schedule: Schedule` | the neighbours in a chain | an order that was learnt |
-| gradient sink | `flat.sink: GradientSink` | the shard's `.grad` | master weights elsewhere |
-| listener | `listener: Listener` | nobody | `Ledger`, which records a run |
+| seam | here | a later chapter hands in |
+|---|---|---|
+| communicator: `layer.comm` | all ranks | nothing yet |
+| storage: `flat.storage` | memory of the device | CPU memory, or a file |
+| schedule: `layer.schedule` | the neighbours in a chain | the order of the last step |
+| gradient sink: `layer.reducer`, `flat.sink` | to the shard's `.grad` | to an fp32 copy, in buckets |
+| listener: `layer.listener` | `Silence`, which ignores events | `Ledger`, which records a run |
+
+The comments say I1 to I10 for the invariants that `zero3/__init__.py` lists: I2, for instance, says
+what a rank keeps between two steps.
 
 **Run this**: `make train` trains a small transformer on two ranks, and compares the memory and the
 communication of each rank with these formulas.
@@ -65,22 +74,22 @@ communication of each rank with these formulas.
 **Not covered, and what that costs**: outside a `Zero3Sequential` a layer does not know its
 neighbours, so its all-gather starts when it is called, and nothing overlaps with it. Process
 subgroups and sparse gradients raise errors. So does double backward (`create_graph=True`, as for a
-gradient penalty), except inside `full_params()`, which holds the whole layer meanwhile. A layer
+gradient penalty), except inside `full_params()`, which keeps the whole layer in memory. A layer
 that writes to its own parameters in forward raises an error, because the write would be lost when
 the layer is freed; only a write through `.data` in place (`weight.data.clamp_()`) goes unnoticed,
 and is lost. Hooks find tensors in tuples, lists, dicts, dataclasses, attributes of modules and of
-other objects; if a tensor that needs a gradient takes another way, backward reaches a freed layer
-and autograd raises "modified by an inplace operation". Autocast keeps a 16-bit copy of every fp32
-weight from forward to backward, and with that half of the memory that sharding saves; bf16 layers
-with the fp32 masters of `Zero3Optimizer` keep none. Transforms of `torch.func` around a layer raise
-errors, and work inside its module. `torch.compile` around layers runs them uncompiled: compile
-their modules, `layer.module.compile()`. Parameters outside sharded layers are not reduced, unless
-`DistributedDataParallel` is around the whole.
+other objects. A tensor that enters or leaves by any other route is not seen; backward then reaches
+a freed layer, and autograd raises "modified by an inplace operation". Autocast keeps a 16-bit copy
+of every fp32 weight from forward to backward, so half of the memory that freeing would save is
+lost; bf16 layers with the fp32 masters of `Zero3Optimizer` keep none. Apply `torch.func` transforms
+inside the wrapped module; around a layer they raise errors. `torch.compile` around layers runs them
+uncompiled: compile their modules, `layer.module.compile()`. Parameters outside sharded layers are
+not reduced, unless the model is also wrapped in `DistributedDataParallel`.
 """
 
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing
 from itertools import pairwise
 from typing import Any
 
@@ -91,8 +100,9 @@ from zero3.comm import ALONE, Communicator, Listener, Reducer, Silence, Transfer
 from zero3.flat import FlatParameter, NamedParams, alike, find_params, hide_params, own_modules
 from zero3.guards.contents import Contents, Known, uncompiled
 from zero3.offload import Offload
-from zero3.sharded import Alone, Schedule, Sharded, ShardedModel, check_arguments, check_chain
-from zero3.watch import Call, Watch, in_backward, tensors_in
+from zero3.schedule import Alone, Chain, Schedule
+from zero3.sharded import Sharded, ShardedModel, check_arguments, check_chain
+from zero3.watch import Call, Watch, at_end_of_backward, in_backward, tensors_in
 
 
 class Zero3Layer(Sharded):
@@ -110,8 +120,10 @@ class Zero3Layer(Sharded):
     | | it is done: *reshard* | freed | none |
     | backward | layer $\ell + 1$ begins: *unshard* | arriving | none |
     | | its own gradients arrive | whole | filling |
-    | | the last one is here: *reshard*, *reduce* | freed | in flight, or waiting in a bucket |
-    | | the next reduce begins, or the pass ends | freed | freed: the shard has its gradient |
+    | | the last gradient has arrived: *reshard*, *reduce* | freed | in flight |
+    | | the next layer reduces, or the pass ends | freed | freed: the shard has its gradient |
+
+    The last layer of a chain stays whole from forward to backward.
     """
 
     def __init__(self, module: nn.Module, rank: int | None = None, world_size: int | None = None,
@@ -123,16 +135,17 @@ class Zero3Layer(Sharded):
         All ranks call this in the same order. All of them get the values that rank 0 has. Buffers
         stay whole.
 
-        * `module` is the layer to wrap, whole, on `device`
+        * `module` is the layer to wrap, initialised, on `device`
         * `rank` and `world_size` default to those of the process group; without one, to 0 and 1
         * `device` defaults to where the parameters are
         * `dtype` is the data type of all parameters; left out, a layer may mix data types
         * `offload` says where the shards rest, as an `Offload` or as "cpu"; left out, on the device
 
-        Raises `TypeError` if the module is no module or the rank no number, and `ValueError` if the
-        tier does not exist. Raises `RuntimeError` if the module is sharded already, shares a
-        parameter with another layer, is on another device or of another dtype, or differs between
-        ranks, and if there is no room for the shards. ZeRO, section 5.3. Keeps I2 and I5.
+        Raises `TypeError` if the module is no module or the rank no number, and `ValueError` if
+        `offload` names no known place. Raises `RuntimeError` if the module is sharded already,
+        shares a parameter with another layer, is on another device or of another dtype, or differs
+        between ranks, and if there is no room for the shards. This is section 5.3 of the paper.
+        Keeps I2 (only shards at rest) and I5 (zero padding).
         """
         check_arguments(module, rank, world_size)
         super().__init__()
@@ -140,34 +153,34 @@ class Zero3Layer(Sharded):
         self.comm = Communicator(rank, world_size)
         self.offload = Offload.of(offload)
         self.label = type(module).__name__
-        # Its place in a chain. `Zero3Sequential` sets it, and shares one reducer among its layers.
+        # Its place in a chain, which `Zero3Sequential` sets. A layer that is in a chain twice has
+        # two next layers.
         self.layer_idx = ALONE
         self.prev_layer = []
         self.next_layer = []
         self.reducer = Reducer(self.comm)
         self.schedule: Schedule = Alone()
         self.listener: Listener = Silence()
-        # An unshard has started, and this transfer completes it.
+        # Whether an unshard has started, and the transfer that completes it.
         self.is_fetched = False
         self._gather: Transfer | None = None
-        # Inside `full_params` the parameters are whole in other memory.
+        # Inside `full_params` the parameters are views of other memory.
         self.is_full_elsewhere = False
-        # The call for whose backward the layer stays full.
+        # The forward call whose backward the layer stays full for.
         self.kept_for: weakref.ref[Call] | None = None
         self.watch = Watch(self._pre_backward_hook, self._backward_event)
 
         params = find_params(module, self, self.cure)
         self.device = self.comm.open(self, params, device, dtype)
         self.flats: list[FlatParameter] = []
+        # The shards. labml calls them chunks.
         self.chunk = nn.ParameterList()
         for group in alike(params):
             self._shard(group)
         hidden = hide_params(child for _, child in own_modules(module))
         for child in hidden:
-            for buffer in child._buffers.values():
-                self.comm.broadcast(buffer)
+            self.comm.broadcast(child._buffers.values())
         self.contents = Contents(self, hidden)
-        self.refusals = self.contents.refuse_state_dicts()
 
     # -------------------------------------------------------------------------------------- shard
 
@@ -180,12 +193,14 @@ class Zero3Layer(Sharded):
         shard = self._empty(len(full) // self.comm.world_size, full.dtype)  # (shard_numel,), device
         # Rank 0 sends each rank its part, so that all ranks begin with the same model.
         self.comm.scatter(shard, full)
+        # All of these parameters are trainable, or all are frozen.
         trains = next(iter(params)).requires_grad
         storage = self.offload.shard(self, shard, trains)
         flat = FlatParameter(self, params, full, storage, self.comm.aligned, self.cure)
         flat.free()
         self.flats.append(flat)
         self.chunk.append(flat.shard)
+        # Add the hooks before the parameters become views of the freed buffer.
         self._follow_requires_grad()
         flat.look_at(None)
 
@@ -194,8 +209,9 @@ class Zero3Layer(Sharded):
         #### Merge parameters, and pad so that the length is divisible by `world_size`
 
         Returns $N \lceil P_\ell/N \rceil$ elements. On an accelerator each parameter and each
-        rank's row also begins at a multiple of 16 bytes, because matrix products, copies and NCCL
-        are slow otherwise; $P_\ell$ counts the padding between parameters.
+        shard also begins at a multiple of 16 bytes, because matrix products, copies and NCCL are
+        slow otherwise. There the three weights of the example become $N \cdot 4$ elements, and
+        $P_\ell$ counts the padding between parameters.
 
         The padding is zero and stays zero. Its gradient is zero, so an elementwise optimizer does
         not move it, and it adds nothing to a norm. Uninitialised memory could hold a NaN instead. A
@@ -221,7 +237,7 @@ class Zero3Layer(Sharded):
 
     def _follow_requires_grad(self) -> None:
         """
-        #### Freeze and unfreeze parameters as their shards are
+        #### Copy `requires_grad` from each shard to its parameters
         """
         for i, flat in enumerate(self.flats):
             if flat.follow_requires_grad():
@@ -235,8 +251,8 @@ class Zero3Layer(Sharded):
 
         * `flat_index` is the index of the flat parameter whose parameters these are
         """
-        # A hook gets a weak reference and two indices. The garbage collector does not see the hooks
-        # of a parameter, so everything that a hook refers to would stay in memory for ever.
+        # A hook gets a weak reference and two indices. A strong reference would close a cycle,
+        # layer, parameter, hook, layer, that Python's garbage collector cannot see.
         ours = weakref.WeakMethod(self._post_backward_hook)
         for i, slot in enumerate(self.flats[flat_index].slots):
             if slot.param.requires_grad and slot.hook is None:
@@ -256,13 +272,13 @@ class Zero3Layer(Sharded):
         # A prefetch may have started it already.
         if self.is_fetched or self.is_full_elsewhere or not self.flats:
             return
-        self.settle_at_end_of_backward()
+        self._settle_at_end_of_backward()
         # Gradients of this layer may still be arriving, and they arrive in this very buffer.
         self.reducer.finish(self)
         self.is_fetched = True
         # Gather into the *same storage* every time. The parameters are views of it, and so are the
-        # tensors that autograd saved in forward. Gathering into fresh memory and copying from there
-        # would need the layer's memory twice.
+        # tensors that autograd saved in forward, which are valid again in backward. Gathering into
+        # fresh memory and copying from there would need the layer's memory twice.
         pairs = [(flat.full, flat.storage.load()) for flat in self.flats]
         self._gather = self.comm.all_gather(self, pairs)
         for flat in self.flats:
@@ -277,7 +293,8 @@ class Zero3Layer(Sharded):
         """
         #### Wait for the all-gather
 
-        The compute stream waits for the fetch stream; on the CPU this thread waits.
+        The compute stream waits for this all-gather, and for nothing that was queued after it; on
+        the CPU this thread waits.
         """
         if self._gather is None:
             return
@@ -303,12 +320,6 @@ class Zero3Layer(Sharded):
             flat.free()
         self.listener.record(self, "free", sum(flat.full.nbytes for flat in self.flats))
 
-    def reshard(self) -> None:
-        """
-        ### Reshard (free), for other chapters
-        """
-        self._cleanup_params()
-
     def _release(self, call: Call | None = None) -> None:
         """
         #### Reshard, unless the schedule says that the layer is needed again at once
@@ -316,8 +327,8 @@ class Zero3Layer(Sharded):
         * `call` is the forward call that has ended; in backward there is none
 
         Backward begins with the layer that ends forward, so the last layer of a chain stays full.
-        If the graph is dropped without a backward pass, the call goes with it and the layer is
-        freed.
+        A `Call` lives only in the graph. If the graph is dropped without a backward pass, the weak
+        reference fires and frees the layer.
         """
         if call is None or not self.schedule.stays_full(self, call):
             self._cleanup_params()
@@ -335,7 +346,7 @@ class Zero3Layer(Sharded):
         # again. Its backward follows, so the layer stays full until then.
         recompute = in_backward()
         self._prepare(recompute)
-        self.settle_at_end_of_backward()
+        self._settle_at_end_of_backward()
         self.fetch_params()
         self._wait_params()
         self.listener.record(self, "compute")
@@ -351,7 +362,8 @@ class Zero3Layer(Sharded):
             self.refuse_freed_outputs(outputs)
             self.watch.outputs(call, outputs)
         except BaseException:
-            # Checkpointing ends a recomputation by an exception too, and backward then goes on.
+            # Checkpointing may stop a recomputation early by an exception, and backward then goes
+            # on.
             if not recompute:
                 self._cleanup_params()
             raise
@@ -380,7 +392,7 @@ class Zero3Layer(Sharded):
         Unshard again, and prefetch the layer that backward reaches next.
         """
         self.refuse_double_backward()
-        self.settle_at_end_of_backward()
+        self._settle_at_end_of_backward()
         if self.watch.enter(call):
             self.listener.record(self, "compute")
         self.fetch_params()
@@ -402,7 +414,7 @@ class Zero3Layer(Sharded):
         # The flat gradient gets a copy, so free the original.
         param.grad = None
         self.refuse_sparse(grad, slot.names[0])
-        self.settle_at_end_of_backward()
+        self._settle_at_end_of_backward()
         if flat.grad is None:
             # (world_size * shard_numel,), device, of the data type that the optimizer asks for
             full_grad = self._empty(len(flat.full), flat.shard.grad_dtype)
@@ -413,13 +425,14 @@ class Zero3Layer(Sharded):
         mean = 1 / self.comm.world_size
         flat.collect(slot, grad, mean)
         self.watch.arrived.add(slot.names)
+        # Free the original before a reduce takes memory.
         del grad
         # This may have been the layer's last gradient.
         self._backward_event()
 
     def _backward_event(self, call: Call | None = None, *_) -> None:
         """
-        #### A gradient is complete, of a parameter or of an input
+        #### The gradient of a parameter or of an input is complete
 
         * `call` is the call whose input it is; for a parameter there is none
         """
@@ -442,8 +455,8 @@ class Zero3Layer(Sharded):
         #### Reshard, and reduce-scatter the gradients
 
         Start the reduce-scatter and return, so that it overlaps the backward pass of the layer
-        below. All ranks must call this. A rank sends each other rank its part of the flat gradient,
-        $(N-1)\lceil P_\ell/N \rceil$ elements.
+        below. All ranks must call this. A rank sends to every other rank the part of the flat
+        gradient that belongs to that rank's shard, $(N-1)\lceil P_\ell/N \rceil$ elements.
         """
         self._wait_params()
         self.refuse_writes()
@@ -452,20 +465,14 @@ class Zero3Layer(Sharded):
         flats = [flat for flat in self.flats if flat.grad is not None]
         for flat in flats:
             flat.zero_missing()
-        # The gradients of the other ranks arrive where the full parameters were.
+        # With messages, the gradients of the other ranks arrive where the full parameters were.
         pairs: Any = [(flat.grad, flat.receive_buffer) for flat in flats]
-        # A bucket keeps the gradients of small layers, until several leave together.
+        # `Zero3Optimizer` has small layers wait, and reduces several of them together.
         if pairs and not self.reducer.keeps(self, pairs):
             self.reducer.started([self], self.comm.reduce_scatter([self], pairs))
         if self.is_alone:
             # No neighbour's backward will end this reduce, so end it now.
             self.reducer.finish(self)
-
-    def reduce(self) -> None:
-        """
-        ### Reduce the gradients that were held back, for other chapters
-        """
-        self._backup_grads()
 
     @torch.no_grad()
     def add_reduced(self, totals: list[torch.Tensor]) -> None:
@@ -474,8 +481,8 @@ class Zero3Layer(Sharded):
 
         * `totals` are the means over ranks, `(shard_numel,)`, one for each flat gradient
 
-        A second backward adds, so $k$ micro-batches give the gradient of one batch $k$ times as
-        large.
+        A second backward pass adds to them. So the gradients of $k$ micro-batches add up; divide
+        each loss by $k$ for the gradient of one large batch.
         """
         flats = [flat for flat in self.flats if flat.grad is not None]
         for flat, total in zip(flats, totals, strict=True):
@@ -484,31 +491,42 @@ class Zero3Layer(Sharded):
         for flat in flats:
             flat.drop_full_grad()
             flat.receive_buffer.untyped_storage().resize_(0)
+        # The buffers of the reduce, however large they were.
         self.listener.record(self, "free", None)
 
+    # ------------------------------------------------------------------------- end of backward
 
-class Chain:
-    """
-    ## The schedule of a chain: forward the next layer, backward the previous one
-    """
+    def _settle_at_end_of_backward(self) -> None:
+        """
+        #### Have the end of this backward pass call `settle`, once
+        """
+        if in_backward() and self not in self.reducer.unsettled:
+            self.reducer.unsettled.add(self)
+            at_end_of_backward(self.settle)
 
-    def ahead(self, layer: Sharded) -> list[Sharded]:
+    def settle(self, raised: bool) -> None:
         """
-        ### The neighbour that computes next
-        """
-        if in_backward():
-            # Below the first trainable layer nothing goes backward, and nothing is gathered.
-            return [before for before in layer.prev_layer if before.watch.pending]
-        if not layer.next_layer and torch.is_grad_enabled():
-            # Backward begins with the last layer, so the one before it comes next.
-            return layer.prev_layer
-        return layer.next_layer
+        ### Finish the layer's part of a backward pass
 
-    def stays_full(self, layer: Sharded, call: Call) -> bool:
+        * `raised` says that the pass ended with an exception
+
+        Not every hook fires: some parameters were not used, some inputs got no gradient, some
+        layers were prefetched and then not needed. So all layers finish here, in the order in which
+        backward reached them, before `backward()` returns. The last one finishes the reduce in
+        flight. After an exception, the layers that backward had reached drop the gradients whose
+        reduce has not started. Gradients in flight or in a shard's `.grad` stay until
+        `zero_grad()`.
         """
-        ### Whether this is the last layer, and a backward pass can follow
-        """
-        return not layer.next_layer and call.outputs > 0
+        if raised and self.comm.broken:
+            return
+        self.watch.reset()
+        if raised:
+            self.reducer.drop(self)
+            self.drop_full_grads()
+        self._backup_grads()
+        self.reducer.unsettled.discard(self)
+        if not self.reducer.unsettled:
+            self.reducer.end()
 
 
 class Zero3Sequential(ShardedModel):
@@ -528,14 +546,15 @@ class Zero3Sequential(ShardedModel):
         layers = check_chain(modules)
         for i, layer in enumerate(layers):
             layer.layer_idx = i
-            layer.label = f"layer {i} ({layer.label})"
+            layer.label = f"layer {i} ({type(layer.module).__name__})"
             layer.schedule = Chain()
         # Layers without parameters have nothing to gather; the chain passes over them.
         sharded = [layer for layer in layers if layer.flats]
         for before, after in pairwise(sharded):
             before.next_layer.append(after)
             after.prev_layer.append(before)
-            # One reduce is in flight at a time, so all layers share a reducer.
+            # All layers share a communicator, and a reducer, because one reduce is in flight at a
+            # time.
             after.comm = before.comm
             after.reducer = before.reducer
         self.module_list: Any = nn.ModuleList(layers)
@@ -558,7 +577,8 @@ class Zero3Sequential(ShardedModel):
                     ahead.fetch_params()
                 yield layer
         finally:
-            # A walk that ends early, by `break` or by an exception, has gathered a layer in vain.
+            # A walk that ends early, by `break` or by an exception, may have gathered a layer that
+            # nobody will use. A walk inside backward is a recomputation, whose layers are needed.
             for layer in self.module_list:
                 if layer.kept_for is None and not in_backward():
                     layer._cleanup_params()
@@ -576,17 +596,9 @@ class Zero3Sequential(ShardedModel):
                 kwargs = {}
         return args[0]
 
-    @contextmanager
-    def full_params(self, writeback: bool = False) -> Iterator[dict[str, nn.Parameter]]:
+    def named_layers(self) -> Iterator[tuple[str, Sharded]]:
         """
-        ### The full parameters of all layers at once, named as in an `nn.Sequential`
-
-        This holds the whole model in memory; `Zero3Layer.full_params` holds one layer.
+        ### The layers, each with the prefix of its parameters' names in an `nn.Sequential`
         """
-        with ExitStack() as stack:
-            params = {}
-            # Each layer once, also if it is in the chain twice. It has names for each place.
-            for layer in dict.fromkeys(self.module_list):
-                params[layer] = stack.enter_context(layer.full_params(writeback))
-            yield {f"{i}.{name}": p for i, layer in enumerate(self.module_list)
-                   for name, p in params[layer].items()}
+        for i, layer in enumerate(self.module_list):
+            yield f"{i}.", layer

@@ -27,8 +27,8 @@ $$\lVert w \rVert = \sqrt{\sum_{r} \lVert w_r \rVert^2}$$
 
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,7 +39,7 @@ from zero3.guards.contents import Contents, Known
 from zero3.guards.gradients import clip_grad_norm_
 from zero3.guards.options import expect, fail, whole
 from zero3.offload import Offload
-from zero3.watch import Call, Watch, at_end_of_backward, in_backward
+from zero3.watch import Watch
 
 
 class Sharded(nn.Module):
@@ -63,27 +63,38 @@ class Sharded(nn.Module):
     is_fetched: bool
     is_full_elsewhere: bool  # inside `full_params` the parameters are whole in other memory
 
-    # `Zero3Layer` has these four.
-
-    def fetch_params(self) -> None:
-        raise NotImplementedError
-
-    def reshard(self) -> None:
-        raise NotImplementedError
-
-    def reduce(self) -> None:
-        raise NotImplementedError
-
-    def add_reduced(self, totals: list[torch.Tensor]) -> None:
-        raise NotImplementedError
-
-
     # What to do about a parameter that is not where somebody looks for it.
     cure = ("wrap each module once, put modules that share a parameter into one Zero3Layer, and "
             "build the optimizer on `get_trainable_chunk()` after wrapping")
     # What to do about a layer or a parameter that was added.
     cure_for_new = ("wrap it in a `Zero3Layer` of its own, or assign it before this layer is "
                     "wrapped; and build the optimizer afterwards")
+
+    # The training step, which `Zero3Layer` has, and the names by which other chapters call it.
+
+    def fetch_params(self) -> None:
+        raise NotImplementedError
+
+    def add_reduced(self, totals: list[torch.Tensor]) -> None:
+        raise NotImplementedError
+
+    def _cleanup_params(self) -> None:
+        raise NotImplementedError
+
+    def _backup_grads(self) -> None:
+        raise NotImplementedError
+
+    def reshard(self) -> None:
+        """
+        ### Reshard (free)
+        """
+        self._cleanup_params()
+
+    def reduce(self) -> None:
+        """
+        ### Reduce the full gradients that a `no_sync()` has held back
+        """
+        self._backup_grads()
 
     def get_trainable_chunk(self) -> list[nn.Parameter]:
         """
@@ -94,37 +105,6 @@ class Sharded(nn.Module):
         that was not used has no gradient in plain PyTorch, and a gradient of zero here.
         """
         return [flat.shard for flat in self.flats if flat.shard.requires_grad and len(flat.shard)]
-
-    def settle_at_end_of_backward(self) -> None:
-        """
-        ### Have the end of this backward pass call `settle`, once
-        """
-        if in_backward() and self not in self.reducer.unsettled:
-            self.reducer.unsettled.add(self)
-            at_end_of_backward(self.settle)
-
-    def settle(self, raised: bool) -> None:
-        """
-        ### Finish the layer's part of a backward pass
-
-        * `raised` says that the pass ended with an exception
-
-        Not every hook fires: some parameters were not used, some inputs got no gradient, some
-        layers were gathered in vain. So all layers finish here, before `backward()` returns, and
-        the last one finishes the reduces in flight. After an exception the layers that backward had
-        reached drop the gradients that are not on their way yet; the other gradients stay until
-        `zero_grad()`.
-        """
-        if raised and self.comm.broken:
-            return
-        self.watch.reset()
-        if raised:
-            self.reducer.drop(self)
-            self.drop_full_grads()
-        self.reduce()
-        self.reducer.unsettled.discard(self)
-        if not self.reducer.unsettled:
-            self.reducer.end()
 
     @contextmanager
     def full_params(self, writeback: bool = False) -> Iterator[dict[str, nn.Parameter]]:
@@ -355,6 +335,31 @@ class ShardedModel(nn.Module):
         for layer in self.sharded_layers:
             layer.zero_grad(set_to_none)
 
+    def named_layers(self) -> Iterator[tuple[str, Sharded]]:
+        """
+        ### The layers, each with the prefix of its parameters' names in the plain model
+        """
+        raise NotImplementedError
+
+    @contextmanager
+    def full_params(self, writeback: bool = False) -> Iterator[dict[str, nn.Parameter]]:
+        """
+        ### The full parameters of all layers at once, named as in the plain model
+
+        This holds the whole model in memory; `full_params` of a layer holds that layer. All ranks
+        must enter and leave together; `writeback` is as for a layer.
+        """
+        params: dict[Sharded, dict[str, nn.Parameter]] = {}
+        found = {}
+        with ExitStack() as stack:
+            for prefix, layer in self.named_layers():
+                # Enter each layer once, also if it is in a chain twice. It has names for each place.
+                if layer not in params:
+                    params[layer] = stack.enter_context(layer.full_params(writeback))
+                for name, p in params[layer].items():
+                    found[prefix + name] = p
+            yield found
+
     def refuse_changes(self, layers: nn.ModuleList) -> None:
         """
         ### Refuse layers that were added to a chain or taken out of it
@@ -368,36 +373,6 @@ class ShardedModel(nn.Module):
                 f"the {len(self.sharded_layers)} that it was built with",
                 f"{len(layers)}, and submodules {names}",
                 "build a new `Zero3Sequential` of `Zero3Layer`s, and the optimizer on it")
-
-
-class Schedule(Protocol):
-    """
-    ## Schedule: which layers come next, and which stay full
-
-    A chain knows its neighbours. A whole model learns the order in which its layers compute.
-    """
-
-    def ahead(self, layer: Sharded) -> list[Sharded]:
-        """
-        ### The layers to gather while this one computes, in the direction of the pass
-        """
-
-    def stays_full(self, layer: Sharded, call: Call) -> bool:
-        """
-        ### Whether a layer stays full after a forward call, because backward needs it at once
-        """
-
-
-class Alone:
-    """
-    ## The schedule of a layer that is in no chain
-    """
-
-    def ahead(self, layer: Sharded) -> list[Sharded]:
-        return []
-
-    def stays_full(self, layer: Sharded, call: Call) -> bool:
-        return False
 
 
 def check_arguments(module: Any, rank: Any, world_size: Any) -> None:

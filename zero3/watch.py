@@ -10,7 +10,7 @@ this order:
 
 | gradient | the layers learn from it |
 |---|---|
-| of `loss`, B's output | B's backward begins: gather B, and start to gather A |
+| of `loss`, B's output | B's backward begins: gather B, unless it stayed full, and prefetch A |
 | of B's parameters | collect them |
 | of `y`, which is B's input | B's backward is over: free it, reduce its gradients |
 | of `y`, which is A's output | A's backward begins |
@@ -50,8 +50,8 @@ class Call:
     """
     ## One forward call of a layer
 
-    Only the hooks in the graph refer to it, so it lives exactly as long as the graph. A graph that
-    is dropped without a backward pass takes the call along.
+    Only the hooks in the graph refer to it, and `Watch.entered` while its backward runs. So if the
+    graph is dropped without a backward pass, the call dies with it.
     """
 
     inputs = 0  # tensors that came in and need a gradient
@@ -74,8 +74,9 @@ class Watch:
         self.event = event
         # Calls whose backward has not begun.
         self.pending: weakref.WeakSet[Call] = weakref.WeakSet()
-        # Calls that this backward pass has reached, and the input gradients that they still owe.
+        # Calls that this backward pass has reached.
         self.entered: set[Call] = set()
+        # The gradients of their inputs that have not arrived yet.
         self.inputs_left = 0
         # Names of the parameters whose gradients this backward pass has brought.
         self.arrived: set[tuple[str, ...]] = set()
@@ -95,9 +96,9 @@ class Watch:
         #### Have an input say when its gradient is complete
 
         The module gets a view of the tensor. The view's gradient is complete once *this layer* has
-        added its part. The gradient of the tensor itself also waits for everybody else who uses it.
-        A tensor inside a container cannot be exchanged for a view, because the container belongs to
-        the caller, so such a layer stays full a little longer.
+        added its part. The gradient of the tensor itself also waits for all other users of the
+        tensor. A tensor inside a container cannot be replaced by a view, because the container
+        belongs to the caller. Then the layer stays full until all other users have contributed.
         """
         if isinstance(value, torch.Tensor) and value.requires_grad:
             value = value.view_as(value)
@@ -119,7 +120,7 @@ class Watch:
 
     def enter(self, call: Call) -> bool:
         """
-        ### Note that backward has reached a call, and return whether that is news
+        ### Note that backward has reached a call, and return whether this is the first time
 
         A call with several outputs is announced several times.
         """
@@ -151,7 +152,8 @@ class _EndOfBackward:
     """
     ## What the autograd engine calls at the end of a backward pass
 
-    If backward raises an exception, the engine drops this object without calling it.
+    If backward raises an exception, the engine drops this object without calling it, and `__del__`
+    reports the failure.
     """
 
     def __init__(self, settle: Callable[[bool], None]):

@@ -18,7 +18,7 @@ computation. It writes into the memory that the module's parameters are views of
 * `self.is_full_elsewhere`: true inside of `with layer.full_params():`, when the whole parameters
 are
   in other memory
-* `self.settle_at_end_of_backward()`: call it first. If a backward pass is running, its end then
+* `self._settle_at_end_of_backward()`: call it first. If a backward pass is running, its end then
   cleans up this layer
 * `self.reducer.finish(self)`: call this first, too. The reduce of this layer's gradients may be in
   flight, and its receive buffer is the memory of `flat.full`

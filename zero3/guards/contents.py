@@ -80,6 +80,7 @@ class Contents:
         self.hidden = [(owner, own) for owner, own in params.items() if own]
         self.depth = 0  # of the `with` blocks that show the parameters now
         self.known = Known([layer, *params])
+        self.refusals = self._refuse_state_dicts()  # handles of hooks
 
     def check(self) -> None:
         """
@@ -174,9 +175,9 @@ class Contents:
             for name in params:
                 owner._parameters.pop(name, None)
 
-    def refuse_state_dicts(self) -> list[Any]:
+    def _refuse_state_dicts(self) -> list[Any]:
         """
-        ### Refuse to read and to write the state dicts of the modules
+        #### Refuse to read and to write the state dicts of the modules
 
         `state_dict()` would return shards, or nothing, instead of weights.
         `load_state_dict(strict=False)` would load nothing, and say nothing.

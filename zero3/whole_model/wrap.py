@@ -49,7 +49,7 @@ says what a unit's module is, but not what the whole model is: ask `model.module
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ from zero3.guards.options import MOST, expect, fail, whole
 from zero3.layer import Zero3Layer
 from zero3.measure.ledger import Ledger
 from zero3.offload import Offload
-from zero3.sharded import ShardedModel
+from zero3.sharded import Sharded, ShardedModel
 from zero3.watch import tensors_in
 from zero3.whole_model.materialise import Deferred, Source, save
 from zero3.whole_model.units import TracedOrder, Unit
@@ -259,18 +259,20 @@ class Zero3Model(ShardedModel):
             self.expect(not extra, "has new parameters", "those that it was wrapped with", extra,
                         Unit.cure_for_new)
 
+    def named_layers(self) -> Iterator[tuple[str, Sharded]]:
+        """
+        ### The units, each with the prefix of its parameters' names in the plain model
+        """
+        for unit in self.units:
+            yield unit.full_name(""), unit
+
     @contextmanager
     def full_params(self, writeback: bool = False) -> Iterator[dict[str, nn.Parameter]]:
         """
-        ### The full parameters of all units at once, named as in the plain model
-
-        This holds the whole model; `full_params` of a unit holds one. All ranks enter and leave;
-        `writeback` is as for a `Zero3Layer`.
+        ### The full parameters of all units at once, under all their names in the plain model
         """
-        with ExitStack() as stack:
-            found = {unit.full_name(name): p for unit in self.units
-                     for name, p in stack.enter_context(unit.full_params(writeback)).items()}
-            yield found | self.tied
+        with super().full_params(writeback) as params:
+            yield params | self.tied
 
     def save(self, folder: str | Path) -> None:
         """
@@ -336,7 +338,7 @@ class Zero3Model(ShardedModel):
                 values = [torch.empty_like(slot.view, device="meta") for slot in unit.slots()]
             for slot, value in zip(unit.slots(), values, strict=True):
                 new[slot.param] = _restored(slot, value)
-            for refusal in unit.refusals:
+            for refusal in unit.contents.refusals:
                 refusal.remove()
         plain = self.module.module
         for m in [*plain.modules()]:

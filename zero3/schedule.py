@@ -1,0 +1,89 @@
+r"""
+# Schedule: which layer comes next
+
+A `Schedule` tells a layer which layers to gather ahead, and whether to stay full after forward.
+
+Communication can only overlap computation if it starts early, so somebody has to know which layer
+computes next. Three layers in a chain, 0, 1 and 2, go through a training step like this:
+
+| what computes | gathered meanwhile | freed afterwards |
+|---|---|---|
+| forward of layer 0 | 1 | 0 |
+| forward of layer 1 | 2 | 1 |
+| forward of layer 2 | | nothing: backward begins with layer 2 |
+| backward of layer 2 | 1 | 2 |
+| backward of layer 1 | 0 | 1 |
+| backward of layer 0 | | 0 |
+
+Five all-gathers for three layers, because layer 2 is gathered once:
+
+$$\text{all-gathers} = 2 \cdot \text{layers} - 1$$
+
+**Run this**: `python -m zero3.whole_model` prints such an order for a model that is no chain.
+
+**Not covered, and what that costs**: a layer that is in no chain knows no neighbours, so nothing
+overlaps with its all-gathers. `whole_model/units.py` has a schedule that learns the order of any
+model.
+"""
+
+from typing import Protocol
+
+import torch
+
+from zero3.sharded import Sharded
+from zero3.watch import Call, in_backward
+
+
+class Schedule(Protocol):
+    """
+    ## Schedule
+    """
+
+    def ahead(self, layer: Sharded) -> list[Sharded]:
+        """
+        ### The layers that compute after this one, in the direction of the pass
+
+        In backward they are gathered while this one computes. In either direction the shards that
+        rest in files are read.
+        """
+
+    def stays_full(self, layer: Sharded, call: Call) -> bool:
+        """
+        ### Whether a layer stays full after a forward call, because backward needs it at once
+        """
+
+
+class Alone:
+    """
+    ## The schedule of a layer that is in no chain
+    """
+
+    def ahead(self, layer: Sharded) -> list[Sharded]:
+        return []
+
+    def stays_full(self, layer: Sharded, call: Call) -> bool:
+        return False
+
+
+class Chain:
+    """
+    ## The schedule of a chain
+    """
+
+    def ahead(self, layer: Sharded) -> list[Sharded]:
+        """
+        ### The neighbour that computes next
+        """
+        if in_backward():
+            # A layer without a recorded call has no backward pass, so it is not gathered.
+            return [before for before in layer.prev_layer if before.watch.pending]
+        if not layer.next_layer and torch.is_grad_enabled():
+            # This is the last layer. Backward begins with it, so the one before it comes next.
+            return layer.prev_layer
+        return layer.next_layer
+
+    def stays_full(self, layer: Sharded, call: Call) -> bool:
+        """
+        ### Whether this is the last layer, and a backward pass can follow
+        """
+        return not layer.next_layer and call.outputs > 0
