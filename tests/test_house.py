@@ -16,6 +16,7 @@ ROWS = (
     {"flat", "watch"},
     {"comm", "offload"},
     {"sharded"},
+    {"schedule"},
     {"layer"},
     {"measure", "estimate"},
     {"optimizer"},
@@ -95,4 +96,5 @@ def test_whoever_opens_the_package_sees_the_tutorial_first():
     puts its files beside the heart.
     """
     files = {path.stem for path in PACKAGE.glob("*.py")}
-    assert files == {"__init__", "layer", "flat", "watch", "comm", "sharded", "offload"}
+    assert files == {"__init__", "layer", "flat", "watch", "comm", "schedule", "sharded",
+                     "offload"}

@@ -4,19 +4,23 @@ r"""
 `Communicator` sends tensors between ranks: it starts a collective and returns, counts its bytes,
 and makes sure that all ranks do the same. `Reducer` keeps the one reduce-scatter that is in flight.
 
-A training step has three kinds of communication. Two ranks with the shards (1, 2) and (3, 0), the
-gradients (2, 4, 6, 0) and (4, 0, 2, 0), and norms of their shards' gradients of 5 and 12:
+A training step has three kinds of communication. The example goes on with the three weights of
+`layer.py`, on two ranks. Gradients are divided by the number of ranks already, so their sums are
+means:
 
-| | collective | rank 0 has | rank 1 has | both, or each, get |
+| | collective | rank 0 has | rank 1 has | result |
 |---|---|---|---|---|
-| gather | all-gather | 1 2 | 3 0 | 1 2 3 0 |
+| gather | all-gather | 1 2 | 3 0 | 1 2 3 0 on both |
 | reduce | reduce-scatter | 1 2 3 0 | 2 0 1 0 | 3 2 on rank 0, 4 0 on rank 1 |
-| norm | all-gather | 5 | 12 | 5 12 |
+| norm | all-gather | 3.61 | 4 | 3.61 and 4 on both, so the whole norm is 5.39 |
 
-The gradients in the table are divided by the number of ranks already, so their sums are means. The
-first two collectives start early and are waited for late, so that they overlap computation: a
-gather starts when the layer before begins to compute, a reduce is waited for when the next layer
+The first two collectives start early and are waited for late, so that they overlap computation. A
+gather starts when layer $\ell - 1$ begins to compute. A reduce is waited for when the layer below
 has its gradients. A norm is waited for at once.
+
+**Collectives and messages.** On an accelerator these are NCCL's collectives. On the CPU a rank
+sends one message to each other rank, and receives one from each, because gloo's own reduce-scatter
+sends twice as much. `by_messages` tells the two apart.
 
 Each rank sends $N-1$ times the bytes of a shard:
 
@@ -26,7 +30,8 @@ $$\text{bytes per rank} = (N-1)\left\lceil \frac{P_\ell}{N} \right\rceil
 **Streams.** On an accelerator three streams run beside each other. The *compute stream* is the one
 that the caller uses. The *fetch stream* copies this rank's shard into the flat parameter and starts
 the all-gather. The *backup stream* starts the reduce-scatter, and copies its result to CPU memory.
-NCCL has a stream of its own for the collectives. An event orders each crossing:
+NCCL has a stream of its own for the collectives. Where one stream uses something that another one
+wrote, it waits for an event:
 
 | who | waits for | because |
 |---|---|---|
@@ -34,16 +39,16 @@ NCCL has a stream of its own for the collectives. An event orders each crossing:
 | compute, before a layer | the copy and the gather of *this* layer | it reads the parameters |
 | backup, before a reduce | compute, up to now | backward wrote the gradients there |
 | compute, at the next reduce | the sums of this one | the optimizer reads them |
-| the host, one layer later | the copy of a shard from CPU memory | it may write there next |
-| the host, one reduce later | the copy of the sums to CPU memory | it reads them there |
+| the host, at the wait for a gather | the copy from CPU memory | it may write there next |
+| the host, at the next reduce | the copy to CPU memory | it reads the sums there |
 
 The second row says *this* layer. Compute waits for an event that was recorded right after the
 layer's own copy. If it waited for the whole fetch stream, it would also wait for the copy of the
 next layer, which is queued already, and no copy would ever overlap computation.
 
 **The same on all ranks.** Before its data, each rank announces what it is about to send. Ranks that
-took different branches would otherwise exchange different layers. If the sizes agree, the model
-would turn to noise; if they do not, gloo ends the process and NCCL hangs.
+took different branches would otherwise exchange different layers. With equal sizes the weights
+would silently be garbage; with different sizes gloo ends the process and NCCL hangs.
 
 **Run this**: `make bench ARGS=--comm` compares the messages used here with gloo's collectives.
 
@@ -55,6 +60,8 @@ CPU, where the error names both sides, or look at the collectives that each rank
 torch's flight recorder (`TORCH_FR_BUFFER_SIZE`). If a rank ends without an announcement, the others
 find out by NCCL's time-out.
 """
+
+from __future__ import annotations
 
 import functools
 import zlib
@@ -79,208 +86,15 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single" if _NEW else "redu
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 # What a rank may be about to do, as a number that fits into a message.
 _ACTIONS = ("gather", "reduce", "norm", "fault")
-# The `layer_idx` of whoever has no place in a chain or a model.
+# The `layer_idx` of a sender that has no place in a chain or a model.
 ALONE = -1
-# On an accelerator parameters and shards begin at multiples of so many bytes, because one thread
-# loads that much at once.
+# On an accelerator parameters and shards begin at multiples of this many bytes, because one thread
+# loads as much at once.
 ALIGN_BYTES = 16
 # The tag of announcements. Data has tags from 2 up.
 _ORDER_TAG = 1
 # An announcement is four numbers of 8 bytes: layer, action, bytes, and a checksum of the layers.
 _ORDER_BYTES = 32
-
-
-class Listener(Protocol):
-    """
-    ## Listener: who hears of every event
-
-    `Ledger` is one: it records what a run sends and holds.
-    """
-
-    def record(self, sender: Any, event: str, nbytes: int | None = 0,
-               transfer: "Transfer | None" = None, tier: str = "device") -> None: ...
-
-
-class Silence:
-    """
-    ## The listener of a layer to which nobody listens
-    """
-
-    def record(self, *args: Any, **kwargs: Any) -> None:
-        """
-        ### Do nothing
-        """
-
-
-class Sender(Protocol):
-    """
-    ## Who sends: a layer, a model or an optimizer
-
-    Errors and records need its name; an announcement needs its number.
-    """
-
-    label: str
-    layer_idx: int
-    listener: Listener
-
-
-class Named(Protocol):
-    """
-    ## Whatever has a name for errors
-    """
-
-    label: str
-
-
-@dataclass
-class Transfer:
-    """
-    ## A collective in flight
-    """
-
-    comm: "Communicator"
-    sender: Sender
-    action: str  # one of `_ACTIONS`
-    pairs: Pairs
-    # An event on the stream: after the copies of a gather, or after the sums of a reduce.
-    done: Any = None
-    from_cpu: bool = False  # an accelerator copies from memory that the host may write to
-    order: torch.Tensor | None = None  # (world_size, 4) int64: what each rank is about to do
-    order_works: list[Any] = field(default_factory=list)
-    works: list[Any] = field(default_factory=list)
-    sent_bytes: int = 0  # of parameters, gradients or norms, by this rank
-    messages: int = 0
-    order_bytes: int = 0
-
-    def wait(self) -> list[torch.Tensor]:
-        """
-        ### Wait for the collective
-
-        The compute stream waits for this transfer, and for nothing that started after it; on the
-        CPU this thread waits. A reduce returns, for each pair, the sum over ranks of this rank's
-        part, `(shard_numel,)`, in memory of the backup stream.
-
-        Raises `RuntimeError` if another rank is about to do something else (I6), or is gone.
-        """
-        totals: list[torch.Tensor] = []
-        if self.action == "reduce":
-            # The backup stream adds, because it may copy the sums on to CPU memory.
-            with self.comm.on(self.comm.backup_stream):
-                self._arrive()
-                totals = [self.comm.total(*pair) for pair in self.pairs]
-                self.done.record()
-        else:
-            # The compute stream itself waits, so that the fetch stream goes on with the next layer.
-            self._arrive()
-        self.comm.current_stream().wait_event(self.done)
-        if self.from_cpu:
-            # The host waits too, because an optimizer on the CPU writes to the shard in place. This
-            # copy had the computation of a whole layer, and the next one is queued already.
-            self.done.synchronize()
-        if self.action == "gather":
-            nbytes = sum(full.nbytes for full, _ in self.pairs)
-            self.sender.listener.record(self.sender, "gathered", nbytes)
-        # Drop the works, because they hold the buffers after the layer frees them.
-        self.works = []
-        self.order_works = []
-        self.pairs = []
-        return totals
-
-    def started(self, works: list[Any], row: torch.Tensor) -> None:
-        """
-        ### Keep what has started, and count it
-
-        * `row` is what this rank sends to each other rank, `(n,)`
-        """
-        if works:
-            self.works += works
-            self.sent_bytes += (self.comm.world_size - 1) * row.nbytes
-            self.messages += self.comm.world_size - 1
-
-    def tag(self) -> int:
-        """
-        ### The tag of its messages
-
-        It names the transfer, so messages of ranks that diverged never meet.
-        """
-        row = None if self.order is None else self.order[self.comm.rank].tolist()
-        name = f"{row} {len(self.works)}".encode()
-        return _ORDER_TAG + 1 + zlib.crc32(name) % (1 << 30)
-
-    def _arrive(self) -> None:
-        """
-        #### Have the current stream wait, or raise an error
-        """
-        if not self.comm.broken:
-            self.comm.broken = self._complete()
-        # After the first error all others follow, because the messages no longer fit each other.
-        if self.comm.broken:
-            # Keep a reference: dropping it would cancel messages that other ranks still wait for.
-            self.comm.lost.append(self)
-            raise RuntimeError(self.comm.broken)
-
-    def _complete(self) -> str:
-        """
-        #### Wait, and return the problem if there is one
-        """
-        where = f"rank {self.comm.rank}: {self.sender.label}"
-        try:
-            for work in self.order_works:
-                work.wait()
-            # Compare before waiting for the data. If the ranks diverged, it may never come.
-            problem = self._diverged(where)
-            if problem:
-                return problem
-            for work in self.works:
-                work.wait()
-        except (RuntimeError, ValueError) as error:
-            return (f"{where}: the other ranks are lost. Expected: their part of a {self.action}. "
-                    f"Got: {error}. What to do: look for the first error on another rank, and "
-                    "start again.")
-        return ""
-
-    def _diverged(self, where: str) -> str:
-        """
-        #### Compare the announcements of all ranks
-
-        On the CPU this names both sides. On an accelerator the announcements are on the device, and
-        the host would have to wait for it to look at them. So the device compares them itself.
-        """
-        if self.order is None:
-            return ""
-        if not self.comm.by_messages:
-            return self._assert_same(where, self.order)
-        rows = self.order.tolist()
-        mine = rows[self.comm.rank]
-        for other, row in enumerate(rows):
-            if row != mine:
-                return (f"{where}: the ranks diverged. Expected: {self.comm.told(mine)}, on "
-                        f"all ranks, as here. Got: {self.comm.told(row)}, on rank {other}. "
-                        f"What to do: look for an error on rank {other}; without one, call the "
-                        "same layers in the same order on all ranks. Start again.")
-        return ""
-
-    def _assert_same(self, where: str, order: torch.Tensor) -> str:
-        """
-        #### Have the device compare the announcements
-
-        * `order` is `(world_size, 4)` int64, on the device
-
-        If they differ, an assertion fails on the device, and so does the next call that waits for
-        it. Returns the problem if the assertion has failed already, as it does on the CPU.
-        """
-        problem = (f"{where}: the ranks diverged. Expected: a {self.action} of this layer on all "
-                   "ranks, as here. Got: another transfer on another rank. What to do: look for an "
-                   "error on another rank; without one, call the same layers in the same order on "
-                   "all ranks: the same program on the CPU names both sides. Start again.")
-        try:
-            torch._assert_async((order == order[self.comm.rank]).all(), problem)
-        except RuntimeError as error:
-            if problem not in str(error):
-                # An earlier failure on the device, reported by the first call after it.
-                raise
-            return problem
-        return ""
 
 
 class Communicator:
@@ -314,7 +128,7 @@ class Communicator:
                 f"process group says. Got: rank {self.rank} of {self.world_size}. What to do: "
                 "start with torchrun, call `torch.distributed.init_process_group` first, and pass "
                 "its numbers or leave them out.")
-        # What errors call the numbers that other ranks announce.
+        # Names for the layer numbers that ranks announce, for error messages.
         self.labels: dict[int, str] = {}
         # The reason why nothing can be sent any more, and the transfers that were in flight then.
         self.broken = ""
@@ -340,8 +154,8 @@ class Communicator:
             for full, shard in pairs:
                 self._check_shard(sender, full, shard)
                 _allocate(full)
-                # The shard's place among the others. Sending from there frees the memory that an
-                # offloaded shard was read into.
+                # Copy this rank's shard into its row and send it from there. Then the buffer that
+                # an offloaded shard was read into is free again.
                 mine = self.rows(full)[self.rank]
                 mine.copy_(shard, non_blocking=True)
                 transfer.from_cpu |= shard.device != full.device
@@ -393,12 +207,13 @@ class Communicator:
 
         * `grad` is this rank's flat gradient; `received` has the rows of the other ranks
 
-        Added in the order of ranks, so that every run adds alike.
+        Added in the order of ranks, so that the result is deterministic.
         """
         if self.world_size == 1:
             return grad
         mine = self.rows(grad)[self.rank]
         if not self.by_messages:
+            # A copy, so that the full gradient can be freed.
             return mine.clone()
         rows = [mine if k == self.rank else row for k, row in enumerate(self.rows(received))]
         total = rows[0] + rows[1]
@@ -440,6 +255,39 @@ class Communicator:
         peers = [(self.rank + k) % self.world_size for k in range(1, self.world_size)]
         works = [dist.irecv(receive[peer], peer, tag=tag) for peer in peers]
         return works + [dist.isend(send[peer], peer, tag=tag) for peer in peers]
+
+    # ------------------------------------------------------------------------- streams and layout
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        """
+        ### Work on a stream, after it has waited for the current one
+
+        Then everything that this stream reads has been written. And all memory that torch's
+        allocator reuses here has had its last reader, so no tensor needs `record_stream`.
+        """
+        stream.wait_stream(self.current_stream())
+        with self._backend.stream(stream):
+            yield
+
+    def current_stream(self) -> Any:
+        """
+        ### The compute stream
+        """
+        return self._backend.current_stream(self.device)
+
+    def aligned(self, numel: int, dtype: torch.dtype) -> int:
+        """
+        ### The next number of elements after which another tensor may begin
+        """
+        step = max(1, self.align_bytes // dtype.itemsize)
+        return -(-numel // step) * step
+
+    def rows(self, flat: torch.Tensor) -> torch.Tensor:
+        """
+        ### A flat buffer as one row per rank: `(world_size, shard_numel)`
+        """
+        return flat.view(self.world_size, len(flat) // self.world_size)
 
     # ------------------------------------------------------------------- the same on all ranks
 
@@ -532,7 +380,8 @@ class Communicator:
             fail(self.rank, sender.label, what, expected, got, cure)
         except RuntimeError as error:
             if not self.broken:
-                # Announced instead of the transfer that the others expect, and never waited for.
+                # Announce a fault. The other ranks compare it with the transfer that they expect,
+                # and raise an error. Nobody waits for it here.
                 self.lost.append(self._begin([sender], "fault", []))
                 self.broken = str(error)
             raise
@@ -685,50 +534,157 @@ class Communicator:
         self._together(dist.broadcast, _bytes(whole), 0)
         tensor.detach().copy_(whole)
 
-    # ------------------------------------------------------------------------- streams and layout
 
-    @contextmanager
-    def on(self, stream: Any) -> Iterator[None]:
-        """
-        ### Work on a stream, after it has waited for the current one
-
-        Everything that this stream reads has then been written, and all memory that it reuses has
-        been read. That is why no tensor here needs `record_stream`.
-        """
-        stream.wait_stream(self.current_stream())
-        with self._backend.stream(stream):
-            yield
-
-    def current_stream(self) -> Any:
-        """
-        ### The compute stream
-        """
-        return self._backend.current_stream(self.device)
-
-    def aligned(self, numel: int, dtype: torch.dtype) -> int:
-        """
-        ### The next number of elements after which another tensor may begin
-        """
-        step = max(1, self.align_bytes // dtype.itemsize)
-        return -(-numel // step) * step
-
-    def rows(self, flat: torch.Tensor) -> torch.Tensor:
-        """
-        ### A flat buffer as one row per rank: `(world_size, shard_numel)`
-        """
-        return flat.view(self.world_size, len(flat) // self.world_size)
-
-
-class Reducible(Protocol):
+@dataclass
+class Transfer:
     """
-    ## A layer, as far as the reducer has to know it
+    ## A collective in flight
     """
 
-    label: str
-    layer_idx: int
-    listener: Listener
+    comm: Communicator
+    sender: Sender
+    action: str  # one of `_ACTIONS`
+    pairs: Pairs
+    # An event on the stream: after the copies of a gather, or after the sums of a reduce.
+    done: Any = None
+    from_cpu: bool = False  # an accelerator copies from memory that the host may write to
+    order: torch.Tensor | None = None  # (world_size, 4) int64: what each rank is about to do
+    order_works: list[Any] = field(default_factory=list)
+    works: list[Any] = field(default_factory=list)
+    sent_bytes: int = 0  # of parameters, gradients or norms, by this rank
+    messages: int = 0
+    order_bytes: int = 0
 
-    def add_reduced(self, totals: list[torch.Tensor]) -> None: ...
+    def wait(self) -> list[torch.Tensor]:
+        """
+        ### Wait for the collective
+
+        The compute stream waits for this transfer, and for nothing that started after it; on the
+        CPU this thread waits. A reduce returns, for each pair, the sum over ranks of this rank's
+        part, `(shard_numel,)`, allocated on the backup stream.
+
+        Raises `RuntimeError` if another rank is about to do something else (I6), or is gone.
+        """
+        totals: list[torch.Tensor] = []
+        if self.action == "reduce":
+            # The backup stream adds, because it may copy the sums on to CPU memory.
+            with self.comm.on(self.comm.backup_stream):
+                self._arrive()
+                totals = [self.comm.total(*pair) for pair in self.pairs]
+                self.done.record()
+        else:
+            # The compute stream itself waits, so that the fetch stream goes on with the next layer.
+            self._arrive()
+        self.comm.current_stream().wait_event(self.done)
+        if self.from_cpu:
+            # The host waits too, because an optimizer on the CPU writes to the shard in place. The
+            # copy started one layer earlier, so it has normally ended.
+            self.done.synchronize()
+        if self.action == "gather":
+            nbytes = sum(full.nbytes for full, _ in self.pairs)
+            self.sender.listener.record(self.sender, "gathered", nbytes)
+        # Drop the works. They hold references to the buffers, also to those that are not resized.
+        self.works = []
+        self.order_works = []
+        self.pairs = []
+        return totals
+
+    def started(self, works: list[Any], row: torch.Tensor) -> None:
+        """
+        ### Keep what has started, and count it
+
+        * `row` is what this rank sends to each other rank, `(n,)`
+        """
+        if works:
+            self.works += works
+            self.sent_bytes += (self.comm.world_size - 1) * row.nbytes
+            self.messages += self.comm.world_size - 1
+
+    def tag(self) -> int:
+        """
+        ### The tag of its messages
+
+        It names the transfer, so a message only matches the same transfer on the other rank.
+        """
+        row = None if self.order is None else self.order[self.comm.rank].tolist()
+        name = f"{row} {len(self.works)}".encode()
+        return _ORDER_TAG + 1 + zlib.crc32(name) % (1 << 30)
+
+    def _arrive(self) -> None:
+        """
+        #### Have the current stream wait, or raise an error
+        """
+        if not self.comm.broken:
+            self.comm.broken = self._complete()
+        # After the first error all others follow, because the messages no longer fit each other.
+        if self.comm.broken:
+            # Keep a reference: dropping it would cancel messages that other ranks still wait for.
+            self.comm.lost.append(self)
+            raise RuntimeError(self.comm.broken)
+
+    def _complete(self) -> str:
+        """
+        #### Wait, and return the problem if there is one
+        """
+        where = f"rank {self.comm.rank}: {self.sender.label}"
+        try:
+            for work in self.order_works:
+                work.wait()
+            # Compare before waiting for the data. If the ranks diverged, it may never come.
+            problem = self._diverged(where)
+            if problem:
+                return problem
+            for work in self.works:
+                work.wait()
+        # torch raises the latter for a process group that is gone.
+        except (RuntimeError, ValueError) as error:
+            return (f"{where}: the other ranks are lost. Expected: their part of a {self.action}. "
+                    f"Got: {error}. What to do: look for the first error on another rank, and "
+                    "start again.")
+        return ""
+
+    def _diverged(self, where: str) -> str:
+        """
+        #### Compare the announcements of all ranks
+
+        On the CPU this names both sides. On an accelerator the announcements are on the device, and
+        the host would have to wait for it to look at them. So the device compares them itself.
+        """
+        if self.order is None:
+            return ""
+        if not self.comm.by_messages:
+            return self._assert_same(where, self.order)
+        rows = self.order.tolist()
+        mine = rows[self.comm.rank]
+        for other, row in enumerate(rows):
+            if row != mine:
+                return (f"{where}: the ranks diverged. Expected: {self.comm.told(mine)}, on "
+                        f"all ranks, as here. Got: {self.comm.told(row)}, on rank {other}. "
+                        f"What to do: look for an error on rank {other}; without one, call the "
+                        "same layers in the same order on all ranks. Start again.")
+        return ""
+
+    def _assert_same(self, where: str, order: torch.Tensor) -> str:
+        """
+        #### Have the device compare the announcements
+
+        * `order` is `(world_size, 4)` int64, on the device
+
+        If they differ, an assertion fails on the device, and so does the next call that waits for
+        it. Returns the problem if the assertion has failed already, as it does on the CPU.
+        """
+        problem = (f"{where}: the ranks diverged. Expected: a {self.action} of this layer on all "
+                   "ranks, as here. Got: another transfer on another rank. What to do: look for an "
+                   "error on another rank; without one, call the same layers in the same order on "
+                   "all ranks: the same program on the CPU names both sides. Start again.")
+        try:
+            torch._assert_async((order == order[self.comm.rank]).all(), problem)
+        except RuntimeError as error:
+            if problem not in str(error):
+                # An earlier failure on the device, reported by the first call after it.
+                raise
+            return problem
+        return ""
 
 
 class Reducer:
@@ -740,25 +696,27 @@ class Reducer:
     `Zero3Optimizer` hands in a reducer that keeps the gradients of small layers in a bucket.
     """
 
-    scaled = False  # whether gradients are those of a loss that was multiplied by a scale
+    scaled = False  # whether the loss was multiplied by a scale, as `Zero3Optimizer` does for fp16
 
     def __init__(self, comm: Communicator):
         self.comm = comm
         # The layers whose gradients are in flight, and the transfer that carries them.
         self.layers: list[Any] = []
         self.transfer: Transfer | None = None
-        # Layers that have to finish before the backward pass that runs returns.
+        # Layers that have to finish before `backward()` returns.
         self.unsettled: set[Any] = set()
         # The reduced gradient that is on its way to CPU memory.
         self._leaving: _Leaving | None = None
 
     def keeps(self, layer: Reducible, pairs: Pairs) -> bool:
         """
-        ### Whether these gradients wait; if not, finish the reduce in flight and make way for them
+        ### Make room for these gradients, and return whether the reducer keeps them for later
 
         * `pairs` are as for `Communicator.reduce_scatter`
+
+        This reducer keeps none. It finishes the reduce that is in flight.
         """
-        # The end of a pass offers gradients again that are in flight already.
+        # `settle` offers all gradients once more. Ignore those that are in flight already.
         if layer in self.layers:
             return True
         self.land()
@@ -810,7 +768,9 @@ class Reducer:
 
     def drop(self, layer: Reducible) -> None:
         """
-        ### Forget a layer's gradients, or finish their reduce if it has started
+        ### Forget a layer's gradients after an error, or finish their reduce if it is in flight
+
+        Here none wait, so there is nothing to forget.
         """
         self.finish(layer)
 
@@ -821,8 +781,8 @@ class Reducer:
         * `total` is `(shard_numel,)`, on the device
 
         From an accelerator to CPU memory the backup stream copies it, while the layers below go
-        backward. The sink gets it when the next one leaves, or at the end of the pass. So the host
-        waits for a copy that had the backward of a whole layer.
+        backward. The sink gets it when the next gradient leaves, or at the end of the pass. By then
+        the copy has normally ended, so the host hardly waits.
         """
         if sink.grad_device == total.device or sink.grad_device.type != "cpu":
             sink.add_grad(total)
@@ -850,11 +810,65 @@ class Reducer:
 
     def held_tensors(self) -> Iterator[torch.Tensor]:
         """
-        ### The buffers in flight, for whoever measures memory
+        ### The buffers in flight, for the tape
         """
         if self.transfer is not None:
             for pair in self.transfer.pairs:
                 yield from pair
+
+
+class Listener(Protocol):
+    """
+    ## Listener: an object that hears of every event
+
+    `Ledger` is one: it records the bytes that a run sends and holds.
+    """
+
+    def record(self, sender: Any, event: str, nbytes: int | None = 0,
+               transfer: Transfer | None = None, tier: str = "device") -> None: ...
+
+
+class Silence:
+    """
+    ## A listener that ignores events
+    """
+
+    def record(self, *args: Any, **kwargs: Any) -> None:
+        """
+        ### Do nothing
+        """
+
+
+class Sender(Protocol):
+    """
+    ## A layer, a model or an optimizer that sends something
+
+    Errors and records need its name, and an announcement needs its number.
+    """
+
+    label: str
+    layer_idx: int
+    listener: Listener
+
+
+class Named(Protocol):
+    """
+    ## Whatever has a name for errors
+    """
+
+    label: str
+
+
+class Reducible(Protocol):
+    """
+    ## A layer, as far as the reducer has to know it
+    """
+
+    label: str
+    layer_idx: int
+    listener: Listener
+
+    def add_reduced(self, totals: list[torch.Tensor]) -> None: ...
 
 
 class _Leaving(NamedTuple):

@@ -62,7 +62,7 @@ one of five places:
 | communicator: `layer.comm` | all ranks | nothing yet |
 | storage: `flat.storage` | memory of the device | CPU memory, or a file |
 | schedule: `layer.schedule` | the neighbours in a chain | the order of the last step |
-| gradient sink: `layer.reducer`, `flat.sink` | to the shard's `.grad` | to an fp32 copy, in buckets |
+| gradient sink: `layer.reducer`, `flat.sink` | the shard's `.grad` | an fp32 copy; buckets |
 | listener: `layer.listener` | `Silence`, which ignores events | `Ledger`, which records a run |
 
 The comments say I1 to I10 for the invariants that `zero3/__init__.py` lists: I2, for instance, says

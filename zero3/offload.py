@@ -4,23 +4,23 @@ r"""
 `Offload` says where shards rest: on the device, in CPU memory or in files. `InMemory` is a shard in
 memory, `InFile` one in a file.
 
-In a training step a rank needs a shard twice to gather it, and once to update it. Optimizer states
-it needs once. In between both can rest in cheaper memory, if they are back in time. Such a place is
-a *tier*: the device that computes; CPU memory, pinned so that a GPU copies it while it computes; or
-files on an NVMe disk.
+In a training step a rank needs a shard twice to gather it, and once to update it. It needs the
+optimizer states once. In between both can rest in cheaper memory, if they are brought back in time.
+Such a place is a *tier*: the device that computes; CPU memory, pinned so that a GPU copies it while
+it computes; or files on an NVMe disk.
 
 **A layer of three weights on two ranks**, with shards in files. Rank 0 keeps the weights 1 and 2:
 
 | | its file | a buffer | the flat parameter |
 |---|---|---|---|
 | rest | 1 2 | | |
-| read, while layer $\ell - 1$ computes | 1 2 | 1 2 | |
+| read, when layer $\ell - 1$ is gathered | 1 2 | 1 2 | |
 | copy, then all-gather | 1 2 | | 1 2 3 0 |
 | free | 1 2 | | |
 | the optimizer reads, steps and writes | 0.7 1.8 | 0.7 1.8 | |
 
-All files of a rank share a few buffers, which are made while the model is built. So a model in
-files takes no memory but theirs:
+All files of a rank share a few buffers, which are made while the model is built. So between two
+steps a model in files takes only the memory of these buffers. If each layer has one flat parameter:
 
 $$\text{buffers} = 2 \cdot \text{largest shard} \; + \; 5 \cdot \text{largest states of a shard}$$
 
@@ -41,8 +41,8 @@ ARGS="--offload-params nvme --offload-optimizer nvme"` trains from files.
 
 **Not covered, and what that costs**: each shard in files has a file of its own, which stays open.
 So there are at most as many shards as the system's hard limit on open files allows (`ulimit -Hn`),
-less a few. Activations stay where they are computed. An optimizer of torch's cannot step a shard in
-a file, because it has no elements; `Zero3Optimizer` can. Layers are allocated and freed all the
+minus a few. Activations stay where they are computed. An optimizer of torch's cannot step a shard
+in a file, because it has no elements; `Zero3Optimizer` can. Layers are allocated and freed all the
 time, and glibc keeps some of that memory in pieces; `MALLOC_MMAP_THRESHOLD_=131072` in the
 environment makes it give all back, at some cost in speed. On an accelerator, gradients in CPU
 memory are in torch's pinned memory, which rounds each up to a power of two: up to twice the bytes
@@ -77,9 +77,9 @@ class Offload:
     * `max_in_cpu` bytes of a rank's shards and states stay in CPU memory, in the order in which
       they come; the rest goes to files. For the nvme tier alone; buffers come on top
     * `direct` reads and writes past the page cache, if the file system supports it
-    * `queue_depth` requests are with the disk at once, from as many threads; for parameters and for
-      states each
-    * `block_bytes` are in a request
+    * `queue_depth` is the number of parallel requests, one thread each; for parameters and for
+      states separately
+    * `block_bytes` is the size of a request
     * `buffers` is how many shards' optimizer states are in memory at once
 
     Whatever takes an `Offload` also takes the name of a tier that needs no folder: `offload="cpu"`.
@@ -164,7 +164,7 @@ class Offload:
 
     def place(self, nbytes: int) -> str:
         """
-        ### The tier for the next so many bytes, which count against `max_in_cpu`
+        ### Choose the tier for the next `nbytes`, and count them against `max_in_cpu`
         """
         if self.tier == "nvme" and self.in_cpu_bytes + nbytes <= self.max_in_cpu:
             self.in_cpu_bytes += nbytes
@@ -173,7 +173,7 @@ class Offload:
 
     def buffers_for(self, purpose: str, owner: Any, number: int) -> Buffers:
         """
-        ### The buffers for one purpose, at least so many, made with the first use
+        ### The buffers for one purpose, at least `number` of them
         """
         if purpose not in self.in_use:
             self.in_use[purpose] = Buffers(self.folder, self.direct, self.queue_depth,
@@ -192,8 +192,8 @@ class Offload:
         """
         #### Look whether there is memory for a training step of this layer
 
-        In backward the layer is full, the layer below it too, and so is its gradient. With messages
-        there is a receive buffer as well.
+        In backward this layer's parameters, the parameters of the layer below and this layer's
+        gradient are in memory together, and with messages a receive buffer.
         """
         full_buffers = 4 if owner.comm.by_messages else 3
         nbytes = full_buffers * owner.comm.world_size * shard.nbytes
@@ -224,8 +224,8 @@ class InMemory:
     """
     ## A shard that rests on the device or in CPU memory
 
-    It is already where it is used, or where the device copies it from. So most of a storage's
-    methods have nothing to do.
+    It rests where it is used, or in pinned CPU memory that the device copies from. So most methods
+    of a storage have nothing to do.
     """
 
     param: nn.Parameter  # (shard_numel,)
@@ -249,7 +249,7 @@ class InMemory:
 
     def replace(self, values: torch.Tensor) -> None:
         """
-        ### Take over these values, rounded
+        ### Take over these values, converted to the shard's data type
         """
         self.param.detach().copy_(values)
 

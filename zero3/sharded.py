@@ -1,24 +1,25 @@
 r"""
 # A sharded module, for its users
 
-`Sharded` is everything that a sharded layer offers beside the training step: its full parameters,
-the norm of its gradient, and errors in place of wrong numbers.
-
-`Zero3Layer` is one of these, and has the training step itself. Read that first.
+`Sharded` is everything that a sharded layer offers besides the training step: its full parameters,
+the norm of its gradient, and errors in place of wrong numbers. `Zero3Layer` is a subclass, and adds
+the training step; read that first.
 
 A layer in shards looks like any other module, so people use it like one. They read a weight, clip a
-gradient, copy the model, write to a parameter. Each rank would do so with its own part, or with
+gradient, copy the model, write to a parameter. On a rank that would concern its shard alone, or
 memory that is about to be freed. The methods here either do it for the whole layer, or raise an
-error that says how to do it. Take the weights 1, 2, 3 on two ranks, as shards (1, 2) and (3, 0):
+error that says how to do it. Take the weights 1, 2, 3 on two ranks, whose shards have the gradients
+(3, 2) and (4, 0):
 
 | a user | would get | gets |
 |---|---|---|
 | reads the weight | memory that is not there | an error that names `full_params()` |
-| clips by the shards' norm | two norms, 2.24 and 3 | $\sqrt{2.24^2 + 3^2} = 3.74$, twice |
+| clips by the norm of the shards | 3.61 on one rank, 4 on the other | an error |
+| calls `model.clip_grad_norm_` | | $\sqrt{3.61^2 + 4^2} = 5.39$ on both ranks |
 | writes to the weight in forward | a write that is lost after forward | an error |
 | pickles the layer | a part of a layer | an error that names `zero3.save` |
 
-$$\lVert w \rVert = \sqrt{\sum_{r} \lVert w_r \rVert^2}$$
+$$\lVert g \rVert = \sqrt{\sum_{r=0}^{N-1} \lVert g^{(r)} \rVert^2}$$
 
 **Run this**: `python -m pytest tests/test_trust_heart.py` tries these and more.
 
@@ -111,7 +112,8 @@ class Sharded(nn.Module):
         """
         ### The full parameters, by their original names
 
-        All ranks enter and leave. Inside, the layer may be read, called and written to. With
+        All ranks must enter and leave together. Inside, the layer may be read, called and written
+        to. With
         `writeback=True` the values that rank 0 wrote are sharded at the end. If a rank raises an
         exception in the block, nothing is written, and the other ranks raise `RuntimeError`.
         Afterwards the parameters are freed again: `clone` the values to keep.
@@ -165,7 +167,7 @@ class Sharded(nn.Module):
         """
         ### Clip the gradient of this layer by its norm over all ranks
 
-        As for `Zero3Sequential`.
+        See `ShardedModel.clip_grad_norm_`.
         """
         return clip_grad_norm_(self, max_norm, norm_type)
 
@@ -198,7 +200,7 @@ class Sharded(nn.Module):
 
     def held_tensors(self) -> Iterator[torch.Tensor | None]:
         """
-        ### What this layer holds beside its parameters, for whoever measures memory
+        ### Memory that this layer holds besides its parameters and gradients, for the tape
         """
         for flat in self.flats:
             yield flat.full
@@ -208,7 +210,7 @@ class Sharded(nn.Module):
 
     def fetch_for_others(self) -> bool:
         """
-        ### Whether another layer may use this one's parameters, which are then gathered
+        ### Gather the parameters for another layer that uses them, and return whether it may
 
         `Unit`, the layer of a whole model, overrides this.
         """
@@ -226,7 +228,9 @@ class Sharded(nn.Module):
 
     def expect(self, good: bool, what: str, expected: Any, got: Any, cure: str) -> None:
         """
-        ### Raise an error that says where, what was expected, what was found, and what to do
+        ### Raise an error unless this is good
+
+        It says where, what was expected, what was found, and what to do.
         """
         if not good:
             fail(self.comm.rank, self.label, what, expected, got, cure)
@@ -252,7 +256,7 @@ class Sharded(nn.Module):
         """
         ### Refuse a write to the parameters, because it is lost when they are freed
         """
-        # Inside `full_params` a write is allowed.
+        # Not fetched, but inside `full_params`: there a write is allowed.
         if not self.is_fetched:
             return
         for flat in self.flats:
@@ -319,7 +323,7 @@ class ShardedModel(nn.Module):
         """
         ### Clip the gradient of the whole model
 
-        * `max_norm` is the greatest norm that the mean gradient may have
+        * `max_norm` is the largest norm allowed, of the gradient averaged over ranks
         * `norm_type` is the $p$ of the norm, or `math.inf`
 
         All ranks call it in place of `torch.nn.utils.clip_grad_norm_`, which sees the shards of one
@@ -353,7 +357,7 @@ class ShardedModel(nn.Module):
         found = {}
         with ExitStack() as stack:
             for prefix, layer in self.named_layers():
-                # Enter each layer once, also if it is in a chain twice. It has names for each place.
+                # Enter each layer once. If it is in a chain twice, it has names for both places.
                 if layer not in params:
                     params[layer] = stack.enter_context(layer.full_params(writeback))
                 for name, p in params[layer].items():

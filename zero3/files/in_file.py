@@ -292,7 +292,7 @@ class InFile:
 
     def replace(self, values: torch.Tensor) -> None:
         """
-        ### Take over these values, rounded, without reading the old ones
+        ### Take over these values, converted, without reading the old ones
         """
         self.blank("shard")["shard"].copy_(values)
         self.save()
