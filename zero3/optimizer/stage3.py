@@ -611,7 +611,9 @@ class Zero3Optimizer(torch.optim.Optimizer):
                               and len(used) < len(states.flat.slots))
         squares = torch.stack([norm.double() for norm in norms]).square()  # (shards,) fp64
         if any(is_partial):
-            squares = torch.where(torch.tensor(is_partial, device=self.device), -squares, squares)
+            # One by one, because a mask would have to be copied to the device.
+            squares = torch.stack([-square if partial else square for square, partial
+                                   in zip(squares, is_partial, strict=True)])
         return self.comm.numbers(self, squares.to(self.layers[0].device))
 
     def _used(self, partial_everywhere: list[bool]) -> dict[ShardStates, list[bool]]:
