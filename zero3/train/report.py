@@ -33,15 +33,18 @@ from zero3.estimate.predict import Prediction
 from zero3.measure.ledger import Event
 
 MIB = 2**20
-# The bars of a layer: colour, height, how far below the middle of the row, and text of the legend.
+# The bars of a layer: colour, height, and how far below the middle of the row.
 STYLES = {
-    "full": ("#9ecae1", 0.8, 0.0, "parameters whole"),
-    "computing": ("#2171b5", 0.8, 0.0, "layer computes"),
-    "gradients": ("#fd8d3c", 0.3, 0.25, "full gradients"),
-    "step": ("#31a354", 0.8, 0.0, "optimizer steps"),
-    "reading": ("#756bb1", 0.15, -0.45, "reading from files"),
-    "writing": ("#e7298a", 0.15, -0.3, "writing to files"),
+    "full": ("#9ecae1", 0.8, 0.0),
+    "computing": ("#2171b5", 0.8, 0.0),
+    "gradients": ("#fd8d3c", 0.3, 0.25),
+    "step": ("#31a354", 0.8, 0.0),
+    "reading": ("#756bb1", 0.15, -0.45),
+    "writing": ("#e7298a", 0.15, -0.3),
 }
+# The text of each bar in the legend.
+LEGEND = ("parameters whole", "layer computes", "full gradients", "optimizer steps",
+          "reading from files", "writing to files")
 # Colours behind the phases of a step.
 SHADES = {"forward": "#ffffff", "backward": "#fff5eb", "step": "#edf8e9"}
 # The tapes of further ranks look the same, and are not drawn.
@@ -202,15 +205,17 @@ def _draw_layers(ax: Axes, events: list[Event]) -> None:
     layers = list(dict.fromkeys(e.layer for e in events))
     names = list(STYLES)
     for layer, name, first, last in spans(events):
-        color, height, below, _ = STYLES[name]
+        color, height, below = STYLES[name]
         ax.barh(layers.index(layer) + below, last - first, left=first + 1, height=height,
                 color=color, zorder=2 + names.index(name))
     ax.set_yticks(range(len(layers)), layers, fontsize=8)
     ax.invert_yaxis()
     ax.set(xlabel="events of one step, in order", xlim=(0, len(events) + 1))
+    patches = [Patch(color=STYLES[name][0], label=text)
+               for name, text in zip(names, LEGEND, strict=True)]
     if all(e.tier != "nvme" for e in events):
-        names = [name for name in names if name not in ("reading", "writing")]
-    patches = [Patch(color=STYLES[name][0], label=STYLES[name][3]) for name in names]
+        # Nothing was read from files or written to them.
+        patches = patches[:-2]
     ax.legend(handles=patches, loc="lower left", bbox_to_anchor=(1, 0), fontsize=8, frameon=False)
 
 
