@@ -176,7 +176,7 @@ for rank, (flat, shard) in enumerate(answers):
 # The module's weight and bias are views of the flat parameter. While the layer is sharded they stay
 # views, but the storage under them has no bytes. An operation on such a view would read from
 # address zero and crash the process. So while a layer is sharded, its parameters have a special
-# [class](../zero3/offload.py#a-parameter-whose-memory-is-given-back). It answers questions that
+# [class](../zero3/guards/freed.py#a-parameter-without-memory). It answers questions that
 # need no elements, such as the shape, and raises an error with the parameter's name for anything
 # else:
 
@@ -315,6 +315,6 @@ assert max(live_bytes for *_, live_bytes in by_itself[0][0]) == highest
 # </details>
 #
 # **In the source**: [`layer.py`](../zero3/layer.py#zero3-layer) has the same order, from
-# [shard](../zero3/layer.py#shard-make-parameters-views-of-one-flat-buffer-keep-1-n-of-it-free-it)
-# to [add](../zero3/layer.py#add-the-reduced-gradients-to-the-shards). Next: [a
+# [shard](../zero3/layer.py#shard-merge-parameters-into-one-buffer-keep-1-n-of-it-free-the-buffer)
+# to [add](../zero3/layer.py#add-the-reduced-gradients-to-those-of-the-shards). Next: [a
 # transformer](04_a_transformer.ipynb) made of such layers.

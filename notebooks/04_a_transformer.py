@@ -20,7 +20,7 @@
 # moment of a step? Is each layer gathered twice?
 #
 # This notebook belongs to the
-# [chain](../zero3/layer.py#a-chain-of-layers-each-unsharded-while-the-one-before-computes).
+# [chain](../zero3/layer.py#a-chain-of-layers-each-gathered-while-the-one-before-it-computes).
 
 # %%
 # %matplotlib inline
@@ -184,8 +184,8 @@ assert sent == predicted.sent_bytes
 
 # %% [markdown]
 # Backward begins with the layer that forward ended with. So the last layer [stays
-# full](../zero3/layer.py#reshard-or-stay-full-where-that-saves-a-gather), which saves its second
-# all-gather.
+# full](../zero3/layer.py#reshard-unless-the-schedule-says-that-the-layer-is-needed-again-at-once),
+# which saves its second all-gather.
 #
 # ## The order of events
 #
@@ -264,9 +264,9 @@ for n_layers in (1, 2, 3, 6, 12):  # go on
 #
 # </details>
 #
-# **In the source**: the [walk](../zero3/layer.py#walk-the-layers-one-unshard-ahead) along a chain;
-# the [hook that begins
-# backward](../zero3/layer.py#a-gradient-of-an-output-is-here-this-layer-s-backward-begins); the
+# **In the source**: the [walk](../zero3/layer.py#walk-the-layers-one-all-gather-ahead) along a
+# chain; the [hook that begins
+# backward](../zero3/layer.py#the-gradient-of-an-output-is-here-this-layer-s-backward-begins); the
 # [predictions](../zero3/estimate/predict.py#predict-the-same-bytes-from-shapes) and the
 # [tape](../zero3/measure/ledger.py#the-tape); and the model,
 # [`gpt.py`](../zero3/train/gpt.py#a-byte-level-gpt-as-a-list-of-layers). `make train` trains a

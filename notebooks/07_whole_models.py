@@ -156,7 +156,7 @@ assert all(rank["off"] < 1e-5 * max(1, N / 2) for rank in ranks)
 # %% [markdown]
 # **Measured**: in all passes except the first. In the first forward nothing is known, so each unit
 # is fetched on demand, when it is called. But [backward can guess from the
-# start](../zero3/whole_model/units.py#the-order-in-which-units-are-come-to): it needs the units in
+# start](../zero3/whole_model/units.py#the-order-in-which-units-compute): it needs the units in
 # the reverse of the order in which forward finished them. From the second step on, the previous
 # step's passes predict the order. Only the root, in brackets, is still fetched on demand, because
 # nothing computes before it.
@@ -259,7 +259,7 @@ assert 0 <= together - first["plain"] < N * len(first["units"])
 # %% [markdown]
 # **Measured**: once. It has one owner, one shard, one gradient and one pair of moments. If the two
 # names are in different units, the second unit uses the parameter of the owner, and [the owner is
-# fetched together with it](../zero3/whole_model/wrap.py#whole-models-wrap-them-where-they-stand).
+# fetched together with it](../zero3/whole_model/wrap.py#whole-models).
 #
 # ## A model that is never whole
 #

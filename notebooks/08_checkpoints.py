@@ -346,4 +346,4 @@ else:
 # </details>
 #
 # Back to [the first notebook](01_where_the_memory_goes.ipynb), or on to [the
-# source](../zero3/layer.py#zero-3-parameters-gradients-and-optimizer-states-in-shards).
+# source](../zero3/layer.py#zero-3-shard-parameters-gradients-and-optimizer-states).

@@ -414,7 +414,8 @@ class Accelerator:
         self.replace(torch, "get_device_module", lambda *_: self)
         self.replace(storage, "resize_", resized)
         self.replace(torch.autograd, "_engine_run_backward", run_backward)
-        self.replace(comm, "all_gather_single", self.collective(comm.all_gather_single, "all-gather"))
+        self.replace(comm, "all_gather_single",
+                     self.collective(comm.all_gather_single, "all-gather"))
         self.replace(comm, "reduce_scatter_single",
                      self.collective(comm.reduce_scatter_single, "reduce-scatter"))
         self.replace(InFile, "_start", self.moves(InFile._start))

@@ -78,7 +78,8 @@ def test_messages_send_half_of_what_gloos_reduce_scatter_sends(tmp_path):
     if results["wire_is_exact"]:
         psi = {name: row["wire_psi"] for name, row in results["medians"].items()}
         assert psi["reduce-scatter, gloo"] == pytest.approx(2, rel=0.01)
-        for name in ("reduce-scatter, Communicator", "all-gather, Communicator", "all-gather, gloo"):
+        for name in ("reduce-scatter, Communicator", "all-gather, Communicator",
+                     "all-gather, gloo"):
             assert psi[name] == pytest.approx(1, rel=0.01), name
 
 

@@ -110,7 +110,8 @@ def test_a_step_sends_three_times_the_model_less_the_last_layers_second_gather()
     """
     I4 in elements: 3 Psi (N-1)/N, minus the last layer's share of that for one gather. Breaks where
     the last layer is freed after forward.
-    Proves I4, `Zero3Layer._release`, `Communicator.all_gather`, `Communicator.reduce_scatter`.
+    Proves I4, `Zero3Layer._release`, `Communicator.all_gather`, `Communicator.reduce_scatter`,
+    `Chain.stays_full`.
     """
     for world_size in (2, 4):
         psi, last = 400, 100
@@ -189,7 +190,8 @@ def test_the_ledger_sees_every_tensor_that_is_alive():
     At each event, what the ledger adds up and what the garbage collector finds differ by the
     activations alone: one row of 64 for each of three layers, where a layer or a gradient has 4160
     elements. Breaks with a buffer that the ledger does not know of.
-    Proves `Ledger`, `Ledger.__init__`, `Ledger.record`, `held_bytes`.
+    Proves `Ledger`, `Ledger.__init__`, `Ledger.record`, `held_bytes`, `Sharded.held_tensors`,
+    `Reducer.held_tensors`, `Zero3Optimizer.held_tensors`.
     """
     for seen in run(witness, 2):
         for event, unseen_bytes in seen:
@@ -210,7 +212,7 @@ def test_the_next_layer_is_fetched_before_this_one_computes():
     gather $i-1$ starts before layer $i$ has a gradient, and its reduce runs until the next begins.
     Breaks without the fetch in `walk` or the one in `_pre_backward_hook`.
     Proves `Zero3Sequential.walk`, `Zero3Layer._pre_backward_hook`, `Reducer.started`,
-    `Reducer.end`.
+    `Reducer.end`, `Reducer.keeps`, `Reducer.land`, `Chain`, `Chain.ahead`, `Alone`.
     """
     events = run(events_of_two_steps, 2)
     assert events[0] == events[1]

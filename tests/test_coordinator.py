@@ -80,7 +80,8 @@ def test_whole_models_train_like_plain_pytorch(world_size):
     Three steps of each model in `wholes.py`: tied embeddings, an encoder and decoder, branches, a
     layer called twice, experts chosen by each rank's data, frozen and trainable parameters mixed,
     recomputation, labml_nn's vision transformer, GPT-2 and Llama of Hugging Face.
-    Proves I1, I2, `wrap`, `Zero3Model._wrap`, `_places`, `Unit._leave`.
+    Proves I1, I2, `wrap`, `_Wrapping._unit`, `_places`, `_Wrapping`, `_Wrapping.units_of`,
+    `Unit.leave`.
     """
     for worst in run(train_some, world_size, list(WHOLES), {}):
         wrong = {n: off for n, off in worst.items() if not off < NEARLY.get(n, 1e-10)}
@@ -296,7 +297,8 @@ def test_live_parameters_never_exceed_their_limit(name):
     """
     With everything fetched ahead that the limit allows. Between the smallest possible limit and
     none, each is kept, and used; and the numbers are those of plain PyTorch.
-    Proves I3, `TracedOrder.fetch`, `TracedOrder.live_numel`, `Schedule._fit`.
+    Proves I3, `TracedOrder.fetch`, `TracedOrder.live_numel`, `TracedOrder._fits`,
+    `Zero3Model.expect`.
     """
     sizes = run(live, 2, name, None)[0][2]
     least = sum(sizes[each] for each in LEAST[name])
@@ -417,7 +419,8 @@ def raise_on_purpose():
 def test_an_exception_leaves_nothing_full_and_a_good_step_can_follow():
     """
     In forward and in backward, also where units ahead have been fetched already.
-    Proves I2, `Unit.settle`, `Zero3Model.release_all`, `Zero3Model.mark_persistent_parameters`.
+    Proves I2, `Unit.settle`, `Zero3Model.release_all`, `Zero3Model.mark_persistent_parameters`,
+    `Sharded.reshard`.
     """
     assert max(run(raise_on_purpose, 2)) < 1e-10
 
@@ -439,7 +442,8 @@ def one_shard():
 def test_a_tied_parameter_has_one_shard():
     """
     Within the root, between two units, and between a unit and the root.
-    Proves `Zero3Model._untie`, `Zero3Model.full_params`.
+    Proves `Zero3Model.full_params`, `_Wrapping.tied_by_name`, `_Wrapping._untie`,
+    `Zero3Model.named_layers`, `ShardedModel.named_layers`.
     """
     numel = sum(p.numel() for p in Tied().parameters())
     for found in run(one_shard, 2):
@@ -525,7 +529,8 @@ def touch_outside():
 def test_a_parameter_that_is_touched_outside_of_forward_raises_by_name():
     """
     Also while its unit happens to be full; or one use would pass, and the next one not.
-    Proves `FreedParameter`, `Unit.fetch_for_others`, `Unit._release`.
+    Proves `FreedParameter`, `Unit.fetch_for_others`, `Unit._release`, `FlatParameter.hide`,
+    `FlatParameter.show`, `Unit.show`.
     """
     run(touch_outside, 2)
 
@@ -759,7 +764,7 @@ def test_what_has_no_values_is_refused_on_all_ranks():
     """
     Rank 0 alone finds it out, and all raise: no `reset_parameters`, an `init` that leaves something
     out or raises, no checkpoint, and nothing to wrap.
-    Proves I6, `Source.fill`, `Source._draw`, `Source._read`, `Zero3Model._check`.
+    Proves I6, `Source.fill`, `Source._draw`, `Source._read`, `_Wrapping._check`.
     """
     for errors in run(refuse_to_make, 2):
         for error, what in zip(errors, (
@@ -1051,7 +1056,7 @@ def test_a_wrapped_model_is_asked_like_the_plain_one():
 def test_a_model_is_wrapped_once():
     """
     The second time it says so; after `destroy` it may be wrapped anew.
-    Proves `wrap`, `Zero3Model._check`, `Zero3Model.forward`, `Zero3Model.destroy`.
+    Proves `wrap`, `_Wrapping._check`, `Zero3Model.forward`, `Zero3Model.destroy`.
     """
     model = Plain()
     wrapped = wrap(model, Layer)
@@ -1145,7 +1150,7 @@ def test_what_persists_is_gathered_again_after_a_change_of_its_shards_and_of_not
     """
     A step of another model's optimizer, on one rank even, changes nothing; a write into a shard
     does.
-    Proves `Unit.fetch_params`, `Zero3Model`, `Zero3Model.get_trainable_chunk`.
+    Proves `Unit.fetch_params`, `Zero3Model`, `ShardedModel.get_trainable_chunk`.
     """
     assert run(foreign_step, 2) == [0.0, 0.0]
 

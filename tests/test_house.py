@@ -8,6 +8,18 @@ import ast
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import torch
+from torch import nn
+
+from zero3 import Offload, Zero3Layer, Zero3Optimizer, wrap
+from zero3.comm import Listener, Named, Reducible, Sender
+from zero3.flat import GradientSink, Storage
+from zero3.guards.contents import ShardedLayer
+from zero3.guards.freed import Owner
+from zero3.measure.ledger import Ledger
+from zero3.schedule import Chain, Schedule
+from zero3.whole_model.materialise import WholeModel
+
 PACKAGE = Path(__file__).parents[1] / "zero3"
 # From the ground up: a file imports only files of its own row or of rows above it.
 ROWS = (
@@ -98,3 +110,39 @@ def test_whoever_opens_the_package_sees_the_tutorial_first():
     files = {path.stem for path in PACKAGE.glob("*.py")}
     assert files == {"__init__", "layer", "flat", "watch", "comm", "schedule", "sharded",
                      "offload"}
+
+
+def test_each_seam_is_filled_by_parts_of_its_type(tmp_path):
+    """
+    Whatever the heart and the later chapters hand in at a seam has all that the seam asks for.
+    Breaks if a seam asks for more than one of its parts has.
+    Proves `Storage`, `GradientSink`, `Schedule`, `Listener`, `Sender`, `Named`, `Reducible`,
+    `Owner`, `ShardedLayer`, `WholeModel`, `Schedule.ahead`, `Schedule.stays_full`,
+    `TracedOrder.ahead`, `ShardStates.grad_device`.
+    """
+    files = Offload("nvme", folder=tmp_path)
+    model = wrap(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear, offload=files)
+    optimizer = Zero3Optimizer(model, offload=files)
+    layer = Zero3Layer(nn.Linear(2, 2))
+    unit = model.units[1]
+    states = optimizer.shard_states[0]
+    parts = {
+        Storage: [layer.flats[0].storage, unit.flats[0].storage],
+        GradientSink: [layer.flats[0], states],
+        Schedule: [layer.schedule, Chain(), unit.schedule],
+        Listener: [layer.listener, Ledger(model)],
+        Sender: [layer, unit, optimizer],
+        Named: [layer, unit, optimizer, model],
+        Reducible: [layer, unit],
+        Owner: [layer, unit],
+        ShardedLayer: [layer, unit],
+        WholeModel: [model],
+    }
+    for seam, filled_by in parts.items():
+        asked = {*seam.__annotations__, *(name for name in vars(seam) if name[0] != "_")}
+        for part in filled_by:
+            lacks = [name for name in asked if not hasattr(part, name)]
+            assert asked and not lacks, (seam.__name__, type(part).__name__, lacks)
+    assert unit.schedule.ahead(unit) == []
+    # A gradient on its way to a file arrives in CPU memory first.
+    assert states.grad_device == torch.device("cpu")

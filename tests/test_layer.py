@@ -46,7 +46,8 @@ def test_merging_and_padding_loses_nothing_and_pads_with_zeros(shapes, world_siz
     """
     For any shapes and number of ranks: the flat parameter begins with the parameters in order, its
     length is the next multiple of the number of ranks, and the rest is zero.
-    Proves I5, `Zero3Layer._merge_and_pad_params`, `Zero3Layer._empty`, `Communicator.rows`.
+    Proves I5, `Zero3Layer._merge_and_pad_params`, `Zero3Layer._empty`, `Communicator.rows`,
+    `FlatParameter.padding`, `Slot.of`.
     """
     layer = Zero3Layer(nn.Identity())
     layer.comm.world_size = world_size
@@ -78,7 +79,8 @@ def born():
 def test_rank_0_gives_everybody_its_weights_and_buffers():
     """
     Ranks seeded differently begin alike. Breaks without the scatter in `_shard` or the broadcast.
-    Proves `Zero3Layer._shard`, `Communicator.scatter`, `Communicator.broadcast`, `InMemory.load`.
+    Proves `Zero3Layer._shard`, `Communicator.scatter`, `Communicator.broadcast`, `InMemory.load`,
+    `Communicator._broadcast`.
     """
     for world_size in (2, 3):
         ranks = run(born, world_size)
@@ -92,7 +94,8 @@ def test_rank_0_gives_everybody_its_weights_and_buffers():
 def test_parameters_are_exactly_the_shards():
     """
     Trainable first, then frozen, and one per data type; the module's own are gone from the list.
-    Proves `Zero3Layer.__init__`, `Sharded.get_trainable_chunk`, `FlatParameter`.
+    Proves `Zero3Layer.__init__`, `Sharded.get_trainable_chunk`, `FlatParameter`,
+    `FlatParameter.__init__`, `alike`, `hide_params`, `Sharded`.
     """
     module = nn.Sequential(freeze(linear()), linear(), linear().double())
     layer = Zero3Layer(module)
@@ -145,7 +148,8 @@ def test_a_freed_parameter_raises_by_name_wherever_it_is_touched():
 def test_what_cannot_be_sharded_is_refused_with_the_cure():
     """
     Each error names the rank, the layer, the parameter, what was expected and got, what to do.
-    Proves `find_params`, `Zero3Sequential.__init__`, `Communicator.__init__`, `Communicator.open`.
+    Proves `find_params`, `Zero3Sequential.__init__`, `Communicator.__init__`, `Communicator.open`,
+    `check_arguments`, `check_chain`.
     """
     one, two = linear(), linear()
     two.weight = one.weight
@@ -167,7 +171,7 @@ def test_a_layer_that_was_converted_after_wrapping_is_refused():
     """
     Its shard is of another data type than the buffer that the ranks gather into. Breaks where the
     shard is cast without a word.
-    Proves `Communicator.all_gather`.
+    Proves `Communicator.all_gather`, `Communicator._check_shard`.
     """
     layer = Zero3Layer(linear()).bfloat16()
     assert "torch.bfloat16" in message(lambda: layer(torch.ones(1, WIDTH)))
@@ -177,7 +181,7 @@ def test_a_layer_that_was_converted_after_wrapping_is_refused():
 def test_gradients_that_cannot_be_reduced_are_refused():
     """
     Sparse gradients and double backward; a good step with the same layer follows.
-    Proves `Zero3Layer._post_backward_hook`.
+    Proves `Zero3Layer._post_backward_hook`, `Sharded.refuse_sparse`.
     """
     layer = Zero3Layer(nn.Embedding(5, 3, sparse=True))
     assert "sparse" in message(lambda: layer(torch.tensor([1, 2])).sum().backward())
@@ -201,7 +205,7 @@ class Table(nn.Module):
 def test_an_output_that_is_freed_memory_is_refused():
     """
     A slice of a parameter would be read after its memory is gone.
-    Proves `Watch.outputs`.
+    Proves `Watch.outputs`, `Sharded.refuse_freed_outputs`.
     """
     layer = Zero3Layer(Table())
     text = message(lambda: layer(2))
@@ -226,7 +230,7 @@ def differ(what):
 def test_ranks_with_different_modules_are_told_so(what):
     """
     Breaks without the comparison in `Communicator.open`: the ranks would gather noise.
-    Proves `Communicator.open`, `Communicator.gather`.
+    Proves `Communicator.open`, `Communicator.gather`, `Communicator._compare_layouts`.
     """
     for rank, text in enumerate(run(differ, 2, what)):
         assert f"rank {rank}:" in text and f"on rank {1 - rank}" in text
@@ -254,7 +258,8 @@ def test_ranks_that_diverge_get_an_error_that_names_both_sides(where):
     I6: one rank calls another layer of the same size; one goes backward while the other goes
     forward again. Breaks without the announcement in `Communicator._begin`: the first would train
     on the other layer's weights, the second wait for ever.
-    Proves I6, `Transfer.wait`, `Transfer._complete`, `Communicator._begin`, `Communicator.told`.
+    Proves I6, `Transfer.wait`, `Transfer._complete`, `Communicator._begin`, `Communicator.told`,
+    `Transfer.tag`.
     """
     expected = {
         "layer": ("gather of layer 1", "gather of layer 2"),
@@ -339,7 +344,7 @@ def test_after_an_exception_nothing_is_left_and_the_next_step_is_good(when, worl
     gradients of the next step are those of an undisturbed one. Breaks without `_Settle.__del__`, or
     the `except` in `forward`.
     Proves I2, `at_end_of_backward`, `Zero3Layer.forward`, `Sharded.drop_full_grads`,
-    `Reducer.drop`.
+    `Reducer.drop`, `_EndOfBackward`, `Watch.reset`, `FlatParameter.drop_full_grad`.
     """
     assert all(run(fail, world_size, when))
 
@@ -378,7 +383,8 @@ def test_evaluation_between_steps_sees_the_new_weights_and_leaves_nothing():
     """
     I2 and no stale last layer: under `no_grad`, `inference_mode`, and with gradients but without a
     backward. Breaks without the weak reference in `forward`.
-    Proves I2, `Zero3Layer._release`, `Zero3Layer._cleanup_params`, `Zero3Sequential.forward`.
+    Proves I2, `Zero3Layer._release`, `Zero3Layer._cleanup_params`, `Zero3Sequential.forward`,
+    `FlatParameter.free`.
     """
     assert all(run(evaluate, 2))
 
@@ -405,7 +411,7 @@ def test_a_forward_without_backward_leaves_no_stale_layer():
     """
     The last layer stays full for a backward that does not come; the next forward gathers again,
     and with the graph the memory goes.
-    Proves I2, `Zero3Layer.forward`, `Zero3Layer._release`, `Call`.
+    Proves I2, `Zero3Layer.forward`, `Zero3Layer._release`, `Call`, `Watch`, `Watch.__init__`.
     """
     assert all(run(without_backward, 2))
 
@@ -474,7 +480,7 @@ def test_full_params_reads_and_writes_and_gives_back(world_size):
     """
     Rank 0's writing counts, and only with `writeback` and without an exception.
     Proves `Sharded.full_params`, `FlatParameter.look_at`, `ShardedModel.full_params`,
-    `InMemory.save`.
+    `InMemory.save`, `FlatParameter.collect_writes`, `Zero3Sequential.named_layers`, `ShardedModel`.
     """
     assert all(run(read_and_write, world_size))
 
@@ -505,7 +511,7 @@ def test_native_collectives_and_messages_train_alike(world_size):
     I9: the lines that NCCL runs, here over gloo's collectives, give what the messages give; at two
     ranks bit for bit, for there is but one order to add two numbers in.
     Proves I9, `Communicator.all_gather`, `Communicator.reduce_scatter`, `Communicator.total`,
-    `Zero3Layer.fetch_params`.
+    `Zero3Layer.fetch_params`, `Transfer.started`.
     """
     one, two = run(native, world_size, True)[0], run(native, world_size, False)[0]
     for name in one:

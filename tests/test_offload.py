@@ -373,7 +373,8 @@ def test_max_in_cpu_bytes_stay_in_memory_before_files_are_used(tmp_path):
 def test_buffers_grow_while_a_model_is_built_and_not_while_it_trains(tmp_path):
     """
     A growth is an event on the tape. Breaks where a shard gets a buffer of its own.
-    Proves `Buffers`, `Buffers.borrow`, `Buffers._grow`, `Offload.buffers_for`.
+    Proves `Buffers`, `Buffers.__init__`, `InFile.record`, `Buffers.borrow`, `Buffers._grow`,
+    `Offload.buffers_for`.
     """
     offload = Offload("nvme", tmp_path)
     model, optimizer = build(chain(), offload, offload)

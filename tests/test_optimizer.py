@@ -227,8 +227,8 @@ def test_every_trap_of_the_heart_is_none_for_the_optimizer():
     """
     The models of `tests/cases.py`: mixed data types, frozen and unused parameters, layers called
     twice, checkpointing of each kind, and buckets that hold two or three of their layers.
-    Proves I1, I7, `Zero3Layer.is_over`, `Watch.inputs`, `Watch.outputs`,
-    `tensors_in`.
+    Proves I1, I7, `Zero3Layer.is_over`, `Watch.inputs`, `Watch.outputs`, `tensors_in`,
+    `Watch.input_arrived`, `FlatParameter.zero_missing`.
     """
     for worst in run(all_cases, 3):
         # One has parameters in fp32.
@@ -919,7 +919,8 @@ def padding():
 def test_padding_stays_zero_in_masters_moments_and_gradients():
     """
     I5. Layers of 77 and 70 elements have padding on the last of three ranks: its last element.
-    Proves I5, `Zero3Layer._merge_and_pad_params`, `Zero3Layer._post_backward_hook`.
+    Proves I5, `Zero3Layer._merge_and_pad_params`, `Zero3Layer._post_backward_hook`,
+    `FlatParameter.begin_grad`, `FlatParameter.padding`.
     """
     _, second, last = run(padding, 3)
     # Three steps, of which the first has no moments yet.
@@ -1009,7 +1010,7 @@ def test_the_norm_of_millions_of_gradients_has_six_digits():
 def test_zero_grad_also_drops_what_no_sync_held_back():
     """
     Breaks where the next step begins with another's gradients.
-    Proves `Zero3Optimizer.zero_grad`.
+    Proves `Zero3Optimizer.zero_grad`, `Sharded.reduce`.
     """
     layer = Zero3Layer(nn.Linear(2, 2))
     optimizer = Zero3Optimizer(layer)

@@ -353,7 +353,7 @@ def test_communication_may_run_beside_computation():
     compute waits for the fetch stream's tail, in which the next layer's copy is, or if a gradient
     goes to the CPU by `.to()`.
     Proves I9, `Transfer.wait`, `Communicator.all_gather`, `Reducer.deliver`, `Reducer.delivered`,
-    `Reducer.end`.
+    `Reducer.end`, `Communicator.current_stream`.
     """
     on_device = FACTS - {"gradients land beside the backward of the layer two below"}
     for found, slow, near in run(overlaps, 2):

@@ -96,7 +96,7 @@ def test_the_models_own_clip_takes_the_norm_of_the_whole_gradient():
     Norm and weights are those of plain PyTorch, in fp64, for three kinds of norm and four of
     models; and the norm has the same bits on all ranks. Breaks where a rank clips by its own
     shards.
-    Proves I1, `clip_grad_norm_`, `ShardedModel.clip_grad_norm_`, `Zero3Model.clip_grad_norm_`,
+    Proves I1, `clip_grad_norm_`, `ShardedModel.clip_grad_norm_`,
     `Sharded.clip_grad_norm_`.
     """
     ranks = run(clip_rightly, 2) + run(clip_rightly, 3)
@@ -322,7 +322,7 @@ def test_every_way_to_drop_gradients_drops_them_wherever_they_rest():
     0.89.
     Proves I7, `GradientElsewhere`, `elsewhere`, `grad_of`, `set_grad`, `ShardStates.drop_grad`,
     `ShardStates.drop_scaled_grad`, `ShardStates.grad_norm`, `ShardedModel.zero_grad`,
-    `Sharded.zero_grad`.
+    `Sharded.zero_grad`, `FlatParameter.drop_grad`.
     """
     plain = plain_chain()
     reference, expected = torch.optim.SGD(plain.parameters(), 0.1), []
@@ -483,7 +483,7 @@ def test_parameters_without_a_gradient_stay_as_they_are(world_size):
     Proves I1, I8, `Zero3Optimizer._used`, `Zero3Optimizer._squares`, `Zero3Optimizer.regroup`,
     `ShardStates.split_by_use`, `ShardStates.repartition`, `ShardStates.piece_numbers`,
     `ShardStates.used`, `ShardStates.unsplit_count`, `Entries.describe`, `Flat.within`,
-    `CheckpointReader.states`.
+    `CheckpointReader.states`, `FlatParameter.note_used`.
     """
     for rank in run(alternate_all, world_size):
         for case, worst in rank.items():

@@ -43,7 +43,7 @@ def test_a_forward_that_writes_to_a_parameter_is_refused_and_leaves_the_layer_us
     By an operation in place, by `.data`, and as `nn.Embedding(max_norm=)` does it. The layer rests
     afterwards and has its old values. Breaks without `_check_params` in `forward`: the write would
     be lost with the full parameter, and `Moved` in the cases would train a copy.
-    Proves `FlatParameter.written`, `FlatParameter.open`.
+    Proves `FlatParameter.written`, `FlatParameter.open`, `Sharded.refuse_writes`.
     """
     for module, x in ((Clamps(WIDTH, WIDTH), torch.ones(1, WIDTH)),
                       (Replaces(WIDTH, WIDTH), torch.ones(1, WIDTH)),
@@ -61,7 +61,7 @@ def test_a_write_in_backward_is_refused():
     """
     An optimizer that steps each parameter in its gradient's hook would step one that is about to be
     freed. Breaks without `_check_params` in `_backup_grads`.
-    Proves `FlatParameter.written`, `Zero3Layer._backup_grads`.
+    Proves `FlatParameter.written`, `Zero3Layer._backup_grads`, `Sharded.refuse_writes`.
     """
     module = linear()
 
@@ -78,7 +78,7 @@ def test_values_given_by_data_are_written_back():
     """
     `p.data = values` in the block has left the buffer that is sharded; a shape that does not fit is
     an error, and nothing changes. Breaks without the copy in `_write_back`.
-    Proves `Sharded.full_params`.
+    Proves `Sharded.full_params`, `FlatParameter.collect_writes`.
     """
     layer = Zero3Layer(nn.Linear(3, 3))
     with layer.full_params(writeback=True) as params:
@@ -121,7 +121,7 @@ def test_an_exception_of_one_rank_in_full_params_reaches_all(kind):
     """
     Nothing is written, nobody waits for ever, and the next block works. Breaks without the gather
     in the `except` of `full_params`: the other rank would wait in the scatter.
-    Proves `Sharded.full_params`, `Sharded.full_params`, `Communicator.agree`.
+    Proves `Sharded.full_params`, `Communicator.agree`.
     """
     (mine, *first), (theirs, *second) = run(leaves, 2, kind)
     assert mine == "ValueError: of rank 0 alone"
@@ -209,7 +209,8 @@ def test_inside_of_full_params_a_gradient_penalty_is_that_of_plain_pytorch(kind)
     """
     The cure that the error names is right. Breaks where the check of `_pre_backward_hook` ignores
     `is_full_elsewhere`, or the hook of a parameter without a gradient goes on.
-    Proves I1, `Zero3Layer._pre_backward_hook`, `Sharded.full_params`.
+    Proves I1, `Zero3Layer._pre_backward_hook`, `Sharded.full_params`,
+    `Sharded.refuse_double_backward`.
     """
     assert max(run(penalised, 2, kind)) < 1e-12
 
@@ -223,7 +224,8 @@ def test_a_layer_may_be_frozen_and_thawed_after_wrapping(tier, tmp_path):
     `requires_grad_` on the model reaches the shards, and the parameters follow: frozen ones get no
     gradient and go on passing them, thawed ones train, also where they were wrapped frozen. Breaks
     without `_follow_requires_grad` in `forward`.
-    Proves `FlatParameter.follow_requires_grad`, `Zero3Layer._add_backward_hooks`, `FreedParameter`.
+    Proves `FlatParameter.follow_requires_grad`, `Zero3Layer._add_backward_hooks`,
+    `FreedParameter`, `Watch.enter`.
     """
     torch.manual_seed(0)
     offload = Offload(tier, tmp_path if tier == "nvme" else None)
@@ -275,7 +277,7 @@ def test_autocast_keeps_all_weights_in_16_bits_and_says_so():
     Under autocast the 16-bit copies of all weights but the first stay from forward to backward (the
     first layer's input needs no gradient); layers in bf16 keep the last layer alone. Breaks where
     the chapter says otherwise.
-    Proves `Zero3Layer.forward`.
+    Proves `Zero3Layer.forward`, `Sharded.warn_of_autocast`.
     """
     depth, width = 5, 64
 
@@ -298,7 +300,7 @@ def test_a_gradient_finds_its_place_without_a_search():
     The work for a gradient does not grow with the number of parameters in the layer. Counted in
     calls of Python functions, for time would depend on the machine. Breaks with a search through
     the slots in `_post_backward_hook`.
-    Proves `Zero3Layer._post_backward_hook`.
+    Proves `Zero3Layer._post_backward_hook`, `FlatParameter.collect`, `Sharded.slots`.
     """
 
     class Many(nn.Module):

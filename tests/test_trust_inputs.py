@@ -120,7 +120,7 @@ def test_a_hostile_option_is_one_line_of_the_main_job(option, wrong, tmp_path, c
     """
     Before anything starts: the folder of the run stays as it was. Breaks where an option is first
     looked at when it is used.
-    Proves `job.main`, `check_options`, `prepare`, `leave`, `load_bytes`.
+    Proves `job.main`, `check_options`, `prepare`, `load_bytes`.
     """
     for value in wrong:
         out = [] if option == "--out" else [f"--out={tmp_path}"]

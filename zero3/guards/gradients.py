@@ -1,5 +1,5 @@
 r"""
-# The gradient of a shard
+# Gradients of shards
 
 `ShardGradient` is the type of a shard's gradient. It behaves like any tensor, and raises an error
 if somebody takes the norm of one rank's part for the norm of the whole gradient.
