@@ -12,6 +12,7 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | 1 | `flat.py` | the flat parameter: one buffer that all parameters of a layer are views of |
 | 1 | `comm.py` | the communicator: collectives between ranks, and the reduce in flight |
 | 1 | `watch.py` | when the backward pass of a layer begins and ends |
+| 1 | `schedule.py` | which layer is gathered next, and which stays full |
 | 1 | `sharded.py` | what a sharded layer offers its users: full parameters, clipping, errors |
 | 2 | `offload.py` | `Offload`: shards on the device, in CPU memory or in files |
 | 3 | `optimizer/stage3.py` | `Zero3Optimizer`: loss scale, clipping, micro-batches, the step |

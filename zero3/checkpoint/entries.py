@@ -340,7 +340,7 @@ class Entries:
 
     # -------------------------------------------------------------------------------------- check
 
-    def check(self, archive: CheckpointReader) -> dict[int, int]:
+    def check(self, checkpoint: CheckpointReader) -> dict[int, int]:
         """
         ### Find every tensor in a checkpoint, and make sure that the optimizer can go on
 
@@ -348,9 +348,9 @@ class Entries:
         for each of the checkpoint's. Raises `Broken` if the checkpoint does not fit.
         """
         groups: dict[int, int] = {}
-        wanted = self._wanted(archive)
+        wanted = self._wanted(checkpoint)
         for flat in self.flats:
-            self._match(flat, archive, groups)
+            self._match(flat, checkpoint, groups)
             if not flat.owned:
                 # One of torch's optimizers has a single state for the shard.
                 shared = [flat.states[i] for _, where, _ in flat.pieces for i in flat.within(where)]
@@ -362,18 +362,18 @@ class Entries:
                 _expect(not states["moments"] or {*needs} <= {*states["moments"]},
                         f"`{flat.found[0].name}` has {states['moments']} there, and this optimizer "
                         f"needs {needs}")
-        self._check_optimizer(archive, self._check_options(archive, groups))
-        self._match_replicated(archive)
+        self._check_optimizer(checkpoint, self._check_options(checkpoint, groups))
+        self._match_replicated(checkpoint)
         return groups
 
-    def _wanted(self, archive: CheckpointReader) -> dict[int | None, list[str]]:
+    def _wanted(self, checkpoint: CheckpointReader) -> dict[int | None, list[str]]:
         """
         #### The moments that a `Zero3Optimizer` needs in each param group
 
         Raises `Broken` if the optimizer is of another class than the saved one.
         """
         mine = self.optimizer_class
-        saved = (archive.manifest["optimizer"] or {}).get("class", mine)
+        saved = (checkpoint.manifest["optimizer"] or {}).get("class", mine)
         same_states = saved == mine or {saved, mine} == {"Adam", "AdamW"}
         _expect(self.optimizer is None or same_states,
                 f"the optimizer is {saved} in the checkpoint, {mine} here; leave it out to load "
@@ -386,7 +386,7 @@ class Entries:
         return {i: moments_of(cls, kwargs, group, two)[0]
                 for i, group in enumerate(self.param_groups)}
 
-    def _match(self, flat: Flat, archive: CheckpointReader, groups: dict[int, int]) -> None:
+    def _match(self, flat: Flat, checkpoint: CheckpointReader, groups: dict[int, int]) -> None:
         """
         #### Find the parameters of a flat parameter by their names
 
@@ -397,13 +397,13 @@ class Entries:
         for slot, mine in zip(flat.parameter.slots, flat.indices, strict=True):
             names = self.names(flat, slot)
             shape = tuple(slot.view.shape)
-            param = next((archive.by_name[n] for n in names if n in archive.by_name), None)
+            param = next((checkpoint.by_name[n] for n in names if n in checkpoint.by_name), None)
             if param is None or param.shape != shape:
                 there = f"of {param.shape}" if param else "missing"
                 raise Broken(f"`{names[0]}` is {there} in the checkpoint, of {shape} here")
             theirs = param.entry["param_group"]
             if theirs is not None and mine is not None:
-                _expect(0 <= theirs < len(archive.manifest["optimizer"]["groups"]),
+                _expect(0 <= theirs < len(checkpoint.manifest["optimizer"]["groups"]),
                         f"`{names[0]}` is in a param group that the checkpoint lacks")
                 # The groups have to correspond one to one, in any order.
                 groups.setdefault(theirs, mine)
@@ -411,9 +411,9 @@ class Entries:
                         f"the param group of `{names[0]}` has other parameters here than in the "
                         "checkpoint")
             flat.found.append(param)
-            flat.states.append(archive.states(param))
+            flat.states.append(checkpoint.states(param))
 
-    def _match_replicated(self, archive: CheckpointReader) -> None:
+    def _match_replicated(self, checkpoint: CheckpointReader) -> None:
         """
         #### Find the tensors that every rank has whole
 
@@ -423,8 +423,8 @@ class Entries:
                    for name in self.names(flat, slot)}
         # A checkpoint that was converted from another format has buffers among its parameters, and
         # may have a tied parameter once under each of its names.
-        there = {param.name for param in archive.params} - sharded
-        there |= {*archive.manifest["replicated"]}
+        there = {param.name for param in checkpoint.params} - sharded
+        there |= {*checkpoint.manifest["replicated"]}
         self.found = {name: t for name, t in self.replicated.items() if name in there}
         # A tensor with several names needs only one of them.
         found_ids = {id(t) for t in self.found.values()}
@@ -434,7 +434,7 @@ class Entries:
             some = ", ".join(f"`{name}`" for name in sorted(names)[:5])
             _expect(not names, f"{some}, {len(names)} in all, in {has} and not in {lacks}")
 
-    def _check_options(self, archive: CheckpointReader, groups: dict[int, int]
+    def _check_options(self, checkpoint: CheckpointReader, groups: dict[int, int]
                        ) -> dict[int, dict[str, Any]]:
         """
         #### Make sure that the saved options and loss scale are of the right kind
@@ -442,7 +442,7 @@ class Entries:
         Returns the saved options by the index of this optimizer's param group. Raises `Broken` with
         the option that is not of the right kind.
         """
-        saved = archive.manifest["optimizer"]
+        saved = checkpoint.manifest["optimizer"]
         told: dict[int, dict[str, Any]] = {}
         for theirs, mine in groups.items():
             told[mine] = decode(saved["groups"][theirs])
@@ -460,7 +460,8 @@ class Entries:
                     f"the optimizer's `{key}` is {value!r:.60} there")
         return told
 
-    def _check_optimizer(self, archive: CheckpointReader, told: dict[int, dict[str, Any]]) -> None:
+    def _check_optimizer(self, checkpoint: CheckpointReader, told: dict[int, dict[str, Any]]
+                         ) -> None:
         """
         #### Make sure that the optimizer can step with the saved options and states
 
@@ -472,7 +473,7 @@ class Entries:
         tried: list[tuple] = []
         for flat in self.flats:
             for index, states in zip(flat.indices, flat.states, strict=True):
-                dtypes = archive.flats[flat.found[0].flat]["keys"]
+                dtypes = checkpoint.flats[flat.found[0].flat]["keys"]
                 if index is not None and (index, states, dtypes) not in tried:
                     tried.append((index, states, dtypes))
                     group = {**self.param_groups[index], **told.get(index, {})}
@@ -533,7 +534,7 @@ class Entries:
 
     # --------------------------------------------------------------------------------------- load
 
-    def shard(self, archive: CheckpointReader, flat: Flat, key: str, where: slice | None = None
+    def shard(self, checkpoint: CheckpointReader, flat: Flat, key: str, where: slice | None = None
               ) -> torch.Tensor:
         """
         ### Read this rank's shard, or one of its moments, from a checkpoint
@@ -553,14 +554,14 @@ class Entries:
             begin = max(slot.offset, first)
             end = min(slot.end, last)
             if begin < end and key in ("param", *states["moments"]):
-                values = archive.read(param, key, begin - slot.offset, end - slot.offset)
+                values = checkpoint.read(param, key, begin - slot.offset, end - slot.offset)
                 if found is None:
                     found = torch.zeros(last - first, dtype=values.dtype)
                 found[begin - first : end - first] = values
         return torch.zeros(last - first, dtype=shard.dtype) if found is None else found
 
     @torch.no_grad()
-    def take(self, archive: CheckpointReader, groups: dict[int, int]) -> None:
+    def take(self, checkpoint: CheckpointReader, groups: dict[int, int]) -> None:
         """
         ### Load all values of a checkpoint into the model and the optimizer
 
@@ -578,18 +579,18 @@ class Entries:
             self.optimizer.regroup()
         for flat in self.flats:
             with self.here(flat, write=True) as values:
-                param = self.shard(archive, flat, "param")
+                param = self.shard(checkpoint, flat, "param")
                 values.copy_(param)
-                self._take_states(archive, flat, values.dtype, param.dtype)
+                self._take_states(checkpoint, flat, values.dtype, param.dtype)
         for name, tensor in self.found.items():
-            tensor.copy_(archive.replicated(self.comm.rank, name))
+            tensor.copy_(checkpoint.replicated(self.comm.rank, name))
         if self.optimizer is not None:
             # The gradients belong to the old weights.
             self.optimizer.zero_grad()
-            if saved := archive.manifest["optimizer"]:
+            if saved := checkpoint.manifest["optimizer"]:
                 self._take_options(saved, groups)
 
-    def _take_states(self, archive: CheckpointReader, flat: Flat, dtype: torch.dtype,
+    def _take_states(self, checkpoint: CheckpointReader, flat: Flat, dtype: torch.dtype,
                      saved_dtype: torch.dtype) -> None:
         """
         #### Load the optimizer states of a shard
@@ -601,7 +602,7 @@ class Entries:
             states = flat.states[flat.within(where)[0]]
             new: dict[str, Any] = {}
             for key in sorted(states["moments"]):
-                moment = self.shard(archive, flat, key, where)
+                moment = self.shard(checkpoint, flat, key, where)
                 # A moment that was saved in the master's data type gets this master's.
                 new_dtype = dtype if moment.dtype == saved_dtype else moment.dtype
                 new[key] = moment.to(piece.device, new_dtype)

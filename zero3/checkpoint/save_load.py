@@ -410,11 +410,11 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     path = comm.gather(path)[0]
     problem = ""
     try:
-        archive = CheckpointReader(path)
-        groups = entries.check(archive)
-        _read_all(archive, entries)
-        extra = decode(archive.manifest["extra"])
-        states = _random_states_of(archive, comm)
+        checkpoint = CheckpointReader(path)
+        groups = entries.check(checkpoint)
+        _read_all(checkpoint, entries)
+        extra = decode(checkpoint.manifest["extra"])
+        states = _random_states_of(checkpoint, comm)
         _check_random_states(states, entries.device)
     except Exception as error:
         problem = _told(error)
@@ -422,7 +422,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
                "optimizer", problem, "pass the folder of another one; `python -m zero3.checkpoint "
                "verify` tells which ones are intact")
     try:
-        entries.take(archive, groups)
+        entries.take(checkpoint, groups)
         _set_random_states(states, entries.device)
     except Exception as error:
         problem = _told(error)
@@ -432,15 +432,15 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     return extra
 
 
-def _read_all(archive: CheckpointReader, entries: Entries) -> None:
+def _read_all(checkpoint: CheckpointReader, entries: Entries) -> None:
     """
     #### Read everything that this rank will load, to find damage before anything changes
     """
     for flat in entries.flats:
         for key in ("param", *flat.moments):
-            entries.shard(archive, flat, key)
+            entries.shard(checkpoint, flat, key)
     for name, tensor in entries.found.items():
-        shape = archive.replicated(entries.comm.rank, name).shape
+        shape = checkpoint.replicated(entries.comm.rank, name).shape
         if shape != tensor.shape:
             raise Broken(f"`{name}` is of {tuple(shape)} in the checkpoint, of "
                          f"{tuple(tensor.shape)} here")
@@ -461,15 +461,15 @@ def _random_states(device: torch.device) -> dict[str, Any]:
     return found
 
 
-def _random_states_of(archive: CheckpointReader, comm: Communicator) -> dict[str, Any]:
+def _random_states_of(checkpoint: CheckpointReader, comm: Communicator) -> dict[str, Any]:
     """
     #### This rank's random number states from a checkpoint
 
     On another number of ranks this is a new seed for each rank. A checkpoint that was converted
     from another format has no states.
     """
-    same = archive.world_size == comm.world_size
-    header = archive.files[comm.rank if same else 0].header
+    same = checkpoint.world_size == comm.world_size
+    header = checkpoint.files[comm.rank if same else 0].header
     streams = header.get("__metadata__", {}).get("random")
     if streams and same:
         return decode(json.loads(streams))
