@@ -18,10 +18,10 @@ computation. It writes into the memory that the module's parameters are views of
 * `self.is_full_elsewhere`: true inside of `with layer.full_params():`, when the whole parameters
 are
   in other memory
-* `self._settle_at_end_of_backward()`: call it first. If a backward pass is running, its end then
-  cleans up this layer
-* `self.reducer.finish(self)`: call this first, too. The reduce of this layer's gradients may be in
-  flight, and its receive buffer is the memory of `flat.full`
+* `self._settle_at_end_of_backward()`: call it before the all-gather. If a backward pass is running,
+  its end then cleans up this layer
+* `self.reducer.finish(self)`: call this before the all-gather, too. The reduce of this layer's
+  gradients may be in flight, and its receive buffer is the memory of `flat.full`
 
 **Do**: start the unshard and return without waiting for it. A second call before the next reshard
 does nothing. Neither does a call for a layer without flat parameters, or a call inside of
@@ -32,7 +32,7 @@ once. The tensors that autograd saved in forward are views of `flat.full`'s stor
 reads them. So the all-gather must fill this storage, not new memory. I4: there is one all-gather
 each time the layer is needed.
 
-**Hint**: six lines are enough. The real function has a few more, which prefetch the next shard
+**Hint**: seven lines are enough. The real function has a few more, which prefetch the next shard
 from its file. Leave them out.
 """
 

@@ -27,7 +27,8 @@ immediately, and the tape records it.
 
 **Hint**: `tensor.untyped_storage().resize_(0)` frees the memory of a tensor and of all its views.
 The tensors still exist and keep their shapes. To turn a parameter into a freed one, assign to
-`slot.param.__class__`.
+`slot.param.__class__`. The real function calls `flat.close()`, which also raises the parameters'
+counts of writes, so that a backward pass through a freed layer is an error.
 """
 
 from zero3 import Zero3Layer

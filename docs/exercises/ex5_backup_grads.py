@@ -11,7 +11,8 @@ it, and `add_reduced` receives the result.
 
 * `self.flats`: its flat parameters. `flat.grad` is the full gradient of one of them,
   `(world_size * shard_numel,)`, or `None` if none of its parameters got a gradient. It was
-  allocated by `torch.empty`, so it is uninitialised where no gradient was written. Gradients have
+  allocated by `torch.empty`, so the places of parameters without a gradient are uninitialised; the
+  padding is zero already. Gradients have
   already been divided by `world_size`
 * `flat.slots`: one for each parameter. `slot.names in flat.ready` says whether the parameter's
   gradient is ready, and `slot.of(flat.grad)` is its place in the full gradient
