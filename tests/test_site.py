@@ -92,7 +92,7 @@ def test_a_section_leads_to_its_tests_and_they_lead_back(site):
     name = "test_the_next_layer_is_fetched_before_this_one_computes"
     section = heart[heart.index('id="walk-the-layers-one-unshard-ahead"') :]
     assert f'href="test_bytes.html#{name}"' in section[: section.index("</section>")]
-    assert 'href="layer.html#walk-the-layers-one-unshard-ahead"' in tests[tests.index(name) :]
+    assert 'href="layer.html#walk-the-layers-one-all-gather-ahead"' in tests[tests.index(name) :]
 
 
 # ----------------------------------------------------------------------------------------- checks
@@ -286,7 +286,7 @@ def test_links_lead_through_the_book(site, browser):
     target = link.get_attribute("href")
     browser.execute_script("arguments[0].click()", link)
     assert browser.current_url == target
-    assert target.endswith("comm.html#the-seam-between-cpu-and-gpu")
+    assert target.endswith("comm.html#all-ranks-and-the-collectives-between-them")
     assert find(browser, ":target").is_displayed()
     find(browser, "a[rel=before]").click()
     where = browser.current_url
