@@ -2,7 +2,8 @@ r"""
 # The communicator
 
 `Communicator` sends tensors between ranks: it starts a collective and returns, counts its bytes,
-and makes sure that all ranks do the same. `Reducer` keeps the one reduce-scatter that is in flight.
+and makes sure that all ranks do the same. `Reducer` has the reduce-scatter in flight; there is at
+most one.
 
 A training step has three kinds of communication. The example goes on with the three weights of
 `layer.py`, on two ranks. Gradients are divided by the number of ranks already, so their sums are
@@ -27,11 +28,11 @@ Each rank sends $N-1$ times the bytes of a shard:
 $$\text{bytes per rank} = (N-1)\left\lceil \frac{P_\ell}{N} \right\rceil
 \cdot \text{bytes of an element}$$
 
-**Streams.** On an accelerator three streams run beside each other. The *compute stream* is the one
-that the caller uses. The *fetch stream* copies this rank's shard into the flat parameter and starts
-the all-gather. The *backup stream* starts the reduce-scatter, and copies its result to CPU memory.
-NCCL has a stream of its own for the collectives. Where one stream uses something that another one
-wrote, it waits for an event:
+**Streams.** On an accelerator we use three streams, which run beside each other. The *compute
+stream* is the one that the caller uses. The *fetch stream* copies this rank's shard into the flat
+parameter and starts the all-gather. The *backup stream* starts the reduce-scatter, and copies its
+result to CPU memory. NCCL adds one of its own for the collectives. Where one stream uses something
+that another one wrote, it waits for an event:
 
 | who | waits for | because |
 |---|---|---|
@@ -52,8 +53,8 @@ would silently be garbage; with different sizes gloo ends the process and NCCL h
 
 **Run this**: `make bench ARGS=--comm` compares the messages used here with gloo's collectives.
 
-**Not covered, and what that costs**: process subgroups. On an accelerator the bytes counted are
-those that the collective needs, while the transport may send more. If ranks diverge there, an
+**Not covered, and what that costs**: process subgroups. On an accelerator we count the bytes
+that the collective needs, and NCCL may send more. If ranks diverge there, an
 assertion on the device fails, and the error comes with the next operation that waits for the
 device. It says that the ranks diverged, and not which ranks and layers. Run the same program on the
 CPU, where the error names both sides, or look at the collectives that each rank issued last, with
@@ -74,7 +75,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero3.flat import GradientSink
+from zero3.flat import GradientSink, Names
 from zero3.guards.options import fail
 
 # torch 2.13 renames these two; 2.11 has only the old names.
@@ -84,7 +85,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single" if _NEW else "redu
 
 # Flat buffers, each with a shard or a receive buffer.
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
-# What a rank may be about to do, as a number that fits into a message.
+# What a rank may be about to do. An announcement has the index in this tuple.
 _ACTIONS = ("gather", "reduce", "norm", "fault")
 # The `layer_idx` of a sender that has no place in a chain or a model.
 ALONE = -1
@@ -113,8 +114,8 @@ class Communicator:
         """
         ### Join the ranks
 
-        * `rank` and `world_size` are those of the process group, and default to them; without one,
-          to 0 and 1
+        * `rank` and `world_size` must be those of the process group, and default to them; without
+          one, to 0 and 1
 
         Raises `RuntimeError` if there is no process group of this rank and size.
         """
@@ -142,8 +143,9 @@ class Communicator:
         """
         ### All-gather: start to gather each shard into its flat parameter
 
-        * `pairs` are of `(world_size * shard_numel,)` to write, which gets its memory here, and
-          `(shard_numel,)` to send, on the same device or in CPU memory
+        * `pairs` are of a buffer and a shard. The buffer, `(world_size * shard_numel,)`, is
+          allocated and filled here. The shard, `(shard_numel,)`, is sent; it is on the same device
+          or in CPU memory
 
         All ranks must call it. A rank sends $N-1$ times the bytes of the shards.
         """
@@ -176,8 +178,8 @@ class Communicator:
         ### Reduce-scatter: start to sum each flat gradient over the ranks
 
         * `senders` are the layers that the gradients belong to
-        * `pairs` are of a gradient, `(world_size * shard_numel,)`, and of any buffer: if messages
-          need a receive buffer, its storage becomes one
+        * `pairs` are of a gradient, `(world_size * shard_numel,)`, and any buffer. On the CPU the
+          buffer's storage is resized, to receive the rows of the other ranks
 
         All ranks must call it. A rank sends $N-1$ times the bytes of the shards.
         """
@@ -604,7 +606,8 @@ class Transfer:
         """
         ### The tag of its messages
 
-        It names the transfer, so a message only matches the same transfer on the other rank.
+        Made of the layer, the action and the size, so a message only matches the same transfer on
+        the other rank.
         """
         row = None if self.order is None else self.order[self.comm.rank].tolist()
         name = f"{row} {len(self.works)}".encode()
@@ -710,11 +713,11 @@ class Reducer:
 
     def keeps(self, layer: Reducible, pairs: Pairs) -> bool:
         """
-        ### Make room for these gradients, and return whether the reducer keeps them for later
+        ### Return whether nothing is to be sent now; otherwise finish the reduce in flight
 
         * `pairs` are as for `Communicator.reduce_scatter`
 
-        This reducer keeps none. It finishes the reduce that is in flight.
+        Nothing is to be sent if these gradients are in flight already, or if a bucket holds them.
         """
         # `settle` offers all gradients once more. Ignore those that are in flight already.
         if layer in self.layers:
@@ -770,22 +773,23 @@ class Reducer:
         """
         ### Forget a layer's gradients after an error, or finish their reduce if it is in flight
 
-        Here none wait, so there is nothing to forget.
+        This reducer holds none back, so there is nothing to forget.
         """
         self.finish(layer)
 
-    def deliver(self, total: torch.Tensor, sink: GradientSink) -> None:
+    def deliver(self, total: torch.Tensor, sink: GradientSink, names: Names) -> None:
         """
         ### Bring a reduced gradient to the place where it rests
 
         * `total` is `(shard_numel,)`, on the device
+        * `names` are the parameters that have contributed to it on this rank
 
         From an accelerator to CPU memory the backup stream copies it, while the layers below go
         backward. The sink gets it when the next gradient leaves, or at the end of the pass. By then
         the copy has normally ended, so the host hardly waits.
         """
         if sink.grad_device == total.device or sink.grad_device.type != "cpu":
-            sink.add_grad(total)
+            sink.add_grad(total, names)
             return
         self.delivered()
         arriving = torch.empty_like(total, device=sink.grad_device, pin_memory=True)
@@ -795,7 +799,8 @@ class Reducer:
             arriving.copy_(total, non_blocking=True)
             event = self.comm.event()
             event.record()
-        self._leaving = _Leaving(total, arriving, event, sink)
+        # The layer forgets the names before the copy has ended, so keep a list of its own.
+        self._leaving = _Leaving(total, arriving, event, sink, list(names))
 
     def delivered(self) -> None:
         """
@@ -806,7 +811,7 @@ class Reducer:
         if leaving is not None:
             # The host waits, because it reads the gradient next.
             leaving.copied.synchronize()
-            leaving.sink.add_grad(leaving.arriving)
+            leaving.sink.add_grad(leaving.arriving, leaving.names)
 
     def held_tensors(self) -> Iterator[torch.Tensor]:
         """
@@ -881,6 +886,7 @@ class _Leaving(NamedTuple):
     arriving: torch.Tensor  # as long, in pinned memory
     copied: Any  # the event after the copy
     sink: GradientSink  # gets `arriving`
+    names: list[tuple[str, ...]]  # of the parameters that have contributed
 
 
 @functools.cache

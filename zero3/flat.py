@@ -12,27 +12,27 @@ One more pads the buffer, so that two ranks get three each:
 | **holds** | weight | weight | weight | weight | bias | padding |
 | **belongs to** | rank 0 | rank 0 | rank 0 | rank 1 | rank 1 | rank 1 |
 
-The shards cut through parameters, and this does no harm. Ranks gather and reduce shards, and an
-elementwise optimizer does not ask which parameter an element belongs to. One collective serves the
-whole layer, however many parameters it has. Each rank copies its own shard into the buffer, and the
-other shards arrive there directly:
+The boundary of a shard may lie inside a parameter. That is harmless: ranks gather and reduce
+shards, and an elementwise optimizer does not ask which parameter an element belongs to. One
+collective serves the whole layer, however many parameters it has. Each rank copies its own shard
+into the buffer, and the other shards arrive there directly:
 
 $$\text{data collectives per unshard} = 1 \qquad
 \text{elements copied} = \left\lceil \frac{P_\ell}{N} \right\rceil$$
 
 **Freeing a buffer that has views.** Freeing resizes the buffer's storage to zero bytes. All tensors
-that view it stay, without memory: the parameters, and the tensors that autograd has saved for
-backward. When the same storage is filled again, all of them are valid again.
+that view it go on to exist, without memory: the parameters, and the tensors that autograd has saved
+for backward. When the same storage is filled again, all of them are valid again.
 
 torch counts the writes to a tensor in its `_version`, and autograd refuses a saved tensor whose
 count has changed. Gathering writes to the buffer in every step, and yet the count of a parameter
-stays the same: assigning `param.data = view` shares the memory and keeps a count of its own. So a
-write to a *parameter* can still be told from an all-gather. While a parameter is freed, its count
-is raised by one, and backward through a freed layer is an error.
+stays the same: after `param.data = view` parameter and buffer share their memory, and have separate
+counts. So a write to a *parameter* can be told from an all-gather. While a parameter is freed, its
+count is raised by one, and backward through a freed layer is an error.
 
 A freed parameter also gets another class, `FreedParameter`, which raises an error with the
-parameter's name on every operation. *Open* and *closed* parameters below mean this: usable, or of
-the class that raises.
+parameter's name on every operation. Below, a parameter is *open* if it can be used. It is *closed*
+if its class raises errors and its count is raised by one.
 
 **Run this**: `notebooks/03_one_layer.ipynb` follows one flat parameter through a step.
 
@@ -54,6 +54,8 @@ from zero3.guards.gradients import mark
 
 # Each parameter once, with its names. It has several if the layer ties it to itself.
 NamedParams = dict[nn.Parameter, tuple[str, ...]]
+# The names of some parameters.
+Names = Iterable[tuple[str, ...]]
 
 
 class Storage(Protocol):
@@ -72,7 +74,7 @@ class Storage(Protocol):
     # The shard in memory, (shard_numel,). It may be written to.
     def load(self) -> torch.Tensor: ...
 
-    # Keep the values that were written to the loaded shard.
+    # Write the loaded shard back to where it rests.
     def save(self) -> None: ...
 
     # Take over these values, converted to the shard's data type.
@@ -94,8 +96,8 @@ class GradientSink(Protocol):
     @property
     def grad_device(self) -> torch.device: ...
 
-    # Add a reduced gradient, (shard_numel,), on `grad_device`.
-    def add_grad(self, total: torch.Tensor) -> None: ...
+    # Add a reduced gradient, (shard_numel,), on `grad_device`, of the parameters with these names.
+    def add_grad(self, total: torch.Tensor, names: Names = ()) -> None: ...
 
     # Forget the gradient, or make it zero.
     def drop_grad(self, set_to_none: bool = True) -> None: ...
@@ -158,8 +160,8 @@ class FlatParameter:
         self.ready: set[tuple[str, ...]] = set()
         # Who keeps the reduced gradient, if it does not rest in the shard.
         self.sink: GradientSink | None = None
-        # `Zero3Optimizer` reduces small layers together. Then a layer's gradient is a view of a
-        # larger tensor, and this says to copy it, so that the larger one can be freed.
+        # Whether to copy a reduced gradient that is a view of a bucket of several layers, so that
+        # the bucket can be freed.
         self.copies_views = False
         self.shard_hooks: list[Any] = []  # handles of hooks on the shard
         self.slots: list[Slot] = []
@@ -231,7 +233,7 @@ class FlatParameter:
             for slot in self.slots:
                 slot.param.__class__ = nn.Parameter
                 if full is None:
-                    # Writes to the other buffer were allowed, so go on from the new count.
+                    # Writes inside `full_params()` are allowed, so go on from the new count.
                     slot.version = slot.param._version
                 slot.param.data = slot.view if full is None else slot.of(full)
             if full is None:
@@ -247,7 +249,7 @@ class FlatParameter:
         That is not a write; the parameter gets its place in the buffer back.
         """
         found = ""
-        # A `Unit` may have closed its parameters already, and they would report this as a use.
+        # A layer of a whole model may have hidden them already, and would report this as a use.
         with torch._C.DisableTorchFunction():
             for slot in self.slots:
                 if self._take_back(slot):
@@ -360,11 +362,12 @@ class FlatParameter:
     def grad_device(self) -> torch.device:
         return self.shard.device
 
-    def add_grad(self, total: torch.Tensor) -> None:
+    def add_grad(self, total: torch.Tensor, names: Names = ()) -> None:
         """
         ### Add to the shard's gradient
 
         * `total` is the reduced gradient, `(shard_numel,)`
+        * `names` are the parameters that have contributed to it on this rank
         """
         is_view = total.untyped_storage().nbytes() > total.nbytes
         total = total.to(self.shard.device, copy=self.copies_views and is_view)
@@ -372,15 +375,8 @@ class FlatParameter:
             grad = mark(total, self, used=set())
         else:
             grad = mark(self.shard.grad.add_(total), self, used=None)
-        self.note_used(grad)
+        grad.note_used(names)
         self.shard.grad = grad
-
-    def note_used(self, grad: Any) -> None:
-        """
-        ### Record which parameters have contributed to a shard's gradient
-        """
-        if grad.used is not None:
-            grad.used |= self.ready
 
     def drop_grad(self, set_to_none: bool = True) -> None:
         """

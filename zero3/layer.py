@@ -7,8 +7,8 @@ while that layer computes.
 In data parallel training every rank keeps the whole model, its gradients and its optimizer states.
 Yet a rank needs a layer's parameters only while that layer computes, and it needs optimizer states
 only for the parameters that it updates. ZeRO-3 exploits both facts. Each rank keeps one shard of
-every layer, and updates that shard alone. The ranks gather a layer just before it computes, in
-forward and again in backward, and free it right afterwards.
+every layer, receives the gradient of that shard alone, and updates it. The ranks gather a layer
+just before it computes, in forward and again in backward, and free it right afterwards.
 
 **Three weights on two ranks.** A layer with the weights 1, 2 and 3 goes through a training step
 like this:
@@ -19,14 +19,14 @@ like this:
 | **shard** | **1 2** | **3 0** | only this stays in memory |
 | *unshard* (all-gather) | 1 2 3 0 | 1 2 3 0 | before forward, and again before backward |
 | *reshard* (free) | **1 2** | **3 0** | right after forward, and right after backward |
-| gradients | 2 4 6 0 | 4 0 2 0 | of each rank's own part of the batch |
+| gradients | 2 4 6 0 | 4 0 2 0 | on this rank's part of the batch |
 | divide by 2 | 1 2 3 0 | 2 0 1 0 | so that a sum over ranks is the mean |
 | *reduce-scatter* | **3 2** | **4 0** | the sums, and each rank gets only those of its shard |
 | step, rate 0.1 | **.7 1.8** | **2.6 0** | each rank updates its shard, without communication |
 
-Each of the three collectives sends two elements per rank, so a step sends six. In general each rank
-keeps $\lceil P_\ell / N \rceil$ elements of a layer with $P_\ell$ parameters. For a model with
-$\Psi$ parameters, and without the padding, a step sends
+The all-gather runs twice and the reduce-scatter once. Each sends two elements per rank, so a step
+sends six. In general each rank keeps $\lceil P_\ell / N \rceil$ elements of a layer with $P_\ell$
+parameters. For a model with $\Psi$ parameters, and without the padding, a step sends
 
 $$\underbrace{\Psi\,\frac{N-1}{N}}_{\text{all-gather, forward}} +
 \underbrace{\Psi\,\frac{N-1}{N}}_{\text{all-gather, backward}} +
@@ -35,8 +35,8 @@ $$\underbrace{\Psi\,\frac{N-1}{N}}_{\text{all-gather, forward}} +
 
 elements per rank; a little less, because the last layer of a chain stays full between forward and
 backward. Plain data parallelism sends two thirds of that: its all-reduce is a reduce-scatter
-followed by an all-gather. So ZeRO-3 pays 50 % more communication for $N$ times less memory between
-two steps, and overlaps most of the communication with computation. The paper is [ZeRO: Memory
+followed by an all-gather. So ZeRO-3 sends 50 % more, keeps $\frac{1}{N}$ of the memory between two
+steps, and overlaps most of the communication with computation. The paper is [ZeRO: Memory
 Optimizations Toward Training Trillion Parameter Models](https://arxiv.org/abs/1910.02054); sections
 5.3 and 7.2.2 describe sharded parameters and their communication.
 
@@ -44,18 +44,18 @@ Optimizations Toward Training Trillion Parameter Models](https://arxiv.org/abs/1
 |---|---|
 | $\Psi$ | parameters of the model |
 | $P_\ell$ | parameters of layer $\ell$; trainable and frozen ones are counted separately |
-| $N$, $r$ | `world_size`, the number of ranks, and `rank`, this one |
-| $K$ | optimizer bytes per parameter |
+| $N$ | number of ranks, `world_size` |
+| $r$ | this rank, `rank` |
+| $K$ | optimizer bytes per parameter, in the chapters on the optimizer |
 
 **How to read this.** Read `Zero3Layer` from top to bottom: shard, unshard, reshard, forward,
 backward, reduce. Method names follow [labml.ai's annotated
 implementation](https://nn.labml.ai/scaling/zero3/index.html), and the heading of each method gives
-the standard term. The files beside this one have the parts that it uses, in the order in which you
-meet them: `flat.py` has the buffer that the parameters are views of, `comm.py` the collectives,
-`watch.py` the hooks that tell when a layer's backward begins and ends, `schedule.py` which layer
-comes next, `offload.py` where a shard rests, and `sharded.py` everything that is not part of the
-training step. The folders are later chapters. They change a layer by handing it another part, in
-one of five places:
+the standard term. The files beside this one have the parts that it uses: `flat.py` has the buffer
+that the parameters are views of, `comm.py` the collectives, `watch.py` the hooks that tell when a
+layer's backward begins and ends, `schedule.py` which layer comes next, `offload.py` where a shard
+rests, and `sharded.py` everything that is not part of the training step. The folders are later
+chapters. They change a layer by handing it another part, in one of five places:
 
 | seam | here | a later chapter hands in |
 |---|---|---|
@@ -65,8 +65,8 @@ one of five places:
 | gradient sink: `layer.reducer`, `flat.sink` | the shard's `.grad` | an fp32 copy; buckets |
 | listener: `layer.listener` | `Silence`, which ignores events | `Ledger`, which records a run |
 
-The comments say I1 to I10 for the invariants that `zero3/__init__.py` lists: I2, for instance, says
-what a rank keeps between two steps.
+If a method upholds one of the invariants that `zero3/__init__.py` lists, its docstring names it:
+I2, for instance, says what a rank keeps between two steps.
 
 **Run this**: `make train` trains a small transformer on two ranks, and compares the memory and the
 communication of each rank with these formulas.
@@ -141,11 +141,15 @@ class Zero3Layer(Sharded):
         * `dtype` is the data type of all parameters; left out, a layer may mix data types
         * `offload` says where the shards rest, as an `Offload` or as "cpu"; left out, on the device
 
-        Raises `TypeError` if the module is no module or the rank no number, and `ValueError` if
-        `offload` names no known place. Raises `RuntimeError` if the module is sharded already,
-        shares a parameter with another layer, is on another device or of another dtype, or differs
-        between ranks, and if there is no room for the shards. This is section 5.3 of the paper.
-        Keeps I2 (only shards at rest) and I5 (zero padding).
+        Raises `TypeError` if `module` is not an `nn.Module` or `rank` not an integer, and
+        `ValueError` if `offload` names no known place. Raises `RuntimeError` if the module
+
+        * is sharded already, or shares a parameter with another layer
+        * is on another device or of another data type than asked for
+        * differs between ranks
+        * has shards that memory has no room for
+
+        This is section 5.3 of the paper. Keeps I2 (only shards at rest) and I5 (zero padding).
         """
         check_arguments(module, rank, world_size)
         super().__init__()
@@ -161,19 +165,20 @@ class Zero3Layer(Sharded):
         self.reducer = Reducer(self.comm)
         self.schedule: Schedule = Alone()
         self.listener: Listener = Silence()
-        # Whether an unshard has started, and the transfer that completes it.
+        # True from the start of an all-gather until the layer is freed.
         self.is_fetched = False
+        # The all-gather in flight.
         self._gather: Transfer | None = None
-        # Inside `full_params` the parameters are views of other memory.
+        # True inside `full_params()` (see `sharded.py`), which gathers into another buffer.
         self.is_full_elsewhere = False
-        # The forward call whose backward the layer stays full for.
+        # If the layer was not freed after forward: the call whose backward it waits for.
         self.kept_for: weakref.ref[Call] | None = None
         self.watch = Watch(self._pre_backward_hook, self._backward_event)
 
         params = find_params(module, self, self.cure)
         self.device = self.comm.open(self, params, device, dtype)
         self.flats: list[FlatParameter] = []
-        # The shards. labml calls them chunks.
+        # The shards, one for each flat parameter. labml calls them chunks.
         self.chunk = nn.ParameterList()
         for group in alike(params):
             self._shard(group)
@@ -200,7 +205,7 @@ class Zero3Layer(Sharded):
         flat.free()
         self.flats.append(flat)
         self.chunk.append(flat.shard)
-        # Add the hooks before the parameters become views of the freed buffer.
+        # Add the hooks first: `look_at` closes the parameters, and then a hook counts as a use.
         self._follow_requires_grad()
         flat.look_at(None)
 
@@ -208,10 +213,10 @@ class Zero3Layer(Sharded):
         r"""
         #### Merge parameters, and pad so that the length is divisible by `world_size`
 
-        Returns $N \lceil P_\ell/N \rceil$ elements. On an accelerator each parameter and each
-        shard also begins at a multiple of 16 bytes, because matrix products, copies and NCCL are
-        slow otherwise. There the three weights of the example become $N \cdot 4$ elements, and
-        $P_\ell$ counts the padding between parameters.
+        Returns $N \lceil P_\ell/N \rceil$ elements. On an accelerator each parameter and each shard
+        also begins at a multiple of 16 bytes, because matrix products, copies and NCCL are slow
+        otherwise. There, in fp32, the three weights of the example are padded to four, and each
+        shard to four, so that two ranks hold eight elements. The tests count these bytes exactly.
 
         The padding is zero and stays zero. Its gradient is zero, so an elementwise optimizer does
         not move it, and it adds nothing to a norm. Uninitialised memory could hold a NaN instead. A
@@ -252,7 +257,7 @@ class Zero3Layer(Sharded):
         * `flat_index` is the index of the flat parameter whose parameters these are
         """
         # A hook gets a weak reference and two indices. A strong reference would close a cycle,
-        # layer, parameter, hook, layer, that Python's garbage collector cannot see.
+        # layer, parameter, hook, layer, that Python cannot collect, because one link is in C++.
         ours = weakref.WeakMethod(self._post_backward_hook)
         for i, slot in enumerate(self.flats[flat_index].slots):
             if slot.param.requires_grad and slot.hook is None:
@@ -273,7 +278,8 @@ class Zero3Layer(Sharded):
         if self.is_fetched or self.is_full_elsewhere or not self.flats:
             return
         self._settle_at_end_of_backward()
-        # Gradients of this layer may still be arriving, and they arrive in this very buffer.
+        # A reduce of this layer may be in flight. On the CPU it receives into this very buffer
+        # (`receive_buffer`), so finish it first.
         self.reducer.finish(self)
         self.is_fetched = True
         # Gather into the *same storage* every time. The parameters are views of it, and so are the
@@ -282,9 +288,10 @@ class Zero3Layer(Sharded):
         pairs = [(flat.full, flat.storage.load()) for flat in self.flats]
         self._gather = self.comm.all_gather(self, pairs)
         for flat in self.flats:
-            # The next shard may be read into the same memory once the fetch stream has copied it.
+            # A shard in a file was read into a buffer. Give the buffer back once the fetch stream
+            # has copied the shard.
             flat.storage.release(self.comm.fetch_stream)
-        # Meanwhile, begin to read the shards that are gathered next, if they rest in files.
+        # Meanwhile, begin to read the shards of the layers that come next, if they rest in files.
         for layer in self.schedule.ahead(self):
             for flat in layer.flats:
                 flat.storage.read_async()
@@ -327,8 +334,8 @@ class Zero3Layer(Sharded):
         * `call` is the forward call that has ended; in backward there is none
 
         Backward begins with the layer that ends forward, so the last layer of a chain stays full.
-        A `Call` lives only in the graph. If the graph is dropped without a backward pass, the weak
-        reference fires and frees the layer.
+        Only the hooks in the graph keep a `Call` alive. If the graph is dropped without a backward
+        pass, the weak reference fires and frees the layer.
         """
         if call is None or not self.schedule.stays_full(self, call):
             self._cleanup_params()
@@ -432,7 +439,7 @@ class Zero3Layer(Sharded):
 
     def _backward_event(self, call: Call | None = None, *_) -> None:
         """
-        #### The gradient of a parameter or of an input is complete
+        #### Note the gradient of a parameter or of an input, and finish the layer with the last one
 
         * `call` is the call whose input it is; for a parameter there is none
         """
@@ -465,9 +472,9 @@ class Zero3Layer(Sharded):
         flats = [flat for flat in self.flats if flat.grad is not None]
         for flat in flats:
             flat.zero_missing()
-        # With messages, the gradients of the other ranks arrive where the full parameters were.
+        # On the CPU, the gradients of the other ranks arrive where the full parameters were.
         pairs: Any = [(flat.grad, flat.receive_buffer) for flat in flats]
-        # `Zero3Optimizer` has small layers wait, and reduces several of them together.
+        # `Zero3Optimizer` makes small layers wait, and reduces several of them together.
         if pairs and not self.reducer.keeps(self, pairs):
             self.reducer.started([self], self.comm.reduce_scatter([self], pairs))
         if self.is_alone:
@@ -486,12 +493,12 @@ class Zero3Layer(Sharded):
         """
         flats = [flat for flat in self.flats if flat.grad is not None]
         for flat, total in zip(flats, totals, strict=True):
-            self.reducer.deliver(total, flat.sink or flat)
+            self.reducer.deliver(total, flat.sink or flat, flat.ready)
         self.listener.record(self, "reduced", sum(total.nbytes for total in totals))
         for flat in flats:
             flat.drop_full_grad()
             flat.receive_buffer.untyped_storage().resize_(0)
-        # The buffers of the reduce, however large they were.
+        # `None` stands for all the bytes that were freed since the last event.
         self.listener.record(self, "free", None)
 
     # ------------------------------------------------------------------------- end of backward
@@ -513,9 +520,8 @@ class Zero3Layer(Sharded):
         Not every hook fires: some parameters were not used, some inputs got no gradient, some
         layers were prefetched and then not needed. So all layers finish here, in the order in which
         backward reached them, before `backward()` returns. The last one finishes the reduce in
-        flight. After an exception, the layers that backward had reached drop the gradients whose
-        reduce has not started. Gradients in flight or in a shard's `.grad` stay until
-        `zero_grad()`.
+        flight. After an exception, gradients whose reduce has not started are dropped, and a reduce
+        in flight is finished. Call `zero_grad()` before you go on.
         """
         if raised and self.comm.broken:
             return

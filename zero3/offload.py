@@ -74,11 +74,12 @@ class Offload:
 
     * `tier` is "device", "cpu" or "nvme"
     * `folder` is where files go, on a disk of this machine; each rank has files of its own
-    * `max_in_cpu` bytes of a rank's shards and states stay in CPU memory, in the order in which
-      they come; the rest goes to files. For the nvme tier alone; buffers come on top
+    * `max_in_cpu` bytes of a rank's shards and states stay in CPU memory: each, in the order in
+      which they come, that still fits. The rest goes to files. For the nvme tier alone; buffers
+      come on top
     * `direct` reads and writes past the page cache, if the file system supports it
-    * `queue_depth` is the number of parallel requests, one thread each; for parameters and for
-      states separately
+    * `queue_depth` is the number of parallel requests, one thread each; parameters and states have
+      so many each
     * `block_bytes` is the size of a request
     * `buffers` is how many shards' optimizer states are in memory at once
 
@@ -210,7 +211,8 @@ class Offload:
         cpu = torch.device("cpu")
         problem = f"{left_bytes:,} bytes left" if left_bytes < nbytes else ""
         cure = "the nvme tier would do: `offload=Offload('nvme', folder=...)`"
-        if self.tier == "nvme":
+        if self.tier == "nvme" or (self.tier == "cpu" and at != cpu):
+            # A layer that computes is on the device, wherever its shards rest.
             cure = ("more ranks, smaller layers or more memory; everything else has already been "
                     "offloaded")
         elif at != cpu and room(cpu) > nbytes:

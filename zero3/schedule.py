@@ -1,13 +1,14 @@
 r"""
 # Schedule: which layer comes next
 
-A `Schedule` tells a layer which layers to gather ahead, and whether to stay full after forward.
+A `Schedule` tells a layer which layers come next, and whether to stay full after forward.
 
 Communication can only overlap computation if it starts early, so somebody has to know which layer
 computes next. Three layers in a chain, 0, 1 and 2, go through a training step like this:
 
-| what computes | gathered meanwhile | freed afterwards |
+| computes | gathered meanwhile | freed afterwards |
 |---|---|---|
+| nothing yet | 0 | |
 | forward of layer 0 | 1 | 0 |
 | forward of layer 1 | 2 | 1 |
 | forward of layer 2 | | nothing: backward begins with layer 2 |
@@ -43,8 +44,8 @@ class Schedule(Protocol):
         """
         ### The layers that compute after this one, in the direction of the pass
 
-        In backward they are gathered while this one computes. In either direction the shards that
-        rest in files are read.
+        Backward gathers these layers while this one computes. Both directions begin to read their
+        shards, if they rest in files. In forward `Zero3Sequential.walk` gathers ahead.
         """
 
     def stays_full(self, layer: Sharded, call: Call) -> bool:

@@ -113,10 +113,9 @@ class Sharded(nn.Module):
         ### The full parameters, by their original names
 
         All ranks must enter and leave together. Inside, the layer may be read, called and written
-        to. With
-        `writeback=True` the values that rank 0 wrote are sharded at the end. If a rank raises an
-        exception in the block, nothing is written, and the other ranks raise `RuntimeError`.
-        Afterwards the parameters are freed again: `clone` the values to keep.
+        to. With `writeback=True` the values that rank 0 wrote are sharded at the end. If a rank
+        raises an exception in the block, nothing is written, and the other ranks raise
+        `RuntimeError`. Afterwards the parameters are freed again: `clone` the values to keep.
         """
         self.reshard()
         # Into another buffer, so that a view of it stays valid if somebody keeps one.

@@ -65,7 +65,7 @@ class Watch:
 
     def __init__(self, begin: Callable[..., None], event: Callable[..., None]):
         """
-        ### Choose what to call
+        ### Set the two callbacks
 
         * `begin(call, grad)` is called when a gradient of an output of this call is there
         * `event(call, grad)` is called when the gradient of an input of this call is complete

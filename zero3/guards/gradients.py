@@ -35,7 +35,7 @@ more for each shard and step; `Zero3Optimizer` steps plain tensors.
 
 import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -87,6 +87,13 @@ class ShardGradient(torch.Tensor):
     # Names of the parameters whose gradients it has something of, as far as this rank knows. `None`
     # stands for all of them, because somebody else made the gradient.
     used: set[tuple[str, ...]] | None
+
+    def note_used(self, names: Iterable[tuple[str, ...]]) -> None:
+        """
+        ### Record that these parameters have contributed to the gradient
+        """
+        if self.used is not None:
+            self.used.update(names)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

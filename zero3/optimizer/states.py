@@ -56,7 +56,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zero3.flat import FlatParameter
+from zero3.flat import FlatParameter, Names
 from zero3.guards.gradients import (
     GradientElsewhere,
     elsewhere,
@@ -266,21 +266,22 @@ class ShardStates:
         return self.file_grad_norm if grad is None else norm_of(grad)
 
     @torch.no_grad()
-    def add_grad(self, total: torch.Tensor) -> None:
+    def add_grad(self, total: torch.Tensor, names: Names = ()) -> None:
         """
         ### Add a reduced gradient, in the place of the master
 
-        * `total` is `(shard_numel,)`, and `Communicator.deliver` has brought it to that place
+        * `total` is `(shard_numel,)`, and `Reducer.deliver` has brought it to that place
+        * `names` are the parameters that have contributed to it on this rank
 
         The shard's `.grad` becomes a marker. It says that there is a gradient elsewhere, and for
         which parameters.
         """
         self._notice_replaced_grad()
-        marker = grad_of(self.shard)
+        marker: Any = grad_of(self.shard)
         if marker is None:
             marker = elsewhere(self.flat)
             set_grad(self.shard, marker)
-        self.flat.note_used(marker)
+        marker.note_used(names)
         if self.in_file is None:
             self._add_in_memory(total)
         else:
