@@ -90,7 +90,7 @@ def test_a_section_leads_to_its_tests_and_they_lead_back(site):
     """Breaks where a test's last words are not read."""
     heart, tests = (site / "layer.html").read_text(), (site / "test_bytes.html").read_text()
     name = "test_the_next_layer_is_fetched_before_this_one_computes"
-    section = heart[heart.index('id="walk-the-layers-one-unshard-ahead"') :]
+    section = heart[heart.index('id="walk-the-layers-one-all-gather-ahead"') :]
     assert f'href="test_bytes.html#{name}"' in section[: section.index("</section>")]
     assert 'href="layer.html#walk-the-layers-one-all-gather-ahead"' in tests[tests.index(name) :]
 

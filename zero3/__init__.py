@@ -48,9 +48,9 @@ Ten invariants always hold. Each has a number, and a test that fails if it is br
 | I1, numbers | fp32 training equals plain PyTorch on the global batch; on two ranks, DDP's bits |
 | I2, rest | between steps a rank holds only $\lceil P_\ell/N \rceil$ elements of a layer |
 | I3, peak | in a step the computing layer and the next are whole, and gradients in flight |
-| I4, traffic | forward and backward gather a layer once each (the last one once for both), and reduce it once |
+| I4, traffic | forward and backward each gather a layer once, the last one once for both |
 | I5, padding | padding is zero in weights, gradients, moments and norms |
-| I6, order | all ranks communicate in the same order, or get an error; on the CPU it names both sides |
+| I6, order | all ranks communicate in the same order, or get an error; on CPUs it names both |
 | I7, micro-batches | a second backward adds: $k$ of them equal one batch $k$ times as large |
 | I8, tiers | the tier of shards and states changes no bit, if the same processor steps them |
 | I9, devices | CPUs with gloo and GPUs with NCCL run the same lines |
