@@ -175,6 +175,9 @@ class Site:
         ### Text, with links for the numbers of invariants
         """
         text = escape(tokens[i].content, quote=False)
+        if re.fullmatch(r"[\d.]+( [\d.]+)+", text):
+            # The elements of a tensor stay on one line.
+            return text.replace(" ", "&nbsp;")
         self.expect("$" not in text, f"a formula has no end: {text}")
         link = r'<a href="invariants.html#i\1">I\1</a>'
         return text if tokens[i].meta else re.sub(r"\bI(10|[1-9])\b", link, text)

@@ -4,12 +4,12 @@ r"""
 `FlatParameter` is one buffer that all parameters of a layer are views of. The layer shards, gathers
 and frees this buffer, and the parameters follow.
 
-**Two matrices on two ranks.** A layer with a weight $(2, 2)$ and a bias $(1,)$ has five elements.
-One more pads the buffer, so that two ranks get three each:
+**Two parameters on two ranks.** A layer with a weight $(2, 2)$ and a scale $(1,)$ has five
+elements. One more pads the buffer, so that two ranks get three each:
 
 | buffer | 0 | 1 | 2 | 3 | 4 | 5 |
 |---|---|---|---|---|---|---|
-| **holds** | weight | weight | weight | weight | bias | padding |
+| **holds** | weight | weight | weight | weight | scale | padding |
 | **belongs to** | rank 0 | rank 0 | rank 0 | rank 1 | rank 1 | rank 1 |
 
 The boundary of a shard may lie inside a parameter. That is harmless: ranks gather and reduce

@@ -121,7 +121,7 @@ class Zero3Layer(Sharded):
     | backward | layer $\ell + 1$ begins: *unshard* | arriving | none |
     | | its own gradients arrive | whole | filling |
     | | the last gradient has arrived: *reshard*, *reduce* | freed | in flight |
-    | | the next layer reduces, or the pass ends | freed | freed: the shard has its gradient |
+    | | layer $\ell - 1$ reduces, or the pass ends | freed | freed: the shard has its gradient |
 
     The last layer of a chain stays whole from forward to backward.
     """
