@@ -43,9 +43,10 @@ that another one wrote, it waits for an event:
 | the host, at the wait for a gather | the copy from CPU memory | it may write there next |
 | the host, at the next reduce | the copy to CPU memory | it reads the sums there |
 
-The second row says *this* layer. Compute waits for an event that was recorded right after the
-layer's own copy. If it waited for the whole fetch stream, it would also wait for the copy of the
-next layer, which is queued already, and no copy would ever overlap computation.
+The second row says *this* layer. Compute waits for the layer's own collective, and for an event
+that was recorded right after the layer's own copy. If it waited for the whole fetch stream, it
+would also wait for the copy of the next layer, which is queued already, and no copy would ever
+overlap computation.
 
 **The same on all ranks.** Before its data, each rank announces what it is about to send. Ranks that
 took different branches would otherwise exchange different layers. With equal sizes the weights
@@ -815,7 +816,7 @@ class Reducer:
 
     def held_tensors(self) -> Iterator[torch.Tensor]:
         """
-        ### The buffers in flight, for the tape
+        ### The buffers in flight, for a `Ledger`
         """
         if self.transfer is not None:
             for pair in self.transfer.pairs:

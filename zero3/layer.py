@@ -52,14 +52,14 @@ Optimizations Toward Training Trillion Parameter Models](https://arxiv.org/abs/1
 backward, reduce. Method names follow [labml.ai's annotated
 implementation](https://nn.labml.ai/scaling/zero3/index.html), and the heading of each method gives
 the standard term. The files beside this one have the parts that it uses: `flat.py` has the buffer
-that the parameters are views of, `comm.py` the collectives, `watch.py` the hooks that tell when a
-layer's backward begins and ends, `schedule.py` which layer comes next, `offload.py` where a shard
-rests, and `sharded.py` everything that is not part of the training step. The folders are later
-chapters. They change a layer by handing it another part, in one of five places:
+that the parameters are views of, `comm.py` the collectives, and `watch.py` the hooks that tell when
+a layer's backward begins and ends. `schedule.py` says which layer comes next, and `offload.py`
+where a shard rests. `sharded.py` has the checks, and whatever users call outside the training step.
+The folders are later chapters. Each can replace one of five parts of a layer, its *seams*:
 
 | seam | here | a later chapter hands in |
 |---|---|---|
-| communicator: `layer.comm` | all ranks | nothing yet |
+| communicator: `layer.comm` | all ranks | (reserved for groups of ranks) |
 | storage: `flat.storage` | memory of the device | CPU memory, or a file |
 | schedule: `layer.schedule` | the neighbours in a chain | the order of the last step |
 | gradient sink: `layer.reducer`, `flat.sink` | the shard's `.grad` | an fp32 copy; buckets |
@@ -71,20 +71,27 @@ I2, for instance, says what a rank keeps between two steps.
 **Run this**: `make train` trains a small transformer on two ranks, and compares the memory and the
 communication of each rank with these formulas.
 
-**Not covered, and what that costs**: outside a `Zero3Sequential` a layer does not know its
-neighbours, so its all-gather starts when it is called, and nothing overlaps with it. Process
-subgroups and sparse gradients raise errors. So does double backward (`create_graph=True`, as for a
-gradient penalty), except inside `full_params()`, which keeps the whole layer in memory. A layer
-that writes to its own parameters in forward raises an error, because the write would be lost when
-the layer is freed; only a write through `.data` in place (`weight.data.clamp_()`) goes unnoticed,
-and is lost. Hooks find tensors in tuples, lists, dicts, dataclasses, attributes of modules and of
-other objects. A tensor that enters or leaves by any other route is not seen; backward then reaches
-a freed layer, and autograd raises "modified by an inplace operation". Autocast keeps a 16-bit copy
-of every fp32 weight from forward to backward, so half of the memory that freeing would save is
-lost; bf16 layers with the fp32 masters of `Zero3Optimizer` keep none. Apply `torch.func` transforms
-inside the wrapped module; around a layer they raise errors. `torch.compile` around layers runs them
-uncompiled: compile their modules, `layer.module.compile()`. Parameters outside sharded layers are
-not reduced, unless the model is also wrapped in `DistributedDataParallel`.
+**Not covered, and what that costs**:
+
+| not covered | what happens | instead |
+|---|---|---|
+| a layer that is in no chain | nothing overlaps with its all-gather | a chain, or `wrap` |
+| process subgroups | an error | all ranks |
+| sparse gradients | an error | `sparse=False` |
+| double backward | an error | inside `full_params()`, with the layer whole |
+| a write to a parameter in forward | an error; lost if through `.data` | write to the shards |
+| a tensor deep inside objects | "modified by an inplace operation" | put it in a tuple or a dict |
+| autocast | a 16-bit copy of every weight stays | bf16 layers with fp32 masters |
+| `torch.func` around a layer | an error | use it inside the module |
+| `torch.compile` around layers | they run uncompiled | `layer.module.compile()` |
+| parameters outside sharded layers | they are not reduced | DDP around the whole model |
+
+Double backward is `create_graph=True`, as for a gradient penalty. A write to a parameter would be
+lost when the layer is freed; only `weight.data.clamp_()` and the like go unnoticed. A layer looks
+for its input and output tensors in tuples, lists, dicts, dataclasses, attributes of modules and of
+other objects, and backward reaches a freed layer if a tensor takes another route. The copies of
+autocast stay from forward to backward, half of the memory that freeing would save; `Zero3Optimizer`
+keeps fp32 masters of bf16 layers instead.
 """
 
 import weakref

@@ -199,7 +199,7 @@ class Sharded(nn.Module):
 
     def held_tensors(self) -> Iterator[torch.Tensor | None]:
         """
-        ### Memory that this layer holds besides its parameters and gradients, for the tape
+        ### Memory that this layer holds besides its parameters and gradients, for a `Ledger`
         """
         for flat in self.flats:
             yield flat.full

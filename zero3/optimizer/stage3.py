@@ -710,7 +710,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
 
     def held_tensors(self) -> Iterator[torch.Tensor | None]:
         """
-        ### Memory that it holds beside parameters and optimizer states, for the tape
+        ### Memory that it holds besides parameters and optimizer states, for a `Ledger`
         """
         for states in self.shard_states:
             yield states.grad
