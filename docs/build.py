@@ -52,7 +52,7 @@ WAYS_IN = [f"docs/{name}.md" for name in "index life notation names ladder tape 
 # In reading order.
 CHAPTERS = [f"zero3/{name}.py" for name in """
     __init__ layer flat comm watch schedule sharded offload
-    guards/freed guards/contents guards/gradients guards/options guards/version
+    guards/freed guards/placement guards/contents guards/gradients guards/options guards/version
     files/memory files/disk files/in_file files/bench
     optimizer/buckets optimizer/states optimizer/stage3
     whole_model/units whole_model/materialise whole_model/wrap whole_model/__main__

@@ -196,13 +196,13 @@ MUTATIONS = [
             "message in place of this one. Each rank announces its transfers, so the error can "
             "name the transfers of both ranks."),
     Mutation(
-        "no-comparison", "comm.py", "Communicator._compare_layouts",
+        "no-comparison", "guards/placement.py", "compare_params",
         title="The ranks do not compare their modules",
         old="""\
-                if here != there:
-                    self._refuse(sender, f"differs between ranks at parameter {i}",
-                                 f"{here}, as here", f"{there} on rank {rank}",
-                                 "build the same module, in the same order, on all ranks")
+            if here != there:
+                fail(rank, who, f"differs between ranks at parameter {i}",
+                     f"{here}, as here", f"{there} on rank {other}",
+                     "build the same module, in the same order, on all ranks")
 """,
         new="",
         breaks="I6", program="another_order",

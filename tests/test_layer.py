@@ -148,7 +148,8 @@ def test_a_freed_parameter_raises_by_name_wherever_it_is_touched():
 def test_what_cannot_be_sharded_is_refused_with_the_cure():
     """
     Each error names the rank, the layer, the parameter, what was expected and got, what to do.
-    Proves `find_params`, `Zero3Sequential.__init__`, `Communicator.__init__`, `Communicator.open`,
+    Proves `find_params`, `check_params`, `Zero3Sequential.__init__`, `Communicator.__init__`,
+    `Communicator.open`,
     `check_arguments`, `check_chain`.
     """
     one, two = linear(), linear()
@@ -230,7 +231,7 @@ def differ(what):
 def test_ranks_with_different_modules_are_told_so(what):
     """
     Breaks without the comparison in `Communicator.open`: the ranks would gather noise.
-    Proves `Communicator.open`, `Communicator.gather`, `Communicator._compare_layouts`.
+    Proves `Communicator.open`, `Communicator.gather`, `compare_params`.
     """
     for rank, text in enumerate(run(differ, 2, what)):
         assert f"rank {rank}:" in text and f"on rank {1 - rank}" in text

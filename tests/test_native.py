@@ -204,7 +204,7 @@ def test_a_layer_is_on_the_device_that_its_rank_uses(device, current, expected):
     NCCL takes the current device for what it sends by itself. Another one raises before anything is
     sent, and says which call is missing. Streams are made on the layer's device, of high priority,
     once for all wires.
-    Proves I9, `Communicator.open`, `Communicator._check_device`, `streams`.
+    Proves I9, `Communicator.open`, `check_device`, `streams`.
     """
     with Accelerator() as there:
         there.device_count = lambda: 2

@@ -33,6 +33,7 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | files | `files/disk.py`, `bench.py` | reads and writes past the page cache, and their speed |
 | files | `files/memory.py` | pinned CPU memory, and how much memory is left |
 | guards | `guards/freed.py` | a freed parameter, which reports every use |
+| guards | `guards/placement.py` | the same parameters on every rank, on the right device |
 | guards | `guards/contents.py` | modules and libraries around a sharded model |
 | guards | `guards/gradients.py` | gradients of shards, and clipping by the norm of the whole |
 | guards | `guards/options.py`, `version.py` | checks of arguments; version and commit |

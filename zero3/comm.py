@@ -78,6 +78,7 @@ from torch import nn
 
 from zero3.flat import GradientSink, Names
 from zero3.guards.options import fail
+from zero3.guards.placement import check_device, check_params, compare_params
 
 # torch 2.13 renames these two; 2.11 has only the old names.
 _NEW = hasattr(dist, "all_gather_single")
@@ -417,74 +418,16 @@ class Communicator:
 
         Returns the device. Ranks whose parameters differ in order or shape would gather noise.
         """
-        at = torch.device(device or next((p.device for p in params), "cpu"))
-        for p, (name, *_) in params.items():
-            what = f"cannot shard `{name}`"
-            if type(p) is not nn.Parameter or p.is_meta:
-                self._refuse(sender, what, "a Parameter with values",
-                             f"{type(p).__name__} on {p.device}", "initialise the module first")
-            if p.device.type != at.type or at.index not in (None, p.device.index or 0):
-                self._refuse(sender, what, f"device {at}", p.device, "move the module there first")
-            if dtype not in (None, p.dtype):
-                self._refuse(sender, what, dtype, p.dtype, "convert the module with `.to(dtype)` "
-                             "first, or leave `dtype` out to mix data types")
-            at = p.device
+        at = check_params(self.rank, sender.label, params, device, dtype)
         self.by_messages = at.type == "cpu"
         self.align_bytes = 1 if at.type == "cpu" else ALIGN_BYTES
         if not self.by_messages:
-            at = self._check_device(sender, at)
-        self._compare_layouts(sender, params)
+            at = check_device(self.rank, self.world_size, sender.label, at)
+        compare_params(self.rank, sender.label, self.gather, params)
         self.device = at
         self._backend: Any = torch.get_device_module(at)
         self.event = self._backend.Event
         self.fetch_stream, self.backup_stream = streams(at)
-        return at
-
-    def _compare_layouts(self, sender: Sender, params: dict[nn.Parameter, tuple[str, ...]]) -> None:
-        """
-        #### Make sure that all ranks shard the same parameters in the same order
-        """
-        layout = [(n, tuple(p.shape), p.dtype, p.requires_grad) for p, n in params.items()]
-        for rank, theirs in enumerate(self.gather(layout)):
-            for i in range(max(len(layout), len(theirs))):
-                here = layout[i : i + 1] or "none"
-                there = theirs[i : i + 1] or "none"
-                if here != there:
-                    self._refuse(sender, f"differs between ranks at parameter {i}",
-                                 f"{here}, as here", f"{there} on rank {rank}",
-                                 "build the same module, in the same order, on all ranks")
-
-    def _check_device(self, sender: Sender, at: torch.device) -> torch.device:
-        """
-        #### Make sure that an accelerator is the one that this rank's collectives use
-
-        NCCL sends from the *current* device and waits for that device's stream. With two devices in
-        one rank it would wait for the wrong one. Returns the device with its number.
-        """
-        what = f"cannot compute on {at}"
-        backend: Any = torch.get_device_module(at)
-        count = backend.device_count() if backend.is_available() else 0
-        if (at.index or 0) >= count:
-            self._refuse(sender, what, f"one of {count} such devices", at,
-                         "choose one that this process sees, or move the module to the CPU")
-        current = torch.device(at.type, backend.current_device())
-        if at.index is None:
-            at = current
-        if at != current:
-            self._refuse(sender, what, f"the current device, {current}", at,
-                         f"call `torch.{at.type}.set_device({at.index})` on this rank before "
-                         "`init_process_group`, or move the module")
-        if self.world_size == 1:
-            return at
-        bound = getattr(dist.group.WORLD, "bound_device_id", None)
-        if bound not in (None, at):
-            self._refuse(sender, what, f"{bound}, which the process group has", at,
-                         f"pass `device_id={at}` to `init_process_group`, or move the module")
-        backends = str(dist.get_backend_config())
-        if f"{at.type}:" not in backends:
-            self._refuse(sender, what, f"a process group for {at.type}",
-                         f"one for {backends}", "call `init_process_group` without a backend, or "
-                         "with one that serves this device")
         return at
 
     def _check_shard(self, sender: Sender, full: torch.Tensor, shard: torch.Tensor) -> None:
@@ -493,12 +436,10 @@ class Communicator:
         """
         is_near = shard.device in (full.device, torch.device("cpu"))
         if full.dtype != shard.dtype or not is_near:
-            self._refuse(sender, "cannot gather", f"{full.dtype} on {full.device}, as wrapped",
-                         f"a shard of {shard.dtype} on {shard.device}",
-                         "convert or move the module before wrapping it, not after")
-
-    def _refuse(self, sender: Sender, what: str, expected: Any, got: Any, cure: str) -> None:
-        fail(self.rank, sender.label, what, expected, got, cure)
+            fail(self.rank, sender.label, "cannot gather",
+                 f"{full.dtype} on {full.device}, as wrapped",
+                 f"a shard of {shard.dtype} on {shard.device}",
+                 "convert or move the module before wrapping it, not after")
 
     def scatter(self, shard: torch.Tensor, full: torch.Tensor) -> None:
         """

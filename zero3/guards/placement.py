@@ -1,0 +1,113 @@
+r"""
+# Placement: the same parameters on every rank, on the right device
+
+`check_params`, `check_device` and `compare_params` look at a layer before it is sharded, so that a
+mistake is an error now, and not noise or a hang in training.
+
+Take a module that was built in another order on rank 1:
+
+| | parameter 0 | parameter 1 |
+|---|---|---|
+| rank 0 | `first.weight`, (2, 3) | `second.weight`, (2, 3) |
+| rank 1 | `second.weight`, (2, 3) | `first.weight`, (2, 3) |
+
+All sizes agree, so every all-gather would work, and both ranks would compute with halves of two
+different weights. So the ranks compare names, shapes and data types once:
+
+$$\text{parameters of rank } 0 = \text{parameters of rank } 1 = \ldots$$
+
+**Run this**: `python -m docs.mutations no-comparison` shows what happens without the comparison.
+
+**Not covered, and what that costs**: two ranks that share one accelerator; NCCL reports these.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero3.guards.options import fail
+
+Params = dict[nn.Parameter, tuple[str, ...]]
+
+
+def check_params(rank: int, who: str, params: Params, device: torch.device | str | None,
+                 dtype: torch.dtype | None) -> torch.device:
+    """
+    ## Check the parameters of a layer
+
+    * `who` is the layer's name for errors
+    * `params` are its parameters, with their names
+    * `device` and `dtype` are those that they must have, if given
+
+    Returns the device that they are on. Raises `RuntimeError`.
+    """
+    at = torch.device(device or next((p.device for p in params), "cpu"))
+    for p, (name, *_) in params.items():
+        what = f"cannot shard `{name}`"
+        if type(p) is not nn.Parameter or p.is_meta:
+            fail(rank, who, what, "a Parameter with values", f"{type(p).__name__} on {p.device}",
+                 "initialise the module first")
+        if p.device.type != at.type or at.index not in (None, p.device.index or 0):
+            fail(rank, who, what, f"device {at}", p.device, "move the module there first")
+        if dtype not in (None, p.dtype):
+            fail(rank, who, what, dtype, p.dtype, "convert the module with `.to(dtype)` first, or "
+                 "leave `dtype` out to mix data types")
+        at = p.device
+    return at
+
+
+def compare_params(rank: int, who: str, gather: Callable[[Any], list[Any]], params: Params) -> None:
+    """
+    ## Make sure that all ranks shard the same parameters in the same order
+
+    * `gather` gets what this rank has, and returns what each rank has; all ranks must call it
+
+    Raises `RuntimeError`.
+    """
+    layout = [(n, tuple(p.shape), p.dtype, p.requires_grad) for p, n in params.items()]
+    for other, theirs in enumerate(gather(layout)):
+        for i in range(max(len(layout), len(theirs))):
+            here = layout[i : i + 1] or "none"
+            there = theirs[i : i + 1] or "none"
+            if here != there:
+                fail(rank, who, f"differs between ranks at parameter {i}",
+                     f"{here}, as here", f"{there} on rank {other}",
+                     "build the same module, in the same order, on all ranks")
+
+
+def check_device(rank: int, world_size: int, who: str, at: torch.device) -> torch.device:
+    """
+    ## Make sure that an accelerator is the one that this rank's collectives use
+
+    NCCL sends from the *current* device and waits for that device's stream. With two devices in one
+    rank it would wait for the wrong one.
+
+    Returns the device with its number. Raises `RuntimeError`.
+    """
+    what = f"cannot compute on {at}"
+    backend: Any = torch.get_device_module(at)
+    count = backend.device_count() if backend.is_available() else 0
+    if (at.index or 0) >= count:
+        fail(rank, who, what, f"one of {count} such devices", at,
+             "choose one that this process sees, or move the module to the CPU")
+    current = torch.device(at.type, backend.current_device())
+    if at.index is None:
+        at = current
+    if at != current:
+        fail(rank, who, what, f"the current device, {current}", at,
+             f"call `torch.{at.type}.set_device({at.index})` on this rank before "
+             "`init_process_group`, or move the module")
+    if world_size == 1:
+        return at
+    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+    if bound not in (None, at):
+        fail(rank, who, what, f"{bound}, which the process group has", at,
+             f"pass `device_id={at}` to `init_process_group`, or move the module")
+    backends = str(dist.get_backend_config())
+    if f"{at.type}:" not in backends:
+        fail(rank, who, what, f"a process group for {at.type}", f"one for {backends}",
+             "call `init_process_group` without a backend, or with one that serves this device")
+    return at
