@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.cases import freeze
 from tests.ranks import run
-from zero3 import Zero3Layer, Zero3Sequential
+from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential
 from zero3.estimate import predict as predict_module
 from zero3.estimate.formulas import LayerSpec, Part, describe, stages
 from zero3.estimate.predict import data_parallel, predict
@@ -240,6 +240,24 @@ def test_the_tape_is_empty_when_nobody_listens():
     assert tape.events == [] and tape.sent_bytes == 0
     # The shard, and since that backward its gradient.
     assert tape.peak_live_bytes == 8 * 4 and held_bytes(layer) == 2 * 8 * 4
+
+
+def test_a_step_that_fails_is_over_on_the_tape_too():
+    """
+    A gradient that is not a number ends a step by an exception; the forward after it is a forward.
+    Breaks if the tape waits for the end of the step.
+    Proves `Ledger`, `Ledger.record`.
+    """
+    layer = Zero3Layer(nn.Linear(3, 2))
+    optimizer = Zero3Optimizer(layer)
+    with Ledger(layer, optimizer) as tape:
+        layer(torch.full((1, 3), torch.nan)).sum().backward()
+        with pytest.raises(RuntimeError):
+            optimizer.step()
+        failed = len(tape.events)
+        layer(torch.ones(1, 3))
+    assert tape.events[failed - 1].phase == "step"
+    assert {event.phase for event in tape.events[failed:]} == {"forward"}
 
 
 PAPER = {

@@ -143,6 +143,9 @@ class Ledger:
         * `transfer` is the collective that has started, if one has
         * `tier` is where the bytes are
         """
+        if event == "fetch":
+            # A step gathers nothing, so it is over, even if an exception ended it.
+            self._stepping = None
         live_bytes = held_bytes(self.model, self.optimizer)
         if nbytes is None:
             nbytes = self.events[-1].live_bytes - live_bytes
