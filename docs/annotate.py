@@ -126,6 +126,15 @@ class Source:
                 raise ValueError(f"{self.path}: line {number} is on the page {times} times")
         yield from (begins[number] for number in sorted(begins))
 
+    @property
+    def last_import(self) -> int:
+        """
+        ### The last line of the imports at the top of the file
+        """
+        lines = [node.end_lineno or 0 for node in self.tree.body
+                 if isinstance(node, ast.Import | ast.ImportFrom)]
+        return max(lines, default=0)
+
     def span(self, name: str) -> range:
         """
         ### The lines of a class or a function
@@ -160,9 +169,13 @@ class Source:
         * `links` are addresses, by line and column of the linked name
         """
         return "".join(
-            f'<span class="line" id="L{number}"><a class="ln" href="#L{number}" data-n="{number}" '
-            f'aria-label="line {number}"></a>{self._colored(number, links)}\n</span>'
-            for number in row.lines)
+            f'<span class="line" id="L{number}" style="--i:{self._indent(number)}">'
+            f'<a class="ln" href="#L{number}" data-n="{number}" aria-label="line {number}"></a>'
+            f"{self._colored(number, links)}\n</span>" for number in row.lines)
+
+    def _indent(self, number: int) -> int:
+        text = self.texts[number - 1]
+        return len(text) - len(text.lstrip())
 
     def _colored(self, number: int, links: dict[tuple[int, int], str]) -> str:
         """

@@ -33,7 +33,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
-from string import Template
 from typing import Any
 from xml.etree import ElementTree
 
@@ -42,40 +41,19 @@ from latex2mathml.converter import convert
 from markdown_it import MarkdownIt
 from mdit_py_plugins.dollarmath import dollarmath_plugin
 
+from docs import contents
 from docs.annotate import Names, Row, Source, slug
+from docs.contents import ROOT, page_of
 from docs.figures import Figures, colored
+from docs.frame import Frame
 from notebooks.run import joined
 
-ROOT = Path(__file__).parents[1]
-WAYS_IN = [f"docs/{name}.md" for name in "index life notation names ladder tape invariants "
-           "mutations exercises".split()] + ["README.md"]
-# In reading order.
-CHAPTERS = [f"zero3/{name}.py" for name in """
-    __init__ layer flat comm watch schedule sharded offload
-    guards/freed guards/placement guards/contents guards/gradients guards/options guards/version
-    files/memory files/disk files/in_file files/bench
-    optimizer/buckets optimizer/states optimizer/stage3
-    whole_model/units whole_model/materialise whole_model/wrap whole_model/__main__
-    checkpoint/tensor_files checkpoint/reader checkpoint/entries checkpoint/save_load
-    checkpoint/formats checkpoint/convert checkpoint/__main__
-    measure/ledger
-    estimate/predict estimate/formulas estimate/__main__
-    train/launch train/gpt train/job train/run train/report train/__main__
-    """.split()]
-
+INDEX = "docs/index.md"
+# Each of these files has a page.
+SOURCES = ("zero3/**/*.py", "docs/*.md", "notebooks/*.ipynb", "tests/*.py", "docs/**/*.py")
 STYLES = ("docs/*.css", "docs/*.js")
 # The number of children of MathML elements with a fixed number.
 PARTS = {"mfrac": 2, "msub": 2, "msup": 2, "msubsup": 3, "munder": 2, "mover": 2, "munderover": 3}
-
-
-def page_of(path: str) -> str:
-    """
-    ## The page of a file
-    """
-    folder = Path(path).parent.name
-    name = Path(path).stem.replace("__init__", "map").replace("__main__", "command")
-    alone = not path.endswith(".py") or folder == "zero3" or name.startswith("test_")
-    return f"{name}.html" if alone else f"{folder}-{name}.html"
 
 
 class Site:
@@ -91,10 +69,13 @@ class Site:
         """
         self.figures = figures
         self.problems: list[str] = []
-        self.chapters = [self.source(path) for path in CHAPTERS]
-        self.tests = [self.source(path) for path in found("tests/*.py")]
-        tools = (*found("docs/**/*.py"), "notebooks/run.py")
-        self.tools = [self.source(path) for path in tools]
+        chapters = (*contents.PATH, *contents.FURTHER, *contents.appendix())
+        # The files that the pages are made of, in reading order.
+        self.paths = [INDEX, *(item.path for chapter in chapters for item in chapter.items)]
+        python = [path for path in self.paths if path.endswith(".py")]
+        self.chapters = [self.source(path) for path in contents.sources()]
+        self.tests = [self.source(path) for path in python if path.startswith("tests/")]
+        self.tools = [self.source(path) for path in python if path.startswith(("docs/", "note"))]
         self.names = Names(self.chapters)
         # The tests that prove a section (file and name) or an invariant (number).
         self.proofs: dict[Any, list[tuple[Source, Row]]] = defaultdict(list)
@@ -103,9 +84,7 @@ class Site:
                 for claim in self.proven(test, row):
                     self.proofs[claim].append((test, row))
         # The page of each file, by its path from the root.
-        self.files = {path: page_of(path) for path in (*WAYS_IN, *found("notebooks/*.ipynb"))}
-        for source in (*self.chapters, *self.tests, *self.tools):
-            self.files[str(source.path.relative_to(ROOT))] = source.page
+        self.files = {path: page_of(path) for path in self.paths}
         # The page of each chapter, by file name without folder.
         self.by_name = {source.path.name: source.page for source in self.chapters}
         # For each page its HTML, and its headings with their levels and anchors.
@@ -237,8 +216,7 @@ class Site:
             code = source.code(row, links)
             self.expect(code.count('<span class="line"') == len(row.lines),
                         f"{source.path.name}: lines of `{row.name}` are missing or duplicated")
-            rows.append(f'<section class="row"><div class="prose">{prose}</div>'
-                        f'<pre class="code">{code}</pre></section>')
+            rows.append(laid_out(source, row, prose, code))
         return "\n".join(rows)
 
     def tested(self, proofs: list[tuple[Source, Row]]) -> str:
@@ -277,53 +255,21 @@ class Site:
         """
         for source in (*self.chapters, *self.tests, *self.tools):
             self.bodies[source.page] = self.annotated(source)
-        for path in found("notebooks/*.ipynb"):
-            self.bodies[page_of(path)] = self.notebook(path)
         proofs = {claim: self.tested(tests) for claim, tests in self.proofs.items()}
-        for path in WAYS_IN:
-            text = self.figures.fill(path, (ROOT / path).read_text(), proofs)
-            self.bodies[page_of(path)] = f'<div class="text">{self.prose(text, path)}</div>'
-        groups = {
-            "The way in": [page_of(path) for path in WAYS_IN],
-            "Notebooks": [page_of(path) for path in found("notebooks/*.ipynb")],
-            "The source": [source.page for source in self.chapters],
-            "The tests": [source.page for source in self.tests],
-            "How the book is made": [source.page for source in self.tools],
-        }
-        order = [page for pages in groups.values() for page in pages]
-        template = Template((ROOT / "docs/page.html").read_text())
-        return {page: self.framed(page, template, groups, order) for page in order}
-
-    def title(self, page: str) -> str:
-        own = (text for level, text, _ in self.headings[page] if level == 1)
-        return next(own, page.removesuffix(".html"))
-
-    def framed(self, page: str, template: Template, groups: dict, order: list[str]) -> str:
-        """
-        ### A complete page: the body, the tables of contents, and links to its neighbours
-        """
-        at = order.index(page)
-        around = {}
-        for name, i in (("before", at - 1), ("after", at + 1)):
-            there = order[i] if 0 <= i < len(order) else ""
-            title = escape(self.title(there)) if there else ""
-            around[name] = there and f'<a rel="{name}" href="{there}">{title}</a>'
-        lists = "".join(
-            f"<details{' open' * (i < 3)}><summary>{name}</summary><ul>" + "".join(
-                f'<li><a href="{other}"{" aria-current=page" * (other == page)}>'
-                f"{escape(self.title(other))}</a></li>" for other in pages) + "</ul></details>"
-            for i, (name, pages) in enumerate(groups.items()))
-        inside = "".join(f'<li class="h{level}"><a href="#{anchor}">{escape(text)}</a></li>'
-                         for level, text, anchor in self.headings[page] if level > 1)
-        return template.substitute(
-            title=escape(self.title(page)), pages=lists, contents=inside, body=self.bodies[page],
-            **around)
+        for path in self.paths:
+            if path.endswith(".ipynb"):
+                self.bodies[page_of(path)] = self.notebook(path)
+            elif path.endswith(".md"):
+                text = self.figures.fill(path, (ROOT / path).read_text(), proofs)
+                self.bodies[page_of(path)] = f'<div class="text">{self.prose(text, path)}</div>'
+        self.frame = Frame(self.bodies, self.headings)
+        return {page: self.frame.framed(page) for page in map(page_of, self.paths)}
 
     def search_index(self) -> str:
         """
         ### The entries of the search: headings, tests, and names
         """
-        entries = [(text, f"{page}#{anchor}", self.title(page))
+        entries = [(text, f"{page}#{anchor}", self.frame.title(page))
                    for page, headings in self.headings.items() for _, text, anchor in headings]
         entries += [(name, self.names.address(source.key, name), source.path.name)
                     for source in self.chapters for name in source.defined]
@@ -335,9 +281,12 @@ class Site:
         """
         ### Check links and anchors, and that a test proves each public name
         """
-        files = set(found("zero3/**/*.py"))
-        differ = files ^ set(CHAPTERS)
-        self.expect(not differ, f"`CHAPTERS` and the files of the package differ by {differ}")
+        for path in (path for pattern in SOURCES for path in found(pattern)):
+            self.expect(path in self.paths, f"{path} is neither on the path nor in the appendix")
+        for path in contents.TABLES:
+            self.expect((ROOT / path).read_text() == contents.with_tables(path),
+                        f"{path}: its table is not that of docs/contents.py; `python -m "
+                        "docs.contents --write`")
         beside = {"search.js", *self.figures.files, *(Path(path).name for pattern in STYLES
                                                       for path in found(pattern))}
         # In text and code `<` is escaped, so every `<` begins a tag.
@@ -361,12 +310,27 @@ class Site:
                             f"{source.path.name}: no test proves `{row.name}`")
 
 
+def laid_out(source: Source, row: Row, prose: str, code: str) -> str:
+    """
+    ## A row: prose beside its code
+
+    The head of a file stands alone, with its imports folded below it. Where there is much to read
+    about a line or two, the prose stands above the code, because beside it the column would be
+    empty.
+    """
+    code = f'<pre class="code">{code}</pre>' if row.lines else ""
+    if row is source.rows[0]:
+        if code and row.lines[-1] <= source.last_import:
+            code = (f'<details class="imports"><summary>Imports, lines {row.lines[0]} to '
+                    f"{row.lines[-1]}</summary>{code}</details>")
+        return f'<section class="head"><div class="text">{prose}</div>{code}</section>'
+    long = len(row.prose) > 500 + 250 * len(row.lines)
+    return (f'<section class="row{" above" * long}"><div class="prose">{prose}</div>{code}'
+            "</section>")
+
+
 def found(pattern: str) -> list[str]:
-    """
-    ## The files of the repository that match a pattern and are not empty
-    """
-    return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern)
-                  if path.stat().st_size)
+    return [item.path for item in contents.found(pattern)]
 
 
 def main(argv: list[str] | None = None) -> int:

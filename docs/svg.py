@@ -25,8 +25,8 @@ flight is striped, so that figures can be read without colours too.
 
 **Run this**: `make docs`.
 
-**Not covered, and what that costs**: text is not measured. A letter is taken to be 0.54 times as wide
-as the font is high, as in a wide font, so some texts have more room than they need.
+**Not covered, and what that costs**: text is not measured. A letter is taken to be 0.54 times as
+wide as the font is high, as in a wide font, so some texts have more room than they need.
 """
 
 from html import escape

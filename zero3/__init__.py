@@ -8,39 +8,43 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 
 | chapter | file | contents |
 |---|---|---|
-| 1 | `layer.py` | the heart: `Zero3Layer` and `Zero3Sequential` |
-| 1 | `flat.py` | the flat parameter: one buffer that all parameters of a layer are views of |
-| 1 | `comm.py` | the communicator: collectives between ranks, and the reduce in flight |
-| 1 | `watch.py` | when the backward pass of a layer begins and ends |
-| 1 | `schedule.py` | which layer is gathered next, and which stays full |
-| 1 | `sharded.py` | what a sharded layer offers its users: full parameters, clipping, errors |
-| 2 | `offload.py` | `Offload`: shards on the device, in CPU memory or in files |
-| 3 | `optimizer/stage3.py` | `Zero3Optimizer`: loss scale, clipping, micro-batches, the step |
-| 3 | `optimizer/states.py` | masters, moments and gradients of a shard, in any tier |
-| 3 | `optimizer/buckets.py` | small layers share a reduce-scatter |
-| 4 | `whole_model/wrap.py` | `wrap`: shard a whole model without changing it |
-| 4 | `whole_model/units.py` | layers of a whole model, prefetched in an order that was recorded |
-| 4 | `whole_model/materialise.py` | models larger than memory: built and read layer by layer |
-| 5 | `checkpoint/save_load.py` | `save` and `load`: on any number of ranks, beside training |
-| 5 | `checkpoint/entries.py` | the contents of a checkpoint: model, optimizer, random states |
-| 5 | `checkpoint/reader.py` | a checkpoint on disk, complete or absent |
-| 5 | `checkpoint/tensor_files.py` | files of tensors: streamed writes, reads of ranges, checksums |
-| 5 | `checkpoint/formats.py`, `convert.py` | formats of other libraries, and the command line |
+| 4 | `layer.py` | the heart: `Zero3Layer` and `Zero3Sequential` |
+| 4 | `flat.py` | the flat parameter: one buffer that all parameters of a layer are views of |
+| 4 | `watch.py` | when the backward pass of a layer begins and ends |
+| 4 | `schedule.py` | which layer is gathered next, and which stays full |
+| 4 | `sharded.py` | what a sharded layer offers its users: full parameters, clipping, errors |
+| 5 | `comm.py` | the communicator: collectives between ranks, and the reduce in flight |
+| 6 | `offload.py` | `Offload`: shards on the device, in CPU memory or in files |
+| 6 | `files/in_file.py` | tensors in a file, read ahead into a few buffers |
+| 6 | `files/disk.py` | reads and writes past the page cache |
+| 6 | `files/memory.py` | pinned CPU memory, and how much memory is left |
+| 6 | `files/bench.py` | the speed of a disk |
+| 7 | `optimizer/stage3.py` | `Zero3Optimizer`: loss scale, clipping, micro-batches, the step |
+| 7 | `optimizer/states.py` | masters, moments and gradients of a shard, in any tier |
+| 7 | `optimizer/buckets.py` | small layers share a reduce-scatter |
+| 8 | `whole_model/wrap.py` | `wrap`: shard a whole model without changing it |
+| 8 | `whole_model/units.py` | layers of a whole model, prefetched in an order that was recorded |
+| 8 | `whole_model/materialise.py` | models larger than memory: built and read layer by layer |
+| 9 | `checkpoint/save_load.py` | `save` and `load`: on any number of ranks, beside training |
+| 9 | `checkpoint/entries.py` | the contents of a checkpoint: model, optimizer, random states |
+| 9 | `checkpoint/reader.py` | a checkpoint on disk, complete or absent |
+| 9 | `checkpoint/tensor_files.py` | files of tensors: streamed writes, reads of ranges, checksums |
+| 9 | `checkpoint/formats.py` | formats of other libraries |
+| 9 | `checkpoint/convert.py` | converting between them |
 | measuring | `measure/ledger.py` | `Ledger`: measured bytes that a rank sends, holds and reads |
 | measuring | `estimate/predict.py` | `predict`: the same bytes, from shapes |
 | measuring | `estimate/formulas.py` | the papers' formulas; `python -m zero3.estimate` |
-| files | `files/in_file.py` | tensors in a file, read ahead into a few buffers |
-| files | `files/disk.py`, `bench.py` | reads and writes past the page cache, and their speed |
-| files | `files/memory.py` | pinned CPU memory, and how much memory is left |
 | guards | `guards/freed.py` | a freed parameter, which reports every use |
 | guards | `guards/placement.py` | the same parameters on every rank, on the right device |
 | guards | `guards/contents.py` | modules and libraries around a sharded model |
 | guards | `guards/gradients.py` | gradients of shards, and clipping by the norm of the whole |
-| guards | `guards/options.py`, `version.py` | checks of arguments; version and commit |
-| application | `train/gpt.py` | a byte-level GPT, as a list of layers |
-| application | `train/job.py`, `run.py` | the main job; its ranks and checkpoints |
-| application | `train/report.py` | its table and pictures |
-| application | `train/launch.py` | ranks started from Python, for notebooks and tests |
+| guards | `guards/options.py` | checks of arguments |
+| guards | `guards/version.py` | version and commit |
+| a training job | `train/job.py` | the main job, `make train` |
+| a training job | `train/gpt.py` | a byte-level GPT, as a list of layers |
+| a training job | `train/run.py` | its ranks and its checkpoints |
+| a training job | `train/report.py` | its table and pictures |
+| a training job | `train/launch.py` | ranks started from Python, for notebooks and tests |
 
 Ten invariants always hold. Each has a number, and a test that fails if it is broken:
 

@@ -1,0 +1,297 @@
+"""
+# The order of the book
+
+One list says which pages there are and in which order they are read. The sidebar, the links at the
+foot of each page, the index, and the tables in the README and in `zero3/__init__.py` all come from
+it.
+
+The *path* has nine chapters. Each has a first page, which is read in order, and pages for readers
+who want more: the other files of the same folder, and a notebook. Further chapters follow. The
+appendix has everything that is looked up and not read: reference, exercises, tests, and the source
+of the book itself.
+
+| kind | for example | in the tables as |
+|---|---|---|
+| chapter of the path | `zero3/comm.py` | 5 |
+| further chapter | `zero3/measure/ledger.py` | measuring |
+| appendix | `docs/names.md` | |
+
+The minutes of a page are estimated from its length: a reader takes in 220 words of prose in a
+minute, or 15 lines of code.
+
+**Run this**: `python -m docs.contents` prints the list; with `--write` it also writes the tables.
+
+**Not covered, and what that costs**: figures and tables of numbers take time, too, but are not
+counted. So a page with many of them takes longer than it says.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+WORDS_PER_MINUTE = 220
+LINES_PER_MINUTE = 15
+HEAD = "| chapter | file | contents |\n|---|---|---|\n"
+NOTEBOOKS = "| | notebook | question |\n|---|---|---|\n"
+# The files with tables, and the folder that their links begin in. One without links has no folder.
+TABLES = {"README.md": "zero3/", "zero3/__init__.py": None}
+
+
+@dataclass(frozen=True)
+class Item:
+    """
+    ## A page
+
+    * `path` is the file that it is made of, from the root of the repository
+    * `about` says in a few words what is in it
+    """
+
+    path: str
+    about: str = ""
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """
+    ## A chapter: a page to read first, and more pages
+
+    * `name` is the short title in the sidebar
+    """
+
+    name: str
+    first: Item
+    more: tuple[Item, ...] = ()
+
+    @property
+    def items(self) -> tuple[Item, ...]:
+        return (self.first, *self.more)
+
+
+def chapter(name: str, *items: tuple[str, str]) -> Chapter:
+    first, *more = (Item(*item) for item in items)
+    return Chapter(name, first, tuple(more))
+
+
+PATH = (
+    chapter(
+        "The problem",
+        ("docs/problem.md", "why one GPU is too small, and what can be cut"),
+        ("docs/calculator.md", "the memory of any model on any number of ranks"),
+        ("docs/ladder.md", "seven ways to train one model, measured"),
+        ("notebooks/01_where_the_memory_goes.ipynb",
+         "How many bytes does training need for each parameter?")),
+    chapter(
+        "One layer, with numbers",
+        ("docs/life.md", "three weights on two ranks, from initialisation to update"),
+        ("notebooks/03_one_layer.ipynb", "How does `Zero3Layer` work, step by step?")),
+    chapter(
+        "The tape",
+        ("docs/tape.md", "a recorded training step, event by event"),
+        ("notebooks/04_a_transformer.ipynb",
+         "Do many layers overlap, and do the bytes add up?")),
+    chapter(
+        "The heart",
+        ("zero3/layer.py", "the heart: `Zero3Layer` and `Zero3Sequential`"),
+        ("zero3/flat.py",
+         "the flat parameter: one buffer that all parameters of a layer are views of"),
+        ("zero3/watch.py", "when the backward pass of a layer begins and ends"),
+        ("zero3/schedule.py", "which layer is gathered next, and which stays full"),
+        ("zero3/sharded.py",
+         "what a sharded layer offers its users: full parameters, clipping, errors")),
+    chapter(
+        "Communication",
+        ("zero3/comm.py", "the communicator: collectives between ranks, and the reduce in flight"),
+        ("notebooks/02_collectives.ipynb", "How much does each collective send?")),
+    chapter(
+        "Offload",
+        ("zero3/offload.py", "`Offload`: shards on the device, in CPU memory or in files"),
+        ("zero3/files/in_file.py", "tensors in a file, read ahead into a few buffers"),
+        ("zero3/files/disk.py", "reads and writes past the page cache"),
+        ("zero3/files/memory.py", "pinned CPU memory, and how much memory is left"),
+        ("zero3/files/bench.py", "the speed of a disk"),
+        ("notebooks/05_offload.ipynb", "How much do CPU memory and files save, and cost?")),
+    chapter(
+        "The optimizer",
+        ("zero3/optimizer/stage3.py",
+         "`Zero3Optimizer`: loss scale, clipping, micro-batches, the step"),
+        ("zero3/optimizer/states.py", "masters, moments and gradients of a shard, in any tier"),
+        ("zero3/optimizer/buckets.py", "small layers share a reduce-scatter"),
+        ("notebooks/06_optimizer.ipynb", "Why masters, loss scales and norms?")),
+    chapter(
+        "Whole models",
+        ("zero3/whole_model/wrap.py", "`wrap`: shard a whole model without changing it"),
+        ("zero3/whole_model/units.py",
+         "layers of a whole model, prefetched in an order that was recorded"),
+        ("zero3/whole_model/materialise.py",
+         "models larger than memory: built and read layer by layer"),
+        ("zero3/whole_model/__main__.py", "its command line"),
+        ("notebooks/07_whole_models.ipynb", "How is a model prefetched that is no chain?")),
+    chapter(
+        "Checkpoints",
+        ("zero3/checkpoint/save_load.py",
+         "`save` and `load`: on any number of ranks, beside training"),
+        ("zero3/checkpoint/entries.py",
+         "the contents of a checkpoint: model, optimizer, random states"),
+        ("zero3/checkpoint/reader.py", "a checkpoint on disk, complete or absent"),
+        ("zero3/checkpoint/tensor_files.py",
+         "files of tensors: streamed writes, reads of ranges, checksums"),
+        ("zero3/checkpoint/formats.py", "formats of other libraries"),
+        ("zero3/checkpoint/convert.py", "converting between them"),
+        ("zero3/checkpoint/__main__.py", "its command line"),
+        ("notebooks/08_checkpoints.ipynb", "How does a run resume on other ranks?")),
+)
+
+FURTHER = (
+    chapter(
+        "Measuring",
+        ("zero3/measure/ledger.py",
+         "`Ledger`: measured bytes that a rank sends, holds and reads"),
+        ("zero3/estimate/predict.py", "`predict`: the same bytes, from shapes"),
+        ("zero3/estimate/formulas.py", "the papers' formulas; `python -m zero3.estimate`"),
+        ("zero3/estimate/__main__.py", "its command line")),
+    chapter(
+        "Guards",
+        ("zero3/guards/freed.py", "a freed parameter, which reports every use"),
+        ("zero3/guards/placement.py", "the same parameters on every rank, on the right device"),
+        ("zero3/guards/contents.py", "modules and libraries around a sharded model"),
+        ("zero3/guards/gradients.py",
+         "gradients of shards, and clipping by the norm of the whole"),
+        ("zero3/guards/options.py", "checks of arguments"),
+        ("zero3/guards/version.py", "version and commit")),
+    chapter(
+        "A training job",
+        ("zero3/train/job.py", "the main job, `make train`"),
+        ("zero3/train/gpt.py", "a byte-level GPT, as a list of layers"),
+        ("zero3/train/run.py", "its ranks and its checkpoints"),
+        ("zero3/train/report.py", "its table and pictures"),
+        ("zero3/train/launch.py", "ranks started from Python, for notebooks and tests"),
+        ("zero3/train/__main__.py", "its command line")),
+)
+
+
+def page_of(path: str) -> str:
+    """
+    ## The page of a file
+    """
+    folder = Path(path).parent.name
+    name = Path(path).stem.replace("__init__", "map").replace("__main__", "command")
+    alone = not path.endswith(".py") or folder == "zero3" or name.startswith("test_")
+    return f"{name}.html" if alone else f"{folder}-{name}.html"
+
+
+def found(pattern: str) -> tuple[Item, ...]:
+    """
+    ## The files of the repository that match a pattern and are not empty
+    """
+    return tuple(Item(str(path.relative_to(ROOT))) for path in sorted(ROOT.glob(pattern))
+                 if path.stat().st_size)
+
+
+REFERENCE = Chapter("Reference", Item("zero3/__init__.py", "the files of the package"), (
+    Item("README.md", "how to use it: complete programs"),
+    Item("docs/invariants.md", "ten guarantees, and the tests of each"),
+    Item("docs/notation.md", "symbols and words"),
+    Item("docs/names.md", "our names, and those of other libraries"),
+    Item("docs/elsewhere.md", "how FSDP2 and DeepSpeed do it")))
+PRACTICE = Chapter("Practice", Item("docs/exercises.md", "write the central functions yourself"), (
+    Item("docs/mutations.md", "remove a line, and guess what breaks"),))
+
+
+def appendix() -> tuple[Chapter, ...]:
+    """
+    ## The chapters of the appendix
+    """
+    tests = found("tests/*.py")
+    tools = (*found("docs/**/*.py"), *found("notebooks/*.py"))
+    own = [item for item in tools if not re.search(r"notebooks/\d", item.path)]
+    return (REFERENCE, PRACTICE, Chapter("Tests", tests[0], tests[1:]),
+            Chapter("How the book is made", own[0], tuple(own[1:])))
+
+
+def sources() -> list[str]:
+    """
+    ## The files of the package, in reading order
+    """
+    items = [item for each in (*PATH, *FURTHER, REFERENCE) for item in each.items]
+    return [item.path for item in items if item.path.startswith("zero3/")]
+
+
+def minutes(words: int, lines: int) -> int:
+    """
+    ## How long a page takes to read, at least a minute
+    """
+    return max(1, round(words / WORDS_PER_MINUTE + lines / LINES_PER_MINUTE))
+
+
+# --------------------------------------------------------------------------------------- the tables
+
+
+def rows(prefix: str | None) -> Iterator[str]:
+    """
+    ## The rows of the table of files
+
+    * `prefix` begins the links of the files; without one, there are no links
+    """
+    numbered = [(str(number), each) for number, each in enumerate(PATH, 1)]
+    named = [(each.name.lower(), each) for each in FURTHER]
+    for number, each in (*numbered, *named):
+        for item in each.items:
+            if item.path.startswith("zero3/") and not item.path.endswith("__main__.py"):
+                short = item.path.removeprefix("zero3/")
+                link = f"`{short}`" if prefix is None else f"[`{short}`]({prefix}{short})"
+                yield f"| {number} | {link} | {item.about} |"
+
+
+def notebook_rows() -> Iterator[str]:
+    """
+    ## The rows of the table of notebooks, in the order of their numbers
+    """
+    items = [item for each in PATH for item in each.items if item.path.endswith(".ipynb")]
+    for item in sorted(items, key=lambda each: each.path):
+        number, _, name = Path(item.path).stem.partition("_")
+        yield f"| {int(number)} | [{name.replace('_', ' ')}]({item.path}) | {item.about} |"
+
+
+def with_tables(path: str) -> str:
+    """
+    ## The text of a file, with its tables as the list says
+
+    Raises `ValueError` if the file has no table with the right head.
+    """
+    text = (ROOT / path).read_text()
+    tables = {HEAD: rows(TABLES[path])}
+    if TABLES[path]:
+        tables[NOTEBOOKS] = notebook_rows()
+    for head, lines in tables.items():
+        before, found_head, rest = text.partition(head)
+        if not found_head:
+            raise ValueError(f"{path} has no table of files. Expected: a table that begins with "
+                             f"{head!r}. What to do: put its head there, and run `python -m "
+                             "docs.contents --write`.")
+        text = before + head + "\n".join(lines) + "\n" + re.sub(r"\A(\|.*\n)*", "", rest)
+    return text
+
+
+def main(argv: list[str] | None = None) -> int:
+    """
+    ## Print the list, or write the tables
+    """
+    parser = argparse.ArgumentParser(prog="docs.contents", description="The order of the book.")
+    parser.add_argument("--write", action="store_true", help="write the tables into the files")
+    args = parser.parse_args(argv)
+    for path in TABLES:
+        if args.write:
+            (ROOT / path).write_text(with_tables(path))
+    for number, each in enumerate((*PATH, *FURTHER, *appendix()), 1):
+        print(f"{number:2} {each.name}")
+        for item in each.items:
+            print(f"     {item.path:44} {item.about}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

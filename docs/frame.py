@@ -1,0 +1,203 @@
+"""
+# The frame of a page
+
+`Frame` puts a page into its place in the book: a sidebar with the path, a line that says which
+chapter this is and how long the rest takes, and links to the neighbours.
+
+A reader of page 2 of chapter 4 sees
+
+| where | text |
+|---|---|
+| sidebar | the nine chapters; the pages of chapter 4 below its name |
+| above the text | In chapter 4 of 9, *The heart*: page 2 of 5 · 6 minutes |
+| at the foot | ← the first page of the chapter; its third page → |
+
+The path leads from first page to first page. Someone who turns off to a second page is led through
+the rest of that chapter, and from there on to the next one.
+
+**Run this**: `make docs`.
+
+**Not covered, and what that costs**: the frame does not know which pages somebody has read, because
+a page that is opened from a file cannot reliably store it. So the minutes left are counted from the
+place on the path.
+"""
+
+import re
+from collections import defaultdict
+from html import escape, unescape
+from string import Template
+
+from docs import contents
+from docs.contents import ROOT, Chapter, page_of
+
+
+class Frame:
+    """
+    ## The sidebar, the place and the neighbours of each page
+    """
+
+    def __init__(self, bodies: dict[str, str], headings: dict[str, list[tuple[int, str, str]]]):
+        """
+        ### Read the list of contents
+
+        * `bodies` has the HTML of each page
+        * `headings` has its headings, each with level, text and anchor
+        """
+        self.bodies = bodies
+        self.headings = headings
+        self.template = Template((ROOT / "docs/page.html").read_text())
+        self.appendix = contents.appendix()
+        # The chapters in reading order, and the place of each page: its chapter, and its number
+        # within the chapter, from 0.
+        self.chapters = (*contents.PATH, *contents.FURTHER, *self.appendix)
+        self.places: dict[str, tuple[Chapter, int]] = defaultdict()
+        for chapter in self.chapters:
+            for i, item in enumerate(chapter.items):
+                self.places[page_of(item.path)] = chapter, i
+        self.minutes = {page: minutes(body) for page, body in bodies.items()}
+
+    def title(self, page: str) -> str:
+        """
+        ### The title of a page
+        """
+        own = (text for level, text, _ in self.headings.get(page, ()) if level == 1)
+        return next(own, page.removesuffix(".html"))
+
+    def framed(self, page: str) -> str:
+        """
+        ### A complete page
+        """
+        before, after = self.neighbours(page)
+        inside = "".join(f'<li class="h{level}"><a href="#{anchor}">{escape(text)}</a></li>'
+                         for level, text, anchor in self.headings.get(page, ()) if level > 1)
+        source = next((item.path for item in self._items() if page_of(item.path) == page), "")
+        return self.template.substitute(
+            title=escape(self.title(page)), pages=self.sidebar(page), contents=inside,
+            place=self.place(page), body=self.bodies[page], file=source.removeprefix("zero3/"),
+            more=self.more(page), before=self.link(before, "before"),
+            after=self.link(after, "after"))
+
+    def _items(self) -> list[contents.Item]:
+        return [item for chapter in self.chapters for item in chapter.items]
+
+    # ---------------------------------------------------------------------------------- the place
+
+    def place(self, page: str) -> str:
+        """
+        ### The line above the text: which chapter this is, and how long the rest takes
+        """
+        if page not in self.places:
+            return ""
+        chapter, i = self.places[page]
+        parts = [f"{self.minutes[page]} min"]
+        if chapter in contents.PATH:
+            number = contents.PATH.index(chapter) + 1
+            where = f"Chapter {number} of {len(contents.PATH)}"
+            left = sum(self.minutes[page_of(each.first.path)] for each in contents.PATH[number:])
+            if not i and left:
+                parts.append(f"then {left} min to the end of the path")
+            if i:
+                where = f"In chapter {number} of {len(contents.PATH)}"
+        elif chapter in contents.FURTHER:
+            where = "Further chapter"
+        else:
+            where = "Appendix"
+            parts = []
+        if i or chapter not in contents.PATH:
+            parts.insert(0, f"page {i + 1} of {len(chapter.items)}")
+        first = page_of(chapter.first.path)
+        name = escape(chapter.name)
+        linked = f'<a href="{first}">{name}</a>' if i else name
+        return f'<p class="place"><b>{where}: {linked}</b> · {" · ".join(parts)}</p>'
+
+    def sidebar(self, page: str) -> str:
+        """
+        ### All chapters, with the pages of the one that is open
+        """
+        here = self.places.get(page, (None, 0))[0]
+        path = "".join(self._entry(each, here, page) for each in contents.PATH)
+        further = "".join(self._entry(each, here, page) for each in contents.FURTHER)
+        appendix = "".join(self._entry(each, here, page) for each in self.appendix)
+        return (f'<p>The path</p><ol class="path">{path}</ol><p>Further chapters</p>'
+                f"<ul>{further}</ul><p>Appendix</p><ul>{appendix}</ul>")
+
+    def _entry(self, chapter: Chapter, here: Chapter | None, page: str) -> str:
+        """
+        #### A chapter in the sidebar
+        """
+        first = page_of(chapter.first.path)
+        current = ' aria-current="page"' * (first == page)
+        inside = ""
+        if chapter is here and len(chapter.items) > 1:
+            inside = "".join(self._line(page_of(item.path), page) for item in chapter.more)
+            inside = f"<ul>{inside}</ul>"
+        name = escape(chapter.name)
+        state = ' class="here"' * (chapter is here)
+        return f'<li{state}><a href="{first}"{current}>{name}</a>{inside}</li>'
+
+    def _line(self, other: str, page: str) -> str:
+        current = ' aria-current="page"' * (other == page)
+        return f'<li><a href="{other}"{current}>{escape(self.title(other))}</a></li>'
+
+    # ----------------------------------------------------------------------------- the neighbours
+
+    def neighbours(self, page: str) -> tuple[str, str]:
+        """
+        ### The pages before and after, or an empty text at either end
+        """
+        firsts = [page_of(chapter.first.path) for chapter in self.chapters]
+        if page not in self.places:
+            return "", firsts[0]
+        chapter, i = self.places[page]
+        number = self.chapters.index(chapter)
+        pages = [page_of(item.path) for item in chapter.items]
+        following = firsts[number + 1] if number + 1 < len(firsts) else ""
+        if not i and chapter in contents.PATH:
+            return (firsts[number - 1] if number else "index.html"), following
+        if i:
+            return pages[i - 1], (pages[i + 1] if i + 1 < len(pages) else following)
+        last = [page_of(item.path) for item in self.chapters[number - 1].items][-1]
+        before = firsts[number - 1] if self.chapters[number - 1] in contents.PATH else last
+        return before, (pages[1] if len(pages) > 1 else following)
+
+    def more(self, page: str) -> str:
+        """
+        ### At the foot of a chapter's first page: its other pages
+        """
+        chapter, i = self.places.get(page, (None, 0))
+        if chapter not in contents.PATH or i or not chapter.more:
+            return ""
+        items = "".join(
+            f'<li><a href="{page_of(item.path)}">{escape(self.title(page_of(item.path)))}</a> '
+            f"<small>{self.minutes[page_of(item.path)]} min</small></li>" for item in chapter.more)
+        return f'<nav class="more" aria-label="More in this chapter"><p>More in this chapter</p>' \
+               f"<ul>{items}</ul></nav>"
+
+    def link(self, page: str, name: str) -> str:
+        """
+        ### A link to a neighbour, with the number of its chapter if it begins one
+        """
+        if not page:
+            return ""
+        chapter, i = self.places.get(page, (None, 0))
+        title = self.title(page)
+        if chapter and not i:
+            title = chapter.name
+            if chapter in contents.PATH:
+                title = f"{contents.PATH.index(chapter) + 1}. {title}"
+        return f'<a rel="{name}" href="{page}">{escape(title)}</a>'
+
+
+def minutes(html: str) -> int:
+    """
+    ## How long it takes to read a page
+
+    Folded parts, pictures and the output of notebooks are left out.
+    """
+    lines = html.count('<span class="line"')
+    cells = re.findall(r'<pre class="cell">.*?</pre>', html, re.DOTALL)
+    lines += sum(cell.count("\n") for cell in cells)
+    for tag in ("details", "pre", "svg", "math"):
+        html = re.sub(rf"<{tag}\b.*?</{tag}>", " ", html, flags=re.DOTALL)
+    words = unescape(re.sub(r"<[^>]*>", " ", html)).split()
+    return contents.minutes(len(words), lines)
