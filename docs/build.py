@@ -52,6 +52,10 @@ INDEX = "docs/index.md"
 # Each of these files has a page.
 SOURCES = ("zero3/**/*.py", "docs/*.md", "notebooks/*.ipynb", "tests/*.py", "docs/**/*.py")
 STYLES = ("docs/*.css", "docs/*.js")
+# The colours of numbers in tables, by a word of the row's first cell. The first one that fits
+# counts.
+MEANT = {r"reduce": "reduced", r"gradient|divide": "grad", r"moment|state|master": "state",
+         r"unshard|gather|whole|flat|full": "whole", r"shard|rest|step|file": "shard"}
 # The number of children of MathML elements with a fixed number.
 PARTS = {"mfrac": 2, "msub": 2, "msup": 2, "msubsup": 3, "munder": 2, "mover": 2, "munderover": 3}
 
@@ -142,8 +146,9 @@ class Site:
         """
         text = tokens[i].content
         at = env["at"]
-        # Let a long name break after an underscore.
-        html = f"<code>{escape(text, quote=False).replace('_', '_<wbr>')}</code>"
+        # Let a long name break after an underscore, but not after its first letter.
+        broken = re.sub(r"(?<=[a-z])_", "_<wbr>", escape(text, quote=False))
+        html = f"<code>{broken}</code>"
         one = self.names.find(text.removesuffix("()"), at)
         target = self.names.address(*one, at) if one else self.by_name.get(text)
         # Links cannot be nested.
@@ -156,7 +161,7 @@ class Site:
         text = escape(tokens[i].content, quote=False)
         if re.fullmatch(r"[\d.]+( [\d.]+)+", text):
             # The elements of a tensor stay on one line.
-            return text.replace(" ", "&nbsp;")
+            return f'<span class="n">{text.replace(" ", "&nbsp;")}</span>'
         self.expect("$" not in text, f"a formula has no end: {text}")
         link = r'<a href="invariants.html#i\1">I\1</a>'
         return text if tokens[i].meta else re.sub(r"\bI(10|[1-9])\b", link, text)
@@ -190,6 +195,7 @@ class Site:
                 linked = child.type == "link_open" or (linked and child.type != "link_close")
                 child.meta = {"linked": True} if linked else {}
         html = self.markdown.renderer.render(tokens, self.markdown.options, env)
+        html = re.sub(r"<tr>\s*<td>.*?</tr>", lambda row: meant(row[0]), html, flags=re.DOTALL)
         return re.sub(r'(<h\d id="([^"]+)">.*?)(?=</h)', r'\1<a class="anchor" href="#\2" '
                       'aria-label="link to this section"></a>', html)
 
@@ -204,7 +210,8 @@ class Site:
         origin = str(source.path.relative_to(ROOT))
         for row in source.rows:
             text = re.sub(r"\n(?=Proves )", "\n\n", row.prose)
-            prose = self.prose(text, origin, source)
+            file = origin.removeprefix("zero3/")
+            prose = self.figures.place(file, row.name, self.prose(text, origin, source))
             if row.name and not row.heading:
                 # Tests have no headings. Their names are sentences.
                 title = row.name.removeprefix("test_").replace("_", " ")
@@ -212,7 +219,7 @@ class Site:
                 prose = f'<h3 id="{row.anchor}">{escape(title)}</h3>{prose}'
             if source in self.chapters:
                 prose += self.tested(self.proofs.get((source.key, row.name), []))
-                prose += self.figures.beside(origin.removeprefix("zero3/"), row.lines)
+                prose += self.figures.beside(file, row.lines)
             code = source.code(row, links)
             self.expect(code.count('<span class="line"') == len(row.lines),
                         f"{source.path.name}: lines of `{row.name}` are missing or duplicated")
@@ -229,6 +236,24 @@ class Site:
                         for test, row in proofs)
         count = f"{len(proofs)} test{'s' * (len(proofs) > 1)}"
         return f'<details class="tests"><summary>{count}</summary><ul>{items}</ul></details>'
+
+    def text(self, path: str, values: dict[str, str]) -> str:
+        """
+        ### A page of text, with its figures
+
+        * `values` are more figures, by name
+        """
+        text = self.figures.fill(path, (ROOT / path).read_text(), values)
+        return f'<div class="text">{self.prose(text, path)}</div>'
+
+    def counted(self) -> str:
+        """
+        ### How many tests prove how many sections
+        """
+        sections = [claim for claim in self.proofs if isinstance(claim, tuple)]
+        tests = {(test.page, row.name) for proofs in self.proofs.values() for test, row in proofs}
+        return (f"{len(sections)} sections of the source link to the {len(tests)} tests that "
+                "prove them.")
 
     def notebook(self, path: str) -> str:
         """
@@ -255,14 +280,16 @@ class Site:
         """
         for source in (*self.chapters, *self.tests, *self.tools):
             self.bodies[source.page] = self.annotated(source)
-        proofs = {claim: self.tested(tests) for claim, tests in self.proofs.items()}
-        for path in self.paths:
+        proofs = {f"proofs.{claim}": self.tested(tests) for claim, tests in self.proofs.items()}
+        for path in (path for path in self.paths if path != INDEX):
             if path.endswith(".ipynb"):
                 self.bodies[page_of(path)] = self.notebook(path)
             elif path.endswith(".md"):
-                text = self.figures.fill(path, (ROOT / path).read_text(), proofs)
-                self.bodies[page_of(path)] = f'<div class="text">{self.prose(text, path)}</div>'
+                self.bodies[page_of(path)] = self.text(path, proofs)
         self.frame = Frame(self.bodies, self.headings)
+        # The index says how long the other pages are.
+        about = {"path": self.frame.path(), "tests.sentence": self.counted()}
+        self.bodies[page_of(INDEX)] = self.text(INDEX, about)
         return {page: self.frame.framed(page) for page in map(page_of, self.paths)}
 
     def search_index(self) -> str:
@@ -308,6 +335,17 @@ class Site:
                 public = row.name and (row.level == 2 or row.level == 3)
                 self.expect(not public or (source.key, row.name) in self.proofs,
                             f"{source.path.name}: no test proves `{row.name}`")
+
+
+def meant(row: str) -> str:
+    """
+    ## A row of a table, its numbers in the colour of what they are
+
+    The first cell says what they are: a shard, for instance.
+    """
+    first = re.sub("<[^>]*>", "", row.partition("</td>")[0])
+    kind = next((kind for word, kind in MEANT.items() if re.search(word, first)), "")
+    return row.replace('class="n"', f'class="n {kind}"') if kind else row
 
 
 def laid_out(source: Source, row: Row, prose: str, code: str) -> str:

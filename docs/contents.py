@@ -59,10 +59,11 @@ class Chapter:
     """
     ## A chapter: a page to read first, and more pages
 
-    * `name` is the short title in the sidebar
+    * `name` is the short title in the sidebar, and `about` a phrase on the index
     """
 
     name: str
+    about: str
     first: Item
     more: tuple[Item, ...] = ()
 
@@ -71,14 +72,15 @@ class Chapter:
         return (self.first, *self.more)
 
 
-def chapter(name: str, *items: tuple[str, str]) -> Chapter:
+def chapter(name: str, about: str, *items: tuple[str, str]) -> Chapter:
     first, *more = (Item(*item) for item in items)
-    return Chapter(name, first, tuple(more))
+    return Chapter(name, about, first, tuple(more))
 
 
 PATH = (
     chapter(
         "The problem",
+        "why every rank is full, and the three things that can be cut",
         ("docs/problem.md", "why one GPU is too small, and what can be cut"),
         ("docs/calculator.md", "the memory of any model on any number of ranks"),
         ("docs/ladder.md", "seven ways to train one model, measured"),
@@ -86,15 +88,18 @@ PATH = (
          "How many bytes does training need for each parameter?")),
     chapter(
         "One layer, with numbers",
+        "three weights on two ranks, from initialisation to update",
         ("docs/life.md", "three weights on two ranks, from initialisation to update"),
         ("notebooks/03_one_layer.ipynb", "How does `Zero3Layer` work, step by step?")),
     chapter(
         "The tape",
+        "a whole training step, event by event",
         ("docs/tape.md", "a recorded training step, event by event"),
         ("notebooks/04_a_transformer.ipynb",
          "Do many layers overlap, and do the bytes add up?")),
     chapter(
         "The heart",
+        "the code: shard, unshard, forward, backward, reduce",
         ("zero3/layer.py", "the heart: `Zero3Layer` and `Zero3Sequential`"),
         ("zero3/flat.py",
          "the flat parameter: one buffer that all parameters of a layer are views of"),
@@ -104,10 +109,12 @@ PATH = (
          "what a sharded layer offers its users: full parameters, clipping, errors")),
     chapter(
         "Communication",
+        "collectives, streams, and the same order on all ranks",
         ("zero3/comm.py", "the communicator: collectives between ranks, and the reduce in flight"),
         ("notebooks/02_collectives.ipynb", "How much does each collective send?")),
     chapter(
         "Offload",
+        "shards in CPU memory and in files",
         ("zero3/offload.py", "`Offload`: shards on the device, in CPU memory or in files"),
         ("zero3/files/in_file.py", "tensors in a file, read ahead into a few buffers"),
         ("zero3/files/disk.py", "reads and writes past the page cache"),
@@ -116,6 +123,7 @@ PATH = (
         ("notebooks/05_offload.ipynb", "How much do CPU memory and files save, and cost?")),
     chapter(
         "The optimizer",
+        "masters, loss scales, norms, and states in any tier",
         ("zero3/optimizer/stage3.py",
          "`Zero3Optimizer`: loss scale, clipping, micro-batches, the step"),
         ("zero3/optimizer/states.py", "masters, moments and gradients of a shard, in any tier"),
@@ -123,6 +131,7 @@ PATH = (
         ("notebooks/06_optimizer.ipynb", "Why masters, loss scales and norms?")),
     chapter(
         "Whole models",
+        "models that are no chain, and larger than memory",
         ("zero3/whole_model/wrap.py", "`wrap`: shard a whole model without changing it"),
         ("zero3/whole_model/units.py",
          "layers of a whole model, prefetched in an order that was recorded"),
@@ -132,6 +141,7 @@ PATH = (
         ("notebooks/07_whole_models.ipynb", "How is a model prefetched that is no chain?")),
     chapter(
         "Checkpoints",
+        "save on two ranks, load on three",
         ("zero3/checkpoint/save_load.py",
          "`save` and `load`: on any number of ranks, beside training"),
         ("zero3/checkpoint/entries.py",
@@ -148,6 +158,7 @@ PATH = (
 FURTHER = (
     chapter(
         "Measuring",
+        "predict bytes, and record them",
         ("zero3/measure/ledger.py",
          "`Ledger`: measured bytes that a rank sends, holds and reads"),
         ("zero3/estimate/predict.py", "`predict`: the same bytes, from shapes"),
@@ -155,6 +166,7 @@ FURTHER = (
         ("zero3/estimate/__main__.py", "its command line")),
     chapter(
         "Guards",
+        "errors for what cannot be right",
         ("zero3/guards/freed.py", "a freed parameter, which reports every use"),
         ("zero3/guards/placement.py", "the same parameters on every rank, on the right device"),
         ("zero3/guards/contents.py", "modules and libraries around a sharded model"),
@@ -164,6 +176,7 @@ FURTHER = (
         ("zero3/guards/version.py", "version and commit")),
     chapter(
         "A training job",
+        "the main job and its parts",
         ("zero3/train/job.py", "the main job, `make train`"),
         ("zero3/train/gpt.py", "a byte-level GPT, as a list of layers"),
         ("zero3/train/run.py", "its ranks and its checkpoints"),
@@ -191,14 +204,20 @@ def found(pattern: str) -> tuple[Item, ...]:
                  if path.stat().st_size)
 
 
-REFERENCE = Chapter("Reference", Item("zero3/__init__.py", "the files of the package"), (
-    Item("README.md", "how to use it: complete programs"),
-    Item("docs/invariants.md", "ten guarantees, and the tests of each"),
-    Item("docs/notation.md", "symbols and words"),
-    Item("docs/names.md", "our names, and those of other libraries"),
-    Item("docs/elsewhere.md", "how FSDP2 and DeepSpeed do it")))
-PRACTICE = Chapter("Practice", Item("docs/exercises.md", "write the central functions yourself"), (
-    Item("docs/mutations.md", "remove a line, and guess what breaks"),))
+REFERENCE = chapter(
+    "Reference",
+    "whatever is looked up",
+    ("zero3/__init__.py", "the files of the package"),
+    ("README.md", "how to use it: complete programs"),
+    ("docs/invariants.md", "ten guarantees, and the tests of each"),
+    ("docs/notation.md", "symbols and words"),
+    ("docs/names.md", "our names, and those of other libraries"),
+    ("docs/elsewhere.md", "how FSDP2 and DeepSpeed do it"))
+PRACTICE = chapter(
+    "Practice",
+    "write it yourself",
+    ("docs/exercises.md", "write the central functions yourself"),
+    ("docs/mutations.md", "remove a line, and guess what breaks"))
 
 
 def appendix() -> tuple[Chapter, ...]:
@@ -208,8 +227,9 @@ def appendix() -> tuple[Chapter, ...]:
     tests = found("tests/*.py")
     tools = (*found("docs/**/*.py"), *found("notebooks/*.py"))
     own = [item for item in tools if not re.search(r"notebooks/\d", item.path)]
-    return (REFERENCE, PRACTICE, Chapter("Tests", tests[0], tests[1:]),
-            Chapter("How the book is made", own[0], tuple(own[1:])))
+    return (REFERENCE, PRACTICE,
+            Chapter("Tests", "each claim, as a program", tests[0], tests[1:]),
+            Chapter("How the book is made", "the source of these pages", own[0], tuple(own[1:])))
 
 
 def sources() -> list[str]:

@@ -16,6 +16,7 @@ since.
 torch. Its version is in the caption.
 """
 
+import ast
 import json
 import re
 from collections.abc import Callable
@@ -29,14 +30,20 @@ from pygments.lexers import DiffLexer, PythonLexer
 
 from docs import ladder, tape
 from docs.annotate import Source, slug
+from docs.contents import FURTHER, PATH
 from docs.exercises.solutions import EXERCISES, page
 from docs.mutations import all_with_lines
-from zero3.estimate.formulas import places
+from zero3.estimate.formulas import places, stages
 
 HERE = Path(__file__).parent
 # A number with one of these units was measured.
 MEASURED = re.compile(r"\d[\d.,]*\s?(?:[kKMGT]i?B|bytes|[mµu]?s|seconds|minutes|hours|tok\w*|"
                       r"times (?:as|faster)|x|×|%)(?!\w)")
+
+
+# Where figures stand in the chapters: the file, the section, words of the block that a figure
+# follows (if there are none, the first), and the figure.
+PLACED: tuple[tuple[str, str, str, str], ...] = ()
 
 
 class Figures:
@@ -64,30 +71,55 @@ class Figures:
             "ladder.figure": f'<figure>{ladder.draw(self.ladder["rows"])}</figure>',
             "ladder.table": self.rungs, "ladder.losses": self.losses,
             "mutations": self.all_mutations, "exercises": self.exercises,
-            "bench.sentence": self.speed,
+            "bench.sentence": self.speed, "bench.memory": self.memory,
+            "heart.lines": str(code_lines([HERE.parent / "zero3/layer.py"])),
+            "core.lines": f"{code_lines(core_files()):,}",
+            "fsdp2.lines": f"{code_lines(fsdp2_files()):,}",
         }
+        self.values |= {f"example.{name}": text for name, text in example().items()}
         # Bytes that a step reads from and writes to a tier, for one parameter on one rank.
         for place in places(1, 1):
             self.values |= {f"moves.{tier}.{place.params_in}.{place.states_in}": f"{moved:.0f}"
                             for tier, moved in place.step_bytes.items()}
 
-    def fill(self, name: str, text: str, proofs: dict[str, str]) -> str:
+    def place(self, file: str, section: str, html: str) -> str:
+        """
+        ### Put the figures of a section behind the paragraph or the table that they illustrate
+        """
+        for where, name, words, figure in PLACED:
+            if (where, name) != (file, section):
+                continue
+            at = html.find(words) if words else 0
+            end = re.compile(r"</p>|</table>").search(html, at)
+            if at < 0 or end is None:
+                self.problems.append(f"{file}: `{name}` has no place for the figure {figure}")
+                continue
+            html = html[: end.end()] + self.value(figure, file) + html[end.end() :]
+        return html
+
+    def value(self, name: str, where: str, more: dict[str, str] | None = None) -> str:
+        """
+        ### A figure, by its name
+
+        * `where` is the page that shows it, for the list of problems
+        * `more` are figures that only this page has
+        """
+        known = (more or {}).get(name, self.values.get(name))
+        if known is None:
+            self.problems.append(f"{where}: there is no figure `{name}`")
+        return str(known() if callable(known) else known)
+
+    def fill(self, name: str, text: str, more: dict[str, str]) -> str:
         """
         ### Fill the placeholders of a page's markdown with figures
 
-        * `proofs` are the tests of each invariant, as HTML
+        * `more` are figures that the other pages lack, the tests of an invariant for instance
         """
         typed = MEASURED.search(re.sub(r"```.*?```|`[^`]*`|\$[^$]*\$", "", text, flags=re.DOTALL))
         if typed:
             self.problems.append(f"{name}: `{typed[0]}` is typed, and not filled in")
 
-        def value(found: re.Match) -> str:
-            known = proofs.get(found[1].removeprefix("proofs."), self.values.get(found[1]))
-            if known is None:
-                self.problems.append(f"{name}: there is no figure `{found[1]}`")
-            return str(known() if callable(known) else known)
-
-        return re.sub(r"\{\{([\w.]+)\}\}", value, text)
+        return re.sub(r"\{\{([\w.]+)\}\}", lambda found: self.value(found[1], name, more), text)
 
     def write(self, out: Path) -> None:
         """
@@ -184,13 +216,75 @@ class Figures:
             self.problems.append(f"bench.json: {', '.join(changed)} changed since it was timed; "
                                  '`make bench ARGS="--out docs/bench.json"`')
         machine = told["machine"]
-        fsdp2, ddp = ("{:.2f} ({:.2f} to {:.2f})".format(
-            *told["ratios"][f"zero3/{peer}"]["tokens_per_s"]) for peer in ("fsdp2", "ddp"))
-        return (f"Per second, `zero3` trains {fsdp2} times as many tokens as FSDP2, and {ddp} "
-                "times as many as `DistributedDataParallel`, which shards nothing "
+        fsdp2 = ratio(told, "fsdp2", "tokens_per_s")
+        ddp = ratio(told, "ddp", "tokens_per_s")
+        return (f"Per second, it trains {fsdp2} times as many tokens as FSDP2, and {ddp} times as "
+                "many as `DistributedDataParallel`, which shards nothing "
                 f"({told['settings']['ranks']} ranks, {machine['gpu'] or machine['cpu']}, torch "
                 f"{machine['torch']}, commit {machine['commit']}; median, minimum and "
                 f"maximum of {told['settings']['rounds']} rounds).")
+
+    def memory(self) -> str:
+        """
+        ### The measured memory and communication
+        """
+        told = json.loads((HERE / "bench.json").read_text())
+        peak = ratio(told, "fsdp2", "peak_bytes")
+        sent = ratio(told, "fsdp2", "wire_bytes")
+        return (f"In the same runs a rank's memory grows by {peak} times as many bytes as with "
+                f"FSDP2, and {sent} times as many bytes cross the network.")
+
+
+def ratio(told: dict[str, Any], peer: str, what: str) -> str:
+    """
+    ## A ratio of two timed runs: median, minimum and maximum
+    """
+    median, least, most = told["ratios"][f"zero3/{peer}"][what]
+    return f"{median:.2f} ({least:.2f} to {most:.2f})"
+
+
+def example() -> dict[str, str]:
+    """
+    ## The bytes of the example of the first chapter, in GB
+    """
+    params = 8e9
+    ranks = 64
+    kept = {f"stage{i}": f"{nbytes / 1e9:.0f}" for i, nbytes in enumerate(stages(params, ranks))}
+    return kept | {"all": f"{stages(params, 1)[0] / 1e9:.0f}", "ranks": str(ranks)}
+
+
+def code_lines(paths: list[Path]) -> int:
+    """
+    ## How many lines of code these files have, without comments, docstrings and empty lines
+    """
+    lines = 0
+    for path in paths:
+        text = path.read_text()
+        strings = {number for node in ast.walk(ast.parse(text))
+                   if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+                   for number in range(node.lineno, (node.end_lineno or 0) + 1)}
+        lines += sum(number not in strings and bool(line.strip()) and line.strip()[0] != "#"
+                     for number, line in enumerate(text.split("\n"), 1))
+    return lines
+
+
+def core_files() -> list[Path]:
+    """
+    ## The source files of the heart, of communication and of the guards
+    """
+    chapters = [each for each in (*PATH, *FURTHER)
+                if each.name in ("The heart", "Communication", "Guards")]
+    paths = [HERE.parent / item.path for each in chapters for item in each.items]
+    return [path for path in paths if path.suffix == ".py"]
+
+
+def fsdp2_files() -> list[Path]:
+    """
+    ## The source files of FSDP2, in the installed torch
+    """
+    import torch.distributed.fsdp._fully_shard as package
+
+    return sorted(Path(package.__path__[0]).glob("_*.py"))
 
 
 def caption(run: dict[str, Any], ranks: int) -> str:

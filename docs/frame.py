@@ -139,6 +139,18 @@ class Frame:
         current = ' aria-current="page"' * (other == page)
         return f'<li><a href="{other}"{current}>{escape(self.title(other))}</a></li>'
 
+    def path(self) -> str:
+        """
+        ### The path as a list, with the minutes of each chapter, for the index
+        """
+        items = []
+        for chapter in contents.PATH:
+            page = page_of(chapter.first.path)
+            about = chapter.about.replace("`", "")
+            items.append(f'<li><a href="{page}">{escape(chapter.name)}</a> {escape(about)} '
+                         f"<small>{self.minutes[page]} min</small></li>")
+        return f'<ol class="path-list">{"".join(items)}</ol>'
+
     # ----------------------------------------------------------------------------- the neighbours
 
     def neighbours(self, page: str) -> tuple[str, str]:
