@@ -352,9 +352,9 @@ def laid_out(source: Source, row: Row, prose: str, code: str) -> str:
     """
     ## A row: prose beside its code
 
-    The head of a file stands alone, with its imports folded below it. Where there is much to read
-    about a line or two, the prose stands above the code, because beside it the column would be
-    empty.
+    The head of a file stands alone, with its imports folded below it. If there is a figure, or much
+    to read about a line or two, the prose stands above the code. Otherwise the figure would be
+    small, or the column of the code empty.
     """
     code = f'<pre class="code">{code}</pre>' if row.lines else ""
     if row is source.rows[0]:
@@ -362,8 +362,8 @@ def laid_out(source: Source, row: Row, prose: str, code: str) -> str:
             code = (f'<details class="imports"><summary>Imports, lines {row.lines[0]} to '
                     f"{row.lines[-1]}</summary>{code}</details>")
         return f'<section class="head"><div class="text">{prose}</div>{code}</section>'
-    long = len(row.prose) > 500 + 250 * len(row.lines)
-    return (f'<section class="row{" above" * long}"><div class="prose">{prose}</div>{code}'
+    above = "<figure" in prose or len(row.prose) > 500 + 250 * len(row.lines)
+    return (f'<section class="row{" above" * above}"><div class="prose">{prose}</div>{code}'
             "</section>")
 
 

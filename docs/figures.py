@@ -231,8 +231,8 @@ class Figures:
         told = json.loads((HERE / "bench.json").read_text())
         peak = ratio(told, "fsdp2", "peak_bytes")
         sent = ratio(told, "fsdp2", "wire_bytes")
-        return (f"In the same runs a rank's memory grows by {peak} times as many bytes as with "
-                f"FSDP2, and {sent} times as many bytes cross the network.")
+        return (f"In the same runs a rank takes {peak} times as much memory as with FSDP2 at the "
+                f"peak, and {sent} times as many bytes cross the network.")
 
 
 def ratio(told: dict[str, Any], peer: str, what: str) -> str:

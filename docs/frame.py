@@ -23,7 +23,6 @@ place on the path.
 """
 
 import re
-from collections import defaultdict
 from html import escape, unescape
 from string import Template
 
@@ -50,7 +49,7 @@ class Frame:
         # The chapters in reading order, and the place of each page: its chapter, and its number
         # within the chapter, from 0.
         self.chapters = (*contents.PATH, *contents.FURTHER, *self.appendix)
-        self.places: dict[str, tuple[Chapter, int]] = defaultdict()
+        self.places: dict[str, tuple[Chapter, int]] = {}
         for chapter in self.chapters:
             for i, item in enumerate(chapter.items):
                 self.places[page_of(item.path)] = chapter, i
@@ -146,8 +145,8 @@ class Frame:
         items = []
         for chapter in contents.PATH:
             page = page_of(chapter.first.path)
-            about = chapter.about.replace("`", "")
-            items.append(f'<li><a href="{page}">{escape(chapter.name)}</a> {escape(about)} '
+            items.append(f'<li><a href="{page}">{escape(chapter.name)}</a> '
+                         f"<span>{escape(chapter.about)}</span> "
                          f"<small>{self.minutes[page]} min</small></li>")
         return f'<ol class="path-list">{"".join(items)}</ol>'
 

@@ -2,7 +2,9 @@
 # The site: it is built whole, its checks find what is wrong, and a browser can use it
 """
 
+import dataclasses
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 
 pytest.importorskip("markdown_it", reason="the libraries of the site are not installed")
 
-from docs import build, figures
+from docs import build, contents, figures
 from docs.annotate import Names, Source
 
 WIDE, PHONE = (1280, 900), (375, 800)
@@ -93,6 +95,92 @@ def test_a_section_leads_to_its_tests_and_they_lead_back(site):
     section = heart[heart.index('id="walk-the-layers-one-all-gather-ahead"') :]
     assert f'href="test_bytes.html#{name}"' in section[: section.index("</section>")]
     assert 'href="layer.html#walk-the-layers-one-all-gather-ahead"' in tests[tests.index(name) :]
+
+
+# ------------------------------------------------------------------------------------------- path
+
+
+def linked(html, rel):
+    found = re.search(rf'<a rel="{rel}" href="([^"]+)"', html)
+    return found[1] if found else ""
+
+
+def test_the_path_leads_from_first_page_to_first_page(site):
+    """
+    From the index through the nine chapters to the further ones and the appendix, and back. Breaks
+    where a footer leads into the pages for those who want more.
+    """
+    firsts = [build.page_of(each.first.path) for each in contents.PATH]
+    page, seen = "index.html", []
+    while page not in seen:
+        seen.append(page)
+        after = linked((site / page).read_text(), "after")
+        if page in firsts:
+            assert linked((site / page).read_text(), "before") == seen[-2]
+        page = after or page
+    assert seen[1:10] == firsts
+    assert firsts[3:5] == ["layer.html", "comm.html"]
+    assert {build.page_of(path) for path in contents.sources()} - set(seen) == {
+        build.page_of(item.path) for each in contents.PATH for item in each.more
+        if item.path.endswith(".py")}
+
+
+def test_a_second_page_leads_through_its_chapter_and_on_to_the_next(site):
+    """The heart's four other files, then communication. Breaks where it leads in a circle."""
+    page = "flat.html"
+    seen = []
+    while page != "comm.html":
+        seen.append(page)
+        page = linked((site / page).read_text(), "after")
+    assert seen == ["flat.html", "watch.html", "schedule.html", "sharded.html"]
+    assert linked((site / "flat.html").read_text(), "before") == "layer.html"
+
+
+def test_each_page_shows_its_place(site):
+    """
+    The chapter's number, and minutes that add up: what is left after a chapter is the next one and
+    what is left after that. In the sidebar this page, and no other, is the current one.
+    """
+    minutes, left = [], []
+    for i, chapter in enumerate(contents.PATH, 1):
+        html = (site / build.page_of(chapter.first.path)).read_text()
+        place = re.sub("<[^>]*>", "", re.search('<p class="place">(.*?)</p>', html)[1])
+        assert place.startswith(f"Chapter {i} of 9: {chapter.name} · ")
+        minutes.append(int(re.search(r"· (\d+) min", place)[1]))
+        left.append(int((re.search(r"then (\d+) min", place) or "00")[1]))
+        side = html[html.index('<nav class="side"') : html.index("<main")]
+        assert side.count('aria-current="page"') == 1
+    assert all(left[i] == minutes[i + 1] + left[i + 1] for i in range(8)) and left[8] == 0
+    place = re.search('<p class="place">(.*?)</p>', (site / "watch.html").read_text())[1]
+    assert "In chapter 4 of 9" in place and "page 3 of 5" in place
+
+
+def test_the_tables_come_from_the_list(monkeypatch):
+    """
+    In the README and in `zero3/__init__.py`. Breaks where a table is typed.
+    """
+    for path in contents.TABLES:
+        assert (build.ROOT / path).read_text() == contents.with_tables(path)
+    first, *more = contents.PATH
+    other = dataclasses.replace(first, first=contents.Item("zero3/layer.py", "something else"))
+    monkeypatch.setattr(contents, "PATH", (other, *more))
+    assert "| 1 | [`layer.py`](zero3/layer.py) | something else |" in contents.with_tables(
+        "README.md")
+    monkeypatch.setattr(contents, "HEAD", "| not there |\n")
+    with pytest.raises(ValueError, match=r"README.md has no table of files\. Expected: "):
+        contents.with_tables("README.md")
+
+
+def test_a_page_outside_of_path_and_appendix_ends_the_build(measured, monkeypatch):
+    """And so does a table that is not that of the list."""
+    *others, last = contents.PATH
+    monkeypatch.setattr(contents, "PATH", (*others, dataclasses.replace(last, more=())))
+    site = build.Site(measured)
+    site.problems.clear()
+    site.check({})
+    for name in ("zero3/checkpoint/reader.py", "notebooks/08_checkpoints.ipynb"):
+        assert f"{name} is neither on the path nor in the appendix" in site.problems
+    assert any(said.startswith("README.md: its table is not that of") for said in site.problems)
 
 
 # ----------------------------------------------------------------------------------------- checks
@@ -289,6 +377,7 @@ def test_links_lead_through_the_book(site, browser):
     assert target.endswith("comm.html#all-ranks-and-the-collectives-between-them")
     assert find(browser, ":target").is_displayed()
     find(browser, "a[rel=before]").click()
+    assert browser.current_url.endswith("layer.html")
     where = browser.current_url
     summary = find(browser, "details.tests summary")
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", summary)
@@ -300,6 +389,96 @@ def test_links_lead_through_the_book(site, browser):
         return [...section.querySelectorAll('.prose a')].map((link) => link.href);
     """)
     assert any(link.startswith(f"{where}#") for link in links)
+
+
+TEN = ("index", "problem", "calculator", "life", "tape", "layer", "comm", "ladder", "names",
+       "03_one_layer")
+# Text whose contrast with what is behind it is below that of WCAG AA: 4.5, or 3 if it is large.
+# Behind text there may be several half-transparent colours. In pictures it is the page.
+PALE = """
+    const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
+    const known = new Map();
+    const rgba = (color) => {
+      if (!known.has(color)) {
+        canvas.clearRect(0, 0, 1, 1);
+        canvas.fillStyle = color;
+        canvas.fillRect(0, 0, 1, 1);
+        const [r, g, b, a] = canvas.getImageData(0, 0, 1, 1).data;
+        known.set(color, [r, g, b, a / 255]);
+      }
+      return known.get(color);
+    };
+    const over = ([r, g, b, a], below) => [r, g, b].map((c, i) => c * a + below[i] * (1 - a));
+    const light = (color) => {
+      const [r, g, b] = color.map((c) => c / 255).map(
+        (c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+      return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const behind = (node) => node ? over(
+      rgba(getComputedStyle(node).backgroundColor), behind(node.parentElement)) : [255, 255, 255];
+    const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    const pale = [];
+    let count = 0;
+    while (walker.nextNode()) {
+      const node = walker.currentNode.parentElement, words = walker.currentNode.data.trim();
+      if (!words || !node.checkVisibility() || node.closest('script,style,title,desc')) continue;
+      const style = getComputedStyle(node), size = parseFloat(style.fontSize);
+      const ground = behind(node);
+      const ink = over(rgba(node.closest('svg') ? style.fill : style.color), ground);
+      const [a, b] = [light(ink), light(ground)].sort((a, b) => b - a);
+      const large = size >= 24 || (size >= 18.66 && style.fontWeight >= 700);
+      count += 1;
+      if ((a + 0.05) / (b + 0.05) < (large ? 3 : 4.5)) {
+        pale.push(`${((a + 0.05) / (b + 0.05)).toFixed(2)} ${node.tagName} ${words.slice(0, 40)}`);
+      }
+    }
+    return [count, [...new Set(pale)]];
+"""
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_all_text_has_enough_contrast(site, browser, theme):
+    """
+    That of WCAG AA, on ten pages in both themes. Breaks where text is written in the colour of a
+    shape.
+    """
+    look(browser, WIDE, theme)
+    browser.get((site / "index.html").as_uri())
+    browser.execute_script("localStorage.clear()")
+    for name in TEN:
+        browser.get((site / f"{name}.html").as_uri())
+        count, pale = browser.execute_script(PALE)
+        assert count > 50 and pale == [], name
+
+
+def test_the_path_can_be_read_without_scripts_and_on_paper(site, browser):
+    """
+    Without scripts each page has its text, its pictures and the sidebar. On paper there is no
+    sidebar, the whole width is used, and long lines of code are not cut.
+    """
+    look(browser, WIDE)
+    browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    try:
+        for chapter in contents.PATH:
+            browser.get((site / build.page_of(chapter.first.path)).as_uri())
+            assert find(browser, "main h1").is_displayed()
+            assert find(browser, ".side a[aria-current]").is_displayed()
+        browser.get((site / "index.html").as_uri())
+        assert find(browser, "main svg.staircase").is_displayed()
+    finally:
+        browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+    browser.get((site / "layer.html").as_uri())
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    try:
+        cut, shown = browser.execute_script("""
+            const pages = [...document.querySelectorAll('.code')];
+            return [pages.filter((it) => it.scrollWidth > it.clientWidth + 1).length,
+                    ['header', '.side', 'footer'].filter(
+                        (it) => document.querySelector(it).checkVisibility())];
+        """)
+        assert (cut, shown) == (0, [])
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
 
 
 def test_the_search_finds_headings_tests_and_names(site, browser):
