@@ -56,6 +56,8 @@ STYLES = ("docs/*.css", "docs/*.js")
 # counts.
 MEANT = {r"reduce": "reduced", r"gradient|divide": "grad", r"moment|state|master": "state",
          r"unshard|gather|whole|flat|full": "whole", r"shard|rest|step|file": "shard"}
+# A figure says which run it is drawn from, or that it is calculated.
+ORIGIN = r"commit \w+|from the formulas of"
 # The number of children of MathML elements with a fixed number.
 PARTS = {"mfrac": 2, "msub": 2, "msup": 2, "msubsup": 3, "munder": 2, "mover": 2, "munderover": 3}
 
@@ -330,6 +332,9 @@ class Site:
                 good = (tag == "a" and "://" in href) or path in beside or href.startswith("data:")
                 good = good or (there is not None and (anchor in there if anchor else path))
                 self.expect(good, f"{page}: a link to {href} leads nowhere")
+            for figure in re.findall(r"<figure\b.*?</figure>", html, re.DOTALL):
+                self.expect(re.search(ORIGIN, figure), f"{page}: a figure does not say which run "
+                            f"it is from: {figure[:80]}")
         for source in self.chapters:
             for row in source.rows:
                 public = row.name and (row.level == 2 or row.level == 3)

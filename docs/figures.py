@@ -33,6 +33,7 @@ from docs.annotate import Source, slug
 from docs.contents import FURTHER, PATH
 from docs.exercises.solutions import EXERCISES, page
 from docs.mutations import all_with_lines
+from docs.svg import figure
 from zero3.estimate.formulas import places, stages
 
 HERE = Path(__file__).parent
@@ -63,12 +64,17 @@ class Figures:
         self.files = {"tape-data.js": f"const TAPE = {json.dumps(self.tape)};\n",
                       "trace.json": json.dumps(tape.chrome_trace(self.tape))}
         self.values: dict[str, Callable[[], str] | str] = {
-            # On a phone the text of the wide figure would be too small.
-            "staircase": f'<figure class="on-wide">{tape.staircase(self.tape)}</figure>'
-                         f'<figure class="on-phone">{tape.staircase(self.tape, 360)}</figure>',
+            "staircase": figure(
+                tape.staircase(self.tape), tape.staircase(self.tape, 360),
+                "Memory of one rank during a training step of a small GPT, from a recorded run: "
+                f"{caption(self.tape, self.tape['world_size'])}. Each step up allocates memory: "
+                "for a gathered layer, for its gradient, or to receive gradients. Each step down "
+                "frees it."),
             "tape.caption": caption(self.tape, self.tape["world_size"]),
             "ladder.caption": caption(self.ladder, self.ladder["ranks"]),
-            "ladder.figure": f'<figure>{ladder.draw(self.ladder["rows"])}</figure>',
+            "ladder.figure": figure(
+                ladder.draw(self.ladder["rows"]), "",
+                caption(self.ladder, self.ladder["ranks"])),
             "ladder.table": self.rungs, "ladder.losses": self.losses,
             "mutations": self.all_mutations, "exercises": self.exercises,
             "bench.sentence": self.speed, "bench.memory": self.memory,
@@ -86,15 +92,15 @@ class Figures:
         """
         ### Put the figures of a section behind the paragraph or the table that they illustrate
         """
-        for where, name, words, figure in PLACED:
+        for where, name, words, drawn in PLACED:
             if (where, name) != (file, section):
                 continue
             at = html.find(words) if words else 0
             end = re.compile(r"</p>|</table>").search(html, at)
             if at < 0 or end is None:
-                self.problems.append(f"{file}: `{name}` has no place for the figure {figure}")
+                self.problems.append(f"{file}: `{name}` has no place for the figure {drawn}")
                 continue
-            html = html[: end.end()] + self.value(figure, file) + html[end.end() :]
+            html = html[: end.end()] + self.value(drawn, file) + html[end.end() :]
         return html
 
     def value(self, name: str, where: str, more: dict[str, str] | None = None) -> str:

@@ -28,6 +28,7 @@ from string import Template
 
 from docs import contents
 from docs.contents import ROOT, Chapter, page_of
+from docs.svg import stripes
 
 
 class Frame:
@@ -72,9 +73,9 @@ class Frame:
         source = next((item.path for item in self._items() if page_of(item.path) == page), "")
         return self.template.substitute(
             title=escape(self.title(page)), pages=self.sidebar(page), contents=inside,
-            place=self.place(page), body=self.bodies[page], file=source.removeprefix("zero3/"),
-            more=self.more(page), before=self.link(before, "before"),
-            after=self.link(after, "after"))
+            stripes=stripes(), place=self.place(page), body=self.bodies[page],
+            file=source.removeprefix("zero3/"), more=self.more(page),
+            before=self.link(before, "before"), after=self.link(after, "after"))
 
     def _items(self) -> list[contents.Item]:
         return [item for chapter in self.chapters for item in chapter.items]

@@ -143,7 +143,7 @@ def stripes() -> str:
             f"{patterns}</defs></svg>")
 
 
-def figure(wide: Drawing, phone: Drawing, caption: str) -> str:
+def figure(wide: Drawing | str, phone: Drawing | str, caption: str) -> str:
     """
     ## A figure of a page: one drawing for wide windows and one for phones
 
