@@ -163,7 +163,7 @@ class Site:
         text = escape(tokens[i].content, quote=False)
         if re.fullmatch(r"[\d.]+( [\d.]+)+", text):
             # The elements of a tensor stay on one line.
-            return f'<span class="n">{text.replace(" ", "&nbsp;")}</span>'
+            return f'<span class="num">{text.replace(" ", "&nbsp;")}</span>'
         self.expect("$" not in text, f"a formula has no end: {text}")
         link = r'<a href="invariants.html#i\1">I\1</a>'
         return text if tokens[i].meta else re.sub(r"\bI(10|[1-9])\b", link, text)
@@ -350,7 +350,7 @@ def meant(row: str) -> str:
     """
     first = re.sub("<[^>]*>", "", row.partition("</td>")[0])
     kind = next((kind for word, kind in MEANT.items() if re.search(word, first)), "")
-    return row.replace('class="n"', f'class="n {kind}"') if kind else row
+    return row.replace('class="num"', f'class="num {kind}"') if kind else row
 
 
 def laid_out(source: Source, row: Row, prose: str, code: str) -> str:
