@@ -27,7 +27,7 @@ from html import escape, unescape
 from string import Template
 
 from docs import contents
-from docs.contents import ROOT, Chapter, page_of
+from docs.contents import ROOT, Chapter, Item, page_of
 from docs.svg import stripes
 
 
@@ -77,7 +77,7 @@ class Frame:
             file=source.removeprefix("zero3/"), more=self.more(page),
             before=self.link(before, "before"), after=self.link(after, "after"))
 
-    def _items(self) -> list[contents.Item]:
+    def _items(self) -> list[Item]:
         return [item for chapter in self.chapters for item in chapter.items]
 
     # ---------------------------------------------------------------------------------- the place
@@ -129,15 +129,28 @@ class Frame:
         current = ' aria-current="page"' * (first == page)
         inside = ""
         if chapter is here and len(chapter.items) > 1:
-            inside = "".join(self._line(page_of(item.path), page) for item in chapter.more)
+            inside = "".join(self._line(item, page) for item in chapter.more)
             inside = f"<ul>{inside}</ul>"
         name = escape(chapter.name)
         state = ' class="here"' * (chapter is here)
         return f'<li{state}><a href="{first}"{current}>{name}</a>{inside}</li>'
 
-    def _line(self, other: str, page: str) -> str:
+    def _line(self, item: Item, page: str) -> str:
+        """
+        #### A page below its chapter
+        """
+        other = page_of(item.path)
         current = ' aria-current="page"' * (other == page)
-        return f'<li><a href="{other}"{current}>{escape(self.title(other))}</a></li>'
+        return f'<li><a href="{other}"{current}>{escape(self.short(item))}</a></li>'
+
+    def short(self, item: Item) -> str:
+        """
+        ### What a page is called in a list: its title, or its file's name in the appendix
+        """
+        title = self.title(page_of(item.path))
+        if item.path.endswith(".ipynb"):
+            return f"Notebook: {title}"
+        return title if item.about else item.path.removeprefix("docs/").removeprefix("tests/")
 
     def path(self) -> str:
         """
@@ -180,7 +193,7 @@ class Frame:
         if chapter not in contents.PATH or i or not chapter.more:
             return ""
         items = "".join(
-            f'<li><a href="{page_of(item.path)}">{escape(self.title(page_of(item.path)))}</a> '
+            f'<li><a href="{page_of(item.path)}">{escape(self.short(item))}</a> '
             f"<small>{self.minutes[page_of(item.path)]} min</small></li>" for item in chapter.more)
         return f'<nav class="more" aria-label="More in this chapter"><p>More in this chapter</p>' \
                f"<ul>{items}</ul></nav>"
