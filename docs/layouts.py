@@ -597,7 +597,7 @@ def reshard(recorded: Json) -> str:
     """
     about = "A checkpoint of two ranks on three", " ".join(
         f"New rank {read['rank']} reads {read['param']}{range_of(read)} from the file of rank "
-        f"{read['file']}." for read in reads_of(recorded))
+        f"{read['file']}." for read in reads_of(recorded)) + " The rest of its shard is padding."
     return figure(_reshard(recorded, Drawing(WIDE, 288, *about)),
                   _reshard(recorded, Drawing(PHONE, 288, *about)),
                   "A new rank asks for ranges of parameters by their names, and the manifest says "
@@ -655,8 +655,7 @@ def _shards(drawing: Drawing, shards: list[list[float]], cell: float, y: float, 
         drawing.rect(x + 1.5, y, len(shard) * cell - 3, 38, "shard")
         drawing.text(x + len(shard) * cell / 2, name_y, name, "muted", anchor="middle")
         for i, value in enumerate(shard):
-            drawing.text(x + (i + 0.5) * cell, y + 24, f"{value:g}", "fg" if value else "muted",
-                         anchor="middle")
+            drawing.text(x + (i + 0.5) * cell, y + 24, f"{value:g}", anchor="middle")
 
 
 def _arrow(drawing: Drawing, read: Json, cell: float, top: float, bottom: float) -> None:
