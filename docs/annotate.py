@@ -162,16 +162,16 @@ class Source:
         lines = [self.texts[number - 1] for row in self.rows for number in row.lines]
         return sha256("\n".join(lines).encode()).hexdigest()[:16]
 
-    def code(self, row: Row, links: dict[tuple[int, int], str]) -> str:
+    def code(self, lines: list[int], links: dict[tuple[int, int], str]) -> str:
         """
-        ### The lines of a row as HTML
+        ### Lines of code as HTML
 
         * `links` are addresses, by line and column of the linked name
         """
         return "".join(
             f'<span class="line" id="L{number}" style="--i:{self._indent(number)}">'
             f'<a class="ln" href="#L{number}" data-n="{number}" aria-label="line {number}"></a>'
-            f"{self._colored(number, links)}\n</span>" for number in row.lines)
+            f"{self._colored(number, links)}\n</span>" for number in lines)
 
     def _indent(self, number: int) -> int:
         text = self.texts[number - 1]

@@ -52,10 +52,11 @@ INDEX = "docs/index.md"
 # Each of these files has a page.
 SOURCES = ("zero3/**/*.py", "docs/*.md", "notebooks/*.ipynb", "tests/*.py", "docs/**/*.py")
 STYLES = ("docs/*.css", "docs/*.js")
-# The colours of numbers in tables, by a word of the row's first cell. The first one that fits
-# counts.
+# The colours of numbers in tables, by words that say what they are. The first one that fits counts.
 MEANT = {r"reduce": "reduced", r"gradient|divide": "grad", r"moment|state|master": "state",
-         r"unshard|gather|whole|flat|full": "whole", r"shard|rest|step|file": "shard"}
+         r"unshard|gather|whole|flat|full": "whole", r"shard|rest|step|file|buffer": "shard"}
+# What a collective with this kind of result begins with.
+INPUTS = {"whole": "shard", "reduced": "grad"}
 # A figure says which run it is drawn from, or that it is calculated.
 ORIGIN = r"commit \w+|from the formulas of"
 # The number of children of MathML elements with a fixed number.
@@ -197,7 +198,7 @@ class Site:
                 linked = child.type == "link_open" or (linked and child.type != "link_close")
                 child.meta = {"linked": True} if linked else {}
         html = self.markdown.renderer.render(tokens, self.markdown.options, env)
-        html = re.sub(r"<tr>\s*<td>.*?</tr>", lambda row: meant(row[0]), html, flags=re.DOTALL)
+        html = re.sub("<table>.*?</table>", lambda found: meant(found[0]), html, flags=re.DOTALL)
         return re.sub(r'(<h\d id="([^"]+)">.*?)(?=</h)', r'\1<a class="anchor" href="#\2" '
                       'aria-label="link to this section"></a>', html)
 
@@ -213,7 +214,9 @@ class Site:
         for row in source.rows:
             text = re.sub(r"\n(?=Proves )", "\n\n", row.prose)
             file = origin.removeprefix("zero3/")
-            prose = self.figures.place(file, row.name, self.prose(text, origin, source))
+            prose = self.prose(text, origin, source)
+            if row.name or row is source.rows[0]:
+                prose = self.figures.place(file, row.name, prose)
             if row.name and not row.heading:
                 # Tests have no headings. Their names are sentences.
                 title = row.name.removeprefix("test_").replace("_", " ")
@@ -222,11 +225,23 @@ class Site:
             if source in self.chapters:
                 prose += self.tested(self.proofs.get((source.key, row.name), []))
                 prose += self.figures.beside(file, row.lines)
-            code = source.code(row, links)
-            self.expect(code.count('<span class="line"') == len(row.lines),
-                        f"{source.path.name}: lines of `{row.name}` are missing or duplicated")
-            rows.append(laid_out(source, row, prose, code))
+            if row is source.rows[0]:
+                imports = [number for number in row.lines if number <= source.last_import]
+                parts = [self.code(source, lines, links)
+                         for lines in (imports, row.lines[len(imports):])]
+                rows.append(head(source, prose, *parts))
+            else:
+                rows.append(beside(row, prose, self.code(source, row.lines, links)))
         return "\n".join(rows)
+
+    def code(self, source: Source, lines: list[int], links: dict[tuple[int, int], str]) -> str:
+        """
+        ### Lines of code, or nothing if there are none
+        """
+        code = source.code(lines, links)
+        self.expect(code.count('<span class="line"') == len(lines),
+                    f"{source.path.name}: of lines {lines} some are missing or duplicated")
+        return f'<pre class="code">{code}</pre>' if lines else ""
 
     def tested(self, proofs: list[tuple[Source, Row]]) -> str:
         """
@@ -342,31 +357,54 @@ class Site:
                             f"{source.path.name}: no test proves `{row.name}`")
 
 
-def meant(row: str) -> str:
+def meant(table: str) -> str:
     """
-    ## A row of a table, its numbers in the colour of what they are
+    ## A table, its numbers in the colours of what they are
 
-    The first cell says what they are: a shard, for instance.
+    The head of the column says what they are, a shard for instance, or the first cell of the row.
+    If a column says what a rank *has* before a collective, its numbers are the input of what the
+    row says: the shards of a gather, the gradients of a reduce.
     """
-    first = re.sub("<[^>]*>", "", row.partition("</td>")[0])
-    kind = next((kind for word, kind in MEANT.items() if re.search(word, first)), "")
-    return row.replace('class="num"', f'class="num {kind}"') if kind else row
+    heads = [kind_of(head) for head in re.findall("<th>.*?</th>", table, re.DOTALL)]
+    has = [" has<" in head for head in re.findall("<th>.*?</th>", table, re.DOTALL)]
+
+    def row(found: re.Match) -> str:
+        cells = re.findall("<td>.*?</td>", found[0], re.DOTALL)
+        kind = kind_of(cells[0]) if cells else ""
+        for i, cell in enumerate(cells):
+            own = heads[i] or (INPUTS.get(kind, kind) if has[i] else kind)
+            cells[i] = cell.replace('class="num"', f'class="num {own}"')
+        return f"<tr>{''.join(cells)}</tr>" if cells else found[0]
+
+    return re.sub("<tr>.*?</tr>", row, table, flags=re.DOTALL)
 
 
-def laid_out(source: Source, row: Row, prose: str, code: str) -> str:
+def kind_of(cell: str) -> str:
+    """
+    ## The colour of what a cell of a table names, or an empty text
+    """
+    text = re.sub("<[^>]*>", "", cell)
+    return next((kind for word, kind in MEANT.items() if re.search(word, text)), "")
+
+
+def head(source: Source, prose: str, imports: str, rest: str) -> str:
+    """
+    ## The head of a file: its prose alone, its imports folded, and the rest of the code
+    """
+    lines = [number for number in source.rows[0].lines if number <= source.last_import]
+    if lines:
+        imports = (f'<details class="imports"><summary>Imports, lines {lines[0]} to {lines[-1]}'
+                   f"</summary>{imports}</details>")
+    return f'<section class="head"><div class="text">{prose}</div>{imports}{rest}</section>'
+
+
+def beside(row: Row, prose: str, code: str) -> str:
     """
     ## A row: prose beside its code
 
-    The head of a file stands alone, with its imports folded below it. If there is a figure, or much
-    to read about a line or two, the prose stands above the code. Otherwise the figure would be
-    small, or the column of the code empty.
+    If there is a figure, or much to read about a line or two, the prose stands above the code.
+    Otherwise the figure would be small, or the column of the code empty.
     """
-    code = f'<pre class="code">{code}</pre>' if row.lines else ""
-    if row is source.rows[0]:
-        if code and row.lines[-1] <= source.last_import:
-            code = (f'<details class="imports"><summary>Imports, lines {row.lines[0]} to '
-                    f"{row.lines[-1]}</summary>{code}</details>")
-        return f'<section class="head"><div class="text">{prose}</div>{code}</section>'
     above = "<figure" in prose or len(row.prose) > 500 + 250 * len(row.lines)
     return (f'<section class="row{" above" * above}"><div class="prose">{prose}</div>{code}'
             "</section>")

@@ -28,13 +28,14 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import DiffLexer, PythonLexer
 
-from docs import ladder, tape
+from docs import ladder, layouts, tape
 from docs.annotate import Source, slug
 from docs.contents import FURTHER, PATH
 from docs.exercises.solutions import EXERCISES, page
 from docs.mutations import all_with_lines
 from docs.svg import figure
 from zero3.estimate.formulas import places, stages
+from zero3.train import launch
 
 HERE = Path(__file__).parent
 # A number with one of these units was measured.
@@ -44,7 +45,12 @@ MEASURED = re.compile(r"\d[\d.,]*\s?(?:[kKMGT]i?B|bytes|[mµu]?s|seconds|minutes
 
 # Where figures stand in the chapters: the file, the section, words of the block that a figure
 # follows (if there are none, the first), and the figure.
-PLACED: tuple[tuple[str, str, str, str], ...] = ()
+PLACED: tuple[tuple[str, str, str, str], ...] = (
+    ("offload.py", "", "copy, then all-gather", "figure.files"),
+    ("optimizer/states.py", "", "<strong>States in files.", "figure.files"),
+    ("checkpoint/save_load.py", "", "<strong>On another number of ranks", "figure.reshard"),
+    ("whole_model/units.py", "", "A pass that goes another way", "figure.trace"),
+)
 
 
 class Figures:
@@ -57,8 +63,11 @@ class Figures:
         ### Record the tape and run the ladder
         """
         self.problems: list[str] = []
+        # What all ranks import, before the first of them starts.
+        launch.preload("docs.tape", "docs.ladder", "docs.layouts")
         self.tape = tape.record()
         self.ladder = ladder.climb()
+        self.layouts = layouts.record()
         self.mutations = {(m.file, last): (m, first) for m, first, last in all_with_lines()}
         # Files to write beside the pages.
         self.files = {"tape-data.js": f"const TAPE = {json.dumps(self.tape)};\n",
@@ -76,6 +85,9 @@ class Figures:
                 ladder.draw(self.ladder["rows"]), "",
                 caption(self.ladder, self.ladder["ranks"])),
             "ladder.table": self.rungs, "ladder.losses": self.losses,
+            "figure.files": lambda: layouts.files(self.layouts),
+            "figure.reshard": lambda: layouts.reshard(self.layouts),
+            "figure.trace": lambda: layouts.trace(self.layouts),
             "mutations": self.all_mutations, "exercises": self.exercises,
             "bench.sentence": self.speed, "bench.memory": self.memory,
             "heart.lines": str(code_lines([HERE.parent / "zero3/layer.py"])),
