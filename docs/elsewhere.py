@@ -9,7 +9,7 @@ about another library goes out of date with that library's next release. So each
 a function in a certain version, and a test looks for the function there.
 
 An entry has a title, the name of a section, and a paragraph for each library. The paragraph begins
-with the library's name and ends with links:
+with the library's name, and its links are on lines of their own:
 
 | in `elsewhere.md` | meaning |
 |---|---|
@@ -81,7 +81,7 @@ def statements(note: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for paragraph in note.split("\n\n"):
         library, _, text = paragraph.removeprefix("**").partition("** ")
-        found[library] = re.sub(r"[,\s]+$", "", LINK.sub("", text).replace("\n", " "))
+        found[library] = re.sub(r"[\\;\s]+$", "", LINK.sub("", text).replace("\n", " "))
     return found
 
 
