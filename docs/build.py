@@ -41,7 +41,7 @@ from latex2mathml.converter import convert
 from markdown_it import MarkdownIt
 from mdit_py_plugins.dollarmath import dollarmath_plugin
 
-from docs import contents
+from docs import contents, elsewhere
 from docs.annotate import Names, Row, Source, slug
 from docs.contents import ROOT, page_of
 from docs.figures import Figures, colored
@@ -84,6 +84,8 @@ class Site:
         self.tests = [self.source(path) for path in python if path.startswith("tests/")]
         self.tools = [self.source(path) for path in python if path.startswith(("docs/", "note"))]
         self.names = Names(self.chapters)
+        # The notes about other libraries, by section (file and name).
+        self.elsewhere = {self.names.find(key): note for key, note in elsewhere.notes().items()}
         # The tests that prove a section (file and name) or an invariant (number).
         self.proofs: dict[Any, list[tuple[Source, Row]]] = defaultdict(list)
         for test in self.tests:
@@ -223,6 +225,7 @@ class Site:
                 self.headings[source.page].append((3, title, row.anchor))
                 prose = f'<h3 id="{row.anchor}">{escape(title)}</h3>{prose}'
             if source in self.chapters:
+                prose += self.done_elsewhere((source.key, row.name))
                 prose += self.tested(self.proofs.get((source.key, row.name), []))
                 prose += self.figures.beside(file, row.lines)
             if row is source.rows[0]:
@@ -242,6 +245,16 @@ class Site:
         self.expect(code.count('<span class="line"') == len(lines),
                     f"{source.path.name}: of lines {lines} some are missing or duplicated")
         return f'<pre class="code">{code}</pre>' if lines else ""
+
+    def done_elsewhere(self, section: tuple[str, str]) -> str:
+        """
+        ### A folded note about other libraries, or an empty text if there is none
+        """
+        if section not in self.elsewhere:
+            return ""
+        note = self.prose(self.elsewhere[section], "docs/elsewhere.md")
+        return ('<details class="elsewhere"><summary>How FSDP2 and DeepSpeed do this</summary>'
+                f"{note}</details>")
 
     def tested(self, proofs: list[tuple[Source, Row]]) -> str:
         """
