@@ -277,12 +277,18 @@ class Communicator:
     def current_stream(self) -> Any:
         """
         ### The compute stream
+
+        It is looked up each time, because the caller may change to another stream between two
+        layers. On the CPU it is torch's stand-in, which does nothing.
         """
         return self._backend.current_stream(self.device)
 
     def aligned(self, numel: int, dtype: torch.dtype) -> int:
         """
         ### The next number of elements after which another tensor may begin
+
+        A layer asks when it lays out its parameters in a buffer. On an accelerator the next number
+        for three fp32 elements is four, which is 16 bytes. On the CPU it is three.
         """
         step = max(1, self.align_bytes // dtype.itemsize)
         return -(-numel // step) * step
@@ -290,6 +296,10 @@ class Communicator:
     def rows(self, flat: torch.Tensor) -> torch.Tensor:
         """
         ### A flat buffer as one row per rank: `(world_size, shard_numel)`
+
+        On two ranks, 1 2 3 0 has the rows 1 2 and 3 0. Row $r$ is the part of rank $r$. The rows
+        are views, so a gather writes the shards of the other ranks right to where the parameters
+        look.
         """
         return flat.view(self.world_size, len(flat) // self.world_size)
 
@@ -335,6 +345,9 @@ class Communicator:
     def told(self, row: list[int]) -> str:
         """
         ### What a rank has announced, in words
+
+        An announcement consists of numbers, so that it fits into a tensor. The error about ranks
+        that diverged quotes both sides in words.
         """
         idx, number, nbytes, checksum = row
         action = _ACTIONS[number]
@@ -353,6 +366,10 @@ class Communicator:
     def gather(self, thing: Any) -> list[Any]:
         """
         ### Small Python objects of all ranks (all-gather); all ranks must call it
+
+        It pickles the objects, and waits for the slowest rank. So it serves while a model is
+        wrapped, saved or loaded. A training step calls it only while an asynchronous save is under
+        way, or if `wrap` got `debug=True`.
         """
         things = [thing] * self.world_size
         if self.world_size > 1:
@@ -433,6 +450,9 @@ class Communicator:
     def _check_shard(self, sender: Sender, full: torch.Tensor, shard: torch.Tensor) -> None:
         """
         #### Make sure that a shard still fits its flat parameter
+
+        Each all-gather checks this first. `model.half()` after wrapping converts the shards, which
+        are the model's parameters, and does not reach the flat parameter.
         """
         is_near = shard.device in (full.device, torch.device("cpu"))
         if full.dtype != shard.dtype or not is_near:
@@ -461,6 +481,9 @@ class Communicator:
     def broadcast(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """
         ### Give each rank rank 0's tensors; all ranks must call it, and wait
+
+        A layer calls it once, while it is wrapped, for its buffers. They stay whole on each rank,
+        and nothing else would make them equal at the start.
         """
         for tensor in tensors:
             if self.world_size > 1 and tensor is not None and tensor.numel():
@@ -483,6 +506,9 @@ class Communicator:
 class Transfer:
     """
     ## A collective in flight
+
+    `all_gather` and `reduce_scatter` return one of these at once, while the data travels. It keeps
+    the buffers alive until somebody calls `wait`, which is normally one layer later.
     """
 
     comm: Communicator
@@ -558,6 +584,9 @@ class Transfer:
     def _arrive(self) -> None:
         """
         #### Have the current stream wait, or raise an error
+
+        `wait` calls it: for a gather on the compute stream, for a reduce on the backup stream. On
+        the CPU this thread waits instead.
         """
         if not self.comm.broken:
             self.comm.broken = self._complete()
@@ -570,6 +599,9 @@ class Transfer:
     def _complete(self) -> str:
         """
         #### Wait, and return the problem if there is one
+
+        It returns the problem and does not raise it, because `_arrive` has to remember it for all
+        later transfers.
         """
         where = f"rank {self.comm.rank}: {self.sender.label}"
         try:
@@ -639,6 +671,21 @@ class Reducer:
     A layer's gradients are reduced while the layer below goes backward. One reduce is in flight at
     a time, so at most one layer has its full gradients in memory beside the layer that computes.
     `Zero3Optimizer` hands in a reducer that keeps the gradients of small layers in a bucket.
+
+    When layer 1 of a chain has its gradients, `keeps` finishes the reduce of layer 2, and `started`
+    remembers that of layer 1. The methods differ in who calls them, and in what they wait for:
+
+    | method | who calls it, and when | it waits for |
+    |---|---|---|
+    | `keeps` | a layer that has all its gradients | the reduce in flight, of another layer |
+    | `started` | the same layer, once it has started to send | nothing |
+    | `land` | `keeps` and `end` | the reduce in flight, of whichever layer |
+    | `finish` | `land`; a layer before it gathers again; a layer in no chain | its own reduce |
+    | `arrived` | `finish` | the data: the sums are there |
+    | `deliver` | the layer, with each of its sums | the copy to CPU memory before this one |
+    | `delivered` | `deliver` and `end` | the copy to CPU memory that is under way |
+    | `drop` | a layer, after an exception in backward | its own reduce, if it has started |
+    | `end` | the last layer at the end of backward; a step | the reduce, then the copy |
     """
 
     scaled = False  # whether the loss was multiplied by a scale, as `Zero3Optimizer` does for fp16
@@ -670,6 +717,9 @@ class Reducer:
     def started(self, layers: list[Any], transfer: Transfer) -> None:
         """
         ### Keep a reduce-scatter that has started
+
+        The layer calls it right after the start, and goes on with backward. Nothing else is in
+        flight, because `keeps` has finished the reduce before this one.
         """
         self.layers = layers
         self.transfer = transfer
@@ -689,6 +739,9 @@ class Reducer:
     def arrived(self) -> list[torch.Tensor]:
         """
         ### Wait for the transfer in flight: this rank's parts of the sums
+
+        On an accelerator the compute stream waits and the host goes on. On the CPU this thread
+        waits.
         """
         transfer = self.transfer
         self.transfer = None
@@ -707,6 +760,9 @@ class Reducer:
     def end(self) -> None:
         """
         ### Finish everything: all gradients are where they rest
+
+        The last layer to settle calls it before `backward()` returns. An optimizer that steps next
+        finds every gradient complete.
         """
         self.land()
         self.delivered()
@@ -747,6 +803,9 @@ class Reducer:
     def delivered(self) -> None:
         """
         ### Wait for the gradient that is on its way to CPU memory
+
+        One copy is under way at a time. So the next gradient that leaves for CPU memory calls this
+        first, and the end of the pass calls it for the last one.
         """
         leaving = self._leaving
         self._leaving = None
@@ -778,6 +837,9 @@ class Listener(Protocol):
 class Silence:
     """
     ## A listener that ignores events
+
+    Each layer has this listener until a `Ledger` listens. So a layer records its events without
+    asking whether anybody wants them.
     """
 
     def record(self, *args: Any, **kwargs: Any) -> None:
@@ -801,6 +863,9 @@ class Sender(Protocol):
 class Named(Protocol):
     """
     ## Whatever has a name for errors
+
+    `Communicator.agree` needs no more. So a whole model and a checkpoint can report a problem on
+    all ranks too, although neither is a layer.
     """
 
     label: str
@@ -809,6 +874,9 @@ class Named(Protocol):
 class Reducible(Protocol):
     """
     ## A layer, as far as the reducer has to know it
+
+    A reducer hands it the sums through `add_reduced`. A bucket packs gradients by `layer_idx`,
+    because that order is the same on all ranks.
     """
 
     label: str
@@ -821,6 +889,9 @@ class Reducible(Protocol):
 class _Leaving(NamedTuple):
     """
     ## A reduced gradient on its way to CPU memory
+
+    The backup stream is copying it, while the layers below go backward. Then `delivered` hands it
+    to its sink.
     """
 
     # On the device. Keep it, or its memory would be used again during the copy.
@@ -850,6 +921,9 @@ def streams(device: torch.device) -> tuple[Any, Any]:
 def _allocate(full: torch.Tensor) -> None:
     """
     #### Give a flat buffer its memory, if it has none
+
+    It resizes the storage and does not replace it. So the parameters, and the tensors that autograd
+    has saved, view this memory again.
     """
     storage = full.untyped_storage()
     # Resizing to the same size would take the memory a second time.

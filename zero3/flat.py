@@ -107,6 +107,8 @@ class GradientSink(Protocol):
 class Slot:
     """
     ## The place of one parameter in the flat parameter
+
+    In the example above, the weight is at offset 0 and the scale at offset 4.
     """
 
     param: nn.Parameter
@@ -133,6 +135,11 @@ class Slot:
 class FlatParameter:
     """
     ## A flat parameter, its shard and its gradient
+
+    A layer has one for each data type, and trainable and frozen parameters have separate ones. The
+    layer decides when to gather and when to free. In the example of `layer.py`, rank 0 has the
+    shard 1 2 all the time. `full` is 1 2 3 0 while the layer computes, and `grad` is 1 2 3 0 until
+    it is reduced.
     """
 
     def __init__(self, owner: Owner, params: NamedParams, full: torch.Tensor, storage: Storage,
@@ -177,6 +184,9 @@ class FlatParameter:
     def open(self) -> None:
         """
         ### Open the parameters, because they are gathered now
+
+        The layer calls it after it has waited for the all-gather, forward and backward. Then the
+        module may use its parameters, and autograd accepts the tensors that it saved in forward.
         """
         self.show()
         self._set_versions(freed=False)
@@ -194,6 +204,9 @@ class FlatParameter:
     def show(self) -> None:
         """
         ### Give the parameters their ordinary class
+
+        `open` calls it. A unit of a whole model also calls it alone: if the unit has stayed full,
+        only the class of its parameters has to change back.
         """
         for slot in self.slots:
             slot.param.__class__ = nn.Parameter
@@ -201,6 +214,9 @@ class FlatParameter:
     def hide(self) -> None:
         """
         ### Give the parameters the class that reports every use, even if they are still gathered
+
+        `close` calls it. A unit of a whole model that stays full calls it alone, so that a use by
+        another unit is still noticed.
         """
         for slot in self.slots:
             slot.param.__class__ = slot.freed_class
@@ -208,6 +224,10 @@ class FlatParameter:
     def _set_versions(self, freed: bool) -> None:
         """
         #### Set the counts of writes as forward saw them, or one higher while freed
+
+        Autograd compares the count with the one that it saw in forward. The higher count turns
+        backward through a freed layer into an error. The old count makes backward valid again after
+        the second all-gather.
         """
         params = tuple(slot.param for slot in self.slots)
         versions = tuple(slot.version + freed for slot in self.slots)
@@ -259,6 +279,9 @@ class FlatParameter:
     def _take_back(self, slot: Slot) -> bool:
         """
         #### Return a parameter to its place, and say whether somebody wrote to it
+
+        The layer checks all its parameters after forward, and once more when its backward is over.
+        Later would be too late, because the memory with the written values is freed then.
         """
         param = slot.param
         written = param._version != slot.version
@@ -308,6 +331,10 @@ class FlatParameter:
     def padding(self) -> Iterator[slice]:
         """
         ### Where the buffer has padding: after a parameter, and at the end
+
+        `begin_grad` sets these places to zero, because uninitialised memory may hold a NaN. In
+        1 2 3 0 it is the last element. On an accelerator parameters are aligned, so there may be
+        padding between them too.
         """
         begins = [*(slot.offset for slot in self.slots[1:]), len(self.full)]
         for slot, begin in zip(self.slots, begins, strict=True):
@@ -327,6 +354,9 @@ class FlatParameter:
     def collect(self, slot: Slot, grad: torch.Tensor, factor: float) -> None:
         """
         ### Add `factor` times the gradient of one parameter to the flat gradient
+
+        The layer calls it in backward, for each parameter whose gradient has arrived. The factor is
+        one over the number of ranks: on two ranks the gradient 2 4 6 is collected as 1 2 3.
         """
         assert self.grad is not None
         grad = grad.to(self.grad.dtype)
@@ -352,6 +382,9 @@ class FlatParameter:
     def drop_full_grad(self) -> None:
         """
         ### Forget the full gradient
+
+        The layer calls it as soon as the sums over ranks are there. The full gradient has as many
+        elements as the full parameters, and the next backward pass would add to it.
         """
         self.grad = None
         self.ready.clear()

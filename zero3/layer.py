@@ -200,6 +200,10 @@ class Zero3Layer(Sharded):
     def _shard(self, params: NamedParams) -> None:
         """
         #### Shard: merge parameters into one buffer, keep $1/N$ of it, free the buffer
+
+        The constructor calls it for each group of parameters that can share a buffer. In the
+        example 1 2 3 is padded to 1 2 3 0, and rank 0 keeps 1 2, rank 1 keeps 3 0. While it runs,
+        the layer takes its memory twice: as the module's parameters and as their merged copy.
         """
         full = self._merge_and_pad_params(list(params))  # (world_size * shard_numel,), device
         shard = self._empty(len(full) // self.comm.world_size, full.dtype)  # (shard_numel,), device
@@ -250,6 +254,10 @@ class Zero3Layer(Sharded):
     def _follow_requires_grad(self) -> None:
         """
         #### Copy `requires_grad` from each shard to its parameters
+
+        Runs while the layer is built, and before each forward. `model.requires_grad_(False)`
+        reaches only the shards, because `parameters()` yields nothing else. Without this, autograd
+        would go on computing the gradients of a frozen layer, and an unfrozen layer would get none.
         """
         for i, flat in enumerate(self.flats):
             if flat.follow_requires_grad():
@@ -323,6 +331,10 @@ class Zero3Layer(Sharded):
     def _cleanup_params(self) -> None:
         """
         #### Reshard (free)
+
+        Runs after forward, and in backward after the last gradient. On rank 0 of the example the
+        memory of 1 2 3 0 is given back, and the shard 1 2 stays. An all-gather in flight is waited
+        for first, because it writes into that memory.
         """
         self.kept_for = None
         if not self.is_fetched:
@@ -355,6 +367,10 @@ class Zero3Layer(Sharded):
     def forward(self, *args, **kwargs):
         """
         ### Forward pass: unshard, compute, reshard
+
+        In a chain the all-gather of this layer has started one layer earlier, so little is left to
+        wait for. A layer that is called by itself gathers here, and nothing computes meanwhile. The
+        hooks that `watch` adds to inputs and outputs bring backward back to this layer.
         """
         # A forward inside a backward pass is activation checkpointing, which computes the layer
         # again. Its backward follows, so the layer stays full until then.
@@ -389,6 +405,10 @@ class Zero3Layer(Sharded):
     def _prepare(self, recompute: bool) -> None:
         """
         #### Notice everything that has changed since the last forward
+
+        Between two forward passes a user may freeze parameters, assign a new module, or step the
+        optimizer without a backward pass. None of these calls the layer, so it looks before it
+        gathers.
         """
         self.contents.check()
         if self.kept_for and not recompute:
@@ -418,6 +438,10 @@ class Zero3Layer(Sharded):
     def _post_backward_hook(self, flat_index: int, slot_index: int, param: nn.Parameter) -> None:
         """
         #### The gradient of a parameter is ready: add it to the flat gradient
+
+        Autograd calls it in the middle of backward, once for each trainable parameter. With the
+        gradients 2 4 6 on rank 0, the flat gradient gets 1 2 3: half of them, because there are two
+        ranks.
         """
         flat = self.flats[flat_index]
         slot = flat.slots[slot_index]
@@ -457,6 +481,10 @@ class Zero3Layer(Sharded):
     def is_over(self) -> bool:
         """
         ### Whether backward no longer needs the full parameters
+
+        The layer asks after each gradient of a parameter or of an input. If it were freed too
+        early, autograd would reach freed parameters. If it were freed too late, its memory would be
+        missing while the layer below computes.
         """
         trainable = sum(len(flat.slots) for flat in self.flats if flat.trains)
         return self.watch.inputs_left <= 0 and len(self.watch.arrived) == trainable
@@ -513,6 +541,10 @@ class Zero3Layer(Sharded):
     def _settle_at_end_of_backward(self) -> None:
         """
         #### Have the end of this backward pass call `settle`, once
+
+        Every way in which a backward pass can reach the layer calls this: a prefetch, a
+        recomputation, a gradient. Without it, a layer that was prefetched and then not needed would
+        stay full, and `backward()` would return before the last reduce has ended.
         """
         if in_backward() and self not in self.reducer.unsettled:
             self.reducer.unsettled.add(self)
@@ -545,6 +577,10 @@ class Zero3Layer(Sharded):
 class Zero3Sequential(ShardedModel):
     """
     ## A chain of layers, each gathered while the one before it computes
+
+    Use it if the layers of a model compute one after the other. The chain knows its order before
+    the first step, so it prefetches from the beginning. `wrap` takes any other model, and learns
+    the order in the first forward pass.
     """
 
     def __init__(self, modules: Iterable[Zero3Layer]):
@@ -612,6 +648,9 @@ class Zero3Sequential(ShardedModel):
     def named_layers(self) -> Iterator[tuple[str, Sharded]]:
         """
         ### The layers, each with the prefix of its parameters' names in an `nn.Sequential`
+
+        `full_params()` of the model puts the prefix before each name, so the weight of the first
+        layer is `0.weight`.
         """
         for i, layer in enumerate(self.module_list):
             yield f"{i}.", layer

@@ -166,6 +166,9 @@ class Offload:
     def place(self, nbytes: int) -> str:
         """
         ### Choose the tier for the next `nbytes`, and count them against `max_in_cpu`
+
+        Shards and states ask in the order in which they are built. With `max_in_cpu=16`, two shards
+        of 8 bytes rest in CPU memory, and a third one goes to a file.
         """
         if self.tier == "nvme" and self.in_cpu_bytes + nbytes <= self.max_in_cpu:
             self.in_cpu_bytes += nbytes
@@ -175,6 +178,9 @@ class Offload:
     def buffers_for(self, purpose: str, owner: Any, number: int) -> Buffers:
         """
         ### The buffers for one purpose, at least `number` of them
+
+        Shards have the buffers "params", and optimizer states have "states". Backward needs both at
+        once: it reads shards while it writes gradients.
         """
         if purpose not in self.in_use:
             self.in_use[purpose] = Buffers(self.folder, self.direct, self.queue_depth,
@@ -186,6 +192,8 @@ class Offload:
     def memory(self) -> list[torch.Tensor]:
         """
         ### The memory of all buffers
+
+        A `Ledger` counts these bytes among the live ones, at rest too.
         """
         return [memory for buffers in self.in_use.values() for memory in buffers.memory]
 
@@ -252,6 +260,8 @@ class InMemory:
     def replace(self, values: torch.Tensor) -> None:
         """
         ### Take over these values, converted to the shard's data type
+
+        After a step, the optimizer rounds the fp32 master into a bf16 shard by this.
         """
         self.param.detach().copy_(values)
 

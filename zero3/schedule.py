@@ -38,6 +38,11 @@ from zero3.watch import Call, in_backward
 class Schedule(Protocol):
     """
     ## Schedule
+
+    A layer asks it two questions. When the layer starts an all-gather or begins its backward: which
+    layers come next? When a forward call has ended: does the layer stay full? The two classes below
+    answer for layers outside and inside of a chain, and `TracedOrder` in `whole_model/units.py`
+    answers for whole models.
     """
 
     def ahead(self, layer: Sharded) -> list[Sharded]:
@@ -51,12 +56,18 @@ class Schedule(Protocol):
     def stays_full(self, layer: Sharded, call: Call) -> bool:
         """
         ### Whether a layer stays full after a forward call, because backward needs it at once
+
+        The layer asks at the end of each forward call. Layer 2 of the example above stays full. If
+        it were freed, the ranks would gather the same values again a moment later.
         """
 
 
 class Alone:
     """
     ## The schedule of a layer that is in no chain
+
+    It names no layer, so nothing is gathered ahead. A layer with this schedule waits for its own
+    all-gathers, and nothing computes meanwhile.
     """
 
     def ahead(self, layer: Sharded) -> list[Sharded]:
@@ -69,11 +80,16 @@ class Alone:
 class Chain:
     """
     ## The schedule of a chain
+
+    `Zero3Sequential` gives one to each of its layers. The neighbours are in the layer itself, so
+    all of these objects are alike.
     """
 
     def ahead(self, layer: Sharded) -> list[Sharded]:
         """
         ### The neighbour that computes next
+
+        In the example above, layer 1 has layer 2 ahead in forward, and layer 0 in backward.
         """
         if in_backward():
             # A layer without a recorded call has no backward pass, so it is not gathered.
@@ -86,5 +102,7 @@ class Chain:
     def stays_full(self, layer: Sharded, call: Call) -> bool:
         """
         ### Whether this is the last layer, and a backward pass can follow
+
+        Under `torch.no_grad()` no backward follows, so the last layer is freed like all others.
         """
         return not layer.next_layer and call.outputs > 0

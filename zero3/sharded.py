@@ -46,6 +46,9 @@ from zero3.watch import Watch
 class Sharded(nn.Module):
     """
     ## A sharded module
+
+    Schedules and the `Ledger` know a layer by this class. `layer.py` imports `schedule.py`, so a
+    schedule cannot import `Zero3Layer`.
     """
 
     module: nn.Module
@@ -88,12 +91,18 @@ class Sharded(nn.Module):
     def reshard(self) -> None:
         """
         ### Reshard (free)
+
+        Later chapters free a layer by this name. `full_params()` and loading a checkpoint call it
+        first, because parameters that stayed full would go on having their old values.
         """
         self._cleanup_params()
 
     def reduce(self) -> None:
         """
         ### Reduce the full gradients that a `no_sync()` has held back
+
+        `Zero3Optimizer.step` calls it on every layer, in the order of backward. It finds gradients
+        if the last micro-batch ran inside `no_sync()` too, or did not reach this layer.
         """
         self._backup_grads()
 
@@ -173,6 +182,9 @@ class Sharded(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """
         ### Drop the gradients of the shards, and the full ones that `no_sync` holds back
+
+        `nn.Module.zero_grad` knows parameters, and here these are the shards. A full gradient that
+        it left behind would be added to that of the next micro-batch.
         """
         super().zero_grad(set_to_none)
         for layer in self.modules():
@@ -182,6 +194,9 @@ class Sharded(nn.Module):
     def drop_full_grads(self) -> None:
         """
         ### Drop the full gradients
+
+        `zero_grad` calls it, and `settle` after an exception in backward. A gradient that is half
+        collected would otherwise be a part of the next one.
         """
         for flat in self.flats:
             flat.drop_full_grad()
@@ -200,6 +215,9 @@ class Sharded(nn.Module):
     def held_tensors(self) -> Iterator[torch.Tensor | None]:
         """
         ### Memory that this layer holds besides its parameters and gradients, for a `Ledger`
+
+        A `Ledger` counts each storage once, so a reducer or an offload that all layers share is not
+        counted for each of them.
         """
         for flat in self.flats:
             yield flat.full
@@ -254,6 +272,10 @@ class Sharded(nn.Module):
     def refuse_writes(self) -> None:
         """
         ### Refuse a write to the parameters, because it is lost when they are freed
+
+        The layer checks this after forward, and again when its backward is over, right before it
+        frees the memory. If forward set a weight of 1 to 5, the next all-gather would bring back
+        the 1 from the shard, without a word.
         """
         # Not fetched, but inside `full_params`: there a write is allowed.
         if not self.is_fetched:
@@ -270,6 +292,9 @@ class Sharded(nn.Module):
     def refuse_freed_outputs(self, tensors: list[torch.Tensor]) -> None:
         """
         ### Refuse an output that is a view of a parameter, because its memory is about to be freed
+
+        The layer checks this after forward. A module that returns `self.weight[0]`, for instance,
+        would hand out a tensor whose memory is gone a moment later.
         """
         ours = {flat.full.untyped_storage().data_ptr() for flat in self.flats if len(flat.full)}
         for tensor in tensors:
@@ -281,6 +306,9 @@ class Sharded(nn.Module):
     def refuse_double_backward(self) -> None:
         """
         ### Refuse a backward pass that is itself recorded, because a second one would follow it
+
+        The layer checks this when backward reaches it. The second pass would walk the graph of the
+        first one, where the layer has no hooks, so nothing would gather the parameters for it.
         """
         recorded = torch.is_grad_enabled() and not self.is_full_elsewhere
         self.expect(not recorded, "cannot go backward twice", "backward without `create_graph`",
@@ -290,6 +318,9 @@ class Sharded(nn.Module):
     def refuse_sparse(self, grad: torch.Tensor, name: str) -> None:
         """
         ### Refuse a gradient that has no place in the flat one
+
+        `nn.Embedding(sparse=True)` makes such gradients: they list the rows that were used. The
+        flat gradient has one place for each element of the parameter.
         """
         self.expect(grad.layout == torch.strided and not grad.requires_grad, "cannot reduce a "
                     "gradient", "a dense one without a graph", f"{grad.layout}, `{name}`",
@@ -298,6 +329,8 @@ class Sharded(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """
         ### Refuse `copy.copy`, `copy.deepcopy`, `pickle` and `torch.save`
+
+        Python calls this method for each of the four.
         """
         self.contents.refuse_copies()
 
@@ -305,6 +338,9 @@ class Sharded(nn.Module):
 class ShardedModel(nn.Module):
     """
     ## A model of sharded layers, for its users
+
+    `Zero3Sequential` is one, and so is the model that `wrap` returns. The methods here concern all
+    layers at once: the shards for an optimizer, and one norm of the whole gradient.
     """
 
     sharded_layers: tuple[Sharded, ...]  # those that it was built with
@@ -313,6 +349,9 @@ class ShardedModel(nn.Module):
     def get_trainable_chunk(self) -> list[nn.Parameter]:
         """
         ### This rank's trainable shards, of all layers
+
+        An optimizer of torch's takes these: `torch.optim.AdamW(model.get_trainable_chunk())`. In
+        the example, rank 0 passes 1 2 and rank 1 passes 3 0.
         """
         # Each once, also if a layer is in a chain twice.
         chunks = (chunk for layer in self.sharded_layers for chunk in layer.get_trainable_chunk())
@@ -333,6 +372,9 @@ class ShardedModel(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """
         ### Drop the gradients of all shards, and the full ones that `no_sync` holds back
+
+        torch's own `zero_grad` would find the shards alone. Full gradients that were left over
+        would be added to those of the next backward pass.
         """
         super().zero_grad(set_to_none)
         for layer in self.sharded_layers:
@@ -381,6 +423,9 @@ class ShardedModel(nn.Module):
 def check_arguments(module: Any, rank: Any, world_size: Any) -> None:
     """
     ## Refuse arguments of `Zero3Layer` that cannot work
+
+    `Zero3Layer` calls it first of all. Later, an error on one rank would leave the other ranks
+    waiting in a collective.
     """
     if not isinstance(module, nn.Module):
         expect(False, "Zero3Layer", "a module", repr(module), "pass the layer itself, and not "
@@ -394,6 +439,8 @@ def check_arguments(module: Any, rank: Any, world_size: Any) -> None:
 def check_chain(modules: Any) -> list[Any]:
     """
     ## Refuse modules that cannot be a chain
+
+    A plain module among the layers would be whole on each rank, and each rank would train its own.
     """
     expect(isinstance(modules, Iterable), "Zero3Sequential", "a list of Zero3Layers",
            type(modules), "pass `[layer]` for one", TypeError)

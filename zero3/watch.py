@@ -61,6 +61,10 @@ class Call:
 class Watch:
     """
     ## The calls of one layer, from forward to the end of their backward
+
+    Each layer has one. The layer calls `inputs` and `outputs` around its forward, and autograd
+    calls the two callbacks in backward. If a layer is called twice before backward, there are two
+    calls, and each counts its own inputs.
     """
 
     def __init__(self, begin: Callable[..., None], event: Callable[..., None]):
@@ -111,6 +115,9 @@ class Watch:
     def outputs(self, call: Call, tensors: Iterable[torch.Tensor]) -> None:
         """
         ### Have each of these outputs announce the backward pass
+
+        Backward enters the layer through one of these tensors, and the layer unshards again then.
+        If none of them announced the pass, autograd would reach freed parameters.
         """
         for tensor in tensors:
             if tensor.requires_grad and torch.is_grad_enabled():
@@ -143,6 +150,9 @@ class Watch:
     def reset(self) -> None:
         """
         ### The backward pass is over
+
+        `settle` calls it at the end of each backward pass, also after an exception. Otherwise the
+        next pass would wait for gradients of inputs that this one did not bring.
         """
         self.entered.clear()
         self.inputs_left = 0
@@ -182,6 +192,9 @@ def at_end_of_backward(settle: Callable[[bool], None]) -> None:
 def in_backward() -> bool:
     """
     ## Whether the autograd engine is running on this thread
+
+    A forward that runs inside a backward pass is a recomputation, by activation checkpointing. Its
+    layer stays full, because its backward follows, and a prefetch goes to the layer below.
     """
     return torch._C._current_graph_task_id() != -1
 

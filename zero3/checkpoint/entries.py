@@ -78,6 +78,9 @@ _SCALE = ("loss_scale", "good_steps", "skipped_steps")
 class Flat:
     """
     ## A flat parameter of this model, with its optimizer state
+
+    It looks the same for both kinds of optimizers. A `Zero3Optimizer` may have several pieces of a
+    shard. With one of torch's there is a single piece, the whole shard.
     """
 
     paths: list[str]  # its layer's names in the plain model: several if it is registered twice
@@ -105,6 +108,9 @@ class Flat:
     def within(self, where: slice) -> list[int]:
         """
         ### Indices of the parameters whose state covers part of this range of the shard
+
+        An optimizer keeps its state for a range of the shard. The manifest lists states by
+        parameter, so that they can be loaded into shards with other boundaries.
         """
         return [i for i, span in enumerate(self.spans)
                 if max(span.start, where.start) < min(span.stop, where.stop)]
@@ -113,6 +119,8 @@ class Flat:
 class Entry(NamedTuple):
     """
     ## A tensor of a rank's file
+
+    The layer in the example above has three of them on each rank.
     """
 
     name: str
@@ -126,6 +134,9 @@ class Entry(NamedTuple):
 class Entries:
     """
     ## The tensors of a model and its optimizer that go into a checkpoint
+
+    `save` and `load` each make one. Only this class knows both the model and the optimizer;
+    `reader.py` and `tensor_files.py` know files.
     """
 
     label = "the checkpoint"  # what errors call it
@@ -161,6 +172,9 @@ class Entries:
     def _flat(self, layer: Zero3Layer, paths: list[str], parameter: FlatParameter) -> Flat:
         """
         #### Find the optimizer state of a flat parameter
+
+        A `Zero3Optimizer` has a record of each shard, `ShardStates`. An optimizer of torch's steps
+        the shard itself, so the state of the shard is that of all its parameters.
         """
         shard = parameter.shard
         for states in getattr(self.optimizer, "shard_states", ()):
@@ -181,6 +195,9 @@ class Entries:
     def _find_replicated(self, paths: dict[nn.Module, list[str]]) -> dict[str, torch.Tensor]:
         """
         #### The tensors that every rank has whole, under each of their names
+
+        They are buffers, and frozen parameters outside of layers. A trainable parameter there is an
+        error, because nobody reduces its gradient and it differs between ranks.
         """
         found: dict[str, torch.Tensor] = {}
         shards = {flat.parameter.shard for flat in self.flats}
@@ -207,6 +224,9 @@ class Entries:
     def names(self, flat: Flat, slot: Slot) -> list[str]:
         """
         ### All names that a parameter has in the plain model
+
+        One of them is enough to find the parameter in a checkpoint. A model that is wrapped in
+        another way may have saved a tied weight under another name.
         """
         own = [f"{path}.{name}".strip(".") for path in flat.paths for name in slot.names]
         tied = self.model.tied if isinstance(self.model, Zero3Model) else {}
@@ -248,6 +268,8 @@ class Entries:
     def options(self) -> dict[str, Any] | None:
         """
         ### The optimizer's entry for the manifest: class, param groups and loss scale
+
+        It is the same on all ranks, so the manifest has that of rank 0.
         """
         if self.optimizer is None:
             return None
@@ -301,6 +323,8 @@ class Entries:
     def tensors(self, entries: list[Entry]) -> Iterator[torch.Tensor]:
         """
         ### The values of these entries; each is valid until the next one is requested
+
+        A state in a file is in a buffer now, and the next shard may get this buffer.
         """
         for i, run in groupby(entries, key=lambda entry: entry.flat):
             if i is None:
@@ -617,6 +641,9 @@ class Entries:
     def _take_options(self, saved: dict[str, Any], groups: dict[int, int]) -> None:
         """
         #### Load the options of the param groups, and the loss scale
+
+        The learning rate, for instance, goes on from the saved one, and not from the one that the
+        new optimizer was built with.
         """
         for theirs, mine in groups.items():
             group = self.param_groups[mine]
@@ -635,6 +662,9 @@ class Entries:
 def _expect(good: bool, problem: str) -> None:
     """
     #### Refuse a checkpoint with this problem unless all is good
+
+    `load` catches the exception on the rank that found the problem, and raises an error on all
+    ranks.
     """
     if not good:
         raise Broken(problem)
@@ -644,6 +674,9 @@ def _on_device(scalars: dict[str, Any], group: dict[str, Any], device: torch.dev
                ) -> dict[str, Any]:
     """
     #### Move the number of steps and the like to the device, if the param group's options need that
+
+    torch's fused and capturable steps expect their counter on the device of the parameter. The
+    plain ones keep it in CPU memory.
     """
     on_device = group.get("fused") or group.get("capturable")
     return {key: value.to(device) if on_device and isinstance(value, torch.Tensor) else value

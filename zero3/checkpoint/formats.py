@@ -124,6 +124,9 @@ def from_tensors(folder: Path, step: int, tensors: dict[str, dict[str, tuple]],
 def _flat_entry(name: str, keys: dict[str, tuple], scalars: dict[str, Any]) -> dict[str, Any]:
     """
     #### The manifest's entry for a parameter that is alone in its layer
+
+    Other formats have one tensor for each parameter. So each becomes a layer of its own here, and a
+    load finds it by its name.
     """
     if "param" not in keys:
         raise Broken(f"`{name}` has moments but no values")
@@ -207,6 +210,9 @@ def to_deepspeed(folder: Path, out: Path, torch_adam: bool) -> None:
 def _check_file_names(checkpoint: CheckpointReader) -> None:
     """
     #### Check that files can have the names of all parameters and moments
+
+    DeepSpeed's layout has a folder for each parameter and a file for each moment. A name with a
+    slash would lead to another folder.
     """
     for param in checkpoint.params:
         check_name(param.name, as_path=True)
@@ -262,6 +268,8 @@ def from_deepspeed(source: Path, folder: Path) -> None:
 class _Stub:
     """
     ## Stand-in for DeepSpeed's classes in a pickle; their content is not used
+
+    DeepSpeed's files mention its classes, and this library does not need DeepSpeed to read them.
     """
 
     def __init__(self, *args, **kwargs):
@@ -271,6 +279,8 @@ class _Stub:
 def _load_deepspeed(path: Path) -> Any:
     """
     #### Unpickle a file of tensors, plain containers and stubs
+
+    `weights_only` keeps the pickle from running anything.
     """
     stubs: list[Any] = [(_Stub, f"deepspeed.runtime.{name}") for name in (
         "zero.config.ZeroStageEnum", "fp16.loss_scaler.LossScaler",
@@ -464,6 +474,8 @@ def _dcp_keys(metadata: dcp.Metadata) -> dict[tuple[str, str], str]:
 class _DcpReader(dcp.FileSystemReader):
     """
     ## DCP's reader, with checks before it trusts the metadata
+
+    The metadata names the files to read. A forged name could lead out of the folder.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:

@@ -211,6 +211,8 @@ def lock_folder(folder: Path) -> None:
 def _lock_holder(stat: os.stat_result) -> str:
     """
     #### The process that has locked a folder, as Linux lists it
+
+    The error names this process, so that its user can end it or choose another folder.
     """
     device = f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x}"
     try:
@@ -269,6 +271,8 @@ def file_name(rank: int, world_size: int) -> str:
 def partial_path(folder: Path, step: int) -> Path:
     """
     ## The folder of a checkpoint while it is being written
+
+    `steps` does not list this name, so nobody takes an unfinished save for a checkpoint.
     """
     return folder / f"step-{step:08}.partial"
 
@@ -314,6 +318,8 @@ def _step_of(path: Path) -> int:
 class Param:
     """
     ## A parameter in a checkpoint
+
+    The manifest lists parameters by flat parameter. A load asks for them by name, and finds these.
     """
 
     # The number of its flat parameter.
@@ -337,6 +343,9 @@ class Param:
 class CheckpointReader:
     """
     ## Read a checkpoint
+
+    It needs no model, because the manifest says what is where. Resuming, inspecting and converting
+    all read through it.
     """
 
     def __init__(self, folder: Path):
@@ -368,6 +377,9 @@ class CheckpointReader:
     def _check(self, flat: dict[str, Any]) -> None:
         """
         #### Check that the numbers of a flat parameter agree with each other and with its files
+
+        If the manifest was forged or edited, wrong offsets would lead a read into another
+        parameter, and nothing in the numbers would show it.
         """
         shard_numel = self._shard_numel(flat)
         shortest_bytes = min(file.nbytes for file in self.files)
@@ -458,6 +470,9 @@ class CheckpointReader:
 def _errors_name(part: str) -> Iterator[None]:
     """
     #### Turn errors of reading into `Broken`, with the name of the part that cannot be read
+
+    A damaged file makes torch and Python raise many kinds of errors, and none of them says which
+    parameter was being read.
     """
     try:
         yield
@@ -498,6 +513,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 def _check_types(value: Any, schema: Any, where: str) -> None:
     """
     #### Raise `ValueError` if a value does not have the types of the schema
+
+    Another program may have written the manifest. After this check, the code here can rely on each
+    entry.
     """
     if isinstance(schema, dict) and isinstance(value, dict):
         for key, each in schema.items():
@@ -549,6 +567,8 @@ def encode(value: Any, where: str = "extra") -> Any:
 def decode(value: Any) -> Any:
     """
     ## Turn the JSON of `encode` back into the object
+
+    Nothing in a checkpoint is run to load it, unlike in a pickle.
     """
     if isinstance(value, list):
         return [decode(each) for each in value]

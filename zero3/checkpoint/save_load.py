@@ -167,6 +167,8 @@ def _all_here(done: str, model: nn.Module, optimizer: torch.optim.Optimizer | No
 def _told(error: Exception) -> str:
     """
     #### An error as text that is never empty
+
+    The ranks exchange this text, and an empty one means that there is no problem.
     """
     return one_line(f"{error}") or repr(error)
 
@@ -174,6 +176,9 @@ def _told(error: Exception) -> str:
 class Saving:
     """
     ## A checkpoint that is being written
+
+    `save` makes one and returns it. A save that waits is over by then. An asynchronous one is ended
+    by a hook before a later optimizer step, by the next `save` or `load`, or by `wait`.
     """
 
     def __init__(self, entries: Entries, folder: Path, step: int, keep: int):
@@ -212,6 +217,9 @@ class Saving:
     def _prepare(self, extra: Any) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
         """
         #### Describe this rank's model and optimizer, and create the folder on rank 0
+
+        Rank 0 locks the folder before it cleans up. Without the lock it could remove the files that
+        another run is writing.
         """
         self.manifest = {"step": self.step, "extra": encode(extra)}
         described = self.entries.describe()
@@ -227,6 +235,9 @@ class Saving:
     def _open_file(self, listed: list[Entry]) -> None:
         """
         #### Reserve the space of this rank's file
+
+        The states of this rank's random number generators go into the header, because each rank has
+        its own.
         """
         comm = self.entries.comm
         like = {entry.name: (entry.dtype, entry.shape) for entry in listed}
@@ -309,6 +320,9 @@ class Saving:
     def _commit(self) -> None:
         """
         #### Make the folder a checkpoint, and remove the oldest ones (on rank 0)
+
+        `wait` calls it when the files of all ranks are on the disk. The new checkpoint is complete
+        before an old one is removed, so there is one at every moment.
         """
         if self.entries.comm.rank == 0:
             commit_checkpoint(self.partial, self.manifest)
@@ -320,6 +334,9 @@ class Saving:
     def leave(self) -> None:
         """
         ### Remove the hook, and wait for the checkpoint unless the save has ended
+
+        The next `save` or `load` of this model calls it, because two saves at once would write to
+        the folder at the same time.
         """
         if self.hook:
             self.hook.remove()
@@ -344,6 +361,8 @@ class Saving:
     def _agree(self, problem: str) -> None:
         """
         #### Go on if no rank has a problem; otherwise clean up, and raise an error on all ranks
+
+        A rank that raised alone would leave the others waiting in the next collective.
         """
         try:
             self.entries.comm.agree(
@@ -435,6 +454,9 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
 def _read_all(checkpoint: CheckpointReader, entries: Entries) -> None:
     """
     #### Read everything that this rank will load, to find damage before anything changes
+
+    `take` reads all of it once more. If this kept the values, the whole state would be in memory a
+    second time.
     """
     for flat in entries.flats:
         for key in ("param", *flat.moments):
@@ -452,6 +474,9 @@ def _read_all(checkpoint: CheckpointReader, entries: Entries) -> None:
 def _random_states(device: torch.device) -> dict[str, Any]:
     """
     #### The state of each random number generator of this process
+
+    Dropout and the order of the data may be drawn from any of them. A resumed run draws what the
+    interrupted one would have drawn, if all of them are restored.
     """
     drawn: Any = np.random.get_state()
     found = {"torch": torch.get_rng_state(), "python": random.getstate(),
@@ -496,6 +521,8 @@ def _check_random_states(states: dict[str, Any], device: torch.device) -> None:
 def _set_random_states(states: dict[str, Any], device: torch.device) -> None:
     """
     #### Set or seed the random number generators of this process
+
+    A load does this last. Anything that drew a number afterwards would change the run.
     """
     if "seed" in states:
         for seed in (torch.manual_seed, random.seed, np.random.seed):

@@ -178,6 +178,8 @@ def _header(like: dict[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict
             ) -> tuple[bytes, int]:
     """
     #### The beginning of a file, up to the first number, and how many bytes of numbers follow
+
+    It has the offset of each tensor, so all shapes are known before the first number is written.
     """
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0

@@ -104,6 +104,9 @@ class Buffers:
     def _explain(self, error: Exception) -> str:
         """
         #### Say in numbers what is missing
+
+        The system says that the disk is full or that there are too many files. The user also has to
+        know how much is left, and which limit to raise.
         """
         problem = f"{error}"
         if getattr(error, "errno", None) == errno.ENOSPC:
@@ -216,6 +219,9 @@ class InFile:
     def blank(self, *names: str) -> dict[str, torch.Tensor]:
         """
         ### The same without reading, to be filled
+
+        It serves tensors whose old values nobody needs: the first gradient after `zero_grad()`, or
+        a shard that is replaced. That saves a read.
         """
         self._borrow()
         self.present.update(names)
@@ -256,6 +262,9 @@ class InFile:
     def share(self, file: File) -> None:
         """
         ### Rest in another file from now on, at its beginning
+
+        An fp32 shard in a file shares the file of its states, where the master comes first. The
+        step writes the master, and the next all-gather reads the same bytes as the shard.
         """
         self.release()
         self.file = file
@@ -267,6 +276,9 @@ class InFile:
     def become_parameter(self, owner: Any, values: torch.Tensor, trains: bool) -> None:
         """
         ### Make a parameter without elements, for an optimizer that asks what there is to train
+
+        It has a length and a data type. Reading one of its elements is an error that names
+        `full_params()`.
         """
         without_memory = torch.empty(len(values), dtype=values.dtype)
         without_memory.untyped_storage().resize_(0)
@@ -278,12 +290,18 @@ class InFile:
     def load(self) -> torch.Tensor:
         """
         ### The shard, in a buffer: `(shard_numel,)`
+
+        `fetch_params` calls it for the all-gather, and gives the buffer back as soon as the fetch
+        stream has copied the shard.
         """
         return self.wait("shard")["shard"]
 
     def save(self) -> None:
         """
         ### Write the shard back
+
+        `replace` calls it, and so does whoever has written into the loaded shard:
+        `full_params(writeback=True)`, or the load of a checkpoint.
         """
         self.write_async("shard")
         # Forget it, so that every unshard reads, whichever buffer happened to be free.
@@ -293,6 +311,9 @@ class InFile:
     def replace(self, values: torch.Tensor) -> None:
         """
         ### Take over these values, converted, without reading the old ones
+
+        The optimizer calls it after a step, if the master is wider than the shard or rests
+        elsewhere.
         """
         self.blank("shard")["shard"].copy_(values)
         self.save()
@@ -308,6 +329,9 @@ class InFile:
     def _borrow(self) -> None:
         """
         #### Have a buffer, as the one that used it last
+
+        `Buffers.borrow` takes a buffer from the file that has not used its own for the longest
+        time, so the order of uses has to be kept.
         """
         if self.buffer is None:
             self.buffer = self.buffers.borrow(self)

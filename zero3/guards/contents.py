@@ -49,6 +49,8 @@ WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel
 class ShardedLayer(Protocol):
     """
     ## A sharded layer, as far as its contents have to know it
+
+    `layer.py` imports this file, so this file cannot import `Zero3Layer`.
     """
 
     module: nn.Module
@@ -137,6 +139,8 @@ class Contents:
     def _refuse_new(self, prefix: str, owner: nn.Module) -> None:
         """
         #### Refuse a parameter that is not sharded, and a layer that does not belong here
+
+        Nobody reduces the gradient of such a parameter, so each rank would train its own.
         """
         layer: ShardedLayer = self.layer
         for name, p in owner._parameters.items():
@@ -218,6 +222,9 @@ class Contents:
 class Known:
     """
     ## Which modules and parameters some modules had
+
+    A layer keeps one of the modules inside it, and a model keeps one of its own children. Each
+    forward compares.
     """
 
     def __init__(self, modules: list[nn.Module]):
@@ -239,6 +246,8 @@ class Known:
 def is_sharded(module: nn.Module) -> bool:
     """
     ## Whether this is a sharded layer
+
+    It asks for the contents and not for the class, because this file cannot import `Zero3Layer`.
     """
     return isinstance(vars(module).get("contents"), Contents)
 

@@ -40,6 +40,9 @@ _OF_SHARDS = {vars(torch._C.TensorBase)["grad"].__get__,
 class Owner(Protocol):
     """
     ## The layer that a parameter belongs to, as far as an error has to know it
+
+    A use of a freed parameter raises an error through `expect`. In a whole model `fetch_for_others`
+    gathers the parameter instead, while a pass runs.
     """
 
     label: str

@@ -81,6 +81,9 @@ _CURE = ("clip with `model.clip_grad_norm_(...)`, or `Zero3Optimizer(..., clip_g
 class ShardGradient(torch.Tensor):
     """
     ## The gradient of a shard
+
+    `FlatParameter.add_grad` makes each shard's gradient one of these. In the example above, torch's
+    norm of (3, 4) would be 5 on rank 0; this class raises an error instead.
     """
 
     flat: weakref.ref  # the flat parameter
@@ -91,6 +94,9 @@ class ShardGradient(torch.Tensor):
     def note_used(self, names: Iterable[tuple[str, ...]]) -> None:
         """
         ### Record that these parameters have contributed to the gradient
+
+        `Zero3Optimizer` asks for these names in a step. A parameter that got no gradient on any
+        rank is not stepped, as in plain PyTorch.
         """
         if self.used is not None:
             self.used.update(names)
@@ -119,6 +125,9 @@ class ShardGradient(torch.Tensor):
 class GradientElsewhere(ShardGradient):
     """
     ## A gradient that rests elsewhere
+
+    It takes the place of `.grad` when the gradient goes to the place of a master in CPU memory or
+    in a file. So `p.grad is None` and `zero_grad()` mean what they always do.
     """
 
     @classmethod
@@ -153,6 +162,9 @@ class GradientElsewhere(ShardGradient):
 def plain_part(grad: torch.Tensor) -> torch.Tensor:
     """
     ## A shard's gradient as a plain tensor, in the same memory
+
+    Clipping and the optimizer use it. They take the norm of this rank's part, and then combine the
+    norms of all ranks.
     """
     return grad.as_subclass(torch.Tensor) if isinstance(grad, ShardGradient) else grad
 
@@ -190,6 +202,8 @@ def elsewhere(flat: Any) -> GradientElsewhere:
 def grad_of(shard: nn.Parameter) -> Any:
     """
     ## The gradient of a shard, even if the shard rests in a file
+
+    Such a shard is a `FreedParameter`, whose class looks at every access. This goes past it.
     """
     with torch._C.DisableTorchFunction():
         return shard.grad
@@ -198,6 +212,8 @@ def grad_of(shard: nn.Parameter) -> Any:
 def set_grad(shard: nn.Parameter, grad: torch.Tensor | None) -> None:
     """
     ## Give a shard a gradient, even if the shard rests in a file
+
+    Such a shard is a `FreedParameter`, which refuses any gradient but `None`.
     """
     with torch._C.DisableTorchFunction():
         shard.grad = grad
@@ -248,6 +264,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 def _check_clip(model: nn.Module, first: Any, flats: list[Any], norm_type: float) -> None:
     """
     #### Refuse gradients that cannot be clipped here
+
+    With a loss scale of 65536, for instance, the norm would be as many times too large, and nearly
+    every step would be clipped without need.
     """
     shards = {flat.shard for flat in flats}
     stray = [n for n, p in model.named_parameters() if p.requires_grad and p not in shards]
@@ -268,6 +287,9 @@ def _check_clip(model: nn.Module, first: Any, flats: list[Any], norm_type: float
 def norm_of(grad: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:
     """
     ## The norm of a gradient, `(n,)` to `()`, in fp32 or wider
+
+    It adds squares in blocks. A single fp32 sum over millions of squares is soon so large that the
+    next one does not change it.
     """
     wide = torch.promote_types(grad.dtype, torch.float32)
     whole = len(grad) // _BLOCK_NUMEL * _BLOCK_NUMEL
@@ -300,6 +322,8 @@ def _found(args: Any) -> Iterator[ShardGradient]:
 def _like(result: torch.Tensor, grad: ShardGradient) -> torch.Tensor:
     """
     #### A result, marked like the gradient that it comes from
+
+    So `p.grad.float()` refuses a norm as `p.grad` does.
     """
     if isinstance(result, ShardGradient):
         return result

@@ -98,6 +98,9 @@ class Bucket(Reducer):
     def drop(self, layer: Reducible) -> None:
         """
         ### Forget a layer's gradients while they wait; end their reduce if it has begun
+
+        A layer calls it after an exception in backward. A reduce that has begun has to end, because
+        the other ranks take part in it.
         """
         self.waiting = [g for g in self.waiting if g.layer is not layer]
         self.finish(layer)
@@ -105,6 +108,9 @@ class Bucket(Reducer):
     def end(self) -> None:
         """
         ### Send the layers that wait, and end all reduces
+
+        The last layer calls it at the end of backward, because no more gradients will come to fill
+        the bucket.
         """
         if self.waiting:
             self._send_waiting()
@@ -113,6 +119,9 @@ class Bucket(Reducer):
     def _send_waiting(self) -> None:
         """
         #### Send the bucket, full or not
+
+        It is full when its last layer has filled it. It is not full at the end of backward, or if
+        one of its layers is about to be gathered again.
         """
         self.land()
         waiting = self.waiting
@@ -142,6 +151,9 @@ class Bucket(Reducer):
     def _pack(self, group: "list[_Gradient]") -> tuple[torch.Tensor, torch.Tensor]:
         """
         #### Put gradients side by side, row by row: a gradient and a receive buffer
+
+        In the example above the packed gradient has the rows `a b e` and `c d f`. So one
+        reduce-scatter brings each rank its shares of both layers.
         """
         # The memory of the first one's buffer becomes the receive buffer of all.
         buffer = group[0].buffer
@@ -175,6 +187,8 @@ class Bucket(Reducer):
 class _Gradient(NamedTuple):
     """
     ## A flat gradient that waits, and where it comes from
+
+    While it waits, the full gradient of its layer stays in memory.
     """
 
     layer: Reducible

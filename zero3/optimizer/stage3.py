@@ -225,6 +225,10 @@ class Zero3Optimizer(torch.optim.Optimizer):
     def _check_model(self, optimizer_class: Callable[..., torch.optim.Optimizer]) -> None:
         """
         #### Refuse an optimizer or a model that would train differently on shards
+
+        Muon, for instance, needs the rows and columns of a matrix, and a shard has none. A
+        trainable parameter outside of the layers would never be stepped, because the optimizer
+        takes only shards.
         """
         name = getattr(optimizer_class, "__name__", optimizer_class)
         self.expect(name not in _NOT_ELEMENTWISE, "cannot use this class", "an elementwise one, "
@@ -238,6 +242,9 @@ class Zero3Optimizer(torch.optim.Optimizer):
     def _check_arguments(self, bucket_bytes: int) -> None:
         """
         #### Refuse arguments that are out of range
+
+        This comes before the layers get their buckets, so the model is as it was after such an
+        error.
         """
         cure = "pass another, or leave it out"
         positive = {"loss_scale": self.loss_scale, "scale_floor": self.scale_floor,
@@ -282,6 +289,9 @@ class Zero3Optimizer(torch.optim.Optimizer):
     def _set_grad_dtype(self, layer: Zero3Layer, flat: FlatParameter) -> torch.dtype:
         """
         #### Reduce the gradients of a flat parameter in `reduce_dtype`
+
+        With bf16 layers and `reduce_dtype=torch.float32`, the sums over ranks and micro-batches are
+        taken in fp32. The reduce-scatter then sends twice the bytes.
         """
         shard = flat.shard
         dtype = self.reduce_dtype or shard.dtype
@@ -346,6 +356,9 @@ class Zero3Optimizer(torch.optim.Optimizer):
                       kwargs: dict[str, Any], options: list[dict[str, Any]]) -> None:
         """
         #### Put masters, moments and gradients where they rest
+
+        Unless they go to files, it checks first whether memory has room for all of them. Otherwise
+        a shortage would show in the middle of the first step, which creates the moments.
         """
         on_device = self.offload.tier == "device"
         self.device = self.shard_states[0].layer.device if on_device else torch.device("cpu")
@@ -379,6 +392,9 @@ class Zero3Optimizer(torch.optim.Optimizer):
                     kwargs: dict[str, Any], options: list[dict[str, Any]]) -> None:
         """
         #### Build the wrapped torch optimizer, whose parameters are the pieces of the masters
+
+        The formula of the step is torch's own. The wrapped optimizer finds ordinary parameters on
+        one rank, and knows nothing of shards.
         """
         groups = [{**each, "params": self._params_of(i)} for i, each in enumerate(options)]
         self.inner = optimizer_class(groups, **kwargs)
@@ -395,6 +411,8 @@ class Zero3Optimizer(torch.optim.Optimizer):
     def _params_of(self, group_index: int) -> list[nn.Parameter]:
         """
         #### The pieces of all shards that belong to a param group
+
+        A shard with a matrix that decays and a bias that does not has pieces in two groups.
         """
         return [piece.param for states in self.shard_states for piece in states.pieces
                 if piece.group_index == group_index]
@@ -402,6 +420,10 @@ class Zero3Optimizer(torch.optim.Optimizer):
     def regroup(self) -> None:
         """
         ### Put the pieces of all shards into their param groups again, after some were cut
+
+        The step calls it if only some parameters had a gradient, and loading a checkpoint calls it
+        too. An optimizer steps the parameters in its groups, so a new piece that is missing there
+        would never be stepped.
         """
         for i, group in enumerate(self.param_groups):
             group["params"] = self._params_of(i)
@@ -422,6 +444,9 @@ class Zero3Optimizer(torch.optim.Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """
         #### torch's `GradScaler` asks for this. It cannot scale for this optimizer
+
+        The scaler looks for gradients in the param groups. These have the pieces of the masters,
+        which get their gradients only inside the step.
         """
         self.expect(False, "cannot step", "its own loss scale", "torch's GradScaler",
                     "pass `loss_scale=\"dynamic\"`, and call `optimizer.backward(loss)` and "
@@ -525,6 +550,9 @@ class Zero3Optimizer(torch.optim.Optimizer):
     def _check_ready(self) -> None:
         """
         #### Refuse a step inside `no_sync()`, or of parameters that were frozen before
+
+        The step calls it before it sends or changes anything. A parameter that was frozen when the
+        optimizer was built has no master, so it would be reduced and never stepped.
         """
         self.expect(not any(bucket.holds for bucket in self.buckets), "cannot step", "gradients "
                     "that are reduced", "some that are held back", "leave `no_sync()` first")
@@ -541,6 +569,10 @@ class Zero3Optimizer(torch.optim.Optimizer):
     def _more_threads(self) -> Iterator[None]:
         """
         #### Compute with as many threads as `step_threads` says
+
+        It matters if the CPU steps while an accelerator computes the layers. With torchrun's one
+        thread for each rank, most cores would be idle during the step. The old number is set again
+        afterwards.
         """
         before = torch.get_num_threads()
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.comm.world_size))
@@ -557,6 +589,9 @@ class Zero3Optimizer(torch.optim.Optimizer):
     def _step(self) -> float | None:
         """
         #### Step all shards, if the gradient is finite
+
+        All ranks decide from the same norm, so all of them step or none does. If one rank skipped
+        its step alone, the model would consist of shards from different steps.
         """
         # The layers have taken the mean over ranks already. So this is the norm that plain training
         # on the global batch has. The mean of the ranks' own norms would be something else: if the
@@ -861,6 +896,9 @@ def step_threads(at: torch.device, device: torch.device, threads: int, ranks: in
 def finite(value: Any) -> bool:
     """
     ## Whether an argument is a number, and neither infinite nor NaN
+
+    An infinite `loss_scale` is a positive number too, and would make every gradient infinite or
+    NaN.
     """
     return isinstance(value, (int, float)) and math.isfinite(value)
 
@@ -868,6 +906,9 @@ def finite(value: Any) -> bool:
 def plain_paths(model: nn.Module) -> dict[nn.Module, str]:
     """
     ## The name of each module in the plain model
+
+    The names that `group_by` gets begin with these. So the same function works for every way in
+    which a model can be wrapped.
     """
     return {module: names[0] for module, names in plain_names(model).items()}
 

@@ -75,6 +75,8 @@ State = MutableMapping[torch.Tensor, dict[str, Any]]
 class Piece(NamedTuple):
     """
     ## A part of a master that the optimizer steps as one parameter
+
+    If the first two of the weights 1 2 3 decay and the third does not, the master has two pieces.
     """
 
     group_index: int  # of its param group
@@ -86,6 +88,10 @@ class Piece(NamedTuple):
 class ShardStates:
     """
     ## Master, moments and gradient of a trainable shard
+
+    `Zero3Optimizer` makes one for each trainable shard. In backward it receives the reduced
+    gradient, unless that rests in the shard. In the step it brings master, moments and gradient
+    together in memory.
     """
 
     layer: Zero3Layer
@@ -115,12 +121,17 @@ class ShardStates:
     def master_dtype(self) -> torch.dtype:
         """
         ### The data type of the master: fp32, or the shard's if that is wider
+
+        A bf16 shard has an fp32 master, and an fp64 shard has one of fp64.
         """
         return torch.promote_types(self.shard.dtype, torch.float32)
 
     def nbytes(self, moments: list[str]) -> int:
         """
         ### Bytes of master, moments and gradient, if the shard is not the master
+
+        The optimizer needs this number before anything is allocated, to check the memory and to
+        choose the tier.
         """
         masters_and_moments = (1 + len(moments)) * self.master_dtype.itemsize
         return len(self.shard) * (masters_and_moments + self.grad_dtype.itemsize)
@@ -128,6 +139,8 @@ class ShardStates:
     def can_step_shard_on(self, device: torch.device) -> bool:
         """
         ### Whether the optimizer can step the shard itself on this device
+
+        If so, the shard is its own master and is not kept twice.
         """
         in_memory = not isinstance(self.flat.storage, InFile)
         same_dtype = self.shard.dtype == self.master_dtype
@@ -196,6 +209,9 @@ class ShardStates:
     def _receive_gradients(self, offload: Offload) -> None:
         """
         #### Have the flat parameter deliver its reduced gradients here
+
+        From now on, `Reducer.deliver` hands the gradient to `add_grad` below. If it rests in the
+        same memory as the shard, it stays the shard's `.grad` instead.
         """
         # Set it in either case, because an earlier optimizer may have put its own there.
         self.flat.sink = None if self.grad_holder is self.shard else self
@@ -235,6 +251,9 @@ class ShardStates:
     def grad_device(self) -> torch.device:
         """
         ### Where a reduced gradient goes; on its way to a file, CPU memory
+
+        `Reducer.deliver` asks for it. From an accelerator to CPU memory it copies the gradient
+        while the layers below go backward.
         """
         return torch.device("cpu") if self.grad_holder is None else self.grad_holder.device
 
@@ -242,6 +261,9 @@ class ShardStates:
     def grad(self) -> torch.Tensor | None:
         """
         ### The gradient as a plain tensor, if there is one and it rests in memory
+
+        A plain tensor, because the optimizer takes the norm of this rank's part on purpose. A
+        `ShardGradient` would refuse that.
         """
         self._notice_replaced_grad()
         grad = self.grad_holder.grad if self.grad_holder is not None else None
@@ -255,12 +277,18 @@ class ShardStates:
     def used(self) -> set[tuple[str, ...]] | None:
         """
         ### Names of the parameters that got a gradient on this rank; `None` means all
+
+        The flat gradient has zeros for a parameter that the loss did not depend on. Plain PyTorch
+        does not step such a parameter, so its absence has to be remembered.
         """
         return getattr(grad_of(self.shard), "used", None)
 
     def grad_norm(self) -> torch.Tensor | None:
         """
         ### The norm of the gradient, if there is one
+
+        The step asks all shards before the ranks exchange their norms. The norm of a gradient in a
+        file was taken in backward, so nothing is read here.
         """
         grad = self.grad
         return self.file_grad_norm if grad is None else norm_of(grad)
@@ -370,6 +398,9 @@ class ShardStates:
     def read_grad(self) -> torch.Tensor | None:
         """
         ### The gradient, wherever it rests; a gradient in a file is copied into memory
+
+        It serves a look at the gradient between backward and step. The step itself reads all states
+        of a shard in one go.
         """
         if not self.has_grad or self.in_file is None:
             return self.grad
@@ -405,6 +436,9 @@ class ShardStates:
     def _stepped_names(self) -> list[str]:
         """
         #### The states in the file that a step changes: all but the gradient
+
+        They are prefetched before the last gradients of a backward pass arrive, and written back
+        after the step.
         """
         if self.in_file is None:
             return []
@@ -413,6 +447,8 @@ class ShardStates:
     def read_async(self, *names: str) -> None:
         """
         ### Start to read these states, or all of them, if they rest in a file
+
+        The step calls it for the next shards, so that the disk reads while this shard is stepped.
         """
         if self.in_file is not None:
             self.in_file.read_async(*names)
@@ -465,6 +501,9 @@ class ShardStates:
     def _attach(self, state: State, views: dict[str, torch.Tensor], master: torch.Tensor) -> None:
         """
         #### Let pieces and moments be views of the buffer that was read into
+
+        The wrapped optimizer holds on to its tensors from step to step. Between two steps they have
+        no elements, and here they get them back.
         """
         for known, name, view in self._moments(state, views):
             if not known[name].numel():
@@ -475,6 +514,9 @@ class ShardStates:
     def _store_new_moments(self, state: State, views: dict[str, torch.Tensor]) -> None:
         """
         #### Copy moments that the optimizer has made in this step into the buffer
+
+        The first step of a piece makes its moments in fresh memory. Without this they would stay in
+        memory and never reach the file.
         """
         for known, name, view in self._moments(state, views):
             if known[name].data_ptr() != view.data_ptr():
@@ -483,6 +525,8 @@ class ShardStates:
     def _detach(self, state: State, views: dict[str, torch.Tensor]) -> None:
         """
         #### Leave pieces and moments without elements: the next shard gets the buffer
+
+        If they still viewed the buffer, a use of them would change the states of another shard.
         """
         for known, name, view in self._moments(state, views):
             if known[name].data_ptr() == view.data_ptr():
@@ -589,6 +633,9 @@ class ShardStates:
     def unsplit_count(self) -> int:
         """
         ### How many pieces there were before any was split by use
+
+        `predict` compares it with the present number, because each further piece has a counter of
+        steps of its own.
         """
         return len(self._runs(slice(0, len(self.shard)), self.group_indices))
 

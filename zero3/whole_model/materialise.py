@@ -67,6 +67,8 @@ _INDEX = "model.safetensors.index.json"
 class WholeModel(Protocol):
     """
     ## A `Zero3Model`, as far as it has to be known here
+
+    `wrap.py` imports this file, so this file cannot import `Zero3Model`.
     """
 
     label: str
@@ -188,6 +190,8 @@ class Source:
                      more: Callable[[torch.Tensor], list[str]]) -> str:
         """
         #### Draw or read the values of a layer; returns the problem, if there is one
+
+        This runs on rank 0 alone. Sharding the layer then sends the values to the other ranks.
         """
         problem = ""
         # Innermost first, because an outer module may change the values of an inner one.
@@ -252,6 +256,8 @@ class Source:
     def files(self) -> dict[str, Path]:
         """
         ### The file of each tensor in the checkpoint
+
+        It reads the index, or the header of the file, and no tensor.
         """
         path = Path(str(self.checkpoint))
         if path.is_dir():
@@ -267,6 +273,9 @@ class Source:
     def _seeded(self, at: str) -> Iterator[None]:
         """
         #### Seed the random numbers by a module's name, and restore them afterwards
+
+        So a module draws the same numbers on any number of ranks, and in any order of the layers.
+        The caller's own random numbers go on as if nothing had been drawn.
         """
         seed = zlib.crc32(f"{self.seed} {at}".encode())
         # `torch.manual_seed` and a bare `fork_rng` would initialize every GPU of the machine. A
@@ -332,6 +341,9 @@ def _tensors_of(unit: Any, params: dict[str, nn.Parameter]) -> dict[str, torch.T
 def _mark(tensor: torch.Tensor) -> None:
     """
     #### Mark memory without values: with NaN, or with a byte that no bool has
+
+    `_is_marked` looks for it afterwards. A tensor that neither a function nor a checkpoint has
+    written would otherwise train from whatever the memory held.
     """
     if tensor.is_floating_point():
         tensor.fill_(torch.nan)

@@ -102,6 +102,9 @@ class Trace:
     def begin(self, kind: str) -> None:
         """
         ### Begin a pass, and end the one before it
+
+        A forward pass begins when the root computes, and a backward pass with the first unit that
+        it reaches.
         """
         self.end()
         guess: list[Unit] = []
@@ -117,6 +120,9 @@ class Trace:
     def end(self) -> None:
         """
         ### Expect the next pass of this kind to go like this one
+
+        If the pass went another way than expected, it counts as a miss. Its order replaces the old
+        one either way, because the last pass is the best guess for the next.
         """
         if self.kind:
             expected = self.learnt.get(self.kind, self.seen)
@@ -127,12 +133,18 @@ class Trace:
     def follows(self) -> bool:
         """
         ### Whether the pass has gone as expected so far
+
+        After the first difference this is false until the pass ends, and units are gathered on
+        demand.
         """
         return bool(self.kind) and self.seen == self.known[: len(self.seen)]
 
     def upcoming(self) -> list["Unit"]:
         """
         ### The units that the pass will reach, in order
+
+        In the example above, when forward has reached a, these are b and c. After a difference
+        there are none, so nothing is prefetched.
         """
         return self.known[len(self.seen) :] if self.follows() else []
 
@@ -248,6 +260,9 @@ class Unit(Zero3Layer):
     def admits(self, layer: nn.Module) -> bool:
         """
         ### Whether a sharded layer is a unit of the same model
+
+        A layer's contents are checked before its forward. A model may move its units about, but a
+        sharded layer of another model has another order, and would be in none of the passes here.
         """
         return any(layer is unit for unit in self.order.units)
 
@@ -263,6 +278,9 @@ class Unit(Zero3Layer):
     def forward(self, *args, **kwargs):
         """
         ### Forward pass, as part of the model's
+
+        The model calls a unit where it called the layer. The unit first *arrives*: the order
+        gathers it, and those that come soon. When the root leaves, the forward pass has ended.
         """
         recompute = in_backward()
         self.order.stack.append(self)
@@ -281,6 +299,9 @@ class Unit(Zero3Layer):
     def leave(self) -> None:
         """
         ### Stop using parameters, its own and those of other units
+
+        A unit leaves at the end of its forward and of its backward. A unit that lent it parameters
+        is freed when its last user has left.
         """
         self.users.discard(self)
         for unit in self.externals:
@@ -293,6 +314,9 @@ class Unit(Zero3Layer):
     def fetch_params(self) -> None:
         """
         ### Unshard (all-gather); again after a step, if it has been full since before the step
+
+        A persistent unit stays full from step to step. Without the comparison of stamps it would go
+        on computing with the values from before the optimizer stepped.
         """
         if self.is_fetched:
             # It has stayed full. Before it collects gradients again, finish those in flight.
@@ -308,6 +332,9 @@ class Unit(Zero3Layer):
     def _stamp_of_shards(self) -> tuple:
         """
         #### A value that changes when an optimizer steps, or when somebody writes to a shard
+
+        `fetch_params` compares it with that of the last all-gather. It reads no element of a shard,
+        because this happens in every pass.
         """
         shards = [flat.shard for flat in self.flats]
         return self.order.steps, [(shard._version, shard.untyped_storage().data_ptr())
@@ -334,6 +361,9 @@ class Unit(Zero3Layer):
     def show(self) -> None:
         """
         ### Wait until the parameters are here, and let them be used
+
+        `TracedOrder.arrive` calls it right before the unit computes. Until then the parameters
+        report each use, so that a use by another unit is noticed.
         """
         self._wait_params()
         if self.is_fetched:
@@ -343,6 +373,9 @@ class Unit(Zero3Layer):
     def _release(self, call: Call | None = None) -> None:
         """
         #### Reshard, unless another unit uses the parameters or the unit computes again soon
+
+        The unit's own forward or backward calls it when it ends. So does `leave` of the last unit
+        that borrowed its parameters.
         """
         self.users.discard(self)
         if call is not None and self.order.trace.kind == "forward":
@@ -364,6 +397,9 @@ class Unit(Zero3Layer):
     def _pre_backward_hook(self, call: Call, *_) -> None:
         """
         #### The gradient of an output is here: this unit's backward begins
+
+        As in forward, the unit arrives first. If a call has several outputs, it arrives with the
+        first gradient.
         """
         if call not in self.watch.entered:
             self.order.arrive(self)
@@ -408,6 +444,9 @@ class Unit(Zero3Layer):
     def _backup_grads(self) -> None:
         """
         #### Reshard, and reduce-scatter the gradients
+
+        As in the layer, this is the end of its backward. The units around it may have waited for
+        just this one, so they look afterwards whether they are done.
         """
         self._fill_leaf()
         self.leave()
@@ -439,6 +478,9 @@ class Unit(Zero3Layer):
     def settle(self, raised: bool) -> None:
         """
         ### Finish the unit's part of a backward pass
+
+        At the end of a backward pass, for each unit that it reached. When the root settles, the
+        trace has seen the whole pass, and learns its order.
         """
         if raised and self.comm.broken:
             return
@@ -477,12 +519,18 @@ class TracedOrder:
     def ahead(self, layer: Sharded) -> list[Sharded]:
         """
         ### No units: `arrive` gathers ahead by itself, as far as the limits allow
+
+        A layer gathers all that this returns, however large it is. `arrive` counts elements first.
         """
         return []
 
     def arrive(self, unit: Unit) -> None:
         """
         ### A unit is about to compute: gather it, and the units that come soon after it
+
+        A unit calls it at the beginning of its forward and of its backward. From now on it is one
+        of the `users` of its parameters and of those that it borrows, so nobody frees them before
+        it leaves.
         """
         self._follow(unit)
         wanted = [unit, *unit.externals]
@@ -499,6 +547,9 @@ class TracedOrder:
     def _follow(self, unit: Unit) -> None:
         """
         #### Note in the trace that a unit computes
+
+        This is also where a pass begins. A unit that is called outside of any pass is not noted,
+        because its call says nothing about the next step.
         """
         backward = in_backward()
         trace = self.trace
@@ -528,6 +579,9 @@ class TracedOrder:
     def end_forward(self) -> None:
         """
         ### A forward pass has ended: free all units but those that backward begins with
+
+        A unit that was prefetched and then not reached would otherwise stay full until the next
+        step.
         """
         self.trace.end()
         for unit in self.units:
@@ -576,6 +630,9 @@ class TracedOrder:
     def live_numel(self, wanted: Iterable[Unit] = ()) -> int:
         """
         ### Elements of full parameters, those in flight and those of the wanted units included
+
+        `max_live_numel` limits this number. A unit counts from the beginning of its all-gather,
+        because its memory is taken then.
         """
         return sum(unit.numel for unit in self.units
                    if unit.is_fetched or unit.is_full_elsewhere or unit in wanted)
@@ -639,6 +696,9 @@ class TracedOrder:
     def range_of(self, unit: Unit) -> Any:
         """
         ### A range with the unit's name, for profilers of CUDA
+
+        The kernels of a unit's forward are in this range, so a timeline shows which unit they
+        belong to.
         """
         if unit.device.type == "cuda":
             return torch.cuda.nvtx.range(unit.label)

@@ -107,6 +107,10 @@ class Zero3Model(ShardedModel):
     def _number_units(self) -> None:
         """
         #### Give each unit its number, its neighbours in the tree, and the model's communicator
+
+        Ranks announce the number of a unit before each collective, and errors turn it back into a
+        name. All ranks find the units in the same order, so the numbers are the same on all of
+        them.
         """
         # All units share a reducer, because one reduce is in flight at a time.
         reducer = Reducer(self.comm)
@@ -123,6 +127,9 @@ class Zero3Model(ShardedModel):
     def _limit_live(self, max_live_numel: int | None, prefetch_numel: int | None) -> None:
         """
         #### Set how many elements may be full, and how many are prefetched
+
+        The root is full through the whole pass, and beside it at least the unit that computes. A
+        lower limit could not be kept, so it is an error now and not in the first forward.
         """
         largest_numel = max(unit.numel for unit in self.units[1:])
         least_numel = self.units[0].numel + largest_numel
@@ -242,6 +249,9 @@ class Zero3Model(ShardedModel):
     def forward(self, *args, **kwargs):
         """
         ### Forward pass of the model
+
+        It looks for layers that were added since `wrap`, and calls the root unit. The model's own
+        forward then calls the other units.
         """
         self.expect("module" in self._modules, "was destroyed", "a use before that", "one after",
                     "call what `destroy` returned")
@@ -252,6 +262,9 @@ class Zero3Model(ShardedModel):
     def _check_children(self) -> None:
         """
         #### Refuse layers that were assigned to this object, because the model does not see them
+
+        `model.extra = nn.Linear(8, 2)` adds a layer beside the model and not to it. Nobody would
+        reduce its gradients.
         """
         if self.known.has_changed():
             extra = [name for name, p in self.named_parameters()
@@ -270,6 +283,9 @@ class Zero3Model(ShardedModel):
     def full_params(self, writeback: bool = False) -> Iterator[dict[str, nn.Parameter]]:
         """
         ### The full parameters of all units at once, under all their names in the plain model
+
+        A tied weight appears once under each of its names, as in a state dict. Each rank holds the
+        whole model inside.
         """
         with super().full_params(writeback) as params:
             yield params | self.tied
@@ -311,6 +327,9 @@ class Zero3Model(ShardedModel):
     def release_all(self) -> None:
         """
         ### Free all full parameters, those of persistent units too
+
+        `mark_persistent_parameters` and `destroy` begin with it. Call it after a write through
+        `.data` to a persistent unit's shard, which nothing else notices.
         """
         self.order.trace.end()
         for unit in self.units:
@@ -438,6 +457,9 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
 class _Wrapping:
     """
     ## How the layers of a model become units, each in the place where it stands
+
+    `Zero3Model` uses it once, while it is built. It remembers which unit owns which parameter,
+    because a tied parameter is found in several units and may be sharded in one of them only.
     """
 
     def __init__(self, owner: Zero3Model, model: nn.Module, source: Source, offload: Offload):
@@ -496,6 +518,9 @@ class _Wrapping:
     def _unit(self, layer: nn.Module, path: str, leaf: bool) -> Unit:
         """
         #### Make the unit of one layer, or of the root
+
+        It makes the module, gives it its values, and shards it, before the next one is made. So a
+        model on the meta device is never in memory as a whole.
         """
         module = self.source.make(self.owner, layer, path)
         modules: dict[str, Any] = {
@@ -520,6 +545,9 @@ class _Wrapping:
     def _untie(self, modules: dict[str, Any], is_root: bool) -> list[tuple]:
         """
         #### Take parameters of other units out of a unit's modules, and say which and where
+
+        Otherwise two units would shard the same parameter, which is an error. Once all units are
+        there, `units_of` puts the owner's parameter back in these places.
         """
         others = set(self.owners)
         if not is_root:
@@ -538,6 +566,8 @@ class _Wrapping:
     def tied_by_name(self) -> dict[str, Any]:
         """
         ### The parameters that have several names, by each of them
+
+        `full_params` lists a tied parameter under all of them, and a checkpoint may know it by any.
         """
         found = {}
         for param, names in self.names.items():
@@ -642,6 +672,9 @@ def _classes(classes: Classes) -> tuple[type, ...]:
 def main() -> None:
     """
     ## Two steps of a small model, as they happen
+
+    In step 1 forward gathers each unit right before it computes. In step 2 it gathers one unit
+    ahead, and unit 3 stays full for backward, so it is gathered once.
     """
     block = partial(nn.TransformerEncoderLayer, 16, 2, 32, dropout=0.0, batch_first=True)
     model = wrap(nn.Sequential(nn.Embedding(9, 16), block(), block(), block(), nn.Linear(16, 9)),
