@@ -9,13 +9,13 @@ A training step has three kinds of communication. The example goes on with the t
 `layer.py`, on two ranks. Gradients are divided by the number of ranks already, so their sums are
 means:
 
-| | collective | rank 0 has | rank 1 has | result |
-|---|---|---|---|---|
-| gather | all-gather | 1 2 | 3 0 | 1 2 3 0 on both |
-| reduce | reduce-scatter | 1 2 3 0 | 2 0 1 0 | 3 2 on rank 0, 4 0 on rank 1 |
-| norm | all-gather | 3.61 | 4 | 3.61 and 4 on both, so the whole norm is 5.39 |
+| | collective | rank 0 has | rank 1 has | rank 0 gets | rank 1 gets |
+|---|---|---|---|---|---|
+| gather | all-gather | 1 2 | 3 0 | 1 2 3 0 | 1 2 3 0 |
+| reduce | reduce-scatter | 1 2 3 0 | 2 0 1 0 | 3 2 | 4 0 |
+| norm | all-gather | 3.61 | 4 | 3.61 4 | 3.61 4 |
 
-The first two collectives start early and are waited for late, so that they overlap computation. A
+The norm of the whole gradient is then $\sqrt{3.61^2 + 4^2} = 5.39$ on both ranks. The first two collectives start early and are waited for late, so that they overlap computation. A
 gather starts when layer $\ell - 1$ begins to compute. A reduce is waited for when the layer below
 has its gradients. A norm is waited for at once.
 

@@ -8,10 +8,17 @@ A long run is interrupted many times, and resumes from its shards: the parameter
 them the master and the moments. No rank has to gather anything to save them. Each rank writes what
 it keeps anyway, at the same time as the others, so a save takes as long as one rank's own bytes.
 
-**Four weights, saved on two ranks, loaded on four.** Rank 0 writes elements 0 and 1 of a layer, and
-rank 1 writes 2 and 3. Later, four ranks have one element each, so new rank 3 reads the second
-element of the old rank 1's file. On three ranks a shard has $\lceil 4/3 \rceil = 2$ elements: rank
-0 reads the first file, rank 1 reads the second one, and rank 2 has padding only and reads nothing.
+**Three weights, saved on two ranks, loaded on three and on four.** The shards are those of the
+example in `layer.py`:
+
+| | rank 0 | rank 1 | rank 2 | rank 3 |
+|---|---|---|---|---|
+| the shard that a rank saves | 1 2 | 3 0 | | |
+| the shard that it loads, on three ranks | 1 | 2 | 3 | |
+| the shard that it loads, on four ranks | 1 | 2 | 3 | 0 |
+
+On three ranks, rank 1 reads the second element of the old rank 0's file, and rank 2 reads the first
+element of the old rank 1's file. On four ranks, rank 3 has padding only and reads nothing.
 
 With fp32 masters and Adam a parameter has 12 bytes of state: 4 for the master, and 4 for each of
 two moments. On $N$ ranks, and later on $N'$:

@@ -7,17 +7,19 @@ A collective takes a fixed time plus the time of its bytes. A model of many smal
 its backward pass on the fixed times, so small layers fill a *bucket* first, and one reduce-scatter
 takes them all.
 
-**Two layers on two ranks.** The flat gradient of layer 1 has four elements, that of layer 0 has
-two. Written with one row for each rank, they are packed side by side:
+**Two layers on two ranks.** Layer 1 is the layer of the example in `layer.py`: its flat gradient on
+rank 0 is 1 2 3 0, divided by two already. Layer 0 has two weights, with the gradient 5 6. Written
+with one row for each rank, the gradients are packed side by side:
 
-| | for rank 0 | for rank 1 |
+| gradients of rank 0 | for rank 0 | for rank 1 |
 |---|---|---|
-| layer 1 | a b | c d |
-| layer 0 | e | f |
-| **packed** | **a b e** | **c d f** |
+| gradient of layer 1 | 1 2 | 3 0 |
+| gradient of layer 0 | 5 | 6 |
+| **packed gradients** | **1 2 5** | **3 0 6** |
 
-Rank 0 receives the sum over ranks of `a b e`, and splits it into `a b` for layer 1 and `e` for
-layer 0. If a collective takes $t$ seconds beside its bytes, $n$ layers that share one save
+Rank 0 keeps 1 2 5, and adds the row that rank 1 has packed for it. It splits the sum again: the
+first two elements are for layer 1, and the third is for layer 0. If a collective takes $t$ seconds
+beside its bytes, $n$ layers that share one save
 
 $$(n - 1)\, t \quad \text{seconds}$$
 
