@@ -211,31 +211,35 @@ class Site:
         ### A file in two columns
         """
         links = self.names.links(source)
-        rows = []
-        origin = str(source.path.relative_to(ROOT))
-        for row in source.rows:
-            text = re.sub(r"\n(?=Proves )", "\n\n", row.prose)
-            file = origin.removeprefix("zero3/")
-            prose = self.prose(text, origin, source)
-            if row.name or row is source.rows[0]:
-                prose = self.figures.place(file, row.name, prose)
-            if row.name and not row.heading:
-                # Tests have no headings. Their names are sentences.
-                title = row.name.removeprefix("test_").replace("_", " ")
-                self.headings[source.page].append((3, title, row.anchor))
-                prose = f'<h3 id="{row.anchor}">{escape(title)}</h3>{prose}'
-            if source in self.chapters:
-                prose += self.done_elsewhere((source.key, row.name))
-                prose += self.tested(self.proofs.get((source.key, row.name), []))
-                prose += self.figures.beside(file, row.lines)
-            if row is source.rows[0]:
-                imports = [number for number in row.lines if number <= source.last_import]
-                parts = [self.code(source, lines, links)
-                         for lines in (imports, row.lines[len(imports):])]
-                rows.append(head(source, prose, *parts))
-            else:
-                rows.append(beside(row, prose, self.code(source, row.lines, links)))
+        first, *others = source.rows
+        imports = [number for number in first.lines if number <= source.last_import]
+        rest = first.lines[len(imports) :]
+        rows = [head(self.explained(source, first), imports, self.code(source, imports, links),
+                     self.code(source, rest, links))]
+        for row in others:
+            prose = self.explained(source, row)
+            rows.append(beside(row, prose, self.code(source, row.lines, links)))
         return "\n".join(rows)
+
+    def explained(self, source: Source, row: Row) -> str:
+        """
+        ### The prose of a row, with its figures, its notes and its tests
+        """
+        path = str(source.path.relative_to(ROOT))
+        prose = self.prose(re.sub(r"\n(?=Proves )", "\n\n", row.prose), path, source)
+        if row.name and not row.heading:
+            # Tests have no headings. Their names are sentences.
+            title = row.name.removeprefix("test_").replace("_", " ")
+            self.headings[source.page].append((3, title, row.anchor))
+            prose = f'<h3 id="{row.anchor}">{escape(title)}</h3>{prose}'
+        if source not in self.chapters:
+            return prose
+        file = path.removeprefix("zero3/")
+        if row.name or row is source.rows[0]:
+            prose = self.figures.place(file, row.name, prose)
+        return (prose + self.done_elsewhere((source.key, row.name))
+                + self.tested(self.proofs.get((source.key, row.name), []))
+                + self.figures.beside(file, row.lines))
 
     def code(self, source: Source, lines: list[int], links: dict[tuple[int, int], str]) -> str:
         """
@@ -400,11 +404,12 @@ def kind_of(cell: str) -> str:
     return next((kind for word, kind in MEANT.items() if re.search(word, text)), "")
 
 
-def head(source: Source, prose: str, imports: str, rest: str) -> str:
+def head(prose: str, lines: list[int], imports: str, rest: str) -> str:
     """
     ## The head of a file: its prose alone, its imports folded, and the rest of the code
+
+    * `lines` are the numbers of the imports' lines
     """
-    lines = [number for number in source.rows[0].lines if number <= source.last_import]
     if lines:
         imports = (f'<details class="imports"><summary>Imports, lines {lines[0]} to {lines[-1]}'
                    f"</summary>{imports}</details>")
