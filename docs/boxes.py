@@ -1,0 +1,473 @@
+r"""
+# Boxes: memory, one element at a time
+
+`life` draws the recorded example from the birth of its two parameters to their update. `strip`
+draws a few of these stages, for the head of a chapter.
+
+A box is one element in memory, four bytes. Each rank has a column with two places: on the left what
+it keeps between two steps, on the right what it has only while the layer computes. So the bytes of
+a stage can be counted:
+
+$$\text{bytes held} = 4 \cdot \text{number of boxes with a solid border}$$
+
+A dashed border stands for memory that is free: a place that was in use before, or a gradient that is
+freed as soon as it is copied. The numbers, the bytes and the sums all come from the record.
+
+**Run this**: `make docs`.
+
+**Not covered, and what that costs**: the columns have room for two ranks and four elements. Another
+example needs another layout.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from docs.svg import FONT, Drawing, figure, paint
+
+Json = dict[str, Any]
+
+# The meaning of each kind of box, and its name in texts. The meaning gives the colour.
+KINDS = {
+    "shard": ("shard", "shard"),
+    "weight": ("whole", "weight"), "bias": ("whole", "bias"), "full": ("whole", "whole"),
+    "fetch": ("flight", "all-gather in flight"),
+    "grad": ("grad", "gradient"),
+    "receive": ("reduce", "reduce-scatter in flight"),
+    "reduced": ("reduced", "mean gradient of the shard"),
+    "state": ("state", "momentum"),
+    "file": ("file", "file"),
+}
+# The meanings in the legend, in the order in which they appear.
+LEGEND = {"whole": "parameters", "shard": "shard", "flight": "all-gather in flight",
+          "grad": "gradient", "reduce": "reduce-scatter in flight",
+          "reduced": "mean gradient", "state": "momentum", "file": "in a file",
+          "compute": "computes"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """
+    ## A line of boxes, the same on all ranks
+
+    * `kept` is the box on the left, `held` are those on the right, by their names in the record
+    * `at` is the stage in the record, if it is not the row's
+    * `passing` boxes are freed at once, so they are dashed and not counted
+    * `computes` says that a module computes with them, `freed` that the place on the right was
+      freed just now
+    * `names` writes the names of the boxes above them, and `note` is a word beside them
+    """
+
+    kept: str = ""
+    held: tuple[str, ...] = ()
+    at: tuple[str, ...] = ()
+    passing: bool = False
+    computes: bool = False
+    freed: bool = False
+    names: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """
+    ## A row: a stage of the record
+    """
+
+    title: str
+    method: str
+    lines: tuple[Line, ...]
+    arrows: str = ""
+    phase: str = ""  # that begins here
+
+
+WHOLE = Line("shard", ("full",))
+REST = Line("shard")
+FREED = Line("shard", freed=True)
+PARAMS = Line("", ("weight", "bias"))
+STAGES = {
+    "born": Stage("Two parameters", "nn.Linear(2, 1)", (replace(PARAMS, names=True),),
+                  phase="Shard, once"),
+    "merge": Stage("Merge and pad", "_merge_and_pad_params", (PARAMS, Line("", ("full",)))),
+    "scatter": Stage("Scatter", "Communicator.scatter", (PARAMS, WHOLE), "scatter"),
+    "shard": Stage("Free all but the shard", "FlatParameter.free", (FREED,)),
+    "fetch": Stage("All-gather", "fetch_params", (WHOLE,), "gather", phase="Forward"),
+    "whole": Stage("Compute", "_wait_params", (replace(WHOLE, computes=True),)),
+    "free": Stage("Free", "_cleanup_params", (FREED,)),
+    "rewhole": Stage("All-gather again", "_pre_backward_hook", (WHOLE,), phase="Backward"),
+    "grads": Stage("Gradients, halved", "_post_backward_hook",
+                   (replace(WHOLE, computes=True),
+                    Line("", ("weight", "bias"), ("weight.grad", "bias.grad"), passing=True,
+                         note="arrive"),
+                    Line("", ("grad",), note="÷ 2"))),
+    "reduce": Stage("Reduce-scatter", "_backup_grads",
+                    (FREED, Line("", ("grad",)), Line("", ("receive",))), "reduce"),
+    "reduced": Stage("Mean gradient", "add_reduced", (REST, Line("reduced", note="sums"))),
+    "step": Stage("Update", "Zero3Optimizer.step", (REST, Line("reduced"), Line("state")),
+                  phase="Step"),
+    "rest": Stage("Until the next step", "zero_grad", (REST, Line("state"))),
+    "file rest": Stage("Between two steps", "Offload.shard", (Line("file"),)),
+    "file whole": Stage("Read, and all-gather", "fetch_params", (Line("file", ("full",)),)),
+    "file step": Stage("Read, update, write", "Zero3Optimizer.step",
+                       (Line("file"), Line("state"))),
+}
+NUMEL = 3  # elements of the parameters; the next one is padding
+LIFE = ("born", "merge", "scatter", "shard", "fetch", "whole", "free", "rewhole", "grads", "reduce",
+        "reduced", "step", "rest")
+
+
+def life(recorded: Json) -> str:
+    """
+    ## The whole life, as a figure
+    """
+    return strip(recorded, LIFE, "Three weights on two ranks, from birth to update")
+
+
+def strip(recorded: Json, stages: tuple[str, ...] | list[str], title: str = "") -> str:
+    """
+    ## A few stages of the life, as a figure
+
+    * `stages` are keys of `STAGES`
+    """
+    title = title or f"Three weights on two ranks: {STAGES[stages[0]].title.lower()}"
+    wide = Picture(recorded, Layout(640), title, stages)
+    phone = Picture(recorded, Layout(360), title, stages)
+    origin = (f"{recorded['world_size']} ranks, {recorded['device']}, torch {recorded['torch']}, "
+              f"commit {recorded['commit']}")
+    return figure(wide.draw(), phone.draw(),
+                  f"Each solid box is one element in memory, 4 bytes. {origin}")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """
+    ## Where things stand in a drawing of a given width
+    """
+
+    width: int
+    height: int = 24  # of a box
+    between: int = 4  # two lines
+
+    @property
+    def phone(self) -> bool:
+        return self.width < 500
+
+    @property
+    def cell(self) -> int:
+        return 25 if self.phone else 26
+
+    @property
+    def gap(self) -> int:
+        """
+        ### Between what a rank keeps and what it holds for a while
+        """
+        return 10 if self.phone else 18
+
+    @property
+    def gutter(self) -> int:
+        """
+        ### Between the ranks
+        """
+        return 24 if self.phone else 34
+
+    def kept(self, rank: int) -> float:
+        """
+        ### The left edge of what a rank keeps
+        """
+        left = 10 if self.phone else 180
+        return left + rank * (6 * self.cell + self.gap + self.gutter)
+
+    def held(self, rank: int) -> float:
+        """
+        ### The left edge of what a rank holds while the layer computes
+        """
+        return self.kept(rank) + 2 * self.cell + self.gap
+
+    def end(self, rank: int) -> float:
+        return self.held(rank) + 4 * self.cell
+
+
+@dataclass
+class Picture:
+    """
+    ## A drawing of stages
+    """
+
+    recorded: Json
+    layout: Layout
+    title: str
+    stages: tuple[str, ...] | list[str]
+    y: float = 0
+    used: set[str] = field(default_factory=set)  # meanings
+
+    def draw(self) -> Drawing:
+        """
+        ### Draw all rows, one below the other
+        """
+        self.drawing = Drawing(self.layout.width, 0, self.title, self._about())
+        self._heads()
+        for name in self.stages:
+            self._row(name)
+        self._legend()
+        self.drawing.height = self.y
+        return self.drawing
+
+    def _about(self) -> str:
+        """
+        #### Everything that is shown, in words
+        """
+        told = []
+        for name in self.stages:
+            ranks = [stages[name] for stages in self._source(name)]
+            boxes = "; ".join(f"rank {r} has " + ", ".join(
+                f"{KINDS[kind][1]} {' '.join(map(number, box['values']))}"
+                for kind, box in rank["boxes"].items()) for r, rank in enumerate(ranks))
+            told.append(f"{STAGES[name].title}, {STAGES[name].method}: {boxes}; "
+                        f"{ranks[0]['bytes']} bytes on each rank.")
+        return " ".join(told)
+
+    def _source(self, name: str) -> list[Json]:
+        return self.recorded["files" if name.startswith("file ") else "ranks"]
+
+    # ---------------------------------------------------------------------------------------- rows
+
+    def _heads(self) -> None:
+        at = self.layout
+        self.y = 18
+        for rank in range(2):
+            middle = (at.kept(rank) + at.end(rank)) / 2
+            self.drawing.text(middle, self.y, f"rank {rank}", anchor="middle", bold=True)
+        if not at.phone:
+            self.drawing.text(at.width - 4, self.y, "each holds", "muted", anchor="end")
+        self.y += 18
+        for rank in range(2):
+            self.drawing.text(at.kept(rank) + at.cell, self.y, "keeps", "muted", anchor="middle")
+            self.drawing.text(at.held(rank) + 2 * at.cell, self.y, "temporary", "muted",
+                              anchor="middle")
+        self.y += 8
+
+    def _row(self, name: str) -> None:
+        """
+        #### A row: its phase, its name, its boxes, its arrows
+        """
+        at = self.layout
+        stage = STAGES[name]
+        if stage.phase and len(self.stages) > 4:
+            self._phase(stage.phase)
+        self.y += 8
+        first = self.y
+        self._names(name, stage)
+        if stage.arrows == "gather" or stage.lines[0].names:
+            self.y += 14
+        top = self.y
+        for i, line in enumerate(stage.lines):
+            for rank in range(2):
+                self._line(name, line, rank, self.y)
+            self.y += at.height + at.between * (i + 1 < len(stage.lines))
+            # A frame needs room.
+            self.y += 3 * line.computes
+        if stage.arrows:
+            getattr(self, f"_{stage.arrows}_arrows")(top)
+        if stage.arrows == "gather":
+            self.y += 12
+        if not at.phone:
+            self.y = max(self.y, first + 34)
+        self.y += 4
+
+    def _phase(self, phase: str) -> None:
+        self.y += 10
+        self.drawing.line(0, self.y, self.layout.width, self.y, "line", width=1)
+        self.drawing.text(0, self.y + 17, phase, "muted")
+        self.y += 20
+
+    def _names(self, name: str, stage: Stage) -> None:
+        """
+        #### The title, the method and the bytes of a row
+        """
+        at = self.layout
+        held = {stages[name]["bytes"] for stages in self._source(name)}
+        (nbytes,) = held
+        self.drawing.text(0, self.y + 13, stage.title, bold=True)
+        self.drawing.text(at.width - 4, self.y + 16 if not at.phone else self.y + 13,
+                          f"{nbytes} bytes", anchor="end")
+        if not at.phone:
+            self.drawing.rect(at.width - 4 - 1.6 * nbytes, self.y + 22, 1.6 * nbytes, 5, "muted",
+                              border=False)
+        self.drawing.text(0, self.y + 29, stage.method, "muted", size=12, mono=True)
+        if at.phone:
+            self.y += 36
+
+    def _line(self, name: str, line: Line, rank: int, y: float) -> None:
+        """
+        #### A line of boxes of one rank
+        """
+        at = self.layout
+        stages = self._source(name)[rank]
+        if line.kept:
+            values = stages[name]["boxes"][line.kept]["values"]
+            self._boxes(at.kept(rank), y, line.kept, values, first=2 * rank)
+        x = at.held(rank)
+        first = 0
+        for i, kind in enumerate(line.held):
+            values = stages[line.at[i] if line.at else name]["boxes"][kind]["values"]
+            if line.passing:
+                self._passing(x + first * at.cell, y, values)
+            elif kind == "receive":
+                self._receive(x, y, rank)
+            else:
+                self._boxes(x + first * at.cell, y, kind, values, first)
+            if line.names:
+                middle = x + (first + len(values) / 2) * at.cell
+                self.drawing.text(middle, y - 6, kind, "muted", anchor="middle")
+            first += len(values)
+        if line.computes:
+            self._frame(x, y)
+        if line.freed:
+            self._freed(x, y)
+        self._note(line, rank, y)
+
+    def _note(self, line: Line, rank: int, y: float) -> None:
+        """
+        #### The word beside a line, or the sums that a mean gradient is made of
+        """
+        x = self.layout.held(rank)
+        if line.note == "sums":
+            terms = [stages["grads"]["boxes"]["grad"]["values"]
+                     for stages in self.recorded["ranks"]]
+            sums = [" + ".join(number(term[2 * rank + i]) for term in terms) for i in range(2)]
+            self.drawing.text(x, y + 17, f"= {sums[0]}, {sums[1]}", "muted")
+        elif line.note:
+            self.drawing.text(x - 6, y + 17, line.note, "muted", anchor="end")
+
+    # --------------------------------------------------------------------------------------- boxes
+
+    def _boxes(self, x: float, y: float, kind: str, values: list[float | None],
+               first: int) -> None:
+        """
+        #### The boxes of a tensor; an element that has not arrived is striped and empty
+
+        * `first` is the place of the first one in the flat parameter. Padding is written paler
+        """
+        at = self.layout
+        for i, value in enumerate(values):
+            color = "flight" if value is None else KINDS[kind][0]
+            self.used.add(color)
+            self.drawing.rect(x + i * at.cell + 1, y, at.cell - 2, at.height, color)
+            if value is not None:
+                self._number(x + (i + 0.5) * at.cell, y, value, first + i == NUMEL)
+
+    def _number(self, x: float, y: float, value: float | None, padding: bool = False) -> None:
+        self.drawing.text(x, y + self.layout.height / 2 + 5, number(value),
+                          "muted" if padding else "fg", anchor="middle")
+
+    def _receive(self, x: float, y: float, rank: int) -> None:
+        """
+        #### The buffer for the other rank's gradients; its part for this rank's own stays unused
+        """
+        at = self.layout
+        self.used.add("reduce")
+        for i in range(4):
+            color = "line" if i // 2 == rank else "reduce"
+            self.drawing.rect(x + i * at.cell + 1, y, at.cell - 2, at.height, color)
+
+    def _passing(self, x: float, y: float, values: list[float | None]) -> None:
+        """
+        #### Boxes that are freed at once
+        """
+        at = self.layout
+        for i, value in enumerate(values):
+            self._outline(x + i * at.cell + 1, y, at.cell - 2, at.height, "grad")
+            self._number(x + (i + 0.5) * at.cell, y, value)
+
+    def _freed(self, x: float, y: float) -> None:
+        """
+        #### The place of memory that was freed just now
+        """
+        at = self.layout
+        self._outline(x + 1, y, 4 * at.cell - 2, at.height, "muted")
+        self.drawing.text(x + 2 * at.cell, y + at.height / 2 + 5, "freed", "muted",
+                          anchor="middle")
+
+    def _frame(self, x: float, y: float) -> None:
+        """
+        #### A frame around parameters with which a module computes
+        """
+        at = self.layout
+        self.used.add("compute")
+        self.drawing.tag(f'<rect x="{x - 2:.1f}" y="{y - 3:.1f}" width="{4 * at.cell + 4}" '
+                         f'height="{at.height + 6}" rx="4" style="fill:none;'
+                         f'stroke:{paint("compute")};stroke-width:2.2"/>')
+
+    def _outline(self, x: float, y: float, width: float, height: float, color: str) -> None:
+        self.drawing.tag(f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" '
+                         f'height="{height:.1f}" rx="2" style="fill:none;stroke-dasharray:3 3;'
+                         f'stroke:{paint(color)};stroke-width:1.1"/>')
+
+    # -------------------------------------------------------------------------------------- arrows
+
+    def _scatter_arrows(self, top: float) -> None:
+        """
+        #### Rank 0 sends each rank its part
+        """
+        at = self.layout
+        y = top + at.height * 1.5 + at.between
+        self.drawing.line(at.held(0), y, at.kept(0) + 2 * at.cell + 1, y, "fg", arrow=True)
+        self.drawing.line(at.end(0), y, at.kept(1) - 1, y, "fg", arrow=True)
+
+    def _gather_arrows(self, top: float) -> None:
+        """
+        #### Each rank sends its shard to the other
+        """
+        at = self.layout
+        below = top + at.height
+        self._bow(at.held(0) + at.cell, at.held(1) + at.cell, top - 1, -12)
+        self._bow(at.held(1) + 3 * at.cell, at.held(0) + 3 * at.cell, below + 1, 12)
+
+    def _bow(self, x1: float, x2: float, y: float, height: float) -> None:
+        """
+        #### An arrow that leaves a box and enters another one from the same side
+        """
+        side = 6 if x2 > x1 else -6
+        up = 6 if height > 0 else -6
+        self.drawing.tag(
+            f'<path d="M{x1:.1f},{y:.1f}V{y + height - up:.1f}q0,{up} {side},{up}H{x2 - side:.1f}'
+            f'q{side},0 {side},{-up}" style="fill:none;stroke:{paint("flight")};stroke-width:1.6"/>')
+        self.drawing.line(x2, y + height - up, x2, y, "flight", arrow=True, width=1.6)
+
+    def _reduce_arrows(self, top: float) -> None:
+        """
+        #### Each rank sends the other's part of its gradient
+        """
+        at = self.layout
+        y1 = top + at.height * 1.5 + at.between
+        y2 = y1 + at.height + at.between
+        self.drawing.line(at.end(0), y1, at.held(1), y2, "reduce", arrow=True, width=1.6)
+        self.drawing.line(at.held(1), y1, at.end(0), y2, "reduce", arrow=True, width=1.6)
+
+    def _legend(self) -> None:
+        """
+        #### The colours that occur
+        """
+        at = self.layout
+        self.y += 14
+        x = 0.0
+        for meaning, name in LEGEND.items():
+            if meaning not in self.used:
+                continue
+            wide = 20 + len(name) * FONT * 0.54 + 14
+            if x + wide - 14 > at.width:
+                x = 0.0
+                self.y += 22
+            self.drawing.rect(x + 1, self.y, 13, 13, meaning)
+            self.drawing.text(x + 20, self.y + 11, name, "muted")
+            x += wide
+        self.y += 18
+
+
+def number(value: float | None) -> str:
+    """
+    ## A number as short as in the text: .7
+    """
+    if value is None:
+        return "?"
+    text = f"{value:.4g}"
+    return text.removeprefix("0") if "." in text else text
