@@ -1,8 +1,8 @@
 r"""
 # Boxes: memory, one element at a time
 
-`life` draws the recorded example from the birth of its two parameters to their update. `strip`
-draws a few of these stages, for the head of a chapter.
+`life` draws the recorded example from the initialisation of its two parameters to their update.
+`strip` draws a few of these stages, for the head of a chapter.
 
 A box is one element in memory, four bytes. Each rank has a column with two places: on the left what
 it keeps between two steps, on the right what it has only while the layer computes. So the bytes of
@@ -10,8 +10,10 @@ a stage can be counted:
 
 $$\text{bytes held} = 4 \cdot \text{number of boxes with a solid border}$$
 
-A dashed border stands for memory that is free: a place that was in use before, or a gradient that is
-freed as soon as it is copied. The numbers, the bytes and the sums all come from the record.
+A dashed border stands for memory that was freed, or for a gradient that is freed as soon as it is
+copied. A hollow box has no value of a parameter: it is padding, or unused. A thick frame shows that
+a module computes with the boxes inside, or that they are in a file. The numbers, the bytes and the
+sums all come from the record.
 
 **Run this**: `make docs`.
 
@@ -22,7 +24,7 @@ example needs another layout.
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from docs.svg import FONT, Drawing, figure, paint
+from docs.svg import Drawing, figure, paint
 
 Json = dict[str, Any]
 
@@ -35,13 +37,11 @@ KINDS = {
     "receive": ("reduce", "reduce-scatter in flight"),
     "reduced": ("reduced", "mean gradient of the shard"),
     "state": ("state", "momentum"),
-    "file": ("file", "file"),
 }
 # The meanings in the legend, in the order in which they appear.
-LEGEND = {"whole": "parameters", "shard": "shard", "flight": "all-gather in flight",
-          "grad": "gradient", "reduce": "reduce-scatter in flight",
-          "reduced": "mean gradient", "state": "momentum", "file": "in a file",
-          "compute": "computes"}
+LEGEND = {"whole": "parameters", "shard": "shard", "flight": "all-gather", "compute": "computes",
+          "grad": "gradient", "reduce": "reduce-scatter", "reduced": "mean gradient",
+          "state": "momentum", "file": "file"}
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ class Stage:
     lines: tuple[Line, ...]
     arrows: str = ""
     phase: str = ""  # that begins here
+    source: str = "ranks"  # the part of the record; in the others, what a rank keeps is in a file
 
 
 WHOLE = Line("shard", ("full",))
@@ -91,7 +92,7 @@ STAGES = {
     "scatter": Stage("Scatter", "Communicator.scatter", (PARAMS, WHOLE), "scatter"),
     "shard": Stage("Free all but the shard", "FlatParameter.free", (FREED,)),
     "fetch": Stage("All-gather", "fetch_params", (WHOLE,), "gather", phase="Forward"),
-    "whole": Stage("Compute", "_wait_params", (replace(WHOLE, computes=True),)),
+    "whole": Stage("Compute", "forward", (replace(WHOLE, computes=True),)),
     "free": Stage("Free", "_cleanup_params", (FREED,)),
     "rewhole": Stage("All-gather again", "_pre_backward_hook", (WHOLE,), phase="Backward"),
     "grads": Stage("Gradients, halved", "_post_backward_hook",
@@ -102,39 +103,57 @@ STAGES = {
     "reduce": Stage("Reduce-scatter", "_backup_grads",
                     (FREED, Line("", ("grad",)), Line("", ("receive",))), "reduce"),
     "reduced": Stage("Mean gradient", "add_reduced", (REST, Line("reduced", note="sums"))),
-    "step": Stage("Update", "Zero3Optimizer.step", (REST, Line("reduced"), Line("state")),
-                  phase="Step"),
-    "rest": Stage("Until the next step", "zero_grad", (REST, Line("state"))),
-    "file rest": Stage("Between two steps", "Offload.shard", (Line("file"),)),
-    "file whole": Stage("Read, and all-gather", "fetch_params", (Line("file", ("full",)),)),
+    "step": Stage("Update", "Zero3Optimizer.step",
+                  (Line("shard", note="shard"), Line("reduced", note="mean gradient"),
+                   Line("state", note="momentum")), phase="Step"),
+    "rest": Stage("Until the next step", "zero_grad",
+                  (Line("shard", note="shard"), Line("state", note="momentum"))),
+    "file rest": Stage("Between two steps", "Offload", (REST,), source="files"),
+    "file whole": Stage("Read, and all-gather", "fetch_params", (WHOLE,), source="files"),
     "file step": Stage("Read, update, write", "Zero3Optimizer.step",
-                       (Line("file"), Line("state"))),
+                       (Line("shard", note="shard"), Line("state", note="momentum")),
+                       source="files"),
+    "saved": Stage("A file of each rank", "save",
+                   (Line("shard", note="names"), Line("state", note="momentum")),
+                   source="checkpoint"),
 }
 NUMEL = 3  # elements of the parameters; the next one is padding
-LIFE = ("born", "merge", "scatter", "shard", "fetch", "whole", "free", "rewhole", "grads", "reduce",
-        "reduced", "step", "rest")
+# Figures: a title and stages.
+STRIPS = {
+    "life": ("Three weights on two ranks, from their initialisation to their update", (
+        "born", "merge", "scatter", "shard", "fetch", "whole", "free", "rewhole", "grads",
+        "reduce", "reduced", "step", "rest")),
+    "flat": ("Two parameters become one flat parameter, and a shard of it",
+             ("born", "merge", "scatter", "shard")),
+    "comm": ("An all-gather and a reduce-scatter", ("fetch", "whole", "reduce", "reduced")),
+    "optimizer": ("Each rank updates its shard", ("reduced", "step", "rest")),
+    "offload": ("The shard and the optimizer state rest in a file",
+                ("file rest", "file whole", "file step")),
+    "checkpoint": ("Each rank saves its shard; the manifest says which parameters it belongs to",
+                   ("rest", "saved")),
+}
 
 
 def life(recorded: Json) -> str:
     """
     ## The whole life, as a figure
     """
-    return strip(recorded, LIFE, "Three weights on two ranks, from birth to update")
+    return strip(recorded, "life")
 
 
-def strip(recorded: Json, stages: tuple[str, ...] | list[str], title: str = "") -> str:
+def strip(recorded: Json, name: str) -> str:
     """
-    ## A few stages of the life, as a figure
+    ## A part of the life, as a figure
 
-    * `stages` are keys of `STAGES`
+    * `name` is a key of `STRIPS`
     """
-    title = title or f"Three weights on two ranks: {STAGES[stages[0]].title.lower()}"
+    title, stages = STRIPS[name]
     wide = Picture(recorded, Layout(640), title, stages)
     phone = Picture(recorded, Layout(360), title, stages)
     origin = (f"{recorded['world_size']} ranks, {recorded['device']}, torch {recorded['torch']}, "
               f"commit {recorded['commit']}")
-    return figure(wide.draw(), phone.draw(),
-                  f"Each solid box is one element in memory, 4 bytes. {origin}")
+    return figure(wide.draw(), phone.draw(), f"{title}. A box is an element of 4 bytes; hollow "
+                  f"boxes are padding. {origin}")
 
 
 @dataclass(frozen=True)
@@ -195,7 +214,7 @@ class Picture:
     recorded: Json
     layout: Layout
     title: str
-    stages: tuple[str, ...] | list[str]
+    stages: tuple[str, ...]
     y: float = 0
     used: set[str] = field(default_factory=set)  # meanings
 
@@ -217,16 +236,26 @@ class Picture:
         """
         told = []
         for name in self.stages:
-            ranks = [stages[name] for stages in self._source(name)]
-            boxes = "; ".join(f"rank {r} has " + ", ".join(
-                f"{KINDS[kind][1]} {' '.join(map(number, box['values']))}"
-                for kind, box in rank["boxes"].items()) for r, rank in enumerate(ranks))
-            told.append(f"{STAGES[name].title}, {STAGES[name].method}: {boxes}; "
-                        f"{ranks[0]['bytes']} bytes on each rank.")
+            stage = STAGES[name]
+            ranks = [f"rank {r} has {_words(each)}" for r, each in enumerate(self._ranks(name))]
+            held = ", ".join(self._bytes(name)) or "no bytes"
+            told.append(f"{stage.title} ({stage.method}): {'; '.join(ranks)}; each holds {held}.")
         return " ".join(told)
 
-    def _source(self, name: str) -> list[Json]:
-        return self.recorded["files" if name.startswith("file ") else "ranks"]
+    def _bytes(self, name: str) -> list[str]:
+        """
+        #### The bytes in memory and in files, the same on all ranks
+        """
+        ranks = self._ranks(name)
+        (nbytes,) = {rank["bytes"] for rank in ranks}
+        (file_bytes,) = {rank.get("file_bytes", 0) for rank in ranks}
+        return [f"{nbytes} bytes"] * bool(nbytes) + [f"{file_bytes} in a file"] * bool(file_bytes)
+
+    def _ranks(self, name: str) -> list[Json]:
+        """
+        #### What each rank has at a stage
+        """
+        return [stages[name] for stages in self.recorded[STAGES[name].source]]
 
     # ---------------------------------------------------------------------------------------- rows
 
@@ -241,8 +270,9 @@ class Picture:
         self.y += 18
         for rank in range(2):
             self.drawing.text(at.kept(rank) + at.cell, self.y, "keeps", "muted", anchor="middle")
-            self.drawing.text(at.held(rank) + 2 * at.cell, self.y, "temporary", "muted",
-                              anchor="middle")
+            if any(line.held for name in self.stages for line in STAGES[name].lines):
+                self.drawing.text(at.held(rank) + 2 * at.cell, self.y, "temporary", "muted",
+                                  anchor="middle")
         self.y += 8
 
     def _row(self, name: str) -> None:
@@ -256,22 +286,32 @@ class Picture:
         self.y += 8
         first = self.y
         self._names(name, stage)
-        if stage.arrows == "gather" or stage.lines[0].names:
-            self.y += 14
+        # Room for an arrow, for the names of parameters, or for the edge of a file.
+        self.y += 14 * (stage.arrows == "gather" or stage.lines[0].names)
+        self.y += 5 * (stage.source != "ranks")
         top = self.y
+        if stage.source != "ranks":
+            self._file(top, len(stage.lines))
         for i, line in enumerate(stage.lines):
             for rank in range(2):
                 self._line(name, line, rank, self.y)
-            self.y += at.height + at.between * (i + 1 < len(stage.lines))
-            # A frame needs room.
-            self.y += 3 * line.computes
+            self.y += at.height + at.between * (i + 1 < len(stage.lines)) + 3 * line.computes
         if stage.arrows:
             getattr(self, f"_{stage.arrows}_arrows")(top)
-        if stage.arrows == "gather":
-            self.y += 12
+        self.y += 12 * (stage.arrows == "gather") + 5 * (stage.source != "ranks")
         if not at.phone:
             self.y = max(self.y, first + 34)
         self.y += 4
+
+    def _file(self, y: float, lines: int) -> None:
+        """
+        #### A file of each rank, behind its boxes
+        """
+        at = self.layout
+        self.used.add("file")
+        height = lines * (at.height + at.between) - at.between
+        for rank in range(2):
+            self._ring(at.kept(rank) - 4, y - 5, 2 * at.cell + 8, height + 10, "file")
 
     def _phase(self, phase: str) -> None:
         self.y += 10
@@ -284,24 +324,22 @@ class Picture:
         #### The title, the method and the bytes of a row
         """
         at = self.layout
-        held = {stages[name]["bytes"] for stages in self._source(name)}
-        (nbytes,) = held
         self.drawing.text(0, self.y + 13, stage.title, bold=True)
-        self.drawing.text(at.width - 4, self.y + 16 if not at.phone else self.y + 13,
-                          f"{nbytes} bytes", anchor="end")
-        if not at.phone:
-            self.drawing.rect(at.width - 4 - 1.6 * nbytes, self.y + 22, 1.6 * nbytes, 5, "muted",
-                              border=False)
         self.drawing.text(0, self.y + 29, stage.method, "muted", size=12, mono=True)
+        for i, text in enumerate(self._bytes(name)):
+            self.drawing.text(at.width - 4, self.y + 13 + 16 * i, text, anchor="end")
+        if not at.phone and stage.source == "ranks":
+            wide = 1.6 * self._ranks(name)[0]["bytes"]
+            self.drawing.rect(at.width - 4 - wide, self.y + 20, wide, 5, "muted", border=False)
         if at.phone:
-            self.y += 36
+            self.y += 39
 
     def _line(self, name: str, line: Line, rank: int, y: float) -> None:
         """
         #### A line of boxes of one rank
         """
         at = self.layout
-        stages = self._source(name)[rank]
+        stages = self.recorded[STAGES[name].source][rank]
         if line.kept:
             values = stages[name]["boxes"][line.kept]["values"]
             self._boxes(at.kept(rank), y, line.kept, values, first=2 * rank)
@@ -310,33 +348,47 @@ class Picture:
         for i, kind in enumerate(line.held):
             values = stages[line.at[i] if line.at else name]["boxes"][kind]["values"]
             if line.passing:
-                self._passing(x + first * at.cell, y, values)
+                self._passing(x, y, values)
             elif kind == "receive":
                 self._receive(x, y, rank)
             else:
-                self._boxes(x + first * at.cell, y, kind, values, first)
+                self._boxes(x, y, kind, values, first)
             if line.names:
-                middle = x + (first + len(values) / 2) * at.cell
-                self.drawing.text(middle, y - 6, kind, "muted", anchor="middle")
+                self.drawing.text(x + len(values) / 2 * at.cell, y - 6, kind, "muted",
+                                  anchor="middle")
             first += len(values)
+            # Two tensors stand apart.
+            x += len(values) * at.cell + 8
         if line.computes:
-            self._frame(x, y)
+            self._frame(at.held(rank), y)
         if line.freed:
-            self._freed(x, y)
-        self._note(line, rank, y)
+            self._freed(at.held(rank), y)
+        self._note(line, self._ranks(name)[rank], rank, y)
 
-    def _note(self, line: Line, rank: int, y: float) -> None:
+    def _note(self, line: Line, stage: Json, rank: int, y: float) -> None:
         """
-        #### The word beside a line, or the sums that a mean gradient is made of
+        #### The words beside a line
         """
         x = self.layout.held(rank)
+        y += 17
         if line.note == "sums":
-            terms = [stages["grads"]["boxes"]["grad"]["values"]
-                     for stages in self.recorded["ranks"]]
-            sums = [" + ".join(number(term[2 * rank + i]) for term in terms) for i in range(2)]
-            self.drawing.text(x, y + 17, f"= {sums[0]}, {sums[1]}", "muted")
-        elif line.note:
-            self.drawing.text(x - 6, y + 17, line.note, "muted", anchor="end")
+            if "reduce" in self.stages:
+                self.drawing.text(x, y, self._sums(rank), "muted")
+        elif line.note == "names":
+            self.drawing.text(x, y, f"= {', '.join(stage['names'])}", mono=True, size=12)
+        elif line.kept:
+            self.drawing.text(x, y, line.note, "muted")
+        else:
+            self.drawing.text(x - 6, y, line.note, "muted", anchor="end")
+
+    def _sums(self, rank: int) -> str:
+        """
+        #### The sums that a mean gradient is made of
+        """
+        grads = [stages["grads"]["boxes"]["grad"]["values"] for stages in self.recorded["ranks"]]
+        first, second = (" + ".join(number(grad[2 * rank + i]) for grad in grads)
+                         for i in range(2))
+        return f"= {first}, {second}"
 
     # --------------------------------------------------------------------------------------- boxes
 
@@ -347,27 +399,40 @@ class Picture:
 
         * `first` is the place of the first one in the flat parameter. Padding is written paler
         """
-        at = self.layout
         for i, value in enumerate(values):
             color = "flight" if value is None else KINDS[kind][0]
             self.used.add(color)
-            self.drawing.rect(x + i * at.cell + 1, y, at.cell - 2, at.height, color)
+            self._box(x, y, i, color, hollow=first + i == NUMEL and value is not None)
             if value is not None:
-                self._number(x + (i + 0.5) * at.cell, y, value, first + i == NUMEL)
+                self._number(x, y, i, value)
 
-    def _number(self, x: float, y: float, value: float | None, padding: bool = False) -> None:
-        self.drawing.text(x, y + self.layout.height / 2 + 5, number(value),
-                          "muted" if padding else "fg", anchor="middle")
+    def _box(self, x: float, y: float, i: int, color: str, hollow: bool = False) -> None:
+        """
+        #### A box: shards are darker, so that the eye can follow them, and padding is hollow
+        """
+        cell = self.layout.cell
+        height = self.layout.height
+        if hollow:
+            self._outline(x + i * cell + 1, y, cell - 2, height, color, dashed=False)
+            return
+        self._swatch(x + i * cell + 1, y, cell - 2, height, color)
+
+    def _swatch(self, x: float, y: float, width: float, height: float, color: str) -> None:
+        self.drawing.rect(x, y, width, height, color)
+        if color == "shard":
+            self.drawing.rect(x, y, width, height, color, border=False)
+
+    def _number(self, x: float, y: float, i: int, value: float | None) -> None:
+        self.drawing.text(x + (i + 0.5) * self.layout.cell, y + self.layout.height / 2 + 5,
+                          number(value), anchor="middle")
 
     def _receive(self, x: float, y: float, rank: int) -> None:
         """
         #### The buffer for the other rank's gradients; its part for this rank's own stays unused
         """
-        at = self.layout
         self.used.add("reduce")
         for i in range(4):
-            color = "line" if i // 2 == rank else "reduce"
-            self.drawing.rect(x + i * at.cell + 1, y, at.cell - 2, at.height, color)
+            self._box(x, y, i, "muted" if i // 2 == rank else "reduce", hollow=i // 2 == rank)
 
     def _passing(self, x: float, y: float, values: list[float | None]) -> None:
         """
@@ -376,7 +441,7 @@ class Picture:
         at = self.layout
         for i, value in enumerate(values):
             self._outline(x + i * at.cell + 1, y, at.cell - 2, at.height, "grad")
-            self._number(x + (i + 0.5) * at.cell, y, value)
+            self._number(x, y, i, value)
 
     def _freed(self, x: float, y: float) -> None:
         """
@@ -393,14 +458,19 @@ class Picture:
         """
         at = self.layout
         self.used.add("compute")
-        self.drawing.tag(f'<rect x="{x - 2:.1f}" y="{y - 3:.1f}" width="{4 * at.cell + 4}" '
-                         f'height="{at.height + 6}" rx="4" style="fill:none;'
-                         f'stroke:{paint("compute")};stroke-width:2.2"/>')
+        self._ring(x - 2, y - 3, 4 * at.cell + 4, at.height + 6, "compute")
 
-    def _outline(self, x: float, y: float, width: float, height: float, color: str) -> None:
+    def _ring(self, x: float, y: float, width: float, height: float, color: str) -> None:
         self.drawing.tag(f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" '
-                         f'height="{height:.1f}" rx="2" style="fill:none;stroke-dasharray:3 3;'
-                         f'stroke:{paint(color)};stroke-width:1.1"/>')
+                         f'height="{height:.1f}" rx="4" style="fill:none;'
+                         f'stroke:{paint(color)};stroke-width:2.2"/>')
+
+    def _outline(self, x: float, y: float, width: float, height: float, color: str,
+                 dashed: bool = True) -> None:
+        dash = "stroke-dasharray:3 3;" * dashed
+        self.drawing.tag(f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" '
+                         f'height="{height:.1f}" rx="2" style="fill:none;{dash}'
+                         f'stroke:{paint(color)};stroke-width:1.2"/>')
 
     # -------------------------------------------------------------------------------------- arrows
 
@@ -428,10 +498,12 @@ class Picture:
         """
         side = 6 if x2 > x1 else -6
         up = 6 if height > 0 else -6
-        self.drawing.tag(
-            f'<path d="M{x1:.1f},{y:.1f}V{y + height - up:.1f}q0,{up} {side},{up}H{x2 - side:.1f}'
-            f'q{side},0 {side},{-up}" style="fill:none;stroke:{paint("flight")};stroke-width:1.6"/>')
-        self.drawing.line(x2, y + height - up, x2, y, "flight", arrow=True, width=1.6)
+        corner = y + height - up
+        path = (f"M{x1:.1f},{y:.1f}V{corner:.1f}q0,{up} {side},{up}H{x2 - side:.1f}"
+                f"q{side},0 {side},{-up}")
+        self.drawing.tag(f'<path d="{path}" style="fill:none;stroke:{paint("flight")};'
+                         'stroke-width:1.6"/>')
+        self.drawing.line(x2, corner, x2, y, "flight", arrow=True, width=1.6)
 
     def _reduce_arrows(self, top: float) -> None:
         """
@@ -448,19 +520,23 @@ class Picture:
         #### The colours that occur
         """
         at = self.layout
+        columns = 2 if at.phone else 5
+        shown = [meaning for meaning in LEGEND if meaning in self.used]
         self.y += 14
-        x = 0.0
-        for meaning, name in LEGEND.items():
-            if meaning not in self.used:
-                continue
-            wide = 20 + len(name) * FONT * 0.54 + 14
-            if x + wide - 14 > at.width:
-                x = 0.0
-                self.y += 22
-            self.drawing.rect(x + 1, self.y, 13, 13, meaning)
-            self.drawing.text(x + 20, self.y + 11, name, "muted")
-            x += wide
-        self.y += 18
+        for i, meaning in enumerate(shown):
+            x = i % columns * at.width / columns
+            y = self.y + i // columns * 22
+            if meaning in ("compute", "file"):
+                self._ring(x + 1, y, 13, 13, meaning)
+            else:
+                self._swatch(x + 1, y, 13, 13, meaning)
+            self.drawing.text(x + 20, y + 11, LEGEND[meaning], "muted")
+        self.y += -(-len(shown) // columns) * 22
+
+
+def _words(stage: Json) -> str:
+    return ", ".join(f"{KINDS[kind][1]} {' '.join(map(number, box['values']))}"
+                     for kind, box in stage["boxes"].items())
 
 
 def number(value: float | None) -> str:

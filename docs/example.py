@@ -93,8 +93,8 @@ def record(timeout_s: float = 120) -> Json:
     | field | contents |
     |---|---|
     | `ranks` | for each rank its stages, by name: the boxes, and their bytes |
-    | `files` | the same for a layer whose shards and optimizer states rest in files |
-    | `checkpoint` | the file of each rank, and the ranges of the parameters, as `saved` gives them |
+    | `files` | the same for a layer whose shards and states rest in files, and the files' bytes |
+    | `checkpoint` | the same for the files of a checkpoint, with the names of their parameters |
 
     Raises `AssertionError` if a rank fails.
     """
@@ -103,7 +103,7 @@ def record(timeout_s: float = 120) -> Json:
     with tempfile.TemporaryDirectory() as folder:
         ranks = launch.run("docs.example:worker", RANKS, folder, device="cpu",
                            timeout_s=timeout_s)
-        checkpoint = saved(folder)
+        checkpoint = in_checkpoint(folder)
     return {"ranks": [stages for stages, _ in ranks], "files": [stages for _, stages in ranks],
             "checkpoint": checkpoint, "world_size": RANKS, "rate": RATE,
             "device": report.device_name(torch.device("cpu")), "torch": torch.__version__,
@@ -240,6 +240,7 @@ class Watched(Zero3Layer):
 
     @torch.no_grad()
     def _post_backward_hook(self, flat_index: int, slot_index: int, param: nn.Parameter) -> None:
+        # Before the layer has copied and freed the gradient.
         name = self.flats[flat_index].slots[slot_index].names[0]
         self.notes.add(f"{name}.grad", {name: param.grad})
         super()._post_backward_hook(flat_index, slot_index, param)
@@ -273,11 +274,11 @@ class Noting(Offload):
 
 def from_files(folder: str) -> dict[str, Json]:
     """
-    ## The same step, with shards and optimizer states in files: what the files contain
+    ## The same step, with shards and optimizer states in files
 
-    A stage has the bytes of its boxes in files and in memory. The buffers that all files of a rank
-    share come on top.
+    The buffers that all files of a rank share are not noted.
     """
+    # Past the page cache, a file could only be read in blocks.
     offload = Offload("nvme", folder=folder, direct=False)
     layer = Zero3Layer(linear(), offload=offload)
     optimizer = Zero3Optimizer(layer, torch.optim.SGD, offload=offload, lr=RATE, momentum=MOMENTUM,
@@ -295,19 +296,21 @@ def from_files(folder: str) -> dict[str, Json]:
 
 def in_files(layer: Zero3Layer, optimizer: Zero3Optimizer) -> Json:
     """
-    ## What the files of a layer contain now, and its full parameters
+    ## What the files of a layer contain now, and its full parameters in memory
     """
     flat = layer.flats[0]
     shard: Any = flat.storage
     states: Any = optimizer.shard_states[0].in_file
     shard.load()  # waits until everything is written
     shard.release()
-    boxes = {"file": _read(shard, "shard")}
+    boxes = {"shard": _read(shard, "shard")}
     if optimizer.state:
         boxes["state"] = _read(states, "momentum_buffer")
-    if flat.full.untyped_storage().nbytes():
-        boxes["full"] = {"values": flat.full.tolist(), "bytes": flat.full.nbytes}
-    return {"boxes": boxes, "bytes": sum(box["bytes"] for box in boxes.values())}
+    file_bytes = sum(box["bytes"] for box in boxes.values())
+    full_bytes = flat.full.untyped_storage().nbytes()
+    if full_bytes:
+        boxes["full"] = {"values": flat.full.tolist(), "bytes": full_bytes}
+    return {"boxes": boxes, "bytes": full_bytes, "file_bytes": file_bytes}
 
 
 def _read(stored: Any, name: str) -> Json:
@@ -316,19 +319,25 @@ def _read(stored: Any, name: str) -> Json:
     return {"values": torch.frombuffer(data, dtype=dtype).tolist(), "bytes": nbytes}
 
 
-def saved(folder: str) -> Json:
+def in_checkpoint(folder: str) -> list[Json]:
     """
-    ## What the checkpoint contains: the file of each rank, and the ranges of the parameters
-
-    | field | contents |
-    |---|---|
-    | `ranks` | the part of the flat parameter that each rank's file has |
-    | `params` | each parameter's name, values, and range in the flat parameter |
+    ## What the checkpoint has in the file of each rank, and the names of the parameters there
     """
     reader = CheckpointReader(newest(folder))
-    params = [{"name": param.name, "begin": param.entry["offset"],
-               "values": reader.read_whole(param).flatten().tolist()} for param in reader.params]
-    return {"ranks": [file.read("0.param").tolist() for file in reader.files], "params": params}
+    ranks = []
+    for rank, file in enumerate(reader.files):
+        boxes = {}
+        for name, key in (("shard", "param"), ("state", "momentum_buffer")):
+            saved = file.read(f"0.{key}")
+            boxes[name] = {"values": saved.tolist(), "bytes": saved.nbytes}
+        numel = len(boxes["shard"]["values"])
+        # Each parameter that has an element in this file.
+        names = [param.name for param in reader.params
+                 if param.entry["offset"] // numel == rank
+                 or (param.entry["offset"] + param.numel - 1) // numel == rank]
+        ranks.append({"saved": {"boxes": boxes, "bytes": 0, "names": names,
+                                "file_bytes": sum(box["bytes"] for box in boxes.values())}})
+    return ranks
 
 
 def main() -> None:
@@ -336,13 +345,12 @@ def main() -> None:
     ## Print the boxes of each stage
     """
     recorded = record()
-    for part in ("ranks", "files"):
+    for part in ("ranks", "files", "checkpoint"):
         for stage in recorded[part][0]:
             for rank, stages in enumerate(recorded[part]):
                 told = "  ".join(f"{name} {box['values']}"
                                  for name, box in stages[stage]["boxes"].items())
                 print(f"{stage:12} rank {rank} {stages[stage]['bytes']:3} bytes  {told}")
-    print("checkpoint  ", recorded["checkpoint"])
 
 
 if __name__ == "__main__":
