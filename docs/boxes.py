@@ -153,7 +153,7 @@ def strip(recorded: Json, name: str) -> str:
     origin = (f"{recorded['world_size']} ranks, {recorded['device']}, torch {recorded['torch']}, "
               f"commit {recorded['commit']}")
     return figure(wide.draw(), phone.draw(), f"{title}. A box is an element of 4 bytes; hollow "
-                  f"boxes are padding. {origin}")
+                  f"boxes are padding, or unused. {origin}")
 
 
 @dataclass(frozen=True)
@@ -376,9 +376,9 @@ class Picture:
                 self.drawing.text(x, y, self._sums(rank), "muted")
         elif line.note == "names":
             self.drawing.text(x, y, f"= {', '.join(stage['names'])}", mono=True, size=12)
-        elif line.kept:
+        elif line.note and line.kept:
             self.drawing.text(x, y, line.note, "muted")
-        else:
+        elif line.note:
             self.drawing.text(x - 6, y, line.note, "muted", anchor="end")
 
     def _sums(self, rank: int) -> str:
