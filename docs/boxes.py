@@ -102,6 +102,8 @@ STAGES = {
                     Line("", ("grad",), note="÷ 2"))),
     "reduce": Stage("Reduce-scatter", "_backup_grads",
                     (FREED, Line("", ("grad",)), Line("", ("receive",))), "reduce"),
+    "sum": Stage("Sum over ranks", "Communicator.total",
+                 (Line("shard", ("grad",)), Line("reduced", ("receive",)))),
     "reduced": Stage("Mean gradient", "add_reduced", (REST, Line("reduced", note="sums"))),
     "step": Stage("Update", "Zero3Optimizer.step",
                   (Line("shard", note="shard"), Line("reduced", note="mean gradient"),
@@ -122,10 +124,10 @@ NUMEL = 3  # elements of the parameters; the next one is padding
 STRIPS = {
     "life": ("Three weights on two ranks, from their initialisation to their update", (
         "born", "merge", "scatter", "shard", "fetch", "whole", "free", "rewhole", "grads",
-        "reduce", "reduced", "step", "rest")),
+        "reduce", "sum", "reduced", "step", "rest")),
     "flat": ("Two parameters become one flat parameter, and a shard of it",
              ("born", "merge", "scatter", "shard")),
-    "comm": ("An all-gather and a reduce-scatter", ("fetch", "whole", "reduce", "reduced")),
+    "comm": ("An all-gather and a reduce-scatter", ("fetch", "whole", "reduce", "sum", "reduced")),
     "optimizer": ("Each rank updates its shard", ("reduced", "step", "rest")),
     "offload": ("The shard and the optimizer state rest in a file",
                 ("file rest", "file whole", "file step")),
@@ -281,7 +283,7 @@ class Picture:
         """
         at = self.layout
         stage = STAGES[name]
-        if stage.phase and len(self.stages) > 4:
+        if stage.phase and len(self.stages) > 5:
             self._phase(stage.phase)
         self.y += 8
         first = self.y
@@ -329,7 +331,7 @@ class Picture:
         for i, text in enumerate(self._bytes(name)):
             self.drawing.text(at.width - 4, self.y + 13 + 16 * i, text, anchor="end")
         if not at.phone and stage.source == "ranks":
-            wide = 1.6 * self._ranks(name)[0]["bytes"]
+            wide = 1.4 * self._ranks(name)[0]["bytes"]
             self.drawing.rect(at.width - 4 - wide, self.y + 20, wide, 5, "muted", border=False)
         if at.phone:
             self.y += 39
@@ -350,7 +352,7 @@ class Picture:
             if line.passing:
                 self._passing(x, y, values)
             elif kind == "receive":
-                self._receive(x, y, rank)
+                self._receive(x, y, rank, values)
             else:
                 self._boxes(x, y, kind, values, first)
             if line.names:
@@ -426,13 +428,19 @@ class Picture:
         self.drawing.text(x + (i + 0.5) * self.layout.cell, y + self.layout.height / 2 + 5,
                           number(value), anchor="middle")
 
-    def _receive(self, x: float, y: float, rank: int) -> None:
+    def _receive(self, x: float, y: float, rank: int, values: list[float | None]) -> None:
         """
         #### The buffer for the other rank's gradients; its part for this rank's own stays unused
         """
-        self.used.add("reduce")
-        for i in range(4):
-            self._box(x, y, i, "muted" if i // 2 == rank else "reduce", hollow=i // 2 == rank)
+        for i, value in enumerate(values):
+            if i // 2 == rank:
+                self._box(x, y, i, "muted", hollow=True)
+            elif value is None:
+                self.used.add("reduce")
+                self._box(x, y, i, "reduce")
+            else:
+                self._box(x, y, i, "grad")
+                self._number(x, y, i, value)
 
     def _passing(self, x: float, y: float, values: list[float | None]) -> None:
         """

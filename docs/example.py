@@ -146,7 +146,7 @@ class Notes:
         """
         ### Note the contents of these tensors, by name
 
-        * `here` is for buffers that are being received: the part that has its values already
+        * `here` is for buffers that receive something: the part of them that has its values
         """
         boxes: dict[str, Json] = {}
         for name, tensor in tensors.items():
@@ -188,10 +188,15 @@ class Notes:
 
     def record(self, sender: Any, event: str, *args: Any, **kwargs: Any) -> None:
         """
-        ### A listener's method: note the reduce-scatter that has started
+        ### A listener's method: note the reduce-scatter when it starts, and when its sums are there
         """
+        numel = len(sender.flats[0].shard)
+        other = 1 - sender.comm.rank
         if event == "reduce":
             self.look("reduce", {"receive": slice(0)})
+        elif event == "reduced":
+            # In the buffer, each rank has a row.
+            self.look("sum", {"receive": slice(other * numel, (other + 1) * numel)})
 
 
 class Watched(Zero3Layer):

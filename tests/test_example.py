@@ -97,7 +97,8 @@ def test_each_stage_holds_these_bytes(recorded):
     """
     expected = {"born": 12, "merge": 28, "scatter": 36, "shard": 8, "fetch": 24, "whole": 24,
                 "free": 8, "refetch": 24, "rewhole": 24, "bias.grad": 4, "weight.grad": 8,
-                "grads": 40, "refree": 24, "reduce": 40, "reduced": 16, "step": 24, "rest": 16}
+                "grads": 40, "refree": 24, "reduce": 40, "sum": 48, "reduced": 16,
+                "step": 24, "rest": 16}
     for rank in recorded["ranks"]:
         assert {name: stage["bytes"] for name, stage in rank.items()} == expected
     for rank in recorded["files"]:
