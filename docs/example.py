@@ -7,17 +7,17 @@ contains at each stage of the life of a layer.
 The layer is `nn.Linear(2, 1)`, with the weight (1, 2) and the bias 3. So it has two parameters and
 three numbers. Each rank computes the loss $\frac{1}{2} \sum (y - t)^2$ on two rows of its own:
 
-| | $x$ | target $t$ | output $y$ | error $y - t$ | gradient of weight, and of bias |
-|---|---|---|---|---|---|
-| rank 0 | (1, 0) | 2 | 4 | 2 | (2, 0), and 2 |
-| | (0, 1) | 1 | 5 | 4 | (0, 4), and 4 |
-| **sum** | | | | | **(2, 4), and 6** |
-| rank 1 | (2, 0) | 3 | 5 | 2 | (4, 0), and 2 |
-| | (0, 1) | 5 | 5 | 0 | (0, 0), and 0 |
-| **sum** | | | | | **(4, 0), and 2** |
+| | $x$ | target $t$ | output $y$ | error $y - t$ | gradient of weight | of bias |
+|---|---|---|---|---|---|---|
+| rank 0 | 1 0 | 2 | 4 | 2 | 2 0 | 2 |
+| | 0 1 | 1 | 5 | 4 | 0 4 | 4 |
+| | | | | **sum** | **2 4** | **6** |
+| rank 1 | 2 0 | 3 | 5 | 2 | 4 0 | 2 |
+| | 0 1 | 5 | 5 | 0 | 0 0 | 0 |
+| | | | | **sum** | **4 0** | **2** |
 
-The mean of the two ranks' gradients is (3, 2), and 4. SGD with a rate of 0.1 makes (0.7, 1.8), and
-2.6 of the parameters:
+The mean of the two ranks' gradients is (3, 2) for the weight and 4 for the bias. SGD with a rate of
+0.1 changes the weight to (0.7, 1.8) and the bias to 2.6:
 
 $$w \leftarrow w - \eta\, \frac{1}{N} \sum_{r=0}^{N-1} g_r$$
 
