@@ -31,10 +31,9 @@ Json = dict[str, Any]
 # The meaning of each kind of box, and its name in texts. The meaning gives the colour.
 KINDS = {
     "shard": ("shard", "shard"),
-    "weight": ("whole", "weight"), "bias": ("whole", "bias"), "full": ("whole", "whole"),
-    "fetch": ("flight", "all-gather in flight"),
+    "weight": ("whole", "weight"), "bias": ("whole", "bias"), "full": ("whole", "parameters"),
     "grad": ("grad", "gradient"),
-    "receive": ("reduce", "reduce-scatter in flight"),
+    "receive": ("reduce", "receive buffer"),
     "reduced": ("reduced", "mean gradient of the shard"),
     "state": ("state", "momentum"),
 }
@@ -552,6 +551,6 @@ def number(value: float | None) -> str:
     ## A number as short as in the text: .7
     """
     if value is None:
-        return "?"
+        return "empty"
     text = f"{value:.4g}"
     return text.removeprefix("0") if "." in text else text

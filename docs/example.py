@@ -359,5 +359,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    launch.preload("zero3.train.gpt", "zero3.optimizer.stage3")
+    launch.preload("zero3.optimizer.stage3", "zero3.checkpoint.save_load")
     main()
