@@ -36,6 +36,7 @@ from torch import nn
 from zero3.estimate.formulas import BASES, show_stages, stages
 from zero3.measure.ledger import held_bytes
 from zero3.train.launch import default_ranks, preload, run
+from zero3.train.report import COLORS
 
 preload("zero3.optimizer.stage3")
 N = default_ranks()
@@ -139,7 +140,7 @@ assert fp32_bytes == sum(BASES[16]) * PSI
 show_stages(7.5e9, 64)
 
 # %%
-KINDS = {"parameters": "#2171b5", "gradients": "#fd8d3c", "optimizer": "#74c476"}
+KINDS = {"parameters": COLORS["whole"], "gradients": COLORS["grad"], "optimizer": COLORS["state"]}
 fig = Figure(figsize=(9, 3), layout="constrained")
 for ax, ranks in zip(fig.subplots(1, 3, sharey=True), (4, 64, 1024), strict=True):
     below = [0.0] * 4

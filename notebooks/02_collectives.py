@@ -27,9 +27,11 @@
 
 # %%
 # %matplotlib inline
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 from zero3.train.launch import default_ranks, preload, run
+from zero3.train.report import COLORS
 
 preload("zero3.layer")
 N = default_ranks()
@@ -235,10 +237,12 @@ assert all((len(pictures[3][rank][row]) == 4) == (rank == row)
            for rank in range(4) for row in range(4))
 
 fig = Figure(figsize=(10, 2.1), layout="constrained")
+# The more of a sum is there, the more it has the colour of a reduced gradient.
+shades = LinearSegmentedColormap.from_list("sum", ["white", COLORS["reduced"]])
 titles = ["start", "1", "2", "3: reduce-scattered", "4", "5", "6: all-reduced"]
 for ax, picture, title in zip(fig.subplots(1, 7), pictures, titles, strict=True):
     parts = [[len(cell) for cell in rows] for rows in picture]
-    ax.imshow(parts, cmap="Blues", vmin=0, vmax=5)
+    ax.imshow(parts, cmap=shades, vmin=0, vmax=4)
     for rank in range(4):
         for row in range(4):
             ax.text(row, rank, parts[rank][row], ha="center", va="center", fontsize=8,

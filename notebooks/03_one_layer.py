@@ -13,11 +13,13 @@
 # backward?
 #
 # A `Zero3Layer` makes the same few calls in every step. Here we make them ourselves, one by one,
-# for an `nn.Linear` with small whole numbers, and look at the memory after each.
+# and look at the memory after each. The layer is an `nn.Linear(2, 1)` with the weight (1, 2) and
+# the bias 3, so we can follow every number. It is the example at the head of
+# [`layer.py`](../zero3/layer.py).
 #
-# **Your prediction**: the layer has 15 parameters in fp32, 60 bytes. How many bytes of it does each
+# **Your prediction**: the layer has 3 parameters in fp32, 12 bytes. How many bytes of it does each
 # of two ranks hold between two steps? And how many at the peak of a step: fewer than plain PyTorch,
-# as many, or more? Plain PyTorch holds 60 bytes of weights and 60 of gradients.
+# as many, or more? Plain PyTorch holds 12 bytes of weights and 12 of gradients.
 #
 # This notebook belongs to [`layer.py`](../zero3/layer.py#zero3-layer).
 
@@ -27,10 +29,11 @@ import torch
 from matplotlib.figure import Figure
 
 from zero3.train.launch import default_ranks, preload, run
+from zero3.train.report import COLORS, NEUTRAL
 
 preload("zero3.layer")
 N = default_ranks()
-P = 4 * 3 + 3  # number of parameters of nn.Linear(4, 3)
+P = 2 + 1  # number of parameters of nn.Linear(2, 1)
 SHARD = -(-P // N)  # number of elements of a shard
 print(f"{P} parameters, {4 * P} bytes. {N} ranks: shards of {SHARD} elements, and padding of "
       f"{N * SHARD - P}")
@@ -39,6 +42,10 @@ print(f"{P} parameters, {4 * P} bytes. {N} ranks: shards of {SHARD} elements, an
 # This code runs on the ranks. The function to read is `opened`. It does with a layer what the
 # layer's `forward` and its hooks do, and after each call it notes the sizes of four storages in
 # bytes.
+#
+# All ranks compute on the CPU, also on a machine with GPUs. A GPU reads 16 bytes at once, so there
+# the layer would begin each parameter and each shard at a multiple of 16 bytes, and this layer
+# would be mostly padding.
 
 # %% tags=["varies"]
 # %%writefile worker_03.py
@@ -48,40 +55,34 @@ from torch import nn
 
 from zero3 import Zero3Layer
 from zero3.measure.ledger import Ledger
-from zero3.train.launch import my_device
 
-ROWS = 4  # of the batch of each rank
+# The rows and the targets of rank 0 and of rank 1. Further ranks begin again with the first.
+BATCHES = (([[1, 0], [0, 1]], [2, 1]), ([[2, 0], [0, 1]], [3, 5]))
+RATE = 0.1
 
 
 def readable():
-    """A layer with the weights 1 to 12 and the biases 13 to 15."""
-    linear = nn.Linear(4, 3)
+    """A layer with the weight (1, 2) and the bias 3."""
+    linear = nn.Linear(2, 1)
     with torch.no_grad():
-        linear.weight.copy_(torch.arange(1, 13).view(3, 4))
-        linear.bias.copy_(torch.arange(13, 16))
-    return linear.to(my_device())
+        linear.weight.copy_(torch.tensor([[1, 2]]))
+        linear.bias.fill_(3)
+    return linear
 
 
-def inputs(ranks):
-    """The global batch, small whole numbers, the same on every rank: `(ROWS * ranks, 4)`."""
-    torch.manual_seed(0)
-    return torch.randint(-2, 3, (ROWS * ranks, 4)).float().to(my_device())
-
-
-def my_inputs():
-    """This rank's rows of the global batch: `(ROWS, 4)`."""
-    return inputs(dist.get_world_size()).chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def mean_loss(out):
-    return out.square().sum() / (2 * len(out))
+def loss(layer, rank):
+    """Half the squared errors of this rank's rows, added up."""
+    x, target = (torch.tensor(part, dtype=torch.float) for part in BATCHES[rank % 2])
+    return 0.5 * (layer(x).flatten() - target).square().sum()
 
 
 def plain(ranks):
-    """The expected result: the gradient of plain PyTorch on the global batch, as one vector."""
+    """The expected result: gradient and update of plain PyTorch on the global batch."""
     linear = readable()
-    mean_loss(linear(inputs(ranks))).backward()
-    return torch.cat([p.grad.flatten() for p in linear.parameters()]).cpu()
+    (sum(loss(linear, rank) for rank in range(ranks)) / ranks).backward()
+    grad = torch.cat([p.grad.flatten() for p in linear.parameters()])
+    torch.optim.SGD(linear.parameters(), lr=RATE).step()
+    return grad, torch.cat([p.detach().flatten() for p in linear.parameters()])
 
 
 def merged():
@@ -122,7 +123,7 @@ def opened():
     note("fetch_params()")
     layer._wait_params()
     weights = linear.weight.flatten().tolist() + linear.bias.tolist()
-    out = linear(my_inputs())  # the module itself, which does not know about shards
+    error = loss(linear, dist.get_rank())  # with the module itself, which does not know of shards
     note("linear(x)")
     layer._cleanup_params()
     note("_cleanup_params()")
@@ -133,7 +134,7 @@ def opened():
     note("fetch, wait")
     params = [slot.param for slot in flat.slots]
     flat.grad = layer._empty(len(flat.full), flat.shard.dtype).zero_()
-    for slot, grad in zip(flat.slots, torch.autograd.grad(mean_loss(out), params), strict=True):
+    for slot, grad in zip(flat.slots, torch.autograd.grad(error, params), strict=True):
         slot.of(flat.grad).copy_(grad * (1 / ranks))
         flat.ready.add(slot.names)
     note("gradients")
@@ -148,11 +149,15 @@ def opened():
 
 
 def itself():
-    """The same step in two lines."""
+    """The same step, by the layer itself, and the step of an optimizer."""
     layer = Zero3Layer(readable())
+    optimizer = torch.optim.SGD(layer.parameters(), lr=RATE)
     with Ledger(layer) as tape:
-        mean_loss(layer(my_inputs())).backward()
-    return [(e.phase, e.event, e.live_bytes) for e in tape.events], layer.flats[0].shard.grad.cpu()
+        loss(layer, dist.get_rank()).backward()
+    grad = layer.flats[0].shard.grad.clone()
+    optimizer.step()
+    events = [(e.phase, e.event, e.live_bytes) for e in tape.events]
+    return events, grad, layer.flats[0].shard.detach()
 
 
 # %% [markdown]
@@ -162,10 +167,11 @@ def itself():
 # [merges](../zero3/layer.py#merge-parameters-and-pad-so-that-the-length-is-divisible-by-world-size)
 # its parameters. `_merge_and_pad_params` concatenates them and appends zeros until the length is
 # divisible by $N$. The result is the *flat parameter*. Rank $r$ keeps the $r$-th part of it, its
-# *shard*. A cut may fall anywhere, even in the middle of a row of a matrix.
+# *shard*. On two ranks the first shard happens to be the weight. A cut may fall anywhere, and on
+# three ranks it would divide the weight.
 
 # %%
-answers = run("worker_03:merged", N)
+answers = run("worker_03:merged", N, device="cpu")
 print("flat parameter", [int(value) for value in answers[0][0]])
 for rank, (flat, shard) in enumerate(answers):
     print(f"shard of rank {rank}", [int(value) for value in shard])
@@ -181,10 +187,10 @@ for rank, (flat, shard) in enumerate(answers):
 # else:
 
 # %%
-for rank, (text, shape, error) in enumerate(run("worker_03:touched", N)):
+for rank, (text, shape, error) in enumerate(run("worker_03:touched", N, device="cpu")):
     if rank == 0:
         print(f"{text}, shape {shape}\n\n{error}")
-    assert shape == (3, 4) and f"rank {rank}: Linear freed `weight`" in error
+    assert shape == (1, 2) and f"rank {rank}: Linear freed `weight`" in error
 
 # %% [markdown]
 # ## Unshard, compute, reshard; and again for backward
@@ -203,7 +209,7 @@ for rank, (text, shape, error) in enumerate(run("worker_03:touched", N)):
 # one.
 
 # %%
-answers = run("worker_03:opened", N)
+answers = run("worker_03:opened", N, device="cpu")
 notes, *_ = answers[0]
 print(f"{'':18}{'shard':>12}{'full':>12}{'full grad':>12}{'shard grad':>12}{'all':>12}")
 for call, held in notes:
@@ -236,14 +242,14 @@ assert all(answer[3] == events for answer in answers)
 fig = Figure(figsize=(8, 3), layout="constrained")
 ax = fig.subplots()
 left = [0] * len(notes)
-for i, (kind, color) in enumerate({"shard": "#31a354", "full parameters": "#2171b5",
-                                   "full gradient": "#fd8d3c",
-                                   "shard's gradient": "#756bb1"}.items()):
+kinds = {"shard": "shard", "full parameters": "whole", "full gradient": "grad",
+         "shard's gradient": "reduced"}
+for i, (kind, color) in enumerate(kinds.items()):
     widths = [held[i] for _, held in notes]
-    ax.barh(range(len(notes)), widths, left=left, color=color, label=kind)
+    ax.barh(range(len(notes)), widths, left=left, color=COLORS[color], label=kind)
     left = [a + b for a, b in zip(left, widths, strict=True)]
-ax.axvline(2 * 4 * P, color="#737373", linestyle="--", linewidth=1)
-ax.text(2 * 4 * P + 1, 0, "plain: weights and gradients", fontsize=8, va="center")
+ax.axvline(2 * 4 * P, color=NEUTRAL["muted"], linestyle="--", linewidth=1)
+ax.text(2 * 4 * P + 0.3, 0, "plain: weights and gradients", fontsize=8, va="center")
 ax.set_yticks(range(len(notes)), [call for call, _ in notes])
 ax.invert_yaxis()
 ax.set(xlabel="bytes that a rank holds")
@@ -266,18 +272,18 @@ assert highest > 2 * 4 * P
 #
 # ## The same gradient
 #
-# Each rank has computed with its own rows, and its loss is the mean over them. The loss on the
-# global batch is the mean over all rows, so its gradient is the mean of the ranks' gradients. Each
-# rank divides its gradient by $N$ before it sends it, so the sum over ranks is that mean.
-# Concatenated, the shards' gradients equal the gradient of plain PyTorch on the whole batch, and
-# the gradient of the padding is zero:
+# Each rank has computed with its own rows. Rank 0 has the errors 2 and 4, so its gradient is (2, 4)
+# for the weight and 6 for the bias. Rank 1 has the errors 2 and 0, so its gradient is (4, 0) and 2.
+# The model learns from the mean over ranks. Each rank divides its gradient by $N$ before it sends
+# it, so the sum over ranks is that mean. Concatenated, the shards' gradients equal the gradient of
+# plain PyTorch on the whole batch, and the gradient of the padding is zero:
 
 # %%
-(right,) = run("worker_03:plain", 1, N)
+((right, updated),) = run("worker_03:plain", 1, N, device="cpu")
 by_hand = torch.cat([grad for *_, grad in answers])
 print("plain  ", [round(value, 3) for value in right.tolist()])
 print("shards ", [round(value, 3) for value in by_hand.tolist()])
-torch.testing.assert_close(by_hand[:P], right, rtol=1e-5, atol=1e-5)
+torch.testing.assert_close(by_hand[:P], right, rtol=1e-6, atol=1e-6)
 assert (by_hand[P:] == 0).all()
 
 # %% [markdown]
@@ -289,13 +295,28 @@ assert (by_hand[P:] == 0).all()
 # complete. Here are the events of the layer, followed by the same gradient, bit by bit:
 
 # %%
-by_itself = run("worker_03:itself", N)
+by_itself = run("worker_03:itself", N, device="cpu")
 for phase, event, live_bytes in by_itself[0][0]:
     print(f"{phase:9} {event:9} then the layer holds {live_bytes:4} bytes")
-same = torch.equal(torch.cat([grad for _, grad in by_itself]), by_hand)
+same = torch.equal(torch.cat([grad for _, grad, _ in by_itself]), by_hand)
 print("\nthe same bits as by hand:", same)
-assert same and all(tape == by_itself[0][0] for tape, _ in by_itself)
+assert same and all(tape == by_itself[0][0] for tape, *_ in by_itself)
 assert max(live_bytes for *_, live_bytes in by_itself[0][0]) == highest
+
+# %% [markdown]
+# ## Update
+#
+# Between two steps `layer.parameters()` yields this rank's shard. SGD subtracts 0.1 times its
+# gradient. Each rank updates its own shard, without communication, and together the shards equal
+# the parameters that plain PyTorch has after its step:
+
+# %%
+for rank, (*_, shard) in enumerate(by_itself):
+    print(f"shard of rank {rank}", [round(value, 3) for value in shard.tolist()])
+shards = torch.cat([shard for *_, shard in by_itself])
+print("plain          ", [round(value, 3) for value in updated.tolist()])
+torch.testing.assert_close(shards[:P], updated, rtol=1e-6, atol=1e-6)
+assert (shards[P:] == 0).all()
 
 # %% [markdown]
 # ## Exercise

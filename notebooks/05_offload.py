@@ -235,10 +235,11 @@ ax.spines[["top", "right"]].set_visible(False)
 plt.show()
 
 # %% [markdown]
-# Reads (purple) start before the layer is whole (blue). In backward each gradient is written to its
-# file as soon as it has been reduced (pink). The states for the beginning of the optimizer step are
-# requested before backward ends. The step itself is a [pipeline](../zero3/optimizer/states.py):
-# while one shard is updated (green), others are read and written.
+# Reads (dark grey) start before the layer is whole (blue). In backward each gradient is written to
+# its file as soon as it has been reduced (light grey). The states for the beginning of the
+# optimizer step are requested before backward ends. The step itself is a
+# [pipeline](../zero3/optimizer/states.py): while one shard is updated (violet), others are read and
+# written.
 #
 # ## The cost of a tier
 #

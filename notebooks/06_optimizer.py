@@ -72,6 +72,7 @@ from math import log2
 import matplotlib.pyplot as plt
 
 from zero3.train.launch import default_ranks, preload, run
+from zero3.train.report import COLORS
 
 preload("zero3.optimizer.stage3")
 N = default_ranks()
@@ -135,9 +136,11 @@ assert plain[-1][0] == 1 and abs(mixed[-1][1] - 0.9) < 1e-4 and abs(mixed[-1][0]
 
 steps = range(1, 101)
 fig, ax = plt.subplots(figsize=(7, 3), layout="constrained")
-ax.plot(steps, [shard for shard, _ in plain], color="#d94801", label="bf16 shard, stepped itself")
-ax.plot(steps, [master for _, master in mixed], color="#9ecae1", label="fp32 master", linewidth=3)
-ax.step(steps, [shard for shard, _ in mixed], color="#08519c", linewidth=1, where="mid",
+ax.plot(steps, [shard for shard, _ in plain], color=COLORS["shard"], linestyle="--",
+        label="bf16 shard, stepped itself")
+ax.plot(steps, [master for _, master in mixed], color=COLORS["state"], label="fp32 master",
+        linewidth=3, alpha=0.5)
+ax.step(steps, [shard for shard, _ in mixed], color=COLORS["shard"], linewidth=1, where="mid",
         label="bf16 shard, the master rounded")
 ax.set(xlabel="step", ylabel="weight")
 ax.set_title(f"a hundred steps of 0.001, rank 0 of {N}", fontsize=9, loc="left")

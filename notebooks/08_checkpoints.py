@@ -102,6 +102,7 @@ from torch import nn
 from zero3.checkpoint.convert import export
 from zero3.checkpoint.reader import CheckpointReader
 from zero3.train.launch import default_ranks, preload, run
+from zero3.train.report import COLORS, NEUTRAL
 
 preload("zero3.checkpoint.save_load")
 N = default_ranks()
@@ -176,19 +177,19 @@ for param in flat["params"]:
 fig, ax = plt.subplots(figsize=(9, 1.9), layout="constrained")
 numel = flat["numel"]
 old, new = -(-numel // N), -(-numel // (N + 1))  # elements of a shard
-files = plt.colormaps["Blues"]
 for at, (verb, shard) in enumerate((("saved by", old), ("loaded by", new))):
     cuts = sorted({*range(0, numel, old), *range(0, numel, shard), numel})
     for begin, end in pairwise(cuts):
-        color = files(0.25 + 0.5 * (begin // old) / N)
-        ax.barh(at, end - begin, left=begin, height=0.7, color=color)
+        file = begin // old
+        ax.barh(at, end - begin, left=begin, height=0.7, color=COLORS["shard"],
+                alpha=0.25 + 0.5 * file / N)
     for rank, begin in enumerate(range(0, numel, shard)):
-        ax.plot([begin, begin], [at - 0.42, at + 0.42], color="#252525")
+        ax.plot([begin, begin], [at - 0.42, at + 0.42], color=NEUTRAL["fg"])
         ax.text(begin + numel / 200, at, f"{verb} rank {rank}", va="center", fontsize=8)
 for param in flat["params"]:
-    ax.axvline(param["offset"], color="#d94801", linestyle=":")
+    ax.axvline(param["offset"], color=NEUTRAL["fg"], linestyle=":")
 ax.set_title(f"The flat parameter of the first layer, saved by {N} ranks and loaded by {N + 1}. A "
-             "colour is a file, a dotted line begins a parameter", fontsize=9, loc="left")
+             "shade is a file, a dotted line begins a parameter", fontsize=9, loc="left")
 ax.set(xlabel="element", yticks=[], xlim=(-numel / 100, numel * 1.01))
 ax.invert_yaxis()
 ax.spines[["top", "right", "left"]].set_visible(False)

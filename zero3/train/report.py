@@ -33,20 +33,35 @@ from zero3.estimate.predict import Prediction
 from zero3.measure.ledger import Event
 
 MIB = 2**20
+# The same colours as in the figures of the book, for the same things.
+COLORS = {
+    "shard": "#2f6db3",
+    "flight": "#a87400",  # an all-gather in flight
+    "whole": "#7db4e6",  # full parameters
+    "compute": "#14866d",
+    "grad": "#cf5f12",  # full gradients
+    "reduce": "#ad3a8c",  # a reduce-scatter in flight
+    "reduced": "#6b7d1c",  # the gradient of a shard
+    "state": "#7a52c7",  # optimizer states
+    "file": "#6b7480",
+}
+# Lines and text that stand for none of these.
+NEUTRAL = {"fg": "#1d232a", "muted": "#5b6570", "line": "#dfe3e6", "bad": "#b3261e"}
 # The bars of a layer: colour, height, and how far below the middle of the row.
 STYLES = {
-    "full": ("#9ecae1", 0.8, 0.0),
-    "computing": ("#2171b5", 0.8, 0.0),
-    "gradients": ("#fd8d3c", 0.3, 0.25),
-    "step": ("#31a354", 0.8, 0.0),
-    "reading": ("#756bb1", 0.15, -0.45),
-    "writing": ("#e7298a", 0.15, -0.3),
+    "full": (COLORS["whole"], 0.8, 0.0),
+    "computing": (COLORS["compute"], 0.8, 0.0),
+    "gradients": (COLORS["grad"], 0.3, 0.25),
+    "step": (COLORS["state"], 0.8, 0.0),
+    "reading": (COLORS["file"], 0.15, -0.45),
+    # Paler, because it is the same file.
+    "writing": (f"{COLORS['file']}80", 0.15, -0.3),
 }
 # The text of each bar in the legend.
 LEGEND = ("parameters whole", "layer computes", "full gradients", "optimizer steps",
           "reading from files", "writing to files")
 # Colours behind the phases of a step.
-SHADES = {"forward": "#ffffff", "backward": "#fff5eb", "step": "#edf8e9"}
+SHADES = {"forward": "#ffffff", "backward": "#f5f6f7", "step": "#e9ecef"}
 # The tapes of further ranks look the same, and are not drawn.
 MOST_RANKS = 4
 
@@ -98,9 +113,12 @@ def draw_loss(losses: list[float], held_out: list[tuple[int, float]], caption: s
     fig = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     ax = fig.subplots()
     steps = range(1, len(losses) + 1)
-    ax.plot(steps, losses, color="#9ecae1", linewidth=0.7, label="training, each step")
-    ax.plot(steps, smooth, color="#2171b5", linewidth=2, label=f"training, mean of {2 * reach + 1}")
-    ax.plot(*zip(*held_out, strict=True), "o-", color="#d94801", markersize=4, label="held out")
+    ax.plot(steps, losses, color=NEUTRAL["muted"], alpha=0.4, linewidth=0.7,
+            label="training, each step")
+    ax.plot(steps, smooth, color=NEUTRAL["fg"], linewidth=2,
+            label=f"training, mean of {2 * reach + 1}")
+    ax.plot(*zip(*held_out, strict=True), "o-", color=NEUTRAL["bad"], markersize=4,
+            label="held out")
     ax.set(xlabel="step", ylabel="loss (bits per byte)", ylim=(0, None), xlim=(0, len(losses) + 1))
     ax.set_title(caption, fontsize=9, loc="left")
     ax.grid(alpha=0.3)
@@ -179,17 +197,17 @@ def _draw_memory(ax: Axes, tape: list[Event], predicted: Prediction, plain: Pred
     rest = predicted.rest_bytes
     live = [held / MIB for held in (rest, *(e.live_bytes for e in tape), rest)]
     at = range(len(live))
-    ax.fill_between(at, live[0], color="#c7e9c0", linewidth=0)
-    ax.fill_between(at, live, live[0], step="post", color="#6baed6", linewidth=0)
+    ax.fill_between(at, live[0], color=COLORS["shard"], alpha=0.35, linewidth=0)
+    ax.fill_between(at, live, live[0], step="post", color=COLORS["whole"], alpha=0.5, linewidth=0)
     what = "shards and optimizer states"
     if predicted.disk_bytes:
         what = f"buffers; {predicted.disk_bytes / MIB:.1f} MiB rest in files"
     ax.text(1, live[0] / 2, what, fontsize=8, va="center")
-    ax.step(at, live, where="post", color="#08519c", linewidth=1.3)
+    ax.step(at, live, where="post", color=NEUTRAL["fg"], linewidth=1.3)
     for level, text, color, side in (
-        (plain.peak_bytes, "data parallel\npeak", "#737373", "bottom"),
-        (predicted.peak_bytes, "predicted peak", "#cb181d", "top"),
-        (predicted.rest_bytes, "predicted at rest", "#238b45", "top"),
+        (plain.peak_bytes, "data parallel\npeak", NEUTRAL["muted"], "bottom"),
+        (predicted.peak_bytes, "predicted peak", NEUTRAL["bad"], "top"),
+        (predicted.rest_bytes, "predicted at rest", COLORS["shard"], "top"),
     ):
         ax.axhline(level / MIB, color=color, linewidth=1.1, linestyle="--")
         ax.text(1.005, level / MIB, text, color=color, fontsize=8, va=side,
@@ -241,15 +259,15 @@ def draw_gradients(gradients: list[dict[int, int]], caption: str) -> Figure:
     total = sum(counts.values()) or 1
     fig = Figure(figsize=(8, 4), dpi=150, layout="constrained")
     ax = fig.subplots()
-    for scale, color, name in ((0, "#9ecae1", "as they are"), (16, "#2171b5", "times 65536")):
+    for scale, alpha, name in ((0, 0.4, "as they are"), (16, 0.9, "times 65536")):
         few = sum(n for e, n in counts.items() if e + scale < -14) / total
         label = f"{name}, {few:.1%} shaded"
         ax.bar([e + scale + 0.5 for e in counts], [100 * n / total for n in counts.values()],
-               width=0.9, color=color, alpha=0.8, label=label)
+               width=0.9, color=COLORS["reduced"], alpha=alpha, label=label)
     low = min(-30, *counts)
     high = max(16, *(e + 17 for e in counts))
-    ax.axvspan(low, -24, color="#fcbba1", zorder=0)
-    ax.axvspan(-24, -14, color="#fee5d9", zorder=0)
+    ax.axvspan(low, -24, color=NEUTRAL["line"], zorder=0)
+    ax.axvspan(-24, -14, color=NEUTRAL["line"], alpha=0.5, zorder=0)
     for end, text in ((-24, "zero in fp16"), (-14, "fewer digits")):
         ax.text(end - 0.3, 0.97, text, ha="right", va="top", fontsize=8,
                 transform=ax.get_xaxis_transform())
