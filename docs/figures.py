@@ -20,6 +20,7 @@ import ast
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import DiffLexer, PythonLexer
 
-from docs import ladder, layouts, tape
+from docs import boxes, ladder, layouts, tape
+from docs import example as life
 from docs.annotate import Source, slug
 from docs.contents import FURTHER, PATH
 from docs.exercises.solutions import EXERCISES, page
@@ -46,7 +48,13 @@ MEASURED = re.compile(r"\d[\d.,]*\s?(?:[kKMGT]i?B|bytes|[mµu]?s|seconds|minutes
 # Where figures stand in the chapters: the file, the section, words of the block that a figure
 # follows (if there are none, the first), and the figure.
 PLACED: tuple[tuple[str, str, str, str], ...] = (
-    ("offload.py", "", "copy, then all-gather", "figure.files"),
+    ("layer.py", "", "goes through a training step", "example.life"),
+    ("flat.py", "", "<strong>Two parameters on two ranks.", "example.flat"),
+    ("comm.py", "", "The norm of the whole gradient", "example.comm"),
+    ("optimizer/stage3.py", "Zero3Optimizer.step", "", "example.optimizer"),
+    ("offload.py", "", "copy, then all-gather", "example.offload"),
+    ("offload.py", "", "So between two", "figure.files"),
+    ("checkpoint/save_load.py", "", "on four ranks", "example.checkpoint"),
     ("optimizer/states.py", "", "<strong>States in files.", "figure.files"),
     ("checkpoint/save_load.py", "", "<strong>On another number of ranks", "figure.reshard"),
     ("whole_model/units.py", "", "A pass that goes another way", "figure.trace"),
@@ -64,10 +72,11 @@ class Figures:
         """
         self.problems: list[str] = []
         # What all ranks import, before the first of them starts.
-        launch.preload("docs.tape", "docs.ladder", "docs.layouts")
+        launch.preload("docs.tape", "docs.ladder", "docs.layouts", "docs.example")
         self.tape = tape.record()
         self.ladder = ladder.climb()
         self.layouts = layouts.record()
+        self.life = life.record()
         self.mutations = {(m.file, last): (m, first) for m, first, last in all_with_lines()}
         # Files to write beside the pages.
         self.files = {"tape-data.js": f"const TAPE = {json.dumps(self.tape)};\n",
@@ -95,6 +104,8 @@ class Figures:
             "fsdp2.lines": f"{code_lines(fsdp2_files()):,}",
         }
         self.values |= {f"example.{name}": text for name, text in example().items()}
+        self.values |= {f"example.{name}": partial(boxes.strip, self.life, name)
+                        for name in boxes.STRIPS}
         # Bytes that a step reads from and writes to a tier, for one parameter on one rank.
         for place in places(1, 1):
             self.values |= {f"moves.{tier}.{place.params_in}.{place.states_in}": f"{moved:.0f}"

@@ -4,16 +4,17 @@ r"""
 `FlatParameter` is one buffer that all parameters of a layer are views of. The layer shards, gathers
 and frees this buffer, and the parameters follow.
 
-**Two parameters on two ranks.** A layer with a weight $(2, 2)$ and a scale $(1,)$ has five
-elements. One more pads the buffer, so that two ranks get three each:
+**Two parameters on two ranks.** A layer with a weight 1 2 and a bias 3 has three elements. One more
+pads the buffer, so that two ranks get two each:
 
-| buffer | 0 | 1 | 2 | 3 | 4 | 5 |
-|---|---|---|---|---|---|---|
-| **holds** | weight | weight | weight | weight | scale | padding |
-| **belongs to** | rank 0 | rank 0 | rank 0 | rank 1 | rank 1 | rank 1 |
+| element of the buffer | 0 | 1 | 2 | 3 |
+|---|---|---|---|---|
+| **value** | 1 | 2 | 3 | 0 |
+| **holds** | weight | weight | bias | padding |
+| **belongs to** | rank 0 | rank 0 | rank 1 | rank 1 |
 
-The boundary of a shard may lie inside a parameter. That is harmless: ranks gather and reduce
-shards, and an elementwise optimizer does not ask which parameter an element belongs to. One
+Here each shard ends where a parameter ends. In general the boundary of a shard may lie inside a
+parameter. That is harmless: ranks gather and reduce shards, and an elementwise optimizer does not ask which parameter an element belongs to. One
 collective serves the whole layer, however many parameters it has. Each rank copies its own shard
 into the buffer, and the other shards arrive there directly:
 
