@@ -100,7 +100,7 @@ def bucket(run: Json) -> str:
     * `run` is the result of `record`
     """
     caption = ("The gradients of two layers are packed into one row for each rank, so one "
-               "reduce-scatter takes both. It sends as many bytes as two. "
+               "reduce-scatter takes both. It sends as many bytes as two reduce-scatters. "
                f"{run['origin']}.")
     return svg.figure(draw_bucket(run, svg.WIDE), draw_bucket(run, svg.PHONE), caption)
 

@@ -1,17 +1,17 @@
 r"""
 # Timelines: what overlaps with what
 
-Four figures of recorded runs: prefetch in forward, overlap in backward, a bucket, and the streams
-of an accelerator.
+`record` runs everything that the figures of mechanisms show, and `prefetch` and `backward` draw
+the two passes of a training step.
 
-Communication is fast enough if it is over before its result is needed. So the question is always
-what happens *while* a layer computes. In a chain of four layers, each with the three weights of
-`layer.py`, rank 0 records these events at first:
+Communication costs no time if it is over before its result is needed. So the figures show the
+communication that is in flight *while* a layer computes. In a chain of four layers, each with the
+three weights of `layer.py`, each rank records these events first:
 
 | event | layer | |
 |---|---|---|
-| fetch | 0 | |
-| fetch | 1 | the prefetch |
+| fetch | 0 | its all-gather starts |
+| fetch | 1 | the prefetch starts |
 | gathered | 0 | |
 | compute, computed | 0 | layer 1 is in flight |
 | free | 0 | |
@@ -28,11 +28,10 @@ The figures show the order of events and not their times, because these layers c
 microseconds. A computation has the same width everywhere. So has communication that no computation
 overlaps.
 
-The order between streams comes from the tests' fake accelerator, `tests/streams.py`. It knows which
-operations have certainly ended when another one begins, and the figure draws each operation as
-early as that allows.
+Two more figures are drawn elsewhere from the same recording: a bucket (`docs/bucketing.py`), and
+the streams of an accelerator (`docs/orderings.py`).
 
-**Run this**: `make docs`; the figures are in `layer.html`, `buckets.html` and `comm.html`.
+**Run this**: `make docs`; the figures are in the chapter on the heart.
 
 **Not covered, and what that costs**: times. On a slow network an all-gather takes longer than a
 computation, and the computation waits for the rest of it. The trace that `docs/tape.py` writes has
@@ -88,8 +87,10 @@ def worker() -> Json:
     """
     chain = Zero3Sequential(scales(LAYERS))
     alone = nn.Sequential(*scales(LAYERS))
-    return {"chain": step_events(chain), "alone": step_events(alone), "streams": on_streams(),
-            "buckets": {"with": bucketed(1 << 18), "without": bucketed(0)}}
+    # The first bucket is larger than both layers together.
+    buckets = {"with": bucketed(1 << 18), "without": bucketed(0)}
+    return {"chain": step_events(chain), "alone": step_events(alone), "buckets": buckets,
+            "streams": on_streams()}
 
 
 def step_events(model: nn.Module) -> list[Json]:
@@ -440,8 +441,7 @@ def backward(run: Json) -> str:
     caption = ("While a layer goes backward, the layer below arrives, and the gradients of the "
                "layer above are reduced. The last layer is still whole from forward. Each "
                f"reduce-scatter sends {sent_bytes} bytes. Events are in order; widths are not "
-               "times. "
-               f"{run['origin']}.")
+               f"times. {run['origin']}.")
     return svg.figure(draw_backward(run, svg.WIDE), draw_backward(run, svg.PHONE), caption)
 
 
