@@ -32,8 +32,9 @@ from zero3.measure.ledger import Ledger
 from zero3.optimizer.stage3 import Zero3Optimizer
 
 Json = dict[str, Any]
-# Gradients of two layers on two ranks. Those of layer 1 are the example's of `layer.py`.
-EXAMPLES = {0: ([4.0, 2.0], [0.0, 6.0]), 1: ([2.0, 4.0, 6.0], [4.0, 0.0, 2.0])}
+# Gradients of two layers on two ranks, before they are divided by two: those at the head of
+# `buckets.py`.
+EXAMPLES = {0: ([10.0, 12.0], [2.0, 4.0]), 1: ([2.0, 4.0, 6.0], [4.0, 0.0, 2.0])}
 
 
 class Given(nn.Module):

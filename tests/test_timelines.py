@@ -174,7 +174,8 @@ def test_each_row_of_the_bucket_has_the_gradients_of_all_layers(run):
     for rank, told in enumerate(run["buckets"]):
         total = [sum(column) for column in zip(*(each["rows"][rank] for each in sent), strict=True)]
         assert total == [*told["with"]["sums"][1], *told["with"]["sums"][0]]
-    # The example of `layer.py`.
+    # The example at the head of `buckets.py`, and that of `layer.py`.
+    assert sent[0]["rows"] == [[1, 2, 5], [3, 0, 6]]
     assert [told["with"]["sums"][1] for told in run["buckets"]] == [[3, 2], [4, 0]]
 
 
