@@ -30,10 +30,14 @@ wide as the font is high, as in a wide font, so some texts have more room than t
 """
 
 from html import escape
+from typing import Any
 
 FONT = 13  # height of text, in the units of the drawing; a unit is a pixel at full width
 LETTER = 0.54  # width of a letter, in heights
 STRIPED = ("flight", "reduce")
+WIDE = 640  # width of a drawing for wide windows
+PHONE = 360  # width of a drawing for phones
+BAR = 22  # height of a bar with a text
 
 
 class Drawing:
@@ -111,6 +115,23 @@ class Drawing:
         ### Anything else, as SVG
         """
         self.parts.append(text)
+
+    def over(self, x: float, y: float, text: str, **how: Any) -> None:
+        """
+        ### A line of text on stripes, which stay away from its letters
+
+        * `how` is as for `text`
+        """
+        self.text(x, y, text, **how)
+        halo = "paint-order:stroke;stroke:var(--bg);stroke-width:5px;stroke-linejoin:round;"
+        self.parts[-1] = self.parts[-1].replace('style="', f'style="{halo}', 1)
+
+    def inside(self, x: float, y: float, text: str, color: str, **how: Any) -> None:
+        """
+        ### A line of text in the middle of a shape of this colour
+        """
+        put = self.over if color in STRIPED else self.text
+        put(x, y, text, anchor="middle", **how)
 
     def __str__(self) -> str:
         """
