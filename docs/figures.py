@@ -29,7 +29,7 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import DiffLexer, PythonLexer
 
-from docs import boxes, ladder, layouts, tape
+from docs import boxes, bucketing, ladder, layouts, orderings, tape, timelines
 from docs import example as life
 from docs.annotate import Source, slug
 from docs.contents import FURTHER, PATH
@@ -51,6 +51,10 @@ PLACED: tuple[tuple[str, str, str, str], ...] = (
     ("layer.py", "", "goes through a training step", "example.life"),
     ("flat.py", "", "<strong>Two parameters on two ranks.", "example.flat"),
     ("comm.py", "", "The norm of the whole gradient", "example.comm"),
+    ("layer.py", "Zero3Sequential.walk", "", "figure.prefetch"),
+    ("layer.py", "Zero3Layer._pre_backward_hook", "", "figure.backward"),
+    ("comm.py", "", "The second row says", "figure.streams"),
+    ("optimizer/buckets.py", "", "The bytes on the wire", "figure.bucket"),
     ("optimizer/stage3.py", "Zero3Optimizer.step", "", "example.optimizer"),
     ("offload.py", "", "copy, then all-gather", "example.offload"),
     ("offload.py", "", "So between two", "figure.files"),
@@ -72,11 +76,13 @@ class Figures:
         """
         self.problems: list[str] = []
         # What all ranks import, before the first of them starts.
-        launch.preload("docs.tape", "docs.ladder", "docs.layouts", "docs.example")
+        launch.preload("docs.tape", "docs.ladder", "docs.layouts", "docs.example",
+                       "docs.timelines")
         self.tape = tape.record()
         self.ladder = ladder.climb()
         self.layouts = layouts.record()
         self.life = life.record()
+        self.timelines = timelines.record()
         self.mutations = {(m.file, last): (m, first) for m, first, last in all_with_lines()}
         # Files to write beside the pages.
         self.files = {"tape-data.js": f"const TAPE = {json.dumps(self.tape)};\n",
@@ -94,6 +100,10 @@ class Figures:
                 ladder.draw(self.ladder["rows"]), "",
                 caption(self.ladder, self.ladder["ranks"])),
             "ladder.table": self.rungs, "ladder.losses": self.losses,
+            "figure.prefetch": lambda: timelines.prefetch(self.timelines),
+            "figure.backward": lambda: timelines.backward(self.timelines),
+            "figure.bucket": lambda: bucketing.bucket(self.timelines),
+            "figure.streams": lambda: orderings.streams(self.timelines),
             "figure.files": lambda: layouts.files(self.layouts),
             "figure.reshard": lambda: layouts.reshard(self.layouts),
             "figure.trace": lambda: layouts.trace(self.layouts),

@@ -15,7 +15,9 @@ means:
 | reduce | reduce-scatter | 1 2 3 0 | 2 0 1 0 | 3 2 | 4 0 |
 | norm | all-gather | 3.61 | 4 | 3.61 4 | 3.61 4 |
 
-The norm of the whole gradient is then $\sqrt{3.61^2 + 4^2} = 5.39$ on both ranks. The first two collectives start early and are waited for late, so that they overlap computation. A
+The norm of the whole gradient is then $\sqrt{3.61^2 + 4^2} = 5.39$ on both ranks.
+
+The first two collectives start early and are waited for late, so that they overlap computation. A
 gather starts when layer $\ell - 1$ begins to compute. A reduce is waited for when the layer below
 has its gradients. A norm is waited for at once.
 

@@ -14,9 +14,10 @@ pads the buffer, so that two ranks get two each:
 | **belongs to** | rank 0 | rank 0 | rank 1 | rank 1 |
 
 Here each shard ends where a parameter ends. In general the boundary of a shard may lie inside a
-parameter. That is harmless: ranks gather and reduce shards, and an elementwise optimizer does not ask which parameter an element belongs to. One
-collective serves the whole layer, however many parameters it has. Each rank copies its own shard
-into the buffer, and the other shards arrive there directly:
+parameter. That is harmless: ranks gather and reduce shards, and an elementwise optimizer does not
+ask which parameter an element belongs to. One collective serves the whole layer, however many
+parameters it has. Each rank copies its own shard into the buffer, and the other shards arrive there
+directly:
 
 $$\text{data collectives per unshard} = 1 \qquad
 \text{elements copied} = \left\lceil \frac{P_\ell}{N} \right\rceil$$
