@@ -292,16 +292,24 @@ def places(params: float, ranks: int, layers: int = 32, basis: int | str = 16) -
     layer = params / layers
     found = []
     for params_in, states_in in CHOICES:
-        widths = _widths(params_in, states_in, basis)
-        parts = _parts(params_in, states_in, shard, layer, layer / ranks, *widths)
-        moves = _moves(params_in, states_in, shard, *widths)
+        p, g, k, stepped = _tier_widths(params_in, states_in, basis)
+        parts = {tier: dict.fromkeys(KINDS, 0.0) for tier in ("device", "cpu", "nvme")}
+        parts["device"]["working"] = 3 * p * layer
+        parts[params_in]["parameters"] = p * shard
+        parts[states_in]["gradients"] = g * shard
+        parts[states_in]["states"] = k * shard
+        if params_in == "nvme":
+            parts["cpu"]["working"] += 2 * p * layer / ranks
+        if states_in == "nvme":
+            parts["cpu"]["working"] += 5 * stepped * layer / ranks
+        moves = _tier_moves(params_in, states_in, shard, p, stepped)
         found.append(Place(params_in, states_in, parts, moves))
     return found
 
 
-def _widths(params_in: str, states_in: str, basis: int | str) -> tuple[int, int, int, int]:
+def _tier_widths(params_in: str, states_in: str, basis: int | str) -> tuple[int, int, int, int]:
     """
-    ### Bytes per parameter: for itself, its gradient, its states, and for all that a step needs
+    #### Bytes per parameter: for itself, its gradient, its states, and for all that a step needs
 
     In fp32 there is no master, and the optimizer steps the parameters themselves. So parameters on
     the device need a copy in the tier in which they are stepped, and parameters in files are read
@@ -315,31 +323,12 @@ def _widths(params_in: str, states_in: str, basis: int | str) -> tuple[int, int,
     return p, g, k, g + k + along
 
 
-def _parts(params_in: str, states_in: str, shard: float, layer: float, layer_shard: float,
-           p: int, g: int, k: int, stepped: int) -> dict[str, dict[str, float]]:
+def _tier_moves(params_in: str, states_in: str, shard: float, p: int,
+                stepped: int) -> dict[str, float]:
     """
-    ### Bytes in each tier, by `KINDS`
+    #### Bytes that a step moves into each tier and out of it
 
-    * `shard` are the elements of a rank's shards, `layer` those of a whole layer, and `layer_shard`
-      those of a layer's shard
-    * `p`, `g`, `k` and `stepped` are those of `_widths`
-    """
-    parts = {tier: dict.fromkeys(KINDS, 0.0) for tier in ("device", "cpu", "nvme")}
-    parts["device"]["working"] = 3 * p * layer
-    parts[params_in]["parameters"] = p * shard
-    parts[states_in]["gradients"] = g * shard
-    parts[states_in]["states"] = k * shard
-    if params_in == "nvme":
-        parts["cpu"]["working"] += 2 * p * layer_shard
-    if states_in == "nvme":
-        parts["cpu"]["working"] += 5 * stepped * layer_shard
-    return parts
-
-
-def _moves(params_in: str, states_in: str, shard: float,
-           p: int, g: int, k: int, stepped: int) -> dict[str, float]:
-    """
-    ### Bytes that a step moves into each tier and out of it
+    * `shard` are the elements of a rank's shards; `p` and `stepped` are of `_tier_widths`
     """
     moves = {"cpu": 0.0, "nvme": 0.0}
     if states_in == "cpu":
