@@ -227,9 +227,10 @@
     if (sum(nvme)) elsewhere.push(`${bytes(sum(nvme))} in files`);
     const ranks = q.ranks === 1 ? "On 1 rank" : `On ${q.ranks.toLocaleString("en-US")} ranks`;
     const also = elsewhere.length ? ` It also needs ${elsewhere.join(" and ")}.` : "";
+    const { working } = row.parts.device, states = device - working;
     return `${ranks}, ${row.name} needs ${bytes(device)} on each device: ` +
-      `${bytes(device - row.parts.device.working)} of model states and ` +
-      `${bytes(row.parts.device.working)} of working buffers. That ` +
+      `${states ? `${bytes(states)} of model states and ` : ""}` +
+      `${bytes(working)} of working buffers. That ` +
       `${device <= gpu ? "fits" : "does not fit"} a GPU with ${bytes(gpu)}, before activations.` +
       `${also} Plain data parallel training needs ${bytes(sum(rows[0].parts.device))}.`;
   }
@@ -271,7 +272,8 @@
       preset.setAttribute("aria-pressed", number(preset.textContent) === q.params);
     }
     if (Object.keys(problems).length) {
-      ui.says.textContent = "The bars show the last input that could be read.";
+      ui.says.textContent = ui.bars.children.length
+        ? "The bars show the last input that could be read." : "Correct the marked input first.";
       return;
     }
     const rows = compute(q);

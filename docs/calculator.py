@@ -24,8 +24,8 @@ taken to be equally large, so a large embedding needs more working memory than t
 """
 
 from dataclasses import dataclass
-from html import escape
 
+from docs.rungs import html_table
 from zero3.estimate.formulas import KINDS, WIDTHS, places, sent_elements, stage_parts
 
 SCHEMES = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3 with offload")
@@ -88,15 +88,11 @@ def table(q: Question | None = None) -> str:
     ## The example as an HTML table, for readers without JavaScript
     """
     q = q or Question()
-    head = ["GB of one rank", *TIERS.values(), "sent in a step"]
-    lines = ["<tr>" + "".join(f'<th{" class=number" * (i > 0)}>{cell}</th>'
-                              for i, cell in enumerate(head)) + "</tr>"]
+    rows = [["GB of one rank", *TIERS.values(), "sent in a step"]]
     for row in compute(q):
         held = (sum(row.parts[tier].values()) for tier in TIERS)
-        cells = "".join(f"<td class=number>{nbytes / 1e9:.2f}</td>"
-                        for nbytes in (*held, row.sent_bytes))
-        lines.append(f"<tr><td>{escape(row.name)}</td>{cells}</tr>")
-    return "<table>" + "".join(lines) + "</table>"
+        rows.append([row.name, *(f"{nbytes / 1e9:.2f}" for nbytes in (*held, row.sent_bytes))])
+    return html_table(rows)
 
 
 def main() -> None:

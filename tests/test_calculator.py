@@ -1,5 +1,5 @@
 """
-# The calculator: the numbers of the formulas in a browser, and answers while one types
+# The calculator and the ladder's tables: numbers of the formulas, as a browser shows them
 """
 
 from dataclasses import asdict
@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("markdown_it", reason="the libraries of the site are not installed")
 
-from docs import build, calculator
+from docs import build, calculator, ladder, rungs
 from tests.test_site import PHONE, WIDE, chromium, find, look  # noqa: F401  (a fixture)
 from zero3.estimate.formulas import CHOICES, WIDTHS, number
 
@@ -35,6 +35,12 @@ def browser(chromium):  # noqa: F811
     """The browser of the site's tests; a script that fails is told in its log."""
     yield chromium
     assert [entry for entry in chromium.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+def visit(browser, address):
+    """Load the page, and not only another `#` of the page that is there."""
+    browser.get("about:blank")
+    browser.get(address)
 
 
 def type_into(browser, name, text):
@@ -157,8 +163,7 @@ def test_without_offload_there_are_four_rows(page, browser):
     as an offload.
     """
     look(browser, WIDE)
-    browser.get(page + "#offload=device-device")
-    browser.refresh()
+    visit(browser, page + "#offload=device-device")
     assert len(browser.find_elements("css selector", ".calc-row")) == 4
     assert "ZeRO-3 needs 3.5 GB on each device" in find(browser, ".calc-says").text
     assert find(browser, "#calc-model").get_attribute("value") == "8b"
@@ -177,8 +182,7 @@ def test_bad_input_is_told_what_is_expected(name, text, expected, page, browser)
     message goes. Breaks if a NaN reaches the bars.
     """
     look(browser, WIDE)
-    browser.get(page + "#model=8b")
-    browser.refresh()
+    visit(browser, page + "#model=8b")
     before, good = bars(browser), find(browser, f"#calc-{name}").get_attribute("value")
     type_into(browser, name, text)
     assert find(browser, f"#calc-{name}-note").text == f"Expected: {expected}"
@@ -196,8 +200,7 @@ def test_the_address_keeps_the_input(page, browser):
     but not read.
     """
     look(browser, WIDE)
-    browser.get(page + "#model=1.3b&ranks=8&precision=20&offload=cpu-tape")
-    browser.refresh()
+    visit(browser, page + "#model=1.3b&ranks=8&precision=20&offload=cpu-tape")
     value = {name: find(browser, f"#calc-{name}").get_attribute("value")
              for name in ("model", "layers", "ranks", "precision", "offload", "gpu")}
     assert value == {"model": "1.3b", "layers": "32", "ranks": "8", "precision": "20",
@@ -210,8 +213,7 @@ def test_the_address_keeps_the_input(page, browser):
     before = bars(browser)
     browser.execute_script("location.hash = '#what-the-parts-are'")
     assert bars(browser) == before
-    browser.get(address)
-    browser.refresh()
+    visit(browser, address)
     assert bars(browser) == before
 
 
@@ -253,9 +255,38 @@ def test_the_calculator_fits_its_window_and_can_be_read(size, theme, page, brows
     least 4.5, with a message about bad input too. Breaks if text has a colour of the bars.
     """
     look(browser, size, theme)
-    browser.get(page + "#model=70b&ranks=3&offload=nvme-nvme&layers=x")
-    browser.refresh()
+    visit(browser, page + "#model=70b&ranks=3&offload=nvme-nvme&layers=x")
     assert find(browser, "#calc-layers-note").is_displayed()
+    assert find(browser, ".calc-says").text == "Correct the marked input first."
     assert browser.execute_script(CONTRAST) == [0, [], []]
     type_into(browser, "layers", "80")
     assert browser.execute_script(CONTRAST) == [0, [], [0]]
+
+
+@pytest.mark.parametrize("size", [(1400, 900), (390, 800)], ids=["wide", "phone"])
+def test_the_ladders_tables_and_figures_fit_into_the_text(size, browser, tmp_path):
+    """
+    With numbers as wide as those of a run, no table is wider than the column, so nothing juts out
+    and nothing has to be scrolled. Breaks with a column for each of the five steps.
+    """
+    numbers = {"device_rest_bytes": 2448424, "device_peak_bytes": 2891560, "cpu_bytes": 2448424,
+               "file_bytes": 2523136, "sent_bytes": 1802832, "losses": [5.57553] * 5,
+               "loss_difference": 5e-07, "weight_difference": 1e-07,
+               "sharded": ladder.Zero3.sharded}
+    answer = {"params": 306048, "ranks": 2, "steps": 5, "layers": 10,
+              "rows": [{"rung": name, **numbers} for name in ladder.rungs(f"{tmp_path}")]}
+    parts = [rungs.rung_figures(answer, "origin"), *(write(answer) for write in (
+        rungs.memory_table, rungs.traffic_table, rungs.losses_table, rungs.differences_table))]
+    (tmp_path / "page.html").write_text(
+        '<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<style>{(build.ROOT / 'docs/book.css').read_text()}</style>"
+        f'<div class="text">{"".join(parts)}</div>')
+    look(browser, size)
+    browser.get((tmp_path / "page.html").as_uri())
+    over = browser.execute_script("""
+        const column = document.querySelector('.text').getBoundingClientRect();
+        return [...document.querySelectorAll('table, svg')].filter((it) => it.checkVisibility())
+            .map((it) => [it.scrollWidth - it.clientWidth,
+                          it.getBoundingClientRect().right <= column.right]);
+    """)
+    assert over == [[0, True]] * 6
