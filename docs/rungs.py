@@ -6,12 +6,15 @@ model from the formulas.
 
 The ladder is about device memory. So its bars are device memory alone, all on one scale, and each
 is at most as long as the one above it. Bytes in CPU memory and in files are numbers beside the
-bars. If they were parts of the bars, the last rung would look as large as the first:
+bars. In the small model the buffers and files of the last rung are together nearly as large as all
+of DDP's memory. As parts of the bars they would hide that the device is almost empty.
 
-| rung | device | CPU memory | files |
-|---|---|---|---|
-| DDP | 128 GB | | |
-| ZeRO-3, NVMe, on 64 ranks | 1.5 GB | 0.3 GB | 2 GB |
+An example, 8 billion parameters on 64 ranks:
+
+| rung | bar | numbers beside it |
+|---|---|---|
+| DDP | 128 GB | |
+| ZeRO-3, CPU | 1.5 GB | CPU 2 GB |
 
 **Run this**: `make docs`.
 
@@ -114,8 +117,8 @@ def rung_figures(answer: dict[str, Any], caption: str) -> str:
     return (svg.figure(*ran, f"Memory of one rank, measured: {answer['params']:,} "
                        f"parameters, {answer['layers']} layers, fp32. {caption}.")
             + svg.figure(*formulas, f"The same rungs for {large} and {LARGE_LAYERS} layers, half "
-                         "precision with Adam, 16 bytes per parameter. Calculated by the formulas "
-                         "of zero3/estimate/formulas.py, without activations."))
+                         "precision with Adam, 16 bytes per parameter. Calculated from the "
+                         "formulas of zero3/estimate/formulas.py, without activations."))
 
 
 def draw(bars: list[Bar], title: str, unit: Unit) -> tuple[svg.Drawing, svg.Drawing]:
@@ -256,7 +259,7 @@ def html_table(rows: list[list[str]], words: int = 1) -> str:
         cells = (f"<{tag}{' class=number' * (j >= words)}{wraps}>{escape(cell)}</{tag}>"
                  for j, cell in enumerate(row))
         lines.append(f"<tr>{''.join(cells)}</tr>")
-    return "<table>" + "".join(lines) + "</table>"
+    return '<table class="numbers">' + "".join(lines) + "</table>"
 
 
 def buffers(answer: dict[str, Any]) -> str:
