@@ -8,6 +8,9 @@ from itertools import product
 import pytest
 
 pytest.importorskip("markdown_it", reason="the libraries of the site are not installed")
+pytest.importorskip("selenium", reason="selenium is not installed")
+
+from selenium.webdriver.support.ui import WebDriverWait
 
 from docs import build, calculator, ladder, rungs
 from tests.test_site import PHONE, WIDE, chromium, find, look  # noqa: F401  (a fixture)
@@ -41,6 +44,9 @@ def visit(browser, address):
     """Load the page, and not only another `#` of the page that is there."""
     browser.get("about:blank")
     browser.get(address)
+    # A busy machine may answer before the new page's script has run.
+    WebDriverWait(browser, 20).until(
+        lambda now: now.execute_script("return window.calculator !== undefined"))
 
 
 def type_into(browser, name, text):
@@ -67,7 +73,7 @@ def test_the_script_and_the_formulas_have_the_same_numbers(page, browser):
         for params, ranks, layers, basis, tiers in product(
             (1, 125e6, 1.3e9, 8e9, 70e9), (1, 2, 3, 64, 1000, 10**6), (1, 81), WIDTHS, CHOICES)]
     look(browser, WIDE)
-    browser.get(page)
+    visit(browser, page)
     answers = browser.execute_script("return arguments[0].map(calculator.compute)",
                                      [asdict(q) for q in questions])
     assert len(questions) == len(answers) == 1440
@@ -98,7 +104,7 @@ def test_the_script_reads_numbers_as_the_command_line_does(page, browser):
              "1e3k", "", " ", "b", "gb", "x", "nan", "inf", "-1", "-8b", "1e999", "0x10", "1,5",
              "8bb", "8 8", "1e", "1__0", "_1", "1_", "--1", "9" * 400]
     look(browser, WIDE)
-    browser.get(page)
+    visit(browser, page)
     got = browser.execute_script("return arguments[0].map((text) => calculator.number(text))",
                                  texts)
     for text, its in zip(texts, got, strict=True):
@@ -132,7 +138,7 @@ def test_bars_and_answer_follow_what_is_typed(page, browser):
     a field is not read, or if a bar is drawn on a scale of its own.
     """
     look(browser, WIDE)
-    browser.get(page)
+    visit(browser, page)
     seen = [bars(browser)]
     assert seen[0] == ["128 GB", "33.5 GB", "18.3 GB", "3.5 GB", "1.75 GB", "1.75 GB"]
     assert "On 64 ranks, ZeRO-3 with offload needs 1.75 GB" in find(browser, ".calc-says").text
