@@ -382,14 +382,13 @@ def meant(table: str) -> str:
     If a column says what a rank *has* before a collective, its numbers are the input of what the
     row says: the shards of a gather, the gradients of a reduce.
     """
-    heads = [kind_of(head) for head in re.findall("<th>.*?</th>", table, re.DOTALL)]
-    has = [" has<" in head for head in re.findall("<th>.*?</th>", table, re.DOTALL)]
+    heads = re.findall("<th.*?</th>", table, re.DOTALL)
 
     def row(found: re.Match) -> str:
-        cells = re.findall("<td>.*?</td>", found[0], re.DOTALL)
+        cells = re.findall("<td.*?</td>", found[0], re.DOTALL)
         kind = kind_of(cells[0]) if cells else ""
-        for i, cell in enumerate(cells):
-            own = heads[i] or (INPUTS.get(kind, kind) if has[i] else kind)
+        for i, (cell, above) in enumerate(zip(cells, heads, strict=False)):
+            own = kind_of(above) or (INPUTS.get(kind, kind) if " has<" in above else kind)
             cells[i] = cell.replace('class="num"', f'class="num {own}"')
         return f"<tr>{''.join(cells)}</tr>" if cells else found[0]
 

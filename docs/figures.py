@@ -29,7 +29,17 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import DiffLexer, PythonLexer
 
-from docs import boxes, bucketing, ladder, layouts, orderings, tape, timelines
+from docs import (
+    boxes,
+    bucketing,
+    calculator,
+    ladder,
+    layouts,
+    orderings,
+    rungs,
+    tape,
+    timelines,
+)
 from docs import example as life
 from docs.annotate import Source, slug
 from docs.contents import FURTHER, PATH
@@ -96,10 +106,7 @@ class Figures:
                 "frees it."),
             "tape.caption": caption(self.tape, self.tape["world_size"]),
             "ladder.caption": caption(self.ladder, self.ladder["ranks"]),
-            "ladder.figure": figure(
-                ladder.draw(self.ladder["rows"]), "",
-                caption(self.ladder, self.ladder["ranks"])),
-            "ladder.table": self.rungs, "ladder.losses": self.losses,
+            "calculator.table": calculator.table,
             "figure.prefetch": lambda: timelines.prefetch(self.timelines),
             "figure.backward": lambda: timelines.backward(self.timelines),
             "figure.bucket": lambda: bucketing.bucket(self.timelines),
@@ -113,6 +120,7 @@ class Figures:
             "core.lines": f"{code_lines(core_files()):,}",
             "fsdp2.lines": f"{code_lines(fsdp2_files()):,}",
         }
+        self.values |= {f"ladder.{name}": value for name, value in self.rungs().items()}
         self.values |= {f"example.{name}": text for name, text in example().items()}
         self.values |= {f"example.{name}": partial(boxes.strip, self.life, name)
                         for name in boxes.STRIPS}
@@ -169,29 +177,16 @@ class Figures:
 
     # ------------------------------------------------------------------------------------- ladder
 
-    def rungs(self) -> str:
+    def rungs(self) -> dict[str, str]:
         """
-        ### The ladder as a table
+        ### The figures and tables of the ladder, by name
         """
-        columns = {"device_rest_bytes": "device, after a step", "device_peak_bytes": "at its peak",
-                   "cpu_bytes": "CPU memory", "file_bytes": "files", "sent_bytes": "sent in a step"}
-        rows = [["", "sharded", *columns.values()]]
-        rows += [[row["rung"], row["sharded"] or "nothing", *(f"{row[c]:,}" for c in columns)]
-                 for row in self.ladder["rows"]]
-        return ("Bytes per rank. After a step means with its gradients, as ZeRO counts:\n\n"
-                + table(rows, 2))
-
-    def losses(self) -> str:
-        """
-        ### The losses of each rung
-        """
-        steps = [f"step {i + 1}" for i in range(self.ladder["steps"])]
-        rows = [["", *steps, "losses, compared with DDP", "weights, compared with DDP"]]
-        for row in self.ladder["rows"]:
-            off = [f"{row[key]:.0e} difference" if row[key] else "equal"
-                   for key in ("loss_difference", "weight_difference")]
-            rows.append([row["rung"], *(f"{loss:.4f}" for loss in row["losses"]), *off])
-        return table(rows, 1)
+        run = self.ladder
+        return {"figures": rungs.rung_figures(run, caption(run, run["ranks"])),
+                "large": rungs.large_figure(run),
+                "memory": rungs.memory_table(run), "traffic": rungs.traffic_table(run),
+                "losses": rungs.losses_table(run), "differences": rungs.differences_table(run),
+                "buffers": rungs.buffers(run)}
 
     # ------------------------------------------------------------------------- mutations, exercises
 
@@ -331,22 +326,6 @@ def caption(run: dict[str, Any], ranks: int) -> str:
     ## The caption of a figure: its origin
     """
     return f"{ranks} ranks, {run['device']}, torch {run['torch']}, commit {run['commit']}"
-
-
-def table(rows: list[list[str]], words: int) -> str:
-    """
-    ## An HTML table
-
-    * `rows` are its cells; the first row is the header
-    * `words` is the number of columns on the left that contain words, not numbers
-    """
-    lines = []
-    for i, row in enumerate(rows):
-        tag = "td" if i else "th"
-        lines.append("<tr>" + "".join(
-            f'<{tag}{" class=number" * (j >= words)}>{escape(cell)}</{tag}>'
-            for j, cell in enumerate(row)) + "</tr>")
-    return '<div class="wide"><table>' + "\n".join(lines) + "</table></div>"
 
 
 def colored(code: str) -> str:

@@ -40,7 +40,6 @@ import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -368,42 +367,6 @@ def table(answer: dict[str, Any]) -> str:
                      "{loss_difference:8.0g}{weight_difference:9.0g}".format(**row)
                      + f"{row['losses'][-1]:11.6f}")
     return "\n".join(lines)
-
-
-def draw(rows: list[dict[str, Any]]) -> str:
-    """
-    ## Memory of each rung, as an SVG
-
-    Each rung has a bar with four parts: device memory at rest, its rise to the peak, CPU memory,
-    and files. Colours are the page's properties `--fg`, `--muted`, `--accent` and `--line`.
-    """
-    fg, accent, muted, line = (f"var(--{name})" for name in (
-        "fg,#222", "accent,#2171b5", "muted,#777", "line,#ddd"))
-    styles = (accent, f"{accent};fill-opacity:.4", muted, f"{line};stroke:{muted}")
-    heads = ("device, at rest", "to its peak", "CPU", "files")
-    at = (12, 216, 380, 470)
-    texts = [(x + 26, 33, head, fg) for x, head in zip(at, heads, strict=True)]
-    boxes = [(x, 16, 18.0, 18, style) for x, style in zip(at, styles, strict=True)]
-    each = [(row["device_rest_bytes"], row["device_peak_bytes"] - row["device_rest_bytes"],
-             row["cpu_bytes"], row["file_bytes"]) for row in rows]
-    scale = 616 / max(map(sum, each))
-    told = []
-    for y, row, parts in zip(range(90, 10_000, 78), rows, each, strict=False):
-        words = " + ".join(f"{name}{n / 2**20:.1f}" for name, n in zip(
-            ("", "CPU ", "files "), (sum(parts[:2]), *parts[2:]), strict=True) if n) + " MiB"
-        told.append(f"{row['rung']}: {words}")
-        texts += [(12, y, row["rung"], fg), (628, y, words, f"{muted};text-anchor:end")]
-        boxes += [(12 + (end - part) * scale, y + 10, part * scale, 26, style)
-                  for part, end, style in zip(parts, accumulate(parts), styles, strict=True)]
-    drawn = [f'<text x="{x}" y="{y}" style="fill:{style}">{words}</text>'
-             for x, y, words, style in texts]
-    drawn += [f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}" '
-              f'style="fill:{style}"/>' for x, y, width, height, style in boxes if width]
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 {60 + 78 * len(rows)}" '
-            'role="img" aria-labelledby="ladder-title ladder-desc" font-size="22">\n<title '
-            'id="ladder-title">Memory of a rank, rung by rung</title>\n<desc id="ladder-desc">On '
-            f'the device at the peak, in CPU memory and in files. {"; ".join(told)}.</desc>\n'
-            + "\n".join(drawn) + "\n</svg>\n")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -18,7 +18,16 @@ from tests.cases import freeze
 from tests.ranks import run
 from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential
 from zero3.estimate import predict as predict_module
-from zero3.estimate.formulas import LayerSpec, Part, describe, stages
+from zero3.estimate.formulas import (
+    WIDTHS,
+    LayerSpec,
+    Part,
+    describe,
+    places,
+    sent_elements,
+    stage_parts,
+    stages,
+)
 from zero3.estimate.predict import data_parallel, predict
 from zero3.measure.ledger import Ledger, held_bytes
 
@@ -292,6 +301,36 @@ def test_the_bases_are_16_18_and_20_bytes():
     for basis in (16, 18, 20):
         assert stages(1, 1, basis) == [basis] * 4
         assert stages(1000, 1000, basis)[3] == basis
+
+
+@pytest.mark.parametrize("basis", WIDTHS)
+def test_the_parts_of_a_stage_add_up_to_table_1_and_stage_3_is_the_first_place(basis):
+    """
+    Without working buffers, the parts are the cells of the table; with them, stage 3 has the parts
+    of `places` without offload. Breaks if a stage cuts another part, or if the two functions count
+    other working buffers.
+    Proves `stage_parts`, `stages`, `places`.
+    """
+    parts = stage_parts(7.5e9, 64, 36, basis)
+    states = [sum(nbytes for kind, nbytes in each.items() if kind != "working") for each in parts]
+    assert states == pytest.approx(stages(7.5e9, 64, basis), rel=1e-12)
+    assert parts[3] == pytest.approx(places(7.5e9, 64, 36, basis)[0].parts["device"], rel=1e-12)
+    layer = 7.5e9 / 36 * WIDTHS[basis][0]
+    assert [each["working"] for each in parts] == pytest.approx([0, 0, layer, 3 * layer])
+
+
+def test_stage_3_sends_half_as_much_again():
+    """
+    On two ranks half of the elements go to the other rank in each of the two or three collectives;
+    the exact prediction for a deep chain sends as much, up to a gather of the last layer.
+    Proves `sent_elements`, `predict`, `data_parallel`.
+    """
+    assert [sent_elements(100, 2, stage) for stage in range(4)] == [100, 100, 100, 150]
+    assert [sent_elements(100, 1, stage) for stage in range(4)] == [0] * 4
+    layers = [LayerSpec((Part(1024, 2, True),))] * 200
+    sent = 2 * sent_elements(200 * 1024, 4, 3)
+    assert predict(layers, 4).sent_bytes == sent * (1 - 1 / 600)
+    assert data_parallel(layers, 4).sent_bytes == 2 * sent_elements(200 * 1024, 4, 0)
 
 
 @settings(max_examples=200, deadline=None)

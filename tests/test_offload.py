@@ -857,6 +857,30 @@ def test_what_a_step_moves_to_the_disk_is_what_is_predicted_of_real_layers(tmp_p
         assert moved_bytes == pytest.approx(rough.step_bytes["nvme"], rel=0.05)
 
 
+@pytest.mark.parametrize(("basis", "element_bytes"), [(16, 2), ("fp32", 4)])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_each_choice_of_tiers_has_the_bytes_that_are_predicted_of_real_layers(
+        basis, element_bytes, ranks, tmp_path):
+    """
+    In half precision and in fp32, for each choice: files to the byte; shards, states and the
+    buffers of files within step counts and whole blocks; the transfer to files within the buffers
+    that are still full. Breaks if fp32 parameters on the device have no copy where they are
+    stepped, or if parameters in files have one.
+    Proves `places`, `Place.needs`, `predict`, `Part`, `LayerSpec`.
+    """
+    layers = [LayerSpec((Part(1 << 20, element_bytes, True),))] * 100
+    tiers = {"device": Offload(), "cpu": Offload("cpu"), "nvme": Offload("nvme", tmp_path)}
+    for place in places(100 << 20, ranks, 100, basis):
+        exact = predict(layers, ranks, stage3=True, by_messages=False,
+                        params_in=tiers[place.params_in], states_in=tiers[place.states_in])
+        rest = place.needs["device"] + place.needs["cpu"] - place.parts["device"]["working"]
+        moved = exact.read_bytes + exact.written_bytes
+        assert exact.disk_bytes == place.needs["nvme"]
+        assert exact.pool_bytes == pytest.approx(place.parts["cpu"]["working"], rel=2e-3)
+        assert exact.rest_bytes + exact.grad_bytes == pytest.approx(rest, rel=2e-3)
+        assert moved == pytest.approx(place.step_bytes["nvme"], rel=0.01)
+
+
 @pytest.mark.parametrize("params, ranks, has, expected", [
     (1e9, 1, {"device": 80e9}, ("device", "device")),
     (8e9, 1, {"device": 80e9, "cpu": 128e9}, ("device", "cpu")),

@@ -1,8 +1,8 @@
 r"""
 # Estimate: the papers' formulas
 
-`stages` computes ZeRO's Table 1, `efficiency` ZeRO-Infinity's equation 6, and `places` the bytes
-that a model needs in each tier.
+`stages` computes ZeRO's Table 1, `sent_elements` the communication of a step, `places` the bytes
+that a model needs in each tier, and `efficiency` ZeRO-Infinity's equation 6.
 
 Three questions can be answered before anything runs. Does the model fit? Its parameters, divided by
 the number of ranks, say so. How much data moves in a step? That depends on the tier of parameters
@@ -50,6 +50,16 @@ MOST = 1e24
 # * 18: DeepSpeed's estimator for stage 3. As above, but with the gradients in fp32.
 # * 20: ZeRO-Infinity, section 3. As for 16, and gradients in fp32 too.
 BASES = {16: (2, 2, 12), 18: (2, 4, 12), 20: (2, 2, 16)}
+# The same for each precision of training. In fp32 the optimizer steps the parameters themselves, so
+# its states are two moments and no master. The sum is 16 again, so it is called by its data type.
+WIDTHS: dict[int | str, tuple[int, int, int]] = {"fp32": (4, 4, 8)} | BASES
+# Memory of a rank by use. Working buffers exist only while a layer is gathered, computed, reduced
+# or stepped; the other three are the model states.
+KINDS = ("parameters", "gradients", "states", "working")
+# Tiers of parameters and of optimizer states, the fastest first. Parameters are never in a slower
+# tier than the states, because a step reads them twice and the states once.
+CHOICES = (("device", "device"), ("device", "cpu"), ("cpu", "cpu"),
+           ("device", "nvme"), ("cpu", "nvme"), ("nvme", "nvme"))
 
 
 @dataclass(frozen=True)
@@ -151,25 +161,67 @@ def _parameters(layer: Any) -> Iterator[tuple[tuple[bool, Any], int, int, str, A
             yield (p.requires_grad, p.dtype), p.element_size(), p.numel(), name, p
 
 
-def stages(params: float, ranks: int, basis: int = 16) -> list[float]:
+def stages(params: float, ranks: int, basis: int | str = 16) -> list[float]:
     r"""
     ## ZeRO's Table 1: bytes of model states per rank
 
     Returns four numbers: for plain data parallelism, and for stages 1, 2 and 3.
 
-    * `params` is $\Psi$, `ranks` is $N$, and `basis` is one of `BASES`
+    * `params` is $\Psi$, `ranks` is $N$, and `basis` is one of `WIDTHS`
 
     $$4\Psi + \frac{K\Psi}{N} \qquad 2\Psi + \frac{(2+K)\Psi}{N} \qquad \frac{(4+K)\Psi}{N}$$
 
     ZeRO, section 5 and Table 1, where $K = 12$ and the basis is 16.
     """
-    p, g, k = BASES[basis]
+    p, g, k = WIDTHS[basis]
     return [
         params * (p + g + k),
         params * (p + g + k / ranks),
         params * (p + (g + k) / ranks),
         params * (p + g + k) / ranks,
     ]
+
+
+def stage_parts(params: float, ranks: int, layers: int = 32,
+                basis: int | str = 16) -> list[dict[str, float]]:
+    r"""
+    ## `stages` in parts: the bytes of a rank by `KINDS`, for stages 0 to 3
+
+    The model states are ZeRO's Table 1. Working buffers are not in that table. Stage 2 holds the
+    full gradient of one layer until it is reduced. Stage 3 also holds two whole layers: one
+    computes while the next is gathered. For 8 billion parameters in 32 layers of 0.5 GB on 64
+    ranks, that is 2 GB of model states and 1.5 GB of working buffers.
+
+    * `layers` are taken to have the same size; the other arguments are as for `stages`
+    """
+    p, g, k = WIDTHS[basis]
+    layer = params / layers
+    working = (0, 0, p * layer, 3 * p * layer)
+    return [
+        {
+            "parameters": params * p / (ranks if stage > 2 else 1),
+            "gradients": params * g / (ranks if stage > 1 else 1),
+            "states": params * k / (ranks if stage > 0 else 1),
+            "working": working[stage],
+        }
+        for stage in range(4)
+    ]
+
+
+def sent_elements(params: float, ranks: int, stage: int) -> float:
+    r"""
+    ## Elements that a rank sends to other ranks in a step
+
+    $$2\Psi\frac{N-1}{N} \text{ for stages 0 to 2} \qquad 3\Psi\frac{N-1}{N} \text{ for stage 3}$$
+
+    An all-reduce of the gradients is a reduce-scatter and an all-gather. Stage 3 sends a third
+    time, because it gathers the parameters both in forward and in backward. The paper writes
+    $2\Psi$ and $3\Psi$, for many ranks. Parameters and gradients travel in the data type of the
+    parameters.
+
+    ZeRO, section 7.2.
+    """
+    return (3 if stage == 3 else 2) * params * (ranks - 1) / ranks
 
 
 def efficiency(ait: float, bandwidth: float, peak: float) -> float:
@@ -202,53 +254,96 @@ class Place:
     """
     ## A choice of tiers for parameters and optimizer states, and the bytes that a rank then needs
 
-    In half precision with Adam: 2 bytes for a parameter, 2 for its gradient, 12 for master and
-    moments. Gradients are kept in the tier of the masters.
+    Gradients are kept in the tier of the optimizer states.
     """
 
     params_in: str  # "device", "cpu" or "nvme"
     states_in: str
-    needs: dict[str, float]  # bytes in each tier
+    parts: dict[str, dict[str, float]]  # bytes in each tier, by `KINDS`
     step_bytes: dict[str, float]  # bytes that a step moves into a tier and out of it
 
+    @property
+    def needs(self) -> dict[str, float]:
+        """
+        ### Bytes in each tier
+        """
+        return {tier: sum(kinds.values()) for tier, kinds in self.parts.items()}
+
     def fits(self, has: dict[str, float]) -> bool:
-        return all(self.needs[tier] <= has.get(tier, 0.0) for tier in self.needs)
+        return all(need <= has.get(tier, 0.0) for tier, need in self.needs.items())
 
 
-def places(params: float, ranks: int, layers: int = 32) -> list[Place]:
+def places(params: float, ranks: int, layers: int = 32, basis: int | str = 16) -> list[Place]:
     r"""
     ## The bytes in each tier, for each choice of tiers, the fastest first
 
     * `params` is $\Psi$, `ranks` is $N$; all `layers` are taken to have the same size
+    * `basis` is one of `WIDTHS`
 
     The device holds at least two whole layers and the full gradient of one. Files need buffers in
     CPU memory: two for a layer's shard, and five for its optimizer states.
 
     With the states in CPU memory a step moves $4\Psi/N$ bytes: the gradients to the CPU and the
     parameters back. Offload cannot move less (ZeRO-Offload, section 3). If the parameters rest on
-    the CPU too, they are read twice, and need not be moved back.
+    the CPU too, they are read twice, and need not be moved back. Between device and CPU, gradients
+    travel in the data type of the parameters.
     """
     shard = params / ranks
     layer = params / layers
     found = []
-    for params_in, states_in in (("device", "device"), ("device", "cpu"), ("cpu", "cpu"),
-                                 ("device", "nvme"), ("cpu", "nvme"), ("nvme", "nvme")):
-        needs = {"device": 3 * 2 * layer, "cpu": 0.0, "nvme": 0.0}
-        moves = {"cpu": 0.0, "nvme": 0.0}
-        needs[params_in] += 2 * shard
-        needs[states_in] += 14 * shard
-        if states_in == "cpu":
-            moves["cpu"] += (4 if params_in == "device" else 2) * shard
-        if params_in != "device":
-            # Parameters are read in forward and in backward. A file is also written.
-            moves[params_in] += (4 if params_in == "cpu" else 6) * shard
+    for params_in, states_in in CHOICES:
+        p, g, k, stepped = _tier_widths(params_in, states_in, basis)
+        parts = {tier: dict.fromkeys(KINDS, 0.0) for tier in ("device", "cpu", "nvme")}
+        parts["device"]["working"] = 3 * p * layer
+        parts[params_in]["parameters"] = p * shard
+        parts[states_in]["gradients"] = g * shard
+        parts[states_in]["states"] = k * shard
+        if params_in == "nvme":
+            parts["cpu"]["working"] += 2 * p * layer / ranks
         if states_in == "nvme":
-            # Master, moments and gradient are each written and read.
-            moves["nvme"] += 28 * shard
-            needs["cpu"] += 5 * 14 * layer / ranks
-        needs["cpu"] += 2 * 2 * layer / ranks * (params_in == "nvme")
-        found.append(Place(params_in, states_in, needs, moves))
+            parts["cpu"]["working"] += 5 * stepped * layer / ranks
+        moves = _tier_moves(params_in, states_in, shard, p, stepped)
+        found.append(Place(params_in, states_in, parts, moves))
     return found
+
+
+def _tier_widths(params_in: str, states_in: str, basis: int | str) -> tuple[int, int, int, int]:
+    """
+    #### Bytes per parameter: for itself, its gradient, its states, and for all that a step needs
+
+    In fp32 there is no master, and the optimizer steps the parameters themselves. So parameters on
+    the device need a copy in the tier in which they are stepped, and parameters in files are read
+    and written along with their states.
+    """
+    p, g, k = WIDTHS[basis]
+    fp32 = p == 4
+    if fp32 and params_in == "device" != states_in:
+        k += p
+    along = p if fp32 and params_in == "nvme" else 0
+    return p, g, k, g + k + along
+
+
+def _tier_moves(params_in: str, states_in: str, shard: float, p: int,
+                stepped: int) -> dict[str, float]:
+    """
+    #### Bytes that a step moves into each tier and out of it
+
+    * `shard` are the elements of a rank's shards; `p` and `stepped` are of `_tier_widths`
+    """
+    moves = {"cpu": 0.0, "nvme": 0.0}
+    if states_in == "cpu":
+        # Gradients go to the CPU. Parameters come back, unless they rest there.
+        moves["cpu"] += (2 if params_in == "device" else 1) * p * shard
+    if params_in != "device":
+        # Forward and backward read parameters.
+        moves[params_in] += 2 * p * shard
+    if states_in == "nvme":
+        # Master, moments and gradient are each written and read.
+        moves["nvme"] += 2 * stepped * shard
+    if params_in == "nvme" and p < 4:
+        # The master is rounded into the parameters, which are written too.
+        moves["nvme"] += p * shard
+    return moves
 
 
 def advise(params: float, ranks: int, has: dict[str, float], layers: int = 32) -> Place | None:
