@@ -422,9 +422,13 @@ def beside(row: Row, prose: str, code: str) -> str:
     If there is a figure, or much to read about a line or two, the prose stands above the code.
     Otherwise the figure would be small, or the column of the code empty.
     """
-    above = "<figure" in prose or len(row.prose) > 500 + 250 * len(row.lines)
-    return (f'<section class="row{" above" * above}"><div class="prose">{prose}</div>{code}'
-            "</section>")
+    kind = "row"
+    if "<figure" in prose or len(row.prose) > 500 + 250 * len(row.lines):
+        kind = "row above"
+    if not row.lines and row.prose.startswith("*"):
+        # The title of a part of the file.
+        kind = "row part"
+    return f'<section class="{kind}"><div class="prose">{prose}</div>{code}</section>'
 
 
 def found(pattern: str) -> list[str]:
