@@ -1,7 +1,7 @@
 // The tape beside the source: the lines that run are marked, and a line moves the tape.
 //
-// It needs `<main data-file="layer.py">` and an element with the id `L123` for each line. Lines that
-// occur in the call stack of an event get a button with the number of these events.
+// It needs `<main data-file="layer.py">` and an element with the id `L123` for each line. Lines in
+// the call stack of an event get a button with the number of these events.
 (() => {
   "use strict";
   const { el, button, bytes, pageOf } = Tape;
@@ -32,9 +32,9 @@
     return found;
   }
 
-  // Has a line move the tape: `next(positions)` goes to the next of its events.
-  function wire(number, positions, next) {
-    const node = line(number), many = positions.length, go = () => next(positions);
+  // Has a line move the tape: `go()` goes to the next of its events.
+  function wire(number, positions, go) {
+    const node = line(number), many = positions.length;
     const label = `line ${number}: ${many} event${many > 1 ? "s" : ""} of the tape, go to the next`;
     // The number is drawn by the style sheet, because the text of a line is code to be copied.
     const mark = button("", event => {
@@ -84,105 +84,108 @@
 
   // -------------------------------------------------------------------------------------- dock
 
+  const HINT = "A number beside a line says in how many events it runs. Point at the line to go to " +
+    "the next one.";
+
   // Links to the lines of the call stack, on this page or on another.
   function calls(player) {
-    const hint = "A number beside a line says in how many events it runs. Point at the line to go " +
-      "to the next one.";
-    return !player.index ? el("li", { class: "hint" }, hint) : player.lines.map(([name, number, of], i) => el("li", {}, [
-      el("span", {}, i ? "called by " : "running "),
-      el("a", { href: name === file ? `#L${number}` : `${pageOf(name)}#e=${player.index}`,
-        class: name === file && "here" }, `${name}:${number}`), ` ${of.split(".").pop()}`]));
+    if (!player.index) return [el("li", { class: "hint" }, HINT)];
+    return player.lines.map(([name, number, of], i) => {
+      const here = name === file;
+      const href = here ? `#L${number}` : `${pageOf(name)}#e=${player.index}`;
+      return el("li", {}, [el("span", {}, i ? "called by " : "running "),
+        el("a", { href, class: here && "here" }, `${name}:${number}`),
+        ` ${of.split(".").pop()}`]);
+    });
   }
 
-  function open(tape) {
-    const player = new Tape.Player(tape), events = eventsOf(tape);
-    const [parts, moveControls] = Tape.controls(player), [says, say] = Tape.sentence();
-    const stack = el("ol"), live = el("span", { class: "tape-live" });
-    let follows = true, from = 0;
-    const follow = button("Follow", () => setFollows(!follows), {
-      class: "tape-follow", title: "scroll to the line that runs" });
-    const toggle = button("", () => {
-      setOpen(dock.hasAttribute("data-closed"));
-      stored("dock", dock.hasAttribute("data-closed") ? "closed" : "open");
-      if (player.index) reveal();
-    }, { class: "tape-toggle" });
-    const dock = el("aside", { id: "dock", "aria-label": "The tape: one training step" }, [
-      el("div", { class: "tape-bar" }, [toggle, parts.back, parts.play, parts.next, parts.slider,
-        parts.count, follow, el("a", { href: "tape.html", class: "tape-full" }, "full tape"), says]),
-      el("div", { class: "tape-body" }, [
-        el("div", { class: "dock-says" }, stack),
-        el("div", {}, [el("div", { class: "memory-here" }), live]),
-        el("div", { class: "layers-here" })])]);
-
-    function setFollows(on) {
-      follows = on;
-      follow.setAttribute("aria-pressed", on);
-      if (on && player.index) reveal();
+  class Dock {
+    constructor(player) {
+      this.player = player;
+      this.follows = true;
+      this.from = 0;
+      this.stack = el("ol");
+      this.live = el("span", { class: "tape-live" });
+      this.follow = button("Follow", () => this.setFollows(!this.follows), {
+        class: "tape-follow", title: "scroll to the line that runs" });
+      this.toggle = button("", () => this.choose(this.node.hasAttribute("data-closed")),
+        { class: "tape-toggle" });
+      [this.parts, this.moveControls] = Tape.controls(player);
+      [this.says, this.say] = Tape.sentence();
+      this.node = this.arrange();
+      document.body.append(this.node);
+      this.move = Tape.pictures(player, this.node, {
+        ".memory-here": width => Tape.drawMemory(player, { width, height: 84, labels: false }),
+        ".layers-here": Tape.layersIn(player, { tight: true }),
+      });
+      player.views.push(() => this.show());
     }
 
-    function reveal() {
+    arrange() {
+      const { back, play, next, slider, count } = this.parts;
+      return el("aside", { id: "dock", "aria-label": "The tape: one training step" }, [
+        el("div", { class: "tape-bar" }, [this.toggle, back, play, next, slider, count, this.follow,
+          el("a", { href: "tape.html", class: "tape-full" }, "full tape"), this.says]),
+        el("div", { class: "tape-body" }, [
+          el("div", {}, this.stack),
+          el("div", {}, [el("div", { class: "memory-here" }), this.live]),
+          el("div", { class: "layers-here" })])]);
+    }
+
+    show() {
+      const { player } = this;
+      this.moveControls();
+      this.move();
+      this.say(player, player.says);
+      this.stack.replaceChildren(...calls(player));
+      this.live.textContent = `Memory of each rank: ${bytes(player.tape.live[player.index])}`;
+      mark(player);
+      if (player.index !== this.from) this.reveal();
+      this.from = player.index;
+    }
+
+    reveal() {
       const node = main.querySelector(".tape-now");
-      if (node && follows) scrollTo(node, dock);
+      if (node && this.follows) scrollTo(node, this.node);
     }
 
     // The reader has chosen a line, so the page stays where it is.
-    function next(positions) {
-      from = positions.find(i => i > player.index) || positions[0];
-      player.jump(from);
+    next(positions) {
+      this.from = positions.find(i => i > this.player.index) || positions[0];
+      this.player.jump(this.from);
     }
 
-    function setOpen(on) {
-      dock.toggleAttribute("data-closed", !on);
-      toggle.textContent = on ? "▾ Tape" : "▴ Tape";
-      toggle.setAttribute("aria-expanded", on);
+    setFollows(on) {
+      this.follows = on;
+      this.follow.setAttribute("aria-pressed", on);
+      if (on && this.player.index) this.reveal();
     }
 
-    document.body.append(dock);
-    Tape.addPatterns();
-    const move = Tape.pictures(player, dock, {
-      ".memory-here": width => Tape.drawMemory(player, { width, height: 84, labels: false }),
-      ".layers-here": Tape.layersIn(player, { tight: true }),
-    });
-    player.views.push(() => {
-      moveControls();
-      move();
-      say(player, player.says);
-      stack.replaceChildren(...[calls(player)].flat());
-      live.textContent = `Memory of each rank: ${bytes(tape.live[player.index])}`;
-      mark(player);
-      if (player.index !== from) reveal();
-      from = player.index;
-    });
-    const moves = new Map([...events].map(([number, positions]) =>
-      [line(number), wire(number, positions, next)]));
-    main.classList.toggle("tape-lines", moves.size > 0);
-    hover(player, moves);
-    scrolling(player, dock, () => setFollows(false));
-    keys(player, dock);
-    makeRoom(dock);
-    setOpen((stored("dock") || (innerWidth > 700 ? "open" : "closed")) === "open");
-    setFollows(true);
-    player.show();
-    const asked = () => {
-      const found = /#e=(\d+)/.exec(location.hash);
-      if (found) player.jump(+found[1]);
-    };
-    addEventListener("hashchange", asked);
-    asked();
-    return player;
+    setOpen(on) {
+      this.node.toggleAttribute("data-closed", !on);
+      this.toggle.textContent = on ? "▾ Tape" : "▴ Tape";
+      this.toggle.setAttribute("aria-expanded", on);
+    }
+
+    choose(on) {
+      this.setOpen(on);
+      stored("dock", on ? "open" : "closed");
+      if (this.player.index) this.reveal();
+    }
   }
 
   // A reader who scrolls by hand while the tape plays wants to read something else.
-  function scrolling(player, dock, stop) {
+  function scrolling(player, dock) {
     const SCROLL = ["PageUp", "PageDown", "Home", "End", "ArrowUp", "ArrowDown", " "];
-    const byHand = event => player.playing && !dock.contains(event.target) && stop();
+    const byHand = event =>
+      player.playing && !dock.node.contains(event.target) && dock.setFollows(false);
     addEventListener("wheel", byHand, { passive: true });
     addEventListener("touchmove", byHand, { passive: true });
     addEventListener("keydown", event => SCROLL.includes(event.key) && byHand(event));
   }
 
   function keys(player, dock) {
-    dock.addEventListener("keydown", event => {
+    dock.node.addEventListener("keydown", event => {
       const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
       if (!by || event.target.matches("input")) return;
       event.preventDefault();
@@ -193,9 +196,31 @@
   // The dock covers nothing: the page ends above it, and scrolls to lines above it.
   function makeRoom(dock) {
     new ResizeObserver(() => {
-      document.documentElement.style.setProperty("--dock", `${dock.offsetHeight}px`);
-    }).observe(dock);
+      document.documentElement.style.setProperty("--dock", `${dock.node.offsetHeight}px`);
+    }).observe(dock.node);
   }
 
-  Tape.load("2-prefetch", tape => { window.tape = open(tape); });
+  // `#e=57` in the address opens position 57.
+  function address(player) {
+    const found = /#e=(\d+)/.exec(location.hash);
+    if (found) player.jump(+found[1]);
+  }
+
+  Tape.load("2-prefetch", tape => {
+    const player = new Tape.Player(tape), dock = new Dock(player);
+    const moves = new Map([...eventsOf(tape)].map(([number, positions]) =>
+      [line(number), wire(number, positions, () => dock.next(positions))]));
+    main.classList.toggle("tape-lines", moves.size > 0);
+    Tape.addPatterns();
+    hover(player, moves);
+    scrolling(player, dock);
+    keys(player, dock);
+    makeRoom(dock);
+    dock.setOpen((stored("dock") || (innerWidth > 700 ? "open" : "closed")) === "open");
+    dock.setFollows(true);
+    player.show();
+    addEventListener("hashchange", () => address(player));
+    address(player);
+    window.tape = player;
+  });
 })();

@@ -90,44 +90,53 @@
     const how = tape.prefetch ? "The layers are in a chain, and each is gathered while the one " +
       "before it computes." : "The layers are in no chain. Each is gathered when it is called, " +
       "and its gradient is reduced before backward goes on.";
-    return `${how} This step sends ${bytes(tape.sent_bytes)} from each rank. ${Tape.origin(tape)}`;
+    const sent = tape.world_size > 1 ? `Each rank sends ${bytes(tape.sent_bytes)} in this step.` :
+      "A rank alone sends nothing.";
+    return `${how} ${sent} ${Tape.origin(tape)}`;
+  }
+
+  // The elements of the page, and a function that shows the player's position in each.
+  function views(player) {
+    const [controls, moveControls] = Tape.controls(player), [says, say] = Tape.sentence();
+    const [chosen, showChoice] = choice(player), [named, showPhase] = phases(player);
+    const [box, drawCode] = codeBox(player), [legend, count] = Tape.drawLegend(true);
+    const live = el("span"), about = el("p", { class: "tape-note" });
+    const show = () => {
+      const { tape } = player, now = tape.live[player.index];
+      [moveControls, showChoice, showPhase, drawCode].forEach(view => view());
+      count(player);
+      say(player, player.says);
+      live.textContent = bytes(now) + (now === tape.peak_bytes ? ", the predicted peak" :
+        now === tape.rest_bytes ? ", as predicted at rest" : "");
+      about.textContent = note(tape);
+    };
+    return [{ ...controls, says, chosen, named, box, legend, live, about }, show];
+  }
+
+  function arrange(player, parts) {
+    const bar = (...children) => el("div", { class: "tape-bar" }, children);
+    root.replaceChildren(
+      bar(parts.chosen, el("span", { class: "tape-group" }, parts.named), speed(player)),
+      el("div", { class: "tape-controls" }, [
+        bar(parts.back, parts.play, parts.next, parts.slider, parts.count), parts.says]),
+      el("div", { class: "tape-body" }, [
+        el("div", {}, [
+          el("h3", {}, ["Memory of each rank", parts.live]), el("div", { class: "memory-here" }),
+          el("h3", {}, "Layers on each rank"), el("div", { class: "layers-here" }),
+          parts.legend, parts.about]),
+        el("div", { class: "tape-code" }, [el("h3", {}, "Source line"), parts.box])]));
   }
 
   function open(tape) {
-    const player = new Tape.Player(tape);
-    const [parts, moveControls] = Tape.controls(player), [says, say] = Tape.sentence();
-    const [chosen, showChoice] = choice(player), [named, showPhase] = phases(player);
-    const [box, drawCode] = codeBox(player), [legend, count] = Tape.drawLegend(true);
-    const live = el("span"), origin = el("p", { class: "tape-note" });
-    root.replaceChildren(
-      el("div", { class: "tape-bar" }, [chosen, el("span", { class: "tape-group" }, named),
-        speed(player)]),
-      el("div", { class: "tape-controls" }, [
-        el("div", { class: "tape-bar" }, [parts.back, parts.play, parts.next, parts.slider,
-          parts.count]),
-        says]),
-      el("div", { class: "tape-body" }, [
-        el("div", {}, [
-          el("h3", {}, ["Memory of each rank", live]), el("div", { class: "memory-here" }),
-          el("h3", {}, "Layers on each rank"), el("div", { class: "layers-here" }),
-          legend, origin]),
-        el("div", { class: "tape-code" }, [el("h3", {}, "Source line"), box])]));
+    const player = new Tape.Player(tape), [parts, show] = views(player);
+    arrange(player, parts);
     Tape.addPatterns();
     const move = Tape.pictures(player, root, {
       ".memory-here": width => Tape.drawMemory(player, { width, height: 220, labels: true }),
       ".layers-here": Tape.layersIn(player, {}),
     });
-    player.views.push(() => {
-      const { tape, index } = player, now = tape.live[index];
-      [moveControls, showChoice, showPhase, move, drawCode].forEach(show => show());
-      count(player);
-      say(player, player.says);
-      live.textContent = bytes(now) + (now === tape.peak_bytes ? ", the predicted peak" :
-        now === tape.rest_bytes ? ", as predicted at rest" : "");
-      origin.textContent = note(tape);
-      root.classList.toggle("playing", player.playing);
-      remember(player);
-    });
+    player.views.push(show, move, remember, () =>
+      root.classList.toggle("playing", player.playing));
     return player;
   }
 

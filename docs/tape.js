@@ -25,7 +25,8 @@ const Tape = (() => {
   const el = (tag, attributes, children) => fill(document.createElement(tag), attributes, children);
   const s = (tag, attributes, children) =>
     fill(document.createElementNS(SVG, tag), attributes, children);
-  const button = (label, onclick, more) => el("button", { type: "button", onclick, ...more }, label);
+  const button = (label, onclick, more) =>
+    el("button", { type: "button", onclick, ...more }, label);
 
   const number = n => n.toLocaleString("en-US");
   const bytes = n => `${number(n)} bytes`;
@@ -306,11 +307,12 @@ const Tape = (() => {
     const outline = s("rect", { x, y, width, height: 16, rx: 1.5, class: "tape-empty" });
     const full = { filling: "grad", full: "grad", reducing: "reduce" }[grads];
     // While the layer arrives, the rank's own shard is there already.
-    const others = params === "unsharding" ? [[x, own - x], [own + part, x + width - own - part]] : [];
+    const others = params !== "unsharding" ? [] :
+      [[x, own - x], [own + part, x + width - own - part]].filter(([, wide]) => wide > 1);
     return [outline,
       params === "whole" ? rect(x, y, width, 16, busy ? "compute" : "whole") :
         rect(own, y, part, 16, "shard"),
-      others.filter(([, wide]) => wide > 1).map(([from, wide]) => rect(from, y, wide, 16, "flight")),
+      others.map(([from, wide]) => rect(from, y, wide, 16, "flight")),
       full ? rect(x, y + 19, width, 7, full) : [],
       ["reduced", "shard"].includes(grads) ? rect(own, y + 19, part, 7, "reduced") : []];
   }
@@ -321,7 +323,8 @@ const Tape = (() => {
       const back = from < to ? to - 6 : to + 6;
       return [s("path", { class: "tape-arrow", d: `M${x},${from}V${back}`,
         style: `stroke:${color(name)}` }),
-      s("path", { d: `M${x - 4},${back}L${x},${to}L${x + 4},${back}Z`, style: `fill:${color(name)}` })];
+      s("path", { d: `M${x - 4},${back}L${x},${to}L${x + 4},${back}Z`,
+        style: `fill:${color(name)}` })];
     };
     return [arrow(x - 6, y, y + length), arrow(x + 6, y + length, y)];
   }
@@ -357,7 +360,8 @@ const Tape = (() => {
       play.textContent = player.playing ? "Pause" : "Play";
       slider.max = player.count;
       slider.value = player.index;
-      slider.setAttribute("aria-valuetext", `event ${player.index} of ${player.count}: ${player.says}`);
+      slider.setAttribute("aria-valuetext",
+        `event ${player.index} of ${player.count}: ${player.says}`);
       count.textContent = `${player.index} / ${player.count}`;
     }];
   }

@@ -375,6 +375,7 @@ def test_links_lead_through_the_book(site, browser):
     assert browser.current_url == target
     assert target.endswith("comm.html#all-ranks-and-the-collectives-between-them")
     assert find(browser, ":target").is_displayed()
+    browser.execute_script("scrollTo(0, document.documentElement.scrollHeight)")
     find(browser, "a[rel=before]").click()
     assert browser.current_url.endswith("layer.html")
     where = browser.current_url
