@@ -106,7 +106,7 @@ class Figures:
                 "for a gathered layer, for its gradient, or to receive gradients. Each step down "
                 "frees it."),
             "tape.caption": caption(self.tape, self.tape["world_size"]),
-            "tape.compared": table(tape.compared(self.tapes), 2),
+            "tape.compared": rungs.html_table(tape.compared(self.tapes), words=2),
             "ladder.caption": caption(self.ladder, self.ladder["ranks"]),
             "calculator.table": calculator.table,
             "figure.prefetch": lambda: timelines.prefetch(self.timelines),

@@ -84,8 +84,8 @@
 
   // -------------------------------------------------------------------------------------- dock
 
-  const HINT = "A number beside a line says in how many events it runs. Point at the line to go to " +
-    "the next one.";
+  const HINT = "A number beside a line says in how many events it runs. Point at the line to go " +
+    "to the next one.";
 
   // Links to the lines of the call stack, on this page or on another.
   function calls(player) {
