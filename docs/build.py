@@ -219,6 +219,8 @@ class Site:
         for row in others:
             prose = self.explained(source, row)
             rows.append(beside(row, prose, self.code(source, row.lines, links)))
+        if source in self.chapters:
+            rows.append(self.figures.dock(str(source.path.relative_to(ROOT / "zero3"))))
         return "\n".join(rows)
 
     def explained(self, source: Source, row: Row) -> str:

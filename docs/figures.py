@@ -88,15 +88,16 @@ class Figures:
         # What all ranks import, before the first of them starts.
         launch.preload("docs.tape", "docs.ladder", "docs.layouts", "docs.example",
                        "docs.timelines")
-        self.tape = tape.record()
+        self.tapes = tape.recordings()
+        self.tape = self.tapes["2-prefetch"]
         self.ladder = ladder.climb()
         self.layouts = layouts.record()
         self.life = life.record()
         self.timelines = timelines.record()
         self.mutations = {(m.file, last): (m, first) for m, first, last in all_with_lines()}
         # Files to write beside the pages.
-        self.files = {"tape-data.js": f"const TAPE = {json.dumps(self.tape)};\n",
-                      "trace.json": json.dumps(tape.chrome_trace(self.tape))}
+        self.files = tape.data_files(self.tapes) | {
+            "trace.json": json.dumps(tape.chrome_trace(self.tape))}
         self.values: dict[str, Callable[[], str] | str] = {
             "staircase": figure(
                 tape.staircase(self.tape), tape.staircase(self.tape, 360),
@@ -105,6 +106,7 @@ class Figures:
                 "for a gathered layer, for its gradient, or to receive gradients. Each step down "
                 "frees it."),
             "tape.caption": caption(self.tape, self.tape["world_size"]),
+            "tape.compared": rungs.html_table(tape.compared(self.tapes), words=2),
             "ladder.caption": caption(self.ladder, self.ladder["ranks"]),
             "calculator.table": calculator.table,
             "figure.prefetch": lambda: timelines.prefetch(self.timelines),
@@ -124,6 +126,10 @@ class Figures:
         self.values |= {f"example.{name}": text for name, text in example().items()}
         self.values |= {f"example.{name}": partial(boxes.strip, self.life, name)
                         for name in boxes.STRIPS}
+        # The positions of events that the page of the tape links to.
+        rank = self.tape["ranks"][0]
+        self.values |= {f"tape.{name}": str(at) for name, at in
+                        tape.moments(rank["events"], rank["frames"]).items()}
         # Bytes that a step reads from and writes to a tier, for one parameter on one rank.
         for place in places(1, 1):
             self.values |= {f"moves.{tier}.{place.params_in}.{place.states_in}": f"{moved:.0f}"
@@ -174,6 +180,16 @@ class Figures:
         """
         for name, text in self.files.items():
             (out / name).write_text(text)
+
+    def dock(self, file: str) -> str:
+        """
+        ### The scripts of the tape beside a chapter's source, or nothing if no event comes from it
+
+        * `file` is its path in the package
+        """
+        files = {name for e in self.tape["ranks"][0]["events"] for name, *_ in e["lines"]}
+        scripts = ("tape.js", "tape-2-prefetch.js", "tape-dock.js") if file in files else ()
+        return "".join(f'<script src="{name}"></script>' for name in scripts)
 
     # ------------------------------------------------------------------------------------- ladder
 

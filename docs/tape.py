@@ -1,19 +1,21 @@
 r"""
 # The tape of a training step
 
-`record` trains a small transformer on a few ranks and keeps the last step, event by event: the
-memory of each rank, the communication in flight, and the line of `zero3` that was running.
+`record` trains a small transformer on one rank or a few, and keeps the last step, event by event:
+the memory of each rank, the communication in flight, and the line of `zero3` that was running.
 
 A ledger records each event together with the bytes in memory after it. `Lines` also records the
 source line that caused the event. `frames` derives the state of every layer from the events, so the
-page's script, `tape.js`, only has to draw.
+scripts of the pages only have to draw. `recordings` records the same step on one, two and three
+ranks, each with prefetch and without, so that a reader can compare them event by event.
 
 $$\text{live}_r(i) \le \text{predicted peak}_r \qquad \max_i \text{live}_r(i) = \text{predicted
 peak}_r \qquad \text{for each rank } r$$
 
-The recording checks two things. The memory of each rank between steps and at its peak equals the
-prediction of `Zero3Optimizer.predict`, to the byte. And all ranks record the same events in the
-same order, which is invariant I6.
+The recording checks two things. The memory of each rank between steps and at its peak, and the
+bytes that it sends, equal the prediction. And all ranks record the same events in the same order,
+which is invariant I6. Shards are padded to equal lengths, so even the bytes are the same on all
+ranks, and the pages draw one curve for all of them.
 
 **Run this**: `python -m docs.tape --out DIR` writes `tape.json`, the data of the page, and
 `trace.json`, which you can open in https://ui.perfetto.dev and `chrome://tracing`.
@@ -30,17 +32,20 @@ import json
 import sys
 from contextlib import nullcontext
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import zero3
 from docs.annotate import Source
-from docs.views import Json, chrome_trace, staircase
+from docs.states import frames, moments, scenes, tell
+from docs.views import Json, chrome_trace, compared, data_files, staircase
 from zero3.estimate.formulas import describe
-from zero3.estimate.predict import data_parallel
+from zero3.estimate.predict import data_parallel, predict
 from zero3.guards.version import commit_name
 from zero3.layer import Zero3Layer, Zero3Sequential
 from zero3.measure.ledger import Ledger, held_bytes
@@ -53,7 +58,10 @@ SKIP = ("launch.py", "contents.py")  # files to leave out of call stacks
 # A small model keeps the page small. Four blocks show the repeating pattern.
 CONFIG = gpt.GPTConfig(seq_len=32, d_model=32, n_heads=2, n_layers=4, d_ff=64)
 
-__all__ = ["chrome_trace", "frames", "record", "staircase"]
+RANKS = (1, 2, 3)
+
+__all__ = ["chrome_trace", "compared", "data_files", "frames", "moments", "record", "recordings",
+           "staircase"]
 
 
 # -------------------------------------------------------------------------------------- the source
@@ -109,25 +117,33 @@ class Lines(Ledger):
 # -------------------------------------------------------------------------------------- the record
 
 
+def recordings(steps: int = 2) -> dict[str, Json]:
+    """
+    ## The same step on one, two and three ranks, with prefetch and without
+
+    The name of a recording is "2-prefetch", for example, or "2-demand" without prefetch.
+    """
+    return {f"{ranks}-{'prefetch' if prefetch else 'demand'}":
+            record(ranks, steps, device="cpu", prefetch=prefetch)
+            for ranks in RANKS for prefetch in (True, False)}
+
+
 def record(world_size: int = 2, steps: int = 3, config: gpt.GPTConfig = CONFIG,
-           device: str = "cpu", timeout_s: float = 120) -> Json:
+           device: str = "cpu", timeout_s: float = 120, prefetch: bool = True) -> Json:
     """
     ## Train for a few steps, and record the last one
 
-    * `world_size` is at least 2. The page is designed for two ranks, because a phone has no room
-      for more
     * `steps` is at least 2, because in the first step the optimizer has no moments yet
     * `device` is as for `launch.run`
+    * `prefetch` puts the layers in a `Zero3Sequential`. Without it they are in no chain: each is
+      gathered on demand, and its gradient is reduced before backward goes on
 
     Raises `RuntimeError` if the ranks recorded different events. Raises `AssertionError` if a rank
     failed, or if its memory differs from the prediction.
     """
     from zero3.train import report  # Here, because it imports matplotlib.
 
-    if world_size < 2:
-        raise ValueError("a tape of one rank has no communication. Expected: at least 2 ranks. "
-                         f"Got: {world_size}. What to do: pass `world_size=2`.")
-    answers = launch.run("docs.tape:worker", world_size, steps, config, device=device,
+    answers = launch.run("docs.tape:worker", world_size, steps, config, prefetch, device=device,
                          timeout_s=timeout_s)
     ranks = [rank for rank, _ in answers]
     order = [[(e["layer"], e["event"], e["phase"]) for e in rank["events"]] for rank in ranks]
@@ -144,28 +160,28 @@ def record(world_size: int = 2, steps: int = 3, config: gpt.GPTConfig = CONFIG,
             e["time_s"] += late_s
     known = answers[0][1]
     known["device"] = report.device_name(torch.device(known["device"]))
-    return {**known, "world_size": world_size, "steps": steps, "commit": commit_name(),
-            "torch": torch.__version__, "functions": _code(ranks), "ranks": ranks}
+    return {**known, "world_size": world_size, "prefetch": prefetch, "steps": steps,
+            "commit": commit_name(), "torch": torch.__version__, "functions": _code(ranks),
+            "ranks": ranks}
 
 
-def worker(steps: int, config: gpt.GPTConfig) -> tuple[Json, Json]:
+def worker(steps: int, config: gpt.GPTConfig, prefetch: bool = True) -> tuple[Json, Json]:
     """
     ## One rank's events, and the data that is the same on all ranks
     """
     device = launch.my_device()
     rank = dist.get_rank()
     torch.manual_seed(0)
-    model = Zero3Sequential([Zero3Layer(m.to(device)) for m in gpt.gpt_layers(config)])
+    model = shard([m.to(device) for m in gpt.gpt_layers(config)], prefetch)
     optimizer = Zero3Optimizer(model, lr=1e-3, bucket_bytes=0)
     tape = _last_step(model, optimizer, steps, config.seq_len)
     measured = {"rest_bytes": held_bytes(model, optimizer), "peak_bytes": tape.peak_live_bytes,
                 "sent_bytes": tape.sent_bytes}
-    expected = optimizer.predict()
-    predicted = {name: getattr(expected, name) for name in measured}
+    predicted = predicted_bytes(optimizer, prefetch)
     optimizer.expect(measured == predicted, "would record a wrong tape", predicted, measured,
                      "look for the line that holds or sends more than `predict.py` says")
-    plain = data_parallel(describe(model), dist.get_world_size(), mixed=True)
-    layers = [_layer(m) for m in model.module_list]
+    plain = data_parallel(describe(optimizer.layers), dist.get_world_size(), mixed=True)
+    layers = [_layer(layer) for layer in optimizer.layers]
     return {
         "rank": rank, "predicted": predicted, "measured": measured, "start_s": tape._start_s,
         **_told(tape, layers, predicted["rest_bytes"], optimizer.comm),
@@ -173,6 +189,45 @@ def worker(steps: int, config: gpt.GPTConfig) -> tuple[Json, Json]:
         "device": device.type, "layers": layers,
         "data_parallel": {"rest_bytes": plain.rest_bytes, "peak_bytes": plain.peak_bytes},
     }
+
+
+def shard(modules: list[nn.Module], prefetch: bool) -> nn.Module:
+    """
+    ## Shard a model, as a chain or as layers that know no neighbours
+    """
+    layers = [Zero3Layer(module) for module in modules]
+    if prefetch:
+        return Zero3Sequential(layers)
+    for i, layer in enumerate(layers):
+        # A chain numbers its layers. Here nobody does, and four blocks would have one name.
+        layer.label = f"layer {i} ({type(layer.module).__name__})"
+    return nn.Sequential(*layers)
+
+
+def predicted_bytes(optimizer: Zero3Optimizer, prefetch: bool) -> dict[str, int]:
+    """
+    ## The bytes of this rank, at rest, at the peak and sent, from shapes
+
+    `Zero3Optimizer.predict` predicts a chain. A layer that is in no chain is predicted as a chain
+    of one layer. In backward, the layers above it have their shards' gradients already. A chain
+    gathers its last layer once, and a layer in no chain is gathered twice, so add its second
+    all-gather.
+    """
+    if prefetch:
+        chain = optimizer.predict()
+        return {"rest_bytes": chain.rest_bytes, "peak_bytes": chain.peak_bytes,
+                "sent_bytes": chain.sent_bytes}
+    comm = optimizer.comm
+    layers = describe(optimizer.layers)[::-1]
+    alone = [predict([layer], comm.world_size, rank=comm.rank, by_messages=comm.by_messages,
+                     stage3=True) for layer in layers]
+    rest = sum(one.rest_bytes for one in alone)
+    above = accumulate((one.grad_bytes for one in alone), initial=0)
+    peaks = [one.peak_bytes - one.rest_bytes + grads
+             for one, grads in zip(alone, above, strict=False)]
+    again = sum((comm.world_size - 1) * layer.shard_bytes(comm.world_size) for layer in layers)
+    return {"rest_bytes": rest, "peak_bytes": rest + max(peaks),
+            "sent_bytes": sum(one.sent_bytes for one in alone) + again}
 
 
 def _last_step(model: Any, optimizer: Zero3Optimizer, steps: int, seq_len: int) -> Lines:
@@ -209,12 +264,12 @@ def _told(tape: Lines, layers: list[Json], rest_bytes: int, comm: Any) -> Json:
     """
     names = ("time_s", "layer", "phase", "event", "bytes", "live_bytes", "sent_bytes")
     events = [{name: getattr(e, name) for name in names} for e in tape.events]
-    states = frames(events, layers, rest_bytes, comm.by_messages)
+    states = frames(events, layers, rest_bytes, comm.by_messages and comm.world_size > 1)
     labels = [layer["label"] for layer in layers]
     for before, e, calls in zip(states, events, tape.lines, strict=False):
         e["lines"] = [(file, line, function_at(file, line)[2]) for file, line in calls]
         e["text"] = tell(e, before, labels, comm.world_size)
-    return {"events": events, "frames": states}
+    return {"events": events, "frames": states, "scenes": scenes(events, states, comm.world_size)}
 
 
 def _code(ranks: list[Json]) -> dict[str, Json]:
@@ -231,124 +286,6 @@ def _code(ranks: list[Json]) -> dict[str, Json]:
     return found
 
 
-# --------------------------------------------------------------------------------------- the frames
-
-# The kinds of memory of a rank, from the bottom of the picture to the top.
-HELD = ("rest", "reduced", "whole", "unsharding", "gradients", "receive_buffer")
-
-
-def frames(events: list[Json], layers: list[Json], rest_bytes: int,
-           receive_buffer: bool) -> list[Json]:
-    """
-    ## The state of each layer and the communication in flight, after each event
-
-    The first frame is the state before the first event.
-
-    * `layers` have a label, bytes and bytes of a shard
-    * `receive_buffer` is true if gradients arrive in the memory of the full parameters
-
-    | field of a layer | value |
-    |---|---|
-    | `params` | shard, unsharding, whole, or receive_buffer |
-    | `busy` | whether the layer computes, in forward or in backward |
-    | `grads` | none, filling, full, reducing, reduced, or shard (the shard's gradient alone) |
-    | `state` | a summary: shard, unsharding, whole, computing, gradients, reducing, reduced, or |
-    | | updated, after the optimizer step |
-
-    `held` is the memory of these states for each kind in `HELD`. Their sum is the ledger's count.
-    """
-    rest = {"params": "shard", "busy": False, "grads": "none", "state": "shard"}
-    states = {layer["label"]: dict(rest) for layer in layers}
-    flight: dict[tuple[str, str], Json] = {}
-    told = [_frame(states, flight, layers, rest_bytes)]
-    for number, e in enumerate(events, start=1):
-        name = e["layer"]
-        # The norm belongs to the optimizer and not to a layer.
-        if name in states:
-            _move(states[name], e["event"], receive_buffer)
-        if e["event"] in ("fetch", "reduce"):
-            flight[name, e["event"]] = {
-                "layer": [*states].index(name), "what": e["event"], "bytes": e["sent_bytes"],
-                "since": number}
-        elif e["event"] in ("gathered", "reduced"):
-            del flight[name, "fetch" if e["event"] == "gathered" else "reduce"]
-        told.append(_frame(states, flight, layers, rest_bytes))
-    return told
-
-
-def _move(state: Json, event: str, receive_buffer: bool) -> None:
-    """
-    #### Change the state of a layer according to an event
-    """
-    changes: dict[str, Json] = {
-        "fetch": {"params": "unsharding"}, "gathered": {"params": "whole"},
-        "compute": {"busy": True}, "computed": {"busy": False}, "gradients": {"grads": "filling"},
-        "reduce": {"grads": "reducing", "params": "receive_buffer" if receive_buffer else "shard"},
-        "reduced": {"grads": "reduced"},
-        # A layer frees its parameters first, and the buffers of its reduction later.
-        "free": {"params": "shard", "busy": False,
-                 "grads": {"filling": "full", "reduced": "shard"}.get(state["grads"], "none")},
-    }
-    state.update(changes.get(event, {}))
-    params = state["params"]
-    grads = state["grads"]
-    if event == "step":
-        state["state"] = "updated"
-    elif params == "whole":
-        state["state"] = ("gradients" if grads == "filling" else
-                          "computing" if state["busy"] else "whole")
-    elif params == "unsharding":
-        state["state"] = params
-    else:
-        state["state"] = {"none": "shard", "full": "gradients", "shard": "reduced"}.get(
-            grads, grads)
-
-
-def _frame(states: Json, flight: Json, layers: list[Json], rest_bytes: int) -> Json:
-    held = dict.fromkeys(HELD, 0) | {"rest": rest_bytes}
-    for layer, state in zip(layers, states.values(), strict=True):
-        params = state["params"]
-        grads = state["grads"]
-        if params != "shard":
-            held[params] += layer["bytes"]
-        held["gradients"] += layer["bytes"] * (grads not in ("none", "shard"))
-        held["reduced"] += layer["shard_bytes"] * (grads in ("reduced", "shard"))
-    return {"layers": [dict(state) for state in states.values()], "flight": [*flight.values()],
-            "held": held}
-
-
-def tell(e: Json, before: Json, labels: list[str], world_size: int) -> str:
-    """
-    ## Describe an event in a sentence
-
-    * `before` is the frame before the event
-    """
-    name = e["layer"]
-    nbytes = f"{e['bytes']:,} bytes"
-    sent = f"{e['sent_bytes']:,} bytes"
-    others = "the other rank" if world_size == 2 else f"the {world_size - 1} other ranks"
-    owned = before["layers"][labels.index(name)] if name in labels else {}
-    backward = e["phase"] == "backward"
-    if owned.get("params") == "whole":
-        frees = f"frees its full parameters, {nbytes}; its shard stays"
-    elif owned.get("params") == "receive_buffer":
-        frees = f"frees its full gradient and the receive buffer, {nbytes}"
-    else:
-        frees = f"frees its full gradient, {nbytes}"
-    return {
-        "fetch": f"{name} starts its all-gather; its shard, {sent}, is in flight to {others}",
-        "gathered": f"{name} is whole: the shards of {others} have arrived",
-        "compute": f"{name} starts {'its backward' if backward else 'to compute'}",
-        "computed": f"{name} has finished its forward",
-        "gradients": f"{name} allocates its full gradient, {nbytes}, and fills it",
-        "free": f"{name} {frees}",
-        "reduce": f"{name} starts to reduce its gradient; {sent} are in flight to {others}",
-        "reduced": f"{name} has the mean gradient of this rank's shard, {nbytes}",
-        "norm": f"the ranks exchange the norms of their gradients, {sent} to {others}",
-        "step": f"the optimizer has updated this rank's shard of {name}",
-    }[e["event"]]
-
-
 def main(argv: list[str] | None = None) -> None:
     """
     ## Record a tape, and write it and the trace
@@ -356,9 +293,10 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="docs.tape", description="Record one step of training.")
     parser.add_argument("--out", required=True, metavar="DIR", help="output folder")
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks")
+    parser.add_argument("--on-demand", action="store_true", help="record without prefetch")
     args = parser.parse_args(argv)
-    launch.preload("zero3.train.gpt", "zero3.optimizer.stage3")
-    tape = record(args.ranks)
+    launch.preload("docs.tape")
+    tape = record(args.ranks, prefetch=not args.on_demand)
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     (out / "tape.json").write_text(json.dumps(tape), encoding="utf-8")

@@ -1,12 +1,12 @@
 r"""
-# Views of a tape: a trace and a figure
+# Views of a tape: data, a trace and a figure
 
-`chrome_trace` converts a recorded step to the format of profilers' viewers. `staircase` draws it
-for the first page.
+`data_files` writes recorded steps as the data of the pages' scripts. `chrome_trace` converts one to
+the format of profilers' viewers, and `staircase` draws one as a figure.
 
-Both need only the tape that `tape.py` records. The trace has a time axis, so it shows how long each
-communication takes and how it overlaps computation. The figure shows events in order, without
-times, so that short events are visible.
+All need only the tapes that `tape.py` records. The trace has a time axis, so it shows how long each
+communication takes and how it overlaps computation. The pages and the figure show events in order,
+without times, so that short events are visible.
 
 **Run this**: `python -m docs.tape --out DIR`, and open `trace.json` in https://ui.perfetto.dev.
 
@@ -14,12 +14,71 @@ times, so that short events are visible.
 cores, the length of a span says little.
 """
 
+import json
 from collections.abc import Iterator
 from html import escape
 from itertools import groupby
 from typing import Any
 
 Json = dict[str, Any]
+
+
+def data_files(tapes: dict[str, Json]) -> dict[str, str]:
+    """
+    ## The data of the pages' scripts: a file for each recording, and one with the source
+
+    A page that is opened from a file cannot fetch data, but it can load a script. So each file is a
+    script that assigns a recording, and a page loads those that the reader chooses.
+
+    The source of all functions in call stacks is in a file of its own, because only one page shows
+    it. All recordings get the same scale, so that a reader can compare the curves.
+    """
+    most_bytes = max(max(tape["ranks"][0]["predicted"]["peak_bytes"],
+                         tape["data_parallel"]["peak_bytes"]) for tape in tapes.values())
+    found = {f"tape-{key}.js": _script("TAPES", key, _drawn(tape) | {"most_bytes": most_bytes})
+             for key, tape in tapes.items()}
+    functions = {}
+    for tape in tapes.values():
+        functions |= tape["functions"]
+    return found | {"tape-source.js": _script("TAPES", "source", functions)}
+
+
+def _script(owner: str, key: str, data: Json) -> str:
+    text = json.dumps(data, separators=(",", ":"))
+    return f'(window.{owner} ||= {{}})["{key}"] = {text};\n'
+
+
+def _drawn(tape: Json) -> Json:
+    """
+    #### What a script draws: the events of rank 0, which are those of all ranks
+
+    Only their times differ. Raises `ValueError` if anything else does.
+    """
+    kept = ("layer", "phase", "event", "live_bytes", "text", "lines")
+    first, *others = [{
+        "events": [{name: e[name] for name in kept} for e in rank["events"]],
+        "frames": rank["frames"], "scenes": rank["scenes"], **rank["predicted"],
+    } for rank in tape["ranks"]]
+    if any(other != first for other in others):
+        raise ValueError("expected the same events, bytes and lines on all ranks; got others")
+    same = ("layers", "world_size", "prefetch", "device", "torch", "commit")
+    return {name: tape[name] for name in same} | first | {
+        "data_parallel_bytes": tape["data_parallel"]["peak_bytes"]}
+
+
+def compared(tapes: dict[str, Json]) -> list[list[str]]:
+    """
+    ## A table of all recordings: memory and communication of a rank, in bytes
+
+    The cells of each row; the first row is the header.
+    """
+    rows = [["ranks", "prefetch", "between steps", "at the peak", "sent in a step"]]
+    for tape in tapes.values():
+        measured = tape["ranks"][0]["measured"]
+        rows.append([str(tape["world_size"]), "yes" if tape["prefetch"] else "no",
+                     *(f"{measured[name]:,}" for name in ("rest_bytes", "peak_bytes",
+                                                           "sent_bytes"))])
+    return rows
 
 
 def chrome_trace(tape: Json) -> Json:

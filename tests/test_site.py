@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import time
-from pathlib import Path
 
 import pytest
 
@@ -376,6 +375,7 @@ def test_links_lead_through_the_book(site, browser):
     assert browser.current_url == target
     assert target.endswith("comm.html#all-ranks-and-the-collectives-between-them")
     assert find(browser, ":target").is_displayed()
+    browser.execute_script("scrollTo(0, document.documentElement.scrollHeight)")
     find(browser, "a[rel=before]").click()
     assert browser.current_url.endswith("layer.html")
     where = browser.current_url
@@ -494,16 +494,83 @@ def test_the_search_finds_headings_tests_and_names(site, browser):
     assert "test_layer.html#test_merging_and_padding_loses_nothing" in browser.current_url
 
 
+# --------------------------------------------------------------------------------------- the tape
+
+
+def until(browser, condition, seconds=10):
+    """Waits until a script returns something true, and returns it."""
+    end_s = time.monotonic() + seconds
+    while not (found := browser.execute_script(f"return {condition}")):
+        assert time.monotonic() < end_s, condition
+        time.sleep(0.05)
+    return found
+
+
+def visit(browser, site, page, size=WIDE, motion="no-preference"):
+    look(browser, size)
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {
+        "features": [{"name": "prefers-reduced-motion", "value": motion}]})
+    # From another page, because an address that differs only after the # is not loaded again.
+    browser.get("about:blank")
+    browser.get((site / page.partition("#")[0]).as_uri() + page[len(page.partition("#")[0]) :])
+    until(browser, "!!window.tape")
+
+
+def pressed(browser):
+    """The names of the buttons of the page's tape that are pressed"""
+    return browser.execute_script("""
+        return [...document.querySelectorAll('#tape .tape-group [aria-pressed=true]')]
+            .map((it) => it.getAttribute('aria-label') || it.textContent);
+    """)
+
+
+@pytest.mark.parametrize("page", ["index.html", "tape.html"])
+def test_the_tape_plays_once_by_itself(site, browser, page):
+    """
+    It begins when it comes into view, its sentence changes, and it stops at the end. A press of a
+    button ends it. Breaks where it begins again, or where nobody can stop it.
+    """
+    visit(browser, site, page)
+    browser.execute_script("document.querySelector('.memory-here').scrollIntoView()")
+    until(browser, "tape.playing")
+    said = find(browser, "#tape .tape-says").text
+    assert find(browser, "#tape .tape-says").get_attribute("aria-live") == "off"
+    button = find(browser, "#tape .tape-play")
+    assert button.text == "Pause"
+    browser.execute_script("arguments[0].click()", button)
+    at = browser.execute_script("return tape.index")
+    time.sleep(0.9)
+    assert browser.execute_script("return [tape.playing, tape.index]") == [False, at]
+    assert find(browser, "#tape .tape-says").get_attribute("aria-live") == "polite"
+    browser.execute_script("tape.pace = () => 4; tape.play()")
+    until(browser, "tape.index === tape.count && !tape.playing")
+    time.sleep(0.2)
+    assert browser.execute_script("return [tape.playing, tape.index === tape.count]") == [
+        False, True]
+    assert find(browser, "#tape .tape-says").text != said
+    assert button.text == "Play"
+
+
+@pytest.mark.parametrize("page", ["index.html", "tape.html"])
+def test_the_tape_stays_still_where_motion_is_unwelcome(site, browser, page):
+    """
+    It shows the peak. Breaks where only the style sheet asks for the preference.
+    """
+    visit(browser, site, page, motion="reduce")
+    browser.execute_script("document.querySelector('.memory-here').scrollIntoView()")
+    time.sleep(0.8)
+    assert browser.execute_script("return [tape.playing, tape.index === tape.tape.peak]") == [
+        False, True]
+    assert "Backward" in find(browser, "#tape .tape-says").text
+
+
 @pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
 def test_the_tape_can_be_scrubbed(site, browser, size):
     """
     Event by event, by phase, by address; the sentence, the states of the layers and the running
     line change with it, and the line is that of the source's page.
     """
-    look(browser, size)
-    browser.get((site / "tape.html").as_uri())
-    count = browser.execute_script("return tape.count")
-    assert count > 50
+    visit(browser, site, "tape.html", size)
 
     def buttons(text):
         return next(b for b in browser.find_elements("css selector", "#tape button")
@@ -514,7 +581,7 @@ def test_the_tape_can_be_scrubbed(site, browser, size):
                 [g.get_attribute("data-state") for g in
                  browser.find_elements("css selector", "#tape [data-state]")])
 
-    browser.execute_script("tape.go(0)")
+    browser.execute_script("tape.jump(0)")
     seen = [now()]
     for _ in range(3):
         buttons("▶").click()
@@ -522,29 +589,149 @@ def test_the_tape_can_be_scrubbed(site, browser, size):
     assert [index for index, *_ in seen] == [0, 1, 2, 3]
     assert len({text for _, text, _ in seen}) == 4 and seen[0][2] != seen[3][2]
     buttons("backward").click()
-    assert "backward" in now()[1]
+    assert "Backward" in now()[1]
     find(browser, "#tape input").send_keys("\ue014")
     line = find(browser, "#tape pre .now")
-    file, number = browser.execute_script("""
-        const [rank, i] = [TAPE.ranks[0], tape.index - 1];
-        return rank.events[i].lines[0].slice(0, 2);
-    """)
+    file, number, _ = browser.execute_script("return tape.lines[0]")
     source = (build.ROOT / "zero3" / file).read_text().split("\n")[number - 1]
     assert source.strip() in line.text
     for link in browser.execute_script(
             "return [...document.querySelectorAll('#tape pre a[href]')].map((it) => it.href)"):
         page, _, anchor = link.partition("#")
         assert f' id="{anchor}"' in (site / page.rsplit("/", 1)[1]).read_text()
-    browser.get((site / "tape.html").as_uri() + f"#e={count - 1}")
-    browser.refresh()
-    for _ in range(50):
-        if browser.execute_script("return tape.index") == count - 1:
-            break
+    visit(browser, site, "tape.html#e=54&tape=3-demand", size)
+    until(browser, "tape.index === 54 && tape.tape.key === '3-demand' && !tape.playing")
+    until(browser, "document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_ranks_and_prefetch_choose_a_recording_at_the_same_event(site, browser):
+    """
+    Six recordings, each in its file. The event, layer and phase stay where the other recording has
+    them. Breaks where a button leaves the picture of another recording.
+    """
+    visit(browser, site, "tape.html", motion="reduce")
+    rows = "return document.querySelectorAll('#tape [data-state]').length"
+    event = "return [tape.event.layer, tape.event.event, tape.event.phase]"
+    assert pressed(browser) == ["ranks: 2", "prefetch: on", "backward"]
+    same = browser.execute_script(event)
+    seen = set()
+    for ranks in (1, 2, 3):
+        for prefetch, key in (("off", "demand"), ("on", "prefetch")):
+            for name in (f"ranks: {ranks}", f"prefetch: {prefetch}"):
+                find(browser, f"#tape [aria-label='{name}']").click()
+            until(browser, f"tape.tape.key === '{ranks}-{key}'")
+            assert pressed(browser)[:2] == [f"ranks: {ranks}", f"prefetch: {prefetch}"]
+            assert browser.execute_script(rows) == 6 * ranks
+            assert browser.execute_script(event) == same
+            seen.add(find(browser, "#tape .tape-memory .tape-line").get_attribute("d"))
+    assert len(seen) == 6
+    find(browser, "a[data-event]").click()
+    assert browser.execute_script("return tape.event.event") == "compute"
+
+
+def test_the_dock_marks_the_line_that_runs(site, browser):
+    """
+    In the source of the page, with the lines that called it, and scrolls there until the reader
+    scrolls by hand. Breaks where a line of another file is marked.
+    """
+    visit(browser, site, "layer.html")
+    marked = """
+        return ['now', 'call'].map((kind) => [...document.querySelectorAll(`.line.tape-${kind}`)]
+            .map((it) => +it.id.slice(1)).sort());
+    """
+    count = browser.execute_script("return tape.count")
+    for i in (1, 9, count // 2, count):
+        browser.execute_script(f"tape.jump({i})")
+        here = [number for file, number, _ in browser.execute_script("return tape.lines")
+                if file == "layer.py"]
+        assert browser.execute_script(marked) == [here[:1], sorted(here[1:])]
+    browser.execute_script("tape.jump(9); tape.pace = () => 30; tape.play()")
+    until(browser, "tape.index > 40 && tape.playing")
+    browser.execute_script("document.body.dispatchEvent(new Event('wheel', {bubbles: true}))")
+    assert find(browser, "#dock .tape-follow").get_attribute("aria-pressed") == "false"
+    at = browser.execute_script("tape.stop(); scrollTo(0, 0); tape.jump(9); return scrollY")
+    find(browser, "#dock .tape-follow").click()
+    until(browser, f"scrollY > {at} + 1000")
+    until(browser, """(() => {
+        const line = document.querySelector('.line.tape-now').getBoundingClientRect();
+        return line.top > 0 && line.bottom < document.getElementById('dock').offsetTop;
+    })()""")
+    assert not (site / "test_tape.html").read_text().count("tape-dock.js")
+
+
+def test_a_line_moves_the_tape(site, browser):
+    """
+    A line under the pointer, a click on it, or the button beside it: each goes to the line's next
+    event, and after the last one to the first. Breaks where a line that scrolls below the pointer
+    counts.
+    """
+    from selenium.webdriver import ActionChains
+
+    visit(browser, site, "layer.html")
+    marks = browser.find_elements("css selector", ".line .tape-mark")
+    mark = next(m for m in marks if m.get_attribute("data-n") == "6")
+    line = mark.find_element("xpath", "..")
+    events = browser.execute_script("""
+        const number = +arguments[0].id.slice(1);
+        return tape.tape.events.map((e, i) => [e, i + 1]).filter(([e]) =>
+            e.lines.some(([file, n]) => file === 'layer.py' && n === number)).map(([, i]) => i);
+    """, line)
+    assert len(events) == 6 and "events of the tape" in mark.get_attribute("aria-label")
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", line)
+    assert browser.execute_script("return tape.index") == 0
+    ActionChains(browser).move_to_element(find(browser, "header")).move_to_element(line).perform()
+    assert browser.execute_script("return tape.index") == events[0]
+    assert "tape-now" in line.get_attribute("class") or "tape-call" in line.get_attribute("class")
+    line.click()
+    assert browser.execute_script("return tape.index") == events[1]
+    # The focus of the keyboard moves the tape, and so does each press.
+    mark.send_keys("\n")
+    at = events.index(browser.execute_script("return tape.index"))
+    assert at in (2, 3)
+    for i in (*events[at + 1 :], events[0]):
+        ActionChains(browser).send_keys("\n").perform()
+        assert browser.execute_script("return tape.index") == i
+
+
+@pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
+def test_the_dock_may_be_closed_and_covers_nothing(site, browser, size):
+    """
+    It is open where there is room, and one bar on a phone; the choice is remembered on the next
+    page. The end of the page is above it, and nothing is wider than the window.
+    """
+    visit(browser, site, "layer.html", size)
+    browser.execute_script("localStorage.removeItem('dock'); location.reload()")
+    until(browser, "!!window.tape")
+    closed = "return document.getElementById('dock').hasAttribute('data-closed')"
+    assert browser.execute_script(closed) == (size == PHONE)
+    for _ in range(2):
+        high = until(browser, "document.getElementById('dock').offsetHeight")
+        assert (high < 60) == browser.execute_script(closed)
+        browser.execute_script("scrollTo(0, document.documentElement.scrollHeight)")
+        until(browser, "document.querySelector('footer').getBoundingClientRect().bottom <= "
+                       "document.getElementById('dock').getBoundingClientRect().top + 1")
+        assert browser.execute_script(
+            "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        ) == 0
+        find(browser, "#dock .tape-toggle").click()
         time.sleep(0.1)
-    assert browser.execute_script("return tape.index") == count - 1
+    find(browser, "#dock .tape-toggle").click()
+    visit(browser, site, "comm.html", size)
+    assert browser.execute_script(closed) == (size == WIDE)
+    browser.execute_script("localStorage.removeItem('dock')")
+
+
+def test_without_a_script_the_figure_is_there(site, browser):
+    """
+    In the element that the tape replaces. Breaks where the page is empty until a script has run.
+    """
+    for page in ("index.html", "tape.html"):
+        html = (site / page).read_text()
+        inside = html[html.index('id="tape"') :]
+        assert "<svg" in inside[: inside.index("</div>")]
+        assert inside.index("<svg") < inside.index("<script")
 
 
 def test_a_trace_for_perfetto_is_beside_the_pages(site):
     """Its parts are what `test_tape.py` looks at."""
     assert os.path.getsize(site / "trace.json") > 10_000
-    assert Path(site / "tape-data.js").read_text().startswith("const TAPE = {")

@@ -3,6 +3,8 @@ The tape that the site shows: what is drawn is what a rank held, and the lines a
 """
 
 import ast
+import copy
+import json
 import re
 from collections import Counter
 from itertools import pairwise
@@ -12,20 +14,45 @@ from xml.etree import ElementTree
 import pytest
 
 import zero3
-from docs.tape import CONFIG, chrome_trace, functions, record, staircase
+from docs.states import short
+from docs.tape import (
+    chrome_trace,
+    compared,
+    data_files,
+    functions,
+    moments,
+    recordings,
+    staircase,
+)
 from zero3.train import launch
 
 PACKAGE = Path(zero3.__file__).parent
 
 
 @pytest.fixture(scope="module")
-def tape():
+def tapes():
     """
-    One step of the toy transformer, recorded on two ranks
+    One step of the toy transformer on one, two and three ranks, with prefetch and without
     """
     # Where no ranks have run yet: their imports are most of the time.
     launch.preload("docs.tape")
-    return record(2, steps=2, device="cpu")
+    return recordings()
+
+
+@pytest.fixture(scope="module")
+def tape(tapes):
+    """
+    The recording on two ranks, with prefetch
+    """
+    return tapes["2-prefetch"]
+
+
+@pytest.fixture(scope="module")
+def every_rank(tapes):
+    """
+    Each recording and each of its ranks
+    """
+    return [(tape, rank) for tape in tapes.values() for rank in tape["ranks"]]
 
 
 def pairs(rank):
@@ -35,34 +62,100 @@ def pairs(rank):
     return zip(rank["events"], rank["frames"], rank["frames"][1:], strict=False)
 
 
-def test_what_was_measured_is_what_was_predicted(tape):
+def test_what_was_measured_is_what_was_predicted(every_rank):
     """
     Rest, peak and traffic of each rank, to the byte, and the peak is one of the events shown.
     Breaks where the page's lines come from another model than its curve.
     """
-    for rank in tape["ranks"]:
+    for tape, rank in every_rank:
         assert rank["measured"] == rank["predicted"]
         held = [e["live_bytes"] for e in rank["events"]]
-        assert max(held) == rank["predicted"]["peak_bytes"] < tape["data_parallel"]["peak_bytes"]
+        assert max(held) == rank["predicted"]["peak_bytes"]
         assert sum(e["sent_bytes"] for e in rank["events"]) == rank["predicted"]["sent_bytes"]
+        # A rank alone has nothing to save, and copies layers that it has.
+        assert (max(held) < tape["data_parallel"]["peak_bytes"]) == (tape["world_size"] > 1)
 
 
-def test_all_ranks_record_the_same_events_in_the_same_order(tape):
+def test_all_ranks_record_the_same_events_in_the_same_order(tapes):
     """
     I6, without which the page could not show the ranks side by side, event by event.
     """
-    order = [[(e["layer"], e["event"], e["phase"]) for e in rank["events"]]
-             for rank in tape["ranks"]]
-    assert len(order) == 2 and order[0] == order[1]
-    assert list(dict.fromkeys(phase for *_, phase in order[0])) == ["forward", "backward", "step"]
+    for tape in tapes.values():
+        order = [[(e["layer"], e["event"], e["phase"]) for e in rank["events"]]
+                 for rank in tape["ranks"]]
+        assert len(order) == tape["world_size"] and all(each == order[0] for each in order)
+        phases = dict.fromkeys(phase for *_, phase in order[0])
+        assert list(phases) == ["forward", "backward", "step"]
 
 
-def test_the_coloured_areas_of_every_frame_add_up_to_the_live_bytes(tape):
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_prefetch_starts_a_fetch_before_the_computation_that_hides_it(tapes, ranks):
+    """
+    With prefetch the next layer's fetch comes before this layer computes, and in backward before
+    this layer is done. Without prefetch it comes after this layer is freed. Breaks where the two
+    recordings are of the same model.
+    """
+    def order(prefetch):
+        events = tapes[f"{ranks}-{'prefetch' if prefetch else 'demand'}"]["ranks"][0]["events"]
+        names = list(dict.fromkeys(e["layer"] for e in events))[:6]
+        return names, [(names.index(e["layer"]), e["event"], e["phase"]) for e in events
+                       if e["layer"] in names]
+
+    for prefetch in (True, False):
+        names, events = order(prefetch)
+        assert [short(name) for name in names] == [f"layer {i}" for i in range(6)]
+        for i in range(5):
+            fetch = events.index((i + 1, "fetch", "forward"))
+            assert (fetch < events.index((i, "compute", "forward"))) == prefetch
+            assert (fetch > events.index((i, "free", "forward"))) != prefetch
+            back = events.index((i, "fetch", "backward"))
+            assert back < events.index((i, "compute", "backward")) or not prefetch
+            assert (back < events.index((i + 1, "reduce", "backward"))) == prefetch
+        # Only a chain keeps its last layer.
+        assert ((5, "fetch", "backward") in events) != prefetch
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_without_prefetch_nothing_overlaps_and_the_peak_is_lower(tapes, ranks):
+    """
+    One layer at a time has more than its shard. The price of prefetch is the memory of a second
+    one; without it the last layer is gathered once more. Breaks where the layers are still linked.
+    """
+    chain = tapes[f"{ranks}-prefetch"]
+    alone = tapes[f"{ranks}-demand"]
+    busy = [sum(layer["params"] != "shard" or layer["grads"] not in ("none", "shard")
+                for layer in frame["layers"])
+            for tape in (chain, alone) for frame in tape["ranks"][0]["frames"]]
+    frames = len(chain["ranks"][0]["frames"])
+    assert max(busy[:frames]) == 3 and max(busy[frames:]) == 1
+    more, less = (tape["ranks"][0]["measured"] for tape in (chain, alone))
+    assert less["rest_bytes"] == more["rest_bytes"]
+    assert less["peak_bytes"] < more["peak_bytes"]
+    again = (ranks - 1) * chain["layers"][-1]["shard_bytes"]
+    assert less["sent_bytes"] == more["sent_bytes"] + again
+
+
+def test_a_rank_alone_sends_nothing_and_says_so(tapes):
+    """
+    No message, none in flight, and no sentence tells of another rank. Breaks where a sentence is
+    written for two.
+    """
+    for name in ("1-prefetch", "1-demand"):
+        (rank,) = tapes[name]["ranks"]
+        assert rank["measured"]["sent_bytes"] == 0
+        assert not any(frame["flight"] for frame in rank["frames"])
+        told = [e["text"] for e in rank["events"]] + [text for _, text in rank["scenes"]]
+        for text in told:
+            assert not re.search("other rank|in flight|each rank|ranks|arrive", text), text
+        assert all(layer["bytes"] == layer["shard_bytes"] for layer in tapes[name]["layers"])
+
+
+def test_the_coloured_areas_of_every_frame_add_up_to_the_live_bytes(every_rank):
     """
     What the states of all layers hold, by the sizes of shards and buffers, is what the ledger found
     in memory after the same event. Breaks where `_move` or `_frame` misunderstands an event.
     """
-    for rank in tape["ranks"]:
+    for _, rank in every_rank:
         assert sum(rank["frames"][0]["held"].values()) == rank["predicted"]["rest_bytes"]
         for e, _, after in pairs(rank):
             assert sum(after["held"].values()) == e["live_bytes"], e
@@ -103,16 +196,18 @@ def test_each_layer_goes_through_its_states_and_comes_to_rest(tape):
         assert all(layer["params"] == "shard" for layer in rank["frames"][-1]["layers"])
 
 
-def test_messages_are_in_flight_from_their_start_until_they_are_waited_for(tape):
+def test_messages_are_in_flight_from_their_start_until_they_are_waited_for(every_rank):
     """
     Each fetch has its gathered and each reduce its reduced; at the end nothing is in flight. What
-    is sent is a shard, to the one other rank. Breaks where an event ends another layer's message.
+    is sent is a shard, to each other rank. Breaks where an event ends another layer's message.
     """
-    shards = {layer["label"]: layer["shard_bytes"] for layer in tape["layers"]}
-    for rank in tape["ranks"]:
+    for tape, rank in ((tape, rank) for tape, rank in every_rank if tape["world_size"] > 1):
+        others = tape["world_size"] - 1
+        shards = {layer["label"]: others * layer["shard_bytes"] for layer in tape["layers"]}
         told = Counter((e["layer"], e["event"]) for e in rank["events"])
         for name in shards:
-            assert told[name, "fetch"] == told[name, "gathered"] == 1 + ("Head" not in name)
+            assert told[name, "fetch"] == told[name, "gathered"]
+            assert told[name, "fetch"] == 1 + ("Head" not in name or not tape["prefetch"])
             assert told[name, "reduce"] == told[name, "reduced"] == 1
         for number, (e, before, after) in enumerate(pairs(rank), start=1):
             new = [m for m in after["flight"] if m not in before["flight"]]
@@ -152,15 +247,95 @@ def test_the_line_of_an_event_is_the_one_that_records_it(tape):
             assert "(" in source or "for " in source
 
 
-def test_a_sentence_says_the_bytes_of_its_event(tape):
+def test_a_sentence_says_the_bytes_of_its_event(every_rank):
     """
-    Whole numbers in a sentence are the event's own. Breaks where a sentence tells of what the tape
-    does not have.
+    Whole numbers in a sentence are the event's own: all of its bytes, or those to one other rank.
+    Breaks where a sentence tells of what the tape does not have.
     """
-    for e in tape["ranks"][1]["events"]:
-        told = re.findall(r"[\d,]+(?= bytes)", e["text"])
-        assert {int(n.replace(",", "")) for n in told} <= {e["bytes"], e["sent_bytes"]}
-        assert e["layer"] in e["text"] or e["event"] == "norm"
+    for tape, rank in every_rank:
+        for e in rank["events"]:
+            told = re.findall(r"[\d,]+(?= bytes)", e["text"])
+            each = e["sent_bytes"] // max(1, tape["world_size"] - 1)
+            assert {int(n.replace(",", "")) for n in told} <= {e["bytes"], each}
+            assert e["layer"] in e["text"] or e["event"] == "norm"
+
+
+def test_each_event_belongs_to_a_scene_that_says_what_overlaps(tapes):
+    """
+    Scenes begin at position 0 and go on to the end, two for each layer and a few around. With
+    prefetch a scene names all layers that are in flight in it; without it says that there are none.
+    Breaks where a scene is cut in two.
+    """
+    for tape in tapes.values():
+        rank = tape["ranks"][0]
+        begins = [first for first, _ in rank["scenes"]]
+        assert begins[0] == 0 and begins == sorted(set(begins)) and len(begins) == 15
+        assert begins[-1] <= len(rank["events"])
+        for (first, text), end in zip(rank["scenes"], [*begins[1:], None], strict=True):
+            inside = rank["frames"][first:end]
+            flying = {short(tape["layers"][m["layer"]]["label"]) for f in inside
+                      for m in f["flight"]}
+            if tape["prefetch"] and "norm" not in text:
+                assert all(name in text.lower() for name in flying), (text, flying)
+            assert ("Nothing overlaps" in text) == (not tape["prefetch"] and len(flying) == 1)
+
+
+def test_the_moments_that_the_page_links_to_show_what_the_links_say(tape):
+    """
+    A layer computes while the next one arrives; the last layer is whole at the end of forward; a
+    gradient is filled while another one is reduced; the peak. Breaks where an event was added and
+    the links have old positions.
+    """
+    rank = tape["ranks"][0]
+    at = moments(rank["events"], rank["frames"])
+    event = {name: rank["events"][i - 1] for name, i in at.items()}
+    frame = {name: rank["frames"][i] for name, i in at.items()}
+    computes = [layer["state"] for layer in frame["overlap"]["layers"]].index("computing")
+    assert frame["overlap"]["layers"][computes + 1]["state"] == "unsharding"
+    assert event["stays"]["event"] == "computed"
+    assert frame["stays"]["layers"][-1]["state"] == "whole"
+    assert {"gradients", "reducing", "unsharding"} <= {
+        layer["state"] for layer in frame["reduce"]["layers"]}
+    assert event["peak"]["live_bytes"] == rank["predicted"]["peak_bytes"]
+    assert event["peak"]["phase"] == "backward"
+
+
+def test_the_pages_get_each_recording_as_a_script(tapes):
+    """
+    One file for each recording, with the events, states and lines of all ranks, on one scale; and
+    the functions of all of them once. Breaks where one rank is taken for all although it differs.
+    """
+    files = data_files(tapes)
+    data = {}
+    for name, text in files.items():
+        key, value = re.fullmatch(r'\(window.TAPES \|\|= {}\)\["(.+?)"\] = (.*);\n', text).groups()
+        assert name == f"tape-{key}.js"
+        data[key] = json.loads(value)
+    source = data.pop("source")
+    assert list(data) == list(tapes)
+    for key, told in data.items():
+        rank = tapes[key]["ranks"][-1]
+        assert told["frames"] == rank["frames"] and told["peak_bytes"] < told["most_bytes"] * 1.01
+        assert [e["text"] for e in told["events"]] == [e["text"] for e in rank["events"]]
+        assert {f"{file}:{name}" for e in told["events"] for file, _, name in e["lines"]} <= {
+            *source}
+    assert len({told["most_bytes"] for told in data.values()}) == 1
+    odd = copy.deepcopy(tapes["2-prefetch"])
+    odd["ranks"][1]["events"][3]["live_bytes"] += 1
+    with pytest.raises(ValueError, match="on all ranks"):
+        data_files({"2-prefetch": odd})
+
+
+def test_the_table_compares_all_recordings(tapes):
+    """
+    Six rows, and the bytes are those that were measured.
+    """
+    head, *rows = compared(tapes)
+    assert len(rows) == 6 and len(head) == 5
+    for row, tape in zip(rows, tapes.values(), strict=True):
+        measured = tape["ranks"][0]["measured"]
+        assert row[:2] == [str(tape["world_size"]), "yes" if tape["prefetch"] else "no"]
+        assert [int(cell.replace(",", "")) for cell in row[2:]] == [*measured.values()]
 
 
 def test_the_trace_is_well_formed(tape):
@@ -224,11 +399,3 @@ def test_the_steps_of_the_staircase_are_the_events(tape):
     assert len(heights) == len(held)
     assert [a > b for a, b in pairwise(heights)] == [
         a < b for a, b in pairwise(held)]
-
-
-def test_one_rank_has_no_tape():
-    """
-    Without another rank there are no messages to show.
-    """
-    with pytest.raises(ValueError, match="at least 2 ranks"):
-        record(1, config=CONFIG)
