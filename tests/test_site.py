@@ -267,6 +267,35 @@ def test_a_timing_of_code_that_has_changed_is_refused(measured, monkeypatch, tmp
     assert said.startswith("bench.json: zero3/layer.py changed since it was timed")
 
 
+def test_a_figure_without_a_run_ends_the_build(measured):
+    """
+    A drawing says the commit that it was recorded at, or that it is calculated. Breaks where a
+    drawing may be made by hand.
+    """
+    site = build.Site(measured)
+    site.problems.clear()
+    for caption in ("2 ranks, CPU, torch 2.13.0, commit 0123abc", "from the formulas of ZeRO"):
+        site.check({"a.html": f"<figure>{caption}</figure>"})
+    assert not any("figure" in said for said in site.problems)
+    site.check({"a.html": "<figure class=drawn>by hand</figure>"})
+    assert site.problems[-1].startswith("a.html: a figure does not say which run it is from: ")
+
+
+def test_a_figure_stands_behind_the_words_that_it_illustrates(measured, monkeypatch):
+    """
+    Behind the paragraph or the table. If the words are gone, the build ends. Breaks where a figure
+    is lost when its text is rewritten.
+    """
+    monkeypatch.setattr(figures, "PLACED", (("one.py", "f", "so far", "tape.caption"),))
+    html = "<p>first</p><p>so far</p><p>last</p>"
+    caption = measured.values["tape.caption"]
+    assert measured.place("one.py", "f", html) == html.replace("far</p>", f"far</p>{caption}")
+    assert measured.place("one.py", "g", html) == html
+    assert not measured.problems
+    measured.place("one.py", "f", "<p>rewritten</p>")
+    assert measured.problems.pop() == "one.py: `f` has no place for the figure tape.caption"
+
+
 def test_a_figure_that_was_typed_or_is_not_known_is_refused(measured):
     """Breaks where prose may say a number that nobody measured."""
     assert measured.fill("a.md", "{{tape.caption}} `3 MiB` $4$ sixteen bytes", {}).count("torch")
