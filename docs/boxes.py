@@ -298,7 +298,9 @@ class Picture:
                 self._line(name, line, rank, self.y)
             self.y += at.height + at.between * (i + 1 < len(stage.lines)) + 3 * line.computes
         if stage.arrows:
-            getattr(self, f"_{stage.arrows}_arrows")(top)
+            arrows = {"scatter": self._scatter_arrows, "gather": self._gather_arrows,
+                      "reduce": self._reduce_arrows}
+            arrows[stage.arrows](top)
         self.y += 12 * (stage.arrows == "gather") + 5 * (stage.source != "ranks")
         if not at.phone:
             self.y = max(self.y, first + 34)
