@@ -40,7 +40,19 @@ function show(hits) {
   }));
 }
 
+// A link into a folded part opens it.
+function unfold() {
+  const id = decodeURIComponent(location.hash.slice(1));
+  const target = id && document.getElementById(id);
+  let part = target && target.closest("details:not([open])");
+  if (!part) return;
+  for (; part; part = part.parentElement.closest("details:not([open])")) part.open = true;
+  target.scrollIntoView();
+}
+
+addEventListener("hashchange", unfold);
 document.addEventListener("DOMContentLoaded", () => {
+  unfold();
   const field = document.getElementById("book-search"), menus = [...document.querySelectorAll(".menu")];
   document.getElementById("book-theme").addEventListener("click", () => {
     const dark = root.dataset.theme

@@ -57,6 +57,9 @@ MEANT = {r"reduce": "reduced", r"gradient|divide": "grad", r"moment|state|master
          r"unshard|gather|whole|flat|full": "whole", r"shard|rest|step|file|buffer": "shard"}
 # What a collective with this kind of result begins with.
 INPUTS = {"whole": "shard", "reduced": "grad"}
+# Functions that only check, or word an error.
+GUARDS = r"(^|\.)_*(check|refuse|expect|told|agree|fail|together|complete|assert|explain|warn)(_|$)"
+LONG = 600  # characters of HTML, of what a chapter does not cover, from which on it is folded
 # A figure says which run it is drawn from, or that it is calculated.
 ORIGIN = r"commit \w+|from the formulas of"
 # The number of children of MathML elements with a fixed number.
@@ -216,9 +219,10 @@ class Site:
         rest = first.lines[len(imports) :]
         rows = [head(self.explained(source, first), imports, self.code(source, imports, links),
                      self.code(source, rest, links))]
-        for row in others:
-            prose = self.explained(source, row)
-            rows.append(beside(row, prose, self.code(source, row.lines, links)))
+        for name, section in sections(source, others):
+            html = "\n".join(beside(row, self.explained(source, row),
+                                    self.code(source, row.lines, links)) for row in section)
+            rows.append(folded(source, name, html) if re.search(GUARDS, name) else html)
         if source in self.chapters:
             rows.append(self.figures.dock(str(source.path.relative_to(ROOT / "zero3"))))
         return "\n".join(rows)
@@ -414,7 +418,45 @@ def head(prose: str, lines: list[int], imports: str, rest: str) -> str:
     if lines:
         imports = (f'<details class="imports"><summary>Imports, lines {lines[0]} to {lines[-1]}'
                    f"</summary>{imports}</details>")
+    before, _, after = prose.partition("<p><strong>Not covered, and what that costs</strong>:")
+    if len(after) > LONG:
+        # Fold it: at this point a reader wants to see the code.
+        after = re.sub(r"^\s*([a-z])", lambda letter: letter[1].upper(), after)
+        prose = (f'{before}<details class="limits"><summary>Not covered, and what that costs'
+                 f"</summary><p>{after}</details>")
     return f'<section class="head"><div class="text">{prose}</div>{imports}{rest}</section>'
+
+
+def sections(source: Source, rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
+    """
+    ## Rows that belong to one function, with its name
+
+    Rows between functions have no name.
+    """
+    name = ""
+    found: list[Row] = []
+    for row in rows:
+        inside = bool(name) and not row.name and all(n in source.span(name) for n in row.lines)
+        if not inside or row.prose.startswith("*"):
+            if found:
+                yield name, found
+            name = row.name
+            found = []
+        found.append(row)
+    if found:
+        yield name, found
+
+
+def folded(source: Source, name: str, html: str) -> str:
+    """
+    ## A function that only checks, folded
+
+    A reader of the main line can pass over it.
+    """
+    title = source.sections[name].heading or name
+    lines = source.span(name)
+    return (f'<details class="folded"><summary>{escape(title)} <small>{escape(name)}, lines '
+            f"{lines.start} to {lines.stop - 1}</small></summary>{html}</details>")
 
 
 def beside(row: Row, prose: str, code: str) -> str:

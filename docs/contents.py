@@ -5,10 +5,10 @@ One list says which pages there are and in which order they are read. The sideba
 foot of each page, the index, and the tables in the README and in `zero3/__init__.py` all come from
 it.
 
-The *path* has nine chapters. Each has a first page, which is read in order, and pages for readers
-who want more: the other files of the same folder, and a notebook. Further chapters follow. The
-appendix has everything that is looked up and not read: reference, exercises, tests, and the source
-of the book itself.
+The *path* has nine chapters, each of a few pages that are read in order. Most chapters also have
+pages for readers who want more: the other files of the same folder, and a notebook. Further
+chapters follow. The appendix has everything that is looked up and not read: reference, exercises,
+tests, and the source of the book itself.
 
 | kind | for example | in the tables as |
 |---|---|---|
@@ -57,24 +57,32 @@ class Item:
 @dataclass(frozen=True)
 class Chapter:
     """
-    ## A chapter: a page to read first, and more pages
+    ## A chapter: pages to read in order, and more pages
 
     * `name` is the short title in the sidebar, and `about` a phrase on the index
+    * `items` are its pages, and the first `core` of them are on the path
     """
 
     name: str
     about: str
-    first: Item
-    more: tuple[Item, ...] = ()
+    items: tuple[Item, ...]
+    core: int = 1
 
     @property
-    def items(self) -> tuple[Item, ...]:
-        return (self.first, *self.more)
+    def first(self) -> Item:
+        return self.items[0]
+
+    @property
+    def path(self) -> tuple[Item, ...]:
+        return self.items[: self.core]
+
+    @property
+    def more(self) -> tuple[Item, ...]:
+        return self.items[self.core :]
 
 
-def chapter(name: str, about: str, *items: tuple[str, str]) -> Chapter:
-    first, *more = (Item(*item) for item in items)
-    return Chapter(name, about, first, tuple(more))
+def chapter(name: str, about: str, *items: tuple[str, str], core: int = 1) -> Chapter:
+    return Chapter(name, about, tuple(Item(*item) for item in items), core)
 
 
 PATH = (
@@ -106,7 +114,8 @@ PATH = (
         ("zero3/watch.py", "when the backward pass of a layer begins and ends"),
         ("zero3/schedule.py", "which layer is gathered next, and which stays full"),
         ("zero3/sharded.py",
-         "what a sharded layer offers its users: full parameters, clipping, errors")),
+         "what a sharded layer offers its users: full parameters, clipping, errors"),
+        core=4),
     chapter(
         "Communication",
         "collectives, streams, and the same order on all ranks",
@@ -126,9 +135,10 @@ PATH = (
         "masters, loss scales, norms, and states in any tier",
         ("zero3/optimizer/stage3.py",
          "`Zero3Optimizer`: loss scale, clipping, micro-batches, the step"),
-        ("zero3/optimizer/states.py", "masters, moments and gradients of a shard, in any tier"),
         ("zero3/optimizer/buckets.py", "small layers share a reduce-scatter"),
-        ("notebooks/06_optimizer.ipynb", "Why masters, loss scales and norms?")),
+        ("zero3/optimizer/states.py", "masters, moments and gradients of a shard, in any tier"),
+        ("notebooks/06_optimizer.ipynb", "Why masters, loss scales and norms?"),
+        core=2),
     chapter(
         "Whole models",
         "models that are no chain, and larger than memory",
@@ -138,21 +148,24 @@ PATH = (
         ("zero3/whole_model/materialise.py",
          "models larger than memory: built and read layer by layer"),
         ("zero3/whole_model/__main__.py", "its command line"),
-        ("notebooks/07_whole_models.ipynb", "How is a model prefetched that is no chain?")),
+        ("notebooks/07_whole_models.ipynb", "How is a model prefetched that is no chain?"),
+        core=2),
     chapter(
         "Checkpoints",
         "save on two ranks, load on three",
         ("zero3/checkpoint/save_load.py",
          "`save` and `load`: on any number of ranks, beside training"),
+        ("zero3/checkpoint/reader.py", "a checkpoint on disk, complete or absent"),
+        ("docs/questions.md", "what you can explain now"),
         ("zero3/checkpoint/entries.py",
          "the contents of a checkpoint: model, optimizer, random states"),
-        ("zero3/checkpoint/reader.py", "a checkpoint on disk, complete or absent"),
         ("zero3/checkpoint/tensor_files.py",
          "files of tensors: streamed writes, reads of ranges, checksums"),
         ("zero3/checkpoint/formats.py", "formats of other libraries"),
         ("zero3/checkpoint/convert.py", "converting between them"),
         ("zero3/checkpoint/__main__.py", "its command line"),
-        ("notebooks/08_checkpoints.ipynb", "How does a run resume on other ranks?")),
+        ("notebooks/08_checkpoints.ipynb", "How does a run resume on other ranks?"),
+        core=3),
 )
 
 FURTHER = (
@@ -228,8 +241,8 @@ def appendix() -> tuple[Chapter, ...]:
     tools = (*found("docs/**/*.py"), *found("notebooks/*.py"))
     own = [item for item in tools if not re.search(r"notebooks/\d", item.path)]
     return (REFERENCE, PRACTICE,
-            Chapter("Tests", "each claim, as a program", tests[0], tests[1:]),
-            Chapter("How the book is made", "the source of these pages", own[0], tuple(own[1:])))
+            Chapter("Tests", "each claim, as a program", tests),
+            Chapter("How the book is made", "the source of these pages", tuple(own)))
 
 
 def sources() -> list[str]:

@@ -67,7 +67,7 @@ PLACED: tuple[tuple[str, str, str, str], ...] = (
     ("optimizer/buckets.py", "", "The bytes on the wire", "figure.bucket"),
     ("optimizer/stage3.py", "Zero3Optimizer.step", "", "example.optimizer"),
     ("offload.py", "", "copy, then all-gather", "example.offload"),
-    ("offload.py", "", "So between two", "figure.files"),
+    ("offload.py", "", "which bandwidth is enough", "figure.files"),
     ("checkpoint/save_load.py", "", "on four ranks", "example.checkpoint"),
     ("optimizer/states.py", "", "<strong>States in files.", "figure.files"),
     ("checkpoint/save_load.py", "", "<strong>On another number of ranks", "figure.reshard"),
@@ -211,10 +211,10 @@ class Figures:
         ### The mutations of these lines, to be shown beside them
         """
         return "".join(
-            f'<details class="mutation"><summary>without line '
-            f'{first if first == last else f"{first} to {last}"}</summary>'
-            f'<pre>{escape(m.symptom)}</pre><a href="mutations.html#{slug(m.title)}">{m.title}</a>'
-            "</details>"
+            f'<details class="mutation"><summary>If line '
+            f'{first if first == last else f"{first} to {last}"} were wrong</summary>'
+            f'<p><a href="mutations.html#{slug(m.title)}">{m.title}</a>: a small program then '
+            f"prints</p><pre>{escape(m.symptom)}</pre></details>"
             for (name, last), (m, first) in self.mutations.items()
             if name == file and last in lines)
 

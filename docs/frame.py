@@ -9,11 +9,11 @@ A reader of page 2 of chapter 4 sees
 | where | text |
 |---|---|
 | sidebar | the nine chapters; the pages of chapter 4 below its name |
-| above the text | In chapter 4 of 9, *The heart*: page 2 of 5 · 6 minutes |
+| above the text | Chapter 4 of 9, *The heart*: page 2 of 4 · 11 min · then 150 min |
 | at the foot | ← the first page of the chapter; its third page → |
 
-The path leads from first page to first page. Someone who turns off to a second page is led through
-the rest of that chapter, and from there on to the next one.
+The path leads through the pages that all readers need, chapter after chapter. Someone who turns off
+to a page for more is led through the rest of that chapter, and from there on to the next one.
 
 **Run this**: `make docs`.
 
@@ -89,26 +89,36 @@ class Frame:
         if page not in self.places:
             return ""
         chapter, i = self.places[page]
-        parts = [f"{self.minutes[page]} min"]
+        parts = self.pages_and_minutes(chapter, i, page)
         if chapter in contents.PATH:
-            number = contents.PATH.index(chapter) + 1
-            where = f"Chapter {number} of {len(contents.PATH)}"
-            left = sum(self.minutes[page_of(each.first.path)] for each in contents.PATH[number:])
-            if not i and left:
-                parts.append(f"then {left} min to the end of the path")
-            if i:
-                where = f"In chapter {number} of {len(contents.PATH)}"
+            where = f"Chapter {contents.PATH.index(chapter) + 1} of {len(contents.PATH)}"
+            if i >= chapter.core:
+                where = f"More in chapter {contents.PATH.index(chapter) + 1}"
         elif chapter in contents.FURTHER:
             where = "Further chapter"
         else:
             where = "Appendix"
-            parts = []
-        if i or chapter not in contents.PATH:
-            parts.insert(0, f"page {i + 1} of {len(chapter.items)}")
-        first = page_of(chapter.first.path)
+            parts = parts[:1]
         name = escape(chapter.name)
-        linked = f'<a href="{first}">{name}</a>' if i else name
+        linked = f'<a href="{page_of(chapter.first.path)}">{name}</a>' if i else name
         return f'<p class="place"><b>{where}: {linked}</b> · {" · ".join(parts)}</p>'
+
+    def pages_and_minutes(self, chapter: Chapter, i: int, page: str) -> list[str]:
+        """
+        ### The number of a page, its minutes, and those that are left on the path
+        """
+        parts = []
+        on_path = chapter in contents.PATH and i < chapter.core
+        if on_path and chapter.core > 1:
+            parts.append(f"page {i + 1} of {chapter.core}")
+        elif chapter not in contents.PATH:
+            parts.append(f"page {i + 1} of {len(chapter.items)}")
+        parts.append(f"{self.minutes[page]} min")
+        if on_path:
+            order = [page_of(item.path) for each in contents.PATH for item in each.path]
+            left = sum(self.minutes[each] for each in order[order.index(page) + 1 :])
+            parts += [f"then {left} min to the end of the path"] * bool(left)
+        return parts
 
     def sidebar(self, page: str) -> str:
         """
@@ -129,7 +139,7 @@ class Frame:
         current = ' aria-current="page"' * (first == page)
         inside = ""
         if chapter is here and len(chapter.items) > 1:
-            inside = "".join(self._line(item, page) for item in chapter.more)
+            inside = "".join(self._line(item, page) for item in chapter.items[1:])
             inside = f"<ul>{inside}</ul>"
         name = escape(chapter.name)
         state = ' class="here"' * (chapter is here)
@@ -159,9 +169,10 @@ class Frame:
         items = []
         for chapter in contents.PATH:
             page = page_of(chapter.first.path)
+            minutes = sum(self.minutes[page_of(item.path)] for item in chapter.path)
             items.append(f'<li><a href="{page}">{escape(chapter.name)}</a> '
                          f"<span>{escape(chapter.about)}</span> "
-                         f"<small>{self.minutes[page]} min</small></li>")
+                         f"<small>{minutes} min</small></li>")
         return f'<ol class="path-list">{"".join(items)}</ol>'
 
     # ----------------------------------------------------------------------------- the neighbours
@@ -170,33 +181,37 @@ class Frame:
         """
         ### The pages before and after, or an empty text at either end
         """
-        firsts = [page_of(chapter.first.path) for chapter in self.chapters]
         if page not in self.places:
-            return "", firsts[0]
+            return "", page_of(self.chapters[0].first.path)
+        main = ["index.html", *(page_of(item.path) for each in self.chapters
+                                for item in self.main_pages(each))]
         chapter, i = self.places[page]
-        number = self.chapters.index(chapter)
+        if page in main:
+            at = main.index(page)
+            return main[at - 1], ([*main, ""])[at + 1]
         pages = [page_of(item.path) for item in chapter.items]
-        following = firsts[number + 1] if number + 1 < len(firsts) else ""
-        if not i and chapter in contents.PATH:
-            return (firsts[number - 1] if number else "index.html"), following
-        if i:
-            return pages[i - 1], (pages[i + 1] if i + 1 < len(pages) else following)
-        last = [page_of(item.path) for item in self.chapters[number - 1].items][-1]
-        before = firsts[number - 1] if self.chapters[number - 1] in contents.PATH else last
-        return before, (pages[1] if len(pages) > 1 else following)
+        last = main.index(pages[chapter.core - 1])
+        after = pages[i + 1] if i + 1 < len(pages) else ([*main, ""])[last + 1]
+        return pages[i - 1], after
+
+    def main_pages(self, chapter: Chapter) -> tuple[Item, ...]:
+        """
+        ### The pages that the footers lead through: off the path, all of a chapter
+        """
+        return chapter.path if chapter in contents.PATH else chapter.items
 
     def more(self, page: str) -> str:
         """
-        ### At the foot of a chapter's first page: its other pages
+        ### At the foot of the last page of a chapter that all readers need: the other pages
         """
         chapter, i = self.places.get(page, (None, 0))
-        if chapter not in contents.PATH or i or not chapter.more:
+        if chapter not in contents.PATH or i != chapter.core - 1 or not chapter.more:
             return ""
         items = "".join(
             f'<li><a href="{page_of(item.path)}">{escape(self.short(item))}</a> '
             f"<small>{self.minutes[page_of(item.path)]} min</small></li>" for item in chapter.more)
-        return f'<nav class="more" aria-label="More in this chapter"><p>More in this chapter</p>' \
-               f"<ul>{items}</ul></nav>"
+        return ('<nav class="more" aria-label="More in this chapter"><p>More in this chapter</p>'
+                f"<ul>{items}</ul></nav>")
 
     def link(self, page: str, name: str) -> str:
         """
@@ -219,10 +234,12 @@ def minutes(html: str) -> int:
 
     Folded parts, pictures and the output of notebooks are left out.
     """
+    while "<details" in html:
+        html = re.sub(r"<details\b((?!<details\b).)*?</details>", " ", html, flags=re.DOTALL)
     lines = html.count('<span class="line"')
     cells = re.findall(r'<pre class="cell">.*?</pre>', html, re.DOTALL)
     lines += sum(cell.count("\n") for cell in cells)
-    for tag in ("details", "pre", "svg", "math"):
+    for tag in ("pre", "svg", "math"):
         html = re.sub(rf"<{tag}\b.*?</{tag}>", " ", html, flags=re.DOTALL)
     words = unescape(re.sub(r"<[^>]*>", " ", html)).split()
     return contents.minutes(len(words), lines)

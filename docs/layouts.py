@@ -485,7 +485,8 @@ def files(recorded: Json) -> str:
                   "In forward a shard is read two layers ahead. In the step the states of a shard "
                   "are read into a buffer, stepped there, and written from it. The first reads and "
                   "the gradients are part of backward, and the next forward pass waits for the "
-                  "last writes. The order of events on rank 0, without times. "
+                  "last writes. This run has three buffers; five are the default. The order of "
+                  "events on rank 0, without times. "
                   + origin(recorded, OLD_RANKS))
 
 

@@ -20,14 +20,14 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | 6 | `files/memory.py` | pinned CPU memory, and how much memory is left |
 | 6 | `files/bench.py` | the speed of a disk |
 | 7 | `optimizer/stage3.py` | `Zero3Optimizer`: loss scale, clipping, micro-batches, the step |
-| 7 | `optimizer/states.py` | masters, moments and gradients of a shard, in any tier |
 | 7 | `optimizer/buckets.py` | small layers share a reduce-scatter |
+| 7 | `optimizer/states.py` | masters, moments and gradients of a shard, in any tier |
 | 8 | `whole_model/wrap.py` | `wrap`: shard a whole model without changing it |
 | 8 | `whole_model/units.py` | layers of a whole model, prefetched in an order that was recorded |
 | 8 | `whole_model/materialise.py` | models larger than memory: built and read layer by layer |
 | 9 | `checkpoint/save_load.py` | `save` and `load`: on any number of ranks, beside training |
-| 9 | `checkpoint/entries.py` | the contents of a checkpoint: model, optimizer, random states |
 | 9 | `checkpoint/reader.py` | a checkpoint on disk, complete or absent |
+| 9 | `checkpoint/entries.py` | the contents of a checkpoint: model, optimizer, random states |
 | 9 | `checkpoint/tensor_files.py` | files of tensors: streamed writes, reads of ranges, checksums |
 | 9 | `checkpoint/formats.py` | formats of other libraries |
 | 9 | `checkpoint/convert.py` | converting between them |

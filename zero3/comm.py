@@ -13,17 +13,18 @@ means:
 |---|---|---|---|---|---|
 | gather | all-gather | 1 2 | 3 0 | 1 2 3 0 | 1 2 3 0 |
 | reduce | reduce-scatter | 1 2 3 0 | 2 0 1 0 | 3 2 | 4 0 |
-| norm | all-gather | 3.61 | 4 | 3.61 4 | 3.61 4 |
+| squared norm | all-gather | 13 | 16 | 13 16 | 13 16 |
 
-The norm of the whole gradient is then $\sqrt{3.61^2 + 4^2} = 5.39$ on both ranks.
+The norm of the whole gradient is then $\sqrt{13 + 16} = 5.39$ on both ranks.
 
 The first two collectives start early and are waited for late, so that they overlap computation. A
 gather starts when layer $\ell - 1$ begins to compute. A reduce is waited for when the layer below
 has its gradients. A norm is waited for at once.
 
-**Collectives and messages.** On an accelerator these are NCCL's collectives. On the CPU a rank
-sends one message to each other rank, and receives one from each, because gloo's own reduce-scatter
-sends twice as much. `by_messages` tells the two apart.
+**Collectives and messages.** torch leaves communication to a library: NCCL on GPUs, and gloo on
+CPUs. On an accelerator these are NCCL's collectives. On the CPU a rank sends one message to each
+other rank, and receives one from each, because gloo's own reduce-scatter sends twice as much.
+`by_messages` tells the two apart.
 
 Each rank sends $N-1$ times the bytes of a shard:
 

@@ -49,13 +49,15 @@ Optimizations Toward Training Trillion Parameter Models](https://arxiv.org/abs/1
 | $K$ | optimizer bytes per parameter, in the chapters on the optimizer |
 
 **How to read this.** Read `Zero3Layer` from top to bottom: shard, unshard, reshard, forward,
-backward, reduce. Method names follow [labml.ai's annotated
-implementation](https://nn.labml.ai/scaling/zero3/index.html), and the heading of each method gives
-the standard term. The files beside this one have the parts that it uses: `flat.py` has the buffer
-that the parameters are views of, `comm.py` the collectives, and `watch.py` the hooks that tell when
-a layer's backward begins and ends. `schedule.py` says which layer comes next, and `offload.py`
-where a shard rests. `sharded.py` has the checks, and whatever users call outside the training step.
-The folders are later chapters. Each can replace one of five parts of a layer, its *seams*:
+backward, reduce. In most methods a call of `_settle_at_end_of_backward` asks autograd to call the
+layer once more when the pass ends; the last section says why. Method names follow [labml.ai's
+annotated implementation](https://nn.labml.ai/scaling/zero3/index.html), and the heading of each
+method gives the standard term. The files beside this one have the parts that it uses: `flat.py` has
+the buffer that the parameters are views of, `comm.py` the collectives, and `watch.py` the hooks
+that tell when a layer's backward begins and ends. `schedule.py` says which layer comes next, and
+`offload.py` where a shard rests. `sharded.py` has the checks, and whatever users call outside the
+training step. The folders are later chapters. Each can replace one of five parts of a layer, its
+*seams*:
 
 | seam | here | a later chapter hands in |
 |---|---|---|
@@ -216,7 +218,8 @@ class Zero3Layer(Sharded):
         flat.free()
         self.flats.append(flat)
         self.chunk.append(flat.shard)
-        # Add the hooks first: `look_at` closes the parameters, and then a hook counts as a use.
+        # Add the hooks before `look_at` closes the parameters. A closed parameter reports every use,
+        # and adding a hook would be one.
         self._follow_requires_grad()
         flat.look_at(None)
 
@@ -226,8 +229,8 @@ class Zero3Layer(Sharded):
 
         Returns $N \lceil P_\ell/N \rceil$ elements. On an accelerator each parameter and each shard
         also begins at a multiple of 16 bytes, because matrix products, copies and NCCL are slow
-        otherwise. There, in fp32, the three weights of the example are padded to four, and each
-        shard to four, so that two ranks hold eight elements. The tests count these bytes exactly.
+        otherwise. There, in fp32, the weight 1 2 of the example is padded to four elements, and so
+        is the bias 3, and each of two ranks holds four. The tests count these bytes exactly.
 
         The padding is zero and stays zero. Its gradient is zero, so an elementwise optimizer does
         not move it, and it adds nothing to a norm. Uninitialised memory could hold a NaN instead. A
@@ -454,7 +457,8 @@ class Zero3Layer(Sharded):
         self.refuse_sparse(grad, slot.names[0])
         self._settle_at_end_of_backward()
         if flat.grad is None:
-            # (world_size * shard_numel,), device, of the data type that the optimizer asks for
+            # (world_size * shard_numel,), device, of the data type that the optimizer asks for.
+            # `begin_grad` sets the padding to zero.
             full_grad = self._empty(len(flat.full), flat.shard.grad_dtype)
             flat.begin_grad(full_grad)
             self.listener.record(self, "gradients", full_grad.nbytes)

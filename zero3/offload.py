@@ -19,8 +19,9 @@ it computes; or files on an NVMe disk.
 | free | 1 2 | | |
 | the optimizer reads, steps and writes | 0.7 1.8 | 0.7 1.8 | |
 
-All files of a rank share a few buffers, which are made while the model is built. So between two
-steps a model in files takes only the memory of these buffers. If each layer has one flat parameter:
+All files of a rank share a few buffers, which are made while the model is built: two for shards,
+and by default five for optimizer states. So between two steps a model in files takes only the
+memory of these buffers. If each layer has one flat parameter:
 
 $$\text{buffers} = 2 \cdot \text{largest shard} \; + \; 5 \cdot \text{largest states of a shard}$$
 
@@ -202,7 +203,9 @@ class Offload:
         #### Look whether there is memory for a training step of this layer
 
         In backward this layer's parameters, the parameters of the layer below and this layer's
-        gradient are in memory together, and with messages a receive buffer.
+        gradient are in memory together, and with messages a receive buffer. That is a lower bound:
+        the layer above may still have its gradient. So the check finds a model that cannot fit, and
+        one that passes may still be too large.
         """
         full_buffers = 4 if owner.comm.by_messages else 3
         nbytes = full_buffers * owner.comm.world_size * shard.nbytes

@@ -1,3 +1,7 @@
+"""
+# The command line of checkpoints: inspect, verify, convert
+"""
+
 import sys
 
 from zero3.checkpoint.convert import main

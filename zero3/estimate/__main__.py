@@ -1,3 +1,7 @@
+"""
+# The command line of the estimate
+"""
+
 from zero3.estimate.formulas import main
 
 main()

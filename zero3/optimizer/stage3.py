@@ -69,11 +69,11 @@ gradient. On shards they would compute something else. Those of torch are refuse
 counts its steps in the param group counts one step for each shard, because each shard is stepped by
 itself.
 
-If a squared norm exceeds the range of fp32, it counts as an overflow; that takes scaled gradients
-around $10^{19}$. If one rank has no gradient for a layer that waits in a bucket, that rank
-contributes zeros. If the layer does not wait in a bucket, the ranks raise an error. If the model is
-one of several inside a module, the module's `zero_grad()` does not see the full gradients that
-`no_sync` holds back.
+If the squares of a shard's gradient exceed the range of fp32 when they are added up, the norm
+counts as an overflow; that takes scaled gradients around $10^{19}$. If one rank has no gradient for
+a layer that waits in a bucket, that rank contributes zeros. If the layer does not wait in a bucket,
+the ranks raise an error. If the model is one of several inside a module, the module's `zero_grad()`
+does not see the full gradients that `no_sync` holds back.
 
 A parameter that was used in other steps than its neighbours becomes a piece of its own, as it is a
 tensor of its own in plain PyTorch. That costs one more counter of steps and a little time in each
@@ -629,8 +629,9 @@ class Zero3Optimizer(torch.optim.Optimizer):
 
         Each element is in exactly one shard, and padding is zero. So the sum of these numbers is
         the squared norm of the whole model. There is one number for each shard, so that an error
-        can name the layer with the infinite gradient. A negative sign says that this rank had no
-        gradient for some of the shard's parameters.
+        can name the layer with the infinite gradient. A square is never negative, so its sign is
+        free to carry one more fact: it is negative if this rank had no gradient for some of the
+        shard's parameters.
 
         All-gather: all ranks call it, and send 8 bytes for each shard to each other rank. Returns
         `(world_size, shards)` fp64, the same bits on all ranks.

@@ -1,3 +1,7 @@
+"""
+# The command line of the main job
+"""
+
 import os
 import sys
 
