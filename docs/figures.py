@@ -67,7 +67,7 @@ PLACED: tuple[tuple[str, str, str, str], ...] = (
     ("optimizer/buckets.py", "", "The bytes on the wire", "figure.bucket"),
     ("optimizer/stage3.py", "Zero3Optimizer.step", "", "example.optimizer"),
     ("offload.py", "", "copy, then all-gather", "example.offload"),
-    ("offload.py", "", "which bandwidth is enough", "figure.files"),
+    ("offload.py", "", "and which tier a model needs", "figure.files"),
     ("checkpoint/save_load.py", "", "on four ranks", "example.checkpoint"),
     ("optimizer/states.py", "", "<strong>States in files.", "figure.files"),
     ("checkpoint/save_load.py", "", "<strong>On another number of ranks", "figure.reshard"),

@@ -218,8 +218,8 @@ class Zero3Layer(Sharded):
         flat.free()
         self.flats.append(flat)
         self.chunk.append(flat.shard)
-        # Add the hooks before `look_at` closes the parameters. A closed parameter reports every use,
-        # and adding a hook would be one.
+        # Add the hooks before `look_at` closes the parameters. A closed parameter reports every
+        # use, and adding a hook would be one.
         self._follow_requires_grad()
         flat.look_at(None)
 
