@@ -104,54 +104,59 @@ def linked(html, rel):
     return found[1] if found else ""
 
 
-def test_the_path_leads_from_first_page_to_first_page(site):
+def test_the_path_leads_through_the_nine_chapters(site):
     """
-    From the index through the nine chapters to the further ones and the appendix, and back. Breaks
-    where a footer leads into the pages for those who want more.
+    From the index through the pages that all readers need to the further chapters and the appendix,
+    and back. Breaks where a footer leads into the pages for those who want more.
     """
-    firsts = [build.page_of(each.first.path) for each in contents.PATH]
+    order = [build.page_of(item.path) for each in contents.PATH for item in each.path]
     page, seen = "index.html", []
     while page not in seen:
         seen.append(page)
         after = linked((site / page).read_text(), "after")
-        if page in firsts:
+        if page in order:
             assert linked((site / page).read_text(), "before") == seen[-2]
         page = after or page
-    assert seen[1:10] == firsts
-    assert firsts[3:5] == ["layer.html", "comm.html"]
+    assert seen[1 : len(order) + 1] == order
+    assert order[3:8] == ["layer.html", "flat.html", "watch.html", "schedule.html", "comm.html"]
     assert {build.page_of(path) for path in contents.sources()} - set(seen) == {
         build.page_of(item.path) for each in contents.PATH for item in each.more
         if item.path.endswith(".py")}
 
 
-def test_a_second_page_leads_through_its_chapter_and_on_to_the_next(site):
-    """The heart's four other files, then communication. Breaks where it leads in a circle."""
-    page = "flat.html"
+def test_a_page_for_more_leads_through_its_chapter_and_on_to_the_next(site):
+    """The other files of offload, its notebook, then the optimizer. Breaks in a circle."""
+    page = "files-in_file.html"
     seen = []
-    while page != "comm.html":
+    while page != "optimizer-stage3.html":
         seen.append(page)
         page = linked((site / page).read_text(), "after")
-    assert seen == ["flat.html", "watch.html", "schedule.html", "sharded.html"]
-    assert linked((site / "flat.html").read_text(), "before") == "layer.html"
+    assert seen == ["files-in_file.html", "files-disk.html", "files-memory.html",
+                    "files-bench.html", "05_offload.html"]
+    assert linked((site / "files-in_file.html").read_text(), "before") == "offload.html"
 
 
 def test_each_page_shows_its_place(site):
     """
-    The chapter's number, and minutes that add up: what is left after a chapter is the next one and
+    The chapter's number, and minutes that add up: what is left after a page is the next one and
     what is left after that. In the sidebar this page, and no other, is the current one.
     """
     minutes, left = [], []
     for i, chapter in enumerate(contents.PATH, 1):
-        html = (site / build.page_of(chapter.first.path)).read_text()
-        place = re.sub("<[^>]*>", "", re.search('<p class="place">(.*?)</p>', html)[1])
-        assert place.startswith(f"Chapter {i} of 9: {chapter.name} · ")
-        minutes.append(int(re.search(r"· (\d+) min", place)[1]))
-        left.append(int((re.search(r"then (\d+) min", place) or "00")[1]))
-        side = html[html.index('<nav class="side"') : html.index("<main")]
-        assert side.count('aria-current="page"') == 1
-    assert all(left[i] == minutes[i + 1] + left[i + 1] for i in range(8)) and left[8] == 0
+        for item in chapter.path:
+            html = (site / build.page_of(item.path)).read_text()
+            place = re.sub("<[^>]*>", "", re.search('<p class="place">(.*?)</p>', html)[1])
+            assert place.startswith(f"Chapter {i} of 9: {chapter.name} · ")
+            minutes.append(int(re.search(r"· (\d+) min", place)[1]))
+            left.append(int((re.search(r"then (\d+) min", place) or "00")[1]))
+            side = html[html.index('<nav class="side"') : html.index("<main")]
+            assert side.count('aria-current="page"') == 1
+    assert all(left[i] == minutes[i + 1] + left[i + 1] for i in range(len(left) - 1))
+    assert left[-1] == 0
     place = re.search('<p class="place">(.*?)</p>', (site / "watch.html").read_text())[1]
-    assert "In chapter 4 of 9" in place and "page 3 of 5" in place
+    assert "page 3 of 4" in place
+    place = re.search('<p class="place">(.*?)</p>', (site / "sharded.html").read_text())[1]
+    assert "More in chapter 4" in place and "then" not in place
 
 
 def test_the_tables_come_from_the_list(monkeypatch):
@@ -161,7 +166,8 @@ def test_the_tables_come_from_the_list(monkeypatch):
     for path in contents.TABLES:
         assert (build.ROOT / path).read_text() == contents.with_tables(path)
     first, *more = contents.PATH
-    other = dataclasses.replace(first, first=contents.Item("zero3/layer.py", "something else"))
+    item = contents.Item("zero3/layer.py", "something else")
+    other = dataclasses.replace(first, items=(item, *first.items))
     monkeypatch.setattr(contents, "PATH", (other, *more))
     assert "| 1 | [`layer.py`](zero3/layer.py) | something else |" in contents.with_tables(
         "README.md")
@@ -173,7 +179,8 @@ def test_the_tables_come_from_the_list(monkeypatch):
 def test_a_page_outside_of_path_and_appendix_ends_the_build(measured, monkeypatch):
     """And so does a table that is not that of the list."""
     *others, last = contents.PATH
-    monkeypatch.setattr(contents, "PATH", (*others, dataclasses.replace(last, more=())))
+    shorter = dataclasses.replace(last, items=last.items[:1], core=1)
+    monkeypatch.setattr(contents, "PATH", (*others, shorter))
     site = build.Site(measured)
     site.problems.clear()
     site.check({})
@@ -406,7 +413,7 @@ def test_links_lead_through_the_book(site, browser):
     assert find(browser, ":target").is_displayed()
     browser.execute_script("scrollTo(0, document.documentElement.scrollHeight)")
     find(browser, "a[rel=before]").click()
-    assert browser.current_url.endswith("layer.html")
+    assert browser.current_url.endswith("schedule.html")
     where = browser.current_url
     summary = find(browser, "details.tests summary")
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", summary)
@@ -508,6 +515,29 @@ def test_the_path_can_be_read_without_scripts_and_on_paper(site, browser):
         assert (cut, shown) == (0, [])
     finally:
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+
+
+def test_checks_are_folded_and_a_link_into_them_opens_them(site, browser):
+    """
+    A function that only checks, and a long list of what a chapter does not cover. Breaks where a
+    link from a test leads to a heading that nobody sees.
+    """
+    look(browser, WIDE)
+    browser.get((site / "index.html").as_uri())
+    browser.get((site / "comm.html").as_uri())
+    closed = browser.execute_script("""
+        const parts = [...document.querySelectorAll('.folded')];
+        return parts.filter((it) => !it.open).map((it) => it.querySelector('h3, h4').id);
+    """)
+    assert len(closed) >= 5
+    browser.get((site / "comm.html").as_uri() + f"#{closed[0]}")
+    browser.refresh()
+    assert find(browser, ":target").is_displayed()
+    browser.execute_script(f"location.hash = '{closed[1]}'")
+    time.sleep(0.2)
+    assert find(browser, ":target").is_displayed()
+    browser.get((site / "layer.html").as_uri())
+    assert find(browser, ".limits").get_attribute("open") is None
 
 
 def test_the_search_finds_headings_tests_and_names(site, browser):
