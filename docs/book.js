@@ -53,6 +53,9 @@ function unfold() {
 addEventListener("hashchange", unfold);
 document.addEventListener("DOMContentLoaded", () => {
   unfold();
+  // In a long sidebar the current page may be far below.
+  const here = document.querySelector(".side [aria-current]"), side = here && here.closest(".side");
+  if (side) side.scrollTop = here.offsetTop - side.clientHeight / 2;
   const field = document.getElementById("book-search"), menus = [...document.querySelectorAll(".menu")];
   document.getElementById("book-theme").addEventListener("click", () => {
     const dark = root.dataset.theme

@@ -185,8 +185,8 @@ class Site:
         """
         env: dict[str, Any] = {"at": at}
         page = self.files[origin]
-        # Only the pages in `docs/` contain HTML.
-        self.markdown.options["html"] = origin.startswith("docs/") and at is None
+        # Pages in `docs/` contain HTML, and so do notebooks, whose answers are folded.
+        self.markdown.options["html"] = not origin.startswith(("zero3/", "tests/")) and at is None
         tokens = self.markdown.parse(text, env)
         for i, token in enumerate(tokens):
             if token.type == "heading_open":
@@ -272,8 +272,8 @@ class Site:
         """
         if not proofs:
             return ""
-        items = "".join(f'<li><a href="{test.page}#{row.anchor}">{row.name}</a></li>'
-                        for test, row in proofs)
+        items = "".join(f'<li><a href="{test.page}#{row.anchor}">'
+                        f"{row.name.replace('_', '_<wbr>')}</a></li>" for test, row in proofs)
         count = f"{len(proofs)} test{'s' * (len(proofs) > 1)}"
         return f'<details class="tests"><summary>{count}</summary><ul>{items}</ul></details>'
 
@@ -395,6 +395,8 @@ def meant(table: str) -> str:
         kind = kind_of(cells[0]) if cells else ""
         for i, (cell, above) in enumerate(zip(cells, heads, strict=False)):
             own = kind_of(above) or (INPUTS.get(kind, kind) if " has<" in above else kind)
+            if "rank" in above:
+                cell = re.sub(r">([\d.]+)<", r'><span class="num">\1</span><', cell)
             cells[i] = cell.replace('class="num"', f'class="num {own}"')
         return f"<tr>{''.join(cells)}</tr>" if cells else found[0]
 

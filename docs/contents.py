@@ -26,6 +26,7 @@ counted. So a page with many of them takes longer than it says.
 """
 
 import argparse
+import dataclasses
 import re
 import sys
 from collections.abc import Iterator
@@ -238,9 +239,11 @@ def appendix() -> tuple[Chapter, ...]:
     ## The chapters of the appendix
     """
     tests = found("tests/*.py")
-    tools = (*found("docs/**/*.py"), *found("notebooks/*.py"))
+    tools = (*found("docs/*.py"), *found("notebooks/*.py"))
     own = [item for item in tools if not re.search(r"notebooks/\d", item.path)]
-    return (REFERENCE, PRACTICE,
+    exercises = found("docs/exercises/*.py")
+    practice = dataclasses.replace(PRACTICE, items=(*PRACTICE.items, *exercises))
+    return (REFERENCE, practice,
             Chapter("Tests", "each claim, as a program", tests),
             Chapter("How the book is made", "the source of these pages", tuple(own)))
 

@@ -211,8 +211,8 @@ class Figures:
         ### The mutations of these lines, to be shown beside them
         """
         return "".join(
-            f'<details class="mutation"><summary>If line '
-            f'{first if first == last else f"{first} to {last}"} were wrong</summary>'
+            f'<details class="mutation"><summary>If line'
+            f'{f" {first}" if first == last else f"s {first} to {last}"} were wrong</summary>'
             f'<p><a href="mutations.html#{slug(m.title)}">{m.title}</a>: a small program then '
             f"prints</p><pre>{escape(m.symptom)}</pre></details>"
             for (name, last), (m, first) in self.mutations.items()

@@ -154,7 +154,7 @@ class Bucket(Reducer):
         """
         #### Put gradients side by side, row by row: a gradient and a receive buffer
 
-        In the example above the packed gradient has the rows `a b e` and `c d f`. So one
+        In the example above the packed gradient has the rows 1 2 5 and 3 0 6. So one
         reduce-scatter brings each rank its shares of both layers.
         """
         # The memory of the first one's buffer becomes the receive buffer of all.
