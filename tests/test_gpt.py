@@ -1,5 +1,5 @@
 """
-The toy model and its data: what the main job and every byte count are built on.
+# The toy model and its data, on which the main job and every byte count are built
 """
 
 import pytest

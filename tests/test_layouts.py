@@ -1,5 +1,5 @@
 """
-The figures of what moves where: what is drawn is what ranks did, in the order in which they did it.
+# The figures of files, checkpoints and traces show what ranks did, in that order
 """
 
 import re

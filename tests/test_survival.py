@@ -1,5 +1,5 @@
 """
-Runs that are killed, by the system's own means, and started again.
+# Runs that are killed, by the system's own means, and started again
 
 Against a run that nobody disturbs, bit for bit. The workers are in `survivor.py`.
 """

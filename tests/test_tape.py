@@ -1,5 +1,5 @@
 """
-The tape that the site shows: what is drawn is what a rank held, and the lines are those that ran.
+# The tape shows what a rank held, beside the lines that ran
 """
 
 import ast

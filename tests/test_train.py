@@ -1,5 +1,5 @@
 """
-The main job, as a reader starts it: under torchrun, on two ranks.
+# The main job, as a reader starts it: under torchrun, on two ranks
 
 Where torchrun itself is not the point, ranks that live on from test to test run the same `main`.
 """

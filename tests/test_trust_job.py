@@ -1,6 +1,5 @@
 """
-The main job when something goes wrong around it: restarts, stopped and killed processes, other
-options on another machine, errors on one rank.
+# The main job when something goes wrong around it: restarts, killed processes, errors
 
 Most ranks here are forked, as those of `launch.run`, and call `job.main` with the environment
 that torchrun would give them.
