@@ -182,8 +182,8 @@ def test_without_offload_there_are_four_rows(page, browser):
     ("gpu", "-80", "a number of bytes, such as 80GB. Got: -80."),
     ("gpu", "80GiB", "a number of bytes, such as 80GB. Got: 80GiB. Units are powers of 1000: GB is "
                      "read, GiB is not."),
-    ("ranks", "1,00", "a whole number from 1 up, such as 64. Got: 1,00. Write 7.5b, not 7,5b: commas "
-                      "only group digits of whole numbers, as in 8,000,000,000."),
+    ("ranks", "1,00", "a whole number from 1 up, such as 64. Got: 1,00. Write 7.5b, not 7,5b: "
+                      "commas only group digits of whole numbers, as in 8,000,000,000."),
     ("gpu", " ", "a number of bytes, such as 80GB. Got: nothing."),
 ])
 def test_bad_input_is_told_what_is_expected(name, text, expected, page, browser):
@@ -207,8 +207,8 @@ def test_bad_input_is_told_what_is_expected(name, text, expected, page, browser)
 
 def test_the_address_has_what_the_bars_show(page, browser):
     """
-    With bad input these are the last texts that could be read, here the beginning of 7,5b. Breaks if
-    the fields are read when the address is written.
+    With bad input these are the last texts that could be read, here the beginning of 7,5b. Breaks
+    if the fields are read when the address is written.
     """
     look(browser, WIDE)
     visit(browser, page)
