@@ -35,8 +35,6 @@ function nothing() {
 
 function hide() {
   const list = document.getElementById("book-found");
-  // The focus would be lost with its result.
-  if (list.contains(document.activeElement)) document.getElementById("book-search").focus();
   list.hidden = true;
   list.replaceChildren();
 }
@@ -108,6 +106,8 @@ document.addEventListener("DOMContentLoaded", () => {
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") {
       menus.forEach((menu) => { menu.open = false; });
+      // The focus would be lost with its result.
+      if (event.target.closest("#book-found")) field.focus();
       hide();
     } else if (event.key === "/" && !event.target.closest("input, textarea")) {
       event.preventDefault();
