@@ -15,20 +15,37 @@ const root = document.documentElement;
 // Set the theme before the body is drawn, because otherwise a dark page would flash.
 if (remember()) root.dataset.theme = remember();
 
-// Find headings, tests and names that contain all words. Those that begin with the first word come
-// first.
+// Find headings, tests and names that contain all words. Tests come last, and in each part those
+// that begin with the first word come first.
 function search(question) {
   const words = question.toLowerCase().split(/\s+/).filter(Boolean);
   const hits = INDEX.filter(([title, , page]) =>
     words.every((word) => `${title} ${page}`.toLowerCase().includes(word)));
-  const first = ([title]) => !title.toLowerCase().startsWith(words[0]);
-  return words.length ? hits.sort((a, b) => first(a) - first(b)).slice(0, 30) : [];
+  const place = ([title, address]) =>
+    2 * /^tests?[_-]/.test(address) + !title.toLowerCase().startsWith(words[0]);
+  return words.length ? hits.sort((a, b) => place(a) - place(b)).slice(0, 30) : [];
 }
 
-function show(hits) {
+function nothing() {
+  const item = document.createElement("li");
+  item.textContent = "nothing found";
+  item.style.padding = ".3rem .7rem";
+  return item;
+}
+
+function hide() {
   const list = document.getElementById("book-found");
-  list.hidden = !hits.length;
-  list.replaceChildren(...hits.map(([title, address, page]) => {
+  list.hidden = true;
+  list.replaceChildren();
+}
+
+function show(question) {
+  if (!question.trim()) {
+    hide();
+    return;
+  }
+  const list = document.getElementById("book-found");
+  const items = search(question).map(([title, address, page]) => {
     const item = document.createElement("li"), link = document.createElement("a");
     const where = document.createElement("small");
     link.href = address;
@@ -37,7 +54,20 @@ function show(hits) {
     link.append(where);
     item.append(link);
     return item;
-  }));
+  });
+  list.hidden = false;
+  list.replaceChildren(...(items.length ? items : [nothing()]));
+  list.scrollTop = 0;
+}
+
+// The arrow keys move from the field through the results, and back.
+function move(event) {
+  const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+  const stops = [...document.querySelectorAll("#book-search, #book-found a")];
+  const next = stops[stops.indexOf(document.activeElement) + step];
+  if (!step || stops.length < 2) return;
+  event.preventDefault();
+  if (next) next.focus();
 }
 
 // A link into a folded part opens it.
@@ -63,7 +93,8 @@ document.addEventListener("DOMContentLoaded", () => {
     root.dataset.theme = dark ? "light" : "dark";
     remember(root.dataset.theme);
   });
-  field.addEventListener("input", () => show(search(field.value)));
+  field.addEventListener("input", () => show(field.value));
+  field.closest(".search").addEventListener("keydown", move);
   field.addEventListener("keydown", (event) => {
     const hit = document.querySelector("#book-found a");
     if (event.key === "Enter" && hit) hit.click();
@@ -73,12 +104,14 @@ document.addEventListener("DOMContentLoaded", () => {
     for (const menu of menus) {
       if (!menu.contains(event.target) || event.target.closest("nav a")) menu.open = false;
     }
-    if (!event.target.closest(".search input")) show([]);
+    if (!event.target.closest(".search input")) hide();
   });
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") {
       menus.forEach((menu) => { menu.open = false; });
-      show([]);
+      // The focus would be lost with its result.
+      if (event.target.closest("#book-found")) field.focus();
+      hide();
     } else if (event.key === "/" && !event.target.closest("input, textarea")) {
       event.preventDefault();
       field.focus();

@@ -82,12 +82,12 @@
   // Tiers of the parameters and of the optimizer states, the fastest first.
   const OFFLOADS = [["device-device", "nothing"], ["device-cpu", "states to CPU memory"],
     ["cpu-cpu", "parameters, states to CPU memory"], ["device-nvme", "states to files"],
-    ["cpu-nvme", "parameters to CPU memory, states to files"],
+    ["cpu-nvme", "parameters to CPU, states to files"],
     ["nvme-nvme", "parameters, states to files"]];
   const CHOICES = OFFLOADS.map(([pair]) => pair);
   const DEFAULTS = { model: "8b", layers: "32", ranks: "64", precision: "16", offload: "device-cpu",
     gpu: "80GB" };
-  const LABELS = { model: "Parameters", layers: "Layers", ranks: "Ranks", precision: "Precision",
+  const LABELS = { model: "Parameters", layers: "Layers", ranks: "Ranks", precision: "Precision, bytes per parameter",
     offload: "Offload", gpu: "Memory of a GPU" };
   const EXPECTED = {
     model: "a number of parameters from 1 up, such as 8b, 350m or 7.5e9",
@@ -109,6 +109,19 @@
     return value >= 0 && value < Infinity ? value : NaN;
   }
 
+  // Whole numbers may have commas: 8,000,000,000. With a unit, 7,125b could mean 7.125b too.
+  const THOUSANDS = /^\s*[1-9]\d{0,2}(,\d{3})+\s*$/;
+  const typedNumber = (text) => number(THOUSANDS.test(text) ? text.replaceAll(",", "") : text);
+
+  // How to write a number that is refused because of its form.
+  function hint(text) {
+    if (/[kmgt]ib\s*$/i.test(text)) return " Units are powers of 1000: GB is read, GiB is not.";
+    if (text.includes(",")) {
+      return " Write 7.5b, not 7,5b: commas only group digits of whole numbers, as in 8,000,000,000.";
+    }
+    return "";
+  }
+
   const GOOD = {
     model: (value) => value >= 1 && value <= MOST,
     layers: (value) => Number.isInteger(value) && value >= 1 && value <= MOST,
@@ -123,9 +136,11 @@
     const values = {}, problems = {};
     for (const [name, good] of Object.entries(GOOD)) {
       const chosen = name === "precision" || name === "offload";
-      values[name] = chosen ? texts[name] : number(texts[name]);
+      values[name] = chosen ? texts[name] : typedNumber(texts[name]);
       if (!good(values[name])) {
-        problems[name] = `Expected: ${EXPECTED[name]}. Got: ${texts[name].trim() || "nothing"}.`;
+        const got = texts[name].trim() || "nothing";
+        problems[name] = `${LABELS[name]}: expected ${EXPECTED[name]}. Got: ${got}.` +
+          hint(texts[name]);
       }
     }
     const [params_in, states_in] = values.offload.split("-");
@@ -228,9 +243,9 @@
     const ranks = q.ranks === 1 ? "On 1 rank" : `On ${q.ranks.toLocaleString("en-US")} ranks`;
     const also = elsewhere.length ? ` It also needs ${elsewhere.join(" and ")}.` : "";
     const { working } = row.parts.device, states = device - working;
-    return `${ranks}, ${row.name} needs ${bytes(device)} on each device: ` +
-      `${states ? `${bytes(states)} of model states and ` : ""}` +
-      `${bytes(working)} of working buffers. That ` +
+    const parts = states ? `: ${bytes(states)} of model states and ${bytes(working)} of working buffers`
+      : ", all of it working buffers";
+    return `${ranks}, ${row.name} needs ${bytes(device)} on each device${parts}. That ` +
       `${device <= gpu ? "fits" : "does not fit"} a GPU with ${bytes(gpu)}, before activations.` +
       `${also} Plain data parallel training needs ${bytes(sum(rows[0].parts.device))}.`;
   }
@@ -248,22 +263,21 @@
     for (const event of ["input", "change"]) control.addEventListener(event, () => update());
     fields[name] = control;
     notes[name] = el("p", { id: `${id}-note`, class: "calc-note", role: "status" });
-    return el("div", { class: "calc-field" }, el("label", { for: id }, LABELS[name]), control,
-      notes[name]);
+    return el("div", { class: "calc-field" }, el("label", { for: id }, LABELS[name]), control);
   }
   const typed = (name) => field(name, el("input", { type: "text", autocomplete: "off",
     spellcheck: "false", autocapitalize: "off" }));
   const choice = (name, options) => field(name, el("select", {},
     options.map(([value, label]) => el("option", { value }, label))));
 
-  const PRECISIONS = [["16", "half, 16 bytes (ZeRO): 2 + 2 + 12"],
-    ["18", "half, 18 bytes (DeepSpeed): 2 + 4 + 12"],
-    ["20", "half, 20 bytes (ZeRO-Infinity): 2 + 2 + 16"], ["fp32", "fp32, 16 bytes: 4 + 4 + 8"]];
+  const PRECISIONS = [["16", "half, 16 (ZeRO): 2 + 2 + 12"],
+    ["18", "half, 18 (DeepSpeed): 2 + 4 + 12"],
+    ["20", "half, 20 (ZeRO-Infinity): 2 + 2 + 16"], ["fp32", "fp32, 16: 4 + 4 + 8"]];
   const texts = () => Object.fromEntries(Object.entries(fields).map(([name, at]) =>
     [name, at.value]));
 
   function update(save = true) {
-    const { problems, gpu, q } = read(texts());
+    const given = texts(), { problems, gpu, q } = read(given), bad = Object.keys(problems).length > 0;
     for (const [name, note] of Object.entries(notes)) {
       note.textContent = problems[name] || "";
       fields[name].setAttribute("aria-invalid", name in problems);
@@ -271,7 +285,8 @@
     for (const preset of presets) {
       preset.setAttribute("aria-pressed", number(preset.textContent) === q.params);
     }
-    if (Object.keys(problems).length) {
+    for (const part of [ui.bars, ui.traffic]) part.classList.toggle("calc-stale", bad);
+    if (bad) {
       ui.says.textContent = ui.bars.children.length
         ? "The bars show the last input that could be read." : "Correct the marked input first.";
       return;
@@ -282,13 +297,14 @@
     ui.says.textContent = sentence(q, rows, gpu);
     ui.bars.replaceChildren(legend(rows, gpu), ...bars(rows, gpu));
     ui.traffic.replaceChildren(traffic(rows));
-    // Browsers limit the number of updates, so wait until typing rests.
+    // Browsers limit the number of updates, so wait until typing rests. By then the fields may
+    // have bad texts, so keep those that the bars show.
     clearTimeout(saving);
-    if (save) saving = setTimeout(keep, 150);
+    if (save) saving = setTimeout(keep, 150, given);
   }
 
-  function keep() {
-    written = "#" + new URLSearchParams(texts());
+  function keep(given) {
+    written = "#" + new URLSearchParams(given);
     history.replaceState(null, "", written);
   }
 
@@ -303,6 +319,8 @@
       const known = fields[name].tagName === "INPUT" || GOOD[name](text);
       fields[name].value = known ? text : value;
     }
+    // Without this an earlier text would replace an address that cannot be read.
+    clearTimeout(saving);
     update(false);
   }
 
@@ -317,6 +335,8 @@
     el("form", { class: "calc-form", onsubmit: (event) => event.preventDefault() },
       el("div", { class: "calc-presets", role: "group", "aria-label": "Models" }, "Model", presets),
       typed("model"), typed("layers"), typed("ranks"), typed("gpu"),
+      // A message in a narrow field would wrap into many lines.
+      el("div", { class: "calc-notes" }, Object.values(notes)),
       choice("precision", PRECISIONS), choice("offload", OFFLOADS)),
     ui.says, ui.bars, ui.traffic);
   addEventListener("hashchange", () => location.hash !== written && open());

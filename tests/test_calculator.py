@@ -180,23 +180,80 @@ def test_without_offload_there_are_four_rows(page, browser):
     ("ranks", "0.5", "a whole number from 1 up, such as 64. Got: 0.5."),
     ("layers", "0", "a whole number from 1 up, such as 32. Got: 0."),
     ("gpu", "-80", "a number of bytes, such as 80GB. Got: -80."),
+    ("gpu", "80GiB", "a number of bytes, such as 80GB. Got: 80GiB. Units are powers of 1000: GB is "
+                     "read, GiB is not."),
+    ("ranks", "1,00", "a whole number from 1 up, such as 64. Got: 1,00. Write 7.5b, not 7,5b: "
+                      "commas only group digits of whole numbers, as in 8,000,000,000."),
     ("gpu", " ", "a number of bytes, such as 80GB. Got: nothing."),
 ])
 def test_bad_input_is_told_what_is_expected(name, text, expected, page, browser):
     """
-    Below its field, which is marked; the bars stay, the answer says so, and with good input the
-    message goes. Breaks if a NaN reaches the bars.
+    Below the fields, of which the bad one is marked; the answer says so, the bars are dimmed, and
+    with good input the message goes. Breaks if a NaN reaches the bars.
     """
     look(browser, WIDE)
     visit(browser, page + "#model=8b")
     before, good = bars(browser), find(browser, f"#calc-{name}").get_attribute("value")
     type_into(browser, name, text)
-    assert find(browser, f"#calc-{name}-note").text == f"Expected: {expected}"
+    assert find(browser, f"#calc-{name}-note").text.endswith(f": expected {expected}")
     assert find(browser, f"#calc-{name}").get_attribute("aria-invalid") == "true"
-    assert bars(browser) == before and "last input" in find(browser, ".calc-says").text
+    assert "last input" in find(browser, ".calc-says").text
+    assert len(browser.find_elements("css selector", ".calc-stale")) == 2
     type_into(browser, name, good)
     assert find(browser, f"#calc-{name}-note").text == "" and bars(browser) == before
     assert "last input" not in find(browser, ".calc-says").text
+    assert not browser.find_elements("css selector", ".calc-stale")
+
+
+def test_the_address_has_what_the_bars_show(page, browser):
+    """
+    With bad input these are the last texts that could be read, here the beginning of 7,5b. Breaks
+    if the fields are read when the address is written.
+    """
+    look(browser, WIDE)
+    visit(browser, page)
+    browser.set_script_timeout(5)
+    browser.execute_async_script("""
+        const [done] = arguments, field = document.getElementById('calc-model');
+        for (const text of ['7', '7,', '7,5', '7,5b']) {
+            field.value = text;
+            field.dispatchEvent(new Event('input'));
+        }
+        setTimeout(done, 400);
+    """)
+    shown = bars(browser)
+    assert "#model=7&" in browser.current_url
+    assert find(browser, ".calc-bars").get_attribute("class") == "calc-bars calc-stale"
+    visit(browser, browser.current_url)
+    assert bars(browser) == shown
+
+
+@pytest.mark.parametrize("text, value", [
+    ("8,000,000,000", 8e9), ("1,000", 1000), (" 12,345 ", 12345), ("8b", 8e9), ("7,5", None),
+    ("7,5b", None), ("7,125b", None), ("0,125", None), ("80,00", None), ("1,0000", None),
+    ("1,000.5", None), (",100", None), ("1,,000", None)])
+def test_commas_group_the_digits_of_whole_numbers(text, value, page, browser):
+    """
+    In groups of three and without a unit, because 7,125b could mean 7.125b too. Breaks if every
+    comma is dropped, which makes 75 billion of 7,5b.
+    """
+    look(browser, WIDE)
+    visit(browser, page)
+    problems, params = browser.execute_script("""
+        const { problems, q } = calculator.read({ model: arguments[0], layers: '1', ranks: '1',
+            gpu: '80GB', precision: '16', offload: 'device-cpu' });
+        return [Object.keys(problems), q.params];
+    """, text)
+    assert (problems, params) == ((["model"], None) if value is None else ([], value))
+
+
+def test_one_part_is_not_listed(page, browser):
+    """All of it is working buffers. Breaks if the same bytes are told twice."""
+    look(browser, WIDE)
+    visit(browser, page + "#offload=nvme-nvme")
+    said = find(browser, ".calc-says").text
+    assert "1.5 GB on each device, all of it working buffers." in said
+    assert said.count("1.5 GB") == 1
 
 
 def test_the_address_keeps_the_input(page, browser):

@@ -553,6 +553,37 @@ def test_the_search_finds_headings_tests_and_names(site, browser):
     assert "test_layer.html#test_merging_and_padding_loses_nothing" in browser.current_url
 
 
+def test_the_search_is_used_with_the_keyboard(site, browser):
+    """
+    Arrows move through the results and back, Escape returns to the field, tests come last, and the
+    list says that nothing is found. Breaks if a result goes together with the focus.
+    """
+    from selenium.webdriver import Keys
+
+    look(browser, WIDE)
+    browser.get((site / "life.html").as_uri())
+
+    def press(key):
+        browser.switch_to.active_element.send_keys(key)
+        return browser.switch_to.active_element
+
+    field = find(browser, "#book-search")
+    field.send_keys("prefetch")
+    hits = browser.find_elements("css selector", "#book-found a")
+    tests = [hit.get_attribute("href").rpartition("/")[2].startswith("test") for hit in hits]
+    assert tests == sorted(tests) and len(hits) > 2
+    assert [press(Keys.ARROW_DOWN) for _ in range(2)] == hits[:2]
+    assert press(Keys.ARROW_UP) == hits[0]
+    assert press(Keys.ARROW_UP) == field
+    press(Keys.ARROW_DOWN)
+    assert press(Keys.ESCAPE) == field and not find(browser, "#book-found").is_displayed()
+    field.clear()
+    field.send_keys("xyzzy")
+    assert find(browser, "#book-found").text == "nothing found"
+    field.send_keys(Keys.BACKSPACE * 5)
+    assert not find(browser, "#book-found").is_displayed()
+
+
 # --------------------------------------------------------------------------------------- the tape
 
 
