@@ -29,7 +29,6 @@ function search(question) {
 function nothing() {
   const item = document.createElement("li");
   item.textContent = "nothing found";
-  item.style.padding = ".3rem .7rem";
   return item;
 }
 
