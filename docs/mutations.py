@@ -41,7 +41,7 @@ MUTATIONS = [
     Mutation(
         "mean", "layer.py", "Zero3Layer._post_backward_hook",
         title="No division by the number of ranks",
-        old="        mean = 1 / self.comm.world_size\n",
+        old="        mean = 1 / self.comm.divisor\n",
         new="        mean = 1\n",
         breaks="I1", program="step",
         healthy="gradients: 1.00 times those of plain PyTorch",

@@ -541,22 +541,34 @@ class PlainChain(nn.ModuleList):
         return args[0]
 
 
-def train_both(name, steps=3, check=None, optimizer=None, offload=None):
+def place(mesh=None):
+    """
+    ## This rank's number among the ranks of a mesh, and how many these are
+    """
+    if mesh is None:
+        return dist.get_rank(), dist.get_world_size()
+    ranks = mesh.mesh.flatten().tolist()
+    return ranks.index(dist.get_rank()), len(ranks)
+
+
+def train_both(name, steps=3, check=None, optimizer=None, offload=None, mesh=None):
     """
     ## Train a case plain and sharded; return the largest difference of any parameter
 
     * `check(model)` is called after every backward and after every step
     * `optimizer(model, **options)` makes the sharded model's, in place of AdamW on its shards
     * `offload` says where its layers' shards rest
+    * `mesh` has the ranks that train it, left out all
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, world_size = place(mesh)
     case = CASES[name]()
     torch.manual_seed(0)
     plain = PlainChain([layer.double() for layer in case.layers()])
     # Other ranks are born with other weights: rank 0's have to win.
     torch.manual_seed(rank)
     wrap = getattr(case, "wrap", Zero3Layer)
-    model = Zero3Sequential([wrap(layer.double(), offload=offload) for layer in case.layers()])
+    model = Zero3Sequential([wrap(layer.double(), offload=offload, mesh=mesh)
+                             for layer in case.layers()])
     # An epsilon of this size lets a wrong scale of the gradient show in the weights.
     options = {"lr": 0.05, "eps": 1e-3, "weight_decay": case.weight_decay}
     adam = [torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], **options)]

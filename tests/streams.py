@@ -341,10 +341,10 @@ class Accelerator:
         """
         ### A collective as NCCL runs it: on a stream of its own, after the current one
         """
-        def call(output: torch.Tensor, data: torch.Tensor, async_op: bool) -> Any:
+        def call(output: torch.Tensor, data: torch.Tensor, group: Any, async_op: bool) -> Any:
             assert async_op
             with _disable_current_modes():
-                real(output, data)
+                real(output, data, group=group)
             self.nccl.wait_stream(self.current)
             self.operate(self.nccl, what, [data], [output])
             done = self.Event()

@@ -409,7 +409,7 @@ def test_links_lead_through_the_book(site, browser):
     target = link.get_attribute("href")
     browser.execute_script("arguments[0].click()", link)
     assert browser.current_url == target
-    assert target.endswith("comm.html#all-ranks-and-the-collectives-between-them")
+    assert target.endswith("comm.html#a-group-of-ranks-and-the-collectives-between-them")
     assert find(browser, ":target").is_displayed()
     browser.execute_script("scrollTo(0, document.documentElement.scrollHeight)")
     find(browser, "a[rel=before]").click()

@@ -57,8 +57,8 @@ would silently be garbage; with different sizes gloo ends the process and NCCL h
 
 **Run this**: `make bench ARGS=--comm` compares the messages used here with gloo's collectives.
 
-**Not covered, and what that costs**: process subgroups. On an accelerator we count the bytes
-that the collective needs, and NCCL may send more. If ranks diverge there, an
+**Not covered, and what that costs**: on an accelerator we count the bytes that the collective
+needs, and NCCL may send more. If ranks diverge there, an
 assertion on the device fails, and the error comes with the next operation that waits for the
 device. It says that the ranks diverged, and not which ranks and layers. Run the same program on the
 CPU, where the error names both sides, or look at the collectives that each rank issued last, with
@@ -78,8 +78,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zero3.flat import GradientSink, Names
+from zero3.groups import all_ranks, group_of
 from zero3.guards.options import fail
 from zero3.guards.placement import check_device, check_params, compare_params
 
@@ -105,7 +107,7 @@ _ORDER_BYTES = 32
 
 class Communicator:
     r"""
-    ## All ranks, and the collectives between them
+    ## A group of ranks, and the collectives between them
 
     On an accelerator the collectives are NCCL's, and streams overlap them with computation. On the
     CPU each collective is $N-1$ messages out and $N-1$ in. A thread of gloo's carries them while
@@ -115,25 +117,26 @@ class Communicator:
     an all-reduce: a step would send $4\Psi$ instead of $3\Psi$.
     """
 
-    def __init__(self, rank: int | None = None, world_size: int | None = None):
+    def __init__(self, rank: int | None = None, world_size: int | None = None,
+                 mesh: DeviceMesh | None = None):
         """
         ### Join the ranks
 
         * `rank` and `world_size` must be those of the process group, and default to them; without
           one, to 0 and 1
+        * `mesh` has the ranks; left out, these are all ranks of the process group
 
-        Raises `RuntimeError` if there is no process group of this rank and size.
+        Raises `RuntimeError` if there is no process group of this rank and size, and as `group_of`.
         """
-        has_group = dist.is_available() and dist.is_initialized()
-        here = (dist.get_rank(), dist.get_world_size()) if has_group else (0, 1)
-        self.rank = here[0] if rank is None else rank
-        self.world_size = here[1] if world_size is None else world_size
-        if (self.rank, self.world_size) != (here if self.world_size > 1 else (0, 1)):
-            raise RuntimeError(
-                f"rank {self.rank}: no such rank. Expected: rank {here[0]} of {here[1]}, as the "
-                f"process group says. Got: rank {self.rank} of {self.world_size}. What to do: "
-                "start with torchrun, call `torch.distributed.init_process_group` first, and pass "
-                "its numbers or leave them out.")
+        self.group = all_ranks(rank, world_size) if mesh is None else group_of(mesh)
+        # Which part of each flat parameter is this rank's, and of how many.
+        self.rank = self.group.rank
+        self.world_size = self.group.size
+        # The mean gradient is the sum over ranks, divided by this.
+        self.divisor = self.group.size
+        # Errors name ranks as the whole run does.
+        self.global_rank = self.group.global_rank
+        self.ranks = self.group.ranks
         # Names for the layer numbers that ranks announce, for error messages.
         self.labels: dict[int, str] = {}
         # The reason why nothing can be sent any more, and the transfers that were in flight then.
@@ -141,6 +144,15 @@ class Communicator:
         self.lost: list[Transfer] = []
         # Announcements of this rank in the device's memory, by their numbers.
         self._rows: dict[tuple[int, ...], torch.Tensor] = {}
+
+    @property
+    def is_first(self) -> bool:
+        """
+        ### Whether this is the first of the ranks
+
+        It draws or reads initial values, writes what is written once, and speaks for all.
+        """
+        return self.global_rank == self.ranks[0]
 
     # -------------------------------------------------------------------------------- collectives
 
@@ -171,7 +183,8 @@ class Communicator:
                     works = self._send(self.rows(full), [mine] * self.world_size, transfer.tag())
                     transfer.started(works, mine)
                 elif self.world_size > 1:
-                    work = all_gather_single(full, mine, async_op=True)
+                    work = all_gather_single(
+                        full, mine, group=self.group.process_group, async_op=True)
                     transfer.started([work], mine)
             transfer.done.record()
         nbytes = sum(full.nbytes for full, _ in pairs)
@@ -204,7 +217,8 @@ class Communicator:
                     transfer.started(works, mine)
                 else:
                     # In place: the sum replaces this rank's own row.
-                    work = reduce_scatter_single(mine, grad, async_op=True)
+                    work = reduce_scatter_single(
+                        mine, grad, group=self.group.process_group, async_op=True)
                     transfer.started([work], mine)
         return transfer
 
@@ -243,7 +257,9 @@ class Communicator:
             if self.by_messages:
                 transfer.started(self._send(rows, [mine] * self.world_size, transfer.tag()), mine)
             elif self.world_size > 1:
-                transfer.started([all_gather_single(rows.view(-1), mine, async_op=True)], mine)
+                work = all_gather_single(
+                    rows.view(-1), mine, group=self.group.process_group, async_op=True)
+                transfer.started([work], mine)
             transfer.done.record()
         sender.listener.record(sender, "norm", rows.nbytes, transfer)
         transfer.wait()
@@ -260,8 +276,10 @@ class Communicator:
         if not len(send[0]):
             return []
         peers = [(self.rank + k) % self.world_size for k in range(1, self.world_size)]
-        works = [dist.irecv(receive[peer], peer, tag=tag) for peer in peers]
-        return works + [dist.isend(send[peer], peer, tag=tag) for peer in peers]
+        group = self.group.process_group
+        works = [dist.irecv(receive[peer], group=group, tag=tag, group_src=peer) for peer in peers]
+        return works + [dist.isend(send[peer], group=group, tag=tag, group_dst=peer)
+                        for peer in peers]
 
     # ------------------------------------------------------------------------- streams and layout
 
@@ -343,7 +361,8 @@ class Communicator:
             self._rows[row] = torch.tensor(row, device=self.device)
         transfer.order = self._rows[row].new_empty(self.world_size, 4)
         transfer.order_works = [
-            all_gather_single(transfer.order.view(-1), self._rows[row], async_op=True)]
+            all_gather_single(transfer.order.view(-1), self._rows[row],
+                              group=self.group.process_group, async_op=True)]
 
     def told(self, row: list[int]) -> str:
         """
@@ -370,6 +389,8 @@ class Communicator:
         """
         ### Small Python objects of all ranks (all-gather); all ranks must call it
 
+        Returns them in the order of `ranks`.
+
         It pickles the objects, and waits for the slowest rank. So it serves while a model is
         wrapped, saved or loaded. A training step calls it only while an asynchronous save is under
         way, or if `wrap` got `debug=True`.
@@ -387,9 +408,10 @@ class Communicator:
 
         All ranks must call it. Raises `RuntimeError`.
         """
-        for rank, theirs in enumerate(self.gather(problem)):
+        for rank, theirs in zip(self.ranks, self.gather(problem), strict=True):
             if theirs:
-                fail(self.rank, sender.label, what, expected, f"{theirs}, on rank {rank}", cure)
+                got = f"{theirs}, on rank {rank}"
+                fail(self.global_rank, sender.label, what, expected, got, cure)
 
     def fail(self, sender: Sender, what: str, expected: str, got: Any, cure: str) -> None:
         """
@@ -401,7 +423,7 @@ class Communicator:
         one when they wait for the transfer that this rank does not begin.
         """
         try:
-            fail(self.rank, sender.label, what, expected, got, cure)
+            fail(self.global_rank, sender.label, what, expected, got, cure)
         except RuntimeError as error:
             if not self.broken:
                 # Announce a fault. The other ranks compare it with the transfer that they expect,
@@ -410,21 +432,21 @@ class Communicator:
                 self.broken = str(error)
             raise
 
-    def _together(self, collective: Callable, *args: Any) -> None:
+    def _together(self, collective: Callable, *args: Any, **kwargs: Any) -> None:
         """
-        #### Call a blocking collective, and explain the error if another rank does not
+        #### Call a blocking collective of the group, and explain the error if another rank does not
 
         A rank that raised an error earlier ends its process and closes its connections. The backend
         then reports a closed connection or a time-out, and knows nothing of the reason.
         """
         try:
-            collective(*args)
+            collective(*args, group=self.group.process_group, **kwargs)
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {self.rank}: another rank has ended, or does something else. Expected: all "
-                f"{self.world_size} ranks to call the same functions of zero3. Got: {error}. What "
-                "to do: look for the first error on the other ranks, which is the cause, and start "
-                "again.") from error
+                f"rank {self.global_rank}: another rank has ended, or does something else. "
+                f"Expected: all {self.world_size} ranks to call the same functions of zero3. Got: "
+                f"{error}. What to do: look for the first error on the other ranks, which is the "
+                "cause, and start again.") from error
 
     # -------------------------------------------------------------------- while a model is wrapped
 
@@ -438,12 +460,13 @@ class Communicator:
 
         Returns the device. Ranks whose parameters differ in order or shape would gather noise.
         """
-        at = check_params(self.rank, sender.label, params, device, dtype)
+        at = check_params(self.global_rank, sender.label, params, device, dtype)
         self.by_messages = at.type == "cpu"
         self.align_bytes = 1 if at.type == "cpu" else ALIGN_BYTES
         if not self.by_messages:
-            at = check_device(self.rank, self.world_size, sender.label, at)
-        compare_params(self.rank, sender.label, self.gather, params)
+            at = check_device(self.global_rank, self.group.process_group, self.world_size,
+                              sender.label, at)
+        compare_params(self.global_rank, self.ranks, sender.label, self.gather, params)
         self.device = at
         self._backend: Any = torch.get_device_module(at)
         self.event = self._backend.Event
@@ -459,14 +482,14 @@ class Communicator:
         """
         is_near = shard.device in (full.device, torch.device("cpu"))
         if full.dtype != shard.dtype or not is_near:
-            fail(self.rank, sender.label, "cannot gather",
+            fail(self.global_rank, sender.label, "cannot gather",
                  f"{full.dtype} on {full.device}, as wrapped",
                  f"a shard of {shard.dtype} on {shard.device}",
                  "convert or move the module before wrapping it, not after")
 
     def scatter(self, shard: torch.Tensor, full: torch.Tensor) -> None:
         """
-        ### Give each rank its part of rank 0's buffer
+        ### Give each rank its part of the first rank's buffer
 
         * `shard` is `(shard_numel,)` to write, anywhere; `full` is `(world_size * shard_numel,)`
 
@@ -475,15 +498,15 @@ class Communicator:
         if self.world_size == 1:
             shard.copy_(full)
         elif len(shard):
-            rows = [_bytes(row) for row in self.rows(full)] if self.rank == 0 else None
+            rows = [_bytes(row) for row in self.rows(full)] if self.is_first else None
             # On the device, because the shard may rest elsewhere.
             mine = torch.empty_like(shard, device=full.device)
-            self._together(dist.scatter, _bytes(mine), rows)
+            self._together(dist.scatter, _bytes(mine), rows, group_src=0)
             shard.copy_(mine)
 
     def broadcast(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """
-        ### Give each rank rank 0's tensors; all ranks must call it, and wait
+        ### Give each rank the first rank's tensors; all ranks must call it, and wait
 
         A layer calls it once, while it is wrapped, for its buffers. They stay whole on each rank,
         and nothing else would make them equal at the start.
@@ -496,12 +519,12 @@ class Communicator:
         if tensor.layout != torch.strided:
             # A sparse tensor may have another number of elements on each rank.
             parts = [tensor.detach()]
-            self._together(dist.broadcast_object_list, parts, 0)
+            self._together(dist.broadcast_object_list, parts, group_src=0)
             with torch.no_grad():
                 tensor.copy_(parts[0])
             return
         whole = tensor.detach().contiguous()
-        self._together(dist.broadcast, _bytes(whole), 0)
+        self._together(dist.broadcast, _bytes(whole), group_src=0)
         tensor.detach().copy_(whole)
 
 
@@ -606,7 +629,7 @@ class Transfer:
         It returns the problem and does not raise it, because `_arrive` has to remember it for all
         later transfers.
         """
-        where = f"rank {self.comm.rank}: {self.sender.label}"
+        where = f"rank {self.comm.global_rank}: {self.sender.label}"
         try:
             for work in self.order_works:
                 work.wait()
@@ -636,7 +659,7 @@ class Transfer:
             return self._assert_same(where, self.order)
         rows = self.order.tolist()
         mine = rows[self.comm.rank]
-        for other, row in enumerate(rows):
+        for other, row in zip(self.comm.ranks, rows, strict=True):
             if row != mine:
                 return (f"{where}: the ranks diverged. Expected: {self.comm.told(mine)}, on "
                         f"all ranks, as here. Got: {self.comm.told(row)}, on rank {other}. "

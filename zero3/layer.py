@@ -61,7 +61,7 @@ training step. The folders are later chapters. Each can replace one of five part
 
 | seam | here | a later chapter hands in |
 |---|---|---|
-| communicator: `layer.comm` | all ranks | (reserved for groups of ranks) |
+| communicator: `layer.comm` | all ranks | a group of them |
 | storage: `flat.storage` | memory of the device | CPU memory, or a file |
 | schedule: `layer.schedule` | the neighbours in a chain | the order of the last step |
 | gradient sink: `layer.reducer`, `flat.sink` | the shard's `.grad` | an fp32 copy; buckets |
@@ -78,7 +78,6 @@ communication of each rank with these formulas.
 | not covered | what happens | instead |
 |---|---|---|
 | a layer that is in no chain | nothing overlaps with its all-gather | a chain, or `wrap` |
-| process subgroups | an error | all ranks |
 | sparse gradients | an error | `sparse=False` |
 | double backward | an error | inside `full_params()`, with the layer whole |
 | a write to a parameter in forward | an error; lost if through `.data` | write to the shards |
@@ -104,6 +103,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zero3.comm import ALONE, Communicator, Listener, Reducer, Silence, Transfer
 from zero3.flat import FlatParameter, NamedParams, alike, find_params, hide_params, own_modules
@@ -137,7 +137,7 @@ class Zero3Layer(Sharded):
 
     def __init__(self, module: nn.Module, rank: int | None = None, world_size: int | None = None,
                  device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-                 offload: Offload | str | None = None):
+                 offload: Offload | str | None = None, mesh: DeviceMesh | None = None):
         """
         ### Shard a module
 
@@ -149,6 +149,7 @@ class Zero3Layer(Sharded):
         * `device` defaults to where the parameters are
         * `dtype` is the data type of all parameters; left out, a layer may mix data types
         * `offload` says where the shards rest, as an `Offload` or as "cpu"; left out, on the device
+        * `mesh` has the ranks that share the layer; left out, all ranks do (see `groups.py`)
 
         Raises `TypeError` if `module` is not an `nn.Module` or `rank` not an integer, and
         `ValueError` if `offload` names no known place. Raises `RuntimeError` if the module
@@ -160,10 +161,10 @@ class Zero3Layer(Sharded):
 
         This is section 5.3 of the paper. Keeps I2 (only shards at rest) and I5 (zero padding).
         """
-        check_arguments(module, rank, world_size)
+        check_arguments(module, rank, world_size, mesh)
         super().__init__()
         self.module = module
-        self.comm = Communicator(rank, world_size)
+        self.comm = Communicator(rank, world_size, mesh)
         self.offload = Offload.of(offload)
         self.label = type(module).__name__
         # Its place in a chain, which `Zero3Sequential` sets. A layer that is in a chain twice has
@@ -464,7 +465,7 @@ class Zero3Layer(Sharded):
             self.listener.record(self, "gradients", full_grad.nbytes)
         # Divide by the number of ranks here, and nowhere else: the reduce-scatter then sums to the
         # mean. Dividing before the sum keeps it within the range of fp16.
-        mean = 1 / self.comm.world_size
+        mean = 1 / self.comm.divisor
         flat.collect(slot, grad, mean)
         self.watch.arrived.add(slot.names)
         # Free the original before a reduce takes memory.

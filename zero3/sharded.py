@@ -250,7 +250,7 @@ class Sharded(nn.Module):
         It says where, what was expected, what was found, and what to do.
         """
         if not good:
-            fail(self.comm.rank, self.label, what, expected, got, cure)
+            fail(self.comm.global_rank, self.label, what, expected, got, cure)
 
     def warn_of_autocast(self) -> None:
         """
@@ -264,9 +264,9 @@ class Sharded(nn.Module):
         if any(flat.full.dtype == torch.float32 for flat in self.flats):
             # The same words for each layer, because Python shows a warning once.
             warnings.warn(
-                f"rank {self.comm.rank}: layers of fp32 run under autocast, which keeps a 16-bit "
-                "copy of every weight from forward to backward. To free these too, convert the "
-                "layers with `.bfloat16()` before wrapping and let `Zero3Optimizer` keep fp32 "
+                f"rank {self.comm.global_rank}: layers of fp32 run under autocast, which keeps a "
+                "16-bit copy of every weight from forward to backward. To free these too, convert "
+                "the layers with `.bfloat16()` before wrapping and let `Zero3Optimizer` keep fp32 "
                 "masters.", stacklevel=4)
 
     def refuse_writes(self) -> None:
@@ -420,7 +420,7 @@ class ShardedModel(nn.Module):
                 "build a new `Zero3Sequential` of `Zero3Layer`s, and the optimizer on it")
 
 
-def check_arguments(module: Any, rank: Any, world_size: Any) -> None:
+def check_arguments(module: Any, rank: Any, world_size: Any, mesh: Any) -> None:
     """
     ## Refuse arguments of `Zero3Layer` that cannot work
 
@@ -434,6 +434,35 @@ def check_arguments(module: Any, rank: Any, world_size: Any) -> None:
         expect(number is None or whole(number), "Zero3Layer", "whole numbers for `rank` and "
                "`world_size`", repr(number), "leave them out, and take the process group's",
                TypeError)
+    expect(mesh is None or rank is world_size is None, "Zero3Layer", "`mesh`, or `rank` and "
+           "`world_size`", f"{rank} and {world_size} with a mesh", "leave the two out, because the "
+           "mesh says them", TypeError)
+
+
+def comm_of(model: Any) -> Communicator:
+    """
+    ## The communicator of a model's layers; for any other object, that of all ranks
+    """
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    layers = (module for module in modules if isinstance(module, Sharded))
+    first = next(layers, None)
+    return Communicator() if first is None else first.comm
+
+
+def check_groups(layers: Iterable[Sharded]) -> None:
+    """
+    ## Refuse layers of one model that are sharded over different ranks
+
+    They share a communicator, so the ranks of one layer's mesh would send to those of another's.
+    Raises `RuntimeError`.
+    """
+    groups = {layer.comm.group: layer for layer in layers}
+    for layer in groups.values():
+        layer.expect(len(groups) == 1, "is sharded over other ranks than the rest of its model",
+                     "the same ranks for all layers",
+                     " and ".join(f"{[*each.ranks]}" for each in groups),
+                     "pass the same `mesh=` to every layer, also to those without parameters; "
+                     "models on different ranks take an optimizer each")
 
 
 def check_chain(modules: Any) -> list[Any]:
@@ -452,4 +481,5 @@ def check_chain(modules: Any) -> list[Any]:
         if not isinstance(layer, Sharded):
             raise TypeError(f"Zero3Sequential, element {i}. Expected: a Zero3Layer. Got: "
                             f"{type(layer)}. What to do: wrap it, with parameters or without.")
+    check_groups(layers)
     return layers

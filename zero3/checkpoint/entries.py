@@ -65,6 +65,7 @@ from zero3.layer import Zero3Layer
 from zero3.offload import InFile
 from zero3.optimizer.stage3 import Zero3Optimizer, plain_names
 from zero3.optimizer.states import Piece, ShardStates, moments_of
+from zero3.sharded import check_groups
 from zero3.whole_model.wrap import Zero3Model
 
 # Options of a param group that are not saved: the parameters themselves, and the options that
@@ -154,6 +155,7 @@ class Entries:
         layers = [m for m in paths if isinstance(m, Zero3Layer) and m.flats]
         # Errors name the rank, so there has to be a communicator even if there are no layers.
         self.comm = layers[0].comm if layers else Communicator()
+        check_groups(layers)
         self.expect(bool(layers), "has nothing to save or load", "a model of Zero3Layers",
                     type(model).__name__, "wrap the model first")
         self.device = layers[0].device
@@ -219,7 +221,7 @@ class Entries:
         ### Raise an error about the checkpoint unless this is good
         """
         if not good:
-            fail(self.comm.rank, self.label, what, expected, got, cure)
+            fail(self.comm.global_rank, self.label, what, expected, got, cure)
 
     def names(self, flat: Flat, slot: Slot) -> list[str]:
         """

@@ -94,6 +94,7 @@ from zero3.checkpoint.reader import (
 from zero3.checkpoint.tensor_files import Broken, Writer
 from zero3.comm import Communicator
 from zero3.guards.options import one_line
+from zero3.sharded import comm_of
 
 
 def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *,
@@ -156,17 +157,18 @@ def _all_here(done: str, model: nn.Module, optimizer: torch.optim.Optimizer | No
         mine = {"optimizer": entries.optimizer_class if optimizer else None, **agreed(entries)}
     except Exception as error:
         raised = error
-    every = Communicator().gather((_told(raised) if raised else "", mine))
+    comm = comm_of(model)
+    every = comm.gather((_told(raised) if raised else "", mine))
     if raised:
         raise raised
-    for rank, (problem, theirs) in enumerate(every):
+    for rank, (problem, theirs) in zip(comm.ranks, every, strict=True):
         entries.expect(not problem, f"cannot be {done}", "valid arguments on all ranks",
                        f"an error on rank {rank}: {problem}",
                        f"look at the arguments on rank {rank}; nothing has changed")
         for name, value in theirs.items():
             first = every[0][1][name]
             entries.expect(value == first, f"cannot be {done}", f"the same `{name}` on all ranks",
-                           f"{first!r} on rank 0, {value!r} on rank {rank}",
+                           f"{first!r} on rank {comm.ranks[0]}, {value!r} on rank {rank}",
                            "call it alike on all ranks; nothing has changed")
     return entries
 
@@ -231,7 +233,7 @@ class Saving:
         self.manifest = {"step": self.step, "extra": encode(extra)}
         described = self.entries.describe()
         options = self.entries.options()
-        if self.entries.comm.rank == 0:
+        if self.entries.comm.is_first:
             self.folder.mkdir(parents=True, exist_ok=True)
             lock_folder(self.folder)
             clean_up_interrupted_saves(self.folder)
@@ -331,7 +333,7 @@ class Saving:
         `wait` calls it when the files of all ranks are on the disk. The new checkpoint is complete
         before an old one is removed, so there is one at every moment.
         """
-        if self.entries.comm.rank == 0:
+        if self.entries.comm.is_first:
             commit_checkpoint(self.partial, self.manifest)
             # If one cannot be removed now, the next save tries again.
             with suppress(OSError):

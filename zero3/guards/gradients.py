@@ -272,6 +272,9 @@ def _check_clip(model: nn.Module, first: Any, flats: list[Any], norm_type: float
     stray = [n for n, p in model.named_parameters() if p.requires_grad and p not in shards]
     first.expect(not stray, "cannot clip", "all trainable parameters in Zero3Layers", stray,
                  "wrap the modules that they are in, or freeze them")
+    groups = {flat.owner().comm.group for flat in flats}
+    first.expect(len(groups) == 1, "cannot clip", "one norm over the same ranks for all layers",
+                 f"layers on {len(groups)} groups of ranks", "clip each model by itself")
     first.expect(norm_type > 0, "cannot clip", "a positive `norm_type`, or math.inf", norm_type,
                  "pass 2.0, or leave it out")
     first.expect(not first.reducer.scaled, "cannot clip", "gradients without a loss scale",

@@ -21,7 +21,7 @@ $$\text{parameters of rank } 0 = \text{parameters of rank } 1 = \ldots$$
 **Not covered, and what that costs**: two ranks that share one accelerator; NCCL reports these.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -59,16 +59,18 @@ def check_params(rank: int, who: str, params: Params, device: torch.device | str
     return at
 
 
-def compare_params(rank: int, who: str, gather: Callable[[Any], list[Any]], params: Params) -> None:
+def compare_params(rank: int, ranks: Iterable[int], who: str,
+                   gather: Callable[[Any], list[Any]], params: Params) -> None:
     """
     ## Make sure that all ranks shard the same parameters in the same order
 
+    * `ranks` are all ranks that shard them, this one among them
     * `gather` gets what this rank has, and returns what each rank has; all ranks must call it
 
     Raises `RuntimeError`.
     """
     layout = [(n, tuple(p.shape), p.dtype, p.requires_grad) for p, n in params.items()]
-    for other, theirs in enumerate(gather(layout)):
+    for other, theirs in zip(ranks, gather(layout), strict=True):
         for i in range(max(len(layout), len(theirs))):
             here = layout[i : i + 1] or "none"
             there = theirs[i : i + 1] or "none"
@@ -78,9 +80,12 @@ def compare_params(rank: int, who: str, gather: Callable[[Any], list[Any]], para
                      "build the same module, in the same order, on all ranks")
 
 
-def check_device(rank: int, world_size: int, who: str, at: torch.device) -> torch.device:
+def check_device(rank: int, group: dist.ProcessGroup | None, world_size: int, who: str,
+                 at: torch.device) -> torch.device:
     """
     ## Make sure that an accelerator is the one that this rank's collectives use
+
+    * `group` is the process group of its collectives, of `world_size` ranks
 
     NCCL sends from the *current* device and waits for that device's stream. With two devices in one
     rank it would wait for the wrong one.
@@ -106,7 +111,7 @@ def check_device(rank: int, world_size: int, who: str, at: torch.device) -> torc
     if bound not in (None, at):
         fail(rank, who, what, f"{bound}, which the process group has", at,
              f"pass `device_id={at}` to `init_process_group`, or move the module")
-    backends = str(dist.get_backend_config())
+    backends = str(dist.get_backend_config(group))
     if f"{at.type}:" not in backends:
         fail(rank, who, what, f"a process group for {at.type}", f"one for {backends}",
              "call `init_process_group` without a backend, or with one that serves this device")

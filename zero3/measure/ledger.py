@@ -163,8 +163,8 @@ class Ledger:
         if event == "write":
             self.written_bytes += nbytes
         now_s = time.perf_counter() - self._start_s
-        self.events.append(Event(now_s, sender.comm.rank, sender.label, self._phase(), event, tier,
-                                 nbytes, live_bytes, sent_bytes))
+        self.events.append(Event(now_s, sender.comm.global_rank, sender.label, self._phase(),
+                                 event, tier, nbytes, live_bytes, sent_bytes))
 
     def _phase(self) -> str:
         if in_backward():

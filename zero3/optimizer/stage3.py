@@ -103,6 +103,7 @@ from zero3.layer import Zero3Layer
 from zero3.offload import Offload
 from zero3.optimizer.buckets import Bucket
 from zero3.optimizer.states import Piece, ShardStates, moments_of
+from zero3.sharded import check_groups
 
 # torch optimizers that cannot step a flat, dense shard.
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
@@ -218,7 +219,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         ### Raise an error that says where, what was expected, what was found, and what to do
         """
         if not good:
-            fail(self.comm.rank, self.label, what, expected, got, cure)
+            fail(self.comm.global_rank, self.label, what, expected, got, cure)
 
     # --------------------------------------------------------------------------------------- build
 
@@ -233,6 +234,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         name = getattr(optimizer_class, "__name__", optimizer_class)
         self.expect(name not in _NOT_ELEMENTWISE, "cannot use this class", "an elementwise one, "
                     "because a shard has no rows and columns", name, "take AdamW, for instance")
+        check_groups(self.layers)
         shards = {shard for layer in self.layers for shard in layer.chunk}
         stray = [name for name, param in self.model.named_parameters()
                  if param.requires_grad and param not in shards]
@@ -875,7 +877,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         names = [", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in of))
                  for of in dtypes]
         rows = self.predict(micro_batches).table(names)
-        return f"rank {self.comm.rank} will hold, in bytes\n{rows}"
+        return f"rank {self.comm.global_rank} will hold, in bytes\n{rows}"
 
 
 def step_threads(at: torch.device, device: torch.device, threads: int, ranks: int) -> int:

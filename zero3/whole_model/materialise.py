@@ -152,7 +152,7 @@ class Source:
         if not empty and self.checkpoint is None:
             return made
         problem = ""
-        if model.comm.rank == 0:
+        if model.comm.is_first:
             for new in made.values():
                 _mark(new)
             replaced = {new: old for old, new in made.items()}
@@ -311,7 +311,7 @@ def save(model: WholeModel, folder: Path) -> None:
             index |= dict.fromkeys(found, file)
             total_bytes += sum(t.nbytes for t in found.values())
             try:
-                if unit.comm.rank == 0:
+                if unit.comm.is_first:
                     folder.mkdir(parents=True, exist_ok=True)
                     if found:
                         save_file(found, folder / file, {"format": "pt"})

@@ -74,6 +74,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zero3.guards.contents import uncompiled
 from zero3.layer import Zero3Layer
@@ -164,7 +165,7 @@ class Unit(Zero3Layer):
                     "it again and build the optimizer again")
 
     def __init__(self, module: nn.Module, order: "TracedOrder", path: str, leaf: bool,
-                 device: torch.device, offload: Offload | None):
+                 device: torch.device, offload: Offload | None, mesh: DeviceMesh | None):
         """
         ### Shard a module
 
@@ -175,7 +176,7 @@ class Unit(Zero3Layer):
         once all units of the model exist. Keeps the layer's invariants; I2 only if it is not
         persistent.
         """
-        super().__init__(module, device=device, offload=offload)
+        super().__init__(module, device=device, offload=offload, mesh=mesh)
         self.order = order
         self.schedule = order
         self.path = path
@@ -687,7 +688,7 @@ class TracedOrder:
         All-gather of their labels; all ranks must call it. Raises `RuntimeError` on all of them if
         one is about to gather another unit.
         """
-        for rank, label in enumerate(unit.comm.gather(unit.label)):
+        for rank, label in zip(unit.comm.ranks, unit.comm.gather(unit.label), strict=True):
             unit.expect(label == unit.label, "is about to be gathered, and the ranks diverged",
                         f"a gather of {unit.label}, on all ranks", f"of {label}, on rank {rank}",
                         "put everything that depends on a rank's data into one unit, by "

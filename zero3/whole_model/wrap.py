@@ -57,10 +57,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zero3.comm import Communicator, Reducer
 from zero3.flat import Slot, own_modules
+from zero3.groups import Group
 from zero3.guards.contents import Known, uncompiled
 from zero3.guards.options import MOST, expect, fail, whole
 from zero3.layer import Zero3Layer
@@ -86,11 +88,11 @@ class Zero3Model(ShardedModel):
     def __init__(self, model: nn.Module, layer_classes: tuple[type, ...],
                  leaf_classes: tuple[type, ...], source: Source, prefetch_numel: int | None,
                  max_live_numel: int | None, persist_below_numel: int, offload: Offload,
-                 debug: bool):
+                 mesh: DeviceMesh | None, debug: bool):
         super().__init__()
-        self.comm = Communicator()
+        self.comm = Communicator(mesh=mesh)
         self.order = TracedOrder(debug)
-        wrapping = _Wrapping(self, model, source, offload)
+        wrapping = _Wrapping(self, model, source, offload, mesh)
         self.units = wrapping.units_of(layer_classes, leaf_classes)
         self.order.units = self.units
         self.sharded_layers = tuple(self.units)
@@ -162,7 +164,7 @@ class Zero3Model(ShardedModel):
         ### Raise an error that concerns no unit alone
         """
         if not good:
-            fail(self.comm.rank, self.label, what, expected, got, cure)
+            fail(self.comm.global_rank, self.label, what, expected, got, cure)
 
     # The model's attributes, and the methods of a container.
 
@@ -317,12 +319,24 @@ class Zero3Model(ShardedModel):
             self.order.stack.append(root)
             try:
                 if hasattr(plain, "generate"):
+                    self._check_generate()
                     return plain.generate(*args, synced_gpus=self.comm.world_size > 1, **kwargs)
-                return continue_tokens(plain, *args, world_size=self.comm.world_size, **kwargs)
+                return continue_tokens(plain, *args, group=self.comm.group, **kwargs)
             finally:
                 self.order.stack.pop()
                 root.leave()
                 self.order.end_forward()
+
+    def _check_generate(self) -> None:
+        """
+        #### Refuse a model's own `generate` on a part of the ranks
+
+        After each token it waits for all ranks of the run, and the others would never answer.
+        """
+        every = dist.get_world_size() if dist.is_initialized() else 1
+        self.expect(len(self.comm.ranks) in (1, every), "cannot generate", f"all {every} ranks, "
+                    "which its own `generate` waits for", f"ranks {[*self.comm.ranks]}",
+                    "wrap it without `mesh=`, or call `continue_tokens` on its forward")
 
     def release_all(self) -> None:
         """
@@ -378,7 +392,7 @@ class Zero3Model(ShardedModel):
 
         Elements with their padding, and bytes of parameters: at rest, and full.
         """
-        table = [f"rank {self.comm.rank} of {self.comm.world_size}",
+        table = [f"rank {self.comm.global_rank} of {self.comm.world_size}",
                  f"{'elements':>14} {'at rest':>14} {'full':>14}  tier    unit"]
         totals = [0, 0, 0]
         for unit in self.units:
@@ -404,7 +418,7 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
          persist_below_numel: int = 0, offload: Offload | str | None = None,
          device: torch.device | str | None = None, seed: int = 0,
          init: Callable[[nn.Module], Any] | None = None, checkpoint: str | Path | None = None,
-         debug: bool = False) -> Zero3Model:
+         mesh: DeviceMesh | None = None, debug: bool = False) -> Zero3Model:
     """
     ## Shard a whole model, in place
 
@@ -426,6 +440,7 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
     * `offload` says where shards rest, as an `Offload` or as "cpu"; left out, on the device
     * `device` is where the model is made; left out, where it is, or the CPU
     * `seed`, `init` and `checkpoint` are as for `Source`
+    * `mesh` has the ranks that share the model; left out, all ranks do (see `groups.py`)
     * `debug` has the ranks compare what they are about to gather. On the CPU they always do; on an
       accelerator this turns a hang of NCCL into an error that names both units
 
@@ -451,7 +466,7 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
     source = Source(torch.device(device or at), seed, init, checkpoint)
     return Zero3Model(model, _classes(layer_classes), _classes(leaf_classes), source,
                       prefetch_numel, max_live_numel, persist_below_numel, Offload.of(offload),
-                      debug)
+                      mesh, debug)
 
 
 class _Wrapping:
@@ -462,11 +477,13 @@ class _Wrapping:
     because a tied parameter is found in several units and may be sharded in one of them only.
     """
 
-    def __init__(self, owner: Zero3Model, model: nn.Module, source: Source, offload: Offload):
+    def __init__(self, owner: Zero3Model, model: nn.Module, source: Source, offload: Offload,
+                 mesh: DeviceMesh | None):
         self.owner = owner
         self.model = model
         self.source = source
         self.offload = offload
+        self.mesh = mesh
         self.layout: dict[nn.Module, list[str]] = {}
         # All names of each parameter in the plain model.
         self.names: dict[torch.Tensor, list[str]] = {}
@@ -532,7 +549,8 @@ class _Wrapping:
         self.made |= self.source.fill(self.owner, modules, path, self.names)
         for _, m, name in ties:
             del vars(m)[name]
-        unit = Unit(module, self.owner.order, path, leaf, self.source.device, self.offload)
+        unit = Unit(module, self.owner.order, path, leaf, self.source.device, self.offload,
+                    self.mesh)
         if unit.flats:
             # The streams of a communicator are those of its parameters' device.
             self.owner.comm = unit.comm
@@ -580,7 +598,7 @@ class _Wrapping:
 def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 20, *,
                     eos_token_id: int | None = None, temperature: float = 0.0,
                     generator: torch.Generator | None = None, window: int | None = None,
-                    world_size: int = 1) -> torch.Tensor:
+                    group: Group | None = None) -> torch.Tensor:
     """
     ## Continue sequences of tokens
 
@@ -589,6 +607,7 @@ def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 2
     * `eos_token_id` ends a sequence, and pads it from there on
     * `temperature` 0 takes the likeliest token, others draw with `generator`
     * `window` is the longest sequence that the model takes; left out, any length
+    * `group` has the ranks that go on until all of them are done; left out, this one alone
 
     Returns `(batch, length + n)`, where n is at most `max_new_tokens`.
     """
@@ -604,8 +623,8 @@ def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 2
             ids = torch.cat([ids, token[:, None]], dim=1)
         # A rank that is done goes on computing, because the others need its shards.
         left = (~done).any().int()
-        if world_size > 1:
-            dist.all_reduce(left, dist.ReduceOp.MAX)
+        if group is not None and group.size > 1:
+            dist.all_reduce(left, dist.ReduceOp.MAX, group.process_group)
         if not left:
             break
     return ids
