@@ -341,12 +341,13 @@ class Accelerator:
         """
         ### A collective as NCCL runs it: on a stream of its own, after the current one
         """
-        def call(output: torch.Tensor, data: torch.Tensor, group: Any, async_op: bool) -> Any:
+        # One tensor, if the result replaces it; or the result and the data.
+        def call(*tensors: torch.Tensor, group: Any, async_op: bool) -> Any:
             assert async_op
             with _disable_current_modes():
-                real(output, data, group=group)
+                real(*tensors, group=group)
             self.nccl.wait_stream(self.current)
-            self.operate(self.nccl, what, [data], [output])
+            self.operate(self.nccl, what, [tensors[-1]], [tensors[0]])
             done = self.Event()
             done.record(self.nccl)
             # A work's `wait` makes the current stream wait, and not the host.
@@ -418,6 +419,7 @@ class Accelerator:
                      self.collective(comm.all_gather_single, "all-gather"))
         self.replace(comm, "reduce_scatter_single",
                      self.collective(comm.reduce_scatter_single, "reduce-scatter"))
+        self.replace(comm, "all_reduce", self.collective(comm.all_reduce, "all-reduce"))
         self.replace(InFile, "_start", self.moves(InFile._start))
         self.replace(InFile, "_end", self.moved(InFile._end))
         if hasattr(comm, "streams"):

@@ -19,7 +19,8 @@ The norm of the whole gradient is then $\sqrt{13 + 16} = 5.39$ on both ranks.
 
 The first two collectives start early and are waited for late, so that they overlap computation. A
 gather starts when layer $\ell - 1$ begins to compute. A reduce is waited for when the layer below
-has its gradients. A norm is waited for at once.
+has its gradients. A norm is waited for at once. If there are replicas of the model, they add each
+reduced gradient; `groups.py` explains that, and which ranks take part in each collective.
 
 **Collectives and messages.** torch leaves communication to a library: NCCL on GPUs, and gloo on
 CPUs. On an accelerator these are NCCL's collectives. On the CPU a rank sends one message to each
@@ -43,6 +44,7 @@ that another one wrote, it waits for an event:
 | compute, before a layer | the copy and the gather of *this* layer | it reads the parameters |
 | backup, before a reduce | compute, up to now | backward wrote the gradients there |
 | compute, at the next reduce | the sums of this one | the optimizer reads them |
+| backup, before an all-reduce | compute, up to now | it has waited for the sums of this replica |
 | the host, at the wait for a gather | the copy from CPU memory | it may write there next |
 | the host, at the next reduce | the copy to CPU memory | it reads the sums there |
 
@@ -71,7 +73,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -81,7 +83,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero3.flat import GradientSink, Names
-from zero3.groups import all_ranks, group_of
+from zero3.groups import Group, all_ranks, groups_of
 from zero3.guards.options import fail
 from zero3.guards.placement import check_device, check_params, compare_params
 
@@ -89,11 +91,12 @@ from zero3.guards.placement import check_device, check_params, compare_params
 _NEW = hasattr(dist, "all_gather_single")
 all_gather_single = getattr(dist, "all_gather_single" if _NEW else "all_gather_into_tensor")
 reduce_scatter_single = getattr(dist, "reduce_scatter_single" if _NEW else "reduce_scatter_tensor")
+all_reduce = dist.all_reduce
 
 # Flat buffers, each with a shard or a receive buffer.
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 # What a rank may be about to do. An announcement has the index in this tuple.
-_ACTIONS = ("gather", "reduce", "norm", "fault")
+_ACTIONS = ("gather", "reduce", "norm", "fault", "all-reduce")
 # The `layer_idx` of a sender that has no place in a chain or a model.
 ALONE = -1
 # On an accelerator parameters and shards begin at multiples of this many bytes, because one thread
@@ -126,17 +129,21 @@ class Communicator:
           one, to 0 and 1
         * `mesh` has the ranks; left out, these are all ranks of the process group
 
-        Raises `RuntimeError` if there is no process group of this rank and size, and as `group_of`.
+        Raises `RuntimeError` if there is no process group of this rank and size, and as
+        `groups_of`.
         """
-        self.group = all_ranks(rank, world_size) if mesh is None else group_of(mesh)
+        # The ranks that share shards, and the replicas of this rank's shard, if there are any.
+        self.groups = (all_ranks(rank, world_size),) if mesh is None else groups_of(mesh)
+        self.group = self.groups[0]
+        self.replicas = self.groups[1] if len(self.groups) > 1 else self.group.only_this()
         # Which part of each flat parameter is this rank's, and of how many.
         self.rank = self.group.rank
         self.world_size = self.group.size
-        # The mean gradient is the sum over ranks, divided by this.
-        self.divisor = self.group.size
+        # The mean gradient is the sum over all ranks, divided by their number.
+        self.divisor = self.group.size * self.replicas.size
         # Errors name ranks as the whole run does.
         self.global_rank = self.group.global_rank
-        self.ranks = self.group.ranks
+        self.ranks = self.group.ranks if mesh is None else tuple(mesh.mesh.flatten().tolist())
         # Names for the layer numbers that ranks announce, for error messages.
         self.labels: dict[int, str] = {}
         # The reason why nothing can be sent any more, and the transfers that were in flight then.
@@ -154,6 +161,15 @@ class Communicator:
         """
         return self.global_rank == self.ranks[0]
 
+    @property
+    def in_first_replica(self) -> bool:
+        """
+        ### Whether this rank's shard is not the copy of another one
+
+        One replica is enough to write a checkpoint.
+        """
+        return self.replicas.rank == 0
+
     # -------------------------------------------------------------------------------- collectives
 
     def all_gather(self, sender: Sender, pairs: Pairs) -> Transfer:
@@ -169,7 +185,7 @@ class Communicator:
         # The fetch stream waits for the compute stream: the optimizer wrote the shards there, and
         # the memory that is allocated now had its last reader there.
         with self.on(self.fetch_stream):
-            transfer = self._begin([sender], "gather", pairs)
+            transfer = self._begin(self.group, [sender], "gather", pairs)
             for full, shard in pairs:
                 self._check_shard(sender, full, shard)
                 _allocate(full)
@@ -180,7 +196,8 @@ class Communicator:
                 transfer.from_cpu |= shard.device != full.device
                 if self.by_messages:
                     # Send this row to each other rank, and receive theirs.
-                    works = self._send(self.rows(full), [mine] * self.world_size, transfer.tag())
+                    mine_to_all = [mine] * self.world_size
+                    works = self._send(self.group, self.rows(full), mine_to_all, transfer.tag())
                     transfer.started(works, mine)
                 elif self.world_size > 1:
                     work = all_gather_single(
@@ -203,7 +220,7 @@ class Communicator:
         """
         # The backup stream waits for the compute stream, which wrote the gradients.
         with self.on(self.backup_stream):
-            transfer = self._begin(senders, "reduce", pairs)
+            transfer = self._begin(self.group, senders, "reduce", pairs)
             for i, (grad, buffer) in enumerate(pairs):
                 if self.world_size == 1:
                     continue
@@ -213,7 +230,8 @@ class Communicator:
                     # rank. `total` adds them.
                     received = _as_receive_buffer(buffer, grad)
                     transfer.pairs[i] = (grad, received)
-                    works = self._send(self.rows(received), self.rows(grad), transfer.tag())
+                    works = self._send(self.group, self.rows(received), self.rows(grad),
+                                       transfer.tag())
                     transfer.started(works, mine)
                 else:
                     # In place: the sum replaces this rank's own row.
@@ -236,11 +254,49 @@ class Communicator:
         if not self.by_messages:
             # A copy, so that the full gradient can be freed.
             return mine.clone()
-        rows = [mine if k == self.rank else row for k, row in enumerate(self.rows(received))]
-        total = rows[0] + rows[1]
-        for row in rows[2:]:
-            total += row
-        return total
+        return _sum(self.group, mine, self.rows(received))
+
+    def all_reduce(self, sender: Sender, totals: list[torch.Tensor]) -> Transfer:
+        """
+        ### All-reduce: start to add this rank's sums over the replicas, in place
+
+        * `sender` is a layer that they belong to, for errors and records
+        * `totals` are the sums of one replica, `(shard_numel,)` each. Until the transfer has ended
+          they are neither read nor written
+
+        All ranks must call it. With messages a rank sends the bytes of its sums to each of the
+        $R-1$ other replicas; NCCL sends $2 (R-1) / R$ times the bytes.
+        """
+        size = self.replicas.size
+        # The backup stream waits for the compute stream, which has waited for the sums.
+        with self.on(self.backup_stream):
+            pairs = [(total, total) for total in totals]
+            transfer = self._begin(self.replicas, [sender], "all-reduce", pairs)
+            for i, total in enumerate(totals):
+                if self.by_messages:
+                    received = total.new_empty(size, len(total))
+                    transfer.pairs[i] = (total, received)
+                    works = self._send(self.replicas, received, [total] * size, transfer.tag())
+                    transfer.started(works, total)
+                else:
+                    work = all_reduce(total, group=self.replicas.process_group, async_op=True)
+                    transfer.works.append(work)
+                    transfer.sent_bytes += 2 * (size - 1) * total.nbytes // size
+                    transfer.messages += 2 * (size - 1)
+        sender.listener.record(sender, "all-reduce", sum(t.nbytes for t in totals), transfer)
+        return transfer
+
+    def add_replicas(self, total: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        """
+        ### The sum over replicas, in the memory of this rank's own
+
+        * `total` is `(shard_numel,)`; `received` has a row for each replica
+
+        In place, because the layers of a bucket have views of it. NCCL has added already.
+        """
+        if not self.by_messages:
+            return total
+        return total.copy_(_sum(self.replicas, total, received))
 
     def numbers(self, sender: Sender, mine: torch.Tensor) -> torch.Tensor:
         """
@@ -248,37 +304,49 @@ class Communicator:
 
         * `mine` are this rank's, `(n,)`
 
-        All ranks must call it, with as many. A rank sends $N-1$ times their bytes. Returns every
-        rank's, `(world_size, n)`, so that all ranks can come to the same conclusion.
+        All ranks must call it, with as many. A rank sends $N-1$ times their bytes, and with
+        replicas $R N-1$ times. Returns every rank's, `(divisor, n)`, so that all ranks can come to
+        the same conclusion. The first `world_size` rows are of the first replica.
         """
-        rows = mine.repeat(self.world_size, 1)
+        rows = mine
+        for group in self.groups:
+            rows = self._numbers(group, sender, rows.view(-1))
+        return rows.view(-1, len(mine))
+
+    def _numbers(self, group: Group, sender: Sender, mine: torch.Tensor) -> torch.Tensor:
+        """
+        #### All-gather a few numbers in one group: `(n,)` to `(size, n)`
+        """
+        rows = mine.repeat(group.size, 1)
         with self.on(self.fetch_stream):
-            transfer = self._begin([sender], "norm", [(rows, mine)])
+            transfer = self._begin(group, [sender], "norm", [(rows, mine)])
             if self.by_messages:
-                transfer.started(self._send(rows, [mine] * self.world_size, transfer.tag()), mine)
-            elif self.world_size > 1:
+                works = self._send(group, rows, [mine] * group.size, transfer.tag())
+                transfer.started(works, mine)
+            elif group.size > 1:
                 work = all_gather_single(
-                    rows.view(-1), mine, group=self.group.process_group, async_op=True)
+                    rows.view(-1), mine, group=group.process_group, async_op=True)
                 transfer.started([work], mine)
             transfer.done.record()
         sender.listener.record(sender, "norm", rows.nbytes, transfer)
         transfer.wait()
         return rows
 
-    def _send(self, receive: Any, send: Any, tag: int) -> list[Any]:
+    def _send(self, group: Group, receive: Any, send: Any, tag: int) -> list[Any]:
         """
-        #### Start to send a row to each other rank, and to receive one from each
+        #### Start to send a row to each other rank of a group, and to receive one from each
 
-        * `receive` and `send` have a row for each rank, `(n,)`
+        * `receive` and `send` have a row for each rank of the group, `(n,)`
 
         Each rank begins with its right-hand neighbour, or all would queue at rank 0.
         """
         if not len(send[0]):
             return []
-        peers = [(self.rank + k) % self.world_size for k in range(1, self.world_size)]
-        group = self.group.process_group
-        works = [dist.irecv(receive[peer], group=group, tag=tag, group_src=peer) for peer in peers]
-        return works + [dist.isend(send[peer], group=group, tag=tag, group_dst=peer)
+        peers = [(group.rank + k) % group.size for k in range(1, group.size)]
+        torchs = group.process_group
+        works = [dist.irecv(receive[peer], group=torchs, tag=tag, group_src=peer)
+                 for peer in peers]
+        return works + [dist.isend(send[peer], group=torchs, tag=tag, group_dst=peer)
                         for peer in peers]
 
     # ------------------------------------------------------------------------- streams and layout
@@ -326,27 +394,27 @@ class Communicator:
 
     # ------------------------------------------------------------------- the same on all ranks
 
-    def _begin(self, senders: list[Any], action: str, pairs: Pairs) -> Transfer:
+    def _begin(self, group: Group, senders: list[Any], action: str, pairs: Pairs) -> Transfer:
         """
         #### Announce what this rank is about to send
 
-        32 bytes to each other rank, ahead of the data and without waiting.
+        32 bytes to each other rank of the group, ahead of the data and without waiting.
         """
-        transfer = Transfer(self, senders[0], action, pairs, self.event())
-        if self.world_size == 1:
+        transfer = Transfer(self, group, senders[0], action, pairs, self.event())
+        if group.size == 1:
             return transfer
         numbers = [sender.layer_idx for sender in senders]
         # The checksum tells two buckets apart that begin with the same layer and are as large.
         row = (numbers[0], _ACTIONS.index(action), sum(full.nbytes for full, _ in pairs),
                zlib.crc32(str(numbers).encode()))
         if self.by_messages:
-            transfer.order = torch.empty(self.world_size, 4, dtype=torch.int64)
-            transfer.order[self.rank] = torch.tensor(row)
-            mine = [transfer.order[self.rank]] * self.world_size
-            transfer.order_works = self._send(transfer.order, mine, _ORDER_TAG)
+            transfer.order = torch.empty(group.size, 4, dtype=torch.int64)
+            transfer.order[group.rank] = torch.tensor(row)
+            mine = [transfer.order[group.rank]] * group.size
+            transfer.order_works = self._send(group, transfer.order, mine, _ORDER_TAG)
         else:
             self._announce(transfer, row)
-        transfer.order_bytes = _ORDER_BYTES * (self.world_size - 1)
+        transfer.order_bytes = _ORDER_BYTES * (group.size - 1)
         return transfer
 
     def _announce(self, transfer: Transfer, row: tuple[int, ...]) -> None:
@@ -359,10 +427,10 @@ class Communicator:
         """
         if row not in self._rows:
             self._rows[row] = torch.tensor(row, device=self.device)
-        transfer.order = self._rows[row].new_empty(self.world_size, 4)
+        transfer.order = self._rows[row].new_empty(transfer.group.size, 4)
         transfer.order_works = [
             all_gather_single(transfer.order.view(-1), self._rows[row],
-                              group=self.group.process_group, async_op=True)]
+                              group=transfer.group.process_group, async_op=True)]
 
     def told(self, row: list[int]) -> str:
         """
@@ -395,9 +463,12 @@ class Communicator:
         wrapped, saved or loaded. A training step calls it only while an asynchronous save is under
         way, or if `wrap` got `debug=True`.
         """
-        things = [thing] * self.world_size
-        if self.world_size > 1:
-            self._together(dist.all_gather_object, things, thing)
+        things = [thing]
+        for group in self.groups:
+            if group.size > 1:
+                lists = [things] * group.size
+                self._together(group, dist.all_gather_object, lists, things)
+                things = [each for several in lists for each in several]
         return things
 
     def agree(self, sender: Named, what: str, expected: str, problem: str, cure: str) -> None:
@@ -428,23 +499,33 @@ class Communicator:
             if not self.broken:
                 # Announce a fault. The other ranks compare it with the transfer that they expect,
                 # and raise an error. Nobody waits for it here.
-                self.lost.append(self._begin([sender], "fault", []))
+                for group in self.groups:
+                    self.announce_fault(group, sender)
                 self.broken = str(error)
             raise
 
-    def _together(self, collective: Callable, *args: Any, **kwargs: Any) -> None:
+    def announce_fault(self, group: Group, sender: Sender) -> None:
         """
-        #### Call a blocking collective of the group, and explain the error if another rank does not
+        ### Have the other ranks of a group raise an error as soon as they wait for this one
+
+        If a replica diverges, each of its ranks tells the other replicas of its shard, and so all
+        ranks hear of it.
+        """
+        self.lost.append(self._begin(group, [sender], "fault", []))
+
+    def _together(self, group: Group, collective: Callable, *args: Any, **kwargs: Any) -> None:
+        """
+        #### Call a blocking collective of a group, and explain the error if another rank does not
 
         A rank that raised an error earlier ends its process and closes its connections. The backend
         then reports a closed connection or a time-out, and knows nothing of the reason.
         """
         try:
-            collective(*args, group=self.group.process_group, **kwargs)
+            collective(*args, group=group.process_group, **kwargs)
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self.global_rank}: another rank has ended, or does something else. "
-                f"Expected: all {self.world_size} ranks to call the same functions of zero3. Got: "
+                f"Expected: all {group.size} ranks to call the same functions of zero3. Got: "
                 f"{error}. What to do: look for the first error on the other ranks, which is the "
                 "cause, and start again.") from error
 
@@ -495,14 +576,16 @@ class Communicator:
 
         All ranks must call it, and wait.
         """
-        if self.world_size == 1:
-            shard.copy_(full)
-        elif len(shard):
-            rows = [_bytes(row) for row in self.rows(full)] if self.is_first else None
+        mine = full
+        if self.world_size > 1 and len(shard):
+            rows = [_bytes(row) for row in self.rows(full)] if self.rank == 0 else None
             # On the device, because the shard may rest elsewhere.
             mine = torch.empty_like(shard, device=full.device)
-            self._together(dist.scatter, _bytes(mine), rows, group_src=0)
-            shard.copy_(mine)
+            self._together(self.group, dist.scatter, _bytes(mine), rows, group_src=0)
+        if self.replicas.size > 1 and len(shard):
+            # Each replica has scattered its own buffer. The first one's counts.
+            self._together(self.replicas, dist.broadcast, _bytes(mine), group_src=0)
+        shard.copy_(mine)
 
     def broadcast(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """
@@ -512,19 +595,20 @@ class Communicator:
         and nothing else would make them equal at the start.
         """
         for tensor in tensors:
-            if self.world_size > 1 and tensor is not None and tensor.numel():
-                self._broadcast(tensor)
+            for group in self.groups:
+                if group.size > 1 and tensor is not None and tensor.numel():
+                    self._broadcast(group, tensor)
 
-    def _broadcast(self, tensor: torch.Tensor) -> None:
+    def _broadcast(self, group: Group, tensor: torch.Tensor) -> None:
         if tensor.layout != torch.strided:
             # A sparse tensor may have another number of elements on each rank.
             parts = [tensor.detach()]
-            self._together(dist.broadcast_object_list, parts, group_src=0)
+            self._together(group, dist.broadcast_object_list, parts, group_src=0)
             with torch.no_grad():
                 tensor.copy_(parts[0])
             return
         whole = tensor.detach().contiguous()
-        self._together(dist.broadcast, _bytes(whole), group_src=0)
+        self._together(group, dist.broadcast, _bytes(whole), group_src=0)
         tensor.detach().copy_(whole)
 
 
@@ -533,18 +617,20 @@ class Transfer:
     """
     ## A collective in flight
 
-    `all_gather` and `reduce_scatter` return one of these at once, while the data travels. It keeps
-    the buffers alive until somebody calls `wait`, which is normally one layer later.
+    `all_gather`, `reduce_scatter` and `all_reduce` return one of these at once, while the data
+    travels. It keeps the buffers alive until somebody calls `wait`, which is normally one layer
+    later.
     """
 
     comm: Communicator
+    group: Group
     sender: Sender
     action: str  # one of `_ACTIONS`
     pairs: Pairs
     # An event on the stream: after the copies of a gather, or after the sums of a reduce.
     done: Any = None
     from_cpu: bool = False  # an accelerator copies from memory that the host may write to
-    order: torch.Tensor | None = None  # (world_size, 4) int64: what each rank is about to do
+    order: torch.Tensor | None = None  # (group.size, 4) int64: what each rank is about to do
     order_works: list[Any] = field(default_factory=list)
     works: list[Any] = field(default_factory=list)
     sent_bytes: int = 0  # of parameters, gradients or norms, by this rank
@@ -557,16 +643,18 @@ class Transfer:
 
         The compute stream waits for this transfer, and for nothing that started after it; on the
         CPU this thread waits. A reduce returns, for each pair, the sum over ranks of this rank's
-        part, `(shard_numel,)`, allocated on the backup stream.
+        part, `(shard_numel,)`, allocated on the backup stream. An all-reduce writes the sums over
+        replicas in place.
 
         Raises `RuntimeError` if another rank is about to do something else (I6), or is gone.
         """
         totals: list[torch.Tensor] = []
-        if self.action == "reduce":
+        if self.action in ("reduce", "all-reduce"):
+            add = self.comm.total if self.action == "reduce" else self.comm.add_replicas
             # The backup stream adds, because it may copy the sums on to CPU memory.
             with self.comm.on(self.comm.backup_stream):
                 self._arrive()
-                totals = [self.comm.total(*pair) for pair in self.pairs]
+                totals = [add(*pair) for pair in self.pairs]
                 self.done.record()
         else:
             # The compute stream itself waits, so that the fetch stream goes on with the next layer.
@@ -593,8 +681,8 @@ class Transfer:
         """
         if works:
             self.works += works
-            self.sent_bytes += (self.comm.world_size - 1) * row.nbytes
-            self.messages += self.comm.world_size - 1
+            self.sent_bytes += (self.group.size - 1) * row.nbytes
+            self.messages += self.group.size - 1
 
     def tag(self) -> int:
         """
@@ -603,7 +691,7 @@ class Transfer:
         Made of the layer, the action and the size, so a message only matches the same transfer on
         the other rank.
         """
-        row = None if self.order is None else self.order[self.comm.rank].tolist()
+        row = None if self.order is None else self.order[self.group.rank].tolist()
         name = f"{row} {len(self.works)}".encode()
         return _ORDER_TAG + 1 + zlib.crc32(name) % (1 << 30)
 
@@ -616,11 +704,26 @@ class Transfer:
         """
         if not self.comm.broken:
             self.comm.broken = self._complete()
+            if self.comm.broken:
+                self._spread()
         # After the first error all others follow, because the messages no longer fit each other.
         if self.comm.broken:
             # Keep a reference: dropping it would cancel messages that other ranks still wait for.
             self.comm.lost.append(self)
             raise RuntimeError(self.comm.broken)
+
+    def _spread(self) -> None:
+        """
+        #### Tell the ranks that share another group with this one
+
+        All ranks of this transfer have found the problem themselves. The other replicas, or the
+        other ranks of this one, are about to wait for this rank.
+        """
+        for group in self.comm.groups:
+            # If that connection is gone too, they know.
+            with suppress(RuntimeError, ValueError):
+                if group is not self.group:
+                    self.comm.announce_fault(group, self.sender)
 
     def _complete(self) -> str:
         """
@@ -658,8 +761,8 @@ class Transfer:
         if not self.comm.by_messages:
             return self._assert_same(where, self.order)
         rows = self.order.tolist()
-        mine = rows[self.comm.rank]
-        for other, row in zip(self.comm.ranks, rows, strict=True):
+        mine = rows[self.group.rank]
+        for other, row in zip(self.group.ranks, rows, strict=True):
             if row != mine:
                 return (f"{where}: the ranks diverged. Expected: {self.comm.told(mine)}, on "
                         f"all ranks, as here. Got: {self.comm.told(row)}, on rank {other}. "
@@ -671,7 +774,7 @@ class Transfer:
         """
         #### Have the device compare the announcements
 
-        * `order` is `(world_size, 4)` int64, on the device
+        * `order` is `(group.size, 4)` int64, on the device
 
         If they differ, an assertion fails on the device, and so does the next call that waits for
         it. Returns the problem if the assertion has failed already, as it does on the CPU.
@@ -681,7 +784,7 @@ class Transfer:
                    "error on another rank; without one, call the same layers in the same order on "
                    "all ranks: the same program on the CPU names both sides. Start again.")
         try:
-            torch._assert_async((order == order[self.comm.rank]).all(), problem)
+            torch._assert_async((order == order[self.group.rank]).all(), problem)
         except RuntimeError as error:
             if problem not in str(error):
                 # An earlier failure on the device, reported by the first call after it.
@@ -707,7 +810,8 @@ class Reducer:
     | `started` | the same layer, once it has started to send | nothing |
     | `land` | `keeps` and `end` | the reduce in flight, of whichever layer |
     | `finish` | `land`; a layer before it gathers again; a layer in no chain | its own reduce |
-    | `arrived` | `finish` | the data: the sums are there |
+    | `arrived` | `finish` | the data: the sums are there; with replicas, the all-reduce before |
+    | `end_exchange` | `arrived` and `end` | the all-reduce over replicas in flight |
     | `deliver` | the layer, with each of its sums | the copy to CPU memory before this one |
     | `delivered` | `deliver` and `end` | the copy to CPU memory that is under way |
     | `drop` | a layer, after an exception in backward | its own reduce, if it has started |
@@ -723,6 +827,9 @@ class Reducer:
         self.transfer: Transfer | None = None
         # Layers that have to finish before `backward()` returns.
         self.unsettled: set[Any] = set()
+        # The all-reduce over replicas in flight, and the gradients that are views of its sums.
+        self.exchange: Transfer | None = None
+        self._exchanged: list[tuple[torch.Tensor, GradientSink, Names]] = []
         # The reduced gradient that is on its way to CPU memory.
         self._leaving: _Leaving | None = None
 
@@ -767,12 +874,33 @@ class Reducer:
         ### Wait for the transfer in flight: this rank's parts of the sums
 
         On an accelerator the compute stream waits and the host goes on. On the CPU this thread
-        waits.
+        waits. With replicas the sums are those of one replica, and start to be exchanged with the
+        others. That overlaps the backward pass of the layer below, whose reduce ends it.
         """
         transfer = self.transfer
         self.transfer = None
         assert transfer is not None
-        return transfer.wait()
+        totals = transfer.wait()
+        self.end_exchange()
+        if self.comm.replicas.size > 1:
+            self.exchange = self.comm.all_reduce(transfer.sender, totals)
+        return totals
+
+    def end_exchange(self) -> None:
+        """
+        ### Wait for the all-reduce over replicas, and deliver its gradients
+
+        One is in flight at a time. So the next reduce calls this before it starts another, and the
+        end of the pass calls it for the last one.
+        """
+        exchange = self.exchange
+        exchanged = self._exchanged
+        self.exchange = None
+        self._exchanged = []
+        if exchange is not None:
+            exchange.wait()
+        for total, sink, names in exchanged:
+            self.deliver(total, sink, names)
 
     def land(self) -> None:
         """
@@ -791,6 +919,7 @@ class Reducer:
         finds every gradient complete.
         """
         self.land()
+        self.end_exchange()
         self.delivered()
 
     def drop(self, layer: Reducible) -> None:
@@ -811,7 +940,13 @@ class Reducer:
         From an accelerator to CPU memory the backup stream copies it, while the layers below go
         backward. The sink gets it when the next gradient leaves, or at the end of the pass. By then
         the copy has normally ended, so the host hardly waits.
+
+        With replicas this is called twice: when the all-reduce has started, and when it has ended.
         """
+        if self.exchange is not None:
+            # The layer forgets the names before that, so keep a list of its own.
+            self._exchanged.append((total, sink, list(names)))
+            return
         if sink.grad_device == total.device or sink.grad_device.type != "cpu":
             sink.add_grad(total, names)
             return
@@ -846,6 +981,9 @@ class Reducer:
         """
         if self.transfer is not None:
             for pair in self.transfer.pairs:
+                yield from pair
+        if self.exchange is not None:
+            for pair in self.exchange.pairs:
                 yield from pair
 
 
@@ -955,6 +1093,21 @@ def _allocate(full: torch.Tensor) -> None:
     # Resizing to the same size would take the memory a second time.
     if storage.nbytes() != full.nbytes:
         storage.resize_(full.nbytes)
+
+
+def _sum(group: Group, mine: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+    """
+    #### The sum over a group, `(n,)`: this rank's row and those that the others have sent
+
+    * `received` is `(size, n)`; its row of this rank is empty
+
+    In the order of ranks, so that every rank that adds the same rows gets the same bits.
+    """
+    rows = [mine if k == group.rank else row for k, row in enumerate(received)]
+    total = rows[0] + rows[1]
+    for row in rows[2:]:
+        total += row
+    return total
 
 
 def _as_receive_buffer(buffer: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
 r"""
 # Groups of ranks
 
-A `Group` is the ranks that share a layer: who they are, and which of them this rank is.
+A `Group` is the ranks that share something: who they are, and which of them this rank is.
 
-Usually all ranks of a run train one model. With a *mesh*, torch's table of ranks, only some of them
+Usually all ranks of a run share one model. With a *mesh*, torch's table of ranks, only some of them
 do. Here four ranks train two models side by side:
 
 | mesh | ranks of the model | rank 2 is there | a shard is |
@@ -12,20 +12,48 @@ do. Here four ranks train two models side by side:
 | `DeviceMesh("cpu", [0, 1])` | 0 1 | nobody | half |
 | `DeviceMesh("cpu", [2, 3])` | 2 3 | number 0 of 2 | half |
 
-So a rank has two numbers. Its place in the group says which part of each flat parameter it keeps:
-
-$$\text{elements of shard } r = \big[\, r \lceil P_\ell / N \rceil,\;
-(r + 1) \lceil P_\ell / N \rceil \,\big) \qquad N = \text{size of the group}$$
-
+So a rank has two numbers. Its place in the group says which part of each flat parameter it keeps.
 Its *global rank* is the number that torchrun and the logs know, so errors use that one.
+
+**Hybrid sharding.** A mesh of two dimensions has *replicas* of the model, and each replica is
+sharded. A gather then stays inside one replica, which may be one machine with fast links. Only
+gradients travel between machines, and only one shard of them. The three weights of `layer.py`, on
+a mesh of two replicas with two ranks each, named ("replicate", "shard"):
+
+| | rank 0 | rank 1 | rank 2 | rank 3 | |
+|---|---|---|---|---|---|
+| shard | 1 2 | 3 0 | 1 2 | 3 0 | ranks 0 and 2 have the same |
+| gradients | 4 8 12 0 | 8 0 4 0 | 4 0 4 0 | 0 4 0 0 | on each rank's part of the batch |
+| divide by 4 | 1 2 3 0 | 2 0 1 0 | 1 0 1 0 | 0 1 0 0 | the number of *all* ranks |
+| reduce-scatter | 3 2 | 4 0 | 1 1 | 1 0 | in 0 1, and in 2 3 |
+| all-reduce | 4 3 | 5 0 | 4 3 | 5 0 | in 0 2, and in 1 3 |
+
+With $N$ ranks in each of $R$ replicas, a layer of $P_\ell$ parameters costs
+
+$$\underbrace{\left\lceil \frac{P_\ell}{N} \right\rceil}_{\text{kept}} \qquad
+\underbrace{3 (N-1) \left\lceil \frac{P_\ell}{N} \right\rceil}_{\text{sent inside the replica}}
+\qquad
+\underbrace{(R-1) \left\lceil \frac{P_\ell}{N} \right\rceil}_{\text{sent to other replicas}}$$
+
+elements. Such a mesh is `init_device_mesh("cuda", (2, 8), mesh_dim_names=("replicate", "shard"))`,
+for two machines with eight GPUs each. Pass it to each layer or to `wrap`; chains, optimizers and
+checkpoints take it from the layers.
+
+The all-reduce starts when the reduce-scatter has ended, and is waited for when the next
+one has, so that it overlaps the backward pass of the layer below. On an accelerator it is NCCL's,
+which sends $2\frac{R-1}{R}$ times the shard; on the CPU each rank sends its sums to each other
+replica. Replicas add in the same order, so they keep the same bits.
 
 **Run this**: `python -m pytest tests/test_groups.py` trains models on groups of ranks.
 
 **Not covered, and what that costs**: torch makes the process groups of a mesh together on all ranks
-of the run, so each rank builds every mesh, also those that it is not in.
+of the run, so each rank builds every mesh, also those that it is not in. `predict` does not know
+replicas; the formula above is tested instead. On the CPU the sums of the other replicas take memory
+until they are added, $R$ times the shard.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -52,6 +80,12 @@ class Group:
     def global_rank(self) -> int:
         return self.ranks[self.rank]
 
+    def only_this(self) -> "Group":
+        """
+        ### The group of this rank alone, which sends nothing
+        """
+        return Group((self.global_rank,), 0)
+
 
 def all_ranks(rank: int | None = None, world_size: int | None = None) -> Group:
     """
@@ -75,23 +109,35 @@ def all_ranks(rank: int | None = None, world_size: int | None = None) -> Group:
     return Group(tuple(range(world_size)), rank)
 
 
-def group_of(mesh: DeviceMesh) -> Group:
+def groups_of(mesh: DeviceMesh) -> tuple[Group, ...]:
     """
-    ## The group of a mesh
+    ## The groups of a mesh: the ranks that share a model's shards, and the replicas of this shard
 
-    * `mesh` has one dimension, and this rank is in it
+    * `mesh` has one dimension, and then there are no replicas; or two, ("replicate", "shard")
 
-    Raises `TypeError` if it is no mesh, and `ValueError` if it has more dimensions, other ranks, or
-    its ranks in an order that torch does not keep.
+    Raises `TypeError` if it is no mesh, and `ValueError` if it has other dimensions or other ranks,
+    or its ranks in an order that torch does not keep.
     """
     expect(isinstance(mesh, DeviceMesh), "mesh", "a `torch.distributed.device_mesh.DeviceMesh`",
            repr(mesh), "pass one, or leave it out to shard over all ranks", TypeError)
-    expect(mesh.ndim == 1, "mesh", "one dimension", f"{mesh.ndim}, {mesh}",
-           "pass one dimension of it, by its name: `mesh['shard']`")
-    ranks = tuple(mesh.mesh.tolist())
-    place = mesh.get_coordinate()
-    expect(place is not None, f"rank {dist.get_rank()}", f"one of the ranks of the mesh, {ranks}",
-           "a rank outside of it", "build this model only on the ranks of its mesh")
+    is_hybrid = mesh.mesh_dim_names == ("replicate", "shard")
+    expect(mesh.ndim == 1 or is_hybrid, "mesh", "one dimension, or two that are named "
+           "('replicate', 'shard')", f"{mesh}", "pass the dimensions that it shards over, by their "
+           "names: `mesh['shard']`")
+    ranks = mesh.mesh.flatten().tolist()
+    expect(mesh.get_coordinate() is not None, f"rank {dist.get_rank()}",
+           f"one of the ranks of the mesh, {ranks}", "a rank outside of it",
+           "build this model only on the ranks of its mesh")
     # torch sorts the ranks of a process group.
-    expect(ranks == tuple(sorted(ranks)), "mesh", "ranks in ascending order", ranks, "sort them")
-    return Group(ranks, mesh.get_local_rank(), mesh.get_group())
+    expect(ranks == sorted(ranks), "mesh", "ranks in ascending order", ranks, "sort them")
+    return tuple(_along(mesh, dim) for dim in reversed(range(mesh.ndim)))
+
+
+def _along(mesh: DeviceMesh, dim: int) -> Group:
+    """
+    #### The group of this rank along one dimension of a mesh
+    """
+    where: list[Any] = [*mesh.get_coordinate()]  # type: ignore[misc]
+    place = where[dim]
+    where[dim] = slice(None)
+    return Group(tuple(mesh.mesh[tuple(where)].tolist()), place, mesh.get_group(dim))

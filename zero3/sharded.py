@@ -456,11 +456,11 @@ def check_groups(layers: Iterable[Sharded]) -> None:
     They share a communicator, so the ranks of one layer's mesh would send to those of another's.
     Raises `RuntimeError`.
     """
-    groups = {layer.comm.group: layer for layer in layers}
-    for layer in groups.values():
-        layer.expect(len(groups) == 1, "is sharded over other ranks than the rest of its model",
-                     "the same ranks for all layers",
-                     " and ".join(f"{[*each.ranks]}" for each in groups),
+    by_groups = {layer.comm.groups: layer for layer in layers}
+    told = [" x ".join(f"{[*group.ranks]}" for group in groups) for groups in by_groups]
+    for layer in by_groups.values():
+        layer.expect(len(by_groups) == 1, "is sharded over other ranks than the rest of its model",
+                     "the same ranks for all layers", " and ".join(told),
                      "pass the same `mesh=` to every layer, also to those without parameters; "
                      "models on different ranks take an optimizer each")
 

@@ -65,7 +65,7 @@ import random
 import shutil
 import zlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -214,7 +214,8 @@ class Saving:
         described, options = self._on_all_ranks(lambda: self._prepare(extra))
         self.manifest |= self.entries.manifest(described, options)
         listed = self.entries.entries(self.manifest)
-        self._on_all_ranks(lambda: self._open_file(listed))
+        streams = self._random_of_replicas()
+        self._on_all_ranks(lambda: self._open_file(listed, streams))
         self._fill(listed, async_write)
         if not async_write:
             self.wait()
@@ -241,18 +242,34 @@ class Saving:
             self.made_folder = True
         return described, options
 
-    def _open_file(self, listed: list[Entry]) -> None:
+    def _random_of_replicas(self) -> list[str]:
+        """
+        #### The random number states of each replica of this shard, as JSON
+
+        With replicas it is an all-gather, which all ranks must call.
+        """
+        comm = self.entries.comm
+        own = json.dumps(encode(_random_states(self.entries.device)))
+        if comm.replicas.size == 1:
+            return [own]
+        return comm.gather(own)[comm.rank :: comm.world_size]
+
+    def _open_file(self, listed: list[Entry], streams: list[str]) -> None:
         """
         #### Reserve the space of this rank's file
 
-        The states of this rank's random number generators go into the header, because each rank has
-        its own.
+        * `streams` are the random number states of each replica of this shard. Each rank has its
+          own, so they go into the header
+
+        One replica writes, because the others would write the same.
         """
         comm = self.entries.comm
+        if not comm.in_first_replica:
+            return
         like = {entry.name: (entry.dtype, entry.shape) for entry in listed}
-        streams = json.dumps(encode(_random_states(self.entries.device)))
+        header = {_random_key(replica): states for replica, states in enumerate(streams)}
         path = self.partial / file_name(comm.rank, comm.world_size)
-        self.writer = Writer(path, like, {"random": streams})
+        self.writer = Writer(path, like, header)
 
     def _fill(self, listed: list[Entry], async_write: bool) -> None:
         """
@@ -261,6 +278,10 @@ class Saving:
         An asynchronous save writes up to the last tensor from a file now, and copies the tensors
         after that.
         """
+        if self.writer is None:
+            self.written = Future()
+            self.written.set_result(("", None))
+            return
         now = len(listed)
         if async_write:
             now = 1 + max((i for i, e in enumerate(listed) if not e.in_memory), default=-1)
@@ -319,7 +340,8 @@ class Saving:
         if not self.ended:
             problem, file = self.written.result()
             self.ended = True
-            self.manifest["files"] = self.entries.comm.gather(file)
+            comm = self.entries.comm
+            self.manifest["files"] = comm.gather(file)[: comm.world_size]
             self._agree(problem)
             self._on_all_ranks(self._commit)
             # Let go of the model: `_LAST_SAVES` and the hook keep this object.
@@ -499,15 +521,25 @@ def _random_states_of(checkpoint: CheckpointReader, comm: Communicator) -> dict[
     """
     #### This rank's random number states from a checkpoint
 
-    On another number of ranks this is a new seed for each rank. A checkpoint that was converted
-    from another format has no states.
+    On another number of ranks this is a new seed for each rank, and so for a replica more than were
+    saved. A checkpoint that was converted from another format has no states.
     """
     same = checkpoint.world_size == comm.world_size
     header = checkpoint.files[comm.rank if same else 0].header
-    streams = header.get("__metadata__", {}).get("random")
-    if streams and same:
-        return decode(json.loads(streams))
-    return {"seed": zlib.crc32(f"{comm.rank} {streams}".encode())} if streams else {}
+    found = header.get("__metadata__", {})
+    own = found.get(_random_key(comm.replicas.rank))
+    if own and same:
+        return decode(json.loads(own))
+    streams = found.get(_random_key(0))
+    number = comm.ranks.index(comm.global_rank)
+    return {"seed": zlib.crc32(f"{number} {streams}".encode())} if streams else {}
+
+
+def _random_key(replica: int) -> str:
+    """
+    #### The key of a replica's random number states, in the header of its shard's file
+    """
+    return f"random.{replica}" if replica else "random"
 
 
 def _check_random_states(states: dict[str, Any], device: torch.device) -> None:

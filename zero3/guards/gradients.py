@@ -253,7 +253,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         grads.append(part)
         norms.append(norm_of(part, norm_type).double())
     mine = torch.stack([norm.to(first.device) for norm in norms])  # (shards,) fp64, device
-    norm = vector_norm(first.comm.numbers(first, mine), norm_type)
+    # Replicas have the same gradients, so count those of the first one.
+    norms_of_ranks = first.comm.numbers(first, mine)[: first.comm.world_size]
+    norm = vector_norm(norms_of_ranks, norm_type)
     # torch adds the same 1e-6.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for grad in grads:
@@ -272,7 +274,7 @@ def _check_clip(model: nn.Module, first: Any, flats: list[Any], norm_type: float
     stray = [n for n, p in model.named_parameters() if p.requires_grad and p not in shards]
     first.expect(not stray, "cannot clip", "all trainable parameters in Zero3Layers", stray,
                  "wrap the modules that they are in, or freeze them")
-    groups = {flat.owner().comm.group for flat in flats}
+    groups = {flat.owner().comm.groups for flat in flats}
     first.expect(len(groups) == 1, "cannot clip", "one norm over the same ranks for all layers",
                  f"layers on {len(groups)} groups of ranks", "clip each model by itself")
     first.expect(norm_type > 0, "cannot clip", "a positive `norm_type`, or math.inf", norm_type,

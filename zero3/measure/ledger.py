@@ -79,6 +79,7 @@ class Ledger:
     | compute, computed | the module starts and ends; in backward, the first gradient arrives |
     | gradients | the buffer for the layer's flat gradient has its memory |
     | reduce | a reduce-scatter starts; that of a bucket has its first layer's name |
+    | all-reduce | replicas start to add the sums of a reduce |
     | reduced | the shard's gradient is there, for each layer of a bucket |
     | free | full parameters, or the buffers of a reduce, are freed |
     | norm | the ranks tell each other the norms of their gradients |

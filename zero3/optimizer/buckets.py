@@ -71,7 +71,7 @@ class Bucket(Reducer):
 
         gradients = [_Gradient(layer, i, *pair) for i, pair in enumerate(pairs)]
         # A single rank sends nothing, so nothing has to wait.
-        if self._fills(gradients) or self.comm.world_size == 1:
+        if self._fills(gradients) or self.comm.divisor == 1:
             # Send them at once, without a copy, ahead of the layers that wait.
             self.land()
             self._send(gradients)

@@ -599,8 +599,9 @@ class Zero3Optimizer(torch.optim.Optimizer):
         # on the global batch has. The mean of the ranks' own norms would be something else: if the
         # gradient is 1 on one rank and -1 on the other, that mean is 1, while the mean gradient is
         # 0.
-        squares = self._squares().cpu()  # (world_size, shards) fp64
-        norm = squares.abs().sum().sqrt().item() / self.loss_scale
+        squares = self._squares().cpu()  # (all ranks, shards) fp64
+        # Replicas have the same gradients, so count those of the first one.
+        norm = squares[: self.comm.world_size].abs().sum().sqrt().item() / self.loss_scale
         if not math.isfinite(norm):
             self._overflow(squares)
             return None
@@ -636,7 +637,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         shard's parameters.
 
         All-gather: all ranks call it, and send 8 bytes for each shard to each other rank. Returns
-        `(world_size, shards)` fp64, the same bits on all ranks.
+        `(all ranks, shards)` fp64, the same bits on all ranks.
         """
         zero = torch.zeros((), device=self.device)
         norms = []
@@ -845,7 +846,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         chain = [layer for layer in getattr(self.model, "module_list", ()) if layer.flats]
         offloads = {layer.offload if layer.offload.tier == "nvme" else layer.offload.tier
                     for layer in chain}
-        good = chain == self.layers and len(kept) == len(offloads) == 1
+        good = chain == self.layers and len(kept) == len(offloads) == self.comm.replicas.size == 1
         self.expect(good, "cannot predict", "a Zero3Sequential of plain layers, with one `Offload` "
                     "and as many states in each param group", f"a {type(self.model).__name__}, "
                     f"{len(offloads)} and {len(kept)} kinds", "measure with `Ledger`")

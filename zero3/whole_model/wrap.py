@@ -440,7 +440,8 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
     * `offload` says where shards rest, as an `Offload` or as "cpu"; left out, on the device
     * `device` is where the model is made; left out, where it is, or the CPU
     * `seed`, `init` and `checkpoint` are as for `Source`
-    * `mesh` has the ranks that share the model; left out, all ranks do (see `groups.py`)
+    * `mesh` has the ranks that share the model, and in a second dimension its replicas; left out,
+      all ranks share it (see `groups.py`)
     * `debug` has the ranks compare what they are about to gather. On the CPU they always do; on an
       accelerator this turns a hang of NCCL into an error that names both units
 
