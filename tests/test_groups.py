@@ -500,6 +500,27 @@ def test_replicas_keep_the_same_bits_and_skip_a_step_together(kind):
             assert answers[0][0] != answers[1][0]
 
 
+def on_some_ranks():
+    """Replicas on ranks 1 to 4 of five: the difference from plain PyTorch, and the rank on tape."""
+    mesh = DeviceMesh("cpu", [[1, 2], [3, 4]], mesh_dim_names=("replicate", "shard"))
+    if dist.get_rank() == 0:
+        return 0.0, {0}
+    worst = train_both("Chain", optimizer=Zero3Optimizer, mesh=mesh)
+    model = sharded(mesh)
+    with Ledger(model) as tape:
+        model(torch.zeros(1, WIDTH).double()).sum().backward()
+    return worst, {event.rank for event in tape.events}
+
+
+def test_replicas_may_be_on_some_of_the_ranks():
+    """
+    Breaks where a place in a replica is taken for a rank of the run.
+    Proves I1, `groups_of`, `Communicator.__init__`.
+    """
+    for rank, (worst, ranks) in enumerate(run(on_some_ranks, 5)):
+        assert worst < 1e-10 and ranks == {rank}
+
+
 def norms_and_values():
     """Norms of the whole gradient both ways and plain; the values that ranks begin with."""
     mesh = hybrid(2, 2)
@@ -543,7 +564,7 @@ def test_replicas_begin_with_the_values_of_the_first_rank_and_count_a_norm_once(
         assert with_ours == pytest.approx(norm, rel=1e-12)
         assert is_same and mean == [0, 0] and drawn == answers[0][5]
         assert shards == [[[5, 5]], [[0, 0]]][rank % 2]
-        assert "cannot predict" in said
+        assert "cannot predict. Expected: a mesh of one dimension. Got: 2 replicas." in said
 
 
 class Branches(nn.Module):
@@ -729,6 +750,45 @@ def whole_in_replicas(shape, offload):
             each.zero_grad()
     expected = dict(plain.named_parameters())
     return max((p - expected[name]).abs().max().item() for name, p in weights(model).items())
+
+
+def goes_on(native):
+    """An exception in backward on all ranks, and then a step: the difference from plain PyTorch."""
+    mesh = hybrid(2, 2)
+    plain = nn.Sequential(*layers()).double()
+    with collectives() if native else nullcontext():
+        model = sharded(mesh)
+    sgd = torch.optim.SGD(plain.parameters(), 0.1)
+    optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.1, bucket_bytes=0)
+
+    def breaks(grad):
+        raise ArithmeticError
+
+    first, *others = model.module_list
+    x, mine = (each.double() for each in batch(0, mesh))
+    h = first(mine)
+    h.register_hook(breaks)
+    for layer in others:
+        h = layer(h)
+    with pytest.raises(ArithmeticError):
+        optimizer.backward(h.square().mean())
+    assert first.reducer.exchange is None and not first.reducer.layers
+    optimizer.zero_grad()
+    plain(x).square().mean().backward()
+    optimizer.backward(model(mine).square().mean())
+    sgd.step()
+    optimizer.step()
+    return difference(plain, model)
+
+
+def test_replicas_go_on_after_an_exception_in_backward():
+    """
+    Two layers have been reduced by then, and their sums are on their way to the other replicas.
+    Breaks where these are delivered in the next pass, or never waited for.
+    Proves I2, `Reducer.end`, `Reducer.drop`, `Reducer.end_exchange`.
+    """
+    for native in (False, True):
+        assert max(run(goes_on, 4, native)) < 1e-10
 
 
 def test_whole_models_train_in_replicas():

@@ -52,6 +52,8 @@ replicas; the formula above is tested instead. On the CPU the sums of the other 
 until they are added, $R$ times the shard.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,7 +82,7 @@ class Group:
     def global_rank(self) -> int:
         return self.ranks[self.rank]
 
-    def only_this(self) -> "Group":
+    def only_this(self) -> Group:
         """
         ### The group of this rank alone, which sends nothing
         """

@@ -21,6 +21,8 @@ $$\text{parameters of rank } 0 = \text{parameters of rank } 1 = \ldots$$
 **Not covered, and what that costs**: two ranks that share one accelerator; NCCL reports these.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 from typing import Any
 

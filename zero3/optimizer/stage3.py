@@ -836,7 +836,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         The prediction is of a step whose moments exist already, so not of the first one.
 
         Raises `RuntimeError` if the model is not a `Zero3Sequential`, has layers inside of layers,
-        or uses several `Offload`s for them, or if param groups keep different states.
+        uses several `Offload`s for them, or has replicas, or if param groups keep different states.
         """
         two = torch.zeros(2, device=self.device)
         kept = set()
@@ -846,10 +846,12 @@ class Zero3Optimizer(torch.optim.Optimizer):
         chain = [layer for layer in getattr(self.model, "module_list", ()) if layer.flats]
         offloads = {layer.offload if layer.offload.tier == "nvme" else layer.offload.tier
                     for layer in chain}
-        good = chain == self.layers and len(kept) == len(offloads) == self.comm.replicas.size == 1
+        good = chain == self.layers and len(kept) == len(offloads) == 1
         self.expect(good, "cannot predict", "a Zero3Sequential of plain layers, with one `Offload` "
                     "and as many states in each param group", f"a {type(self.model).__name__}, "
                     f"{len(offloads)} and {len(kept)} kinds", "measure with `Ledger`")
+        self.expect(self.comm.replicas.size == 1, "cannot predict", "a mesh of one dimension",
+                    f"{self.comm.replicas.size} replicas", "measure with `Ledger`")
         ((moments, step_bytes),) = kept
         found = predict(
             describe(self.model, self.group_by), self.comm.world_size,
