@@ -61,7 +61,7 @@ training step. The folders are later chapters. Each can replace one of five part
 
 | seam | here | a later chapter hands in |
 |---|---|---|
-| communicator: `layer.comm` | all ranks | a group of them |
+| communicator: `layer.comm` | all ranks | some of them, or replicas |
 | storage: `flat.storage` | memory of the device | CPU memory, or a file |
 | schedule: `layer.schedule` | the neighbours in a chain | the order of the last step |
 | gradient sink: `layer.reducer`, `flat.sink` | the shard's `.grad` | an fp32 copy; buckets |
