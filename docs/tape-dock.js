@@ -56,8 +56,8 @@
     return go;
   }
 
-  // Moves the tape when the pointer rests on a line. A line that is marked stays, so that the reader
-  // keeps the place; and while the tape plays the lines are not the reader's choice.
+  // Moves the tape when the pointer rests on a line. A line that is marked stays, so that the
+  // reader keeps the place; and while the tape plays the lines are not the reader's choice.
   function hover(player, moves) {
     let over = null, timer = null;
     const cancel = () => clearTimeout(timer);
@@ -103,7 +103,8 @@
     const low = (header ? header.getBoundingClientRect().bottom : 0) + 30;
     const high = innerHeight - dock.offsetHeight - 30;
     const boxes = nodes.map(node => node.getBoundingClientRect());
-    if (!boxes.length || boxes.some(({ top, bottom }) => top >= low && bottom <= high)) return false;
+    const seen = boxes.some(({ top, bottom }) => top >= low && bottom <= high);
+    if (seen || !boxes.length) return false;
     scrollBy({ top: boxes[0].top - low - (high - low) * .4,
       behavior: Tape.still() ? "auto" : "smooth" });
     return true;

@@ -39,13 +39,13 @@
     return rows.map((row, i) => {
       const number = first + i, marks = row.split('"""').length - 1, quiet = quoted || marks > 0;
       quoted = quoted !== (marks % 2 === 1);
-      const [, before, comment] = /^([^#]*)(#.*)?$/.exec(row.slice(indent));
+      const [, before, comment] = /^([^#]*)(#.*)?$/.exec(row.trimStart());
       const now = number === at;
       // Only lines of code have a place on the source's page.
       const href = before.trim() && !quiet ? `${pageOf(file)}#L${number}` : null;
-      // A long line is broken, and goes on further to the right.
-      const hang = `--hang:${Math.max(0, row.search(/\S/) - indent) + 4}ch`;
-      return el("div", { class: now && "now", "aria-current": now, style: hang }, [
+      // The style sheet indents a line: its parts, if it is broken, further than its beginning.
+      const style = `--indent:${Math.max(0, row.search(/\S/) - indent)}ch`;
+      return el("div", { class: now && "now", "aria-current": now, style }, [
         el("a", { href }, String(number)),
         el("span", { class: quiet && "quiet" }, before),
         el("span", { class: "quiet" }, comment || "")]);

@@ -349,7 +349,8 @@ const Tape = (() => {
     });
     // A layer that computes is whole, so it has no bytes of its own.
     const computes = el("li", {}, [swatch("compute"), "computes"]);
-    return [el("ul", { class: "tape-legend" }, [items.map(([, , item]) => item), computes]), player => {
+    const list = el("ul", { class: "tape-legend" }, [items.map(([, , item]) => item), computes]);
+    return [list, player => {
       for (const [kind, value, item] of items) {
         value.textContent = number(player.frame.held[kind]);
         item.toggleAttribute("data-none", !player.frame.held[kind]);
