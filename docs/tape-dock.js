@@ -7,6 +7,13 @@
   const { el, button, bytes, pageOf } = Tape;
   const main = document.querySelector("main[data-file]"), file = main.dataset.file;
   const line = number => document.getElementById(`L${number}`);
+  // Milliseconds that the pointer rests on a line before the line moves the tape, and that the tape
+  // stays at an event: longer after a scroll, because a reader has to find the line again.
+  const REST_MS = 400, EVENT_MS = 700, SCROLLED_MS = 2000;
+  const selected = () => !getSelection().isCollapsed;
+
+  // Where the style sheet stacks the parts of the dock.
+  const NARROW = "(max-width: 60rem)";
 
   // A page that is opened from a file may have no storage. Then a choice lasts as long as the page.
   function stored(key, value) {
@@ -44,24 +51,39 @@
     node.classList.add("tape-has");
     node.prepend(mark);
     mark.addEventListener("focus", () => mark.matches(":focus-visible") && go());
-    node.addEventListener("click", event => event.target.closest("a") || go());
+    // A reader who drags to copy text also ends with a click.
+    node.addEventListener("click", event => event.target.closest("a") || selected() || go());
     return go;
   }
 
-  // Moves the tape when the pointer enters a line. The page may also scroll below a pointer that
-  // rests, and while the tape plays the lines are not the reader's choice.
+  // Moves the tape when the pointer rests on a line. A line that is marked stays, so that the
+  // reader keeps the place; and while the tape plays the lines are not the reader's choice.
   function hover(player, moves) {
-    let over = null;
+    let over = null, timer = null;
+    const cancel = () => clearTimeout(timer);
+    const rests = () => {
+      const marked = over.matches(".tape-now, .tape-call");
+      if (!marked && !player.playing && !selected()) moves.get(over)();
+    };
     main.addEventListener("pointermove", event => {
       const node = event.target.closest(".line"), entered = node !== over;
+      // The page may also scroll below a pointer that rests.
       if (event.pointerType !== "mouse" || !(event.movementX || event.movementY)) return;
       over = node;
-      if (entered && moves.has(node) && !player.playing) moves.get(node)();
+      if (entered || event.buttons) cancel();
+      if (entered && !event.buttons && moves.has(node)) timer = setTimeout(rests, REST_MS);
     });
+    main.addEventListener("pointerleave", () => {
+      cancel();
+      over = null;
+    });
+    // A click moves the tape itself. Buttons keep the event, so it is taken on its way down.
+    for (const kind of ["pointerdown", "click"]) main.addEventListener(kind, cancel, true);
+    addEventListener("scroll", cancel, { passive: true });
   }
 
   // Marks the lines of this page that are in the call stack of the event: the innermost one, and
-  // those that called it.
+  // those that called it. Returns them.
   function mark(player) {
     main.querySelectorAll(".tape-now, .tape-call").forEach(node => {
       node.classList.remove("tape-now", "tape-call");
@@ -71,21 +93,28 @@
       .filter(node => node);
     here.forEach((node, i) => node.classList.add(i ? "tape-call" : "tape-now"));
     if (here[0]) here[0].setAttribute("aria-current", "true");
+    return here;
   }
 
-  // Scrolls only if the line is not in sight between the bar and the dock.
-  function scrollTo(node, dock) {
-    const { top, bottom } = node.getBoundingClientRect(), header = document.querySelector("header");
+  // Scrolls to the first line, if none of them is in sight between the bar and the dock. Returns
+  // whether it scrolls.
+  function scrollTo(nodes, dock) {
+    const header = document.querySelector("header");
     const low = (header ? header.getBoundingClientRect().bottom : 0) + 30;
     const high = innerHeight - dock.offsetHeight - 30;
-    if (top >= low && bottom <= high) return;
-    scrollBy({ top: top - low - (high - low) * .4, behavior: Tape.still() ? "auto" : "smooth" });
+    const boxes = nodes.map(node => node.getBoundingClientRect());
+    const seen = boxes.some(({ top, bottom }) => top >= low && bottom <= high);
+    if (seen || !boxes.length) return false;
+    scrollBy({ top: boxes[0].top - low - (high - low) * .4,
+      behavior: Tape.still() ? "auto" : "smooth" });
+    return true;
   }
 
   // -------------------------------------------------------------------------------------- dock
 
-  const HINT = "A number beside a line says in how many events it runs. Point at the line to go " +
-    "to the next one.";
+  const HINT = "A number beside a line says in how many events it runs. " +
+    (matchMedia("(hover: none)").matches ? "Tap the line" :
+      "Rest the pointer on the line, or click it,") + " to go to the next one.";
 
   // Links to the lines of the call stack, on this page or on another.
   function calls(player) {
@@ -102,12 +131,14 @@
   class Dock {
     constructor(player) {
       this.player = player;
-      this.follows = true;
+      this.follows = false;
+      this.scrolled = false;
       this.from = 0;
       this.stack = el("ol");
       this.live = el("span", { class: "tape-live" });
       this.follow = button("Follow", () => this.setFollows(!this.follows), {
         class: "tape-follow", title: "scroll to the line that runs" });
+      this.full = el("a", { class: "tape-full" }, "full tape");
       this.toggle = button("", () => this.choose(this.node.hasAttribute("data-closed")),
         { class: "tape-toggle" });
       [this.parts, this.moveControls] = Tape.controls(player);
@@ -118,6 +149,7 @@
         ".memory-here": width => Tape.drawMemory(player, { width, height: 84, labels: false }),
         ".layers-here": Tape.layersIn(player, { tight: true }),
       });
+      player.pace = () => this.scrolled ? SCROLLED_MS : EVENT_MS;
       player.views.push(() => this.show());
     }
 
@@ -125,11 +157,11 @@
       const { back, play, next, slider, count } = this.parts;
       return el("aside", { id: "dock", "aria-label": "The tape: one training step" }, [
         el("div", { class: "tape-bar" }, [this.toggle, back, play, next, slider, count, this.follow,
-          el("a", { href: "tape.html", class: "tape-full" }, "full tape"), this.says]),
+          this.full, this.says]),
         el("div", { class: "tape-body" }, [
           el("div", {}, this.stack),
           el("div", {}, [el("div", { class: "memory-here" }), this.live]),
-          el("div", { class: "layers-here" })])]);
+          el("div", { class: "layers-here" }), Tape.drawLegend(false)[0]])]);
     }
 
     show() {
@@ -139,14 +171,14 @@
       this.say(player, player.says);
       this.stack.replaceChildren(...calls(player));
       this.live.textContent = `Memory of each rank: ${bytes(player.tape.live[player.index])}`;
-      mark(player);
-      if (player.index !== this.from) this.reveal();
+      this.full.href = `tape.html#e=${player.index}&tape=${player.tape.key}`;
+      const marked = mark(player);
+      this.scrolled = this.follows && player.index !== this.from && scrollTo(marked, this.node);
       this.from = player.index;
     }
 
     reveal() {
-      const node = main.querySelector(".tape-now");
-      if (node && this.follows) scrollTo(node, this.node);
+      scrollTo(mark(this.player), this.node);
     }
 
     // The reader has chosen a line, so the page stays where it is.
@@ -158,7 +190,7 @@
     setFollows(on) {
       this.follows = on;
       this.follow.setAttribute("aria-pressed", on);
-      if (on && this.player.index) this.reveal();
+      if (on) this.reveal();
     }
 
     setOpen(on) {
@@ -170,7 +202,7 @@
     choose(on) {
       this.setOpen(on);
       stored("dock", on ? "open" : "closed");
-      if (this.player.index) this.reveal();
+      if (this.follows) this.reveal();
     }
   }
 
@@ -200,10 +232,12 @@
     }).observe(dock.node);
   }
 
-  // `#e=57` in the address opens position 57.
-  function address(player) {
+  // `#e=57` in the address opens position 57, at its line.
+  function address(player, dock) {
     const found = /#e=(\d+)/.exec(location.hash);
-    if (found) player.jump(+found[1]);
+    if (!found) return;
+    player.jump(+found[1]);
+    dock.reveal();
   }
 
   Tape.load("2-prefetch", tape => {
@@ -216,11 +250,12 @@
     scrolling(player, dock);
     keys(player, dock);
     makeRoom(dock);
-    dock.setOpen((stored("dock") || (innerWidth > 700 ? "open" : "closed")) === "open");
-    dock.setFollows(true);
+    dock.setOpen((stored("dock") || (matchMedia(NARROW).matches ? "closed" : "open")) ===
+      "open");
+    dock.setFollows(false);
     player.show();
-    addEventListener("hashchange", () => address(player));
-    address(player);
+    addEventListener("hashchange", () => address(player, dock));
+    address(player, dock);
     window.tape = player;
   });
 })();

@@ -48,7 +48,8 @@
 
   Tape.load("2-prefetch", tape => {
     const player = open(tape);
-    Tape.playOnce(player, root.querySelector(".memory-here"));
+    // Below the pictures is the sentence: where it is in sight, a reader can follow.
+    Tape.playOnce(player, root.querySelector(".tape-says"));
     window.tape = player;
   });
 })();

@@ -39,11 +39,13 @@
     return rows.map((row, i) => {
       const number = first + i, marks = row.split('"""').length - 1, quiet = quoted || marks > 0;
       quoted = quoted !== (marks % 2 === 1);
-      const [, before, comment] = /^([^#]*)(#.*)?$/.exec(row.slice(indent));
+      const [, before, comment] = /^([^#]*)(#.*)?$/.exec(row.trimStart());
       const now = number === at;
       // Only lines of code have a place on the source's page.
       const href = before.trim() && !quiet ? `${pageOf(file)}#L${number}` : null;
-      return el("div", { class: now && "now", "aria-current": now }, [
+      // The style sheet indents a line: its parts, if it is broken, further than its beginning.
+      const style = `--indent:${Math.max(0, row.search(/\S/) - indent)}ch`;
+      return el("div", { class: now && "now", "aria-current": now, style }, [
         el("a", { href }, String(number)),
         el("span", { class: quiet && "quiet" }, before),
         el("span", { class: "quiet" }, comment || "")]);
@@ -142,23 +144,29 @@
 
   // ------------------------------------------------------------------------------- the address
 
-  const asked = name => (new RegExp(`[#&]${name}=([\\w-]+)`).exec(location.hash) || [])[1];
+  // The position and the recording that the address names, if it names them.
+  const askedIndex = () => (/[#&]e=(\d+)/.exec(location.hash) || [])[1];
+  const askedTape = () => (/[#&]tape=([123]-(?:prefetch|demand))(?![\w-])/.exec(location.hash) ||
+    [])[1];
   let saving = null;
 
   // Browsers limit the number of updates, so wait until the tape rests.
   function remember(player) {
     clearTimeout(saving);
     const hash = `#e=${player.index}&tape=${player.tape.key}`;
-    if (!player.playing && player.index && location.hash !== hash) {
+    // A page that nobody has touched has no position in its address.
+    const moved = player.index || askedIndex();
+    if (!player.playing && moved && location.hash !== hash) {
       saving = setTimeout(() => history.replaceState(null, "", hash), 200);
     }
   }
 
   function follow(player) {
-    if (!asked("e")) return;
-    Tape.load(asked("tape") || "2-prefetch", tape => {
+    const index = askedIndex();
+    if (!index) return;
+    Tape.load(askedTape() || "2-prefetch", tape => {
       player.tape = tape;
-      player.jump(+asked("e"));
+      player.jump(+index);
     });
   }
 
@@ -184,12 +192,14 @@
     });
   }
 
+  // What only works with this script is explained only with it.
+  document.querySelectorAll(".tape-how").forEach(node => { node.hidden = false; });
   Tape.load("2-prefetch", tape => {
     const player = open(tape);
     keys(player);
     document.querySelectorAll("a[data-event]").forEach(node => link(player, node));
     addEventListener("hashchange", () => follow(player));
-    if (asked("e")) {
+    if (askedIndex()) {
       player.show();
       follow(player);
     } else {

@@ -46,8 +46,8 @@ const Tape = (() => {
     gradients: ["grad", "full gradients"],
     receive_buffer: ["reduce", "receive buffers"],
   };
-  // The memory at rest is large and uninteresting, so it is pale.
-  const OPACITY = { shard: .3, reduced: .75, whole: .55, grad: .75 };
+  // A shard is darker than a whole layer, because their blues are alike.
+  const OPACITY = { shard: .75, reduced: .75, whole: .45, grad: .75 };
   // Stripes mean "in flight", so that it is visible without colours, too.
   const STRIPED = ["flight", "reduce"];
   const color = name => `var(--c-${name})`;
@@ -144,11 +144,12 @@ const Tape = (() => {
     }
 
     wait() {
+      // `pace` is asked at the position where the tape stays.
       this.timer = setTimeout(() => {
         const last = this.index + 1 >= this.count;
         if (last) this.timer = null;
-        else this.wait();
         this.go(this.index + 1);
+        if (!last) this.wait();
       }, this.pace(this));
     }
 
@@ -196,6 +197,8 @@ const Tape = (() => {
     const x = i => +(i * across).toFixed(2), y = n => +(bottom - n * scale).toFixed(2);
     const area = ([kind, edge]) => s("path", { d: edge, style: paint(HELD[kind][0]) });
     const line = "M0," + y(tape.live[0]) + tape.live.map((n, i) => `V${y(n)}H${x(i + 1)}`).join("");
+    const phases = drawPhases(tape, x, labels ? 4 : top, bottom);
+    const levels = drawLevels(tape, y, width, labels);
     // Later events are pale.
     const veil = s("rect", { y: top, height: bottom - top, style: "fill:var(--bg);opacity:.66" });
     const dot = s("circle", { r: 4.5, class: "tape-dot" });
@@ -212,8 +215,10 @@ const Tape = (() => {
         at(event);
       },
       onpointermove: event => event.buttons && at(event),
-    }, [Object.entries(edges(tape, x, y)).map(area), veil, drawPhases(tape, x, top, bottom, labels),
-      s("path", { d: line, class: "tape-line" }), drawLevels(tape, y, width, labels), cursor, dot]);
+    }, [Object.entries(edges(tape, x, y)).map(area), veil, phases.map(([line]) => line),
+      s("path", { d: line, class: "tape-line" }), levels.map(([line]) => line), cursor, dot,
+      // Words are over everything, so that the cursor crosses none.
+      labels ? [...phases, ...levels].map(([, words]) => words) : []]);
     return [picture, index => {
       veil.setAttribute("x", x(index + 1));
       veil.setAttribute("width", Math.max(0, width - x(index + 1)));
@@ -239,22 +244,26 @@ const Tape = (() => {
     return found;
   }
 
-  function drawPhases(tape, x, top, bottom, labels) {
+  // A line where each phase begins, and its name.
+  function drawPhases(tape, x, top, bottom) {
     const firsts = tape.events.map((e, i) => [e.phase, i + 1])
       .filter(([phase], i) => !i || phase !== tape.events[i - 1].phase);
     return firsts.map(([phase, i]) => [
-      s("path", { d: `M${x(i)},${labels ? 4 : top}V${bottom}`, class: "tape-phase" }),
-      labels ? s("text", { x: Math.min(x(i) + 4, x(tape.count + 1) - 27), y: 14 }, phase) : []]);
+      s("path", { d: `M${x(i)},${top}V${bottom}`, class: "tape-phase" }),
+      s("text", { x: Math.min(x(i) + 4, x(tape.count + 1) - 27), y: 14, class: "tape-halo" },
+        phase)]);
   }
 
-  // Dashed lines at rest, at the peak, and at the peak of data parallel training.
-  function drawLevels(tape, y, width, labels) {
+  // Dashed lines at rest, at the peak, and with `plain` at the peak of data parallel training; and
+  // their names.
+  function drawLevels(tape, y, width, plain) {
     const level = (n, words, name, below) => [
       s("path", { class: "tape-level", d: `M0,${y(n)}H${width}`, style: `stroke:${name}` }),
-      labels ? s("text", { x: 4, y: y(n) + (below ? 14 : -5), class: "tape-halo" },
-        `${words}: ${bytes(n)}`) : []];
-    const plain = tape.data_parallel_bytes;
-    return [labels ? level(plain, "plain data parallel, peak", "var(--muted)", true) : [],
+      s("text", { x: 4, y: y(n) + (below ? 14 : -5), class: "tape-halo" },
+        `${words}: ${bytes(n)}`)];
+    const parallel = () =>
+      level(tape.data_parallel_bytes, "plain data parallel, peak", "var(--muted)", true);
+    return [...plain ? [parallel()] : [],
       level(tape.peak_bytes, "predicted peak", color("grad"), false),
       level(tape.rest_bytes, "predicted at rest", color("shard"), true)];
   }
@@ -331,13 +340,17 @@ const Tape = (() => {
 
   // What the colours mean. Returns the list, and a function that writes the bytes of each.
   function drawLegend(withBytes) {
+    const swatch = name => s("svg", { width: 12, height: 12, "aria-hidden": true },
+      s("rect", { x: .5, y: .5, width: 11, height: 11, rx: 2,
+        style: `${paint(name)};stroke:${color(name)}` }));
     const items = Object.entries(HELD).map(([kind, [name, label]]) => {
-      const value = el("b"), swatch = s("svg", { width: 12, height: 12, "aria-hidden": true },
-        s("rect", { x: .5, y: .5, width: 11, height: 11, rx: 2,
-          style: `${paint(name)};stroke:${color(name)}` }));
-      return [kind, value, el("li", {}, [swatch, label, withBytes ? value : []])];
+      const value = el("b");
+      return [kind, value, el("li", {}, [swatch(name), label, withBytes ? value : []])];
     });
-    return [el("ul", { class: "tape-legend" }, items.map(([, , item]) => item)), player => {
+    // A layer that computes is whole, so it has no bytes of its own.
+    const computes = el("li", {}, [swatch("compute"), "computes"]);
+    const list = el("ul", { class: "tape-legend" }, [items.map(([, , item]) => item), computes]);
+    return [list, player => {
       for (const [kind, value, item] of items) {
         value.textContent = number(player.frame.held[kind]);
         item.toggleAttribute("data-none", !player.frame.held[kind]);
