@@ -679,6 +679,33 @@ def test_a_gradient_that_is_missing_on_one_rank_is_zero_there_and_delays_nobody(
         assert max(off) < 1e-6
 
 
+def cut_off(bucket_bytes):
+    """On rank 1 the loss does not depend on layers 0 and 1."""
+    torch.manual_seed(0)
+    model = shard([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+    optimizer = Zero3Optimizer(model, bucket_bytes=bucket_bytes)
+    x = batch(2, dtype=FP32)
+    for i, layer in enumerate(model.walk()):
+        x = layer(x)
+        if i == 1 and dist.get_rank() == 1:
+            x = x.detach()
+    try:
+        optimizer.backward(x.square().mean())
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_layer_without_any_gradient_on_one_rank_is_an_error_in_a_bucket_too():
+    """
+    Rank 0 gathers layer 1 again while rank 1 already reduces. Breaks where the other ranks wait for
+    a gradient that never comes.
+    Proves I6, `Bucket.keeps`.
+    """
+    for bucket_bytes in (0, 1 << 18):
+        for rank, text in enumerate(run(cut_off, 2, bucket_bytes)):
+            assert text and f"rank {rank}: layer " in text and "the ranks diverged" in text
+
+
 def late():
     """Layer 6 of eight is late on rank 1, and a bucket is full before it comes."""
     torch.manual_seed(0)

@@ -40,18 +40,19 @@ that another one wrote, it waits for an event:
 
 | who | waits for | because |
 |---|---|---|
-| fetch, before a gather | compute, up to now | the optimizer wrote the shard there |
+| fetch, before a gather | compute, as far as it is queued | the optimizer wrote the shard there |
 | compute, before a layer | the copy and the gather of *this* layer | it reads the parameters |
-| backup, before a reduce | compute, up to now | backward wrote the gradients there |
+| backup, before a reduce | compute, as far as it is queued | backward wrote the gradients there |
 | compute, at the next reduce | the sums of this one | the optimizer reads them |
-| backup, before an all-reduce | compute, up to now | it has waited for the sums of this replica |
+| backup, before replicas add | compute, as far as it is queued | compute has waited for the sums |
 | the host, at the wait for a gather | the copy from CPU memory | it may write there next |
 | the host, at the next reduce | the copy to CPU memory | it reads the sums there |
 
-The second row says *this* layer. Compute waits for the layer's own collective, and for an event
-that was recorded right after the layer's own copy. If it waited for the whole fetch stream, it
-would also wait for the copy of the next layer, which is queued already, and no copy would ever
-overlap computation.
+The first row does not spoil the overlap. The gather of a layer is queued before the layer that runs
+meanwhile is given to the compute stream, so it waits for earlier layers only. The second row says
+*this* layer. Compute waits for the layer's own collective, and for an event that was recorded right
+after the layer's own copy. If it waited for the whole fetch stream, it would also wait for the copy
+of the next layer, which is queued already, and no copy would ever overlap computation.
 
 **The same on all ranks.** Before its data, each rank announces what it is about to send. Ranks that
 took different branches would otherwise exchange different layers. With equal sizes the weights

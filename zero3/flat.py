@@ -110,7 +110,7 @@ class Slot:
     """
     ## The place of one parameter in the flat parameter
 
-    In the example above, the weight is at offset 0 and the scale at offset 4.
+    In the example above, the weight is at offset 0 and the bias at offset 2.
     """
 
     param: nn.Parameter

@@ -49,7 +49,7 @@ Optimizations Toward Training Trillion Parameter Models](https://arxiv.org/abs/1
 | $K$ | optimizer bytes per parameter, in the chapters on the optimizer |
 
 **How to read this.** Read `Zero3Layer` from top to bottom: shard, unshard, reshard, forward,
-backward, reduce. In most methods a call of `_settle_at_end_of_backward` asks autograd to call the
+backward, reduce. In four methods a call of `_settle_at_end_of_backward` asks autograd to call the
 layer once more when the pass ends; the last section says why. Method names follow [labml.ai's
 annotated implementation](https://nn.labml.ai/scaling/zero3/index.html), and the heading of each
 method gives the standard term. The files beside this one have the parts that it uses: `flat.py` has

@@ -31,9 +31,9 @@ of the pass, and the layer then finishes whatever is left.
 **Run this**: `python -m zero3.whole_model` prints the order in which the layers of a small model
 compute, forward and backward.
 
-**Not covered, and what that costs**: a tensor is found in tuples, lists, dicts, dataclasses,
-attributes of modules and of other objects, one level deep. Backward does not announce a tensor that
-leaves a layer by another way.
+**Not covered, and what that costs**: a tensor is found in tuples, lists, dicts, dataclasses and
+attributes of modules, at any depth, and in attributes of other objects, one level deep. Backward
+does not announce a tensor that leaves a layer by another way.
 """
 
 import dataclasses

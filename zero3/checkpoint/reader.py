@@ -31,9 +31,9 @@ parameters to other layers, and converting to other formats.
 **All or nothing.** A save writes into a folder with a name that ends in `.partial`. When all files
 are on the disk, rank 0 writes the manifest under a temporary name, forces it to the disk and
 renames it. The checkpoint exists from this rename on, because a file system either completes a
-rename or leaves everything as it was. Finally rank 0 removes the checkpoint that the new one
-replaces, and gives the folder its final name. A run can be killed between any two of these actions.
-`clean_up_interrupted_saves` then finishes or undoes them:
+rename or leaves everything as it was. Finally rank 0 removes old checkpoints of this step and of
+later ones, and gives the folder its final name. A run can be killed between any two of these
+actions. `clean_up_interrupted_saves` then finishes or undoes them:
 
 | folder | content | what `clean_up_interrupted_saves` does |
 |---|---|---|

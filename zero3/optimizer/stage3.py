@@ -70,15 +70,17 @@ counts its steps in the param group counts one step for each shard, because each
 itself.
 
 If the squares of a shard's gradient exceed the range of fp32 when they are added up, the norm
-counts as an overflow; that takes scaled gradients around $10^{19}$. If one rank has no gradient for
-a layer that waits in a bucket, that rank contributes zeros. If the layer does not wait in a bucket,
-the ranks raise an error. If the model is one of several inside a module, the module's `zero_grad()`
-does not see the full gradients that `no_sync` holds back.
+counts as an overflow; that takes scaled gradients around $10^{19}$. If a rank lacks the gradients
+of some of a layer's parameters, it contributes zeros for them, if the layer waits in a bucket. A
+layer that is reduced by itself would be reduced later there than on the other ranks, so the ranks
+raise an error. They also raise one if a rank has no gradient at all for a layer. If the model is
+one of several inside a module, the module's `zero_grad()` does not see the full gradients that
+`no_sync` holds back.
 
 A parameter that was used in other steps than its neighbours becomes a piece of its own, as it is a
 tensor of its own in plain PyTorch. That costs one more counter of steps and a little time in each
-step. In a step in which no rank used a parameter, each rank sends 8 bytes for each parameter of its
-shard more than `predict` says.
+step. If every rank lacks the gradient of some parameter of a layer, the ranks tell each other which
+ones: 8 bytes for each parameter of the layer, to each other rank, more than `predict` says.
 """
 
 import inspect
