@@ -121,7 +121,7 @@ PATH = (
         "Communication",
         "collectives, streams, and the same order on all ranks",
         ("zero3/comm.py", "the communicator: collectives between ranks, and the reduce in flight"),
-        ("zero3/groups.py",
+        ("zero3/groups/mesh.py",
          "groups of ranks: a model on some of them, and replicas of a sharded model"),
         ("notebooks/02_collectives.ipynb", "How much does each collective send?")),
     chapter(

@@ -66,7 +66,7 @@ from zero3.measure.ledger import Ledger
 PEERS = ("zero3", "wrap", "ddp", "fsdp2")
 # What of the package a step goes through.
 TIMED = [f"zero3/{name}.py" for name in (
-    "layer", "flat", "watch", "comm", "groups", "sharded", "offload", "measure/ledger",
+    "layer", "flat", "watch", "comm", "groups/mesh", "sharded", "offload", "measure/ledger",
     "optimizer/buckets", "optimizer/stage3", "optimizer/states", "whole_model/units",
     "whole_model/wrap")]
 # What a run is measured by: its heading, its format, and what to divide by.

@@ -19,11 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tests.cases import CASES, PlainChain, difference, linear, place, train_both
 from tests.ranks import run
 from tests.streams import Accelerator
-from tests.test_house import PACKAGE
 from tests.test_native import collectives
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save, wrap
 from zero3.comm import Communicator
-from zero3.groups import Group, all_ranks
+from zero3.groups.mesh import Group, all_ranks
 from zero3.guards.gradients import clip_grad_norm_
 from zero3.measure.ledger import Ledger
 
@@ -409,7 +408,6 @@ def test_a_group_knows_itself_by_its_ranks():
     assert Group((2, 3), 1).only_this() == Group((3,), 0)
     assert Group((2, 3), 1) == Group((2, 3), 1, object()) != Group((0, 1), 1)
     assert Group((2, 3), 1).global_rank == 3 and all_ranks() == Group((0,), 0)
-    assert (PACKAGE / "groups.py").exists()
 
 
 # ---------------------------------------------------------------------------------------- replicas

@@ -108,8 +108,8 @@ def test_whoever_opens_the_package_sees_the_tutorial_first():
     puts its files beside the heart.
     """
     files = {path.stem for path in PACKAGE.glob("*.py")}
-    assert files == {"__init__", "layer", "flat", "watch", "comm", "groups", "schedule",
-                     "sharded", "offload"}
+    assert files == {"__init__", "layer", "flat", "watch", "comm", "schedule", "sharded",
+                     "offload"}
 
 
 def test_each_seam_is_filled_by_parts_of_its_type(tmp_path):

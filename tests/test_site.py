@@ -534,10 +534,14 @@ def test_checks_are_folded_and_a_link_into_them_opens_them(site, browser):
     assert len(closed) >= 5
     browser.get((site / "comm.html").as_uri() + f"#{closed[0]}")
     browser.refresh()
-    assert find(browser, ":target").is_displayed()
-    browser.execute_script(f"location.hash = '{closed[1]}'")
-    time.sleep(0.2)
-    assert find(browser, ":target").is_displayed()
+    for i in (0, 1):
+        browser.execute_script(f"location.hash = '{closed[i]}'")
+        shown = "const it = document.querySelector(':target'); return !!it && it.checkVisibility()"
+        for _ in range(50):
+            if browser.execute_script(shown):
+                break
+            time.sleep(0.1)
+        assert browser.execute_script(shown)
     browser.get((site / "layer.html").as_uri())
     assert find(browser, ".limits").get_attribute("open") is None
 

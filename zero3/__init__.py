@@ -14,7 +14,7 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | 4 | `schedule.py` | which layer is gathered next, and which stays full |
 | 4 | `sharded.py` | what a sharded layer offers its users: full parameters, clipping, errors |
 | 5 | `comm.py` | the communicator: collectives between ranks, and the reduce in flight |
-| 5 | `groups.py` | groups of ranks: a model on some of them, and replicas of a sharded model |
+| 5 | `groups/mesh.py` | groups of ranks: a model on some of them, and replicas of a sharded model |
 | 6 | `offload.py` | `Offload`: shards on the device, in CPU memory or in files |
 | 6 | `files/in_file.py` | tensors in a file, read ahead into a few buffers |
 | 6 | `files/disk.py` | reads and writes past the page cache |

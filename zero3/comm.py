@@ -20,7 +20,7 @@ The norm of the whole gradient is then $\sqrt{13 + 16} = 5.39$ on both ranks.
 The first two collectives start early and are waited for late, so that they overlap computation. A
 gather starts when layer $\ell - 1$ begins to compute. A reduce is waited for when the layer below
 has its gradients. A norm is waited for at once. If there are replicas of the model, they add each
-reduced gradient; `groups.py` explains that, and which ranks take part in each collective.
+reduced gradient; `mesh.py` explains that, and which ranks take part in each collective.
 
 **Collectives and messages.** torch leaves communication to a library: NCCL on GPUs, and gloo on
 CPUs. On an accelerator these are NCCL's collectives. On the CPU a rank sends one message to each
@@ -84,7 +84,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero3.flat import GradientSink, Names
-from zero3.groups import Group, all_ranks, groups_of
+from zero3.groups.mesh import Group, all_ranks, groups_of
 from zero3.guards.options import fail
 from zero3.guards.placement import check_device, check_params, compare_params
 

@@ -150,7 +150,7 @@ class Zero3Layer(Sharded):
         * `dtype` is the data type of all parameters; left out, a layer may mix data types
         * `offload` says where the shards rest, as an `Offload` or as "cpu"; left out, on the device
         * `mesh` has the ranks that share the layer, and in a second dimension its replicas; left
-          out, all ranks share it (see `groups.py`)
+          out, all ranks share it (see `mesh.py`)
 
         Raises `TypeError` if `module` is not an `nn.Module` or `rank` not an integer, and
         `ValueError` if `offload` names no known place. Raises `RuntimeError` if the module

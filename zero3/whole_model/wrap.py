@@ -62,7 +62,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zero3.comm import Communicator, Reducer
 from zero3.flat import Slot, own_modules
-from zero3.groups import Group
+from zero3.groups.mesh import Group
 from zero3.guards.contents import Known, uncompiled
 from zero3.guards.options import MOST, expect, fail, whole
 from zero3.layer import Zero3Layer
@@ -441,7 +441,7 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
     * `device` is where the model is made; left out, where it is, or the CPU
     * `seed`, `init` and `checkpoint` are as for `Source`
     * `mesh` has the ranks that share the model, and in a second dimension its replicas; left out,
-      all ranks share it (see `groups.py`)
+      all ranks share it (see `mesh.py`)
     * `debug` has the ranks compare what they are about to gather. On the CPU they always do; on an
       accelerator this turns a hang of NCCL into an error that names both units
 
