@@ -1,0 +1,252 @@
+r"""
+# Schedules: a pipeline's step as a list of actions
+
+`actions` says what each rank of a pipeline does in a training step, one thing after the other, and
+when the layers of a stage are gathered and freed.
+
+A *pipeline* cuts a model into *stages*, and gives each rank some of them. The batch is cut into
+*micro-batches*. While rank 1 computes the second stage of the first micro-batch, rank 0 computes
+the first stage of the second one. Only activations and their gradients travel between stages, which
+is much less than weights. But ranks wait at the beginning and at the end, when the pipeline fills
+and drains. This is the *bubble*.
+
+**Two stages on two ranks, three micro-batches**, by the schedule 1F1B. `F0` is the forward pass of
+micro-batch 0, `B0` its backward pass:
+
+| slot | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |
+|---|---|---|---|---|---|---|---|---|
+| rank 0 | F0 | F1 | | B0 | F2 | B1 | | B2 |
+| rank 1 | | F0 | B0 | F1 | B1 | F2 | B2 | |
+
+Each rank works in six of eight slots. With $p$ ranks and $m$ micro-batches the step takes
+$2 (m + p - 1)$ slots, if forward and backward take one each, and the bubble is
+
+$$\frac{p - 1}{m + p - 1}$$
+
+of it: here $\frac{1}{4}$. A rank keeps the activations of a micro-batch from its forward to its
+backward pass.
+
+| schedule | order | activations that rank $r$ keeps |
+|---|---|---|
+| `gpipe` | all forwards, then all backwards | $m$ |
+| `1f1b` | a backward as soon as there is one | $\min(m, p - r)$ |
+| `interleaved` | 1F1B with $v$ stages on a rank | fewer than $p (v + 1)$ |
+| `breadth-first` | GPipe with $v$ stages on a rank | $m v$ |
+
+The papers are [GPipe](https://arxiv.org/abs/1811.06965), [PipeDream](https://arxiv.org/abs/1806.03377)
+for 1F1B, [Megatron-LM](https://arxiv.org/abs/2104.04473), section 2.2, for interleaved stages, and
+[Breadth-First Pipeline Parallelism](https://arxiv.org/abs/2211.05953).
+
+With $v$ stages on each rank, a stage takes a $v$-th of the time, and so does each part of the
+bubble: it is $\frac{p - 1}{v m + p - 1}$.
+
+**Gathers.** With ZeRO-3 the layers of a stage are sharded too. If every forward and every backward
+gathers them again, a step of $m$ micro-batches sends $2m$ times the weights, where plain ZeRO-3
+sends them twice. That is why other libraries do not combine the two. But a stage may stay whole
+from one micro-batch to the next. How long is a choice, between bytes on the wire and bytes in
+memory:
+
+| `gathers` | a stage is gathered | in the example, rank 0 |
+|---|---|---|
+| `each` | for each forward and each backward; its layers are whole one after the other | 6 times |
+| `direction` | for a run of passes in one direction | 4 times |
+| `stage` | for a run of passes through this stage, in both directions | once |
+
+Breadth-first needs fewest. All micro-batches go forward through a stage before the next stage of
+this rank begins, so two gathers per stage are enough, and one for the last.
+
+**Run this**: `python -m zero3.pipeline --ranks 4 --micro-batches 8 --schedule 1f1b` draws a
+schedule.
+
+**Not covered, and what that costs**: training. This chapter plans a step and counts what it costs;
+`Zero3Sequential` has one stage. And schedules that cut a backward pass in two, one part for the
+activations and one for the weights. They fill the bubble with the second part.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import NamedTuple
+
+from zero3.guards.options import expect, whole
+
+# What a rank computes.
+PASSES = ("forward", "backward")
+GATHERS = ("each", "direction", "stage")
+
+
+class Action(NamedTuple):
+    """
+    ## One entry of the list
+
+    | kind | |
+    |---|---|
+    | forward, backward | compute a micro-batch through a stage |
+    | receive, send | the activations from the stage before, and to the next one |
+    | receive gradient, send gradient | those from the next stage, and to the one before |
+    | unshard, reshard | gather the layers of a stage; free them |
+    | reduce | reduce the gradients of a stage, once in a step |
+
+    The last three have no micro-batch, which is −1 there.
+    """
+
+    kind: str
+    stage: int
+    micro_batch: int = -1
+
+
+def actions(schedule: str, ranks: int, micro_batches: int, per_rank: int = 1,
+            gathers: str = "stage") -> list[list[Action]]:
+    """
+    ## The actions of all ranks in a step
+
+    * `schedule` is "gpipe", "1f1b", "interleaved" or "breadth-first"
+    * `ranks` is the length of the pipeline; stage $s$ is on rank `s % ranks`
+    * `per_rank` is the number of stages on each rank
+    * `gathers` is "each", "direction" or "stage"
+
+    Returns a list for each rank. Raises `ValueError` for numbers that do not fit together.
+    """
+    check(schedule, ranks, micro_batches, per_rank, gathers)
+    found = []
+    for rank in range(ranks):
+        passes = [Action(kind, chunk * ranks + rank, i)
+                  for kind, chunk, i in ORDERS[schedule](rank, ranks, micro_batches, per_rank)]
+        sharded = _with_gathers(passes, gathers)
+        found.append([*_with_transfers(_with_reduces(sharded), ranks, ranks * per_rank)])
+    return found
+
+
+def check(schedule: str, ranks: int, micro_batches: int, per_rank: int, gathers: str) -> None:
+    """
+    ## Refuse a schedule that does not exist
+
+    Raises `ValueError`.
+    """
+    for good, expected, got, cure in (
+        (schedule in ORDERS, f"a schedule of {[*ORDERS]}", repr(schedule), "pass one of them"),
+        (whole(ranks, 1), "`ranks`, at least 1", repr(ranks), "pass a whole number"),
+        (whole(micro_batches, 1), "`micro_batches`, at least 1", repr(micro_batches),
+         "pass a whole number"),
+        (whole(per_rank, 1), "`per_rank`, at least 1", repr(per_rank), "pass a whole number"),
+        (gathers in GATHERS, f"`gathers` of {[*GATHERS]}", repr(gathers), "pass one of them"),
+    ):
+        expect(good, "the schedule", expected, got, cure)
+    expect(per_rank == 1 or schedule in ("interleaved", "breadth-first"), "the schedule",
+           f"one stage on each rank with {schedule}", f"{per_rank}",
+           "pass schedule='interleaved' or 'breadth-first'")
+    expect(schedule != "interleaved" or micro_batches % ranks == 0, "the schedule",
+           f"micro-batches in groups of {ranks}, the number of ranks", f"{micro_batches}",
+           "change their number, or pass schedule='breadth-first'")
+
+
+# ------------------------------------------------------------------------------------------ orders
+
+# A pass, the number of the stage on its rank, and the micro-batch.
+Passes = Iterator[tuple[str, int, int]]
+
+
+def gpipe(rank: int, ranks: int, micro_batches: int, per_rank: int) -> Passes:
+    """
+    ## All forwards, then all backwards, stage after stage
+
+    With several stages on a rank this is breadth-first.
+    """
+    for chunk in range(per_rank):
+        for i in range(micro_batches):
+            yield "forward", chunk, i
+    for chunk in reversed(range(per_rank)):
+        for i in range(micro_batches):
+            yield "backward", chunk, i
+
+
+def one_forward_one_backward(rank: int, ranks: int, micro_batches: int, per_rank: int) -> Passes:
+    """
+    ## A few forwards, then a forward and a backward by turns, then the last backwards
+
+    The rank at the end begins with its first backward at once. The rank before it needs one more
+    forward first, to have something to do until the first gradient arrives. With several stages,
+    the micro-batches go through them in groups of as many as there are ranks.
+    """
+    def of(k: int, kind: str) -> tuple[str, int, int]:
+        group, place = divmod(k, ranks * per_rank)
+        chunk, i = divmod(place, ranks)
+        return kind, chunk if kind == "forward" else per_rank - 1 - chunk, group * ranks + i
+
+    count = micro_batches * per_rank
+    ahead = ranks - 1 - rank
+    if per_rank > 1:
+        # Each micro-batch comes around again, and a gradient takes the way back twice as long.
+        ahead = 2 * ahead + (per_rank - 1) * ranks
+    ahead = min(ahead, count)
+    for k in range(ahead):
+        yield of(k, "forward")
+    for k in range(count - ahead):
+        yield of(ahead + k, "forward")
+        yield of(k, "backward")
+    for k in range(count - ahead, count):
+        yield of(k, "backward")
+
+
+ORDERS: dict[str, Callable[[int, int, int, int], Passes]] = {
+    "gpipe": gpipe, "1f1b": one_forward_one_backward, "interleaved": one_forward_one_backward,
+    "breadth-first": gpipe}
+
+
+# ------------------------------------------------------------------------------- what comes between
+
+
+def _with_gathers(passes: list[Action], gathers: str) -> Iterator[Action]:
+    """
+    #### Gather a stage before a run of passes, and free it afterwards
+
+    The gather of the next run comes before the last pass of this one, so that it overlaps that
+    pass. A stage that is still whole cannot be gathered ahead.
+    """
+    def run_of(item: tuple[int, Action]) -> tuple:
+        number, action = item
+        return {"each": (number,), "direction": action[:2], "stage": (action.stage,)}[gathers]
+
+    runs = [[action for _, action in run] for _, run in groupby(enumerate(passes), run_of)]
+    gathered = False
+    for this, following in zip(runs, [*runs[1:], None], strict=True):
+        stage = this[0].stage
+        if not gathered:
+            yield Action("unshard", stage)
+        yield from this[:-1]
+        gathered = following is not None and following[0].stage != stage
+        if following is not None and gathered:
+            yield Action("unshard", following[0].stage)
+        yield this[-1]
+        yield Action("reshard", stage)
+
+
+def _with_reduces(found: Iterator[Action]) -> Iterator[Action]:
+    """
+    #### Reduce the gradients of a stage after its last backward pass
+    """
+    listed = [*found]
+    last = {action.stage: k for k, action in enumerate(listed) if action.kind == "backward"}
+    for k, action in enumerate(listed):
+        yield action
+        if last[action.stage] == k:
+            yield Action("reduce", action.stage)
+
+
+def _with_transfers(found: Iterator[Action], ranks: int, stages: int) -> Iterator[Action]:
+    """
+    #### Receive before a pass what it needs, and send what it has made
+
+    A single rank has all stages, and nothing travels.
+    """
+    for action in found:
+        kind, stage, i = action
+        is_first, is_last = stage == 0 or ranks == 1, stage == stages - 1 or ranks == 1
+        if kind == "forward" and not is_first:
+            yield Action("receive", stage, i)
+        if kind == "backward" and not is_last:
+            yield Action("receive gradient", stage, i)
+        yield action
+        if kind == "forward" and not is_last:
+            yield Action("send", stage, i)
+        if kind == "backward" and not is_first:
+            yield Action("send gradient", stage, i)
