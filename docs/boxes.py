@@ -24,7 +24,7 @@ example needs another layout.
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from docs.svg import Drawing, figure, paint
+from docs.svg import Drawing, figure, origin, paint
 
 Json = dict[str, Any]
 
@@ -151,10 +151,8 @@ def strip(recorded: Json, name: str) -> str:
     title, stages = STRIPS[name]
     wide = Picture(recorded, Layout(640), title, stages)
     phone = Picture(recorded, Layout(360), title, stages)
-    origin = (f"{recorded['world_size']} ranks, {recorded['device']}, torch {recorded['torch']}, "
-              f"commit {recorded['commit']}")
     return figure(wide.draw(), phone.draw(), f"{title}. A box is an element of 4 bytes; hollow "
-                  f"boxes are padding, or unused. {origin}")
+                  f"boxes are padding, or unused. {origin(recorded, recorded['world_size'])}")
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,8 @@ INDEX = "docs/index.md"
 SOURCES = ("zero3/**/*.py", "docs/*.md", "notebooks/*.ipynb", "tests/*.py", "docs/**/*.py")
 STYLES = ("docs/*.css", "docs/*.js")
 # The colours of numbers in tables, by words that say what they are. The first one that fits counts.
-MEANT = {r"reduce": "reduced", r"gradient|divide": "grad", r"moment|state|master": "state",
-         r"unshard|gather|whole|flat|full": "whole", r"shard|rest|step|file|buffer": "shard"}
+MEANT = {r"reduce|exchange": "reduced", r"gradient|divide": "grad", r"moment|state|master": "state",
+         r"unshard|gather|whole|flat|full|kept": "whole", r"shard|rest|step|file|buffer": "shard"}
 # What a collective with this kind of result begins with.
 INPUTS = {"whole": "shard", "reduced": "grad"}
 # Functions that only check, or word an error.

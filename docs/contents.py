@@ -123,11 +123,16 @@ PATH = (
         ("zero3/comm.py", "the communicator: collectives between ranks, and the reduce in flight"),
         ("zero3/groups/mesh.py",
          "groups of ranks: a model on some of them, and replicas of a sharded model"),
-        ("notebooks/02_collectives.ipynb", "How much does each collective send?")),
+        ("zero3/nodes/links.py",
+         "`Links`: nodes, copies inside a node, and fewer bytes between nodes"),
+        ("zero3/groups/encodings.py", "`Int8` and `Int4`: the same numbers in fewer bytes"),
+        ("notebooks/02_collectives.ipynb", "How much does each collective send?"),
+        ("notebooks/09_groups_of_ranks.ipynb", "How few bytes have to cross a slow link?")),
     chapter(
         "Offload",
         "shards in CPU memory and in files",
         ("zero3/offload.py", "`Offload`: shards on the device, in CPU memory or in files"),
+        ("zero3/groups/at_rest.py", "frozen weights that rest in 8 or 4 bits"),
         ("zero3/files/in_file.py", "tensors in a file, read ahead into a few buffers"),
         ("zero3/files/disk.py", "reads and writes past the page cache"),
         ("zero3/files/memory.py", "pinned CPU memory, and how much memory is left"),
@@ -179,7 +184,15 @@ FURTHER = (
          "`Ledger`: measured bytes that a rank sends, holds and reads"),
         ("zero3/estimate/predict.py", "`predict`: the same bytes, from shapes"),
         ("zero3/estimate/formulas.py", "the papers' formulas; `python -m zero3.estimate`"),
+        ("zero3/estimate/layouts.py", "`Layout`: groups of ranks, and encodings between them"),
+        ("zero3/estimate/between.py", "which layout sends the fewest bytes between nodes"),
         ("zero3/estimate/__main__.py", "its command line")),
+    chapter(
+        "Pipelines",
+        "the schedule of stages, and what it gathers",
+        ("zero3/pipeline/schedules.py", "a pipeline's step as a list of actions"),
+        ("zero3/pipeline/timeline.py", "what a schedule costs, before it runs"),
+        ("zero3/pipeline/__main__.py", "its command line")),
     chapter(
         "Guards",
         "errors for what cannot be right",
@@ -242,7 +255,7 @@ def appendix() -> tuple[Chapter, ...]:
     """
     tests = found("tests/*.py")
     tools = (*found("docs/*.py"), *found("notebooks/*.py"))
-    own = [item for item in tools if not re.search(r"notebooks/\d", item.path)]
+    own = [item for item in tools if not re.search(r"notebooks/(\d|worker_)", item.path)]
     exercises = found("docs/exercises/*.py")
     practice = dataclasses.replace(PRACTICE, items=(*PRACTICE.items, *exercises))
     return (REFERENCE, practice,

@@ -45,7 +45,7 @@ from docs.annotate import Source, slug
 from docs.contents import FURTHER, PATH
 from docs.exercises.solutions import EXERCISES, page
 from docs.mutations import all_with_lines
-from docs.svg import figure
+from docs.svg import figure, origin
 from zero3.estimate.formulas import places, stages
 from zero3.train import launch
 
@@ -102,12 +102,12 @@ class Figures:
             "staircase": figure(
                 tape.staircase(self.tape), tape.staircase(self.tape, 360),
                 "Memory of one rank during a training step of a small GPT, from a recorded run: "
-                f"{caption(self.tape, self.tape['world_size'])}. Each step up allocates memory: "
+                f"{origin(self.tape, self.tape['world_size'])}. Each step up allocates memory: "
                 "for a gathered layer, for its gradient, or to receive gradients. Each step down "
                 "frees it."),
-            "tape.caption": caption(self.tape, self.tape["world_size"]),
+            "tape.caption": origin(self.tape, self.tape["world_size"]),
             "tape.compared": rungs.html_table(tape.compared(self.tapes), words=2),
-            "ladder.caption": caption(self.ladder, self.ladder["ranks"]),
+            "ladder.caption": origin(self.ladder, self.ladder["ranks"]),
             "calculator.table": calculator.table,
             "figure.prefetch": lambda: timelines.prefetch(self.timelines),
             "figure.backward": lambda: timelines.backward(self.timelines),
@@ -198,11 +198,12 @@ class Figures:
         ### The figures and tables of the ladder, by name
         """
         run = self.ladder
-        return {"figures": rungs.rung_figures(run, caption(run, run["ranks"])),
+        return {"figures": rungs.rung_figures(run, origin(run, run["ranks"])),
                 "large": rungs.large_figure(run),
                 "memory": rungs.memory_table(run), "traffic": rungs.traffic_table(run),
                 "losses": rungs.losses_table(run), "differences": rungs.differences_table(run),
-                "buffers": rungs.buffers(run)}
+                "buffers": rungs.buffers(run), "nodes": rungs.nodes_table(run),
+                "fewer": rungs.fewer_between(run)}
 
     # ------------------------------------------------------------------------- mutations, exercises
 
@@ -335,13 +336,6 @@ def fsdp2_files() -> list[Path]:
     import torch.distributed.fsdp._fully_shard as package
 
     return sorted(Path(package.__path__[0]).glob("_*.py"))
-
-
-def caption(run: dict[str, Any], ranks: int) -> str:
-    """
-    ## The caption of a figure: its origin
-    """
-    return f"{ranks} ranks, {run['device']}, torch {run['torch']}, commit {run['commit']}"
 
 
 def colored(code: str) -> str:

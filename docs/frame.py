@@ -68,17 +68,15 @@ class Frame:
         ### A complete page
         """
         before, after = self.neighbours(page)
+        chapter, i = self.places.get(page, (None, 0))
+        file = chapter.items[i].path.removeprefix("zero3/") if chapter else ""
         inside = "".join(f'<li class="h{level}"><a href="#{anchor}">{escape(text)}</a></li>'
                          for level, text, anchor in self.headings.get(page, ()) if level > 1)
-        source = next((item.path for item in self._items() if page_of(item.path) == page), "")
         return self.template.substitute(
             title=escape(self.title(page)), pages=self.sidebar(page), contents=inside,
             stripes=stripes(), place=self.place(page), body=self.bodies[page],
-            file=source.removeprefix("zero3/"), more=self.more(page),
+            file=file, more=self.more(page),
             before=self.link(before, "before"), after=self.link(after, "after"))
-
-    def _items(self) -> list[Item]:
-        return [item for chapter in self.chapters for item in chapter.items]
 
     # ---------------------------------------------------------------------------------- the place
 

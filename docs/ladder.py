@@ -27,6 +27,18 @@ mean of two means, so its last bits differ.
 | ZeRO-3, CPU | shards and states are stored in CPU memory |
 | ZeRO-3, NVMe | shards and states are stored in files |
 
+**On two nodes.** Four more runs, on four ranks, are about the bytes between nodes of two ranks:
+
+| rung | how layers travel |
+|---|---|
+| flat | each rank sends its shard to all others, wherever they are |
+| nodes | it sends the shard to the other node once, and the shard is passed on there |
+| hybrid | each node has a replica, so only gradients go to the other node |
+| ZeRO++ | like nodes, with a copy until backward, 8-bit weights and 4-bit gradients |
+
+The sum of four gradients depends on their order. Flat adds them rank by rank. Nodes and hybrid both
+add inside each node first, so these two have the same bits. ZeRO++ rounds.
+
 **Run this**: `python -m docs.ladder`; with `--out FILE` it also writes the figures as JSON.
 
 **Not covered, and what that costs**: activations, which no rung shards, and temporary memory inside
@@ -36,6 +48,7 @@ implemented here as briefly as possible, so their communication does not overlap
 
 import argparse
 import json
+import os
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -46,10 +59,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential
+from zero3 import Int4, Int8, Links, Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential
 from zero3.comm import all_gather_single, reduce_scatter_single
 from zero3.guards.version import commit_name
 from zero3.measure.ledger import Ledger, disk_bytes, held_bytes
@@ -57,6 +71,7 @@ from zero3.train import launch
 from zero3.train.gpt import GPTConfig, global_batch, gpt_layers, load_bytes, next_byte_loss
 
 RANKS = 2
+NODES = 2  # of so many ranks each, for the second table
 STEPS = 5
 ROWS = 4  # of the global batch
 CONFIG = GPTConfig(seq_len=32, d_model=64, n_layers=8, d_ff=128)
@@ -231,8 +246,10 @@ class Zero3(DataParallel):
     sharded = "moments, gradients, parameters"
     sent_by = "measured"
 
-    def __init__(self, layers: list[nn.Module], offload: Offload | None = None):
-        self.model = Zero3Sequential([Zero3Layer(layer, offload=offload) for layer in layers])
+    def __init__(self, layers: list[nn.Module], offload: Offload | None = None, mesh: Any = None):
+        self.sharers = dist.get_world_size()
+        self.model = Zero3Sequential([Zero3Layer(layer, offload=offload, mesh=mesh)
+                                      for layer in layers])
         # No buckets: a bucket of the default size would hold the gradients of several small layers.
         self.optimizer = Zero3Optimizer(self.model, bucket_bytes=0, offload=offload, **ADAM)
         self.rests = self.optimizer.offload.tier
@@ -275,6 +292,18 @@ def rungs(folder: str) -> dict[str, Callable[[list[nn.Module]], Single]]:
             "ZeRO-3, NVMe": partial(Zero3, offload=Offload("nvme", folder))}
 
 
+def rungs_on_nodes() -> dict[str, Callable[[list[nn.Module]], Single]]:
+    """
+    ## The rungs on two nodes of two ranks: ZeRO-3, with fewer bytes between nodes on each
+    """
+    shape = (NODES, RANKS)
+    replicas = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    nodes = init_device_mesh("cpu", shape, mesh_dim_names=("nodes", "shard"))
+    rounded = Links(nodes, weights=Int8(), gradients=Int4(), secondary=True)
+    return {"flat": Zero3, "nodes": partial(Zero3, mesh=nodes),
+            "hybrid": partial(Zero3, mesh=replicas), "ZeRO++": partial(Zero3, mesh=rounded)}
+
+
 # ------------------------------------------------------------------------------------------- climb
 
 
@@ -293,35 +322,56 @@ def train(rung: Single, data: torch.Tensor, device: torch.device) -> dict[str, A
         cpu_bytes = rung.in_cpu()
         rung.optimizer.zero_grad()
     # Take the mean over ranks. If each rank has the whole batch, this changes nothing.
-    means = torch.stack(losses) / RANKS
+    means = torch.stack(losses) / dist.get_world_size()
     dist.all_reduce(means)
     return {"sharded": rung.sharded, "rests": rung.rests,
             "device_rest_bytes": rest_bytes - cpu_bytes, "cpu_bytes": cpu_bytes,
             "device_peak_bytes": rung.peak_bytes,
             "file_bytes": disk_bytes(rung.model, rung.optimizer), "losses": means.tolist(),
-            "sent_bytes": rung.sent_bytes or tape.sent_bytes, "sent_by": rung.sent_by}
+            "sent_bytes": rung.sent_bytes or tape.sent_bytes, "sent_by": rung.sent_by,
+            "between_bytes": tape.between_bytes}
 
 
 def climb_rank(folder: str) -> dict[str, Any]:
     """
     ## Train on every rung, on this rank
     """
+    rows, params = train_all(rungs(folder), "DDP")
+    return {"params": params, "ranks": RANKS, "steps": STEPS, "layers": CONFIG.n_layers + 2,
+            "device": launch.my_device().type, "rows": rows}
+
+
+def climb_nodes_rank() -> list[dict[str, Any]]:
+    """
+    ## Train on every rung on two nodes, on this rank
+    """
+    # As torchrun tells it. All ranks really are on this machine.
+    os.environ["LOCAL_WORLD_SIZE"] = str(RANKS)
+    return train_all(rungs_on_nodes(), "flat")[0]
+
+
+def train_all(makes: dict[str, Callable[[list[nn.Module]], Single]],
+              first: str) -> tuple[list[dict[str, Any]], int]:
+    """
+    ## Train on each rung; return the rows, and the number of parameters
+
+    * `first` is the rung that the others are compared with
+    """
     data = load_bytes()
     device = launch.my_device()
-    rows = []
-    weights = []
-    for name, make in rungs(folder).items():
+    rows = {}
+    weights = {}
+    for name, make in makes.items():
         torch.manual_seed(0)
         rung = make([layer.to(device) for layer in gpt_layers(CONFIG)])
-        rows.append({"rung": name, **train(rung, data, device)})
-        weights.append(rung.weights())
-    for row, mine in zip(rows, weights, strict=True):
-        pairs = zip(row["losses"], rows[1]["losses"], strict=True)
-        row["loss_difference"] = max(abs(loss - ddps) for loss, ddps in pairs)
-        row["weight_difference"] = max((mine[name] - w).abs().max().item()
-                                       for name, w in weights[1].items())
-    return {"params": sum(w.numel() for w in weights[1].values()), "ranks": RANKS, "steps": STEPS,
-            "layers": CONFIG.n_layers + 2, "device": device.type, "rows": rows}
+        rows[name] = {"rung": name, **train(rung, data, device)}
+        weights[name] = rung.weights()
+    for name, row in rows.items():
+        pairs = zip(row["losses"], rows[first]["losses"], strict=True)
+        row["loss_difference"] = max(abs(loss - other) for loss, other in pairs)
+        row["weight_difference"] = max((weights[name][each] - w).abs().max().item()
+                                       for each, w in weights[first].items())
+    return [*rows.values()], sum(w.numel() for w in weights[first].values())
 
 
 def climb(folder: str | None = None) -> dict[str, Any]:
@@ -338,11 +388,13 @@ def climb(folder: str | None = None) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         # Pass the function by name: if this is the main program, other processes cannot import it.
-        first, *others = launch.run("docs.ladder:climb_rank", RANKS, scratch,
-                                     device="cpu")
+        answers = launch.run("docs.ladder:climb_rank", RANKS, scratch, device="cpu")
+    on_nodes = launch.run("docs.ladder:climb_nodes_rank", NODES * RANKS, device="cpu")
     # All ranks return the same: shards have equal lengths, and losses are means over ranks.
-    assert all(other == first for other in others), (first, others)
-    return {**first, "device": report.device_name(torch.device(first["device"])),
+    for first, *others in (answers, on_nodes):
+        assert all(other == first for other in others), (first, others)
+    answer = {**answers[0], "nodes": on_nodes[0]}
+    return {**answer, "device": report.device_name(torch.device(answer["device"])),
             "torch": torch.__version__, "commit": commit_name()}
 
 
@@ -354,7 +406,8 @@ def table(answer: dict[str, Any]) -> str:
     ## The ladder in plain text
 
     Columns are bytes of a rank: on its device at rest and at the peak, in CPU memory, in files, and
-    sent. Then the differences of losses and weights from DDP's, and the last loss.
+    sent. Then the differences of losses and weights from DDP's, and the last loss. The rungs on two
+    nodes follow, with the bytes sent to the other node and the differences from flat.
     """
     lines = ["{params:,} parameters in {layers} layers, fp32, AdamW, {ranks} ranks, {steps} steps; "
              "{device}, torch {torch}, commit {commit}\n".format(**answer),
@@ -365,6 +418,12 @@ def table(answer: dict[str, Any]) -> str:
         lines.append("{rung:14}{sharded:31}{device_rest_bytes:13,}{device_peak_bytes:13,}"
                      "{cpu_bytes:15,}{file_bytes:13,}{sent_bytes:13,} {sent_by:8}"
                      "{loss_difference:8.0g}{weight_difference:9.0g}".format(**row)
+                     + f"{row['losses'][-1]:11.6f}")
+    lines.append(f"\n{'on two nodes':14}{'at rest':>13}{'at the peak':>13}{'sent between':>14}"
+                 f"{'losses':>9}{'weights':>9}{'last loss':>11}")
+    for row in answer["nodes"]:
+        lines.append("{rung:14}{device_rest_bytes:13,}{device_peak_bytes:13,}{between_bytes:14,}"
+                     "{loss_difference:9.0g}{weight_difference:9.0g}".format(**row)
                      + f"{row['losses'][-1]:11.6f}")
     return "\n".join(lines)
 

@@ -36,7 +36,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from docs.svg import FONT, LETTER, STRIPED, Drawing, figure
+from docs.svg import FONT, LETTER, STRIPED, Drawing, figure, origin
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential
 from zero3.checkpoint.reader import CheckpointReader, Param, newest
 from zero3.checkpoint.save_load import load, save
@@ -566,11 +566,6 @@ def _turns(drawing: Drawing, found: list[Bar], y: float) -> float:
             lanes.opens(lane_of[bar.layer], bar.end, last)
     lanes.frame(steps[3], 0, BUFFERS)
     return lanes.bottom(BUFFERS, last)
-
-
-def origin(recorded: Json, ranks: int | str) -> str:
-    return (f"{ranks} ranks, {recorded['device']}, torch {recorded['torch']}, commit "
-            f"{recorded['commit']}")
 
 
 # ------------------------------------------------------------------------------------------ reshard

@@ -216,7 +216,7 @@ MUTATIONS = [
         "master-stays", "optimizer/states.py", "ShardStates.in_memory",
         title="The master is not copied into its shard",
         old="""\
-        if write and not self.shard_is_master:
+        elif write:
             # Round it to the shard's data type. This is what the layer gathers next.
             self.flat.storage.replace(master)
 """,

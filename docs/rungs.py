@@ -52,6 +52,7 @@ class Unit:
         return f"{self.number(nbytes)} {self.name}"
 
 
+KIB = Unit("KiB", 2**10, 0)
 MIB = Unit("MiB", 2**20, 1)
 GB = Unit("GB", 1e9, 2)
 
@@ -252,6 +253,29 @@ def differences_table(answer: dict[str, Any]) -> str:
         differ = (row["loss_difference"], row["weight_difference"])
         rows.append([row["rung"], *(f"{each:.0e}" if each else "none" for each in differ)])
     return html_table(rows)
+
+
+def nodes_table(answer: dict[str, Any]) -> str:
+    """
+    ## The rungs on two nodes: memory, bytes between nodes, and losses, as an HTML table
+    """
+    rows = [["on two nodes", f"{MIB.name} on the device, after a step", "at its peak",
+             f"{KIB.name} to the other node in a step", f"loss, step {answer['steps']}",
+             "largest difference from flat"]]
+    for row in answer["nodes"]:
+        differs = row["loss_difference"]
+        rows.append([row["rung"], MIB.number(row["device_rest_bytes"]),
+                     MIB.number(row["device_peak_bytes"]), KIB.number(row["between_bytes"]),
+                     f"{row['losses'][-1]:.4f}", f"{differs:.0e}" if differs else "none"])
+    return html_table(rows)
+
+
+def fewer_between(answer: dict[str, Any]) -> str:
+    """
+    ## The bytes between nodes that ZeRO++ sends of those of the layout "nodes", in words
+    """
+    nodes, last = (each for each in answer["nodes"] if each["rung"] in ("nodes", "ZeRO++"))
+    return f"{100 * last['between_bytes'] / nodes['between_bytes']:.0f} %"
 
 
 def html_table(rows: list[list[str]], words: int = 1) -> str:

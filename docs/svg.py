@@ -164,6 +164,13 @@ def stripes() -> str:
             f"{patterns}</defs></svg>")
 
 
+def origin(run: dict[str, Any], ranks: int | str) -> str:
+    """
+    ## The end of a caption: the run that the figure is drawn from
+    """
+    return f"{ranks} ranks, {run['device']}, torch {run['torch']}, commit {run['commit']}"
+
+
 def figure(wide: Drawing | str, phone: Drawing | str, caption: str) -> str:
     """
     ## A figure of a page: one drawing for wide windows and one for phones

@@ -69,16 +69,16 @@ def record() -> Json:
     from zero3.train import report  # Here, because it imports matplotlib.
 
     answers = launch.run("docs.timelines:worker", 2, device="cpu")
-    for run in ("chain", "alone"):
-        if answers[0][run] != answers[1][run]:
-            raise RuntimeError(f"rank 1: recorded other events in the run `{run}`. Expected: those "
-                               f"of rank 0, {answers[0][run]}. Got: {answers[1][run]}. What to "
-                               "do: look for a branch that depends on the rank.")
+    for name in ("chain", "alone"):
+        if answers[0][name] != answers[1][name]:
+            raise RuntimeError(f"rank 1: recorded other events in the run `{name}`. Expected: "
+                               f"those of rank 0, {answers[0][name]}. Got: {answers[1][name]}. "
+                               "What to do: look for a branch that depends on the rank.")
     first = answers[0]
-    device = report.device_name(torch.device("cpu"))
+    run = {"device": report.device_name(torch.device("cpu")), "torch": torch.__version__,
+           "commit": commit_name()}
     return {**first, "buckets": [answer["buckets"] for answer in answers],
-            "origin": f"{len(answers)} ranks, {device}, torch {torch.__version__}, commit "
-                      f"{commit_name()}"}
+            "origin": svg.origin(run, len(answers))}
 
 
 def worker() -> Json:

@@ -346,5 +346,5 @@ else:
 # beyond the end of a shard, it continues in the next file.
 # </details>
 #
-# Back to [the first notebook](01_where_the_memory_goes.ipynb), or on to [the
+# Next: [groups of ranks](09_groups_of_ranks.ipynb), or [the
 # source](../zero3/layer.py#zero-3-shard-parameters-gradients-and-optimizer-states).

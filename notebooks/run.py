@@ -10,7 +10,7 @@ pixels are not compared. Cells whose output differs from run to run have the tag
 
 **Run this**: `make notebooks`; `make notebooks ARGS=--write` stores the new output.
 
-**Not covered, and what that costs**: the stored output comes from two ranks on a CPU. On a machine
+**Not covered, and what that costs**: the stored output comes from ranks on a CPU. On a machine
 with GPUs the notebooks run on the GPUs, and the check only finds errors.
 """
 
@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
     if not chosen:
         parser.error(f"expected the beginning of a notebook's name, got {args.names}")
     if args.write and torch.cuda.is_available():
-        parser.error("expected no GPU, because the stored output is of two ranks on a CPU; set "
+        parser.error("expected no GPU, because the stored output is of ranks on a CPU; set "
                      "CUDA_VISIBLE_DEVICES= to hide the GPUs")
     failed = 0
     for source in chosen:

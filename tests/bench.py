@@ -17,9 +17,10 @@ $$\text{sent} \Big/ \Psi\frac{N-1}{N}$$
 one of FSDP2's optimizer, `python -m tests.bench --comm` compares `Communicator`'s messages with
 gloo's collectives for the same bytes, `python -m tests.bench --disk DIR` our direct reads and
 writes with those of fio, `python -m tests.bench --save DIR` a checkpoint with plain direct writes
-of as many bytes.
+of as many bytes. `python -m tests.bench --nodes` trains over a slow link between nodes; see
+`bench_nodes.py`.
 
-**Not covered, and what that costs**: more than one machine, mixed precision, recomputation. FSDP2
+**Not covered, and what that costs**: mixed precision, recomputation, more than one machine. FSDP2
 gathers its last layer twice as we do not; that is about a hundredth of the model here. Ranks
 that share a few cores gain nothing from transfers beside the computation, so a CPU shows what
 sharding costs and not what overlap wins back. Memory is what the system counts, with activations
@@ -64,11 +65,14 @@ from zero3.guards.version import commit_name
 from zero3.measure.ledger import Ledger
 
 PEERS = ("zero3", "wrap", "ddp", "fsdp2")
+NODE_PEERS = ("flat", "hybrid", "zero++", "fsdp2", "hsdp")
 # What of the package a step goes through.
 TIMED = [f"zero3/{name}.py" for name in (
     "layer", "flat", "watch", "comm", "groups/mesh", "sharded", "offload", "measure/ledger",
     "optimizer/buckets", "optimizer/stage3", "optimizer/states", "whole_model/units",
     "whole_model/wrap")]
+# And with `--nodes`.
+NODES_TIMED = ["zero3/nodes/links.py", "zero3/groups/encodings.py"]
 # What a run is measured by: its heading, its format, and what to divide by.
 COLUMNS = {
     "tokens_per_s": ("tokens/s", ",.0f", 1),
@@ -77,9 +81,13 @@ COLUMNS = {
     "cpu_s": ("CPU s/step", ",.3f", 1),
     "wire_bytes": ("wire MiB", ",.2f", 2**20),
     "wire_psi": ("in Psi", ".3f", 1),
+    "link_bytes": ("link MiB", ",.2f", 2**20),
+    "link_psi": ("in Psi", ".3f", 1),
     "loss": ("loss", ".5f", 1),
-    "loss_off": ("off DDP's", ".1e", 1),
+    "loss_off": ("loss off", ".1e", 1),
 }
+# Those of which a smaller or larger value is a matter of the peer, and not of the unit.
+COMPARED = ("tokens_per_s", "peak_bytes", "rest_bytes", "cpu_s", "wire_bytes", "link_bytes")
 REPEATS = 7
 
 
@@ -100,7 +108,11 @@ def options(argv=None):
     add("--steps", type=int, default=8, help="steps that are")
     add("--rounds", type=int, default=3, help="how often each peer runs")
     add("--ranks", type=int, default=gpus or 2, help="one per GPU, or processes on the CPU")
-    add("--peers", nargs="+", choices=PEERS, default=PEERS, help="who takes part")
+    add("--peers", nargs="+", choices=dict.fromkeys(PEERS + NODE_PEERS), default=PEERS,
+        help="who takes part")
+    add("--nodes", action="store_true", help="train on nodes with a slow link between them")
+    add("--each", type=int, default=2, help="with --nodes: ranks of a node")
+    add("--mbit", type=float, default=200, help="with --nodes: Mbit/s of the link")
     add("--step", action="store_true", help="measure the optimizers alone")
     add("--comm", action="store_true", help="measure the collectives alone")
     add("--mib", type=float, default=64, help="with --comm: the size of the whole buffer")
@@ -108,12 +120,21 @@ def options(argv=None):
     add("--save", type=Path, metavar="DIR", help="measure checkpoints in this folder alone")
     add("--gib", type=float, default=1, help="with --disk and --save: how much is written")
     add("--out", type=Path, default=argparse.SUPPRESS,
-        help="results file (default: {bench,step,comm,disk,save}.json in runs)")
+        help="results file (default: {bench,step,comm,disk,save,nodes}.json in runs)")
     add("--own-network", action="store_true", help=argparse.SUPPRESS)
+    if parser.parse_known_args(argv)[0].nodes:
+        # A step over a slow link takes seconds, so there are few, and of few tokens.
+        parser.set_defaults(ranks=4, batch=1, warmup=1, steps=3, peers=NODE_PEERS)
+        gpus = 0
     args = parser.parse_args(argv)
     name = "comm.json" if args.comm else "step.json" if args.step else "bench.json"
     name = "disk.json" if args.disk else "save.json" if args.save else name
+    name = "nodes.json" if args.nodes else name
     args.out = getattr(args, "out", Path("runs", name))
+    if strangers := set(args.peers) - set(NODE_PEERS if args.nodes else PEERS):
+        parser.error(f"no such peer {'with' if args.nodes else 'without'} --nodes: {strangers}")
+    if args.nodes and (args.ranks % args.each or args.ranks <= args.each):
+        parser.error("expected two nodes or more, of --each ranks")
     args.gpu, alone = gpus > 0, args.comm or args.step or args.save
     if not 1 + args.comm <= args.ranks <= (gpus or args.ranks) or (alone and gpus):
         parser.error("expected one rank per GPU or fewer; for --comm two or more; for --comm, "
@@ -156,13 +177,15 @@ def gpt(dim, blocks, heads, seq):
     return [Embed(dim, seq), *(Block(dim, heads) for _ in range(blocks)), head]
 
 
-def wrap(peer, layers, device):
+def wrap(peer, layers, device, mesh=None):
     """
     ## A peer's model and its optimizer
+
+    * `mesh` is for "zero3", which also takes `Links`, and "fsdp2"
     """
     layers, whole = [layer.to(device) for layer in layers], nn.Sequential(*layers)
     if peer == "zero3":
-        model = Zero3Sequential([Zero3Layer(layer) for layer in layers])
+        model = Zero3Sequential([Zero3Layer(layer, mesh=mesh) for layer in layers])
     elif peer == "wrap":
         model = zero3.wrap(whole, (Embed, Block))
     elif peer == "ddp":
@@ -173,7 +196,7 @@ def wrap(peer, layers, device):
         # The head's logits are a view; nothing here writes into them.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
         for module in (*layers, whole):
-            model = fully_shard(module, reshard_after_forward=True)
+            model = fully_shard(module, mesh=mesh, reshard_after_forward=True)
     # With the usual eps of 1e-8 Adam hardly sees how long a gradient is, and a sum in place of a
     # mean would give nearly the same losses.
     if peer in ("zero3", "wrap"):
@@ -293,15 +316,25 @@ def measure(peer, args, store):
         dist.destroy_process_group()
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", f"file://{store}", rank=rank, world_size=args.ranks)
+    return measure_training(partial(wrap, peer), args, device, loopback_bytes)
+
+
+def measure_training(build, args, device, count):
+    """
+    ## What one rank measures while it trains a model
+
+    * `build(layers, device)` returns the model and its optimizer
+    * `count()` returns the bytes that have been sent so far
+    """
     windows = batches(args, device)
     # Thrown away: what a first step imports and opens is not the model's memory.
-    train_step(*wrap(peer, gpt(8 * args.heads, 1, args.heads, args.seq), device), next(windows))
+    train_step(*build(gpt(8 * args.heads, 1, args.heads, args.seq), device), next(windows))
     memory = Memory(device)
     layers = gpt(args.dim, args.blocks, args.heads, args.seq)
     psi_bytes = sum(p.nbytes for layer in layers for p in layer.parameters())
-    model, optimizer = wrap(peer, layers, device)
+    model, optimizer = build(layers, device)
     losses = [train_step(model, optimizer, next(windows)) for _ in range(args.warmup)]
-    sent_bytes, step_s = loopback_bytes(), []
+    sent_bytes, step_s = count(), []
     with memory:
         cpu_s = time.process_time()
         for _ in range(args.steps):
@@ -310,13 +343,14 @@ def measure(peer, args, store):
             step_s.append(time.perf_counter() - start_s)
         cpu_s = time.process_time() - cpu_s
     found = {"step_s": step_s, "losses": losses, "psi_bytes": psi_bytes, "cpu_s": cpu_s,
-             "loopback_bytes": loopback_bytes() - sent_bytes,
+             "counted_bytes": count() - sent_bytes,
              "peak_bytes": memory.peak_bytes, "rest_bytes": memory.rest()}
-    if peer in ("zero3", "wrap"):
+    if isinstance(optimizer, Zero3Optimizer):
         # To listen takes time, so the ledger gets a step of its own.
         with Ledger(model, optimizer) as tape:
             train_step(model, optimizer, next(windows))
         found["ledger_bytes"] = tape.sent_bytes + tape.order_bytes
+        found["ledger_between_bytes"] = tape.between_bytes
     return found
 
 
@@ -334,60 +368,69 @@ def summarize(ranks, args):
         "losses": [mean(step) for step in losses],
     }
     row["loss"] = row["losses"][-1]
-    if not args.gpu and args.ranks > 1:
-        row["wire_bytes"] = ranks[0]["loopback_bytes"] / args.ranks / args.steps
-        row["wire_psi"] = row["wire_bytes"] / ranks[0]["psi_bytes"] * args.ranks / (args.ranks - 1)
     return {**row, "ranks": ranks}
 
 
-def play(args):
+def run_here(peer, args):
+    """
+    ## One run of a peer on this machine, in one row
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = run(measure, args.ranks, peer, args, f"{folder}/store", timeout_s=1800)
+    row = summarize(ranks, args)
+    if not args.gpu and args.ranks > 1:
+        row["wire_bytes"] = ranks[0]["counted_bytes"] / args.ranks / args.steps
+        row["wire_psi"] = row["wire_bytes"] / ranks[0]["psi_bytes"] * args.ranks / (args.ranks - 1)
+    return row
+
+
+def play(args, run_peer=run_here, reference="ddp"):
     """
     ## The rounds
 
-    Each begins with another peer, so that none always runs after the same one.
+    Each begins with another peer, so that none always runs after the same one. Losses are compared
+    with those of the reference.
     """
     rounds = []
     for i in range(args.rounds):
         rounds.append(done := {})
         for k in range(len(args.peers)):
             peer = args.peers[(i + k) % len(args.peers)]
-            with tempfile.TemporaryDirectory() as folder:
-                ranks = run(measure, args.ranks, peer, args, f"{folder}/store", timeout_s=1800)
-            done[peer] = summarize(ranks, args)
+            done[peer] = run_peer(peer, args)
             print(f"round {i + 1} of {args.rounds}   {peer}", flush=True)
-        for row in done.values() if "ddp" in done else ():
-            pairs = zip(row["losses"], done["ddp"]["losses"], strict=True)
+        for row in done.values() if reference in done else ():
+            pairs = zip(row["losses"], done[reference]["losses"], strict=True)
             row["loss_off"] = max(abs(a - b) for a, b in pairs)
     return rounds
 
 
-def compare(rounds, peers):
+def compare(rounds, peers, pairs):
     """
-    ## Medians over the rounds, and ratios of ours to each other's within a round
+    ## Medians over the rounds, and ratios of the peers of each pair within a round
     """
     ratios, medians = {}, {}
     for peer in peers:
         known = [c for c in COLUMNS if c in rounds[0][peer]]
         medians[peer] = {c: median(r[peer][c] for r in rounds) for c in known}
-    for other in medians.keys() - {"zero3"} if "zero3" in medians else ():
-        for c in list(COLUMNS)[:5]:
+    for ours, other in pairs:
+        for c in COMPARED if {ours, other} <= {*peers} else ():
             # A run of a few milliseconds ends before its memory is looked at.
             if medians[other].get(c, 0) > 0:
-                each = [r["zero3"][c] / r[other][c] for r in rounds if r[other][c] > 0]
-                ratios.setdefault(f"zero3/{other}", {})[c] = median(each), min(each), max(each)
-    return {"medians": medians, "ratios": dict(sorted(ratios.items()))}
+                each = [r[ours][c] / r[other][c] for r in rounds if r[other][c] > 0]
+                ratios.setdefault(f"{ours}/{other}", {})[c] = median(each), min(each), max(each)
+    return {"medians": medians, "ratios": ratios}
 
 
 def table(medians, ratios):
     columns = [c for c in COLUMNS if any(c in row for row in medians.values())]
-    lines = [f"{'median':12s}" + "".join(f"{COLUMNS[c][0]:>18}" for c in columns)]
+    lines = [f"{'median':13s}" + "".join(f"{COLUMNS[c][0]:>18}" for c in columns)]
     for peer, row in medians.items():
         cells = (format(row[c] / COLUMNS[c][2], COLUMNS[c][1]) if c in row else "" for c in columns)
-        lines.append(f"{peer:12s}" + "".join(f"{cell:>18}" for cell in cells))
+        lines.append(f"{peer:13s}" + "".join(f"{cell:>18}" for cell in cells))
     for name, row in ratios.items():
         # Median, and in brackets the lowest and the highest.
         cells = ("{:.2f} ({:.2f}-{:.2f})".format(*row[c]) if c in row else "" for c in columns)
-        lines.append(f"{name:12s}" + "".join(f"{cell:>18}" for cell in cells))
+        lines.append(f"{name:13s}" + "".join(f"{cell:>18}" for cell in cells))
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -660,12 +703,14 @@ def main():
     ## The command line
     """
     args = options()
-    own_network(args)
+    if not args.nodes:
+        own_network(args)
     facts = machine(args)
     print(f"{facts['gpu'] or facts['cpu']}, {facts['cores']} cores, load {facts['load'][0]:.1f}, "
           f"torch {facts['torch']}, {args.ranks} ranks")
     # Who shows the figures can see whether they are still of this code.
-    code = {path: Source(Path(__file__).parents[1] / path).digest() for path in TIMED}
+    code = {path: Source(Path(__file__).parents[1] / path).digest()
+            for path in [*TIMED, *(NODES_TIMED if args.nodes else ())]}
     results = {"machine": facts, "settings": vars(args), "wire_is_exact": args.own_network,
                "code": code}
     if args.comm:
@@ -680,14 +725,20 @@ def main():
         with tempfile.TemporaryDirectory(dir=args.save) as folder:
             args.save = Path(folder)
             results |= compare_save(run(measure_save, args.ranks, args, timeout_s=600), args)
+    elif args.nodes:
+        # Not at the top, because that file uses this one.
+        from tests import bench_nodes
+
+        results |= bench_nodes.compare_nodes(args)
     else:
         rounds = play(args)
-        results |= {"rounds": rounds, **compare(rounds, args.peers)}
+        pairs = [("zero3", other) for other in sorted({*args.peers} - {"zero3"})]
+        results |= {"rounds": rounds, **compare(rounds, args.peers, pairs)}
         print("\n" + table(results["medians"], results["ratios"]))
         if "zero3" in args.peers:
             count = rounds[0]["zero3"]["ranks"][0]["ledger_bytes"]
             print(f"\nzero3's ledger counts {count / 2**20:,.2f} MiB sent by a rank in a step.")
-    if not args.gpu and not args.own_network:
+    if not (args.gpu or args.own_network or args.nodes):
         print("No network of our own: bytes on the wire include other programs' local traffic.")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(results, indent=1, default=str) + "\n")

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zero3 import Zero3Layer, Zero3Sequential
+from zero3.nodes.links import Links
 
 WIDTH = 6
 ROWS = 2  # of each rank
@@ -545,6 +546,7 @@ def place(mesh=None):
     """
     ## This rank's number among the ranks of a mesh, and how many these are
     """
+    mesh = mesh.mesh if isinstance(mesh, Links) else mesh
     if mesh is None:
         return dist.get_rank(), dist.get_world_size()
     ranks = mesh.mesh.flatten().tolist()
@@ -558,7 +560,7 @@ def train_both(name, steps=3, check=None, optimizer=None, offload=None, mesh=Non
     * `check(model)` is called after every backward and after every step
     * `optimizer(model, **options)` makes the sharded model's, in place of AdamW on its shards
     * `offload` says where its layers' shards rest
-    * `mesh` has the ranks that train it, left out all
+    * `mesh` has the ranks that train it, left out all; it may be `Links`
     """
     rank, world_size = place(mesh)
     case = CASES[name]()

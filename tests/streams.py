@@ -420,6 +420,8 @@ class Accelerator:
         self.replace(comm, "reduce_scatter_single",
                      self.collective(comm.reduce_scatter_single, "reduce-scatter"))
         self.replace(comm, "all_reduce", self.collective(comm.all_reduce, "all-reduce"))
+        self.replace(comm, "all_to_all_single",
+                     self.collective(comm.all_to_all_single, "all-to-all"))
         self.replace(InFile, "_start", self.moves(InFile._start))
         self.replace(InFile, "_end", self.moved(InFile._end))
         if hasattr(comm, "streams"):

@@ -360,7 +360,7 @@ def test_sharding_never_predicts_more_than_data_parallelism_and_its_padding(part
 def test_the_command_line_prints_the_three_stages_with_their_bases():
     """
     ZeRO's own example: 7.5 billion parameters on 64 ranks take 120, 31.4, 16.6 and 1.9 GB.
-    Proves `formulas.main`, `show_stages`, `number`.
+    Proves `estimate.main`, `show_stages`, `number`.
     """
     command = [sys.executable, "-m", "zero3.estimate", "--ranks", "64", "--params"]
     text = subprocess.run([*command, "7.5e9"], capture_output=True, text=True, check=True).stdout

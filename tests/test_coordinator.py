@@ -342,8 +342,8 @@ def slow_gathers(prefetch_numel):
 
     start, wait = Communicator.all_gather, Transfer.wait
 
-    def late_start(self, layer, pairs):
-        transfer = start(self, layer, pairs)
+    def late_start(self, layer, pairs, exact=True):
+        transfer = start(self, layer, pairs, exact)
         transfer.ready_s = time.perf_counter() + 0.02
         return transfer
 

@@ -25,6 +25,7 @@ from zero3.comm import Communicator
 from zero3.groups.mesh import Group, all_ranks
 from zero3.guards.gradients import clip_grad_norm_
 from zero3.measure.ledger import Ledger
+from zero3.nodes.links import LinkedCommunicator
 
 WIDTH = 6
 STEPS = 3
@@ -413,14 +414,22 @@ def test_a_group_knows_itself_by_its_ranks():
 # ---------------------------------------------------------------------------------------- replicas
 
 
+def mesh_of(shape, first="nodes"):
+    """A mesh of all ranks."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=(first, "shard"))
+
+
 def hybrid(replicas, shards):
     """A mesh of all ranks, of so many replicas with so many ranks each."""
-    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    return mesh_of((replicas, shards), "replicate")
 
 
 def trained_in_replicas(shape, names, folder, native):
+    return trained_on(hybrid(*shape), names, folder, native)
+
+
+def trained_on(mesh, names, folder, native):
     """The largest difference from plain PyTorch, of all cases, optimizers and tiers."""
-    mesh = hybrid(*shape)
     worst = {}
     with collectives() if native else nullcontext():
         for name in names:
@@ -441,7 +450,7 @@ def test_replicas_train_like_plain_pytorch_on_the_global_batch(shape, native, tm
     Every case, with torch's AdamW and with `Zero3Optimizer` in each tier, by messages and by
     collectives. Breaks where the divisor is the size of one replica, where a gradient is delivered
     before the replicas have added theirs, and where a norm counts replicas.
-    Proves I1, I5, I7, I8, I9, `Communicator.all_reduce`, `Communicator.add_replicas`, `groups_of`,
+    Proves I1, I5, I7, I8, I9, `LinkedCommunicator.exchange`, `_add_in`, `groups_of`,
     `Reducer.end_exchange`, `Reducer.deliver`, `Reducer.arrived`.
     """
     names = [name for name in CASES if name not in ("DataTypes", "Library")]
@@ -484,7 +493,7 @@ def test_replicas_keep_the_same_bits_and_skip_a_step_together(kind):
     Ranks of other replicas with the same shard have the same bits after six steps on other rows,
     and all ranks have the same norms. One rank has an infinite loss in one step: no rank takes it.
     Breaks where a replica adds in an order of its own, or decides by itself.
-    Proves I1, I6, `Communicator.numbers`, `Communicator.add_replicas`, `Zero3Optimizer.step`,
+    Proves I1, I6, `Communicator.numbers`, `_add_in`, `Zero3Optimizer.step`,
     `clip_grad_norm_`.
     """
     for shape in ((2, 2), (3, 1)):
@@ -543,8 +552,7 @@ def norms_and_values():
         params["weight"].detach().fill_(dist.get_rank() + 5)
     return (norm, with_torch, optimizer.step(), same(first, expected),
             layer.module.running_mean.tolist(), weights(drawn)["0.weight"].tolist(),
-            [shard.tolist() for shard in layer.chunk],
-            message(optimizer.predict))
+            [shard.tolist() for shard in layer.chunk])
 
 
 def test_replicas_begin_with_the_values_of_the_first_rank_and_count_a_norm_once():
@@ -552,17 +560,15 @@ def test_replicas_begin_with_the_values_of_the_first_rank_and_count_a_norm_once(
     Weights, buffers, values that are drawn and values that are written back are those of rank 0 on
     all ranks; the norm is that of plain PyTorch on the global batch. Breaks where each replica
     begins with the values of its own first rank.
-    Proves I1, `Communicator.scatter`, `Communicator.broadcast`, `clip_grad_norm_`,
-    `Zero3Optimizer.predict`.
+    Proves I1, `Communicator.scatter`, `Communicator.broadcast`, `clip_grad_norm_`.
     """
     answers = run(norms_and_values, 4)
-    for rank, (norm, with_torch, with_ours, is_same, mean, drawn, shards, said) in enumerate(
+    for rank, (norm, with_torch, with_ours, is_same, mean, drawn, shards) in enumerate(
             answers):
         assert with_torch == pytest.approx(norm, rel=1e-12)
         assert with_ours == pytest.approx(norm, rel=1e-12)
         assert is_same and mean == [0, 0] and drawn == answers[0][5]
         assert shards == [[[5, 5]], [[0, 0]]][rank % 2]
-        assert "cannot predict. Expected: a mesh of one dimension. Got: 2 replicas." in said
 
 
 class Branches(nn.Module):
@@ -626,7 +632,7 @@ def sent_in_replicas(shape, bucket_bytes):
     sent = Counter()
     for event in tape.events:
         sent[event.event] += event.sent_bytes
-    order = [(e.event, e.layer) for e in tape.events if e.event in ("reduce", "all-reduce")]
+    order = [(e.event, e.layer) for e in tape.events if e.event in ("reduce", "exchange")]
     return +sent, tape.messages, tape.order_bytes, tape.seen, order
 
 
@@ -637,14 +643,14 @@ def test_a_step_in_replicas_sends_what_the_formula_says(shape):
     each other replica. A gradient is exchanged while the layer below goes backward. A bucket is
     exchanged at once. Breaks where a gather leaves the replica, and where the exchange is waited
     for at once.
-    Proves I4, `Communicator.all_reduce`, `Reducer.end_exchange`, `Ledger.record`,
+    Proves I4, `LinkedCommunicator.exchange`, `Reducer.end_exchange`, `Ledger.record`,
     `Transfer.started`.
     """
     replicas, ranks = shape
     numels = [sum(p.numel() for p in layer.parameters()) for layer in layers()]
     shards = [4 * math.ceil(numel / ranks) for numel in numels]
     expected = {"fetch": (ranks - 1) * (2 * sum(shards) - shards[-1]),
-                "reduce": (ranks - 1) * sum(shards), "all-reduce": (replicas - 1) * sum(shards),
+                "reduce": (ranks - 1) * sum(shards), "exchange": (replicas - 1) * sum(shards),
                 "norm": 8 * len(shards) * (replicas * ranks - 1)}
     for sent, messages, order_bytes, seen, order in run(
             sent_in_replicas, replicas * ranks, shape, 0):
@@ -654,11 +660,11 @@ def test_a_step_in_replicas_sends_what_the_formula_says(shape):
         assert order_bytes == 32 * messages
         # Layer 2 comes first; while layer 0 goes backward, the sums of layer 2 are on their way.
         assert seen == [False, False, True]
-        assert [event for event, _ in order] == ["reduce", *["all-reduce", "reduce"] * 2,
-                                                 "all-reduce"]
+        assert [event for event, _ in order] == ["reduce", *["exchange", "reduce"] * 2,
+                                                 "exchange"]
     for sent, _, _, _, order in run(sent_in_replicas, replicas * ranks, shape, 1 << 20):
         assert sent == +Counter(expected)
-        assert [event for event, _ in order] == ["reduce", "all-reduce"]
+        assert [event for event, _ in order] == ["reduce", "exchange"]
 
 
 def race_in_replicas(shape, tier, folder, planted):
@@ -667,7 +673,7 @@ def race_in_replicas(shape, tier, folder, planted):
     offload = Offload(tier, folder=folder if tier == "nvme" else None)
     plant = nullcontext()
     if planted:
-        plant = mock.patch.object(Communicator, "all_reduce", on_no_stream)
+        plant = mock.patch.object(LinkedCommunicator, "exchange", on_no_stream)
     with Accelerator() as device, plant:
         model = sharded(mesh, offload)
         optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.05, bucket_bytes=400,
@@ -680,8 +686,8 @@ def race_in_replicas(shape, tier, folder, planted):
     return device.checks, Counter(device.problems)
 
 
-def on_no_stream(comm, *args, real=Communicator.all_reduce):
-    """`Communicator.all_reduce`, whose stream does not wait for the compute stream"""
+def on_no_stream(comm, *args, real=LinkedCommunicator.exchange):
+    """`LinkedCommunicator.exchange`, whose stream does not wait for the compute stream"""
     with mock.patch.object(Communicator, "on", lambda *_: comm._backend.stream(comm.fetch_stream)):
         return real(comm, *args)
 
@@ -692,7 +698,7 @@ def test_no_stream_uses_sums_that_replicas_still_add(tier, tmp_path):
     On an accelerator the all-reduce comes after the sums of this replica, and before the optimizer
     and the copy to CPU memory. Breaks where a gradient is delivered before the all-reduce has
     ended; one mistake is planted here.
-    Proves I9, `Communicator.all_reduce`, `Reducer.end_exchange`, `Reducer.deliver`.
+    Proves I9, `LinkedCommunicator.exchange`, `Reducer.end_exchange`, `Reducer.deliver`.
     """
     for shape in ((2, 1), (2, 2)):
         for checks, problems in run(race_in_replicas, math.prod(shape), shape, tier, str(tmp_path),
@@ -702,10 +708,14 @@ def test_no_stream_uses_sums_that_replicas_still_add(tier, tmp_path):
                                                True))
 
 
-def diverging_replicas(forward_only):
+def diverging_replicas():
+    return diverging_on(hybrid(2, 2))
+
+
+def diverging_on(mesh):
     """Rank 3 leaves out a layer; what each rank is told."""
-    model = sharded(hybrid(2, 2))
-    rank, x = dist.get_rank(), batch(0, hybrid(2, 2))[1].double()
+    model = sharded(mesh)
+    rank, x = dist.get_rank(), batch(0, mesh)[1].double()
     try:
         first, second, last = model.module_list
         for _ in range(3):
@@ -722,7 +732,7 @@ def test_a_rank_that_diverges_is_an_error_in_every_replica():
     shard, which waits for its sums. Breaks where that rank waits until it gives up.
     Proves I6, `Transfer._diverged`, `Transfer._spread`, `Communicator.announce_fault`.
     """
-    said = run(diverging_replicas, 4, False)
+    said = run(diverging_replicas, 4)
     for rank, text in enumerate(said):
         assert text.startswith(f"rank {rank}: layer") and "the ranks diverged" in text, said
     assert "on rank 3" in said[2] and "on rank 2" in said[3]
@@ -730,8 +740,11 @@ def test_a_rank_that_diverges_is_an_error_in_every_replica():
 
 
 def whole_in_replicas(shape, offload):
-    """`wrap` on a mesh of replicas: the difference from plain PyTorch."""
-    mesh = hybrid(*shape)
+    return whole_on(hybrid(*shape), offload)
+
+
+def whole_on(mesh, offload):
+    """`wrap` on a mesh: the difference from plain PyTorch."""
     plain = nn.Sequential(*layers()).double()
     model = wrap(nn.Sequential(*layers(dist.get_rank())).double(), nn.Linear, mesh=mesh,
                  offload=offload, persist_below_numel=20)
@@ -813,7 +826,10 @@ def save_on(shape, folder, wait):
 
 
 def resumed(shape):
-    mesh = hybrid(*shape) if isinstance(shape, tuple) else None
+    """A model on all ranks, in replicas (2, 2), or on nodes ("nodes", 2, 2); and its optimizer."""
+    mesh = None
+    if isinstance(shape, tuple):
+        mesh = mesh_of(shape[1:]) if shape[0] == "nodes" else hybrid(*shape)
     model = sharded(mesh, dtype=torch.float32)
     return model, Zero3Optimizer(model, lr=0.1, bucket_bytes=200), mesh
 

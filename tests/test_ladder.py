@@ -16,7 +16,7 @@ import torch
 
 import tests.ranks  # noqa: F401  (what ranks import once, before the first of them starts)
 from docs import ladder, rungs
-from zero3 import Offload
+from zero3 import Int4, Int8, Offload
 from zero3.estimate.formulas import describe, stages
 from zero3.estimate.predict import data_parallel, predict
 from zero3.train.gpt import gpt_layers
@@ -174,3 +174,44 @@ def test_the_large_ladder_has_the_numbers_of_zeros_table_1(climbed):
     assert [bar.file_bytes for bar in bars] == [0] * 6 + [2e9]
     assert bars[-2].cpu_bytes == 2e9 and 0 < bars[-1].cpu_bytes < bars[-2].cpu_bytes / 6
     assert "needs 14 %" in rungs.buffers(climbed[1])
+
+
+def test_on_two_nodes_only_the_order_of_a_sum_changes_losses_until_bytes_are_rounded(climbed):
+    """
+    Nodes and hybrid add the gradients inside a node first and then over nodes, so they have the
+    same bits. Flat adds rank by rank: a sum of four floats in another order differs by 1e-7 of its
+    size. ZeRO++ rounds, by a few percent of each block's largest gradient, and trains as far.
+    Proves I1, `LinkedCommunicator.exchange`, `Communicator.exchange`, `Links`.
+    """
+    flat, nodes, hybrid, rounded = climbed[1]["nodes"]
+    assert nodes["losses"] == hybrid["losses"]
+    for row in (nodes, hybrid):
+        assert row["loss_difference"] < 1e-5 and row["weight_difference"] < 1e-5
+    assert 1e-4 < rounded["loss_difference"] < 0.05
+    assert rounded["losses"][-1] < rounded["losses"][0] - 1
+    assert flat["losses"] == pytest.approx(climbed[0]["DDP"]["losses"], rel=0, abs=1e-5)
+
+
+def test_each_rung_on_two_nodes_sends_between_them_what_its_formula_says(climbed):
+    """
+    A shard goes to both ranks of the other node, or to one; with a replica in each node only
+    gradients do; rounded, a scale and a byte or half a byte. Then the norms of all layers, 8 bytes
+    for each of two ranks. A replica doubles what a rank keeps. Breaks where a row enters a node
+    twice, and where a rung has another layout than its name says.
+    Proves I2, I4, `LinkedCommunicator.all_gather`, `node_of`, `Int8.nbytes`.
+    """
+    layers = describe(gpt_layers(ladder.CONFIG))
+    shards, halves = ([each.shard_bytes(ranks) // 4 for each in layers] for ranks in (4, 2))
+    # Forward, backward without the last layer, and gradients.
+    thrice = 4 * (3 * sum(shards) - shards[-1])
+    rounded = sum(Int8().nbytes(s) + Int4().nbytes(s) for s in shards)
+    norms = 8 * 2 * len(layers)
+    expected = {"flat": 2 * thrice, "nodes": thrice, "hybrid": 4 * sum(halves), "ZeRO++": rounded}
+    rows = {row["rung"]: row for row in climbed[1]["nodes"]}
+    assert {name: row["between_bytes"] - norms for name, row in rows.items()} == expected
+    counts = 4 * len(layers)  # Adam's steps
+    assert {name: row["device_rest_bytes"] - counts for name, row in rows.items()} == {
+        name: 16 * sum(halves if name == "hybrid" else shards) for name in rows}
+    table = rungs.nodes_table(climbed[1])
+    assert all(f"<td>{name}</td>" in table for name in rows)
+    assert rungs.fewer_between(climbed[1]) == "13 %"

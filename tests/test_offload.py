@@ -922,7 +922,7 @@ def ask(*arguments):
 def test_the_command_line_says_whether_it_fits_and_where():
     """
     The example of the documentation, and one that does not fit.
-    Proves `formulas.main`, `show_places`, `advise`, `bandwidth_for`.
+    Proves `estimate.main`, `show_places`, `advise`, `bandwidth_for`.
     """
     told = ask("zero3.estimate", "--model", "8b", "--ranks", "1", "--gpu", "80GB", "--cpu", "128GB",
                "--nvme", "1TB")

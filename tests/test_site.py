@@ -126,14 +126,14 @@ def test_the_path_leads_through_the_nine_chapters(site):
 
 def test_a_page_for_more_leads_through_its_chapter_and_on_to_the_next(site):
     """The other files of offload, its notebook, then the optimizer. Breaks in a circle."""
-    page = "files-in_file.html"
+    page = "groups-at_rest.html"
     seen = []
     while page != "optimizer-stage3.html":
         seen.append(page)
         page = linked((site / page).read_text(), "after")
-    assert seen == ["files-in_file.html", "files-disk.html", "files-memory.html",
-                    "files-bench.html", "05_offload.html"]
-    assert linked((site / "files-in_file.html").read_text(), "before") == "offload.html"
+    assert seen == ["groups-at_rest.html", "files-in_file.html", "files-disk.html",
+                    "files-memory.html", "files-bench.html", "05_offload.html"]
+    assert linked((site / "groups-at_rest.html").read_text(), "before") == "offload.html"
 
 
 def test_each_page_shows_its_place(site):
@@ -405,11 +405,11 @@ def test_links_lead_through_the_book(site, browser):
     browser.get((site / "index.html").as_uri())
     find(browser, "main a[href='layer.html']").click()
     assert browser.title.startswith("ZeRO-3")
-    link = browser.find_element("xpath", "//pre//a[text()='Communicator'][1]")
+    link = browser.find_element("xpath", "//pre//a[text()='Transfer'][1]")
     target = link.get_attribute("href")
     browser.execute_script("arguments[0].click()", link)
     assert browser.current_url == target
-    assert target.endswith("comm.html#a-group-of-ranks-and-the-collectives-between-them")
+    assert target.endswith("comm.html#a-collective-in-flight")
     assert find(browser, ":target").is_displayed()
     browser.execute_script("scrollTo(0, document.documentElement.scrollHeight)")
     find(browser, "a[rel=before]").click()

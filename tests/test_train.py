@@ -18,13 +18,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.ranks import run as run_on_ranks
+from zero3 import Zero3Layer, Zero3Sequential, save
 from zero3.guards.version import commit_name
 from zero3.measure.ledger import Event
 from zero3.train.gpt import lr_at
-from zero3.train.job import Ranks, main
+from zero3.train.job import Ranks, main, parse_args
 from zero3.train.report import spans
+from zero3.train.run import OPTIONS, checkpoints, look_for_checkpoint
 
 SMALL = ["--d-model", "16", "--layers", "2", "--seq-len", "16", "--batch", "4"]
 
@@ -193,6 +196,24 @@ def test_bf16_with_masters_ends_where_fp32_does(tmp_path):
     assert sum(metrics["gradients"].values()) > 0 and metrics["skipped_steps"] == 0
 
 
+def test_groups_of_ranks_train_alike_and_their_bytes_are_those_predicted(tmp_path):
+    """
+    Two nodes or two replicas of one rank each have the losses of two plain ranks. With everything
+    rounded between nodes the losses are near them. In each run the bytes are those predicted.
+    Proves I1, I4, `Job.links`, `check_options`.
+    """
+    options = ["--steps", "40", "--eval-every", "20", "--sample", "1"]
+    rounded = ["--nodes", "2", "--gather-bits", "8", "--reduce-bits", "4", "--secondary"]
+    losses = []
+    for more in ([], ["--nodes", "2"], ["--replicas", "2"], rounded):
+        run = run_job(tmp_path, *options, *more)
+        assert run.returncode == 0, run.stderr
+        assert run.stdout.count(" equal") == 6
+        losses.append(json.loads((tmp_path / "metrics.json").read_text())["held_out"][-1][1])
+    assert losses[1] == losses[2] == losses[0] < 6
+    assert losses[3] == pytest.approx(losses[0], rel=0.01) and losses[3] != losses[0]
+
+
 def test_what_cannot_work_is_one_line_from_rank_0(tmp_path):
     """
     Breaks where each rank complains, or rank 1 leaves first and torchrun ends rank 0 before it has
@@ -216,6 +237,9 @@ def test_what_cannot_work_is_one_line_from_rank_0(tmp_path):
         (["--clip", "nan"], "--clip is too small. Expected: at least 1e-06. Got: nan."),
         (["--accumulate", "0"], "--accumulate is too small. Expected: at least 1. Got: 0."),
         (["--loss-scale", "much"], "argument --loss-scale: invalid loss_scale value: 'much'"),
+        (["--nodes", "2"], "Expected: replicas or nodes that divide 1 ranks. Got: --replicas 1"),
+        (["--nodes", "2", "--replicas", "2"], "Expected: --replicas or --nodes. Got: --replicas 2"),
+        (["--secondary"], "Expected: --nodes beside it. Got: one node."),
         (["--prompt", ""], "Expected: a prompt of at least one byte."),
         (["--seq-len", "1000000"], "the text is too short. Expected: at least 10000010 bytes"),
     ],
@@ -267,7 +291,8 @@ def test_the_tape_is_cut_into_spans_of_what_a_layer_holds():
     """
     names = "fetch gathered compute computed free fetch compute gradients free reduce reduced free"
     events = [
-        Event(i, 0, "a", "forward", name, "device", 0, 0, 0) for i, name in enumerate(names.split())
+        Event(i, 0, "a", "forward", name, "device", 0, 0, 0, 0)
+        for i, name in enumerate(names.split())
     ]
     assert sorted(spans(events)) == [
         ("a", "computing", 2, 3), ("a", "computing", 6, 8), ("a", "full", 0, 4),
@@ -336,6 +361,21 @@ def test_after_a_rank_is_killed_the_same_command_goes_on_and_nobody_sees_it_in_t
     assert f"saved {folder}/step-00000060, the end of this run" in again.stdout
     same_run(tmp_path, undisturbed)
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000056", "step-00000060"]
+
+
+def test_a_checkpoint_from_before_an_option_is_taken_up_if_the_option_is_not_given(tmp_path):
+    """
+    Breaks where a run that began with an earlier version can no longer go on.
+    Proves I10, `look_for_checkpoint`.
+    """
+    args = parse_args(["--out", str(tmp_path)])
+    model = Zero3Sequential([Zero3Layer(nn.Linear(2, 2))])
+    old = {name: getattr(args, name) for name in OPTIONS if not name.endswith("_bits")}
+    save(checkpoints(args), model, step=1, extra={"options": old}).wait()
+    found, problem = look_for_checkpoint(args)
+    assert found == tmp_path / "checkpoints" / "step-00000001" and problem == ""
+    _, problem = look_for_checkpoint(parse_args(["--out", str(tmp_path), "--reduce-bits", "4"]))
+    assert "belongs to another run" in problem and "--reduce-bits None there and 4 here" in problem
 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on(undisturbed, tmp_path):

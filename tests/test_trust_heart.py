@@ -405,3 +405,57 @@ def test_on_an_accelerator_parameters_and_rows_begin_at_multiples_of_16_bytes(wo
     for told, starts, differ in run(aligned, world_size, str(tmp_path)):
         assert told.pop("DataTypes") <= 1e-5 and max(told.values()) <= 1e-10, told
         assert not any(starts) and differ == [0, 0, 0]
+
+
+# ---------------------------------------------------------------------- a step before backward
+
+
+def told(does):
+    with pytest.raises(RuntimeError) as error:
+        does()
+    return str(error.value)
+
+
+def steps_in_between(kind, folder):
+    """
+    Two forward passes, the backward pass of the first, a step, and that of the second: what is
+    said, and what is said after `full_params` has written. Then a plain step works again.
+    """
+    offload = Offload("nvme", folder=folder) if kind == "files" else Offload()
+    module = nn.Sequential(linear(), nn.Tanh(), linear())
+    if kind == "wrap":
+        model = wrap(module, nn.Linear)
+    else:
+        model = Zero3Sequential([Zero3Layer(module, offload=offload)])
+    if kind == "torch":
+        optimizer = torch.optim.SGD(model.get_trainable_chunk(), lr=0.1)
+    else:
+        optimizer = Zero3Optimizer(model, lr=0.1, offload=offload)
+    x = torch.ones(1, WIDTH)
+    first, second = model(x).sum(), model(x).square().sum()
+    first.backward()
+    optimizer.step()
+    said = [told(second.backward)]
+    optimizer.zero_grad()
+    loss = model(x).sum()
+    with model.full_params(writeback=True) as params:
+        for p in params.values():
+            p.detach().mul_(0.5)
+    said.append(told(loss.backward))
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+    return said
+
+
+@pytest.mark.parametrize("kind", ["torch", "ours", "files", "wrap"])
+def test_a_step_between_forward_and_its_backward_is_refused_as_in_plain_pytorch(kind, tmp_path):
+    """
+    Plain PyTorch finds that a weight, saved for backward, has been modified. Backward would gather
+    the new weights here, and give a gradient that belongs to no forward pass.
+    Proves I1, `Sharded.refuse_old_calls`, `Sharded.shard_versions`, `Call`.
+    """
+    for rank, said in enumerate(run(steps_in_between, 2, kind, str(tmp_path))):
+        for text in said:
+            assert f"rank {rank}: " in text and "cannot go backward. Expected: the weights" in text
+            assert "What to do: go backward through all forward passes before you step" in text

@@ -19,7 +19,7 @@ from torch import nn
 
 from tests.ranks import run
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
-from zero3.estimate import formulas as estimate
+from zero3.estimate import __main__ as estimate
 from zero3.files import bench as disk
 from zero3.guards.options import APP
 from zero3.train import gpt
@@ -49,12 +49,12 @@ def refused(capsys, main, *options):
 
 
 @pytest.mark.parametrize("option", ["--params", "--ranks", "--gpu", "--cpu", "--nvme", "--layers",
-                                    "--tokens", "--tflops"])
+                                    "--tokens", "--tflops", "--nodes", "--link"])
 def test_a_hostile_number_is_one_line_of_the_estimate(option, capsys):
     """
     Not finite, negative, empty, no number, too large to multiply, with escape codes. Breaks where a
     NaN passes because it is neither too small nor too large.
-    Proves `formulas.main`, `Parser`, `Parser.error`, `one_line`.
+    Proves `estimate.main`, `Parser`, `Parser.error`, `one_line`.
     """
     given = {"--params": "8b", "--ranks": "2", "--gpu": "80GB"}
     for value in [*NUMBERS, *(["0"] if option not in ("--gpu", "--cpu", "--nvme") else [])]:

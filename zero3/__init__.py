@@ -15,7 +15,10 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | 4 | `sharded.py` | what a sharded layer offers its users: full parameters, clipping, errors |
 | 5 | `comm.py` | the communicator: collectives between ranks, and the reduce in flight |
 | 5 | `groups/mesh.py` | groups of ranks: a model on some of them, and replicas of a sharded model |
+| 5 | `nodes/links.py` | `Links`: nodes, copies inside a node, and fewer bytes between nodes |
+| 5 | `groups/encodings.py` | `Int8` and `Int4`: the same numbers in fewer bytes |
 | 6 | `offload.py` | `Offload`: shards on the device, in CPU memory or in files |
+| 6 | `groups/at_rest.py` | frozen weights that rest in 8 or 4 bits |
 | 6 | `files/in_file.py` | tensors in a file, read ahead into a few buffers |
 | 6 | `files/disk.py` | reads and writes past the page cache |
 | 6 | `files/memory.py` | pinned CPU memory, and how much memory is left |
@@ -35,6 +38,10 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | measuring | `measure/ledger.py` | `Ledger`: measured bytes that a rank sends, holds and reads |
 | measuring | `estimate/predict.py` | `predict`: the same bytes, from shapes |
 | measuring | `estimate/formulas.py` | the papers' formulas; `python -m zero3.estimate` |
+| measuring | `estimate/layouts.py` | `Layout`: groups of ranks, and encodings between them |
+| measuring | `estimate/between.py` | which layout sends the fewest bytes between nodes |
+| pipelines | `pipeline/schedules.py` | a pipeline's step as a list of actions |
+| pipelines | `pipeline/timeline.py` | what a schedule costs, before it runs |
 | guards | `guards/freed.py` | a freed parameter, which reports every use |
 | guards | `guards/placement.py` | the same parameters on every rank, on the right device |
 | guards | `guards/contents.py` | modules and libraries around a sharded model |
@@ -81,6 +88,9 @@ _PUBLIC = {
     "Zero3Layer": "layer",
     "Zero3Sequential": "layer",
     "Offload": "offload",
+    "Links": "nodes.links",
+    "Int8": "groups.encodings",
+    "Int4": "groups.encodings",
     "Zero3Optimizer": "optimizer.stage3",
     "Zero3Model": "whole_model.wrap",
     "wrap": "whole_model.wrap",

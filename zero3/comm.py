@@ -19,8 +19,8 @@ The norm of the whole gradient is then $\sqrt{13 + 16} = 5.39$ on both ranks.
 
 The first two collectives start early and are waited for late, so that they overlap computation. A
 gather starts when layer $\ell - 1$ begins to compute. A reduce is waited for when the layer below
-has its gradients. A norm is waited for at once. If there are replicas of the model, they add each
-reduced gradient; `mesh.py` explains that, and which ranks take part in each collective.
+has its gradients. A norm is waited for at once. Which ranks take part is the subject of `mesh.py`;
+how they send less between machines, that of `links.py`.
 
 **Collectives and messages.** torch leaves communication to a library: NCCL on GPUs, and gloo on
 CPUs. On an accelerator these are NCCL's collectives. On the CPU a rank sends one message to each
@@ -44,7 +44,7 @@ that another one wrote, it waits for an event:
 | compute, before a layer | the copy and the gather of *this* layer | it reads the parameters |
 | backup, before a reduce | compute, as far as it is queued | backward wrote the gradients there |
 | compute, at the next reduce | the sums of this one | the optimizer reads them |
-| backup, before replicas add | compute, as far as it is queued | compute has waited for the sums |
+| backup, before an exchange | compute, as far as it is queued | compute has waited for the sums |
 | the host, at the wait for a gather | the copy from CPU memory | it may write there next |
 | the host, at the next reduce | the copy to CPU memory | it reads the sums there |
 
@@ -72,6 +72,7 @@ find out by NCCL's time-out.
 from __future__ import annotations
 
 import functools
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -93,11 +94,12 @@ _NEW = hasattr(dist, "all_gather_single")
 all_gather_single = getattr(dist, "all_gather_single" if _NEW else "all_gather_into_tensor")
 reduce_scatter_single = getattr(dist, "reduce_scatter_single" if _NEW else "reduce_scatter_tensor")
 all_reduce = dist.all_reduce
+all_to_all_single = dist.all_to_all_single
 
 # Flat buffers, each with a shard or a receive buffer.
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 # What a rank may be about to do. An announcement has the index in this tuple.
-_ACTIONS = ("gather", "reduce", "norm", "fault", "all-reduce")
+_ACTIONS = ("gather", "reduce", "norm", "fault", "exchange", "gather from the node")
 # The `layer_idx` of a sender that has no place in a chain or a model.
 ALONE = -1
 # On an accelerator parameters and shards begin at multiples of this many bytes, because one thread
@@ -133,15 +135,17 @@ class Communicator:
         Raises `RuntimeError` if there is no process group of this rank and size, and as
         `groups_of`.
         """
-        # The ranks that share shards, and the replicas of this rank's shard, if there are any.
+        # The ranks that share shards; then, if there are any, those to exchange sums with.
         self.groups = (all_ranks(rank, world_size),) if mesh is None else groups_of(mesh)
         self.group = self.groups[0]
-        self.replicas = self.groups[1] if len(self.groups) > 1 else self.group.only_this()
+        self.replicas = self.group.only_this()
         # Which part of each flat parameter is this rank's, and of how many.
         self.rank = self.group.rank
         self.world_size = self.group.size
         # The mean gradient is the sum over all ranks, divided by their number.
-        self.divisor = self.group.size * self.replicas.size
+        self.divisor = math.prod(group.size for group in self.groups)
+        # How things travel, if not as they are (see `links.py`).
+        self.links: Any = None
         # Errors name ranks as the whole run does.
         self.global_rank = self.group.global_rank
         self.ranks = self.group.ranks if mesh is None else tuple(mesh.mesh.flatten().tolist())
@@ -150,8 +154,17 @@ class Communicator:
         # The reason why nothing can be sent any more, and the transfers that were in flight then.
         self.broken = ""
         self.lost: list[Transfer] = []
+        # The transfers of which some steps have not started.
+        self.unfinished: list[Transfer] = []
         # Announcements of this rank in the device's memory, by their numbers.
         self._rows: dict[tuple[int, ...], torch.Tensor] = {}
+
+    @property
+    def sharers(self) -> tuple[Group, ...]:
+        """
+        ### The groups that take part in a gather
+        """
+        return (self.group,)
 
     @property
     def is_first(self) -> bool:
@@ -173,37 +186,32 @@ class Communicator:
 
     # -------------------------------------------------------------------------------- collectives
 
-    def all_gather(self, sender: Sender, pairs: Pairs) -> Transfer:
+    def all_gather(self, sender: Sender, pairs: Pairs, exact: bool = True) -> Transfer:
         """
         ### All-gather: start to gather each shard into its flat parameter
 
         * `pairs` are of a buffer and a shard. The buffer, `(world_size * shard_numel,)`, is
           allocated and filled here. The shard, `(shard_numel,)`, is sent; it is on the same device
           or in CPU memory
+        * `exact` forbids an encoding that changes values. This communicator has none (see
+          `links.py`)
 
         All ranks must call it. A rank sends $N-1$ times the bytes of the shards.
         """
         # The fetch stream waits for the compute stream: the optimizer wrote the shards there, and
         # the memory that is allocated now had its last reader there.
         with self.on(self.fetch_stream):
-            transfer = self._begin(self.group, [sender], "gather", pairs)
+            transfer = self._begin([self.group], [sender], "gather", pairs)
             for full, shard in pairs:
                 self._check_shard(sender, full, shard)
-                _allocate(full)
+                allocate(full)
                 # Copy this rank's shard into its row and send it from there. Then the buffer that
                 # an offloaded shard was read into is free again.
                 mine = self.rows(full)[self.rank]
                 mine.copy_(shard, non_blocking=True)
                 transfer.from_cpu |= shard.device != full.device
-                if self.by_messages:
-                    # Send this row to each other rank, and receive theirs.
-                    mine_to_all = [mine] * self.world_size
-                    works = self._send(self.group, self.rows(full), mine_to_all, transfer.tag())
-                    transfer.started(works, mine)
-                elif self.world_size > 1:
-                    work = all_gather_single(
-                        full, mine, group=self.group.process_group, async_op=True)
-                    transfer.started([work], mine)
+                works = self.gather_rows(self.group, self.rows(full), transfer.tag())
+                transfer.started(self.group, works, mine.nbytes)
             transfer.done.record()
         nbytes = sum(full.nbytes for full, _ in pairs)
         sender.listener.record(sender, "fetch", nbytes, transfer)
@@ -221,83 +229,71 @@ class Communicator:
         """
         # The backup stream waits for the compute stream, which wrote the gradients.
         with self.on(self.backup_stream):
-            transfer = self._begin(self.group, senders, "reduce", pairs)
+            transfer = self._begin([self.group], senders, "reduce", pairs)
+            transfer.add = self.total
             for i, (grad, buffer) in enumerate(pairs):
-                if self.world_size == 1:
+                if self.group.size == 1:
                     continue
-                mine = self.rows(grad)[self.rank]
+                parts = grad.view(self.group.size, -1)
+                mine = parts[self.group.rank]
                 if self.by_messages:
-                    # Send each other rank its row of the gradient, and receive their rows for this
-                    # rank. `total` adds them.
-                    received = _as_receive_buffer(buffer, grad)
+                    # Send each other rank its part of the gradient, and receive their parts for
+                    # this rank. `total` adds them.
+                    received = as_receive_buffer(buffer, grad)
                     transfer.pairs[i] = (grad, received)
-                    works = self._send(self.group, self.rows(received), self.rows(grad),
-                                       transfer.tag())
-                    transfer.started(works, mine)
+                    works = self.send(self.group, received.view_as(parts), parts, transfer.tag())
+                    transfer.started(self.group, works, mine.nbytes)
                 else:
-                    # In place: the sum replaces this rank's own row.
+                    # In place: the sum replaces this rank's own part.
                     work = reduce_scatter_single(
                         mine, grad, group=self.group.process_group, async_op=True)
-                    transfer.started([work], mine)
+                    transfer.started(self.group, [work], mine.nbytes)
         return transfer
 
     def total(self, grad: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
         """
         ### This rank's part of the sum over ranks: `(shard_numel,)`
 
-        * `grad` is this rank's flat gradient; `received` has the rows of the other ranks
+        * `grad` is this rank's flat gradient; `received` has the parts of the other ranks
 
         Added in the order of ranks, so that the result is deterministic.
         """
-        if self.world_size == 1:
+        if self.group.size == 1:
             return grad
-        mine = self.rows(grad)[self.rank]
+        mine = grad.view(self.group.size, -1)[self.group.rank]
         if not self.by_messages:
             # A copy, so that the full gradient can be freed.
             return mine.clone()
-        return _sum(self.group, mine, self.rows(received))
+        return sum_of(self.group, mine, received.view(self.group.size, -1))
 
-    def all_reduce(self, sender: Sender, totals: list[torch.Tensor]) -> Transfer:
+    def exchange(self, sender: Sender,
+                 sums: list[torch.Tensor]) -> tuple[list[torch.Tensor], Transfer | None]:
         """
-        ### All-reduce: start to add this rank's sums over the replicas, in place
+        ### Start to add the sums of this group to those of other groups
 
-        * `sender` is a layer that they belong to, for errors and records
-        * `totals` are the sums of one replica, `(shard_numel,)` each. Until the transfer has ended
-          they are neither read nor written
+        * `sender` is a layer that they belong to
+        * `sums` are `(shard_numel,)` each
 
-        All ranks must call it. With messages a rank sends the bytes of its sums to each of the
-        $R-1$ other replicas; NCCL sends $2 (R-1) / R$ times the bytes.
+        There are no other groups here, so the sums are the totals and nothing is sent. `links.py`
+        has a communicator that adds them over replicas, or over nodes. It returns the totals, which
+        are neither read nor written until the transfer that it also returns has ended.
         """
-        size = self.replicas.size
-        # The backup stream waits for the compute stream, which has waited for the sums.
-        with self.on(self.backup_stream):
-            pairs = [(total, total) for total in totals]
-            transfer = self._begin(self.replicas, [sender], "all-reduce", pairs)
-            for i, total in enumerate(totals):
-                if self.by_messages:
-                    received = total.new_empty(size, len(total))
-                    transfer.pairs[i] = (total, received)
-                    works = self._send(self.replicas, received, [total] * size, transfer.tag())
-                    transfer.started(works, total)
-                else:
-                    work = all_reduce(total, group=self.replicas.process_group, async_op=True)
-                    transfer.works.append(work)
-                    transfer.sent_bytes += 2 * (size - 1) * total.nbytes // size
-                    transfer.messages += 2 * (size - 1)
-        sender.listener.record(sender, "all-reduce", sum(t.nbytes for t in totals), transfer)
-        return transfer
+        return sums, None
 
-    def add_replicas(self, total: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+    def end_pass(self) -> None:
         """
-        ### The sum over replicas, in the memory of this rank's own
+        ### The end of a backward pass: nothing to do
 
-        * `total` is `(shard_numel,)`; `received` has a row for each replica
-
-        In place, because the layers of a bucket have views of it. NCCL has added already.
+        `links.py` has a communicator that drops copies then.
         """
-        if not self.by_messages:
-            return total
-        return total.copy_(_sum(self.replicas, total, received))
+
+    def held_tensors(self) -> Iterable[torch.Tensor]:
+        """
+        ### Memory that it holds besides the transfers in flight, for a `Ledger`
+
+        This one holds none. `links.py` has a communicator that keeps copies.
+        """
+        return ()
 
     def numbers(self, sender: Sender, mine: torch.Tensor) -> torch.Tensor:
         """
@@ -320,22 +316,30 @@ class Communicator:
         """
         rows = mine.repeat(group.size, 1)
         with self.on(self.fetch_stream):
-            transfer = self._begin(group, [sender], "norm", [(rows, mine)])
-            if self.by_messages:
-                works = self._send(group, rows, [mine] * group.size, transfer.tag())
-                transfer.started(works, mine)
-            elif group.size > 1:
-                work = all_gather_single(
-                    rows.view(-1), mine, group=group.process_group, async_op=True)
-                transfer.started([work], mine)
+            transfer = self._begin([group], [sender], "norm", [(rows, mine)])
+            transfer.started(group, self.gather_rows(group, rows, transfer.tag()), mine.nbytes)
             transfer.done.record()
         sender.listener.record(sender, "norm", rows.nbytes, transfer)
         transfer.wait()
         return rows
 
-    def _send(self, group: Group, receive: Any, send: Any, tag: int) -> list[Any]:
+    def gather_rows(self, group: Group, rows: torch.Tensor, tag: int) -> list[Any]:
         """
-        #### Start to send a row to each other rank of a group, and to receive one from each
+        ### Start to gather the rows of a group, `(size, n)`, of which each rank has its own
+
+        * `tag` is that of the messages
+        """
+        mine = rows[group.rank]
+        if self.by_messages:
+            # Send this row to each other rank, and receive theirs.
+            return self.send(group, rows, [mine] * group.size, tag)
+        if group.size == 1:
+            return []
+        return [all_gather_single(rows.view(-1), mine, group=group.process_group, async_op=True)]
+
+    def send(self, group: Group, receive: Any, send: Any, tag: int) -> list[Any]:
+        """
+        ### Start to send a row to each other rank of a group, and to receive one from each
 
         * `receive` and `send` have a row for each rank of the group, `(n,)`
 
@@ -395,30 +399,33 @@ class Communicator:
 
     # ------------------------------------------------------------------- the same on all ranks
 
-    def _begin(self, group: Group, senders: list[Any], action: str, pairs: Pairs) -> Transfer:
+    def _begin(self, groups: list[Group], senders: list[Any], action: str,
+               pairs: Pairs) -> Transfer:
         """
         #### Announce what this rank is about to send
 
-        32 bytes to each other rank of the group, ahead of the data and without waiting.
+        32 bytes to each other rank of these groups, ahead of the data and without waiting.
         """
-        transfer = Transfer(self, group, senders[0], action, pairs, self.event())
-        if group.size == 1:
-            return transfer
         numbers = [sender.layer_idx for sender in senders]
         # The checksum tells two buckets apart that begin with the same layer and are as large.
         row = (numbers[0], _ACTIONS.index(action), sum(full.nbytes for full, _ in pairs),
                zlib.crc32(str(numbers).encode()))
-        if self.by_messages:
-            transfer.order = torch.empty(group.size, 4, dtype=torch.int64)
-            transfer.order[group.rank] = torch.tensor(row)
-            mine = [transfer.order[group.rank]] * group.size
-            transfer.order_works = self._send(group, transfer.order, mine, _ORDER_TAG)
-        else:
-            self._announce(transfer, row)
-        transfer.order_bytes = _ORDER_BYTES * (group.size - 1)
+        transfer = Transfer(self, senders[0], action, pairs, self.event(), row)
+        for group in groups:
+            if group.size == 1:
+                continue
+            if self.by_messages:
+                order = torch.empty(group.size, 4, dtype=torch.int64)
+                order[group.rank] = torch.tensor(row)
+                mine = [order[group.rank]] * group.size
+                transfer.order_works += self.send(group, order, mine, _ORDER_TAG)
+            else:
+                order = self._announce(transfer, group)
+            transfer.orders.append((group, order))
+            transfer.order_bytes += _ORDER_BYTES * (group.size - 1)
         return transfer
 
-    def _announce(self, transfer: Transfer, row: tuple[int, ...]) -> None:
+    def _announce(self, transfer: Transfer, group: Group) -> torch.Tensor:
         """
         #### Announce it by a collective
 
@@ -426,12 +433,14 @@ class Communicator:
         whatever they are about to send. The host waits only the first time, when it copies the
         numbers to the device.
         """
+        row = transfer.row
         if row not in self._rows:
             self._rows[row] = torch.tensor(row, device=self.device)
-        transfer.order = self._rows[row].new_empty(transfer.group.size, 4)
-        transfer.order_works = [
-            all_gather_single(transfer.order.view(-1), self._rows[row],
-                              group=transfer.group.process_group, async_op=True)]
+        order = self._rows[row].new_empty(group.size, 4)
+        transfer.order_works.append(
+            all_gather_single(order.view(-1), self._rows[row], group=group.process_group,
+                              async_op=True))
+        return order
 
     def told(self, row: list[int]) -> str:
         """
@@ -500,19 +509,25 @@ class Communicator:
             if not self.broken:
                 # Announce a fault. The other ranks compare it with the transfer that they expect,
                 # and raise an error. Nobody waits for it here.
-                for group in self.groups:
-                    self.announce_fault(group, sender)
+                self.announce_fault(self.groups, sender)
                 self.broken = str(error)
             raise
 
-    def announce_fault(self, group: Group, sender: Sender) -> None:
+    def announce_fault(self, groups: Iterable[Group], sender: Sender) -> None:
         """
-        ### Have the other ranks of a group raise an error as soon as they wait for this one
+        ### Have the other ranks of some groups raise an error as soon as they wait for this one
 
-        If a replica diverges, each of its ranks tells the other replicas of its shard, and so all
-        ranks hear of it.
+        They may be waiting for a later step of a transfer that this rank has begun. They get it, so
+        that they go on to the announcement.
         """
-        self.lost.append(self._begin(group, [sender], "fault", []))
+        for transfer in self.unfinished:
+            transfer.works += [work for step in transfer.later for work in step()]
+            self.lost.append(transfer)
+        self.unfinished = []
+        for group in groups:
+            # If that connection is gone too, they know.
+            with suppress(RuntimeError, ValueError):
+                self.lost.append(self._begin([group], [sender], "fault", []))
 
     def _together(self, group: Group, collective: Callable, *args: Any, **kwargs: Any) -> None:
         """
@@ -548,7 +563,8 @@ class Communicator:
         if not self.by_messages:
             at = check_device(self.global_rank, self.group.process_group, self.world_size,
                               sender.label, at)
-        compare_params(self.global_rank, self.ranks, sender.label, self.gather, params)
+        how = "as it is" if self.links is None else self.links.told
+        compare_params(self.global_rank, self.ranks, sender.label, self.gather, params, how)
         self.device = at
         self._backend: Any = torch.get_device_module(at)
         self.event = self._backend.Event
@@ -577,16 +593,21 @@ class Communicator:
 
         All ranks must call it, and wait.
         """
-        mine = full
-        if self.world_size > 1 and len(shard):
-            rows = [_bytes(row) for row in self.rows(full)] if self.rank == 0 else None
-            # On the device, because the shard may rest elsewhere.
-            mine = torch.empty_like(shard, device=full.device)
-            self._together(self.group, dist.scatter, _bytes(mine), rows, group_src=0)
-        if self.replicas.size > 1 and len(shard):
-            # Each replica has scattered its own buffer. The first one's counts.
-            self._together(self.replicas, dist.broadcast, _bytes(mine), group_src=0)
+        # On the device, because the shard may rest elsewhere.
+        mine = torch.empty_like(shard, device=full.device)
+        self.scatter_parts(self.group, mine, full)
         shard.copy_(mine)
+
+    def scatter_parts(self, group: Group, part: torch.Tensor, whole: torch.Tensor) -> None:
+        """
+        ### Write to `part`, `(n,)`, this rank's part of the first rank's `whole`, `(size * n,)`
+        """
+        if group.size == 1:
+            part.copy_(whole)
+        elif len(part):
+            parts = [_bytes(each) for each in whole.view(group.size, -1)]
+            self._together(group, dist.scatter, _bytes(part), parts if group.rank == 0 else None,
+                           group_src=0)
 
     def broadcast(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """
@@ -597,10 +618,12 @@ class Communicator:
         """
         for tensor in tensors:
             for group in self.groups:
-                if group.size > 1 and tensor is not None and tensor.numel():
+                if tensor is not None:
                     self._broadcast(group, tensor)
 
     def _broadcast(self, group: Group, tensor: torch.Tensor) -> None:
+        if group.size == 1 or not tensor.numel():
+            return
         if tensor.layout != torch.strided:
             # A sparse tensor may have another number of elements on each rank.
             parts = [tensor.detach()]
@@ -613,28 +636,38 @@ class Communicator:
         tensor.detach().copy_(whole)
 
 
-@dataclass
+@dataclass(eq=False)
 class Transfer:
     """
     ## A collective in flight
 
-    `all_gather`, `reduce_scatter` and `all_reduce` return one of these at once, while the data
+    `all_gather`, `reduce_scatter` and `exchange` return one of these at once, while the data
     travels. It keeps the buffers alive until somebody calls `wait`, which is normally one layer
     later.
     """
 
     comm: Communicator
-    group: Group
     sender: Sender
     action: str  # one of `_ACTIONS`
     pairs: Pairs
     # An event on the stream: after the copies of a gather, or after the sums of a reduce.
-    done: Any = None
+    done: Any
+    row: tuple[int, ...]  # what this rank has announced
+    # Adds what has been received, for each pair; a gather has nothing to add.
+    add: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    # What is sent when the data is here: each step returns what it has started. And what is done
+    # with it in the end.
+    later: list[Callable[[], list[Any]]] = field(default_factory=list)
+    finish: Callable[[], None] | None = None
+    # Memory that is in flight besides the pairs.
+    buffers: list[torch.Tensor] = field(default_factory=list)
     from_cpu: bool = False  # an accelerator copies from memory that the host may write to
-    order: torch.Tensor | None = None  # (group.size, 4) int64: what each rank is about to do
+    # For each group, (group.size, 4) int64: what each of its ranks is about to do.
+    orders: list[tuple[Group, torch.Tensor]] = field(default_factory=list)
     order_works: list[Any] = field(default_factory=list)
     works: list[Any] = field(default_factory=list)
     sent_bytes: int = 0  # of parameters, gradients or norms, by this rank
+    between_bytes: int = 0  # those to ranks on other nodes
     messages: int = 0
     order_bytes: int = 0
 
@@ -644,18 +677,17 @@ class Transfer:
 
         The compute stream waits for this transfer, and for nothing that started after it; on the
         CPU this thread waits. A reduce returns, for each pair, the sum over ranks of this rank's
-        part, `(shard_numel,)`, allocated on the backup stream. An all-reduce writes the sums over
-        replicas in place.
+        part, `(shard_numel,)`, allocated on the backup stream. An exchange writes its sums in
+        place.
 
         Raises `RuntimeError` if another rank is about to do something else (I6), or is gone.
         """
         totals: list[torch.Tensor] = []
-        if self.action in ("reduce", "all-reduce"):
-            add = self.comm.total if self.action == "reduce" else self.comm.add_replicas
+        if self.add:
             # The backup stream adds, because it may copy the sums on to CPU memory.
             with self.comm.on(self.comm.backup_stream):
                 self._arrive()
-                totals = [add(*pair) for pair in self.pairs]
+                totals = [self.add(*pair) for pair in self.pairs]
                 self.done.record()
         else:
             # The compute stream itself waits, so that the fetch stream goes on with the next layer.
@@ -665,35 +697,50 @@ class Transfer:
             # The host waits too, because an optimizer on the CPU writes to the shard in place. The
             # copy started one layer earlier, so it has normally ended.
             self.done.synchronize()
-        if self.action == "gather":
+        if self.action.startswith("gather"):
             nbytes = sum(full.nbytes for full, _ in self.pairs)
             self.sender.listener.record(self.sender, "gathered", nbytes)
         # Drop the works. They hold references to the buffers, also to those that are not resized.
         self.works = []
         self.order_works = []
         self.pairs = []
+        self.buffers = []
+        self.finish = None
         return totals
 
-    def started(self, works: list[Any], row: torch.Tensor) -> None:
+    def started(self, group: Group, works: list[Any], nbytes: int, messages: int = 1) -> None:
         """
         ### Keep what has started, and count it
 
-        * `row` is what this rank sends to each other rank, `(n,)`
+        * `nbytes` and `messages` go from this rank to each other rank of the group
         """
         if works:
             self.works += works
-            self.sent_bytes += (self.group.size - 1) * row.nbytes
-            self.messages += self.group.size - 1
+            self.count(group, nbytes, messages)
 
-    def tag(self) -> int:
+    def count(self, group: Group, nbytes: int, messages: int = 1, in_ring: bool = True) -> None:
+        """
+        ### Count what goes to each other rank of a group
+
+        * `in_ring` says that a collective sends everything to the next rank of the group, as NCCL's
+          do. Messages go to each rank directly
+        """
+        others = group.size - 1
+        self.sent_bytes += others * nbytes
+        self.messages += others * messages
+        in_ring = in_ring and not self.comm.by_messages
+        self.between_bytes += nbytes * (others * group.next_is_far if in_ring else group.far)
+
+    def tag(self, started: int = 0) -> int:
         """
         ### The tag of its messages
+
+        * `started` is how many works have started besides those that it keeps already
 
         Made of the layer, the action and the size, so a message only matches the same transfer on
         the other rank.
         """
-        row = None if self.order is None else self.order[self.group.rank].tolist()
-        name = f"{row} {len(self.works)}".encode()
+        name = f"{self.row} {len(self.works) + started}".encode()
         return _ORDER_TAG + 1 + zlib.crc32(name) % (1 << 30)
 
     def _arrive(self) -> None:
@@ -717,14 +764,12 @@ class Transfer:
         """
         #### Tell the ranks that share another group with this one
 
-        All ranks of this transfer have found the problem themselves. The other replicas, or the
-        other ranks of this one, are about to wait for this rank.
+        If this transfer is in one group, all of its ranks have found the problem themselves. The
+        other replicas, or the other ranks of this one, are about to wait for this rank.
         """
-        for group in self.comm.groups:
-            # If that connection is gone too, they know.
-            with suppress(RuntimeError, ValueError):
-                if group is not self.group:
-                    self.comm.announce_fault(group, self.sender)
+        alone = self.orders[0][0] if len(self.orders) == 1 else None
+        self.comm.announce_fault([group for group in self.comm.groups if group is not alone],
+                                 self.sender)
 
     def _complete(self) -> str:
         """
@@ -738,11 +783,18 @@ class Transfer:
             for work in self.order_works:
                 work.wait()
             # Compare before waiting for the data. If the ranks diverged, it may never come.
-            problem = self._diverged(where)
-            if problem:
-                return problem
+            for group, order in self.orders:
+                problem = self._diverged(where, group, order)
+                if problem:
+                    return problem
             for work in self.works:
                 work.wait()
+            while self.later:
+                for work in self.later.pop(0)():
+                    work.wait()
+            if self.finish:
+                self.finish()
+                self.comm.unfinished.remove(self)
         # torch raises the latter for a process group that is gone.
         except (RuntimeError, ValueError) as error:
             return (f"{where}: the other ranks are lost. Expected: their part of a {self.action}. "
@@ -750,20 +802,18 @@ class Transfer:
                     "start again.")
         return ""
 
-    def _diverged(self, where: str) -> str:
+    def _diverged(self, where: str, group: Group, order: torch.Tensor) -> str:
         """
-        #### Compare the announcements of all ranks
+        #### Compare the announcements of all ranks of a group
 
         On the CPU this names both sides. On an accelerator the announcements are on the device, and
         the host would have to wait for it to look at them. So the device compares them itself.
         """
-        if self.order is None:
-            return ""
         if not self.comm.by_messages:
-            return self._assert_same(where, self.order)
-        rows = self.order.tolist()
-        mine = rows[self.group.rank]
-        for other, row in zip(self.group.ranks, rows, strict=True):
+            return self._assert_same(where, order, group.rank)
+        rows = order.tolist()
+        mine = rows[group.rank]
+        for other, row in zip(group.ranks, rows, strict=True):
             if row != mine:
                 return (f"{where}: the ranks diverged. Expected: {self.comm.told(mine)}, on "
                         f"all ranks, as here. Got: {self.comm.told(row)}, on rank {other}. "
@@ -771,7 +821,7 @@ class Transfer:
                         "same layers in the same order on all ranks. Start again.")
         return ""
 
-    def _assert_same(self, where: str, order: torch.Tensor) -> str:
+    def _assert_same(self, where: str, order: torch.Tensor, rank: int) -> str:
         """
         #### Have the device compare the announcements
 
@@ -785,7 +835,7 @@ class Transfer:
                    "error on another rank; without one, call the same layers in the same order on "
                    "all ranks: the same program on the CPU names both sides. Start again.")
         try:
-            torch._assert_async((order == order[self.group.rank]).all(), problem)
+            torch._assert_async((order == order[rank]).all(), problem)
         except RuntimeError as error:
             if problem not in str(error):
                 # An earlier failure on the device, reported by the first call after it.
@@ -811,8 +861,8 @@ class Reducer:
     | `started` | the same layer, once it has started to send | nothing |
     | `land` | `keeps` and `end` | the reduce in flight, of whichever layer |
     | `finish` | `land`; a layer before it gathers again; a layer in no chain | its own reduce |
-    | `arrived` | `finish` | the data: the sums are there; with replicas, the all-reduce before |
-    | `end_exchange` | `arrived` and `end` | the all-reduce over replicas in flight |
+    | `arrived` | `finish` | the data: the sums are there; and the exchange before |
+    | `end_exchange` | `arrived` and `end` | the exchange in flight |
     | `deliver` | the layer, with each of its sums | the copy to CPU memory before this one |
     | `delivered` | `deliver` and `end` | the copy to CPU memory that is under way |
     | `drop` | a layer, after an exception in backward | its own reduce, if it has started |
@@ -828,7 +878,7 @@ class Reducer:
         self.transfer: Transfer | None = None
         # Layers that have to finish before `backward()` returns.
         self.unsettled: set[Any] = set()
-        # The all-reduce over replicas in flight, and the gradients that are views of its sums.
+        # The exchange in flight, and the gradients that are views of its totals.
         self.exchange: Transfer | None = None
         self._exchanged: list[tuple[torch.Tensor, GradientSink, Names]] = []
         # The reduced gradient that is on its way to CPU memory.
@@ -875,21 +925,20 @@ class Reducer:
         ### Wait for the transfer in flight: this rank's parts of the sums
 
         On an accelerator the compute stream waits and the host goes on. On the CPU this thread
-        waits. With replicas the sums are those of one replica, and start to be exchanged with the
-        others. That overlaps the backward pass of the layer below, whose reduce ends it.
+        waits. If the sums are those of one replica or of one node, an exchange with the others
+        starts. Until the reduce after this one has arrived too, it overlaps backward.
         """
         transfer = self.transfer
         self.transfer = None
         assert transfer is not None
-        totals = transfer.wait()
+        sums = transfer.wait()
         self.end_exchange()
-        if self.comm.replicas.size > 1:
-            self.exchange = self.comm.all_reduce(transfer.sender, totals)
+        totals, self.exchange = self.comm.exchange(transfer.sender, sums)
         return totals
 
     def end_exchange(self) -> None:
         """
-        ### Wait for the all-reduce over replicas, and deliver its gradients
+        ### Wait for the exchange in flight, and deliver its gradients
 
         One is in flight at a time. So the next reduce calls this before it starts another, and the
         end of the pass calls it for the last one.
@@ -922,6 +971,7 @@ class Reducer:
         self.land()
         self.end_exchange()
         self.delivered()
+        self.comm.end_pass()
 
     def drop(self, layer: Reducible) -> None:
         """
@@ -942,7 +992,7 @@ class Reducer:
         backward. The sink gets it when the next gradient leaves, or at the end of the pass. By then
         the copy has normally ended, so the host hardly waits.
 
-        With replicas this is called twice: when the all-reduce has started, and when it has ended.
+        With an exchange this is called twice: when it has started, and when it has ended.
         """
         if self.exchange is not None:
             # The layer forgets the names before that, so keep a list of its own.
@@ -980,12 +1030,12 @@ class Reducer:
         """
         ### The buffers in flight, for a `Ledger`
         """
-        if self.transfer is not None:
-            for pair in self.transfer.pairs:
-                yield from pair
-        if self.exchange is not None:
-            for pair in self.exchange.pairs:
-                yield from pair
+        for transfer in (self.transfer, self.exchange):
+            if transfer is not None:
+                for pair in transfer.pairs:
+                    yield from pair
+                yield from transfer.buffers
+        yield from self.comm.held_tensors()
 
 
 class Listener(Protocol):
@@ -1083,7 +1133,7 @@ def streams(device: torch.device) -> tuple[Any, Any]:
     return backend.Stream(device=device, priority=-1), backend.Stream(device=device, priority=-1)
 
 
-def _allocate(full: torch.Tensor) -> None:
+def allocate(full: torch.Tensor) -> None:
     """
     #### Give a flat buffer its memory, if it has none
 
@@ -1096,7 +1146,7 @@ def _allocate(full: torch.Tensor) -> None:
         storage.resize_(full.nbytes)
 
 
-def _sum(group: Group, mine: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+def sum_of(group: Group, mine: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
     """
     #### The sum over a group, `(n,)`: this rank's row and those that the others have sent
 
@@ -1111,7 +1161,7 @@ def _sum(group: Group, mine: torch.Tensor, received: torch.Tensor) -> torch.Tens
     return total
 
 
-def _as_receive_buffer(buffer: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+def as_receive_buffer(buffer: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """
     #### The storage of a buffer, as a tensor like this gradient
 

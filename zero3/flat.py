@@ -64,11 +64,15 @@ class Storage(Protocol):
     """
     ## Storage: where a shard rests
 
-    On the device, in CPU memory or in a file: see `offload.py`.
+    On the device, in CPU memory or in a file: see `offload.py`. A frozen shard may rest encoded.
     """
 
     param: nn.Parameter  # (shard_numel,), for the optimizer
     tier: str  # "device", "cpu" or "nvme"
+
+    # Bytes that the shard takes at rest.
+    @property
+    def rest_bytes(self) -> int: ...
 
     # Begin to bring the shard into memory.
     def read_async(self) -> None: ...

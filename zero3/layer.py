@@ -105,9 +105,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero3.comm import ALONE, Communicator, Listener, Reducer, Silence, Transfer
+from zero3.comm import ALONE, Listener, Reducer, Silence, Transfer
 from zero3.flat import FlatParameter, NamedParams, alike, find_params, hide_params, own_modules
 from zero3.guards.contents import Contents, Known, uncompiled
+from zero3.nodes.links import Links, communicator
 from zero3.offload import Offload
 from zero3.schedule import Alone, Chain, Schedule
 from zero3.sharded import Sharded, ShardedModel, check_arguments, check_chain
@@ -137,7 +138,7 @@ class Zero3Layer(Sharded):
 
     def __init__(self, module: nn.Module, rank: int | None = None, world_size: int | None = None,
                  device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-                 offload: Offload | str | None = None, mesh: DeviceMesh | None = None):
+                 offload: Offload | str | None = None, mesh: DeviceMesh | Links | None = None):
         """
         ### Shard a module
 
@@ -149,8 +150,8 @@ class Zero3Layer(Sharded):
         * `device` defaults to where the parameters are
         * `dtype` is the data type of all parameters; left out, a layer may mix data types
         * `offload` says where the shards rest, as an `Offload` or as "cpu"; left out, on the device
-        * `mesh` has the ranks that share the layer, and in a second dimension its replicas; left
-          out, all ranks share it (see `mesh.py`)
+        * `mesh` has the ranks that share the layer, and in a second dimension its replicas or its
+          nodes (see `mesh.py`); left out, all ranks share it. `Links` adds encodings to a mesh
 
         Raises `TypeError` if `module` is not an `nn.Module` or `rank` not an integer, and
         `ValueError` if `offload` names no known place. Raises `RuntimeError` if the module
@@ -165,7 +166,7 @@ class Zero3Layer(Sharded):
         check_arguments(module, rank, world_size, mesh)
         super().__init__()
         self.module = module
-        self.comm = Communicator(rank, world_size, mesh)
+        self.comm = communicator(rank, world_size, mesh)
         self.offload = Offload.of(offload)
         self.label = type(module).__name__
         # Its place in a chain, which `Zero3Sequential` sets. A layer that is in a chain twice has
@@ -306,7 +307,7 @@ class Zero3Layer(Sharded):
         # tensors that autograd saved in forward, which are valid again in backward. Gathering into
         # fresh memory and copying from there would need the layer's memory twice.
         pairs = [(flat.full, flat.storage.load()) for flat in self.flats]
-        self._gather = self.comm.all_gather(self, pairs)
+        self._gather = self.comm.all_gather(self, pairs, exact=False)
         for flat in self.flats:
             # A shard in a file was read into a buffer. Give the buffer back once the fetch stream
             # has copied the shard.
@@ -386,6 +387,7 @@ class Zero3Layer(Sharded):
         self._wait_params()
         self.listener.record(self, "compute")
         call = Call()
+        call.versions = self.shard_versions()
         try:
             args, kwargs = self.watch.inputs(call, args, kwargs)
             # Inside the module, `self.parameters()` yields the full parameters.
@@ -431,6 +433,7 @@ class Zero3Layer(Sharded):
         Unshard again, and prefetch the layer that backward reaches next.
         """
         self.refuse_double_backward()
+        self.refuse_old_calls(call)
         self._settle_at_end_of_backward()
         if self.watch.enter(call):
             self.listener.record(self, "compute")

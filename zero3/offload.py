@@ -37,6 +37,10 @@ bandwidth is enough, and which tier a model needs.
 The first way is the one to understand, the second the one to use. `disk.py` has both behind one
 call.
 
+**Frozen shards in few bytes.** With `Offload(frozen=Int8())`, a frozen shard rests in 8 bits for
+each element, on the device or in CPU memory, and is decoded whenever its layer is gathered.
+`Encoded`, in `at_rest.py`, does that.
+
 **Run this**: `python -m zero3.offload bench --folder DIR` measures a disk both ways; `make train
 ARGS="--offload-params nvme --offload-optimizer nvme"` trains from files.
 
@@ -51,6 +55,7 @@ that are predicted.
 """
 
 import os
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +65,8 @@ from torch import nn
 from zero3.files.disk import ALIGN_BYTES
 from zero3.files.in_file import Buffers, InFile
 from zero3.files.memory import copy_to, room
+from zero3.groups.at_rest import Encoded
+from zero3.groups.encodings import Encoding, is_encoding
 from zero3.guards.options import expect, whole
 
 TIERS = ("device", "cpu", "nvme")
@@ -83,6 +90,8 @@ class Offload:
       so many each
     * `block_bytes` is the size of a request
     * `buffers` is how many shards' optimizer states are in memory at once
+    * `frozen` encodes the shards of parameters that are frozen when their layer is wrapped:
+      `Int8()`, `Int4()` or an `Encoding` of your own. For the tiers "device" and "cpu"
 
     Whatever takes an `Offload` also takes the name of a tier that needs no folder: `offload="cpu"`.
 
@@ -96,9 +105,13 @@ class Offload:
     queue_depth: int = 4
     block_bytes: int = 8 << 20
     buffers: int = 5
+    frozen: Encoding | None = None
     # The buffers in use, of "params" and of "states".
     in_use: dict[str, Buffers] = field(default_factory=dict, init=False, repr=False)
     in_cpu_bytes: int = field(default=0, init=False)
+    # Weakly, because one object may serve several models after each other.
+    encoded: weakref.WeakSet[Encoded] = field(default_factory=weakref.WeakSet, init=False,
+                                              repr=False)
 
     def __post_init__(self) -> None:
         has_folder = isinstance(self.folder, (str, os.PathLike)) and bool(os.fspath(self.folder))
@@ -122,6 +135,11 @@ class Offload:
              "write from", repr(self.buffers), "pass a whole number"),
             (is_block, "`block_bytes`, a multiple of "
              f"{ALIGN_BYTES} up to 1 GiB", repr(self.block_bytes), "pass such a number"),
+            (self.frozen is None or is_encoding(self.frozen), "`frozen`, an encoding",
+             repr(self.frozen), "pass `Int8()` or `Int4()`, or leave it out"),
+            (self.frozen is None or self.tier != "nvme", "`frozen` with the device or the cpu tier",
+             f"tier {self.tier!r}", '`Offload("cpu", frozen=Int8())` for the layers with frozen '
+             "weights, and another `Offload` for the rest"),
         ):
             expect(good, "Offload", expected, got, cure)
 
@@ -140,16 +158,20 @@ class Offload:
         tier: Any = "device" if offload is None else offload
         return cls(tier)
 
-    def shard(self, owner: Any, values: torch.Tensor, trains: bool) -> "InMemory | InFile":
+    def shard(self, owner: Any, values: torch.Tensor, trains: bool
+              ) -> "InMemory | InFile | Encoded":
         """
         ### Put a layer's shard where it rests
 
         * `owner` is the layer
         * `values` are `(shard_numel,)`, on the device
 
-        All ranks call it alike. Raises `RuntimeError` if memory or disk are too small.
+        All ranks call it alike. Raises `RuntimeError` if memory or disk are too small, or if a
+        frozen weight that is to be encoded is not finite.
         """
         self._check_step(owner, values)
+        if self.frozen is not None and not trains and values.is_floating_point():
+            return self._encode(owner, values, self.frozen)
         tier = self.place(values.nbytes)
         if tier == "nvme":
             # One buffer is read into while another is copied from. A layer may have several shards.
@@ -163,6 +185,19 @@ class Offload:
             self.check(owner, "its shard", values.nbytes, cpu)
             values = copy_to(cpu, values, values.dtype, owner.device)
         return InMemory(nn.Parameter(values, trains), tier)
+
+    def _encode(self, owner: Any, values: torch.Tensor, encoding: Encoding) -> Encoded:
+        """
+        #### Let a frozen shard rest encoded
+
+        * `values` are `(shard_numel,)`, on the device
+        """
+        if self.tier == "cpu":
+            nbytes = encoding.nbytes(len(values))
+            self.check(owner, "its encoded shard", nbytes, torch.device("cpu"))
+        storage = Encoded(encoding, self.tier, owner, values)
+        self.encoded.add(storage)
+        return storage
 
     def place(self, nbytes: int) -> str:
         """
@@ -192,11 +227,14 @@ class Offload:
 
     def memory(self) -> list[torch.Tensor]:
         """
-        ### The memory of all buffers
+        ### The memory of all buffers, and of encoded shards
 
         A `Ledger` counts these bytes among the live ones, at rest too.
         """
-        return [memory for buffers in self.in_use.values() for memory in buffers.memory]
+        found = [memory for buffers in self.in_use.values() for memory in buffers.memory]
+        for storage in self.encoded:
+            found += storage.memory()
+        return found
 
     def _check_step(self, owner: Any, shard: torch.Tensor) -> None:
         """
@@ -243,6 +281,13 @@ class InMemory:
 
     param: nn.Parameter  # (shard_numel,)
     tier: str
+
+    @property
+    def rest_bytes(self) -> int:
+        """
+        ### Bytes that the shard takes at rest
+        """
+        return self.param.nbytes
 
     def read_async(self) -> None:
         """

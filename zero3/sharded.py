@@ -40,7 +40,7 @@ from zero3.guards.contents import Contents, Known
 from zero3.guards.gradients import clip_grad_norm_
 from zero3.guards.options import expect, fail, whole
 from zero3.offload import Offload
-from zero3.watch import Watch
+from zero3.watch import Call, Watch
 
 
 class Sharded(nn.Module):
@@ -315,6 +315,24 @@ class Sharded(nn.Module):
                     "a backward pass that is itself recorded: a gradient penalty, for instance, or "
                     "a Hessian", "compute it in `with model.full_params():`")
 
+    def shard_versions(self) -> tuple[int, ...]:
+        """
+        ### How often each shard has been written to
+        """
+        return tuple(flat.shard._version for flat in self.flats)
+
+    def refuse_old_calls(self, call: Call) -> None:
+        """
+        ### Refuse backward through weights that have changed since forward
+
+        The layer checks this when backward reaches it. Backward gathers the weights once more, so
+        it would compute with the new ones. Plain PyTorch raises an error here too.
+        """
+        self.expect(call.versions == self.shard_versions(), "cannot go backward",
+                    "the weights of its forward pass", "weights that have changed since, by an "
+                    "optimizer for instance", "go backward through all forward passes before you "
+                    "step; or compute the forward pass again")
+
     def refuse_sparse(self, grad: torch.Tensor, name: str) -> None:
         """
         ### Refuse a gradient that has no place in the flat one
@@ -456,13 +474,14 @@ def check_groups(layers: Iterable[Sharded]) -> None:
     They share a communicator, so the ranks of one layer's mesh would send to those of another's.
     Raises `RuntimeError`.
     """
-    by_groups = {layer.comm.groups: layer for layer in layers}
-    told = [" x ".join(f"{[*group.ranks]}" for group in groups) for groups in by_groups]
+    by_groups = {(layer.comm.groups, layer.comm.links): layer for layer in layers}
+    told = [" x ".join(f"{[*group.ranks]}" for group in groups) + f" with {links}" * bool(links)
+            for groups, links in by_groups]
     for layer in by_groups.values():
-        layer.expect(len(by_groups) == 1, "is sharded over other ranks than the rest of its model",
-                     "the same ranks for all layers", " and ".join(told),
-                     "pass the same `mesh=` to every layer, also to those without parameters; "
-                     "models on different ranks take an optimizer each")
+        layer.expect(len(by_groups) == 1, "is sharded over other ranks, or in another way, than "
+                     "the rest of its model", "the same ranks and the same `Links` for all layers",
+                     " and ".join(told), "pass the same `mesh=` to every layer, also to those "
+                     "without parameters; models on different ranks take an optimizer each")
 
 
 def check_chain(modules: Any) -> list[Any]:

@@ -56,6 +56,7 @@ class Call:
 
     inputs = 0  # tensors that came in and need a gradient
     outputs = 0  # tensors that went out and need a gradient
+    versions: tuple[int, ...] = ()  # how often each shard had been written to
 
 
 class Watch:

@@ -73,9 +73,9 @@ def gathers(layer: Any) -> Iterator[list[list[Any]]]:
         for _, transfer in found:
             transfer.wait()
 
-    def gather(owner: Any, pairs: Any) -> Any:
+    def gather(owner: Any, pairs: Any, **options: Any) -> Any:
         wait_for_all()
-        found.append([[full for full, _ in pairs], real(owner, pairs)])
+        found.append([[full for full, _ in pairs], real(owner, pairs, **options)])
         return found[-1][1]
 
     with mock.patch.object(layer.comm, "all_gather", gather):

@@ -123,7 +123,7 @@ EXERCISES = {number: Exercise(*fields) for number, fields in enumerate((
     ("ex1_merge_and_pad", Zero3Layer, (Zero3Layer._merge_and_pad_params,),
      (Zero3Layer._merge_and_pad_params,)),
     ("ex2_each_collective_alone", None, (all_gather, reduce_scatter),
-     (Communicator._send, Communicator.total)),
+     (Communicator.send, Communicator.total)),
     ("ex3_fetch_params", Zero3Layer, (Zero3Layer.fetch_params,), (Zero3Layer.fetch_params,)),
     ("ex4_cleanup_params", Zero3Layer, (Zero3Layer._cleanup_params,),
      (Zero3Layer._cleanup_params,)),

@@ -341,7 +341,8 @@ class Saving:
             problem, file = self.written.result()
             self.ended = True
             comm = self.entries.comm
-            self.manifest["files"] = comm.gather(file)[: comm.world_size]
+            files = comm.gather((comm.rank, file))[: comm.world_size]
+            self.manifest["files"] = [each for _, each in sorted(files, key=lambda pair: pair[0])]
             self._agree(problem)
             self._on_all_ranks(self._commit)
             # Let go of the model: `_LAST_SAVES` and the hook keep this object.

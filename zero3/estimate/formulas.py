@@ -39,10 +39,6 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any
 
-from zero3.guards.options import Parser, within
-
-# No model or machine is larger. Beyond this limit, products of options would overflow to infinity.
-MOST = 1e24
 # Bytes per parameter of half-precision training with Adam: for the parameter, its gradient, and its
 # optimizer states ($K$). The papers count differently, and each sum is called a basis.
 #
@@ -357,36 +353,6 @@ def advise(params: float, ranks: int, has: dict[str, float], layers: int = 32) -
     """
     mine = {tier: n if tier == "device" else n / ranks for tier, n in has.items()}
     return next((place for place in places(params, ranks, layers) if place.fits(mine)), None)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """
-    ## The command line
-    """
-    parser = Parser(
-        prog="python -m zero3.estimate",
-        description="Memory for model states, stage by stage; with --gpu, tier by tier.")
-    add = parser.add_argument
-    add("--params", "--model", type=number, required=True, help="of the model: 7.5e9, or 8b")
-    add("--ranks", type=int, required=True, help="ranks that share it")
-    add("--gpu", type=number, help="memory of each rank's device: 80GB")
-    add("--cpu", type=number, default=0.0, help="memory of the machine, all ranks' together: 128GB")
-    add("--nvme", type=number, default=0.0, help="space on its disk: 1TB")
-    add("--layers", type=int, default=32, help="layers of the model, taken to be equally large")
-    add("--tokens", type=float, default=8192.0, help="of a rank in a step")
-    add("--tflops", type=float, default=70.0, help="that a device reaches, in 1e12 flops a second")
-    args = parser.parse_args(argv)
-    try:
-        for name, least in (("params", 1), ("ranks", 1), ("layers", 1), ("tokens", 1),
-                            ("tflops", 1e-6), ("gpu", 0), ("cpu", 0), ("nvme", 0)):
-            if getattr(args, name) is not None:
-                within(f"--{name}", getattr(args, name), least, MOST)
-    except ValueError as error:
-        parser.error(f"{error}")
-    if args.gpu is None:
-        show_stages(args.params, args.ranks)
-    else:
-        show_places(args, {"device": args.gpu, "cpu": args.cpu, "nvme": args.nvme})
 
 
 def number(text: str) -> float:

@@ -48,6 +48,12 @@ more for each parameter of that shard.
 Shards in files take no memory. They pass through a few buffers instead, and `_Buffers` replays
 which states of a shard are still there when they are needed again.
 
+**Nodes, replicas and encodings.** A `Layout` in place of the number of ranks says how the ranks are
+grouped and what travels between them (see `layouts.py`). Three things then change. Encoded rows
+take memory beside the flat parameter, until they are decoded. With `secondary`, the slices of all
+layers pile up in forward, and backward uses them up. And a second collective follows each reduce:
+its buffers stay until the next reduce has arrived, and only then the shard gets its gradient.
+
 **Run this**: `make train`; its table holds these numbers against measured ones.
 
 **Not covered, and what that costs**: activations, which do not depend on the sharding; add them
@@ -56,13 +62,19 @@ that get no gradient, because their layer then stays full to the end of backward
 two half-precision data types, whose messages count as one; and for a parameter that no step has
 used yet, which has no moments, or that this step did not use. With files, they are off if only the
 last layer of a chain trains, because the layer below it is then read ahead in vain; and for an
-`Offload` with `max_in_cpu` that another model has used before.
+`Offload` with `max_in_cpu` that another model has used before. With `Offload(frozen=...)` all
+frozen parameters are taken to be floats, and on an accelerator the copies of codes from CPU memory
+are not counted. There, rows that arrive encoded are not counted either: the stream frees them, and
+a `Ledger` does not see them.
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from zero3.estimate.formulas import LayerSpec, Part
+from zero3.estimate.layouts import Layout, Peers
 from zero3.files.disk import ALIGN_BYTES, whole_blocks
+from zero3.groups.encodings import Encoding
 from zero3.offload import Offload
 
 
@@ -81,6 +93,7 @@ class Prediction:
     sent_bytes: int  # parameters, gradients and norms that a step sends to other ranks
     messages: int
     order_bytes: int  # announcements, by which ranks check that they run the same order
+    between_bytes: int = 0  # those of `sent_bytes` that go to other nodes
     pool_bytes: int = 0  # buffers that files are read into and written from
     disk_bytes: int = 0  # size of the files
     read_bytes: int = 0  # from files, in a step
@@ -121,7 +134,7 @@ class Prediction:
 
 def predict(
     layers: list[LayerSpec],
-    world_size: int,
+    layout: Layout | int,
     *,
     rank: int = 0,
     moments: int = 2,
@@ -138,7 +151,9 @@ def predict(
     r"""
     ## Predict one rank's bytes, in a chain of layers
 
-    * `rank` matters because param groups cut each rank's shards in other places
+    * `layout` says how the ranks share the model; a number of ranks stands for one group of them
+    * `rank` is the number of this rank's shard. It matters because param groups cut each rank's
+      shards in other places
     * `moments` is the number of tensors of the shard's size that the optimizer keeps: 2 for Adam
     * `step_bytes` is the size of the step count that it keeps for each piece of a trainable shard:
       4 for torch's Adam, which counts in fp32
@@ -152,24 +167,30 @@ def predict(
     * `bucket_bytes` of full gradients are reduced together
     * `params_in` and `states_in` are the `offload` arguments of the layers and of the optimizer
     """
+    if not isinstance(layout, Layout):
+        layout = Layout(layout)
+    world_size = layout.shards
     params_in = params_in or Offload()
     states_in = states_in or Offload()
     chain = [_Layer([_Shard(p, p.shard_numel(world_size), reduce_bytes or p.element_bytes,
-                            p.master_bytes if stage3 else p.element_bytes, moments)
-                     for p in layer.parts], world_size) for layer in layers if layer.parts]
+                            p.master_bytes if stage3 else p.element_bytes, moments,
+                            None if p.trainable else params_in.frozen)
+                     for p in layer.parts], layout) for layer in layers if layer.parts]
     shards = [s for layer in chain for s in layer.shards]
     trained = [s for s in shards if s.trains]
     _place(shards, params_in, states_in, one_memory=by_messages)
 
-    step = _Step(chain, world_size, bucket_bytes, packs=stage3, receive_buffer=by_messages)
+    step = _Step(chain, layout, bucket_bytes, packs=stage3, by_messages=by_messages)
     for i in range(micro_batches):
         step.micro_batch(reduces=not no_sync or i + 1 == micro_batches)
     if stage3:
         # One shard's gradient at a time is copied into the data type of its master.
         widened = [s.master_bytes for s in trained if s.state_width != s.grad_width]
         step.add(max(widened, default=0))
-        # The squared norm of each shard's gradient, in fp64.
-        step.send(8 * len(trained), 1)
+        # The squared norm of each shard's gradient, in fp64. Those of the ranks near this one go on
+        # to the ranks across.
+        step.send(layout.near, 8 * len(trained), 1)
+        step.send(layout.across, layout.ranks * 8 * len(trained), 1)
     read_bytes, written_bytes = _state_traffic(trained, step.arrivals, states_in.buffers)
 
     in_memory = [s for s in trained if not s.states_in_file]
@@ -185,6 +206,7 @@ def predict(
         messages=step.messages,
         # Four 8-byte numbers announce each transfer.
         order_bytes=32 * step.transfers,
+        between_bytes=step.between_bytes,
         pool_bytes=_pool_bytes(chain, states_in.buffers),
         disk_bytes=sum(s.state_file_bytes for s in trained)
         + sum(s.file_bytes for s in shards if not s.shares_file),
@@ -208,13 +230,15 @@ class _Shard:
     grad_width: int  # bytes of an element of its gradient
     state_width: int  # bytes of an element of its master, and of a moment
     moments: int
+    encoding: Encoding | None = None  # in which it rests
     tier: str = "device"  # of the parameters: "device", "cpu" or "nvme"
     state_tier: str = "device"
     is_master: bool = False
 
     def __post_init__(self) -> None:
         self.trains = self.part.trainable and self.numel > 0
-        self.param_bytes = self.numel * self.part.element_bytes
+        self.row_bytes = self.numel * self.part.element_bytes  # of a full parameter
+        self.param_bytes = self.encoding.nbytes(self.numel) if self.encoding else self.row_bytes
         self.grad_bytes = self.numel * self.grad_width * self.part.trainable
         self.master_bytes = self.numel * self.state_width
 
@@ -273,7 +297,10 @@ def _place(
     # they share a count, and so they share a copy.
     copies = {id(each): replace(each) for each in (params_in, states_in)}
     for s in shards:
-        s.tier = copies[id(params_in)].place(s.param_bytes)
+        if s.encoding:
+            s.tier = params_in.tier
+        else:
+            s.tier = copies[id(params_in)].place(s.param_bytes)
     for s in shards:
         if s.trains:
             state_bytes = (1 + s.moments) * s.master_bytes + s.grad_bytes
@@ -392,14 +419,34 @@ class _Layer:
     ### A layer during a step
     """
 
-    def __init__(self, shards: list[_Shard], world_size: int):
+    def __init__(self, shards: list[_Shard], layout: Layout):
         self.shards = shards
         self.trains = any(s.part.trainable for s in shards)
-        self.shard_bytes = sum(s.param_bytes for s in shards)
-        self.full_bytes = world_size * self.shard_bytes
-        self.full_grad_bytes = world_size * sum(s.grad_bytes for s in shards)
+        self.full_bytes = layout.shards * sum(s.row_bytes for s in shards)
+        # Of shards that rest encoded, until they are copied into the flat parameter.
+        self.decoded_bytes = sum(s.row_bytes for s in shards if s.encoding)
+        self.full_grad_bytes = layout.shards * sum(s.grad_bytes for s in shards)
+        # What a rank sends to one other rank of its shards.
+        self.row_bytes = sum(layout.weight_bytes(s.numel, s.part.element_bytes) for s in shards)
+        self.rows = sum(s.numel > 0 for s in shards)
+        self.is_arriving = False
+        self.kept_bytes = 0  # the slice that its node keeps for backward
         self.has_full_grad = False
         self.has_shard_grad = False
+
+
+class _Pack(NamedTuple):
+    """
+    ### Gradients that are reduced as one tensor
+    """
+
+    numel: int  # elements for each rank
+    width: int  # bytes of an element
+    is_copy: bool  # several gradients, packed side by side
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.width
 
 
 class _Step:
@@ -409,24 +456,30 @@ class _Step:
     The order of the lines is the order of events in `layer.py` and `comm.py`.
     """
 
-    def __init__(self, chain: list[_Layer], world_size: int, bucket_bytes: int, packs: bool,
-                 receive_buffer: bool):
+    def __init__(self, chain: list[_Layer], layout: Layout, bucket_bytes: int, packs: bool,
+                 by_messages: bool):
         self.chain = chain
-        self.world_size = world_size
+        self.layout = layout
         self.bucket_bytes = bucket_bytes
         self.packs = packs
-        # One rank alone has nothing to receive.
-        self.receive_buffer = receive_buffer and world_size > 1
+        self.by_messages = by_messages
+        # NCCL adds plain gradients by itself. Everything else needs a receive buffer.
+        self.receives = by_messages or layout.gradients is not None
         self.live_bytes = 0
         self.peak_bytes = 0
         self.read_bytes = 0
         self.sent_bytes = 0
+        self.between_bytes = 0
         self.messages = 0
         self.transfers = 0
+        self.keeps_slices = False
         self.waiting: list[_Layer] = []  # layers of the bucket that is being filled
         self.in_flight: list[_Layer] = []  # layers of the bucket that is being reduced
-        self.packed_bytes = 0
+        self.sent: list[_Pack] = []  # their gradients
+        self.copied_bytes = 0  # of the gradients, packed and encoded
         self.receive_bytes = 0
+        self.exchanging: list[_Layer] = []  # layers whose sums go between nodes or replicas
+        self.exchange_bytes = 0
         self.arrivals: list[list[_Shard]] = []
 
     def add(self, nbytes: int) -> None:
@@ -436,14 +489,16 @@ class _Step:
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
-    def send(self, nbytes: int, messages: int) -> None:
+    def send(self, peers: Peers, nbytes: int, messages: int, directly: bool = False) -> None:
         """
-        #### Send as many bytes to each other rank
+        #### Send as many bytes to each other rank of a group
+
+        * `directly` says that they do not go around in a ring
         """
-        peers = self.world_size - 1
-        self.sent_bytes += peers * nbytes
-        self.messages += peers * messages
-        self.transfers += peers
+        self.sent_bytes += peers.count * nbytes
+        self.between_bytes += (peers.direct if directly else peers.far) * nbytes
+        self.messages += peers.count * messages
+        self.transfers += peers.count
 
     def micro_batch(self, reduces: bool) -> None:
         """
@@ -455,7 +510,9 @@ class _Step:
         trains = [layer.trains for layer in self.chain]
         # Backward goes down to the first layer that trains.
         down = self.chain[trains.index(True) :][::-1] if any(trains) else []
+        self.keeps_slices = self.layout.secondary
         self.forward(last_stays=bool(down))
+        self.keeps_slices = False
         self.backward(down, reduces)
 
     def forward(self, last_stays: bool) -> None:
@@ -465,7 +522,10 @@ class _Step:
         for before, layer in zip([None, *self.chain], self.chain, strict=False):
             self.fetch(layer)
             if before:
+                self.gathered(before)
                 self.free(before)
+        if self.chain:
+            self.gathered(self.chain[-1])
         if self.chain and not last_stays:
             self.free(self.chain[-1])
 
@@ -478,6 +538,7 @@ class _Step:
         for layer, below in zip(down, [*down[1:], None], strict=False):
             if below:
                 self.fetch(below)
+            self.gathered(layer)
             if layer.trains and not layer.has_full_grad:
                 layer.has_full_grad = True
                 self.add(layer.full_grad_bytes)
@@ -487,11 +548,50 @@ class _Step:
         if self.waiting:
             self.reduce(self.waiting)
         self.finish_reduce()
+        self.end_exchange()
+        for layer in self.chain:
+            self.forget(layer)
 
     def fetch(self, layer: _Layer) -> None:
-        self.send(layer.shard_bytes, sum(s.numel > 0 for s in layer.shards))
+        """
+        #### Start an all-gather: between nodes, unless the slice was kept, and inside the node
+        """
+        if self.layout.nodes > 1 and not layer.kept_bytes:
+            self.send(self.layout.across, layer.row_bytes, layer.rows)
+        self.send(self.layout.near, self.layout.nodes * layer.row_bytes, layer.rows)
         self.read_bytes += sum(s.file_bytes for s in layer.shards)
-        self.add(layer.full_bytes)
+        self.forget(layer)
+        layer.is_arriving = True
+        self.add(layer.full_bytes + layer.decoded_bytes + self.coded_bytes(layer))
+        if not self.by_messages:
+            # The stream decodes and keeps the slice, and the host does not wait for it.
+            self.gathered(layer)
+        self.add(-layer.decoded_bytes)
+
+    def coded_bytes(self, layer: _Layer) -> int:
+        """
+        #### Of a layer's rows while they arrive encoded
+        """
+        if self.layout.weights is None or not self.by_messages:
+            return 0
+        return self.layout.shards * layer.row_bytes
+
+    def gathered(self, layer: _Layer) -> None:
+        """
+        #### An all-gather has ended: its rows are decoded, and in forward a slice may be kept
+        """
+        if not layer.is_arriving:
+            return
+        layer.is_arriving = False
+        layer.kept_bytes = self.layout.nodes * layer.row_bytes if self.keeps_slices else 0
+        self.add(layer.kept_bytes - self.coded_bytes(layer))
+
+    def forget(self, layer: _Layer) -> None:
+        """
+        #### The slice that was kept is used, or of no use any more
+        """
+        self.add(-layer.kept_bytes)
+        layer.kept_bytes = 0
 
     def free(self, layer: _Layer) -> None:
         self.add(-layer.full_bytes)
@@ -509,52 +609,131 @@ class _Step:
 
     def fills_bucket(self, layers: list[_Layer]) -> bool:
         full_bytes = sum(layer.full_grad_bytes for layer in layers)
-        return self.world_size == 1 or full_bytes >= self.bucket_bytes
+        return self.layout.divisor == 1 or full_bytes >= self.bucket_bytes
 
     def reduce(self, layers: list[_Layer]) -> None:
         """
         #### Start a reduce-scatter; the one before it has to finish first
-
-        `Zero3Optimizer` packs gradients of one data type into one message. Two data types of one
-        width count as one here.
         """
         self.finish_reduce()
         self.in_flight = layers
         if layers is self.waiting:
             self.waiting = []
-        shares: dict[int, list[int]] = {}  # bytes for each rank, by the width of an element
-        for s in (s for layer in layers for s in layer.shards if s.trains):
-            shares.setdefault(s.grad_width, []).append(s.grad_bytes)
-        share_bytes = sum(map(sum, shares.values()))
-        self.send(share_bytes, len(shares) if self.packs else sum(map(len, shares.values())))
+        for layer in layers:
+            self.forget(layer)
+        self.sent = self.pack(layers)
+        layout = self.layout
+        row_bytes = self.row_bytes()
+        self.send(layout.near, layout.nodes * row_bytes, len(self.sent), bool(layout.gradients))
         # A gradient that is alone needs no packing: it is sent from its own memory.
-        packed = [sum(same) for same in shares.values() if len(same) > 1 and self.packs]
-        self.packed_bytes = self.world_size * sum(packed)
-        self.receive_bytes = self.world_size * share_bytes if self.receive_buffer else 0
-        self.add(self.packed_bytes + self.receive_bytes)
+        self.copied_bytes = layout.shards * sum(each.nbytes for each in self.sent if each.is_copy)
+        # A rank that is alone in its node encodes and receives nothing here.
+        has_others = layout.near.count > 0
+        if has_others and layout.gradients:
+            self.copied_bytes += layout.shards * row_bytes
+        self.receive_bytes = layout.shards * row_bytes if has_others and self.receives else 0
+        self.add(self.copied_bytes + self.receive_bytes)
+
+    def row_bytes(self) -> int:
+        """
+        #### Of the gradients in flight, for one other rank
+        """
+        return sum(self.layout.gradient_bytes(each.numel, each.width) for each in self.sent)
+
+    def pack(self, layers: list[_Layer]) -> list[_Pack]:
+        """
+        #### `Zero3Optimizer` packs gradients of one data type into one
+
+        Two data types of one width count as one here.
+        """
+        shards = [s for layer in layers for s in layer.shards if s.trains]
+        if not self.packs:
+            return [_Pack(s.numel, s.grad_width, False) for s in shards]
+        numels: dict[int, list[int]] = {}  # by the width of an element
+        for s in shards:
+            numels.setdefault(s.grad_width, []).append(s.numel)
+        return [_Pack(sum(each), width, len(each) > 1) for width, each in numels.items()]
 
     def finish_reduce(self) -> None:
         """
         #### The bucket in flight is reduced: its shards have gradients, and its buffers are freed
         """
-        self.add(-self.packed_bytes)
-        for layer in self.in_flight:
-            # A later micro-batch adds to the gradient of the first. One in a file needs no memory.
-            new_bytes = sum(s.grad_bytes for s in layer.shards
-                            if not (layer.has_shard_grad or s.states_in_file))
-            if self.world_size == 1:
-                # The full gradient becomes the shard's, so the two are never there together.
-                self.add(new_bytes - layer.full_grad_bytes)
-            else:
-                self.add(new_bytes)
-                self.add(-layer.full_grad_bytes)
-            layer.has_full_grad = False
-            layer.has_shard_grad = True
-            self.arrivals[-1] += [s for s in layer.shards if s.trains]
-        self.add(-self.receive_bytes)
+        layers = self.in_flight
+        if not layers:
+            return
         self.in_flight = []
-        self.packed_bytes = 0
-        self.receive_bytes = 0
+        self.add(-self.copied_bytes)
+        self.end_exchange()
+        in_place_bytes = 0
+        if self.layout.across.count:
+            in_place_bytes = self.exchange(layers)
+        for layer in layers:
+            if self.layout.divisor == 1:
+                # The full gradient becomes the shard's, so the two are never there together.
+                self.drop_full_grad(layer)
+                self.deliver(layer)
+                continue
+            if not self.exchanging:
+                self.deliver(layer)
+            self.drop_full_grad(layer)
+        self.add(in_place_bytes - self.receive_bytes)
+
+    def drop_full_grad(self, layer: _Layer) -> None:
+        layer.has_full_grad = False
+        self.add(-layer.full_grad_bytes)
+
+    def deliver(self, layer: _Layer) -> None:
+        """
+        #### The shards of a layer get their gradients
+
+        A later micro-batch adds to the gradient of the first. One in a file needs no memory.
+        """
+        self.add(sum(s.grad_bytes for s in layer.shards
+                     if not (layer.has_shard_grad or s.states_in_file)))
+        layer.has_shard_grad = True
+        self.arrivals[-1] += [s for s in layer.shards if s.trains]
+
+    def exchange(self, layers: list[_Layer]) -> int:
+        """
+        #### Start to add the sums over nodes or replicas
+
+        Returns the bytes of sums that are full gradients themselves, because a rank alone in its
+        node or replica has reduced nothing. These bytes are counted already, and are not freed with
+        the gradients.
+        """
+        layout = self.layout
+        has_nodes = layout.nodes > 1
+        row_bytes = self.row_bytes()
+        if has_nodes or self.receives:
+            directly = has_nodes and bool(layout.gradients)
+            self.send(layout.across, row_bytes, len(self.sent), directly)
+        else:
+            # A ring sends the parts of the sums around twice.
+            ring_bytes = sum(2 * each.nbytes // layout.replicas for each in self.sent)
+            self.send(layout.across, ring_bytes, 2 * len(self.sent))
+        self.exchanging = layers
+        self.exchange_bytes = sum(each.nbytes for each in self.sent)  # this rank's totals
+        if self.receives:
+            self.exchange_bytes += layout.groups * row_bytes
+        if has_nodes:
+            # The sums for all nodes, or their encoded copies.
+            self.exchange_bytes += layout.nodes * row_bytes
+        in_place_bytes = 0
+        if layout.near.count == 0 and not (has_nodes and layout.gradients):
+            alone = sum(each.nbytes for each in self.sent if not each.is_copy)
+            in_place_bytes = layout.nodes * alone
+        self.add(self.exchange_bytes - in_place_bytes)
+        return in_place_bytes
+
+    def end_exchange(self) -> None:
+        """
+        #### The sums of all nodes or replicas are added: the shards get their gradients
+        """
+        self.add(-self.exchange_bytes)
+        self.exchange_bytes = 0
+        for layer in self.exchanging:
+            self.deliver(layer)
+        self.exchanging = []
 
 
 def data_parallel(

@@ -37,7 +37,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from zero3.files.disk import SPARE_FILES, File, aligned, allow_more_files, whole_blocks
 from zero3.files.memory import pinned
@@ -280,12 +279,16 @@ class InFile:
         It has a length and a data type. Reading one of its elements is an error that names
         `full_params()`.
         """
-        without_memory = torch.empty(len(values), dtype=values.dtype)
-        without_memory.untyped_storage().resize_(0)
-        self.param = nn.Parameter(without_memory, trains)
-        self.param.__class__ = FreedParameter.named(
-            owner, "shard", "it rests in a file: look at it in `full_params()`, and step it with "
-            "`Zero3Optimizer`", is_shard=True)
+        self.param = FreedParameter.of_shard(
+            owner, torch.empty(len(values), dtype=values.dtype), trains, "it rests in a file: look "
+            "at it in `full_params()`, and step it with `Zero3Optimizer`")
+
+    @property
+    def rest_bytes(self) -> int:
+        """
+        ### Bytes that the shard takes at rest, in the file
+        """
+        return self.where["shard"][1]
 
     def load(self) -> torch.Tensor:
         """

@@ -6,7 +6,7 @@ A `Group` is the ranks that share something: who they are, and which of them thi
 Usually all ranks of a run share one model. With a *mesh*, torch's table of ranks, only some of them
 do. Here four ranks train two models side by side:
 
-| mesh | ranks of the model | rank 2 is there | a shard is |
+| mesh | ranks of the model | place of rank 2 | a shard is |
 |---|---|---|---|
 | none | 0 1 2 3 | number 2 of 4 | a quarter |
 | `DeviceMesh("cpu", [0, 1])` | 0 1 | nobody | half |
@@ -17,9 +17,9 @@ Its *global rank* is the number that torchrun and the logs know, so errors use t
 another chapter says rank 0, it is the first rank of the mesh if there is one.
 
 **Hybrid sharding.** A mesh of two dimensions has *replicas* of the model, and each replica is
-sharded. A gather then stays inside one replica, which may be one machine with fast links. Only
-gradients travel between machines, and only one shard of them. The three weights of `layer.py`, on
-a mesh of two replicas with two ranks each, named ("replicate", "shard"):
+sharded. A gather then stays inside one replica, which may be one machine with fast links. Between
+machines each rank sends only the gradient of its own shard. The three weights of `layer.py`, on a
+mesh of two replicas with two ranks each, named ("replicate", "shard"):
 
 | | rank 0 | rank 1 | rank 2 | rank 3 | |
 |---|---|---|---|---|---|
@@ -36,26 +36,31 @@ $$\underbrace{\left\lceil \frac{P_\ell}{N} \right\rceil}_{\text{kept}} \qquad
 \qquad
 \underbrace{(R-1) \left\lceil \frac{P_\ell}{N} \right\rceil}_{\text{sent to other replicas}}$$
 
-elements. Such a mesh is `init_device_mesh("cuda", (2, 8), mesh_dim_names=("replicate", "shard"))`,
-for two machines with eight GPUs each. Pass it to each layer or to `wrap`; chains, optimizers and
+elements. Such a mesh is `init_device_mesh("cuda", (2, 8), mesh_dim_names=("replicate", "shard"))`:
+two machines, and eight GPUs in each. Pass it to each layer or to `wrap`; chains, optimizers and
 checkpoints take it from the layers.
 
-The all-reduce starts when the reduce-scatter has ended, and is waited for when the next
-one has, so that it overlaps the backward pass of the layer below. On an accelerator it is NCCL's,
+The reduce-scatter of a layer overlaps the backward pass of the layer below. The all-reduce starts
+after it, and overlaps that of the layer below that one. On an accelerator it is NCCL's,
 which sends $2\frac{R-1}{R}$ times the shard; on the CPU each rank sends its sums to each other
 replica. Replicas add in the same order, so they keep the same bits.
+
+**Nodes.** Replicas cost memory: each machine holds a whole one. A mesh with the names ("nodes",
+"shard") keeps one model on all ranks, and only says which of them are near. `links.py` shows what
+can be saved then.
 
 **Run this**: `python -m pytest tests/test_groups.py` trains models on groups of ranks.
 
 **Not covered, and what that costs**: torch makes the process groups of a mesh together on all ranks
-of the run, so each rank builds every mesh, also those that it is not in. `predict` does not know
-replicas; the formula above is tested instead. On the CPU the sums of the other replicas take memory
-until they are added, $R$ times the shard.
+of the run, so each rank builds every mesh, also those that it is not in. On the CPU the sums of the
+other replicas take memory until they are added, $R$ times the shard.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -83,11 +88,38 @@ class Group:
     def global_rank(self) -> int:
         return self.ranks[self.rank]
 
+    @cached_property
+    def far(self) -> int:
+        """
+        ### How many of its ranks are on other nodes
+        """
+        return sum(node_of(rank) != node_of(self.global_rank) for rank in self.ranks)
+
+    @cached_property
+    def next_is_far(self) -> bool:
+        """
+        ### Whether the next rank of the group is on another node
+
+        A ring goes from each rank to the next.
+        """
+        following = self.ranks[(self.rank + 1) % self.size]
+        return node_of(following) != node_of(self.global_rank)
+
     def only_this(self) -> Group:
         """
         ### The group of this rank alone, which sends nothing
         """
         return Group((self.global_rank,), 0)
+
+
+def node_of(rank: int) -> int:
+    """
+    ## The node of a rank of the run
+
+    torchrun gives each node `LOCAL_WORLD_SIZE` consecutive ranks. Without this variable in the
+    environment, all ranks are on one node.
+    """
+    return rank // int(os.environ.get("LOCAL_WORLD_SIZE", rank + 1))
 
 
 def all_ranks(rank: int | None = None, world_size: int | None = None) -> Group:
@@ -114,19 +146,20 @@ def all_ranks(rank: int | None = None, world_size: int | None = None) -> Group:
 
 def groups_of(mesh: DeviceMesh) -> tuple[Group, ...]:
     """
-    ## The groups of a mesh: the ranks that share a model's shards, and the replicas of this shard
+    ## The groups of a mesh: first the ranks that are near, then those along the other dimension
 
-    * `mesh` has one dimension, and then there are no replicas; or two, ("replicate", "shard")
+    * `mesh` has one dimension; or two, ("replicate", "shard") or ("nodes", "shard")
 
     Raises `TypeError` if it is no mesh, and `ValueError` if it has other dimensions or other ranks,
-    or its ranks in an order that torch does not keep.
+    or if its ranks are not ascending, because torch sorts the ranks of a process group.
     """
     expect(isinstance(mesh, DeviceMesh), "mesh", "a `torch.distributed.device_mesh.DeviceMesh`",
            repr(mesh), "pass one, or leave it out to shard over all ranks", TypeError)
-    is_hybrid = mesh.mesh_dim_names == ("replicate", "shard")
-    expect(mesh.ndim == 1 or is_hybrid, "mesh", "one dimension, or two that are named "
-           "('replicate', 'shard')", f"{mesh}", "pass the dimensions that it shards over, by their "
-           "names: `mesh['shard']`")
+    has_two = mesh.mesh_dim_names in (("replicate", "shard"), ("nodes", "shard"))
+    expect(mesh.ndim == 1 or has_two, "mesh", "one dimension, or two that are named "
+           "('replicate', 'shard') or ('nodes', 'shard')", f"{mesh}", "name the dimensions in this "
+           "order: 'replicate' for copies of the model, 'nodes' for one model on several machines; "
+           "`mesh['shard']` alone trains a model of its own in each group")
     ranks = mesh.mesh.flatten().tolist()
     expect(mesh.get_coordinate() is not None, f"rank {dist.get_rank()}",
            f"one of the ranks of the mesh, {ranks}", "a rank outside of it",

@@ -32,7 +32,7 @@ _METHODS = ("dim", "numel", "size", "__len__", "element_size", "untyped_storage"
 _METADATA = {*(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
              *(getattr(torch.Tensor, name) for name in _METHODS),
              vars(torch._C.TensorBase)["grad_dtype"].__set__}
-# A shard in a file can also be frozen, and asked for its gradient.
+# A shard that rests elsewhere can also be frozen, and asked for its gradient.
 _OF_SHARDS = {vars(torch._C.TensorBase)["grad"].__get__,
               vars(torch._C.TensorBase)["requires_grad"].__set__, torch.Tensor.requires_grad_}
 
@@ -57,13 +57,13 @@ class FreedParameter(nn.Parameter):
     ## A parameter without memory
 
     Each parameter gets a subclass of its own, which knows the parameter's name. So does a shard
-    while it rests in a file.
+    that rests in a file, or encoded.
     """
 
     name: str
     owner: weakref.ref
     cure: str
-    is_shard: bool  # a shard that rests in a file
+    is_shard: bool  # a shard that rests in a file, or encoded
 
     @classmethod
     def named(cls, owner: Owner, name: str, cure: str, is_shard: bool = False
@@ -75,6 +75,20 @@ class FreedParameter(nn.Parameter):
         """
         known = {"owner": weakref.ref(owner), "name": name, "cure": cure, "is_shard": is_shard}
         return type("FreedParameter", (cls,), known)
+
+    @classmethod
+    def of_shard(cls, owner: Owner, memory: torch.Tensor, trains: bool, cure: str) -> nn.Parameter:
+        """
+        ### A parameter without elements, for an optimizer that asks what there is to train
+
+        * `memory` is as long as the shard and of its data type; its memory is freed
+
+        Reading one of its elements is an error.
+        """
+        memory.untyped_storage().resize_(0)
+        param = nn.Parameter(memory, trains)
+        param.__class__ = cls.named(owner, "shard", cure, is_shard=True)
+        return param
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

@@ -62,17 +62,22 @@ def check_params(rank: int, who: str, params: Params, device: torch.device | str
 
 
 def compare_params(rank: int, ranks: Iterable[int], who: str,
-                   gather: Callable[[Any], list[Any]], params: Params) -> None:
+                   gather: Callable[[Any], list[Any]], params: Params, how: str) -> None:
     """
     ## Make sure that all ranks shard the same parameters in the same order
 
     * `ranks` are all ranks that shard them, this one among them
     * `gather` gets what this rank has, and returns what each rank has; all ranks must call it
+    * `how` tells how the parameters travel between ranks
 
     Raises `RuntimeError`.
     """
     layout = [(n, tuple(p.shape), p.dtype, p.requires_grad) for p, n in params.items()]
-    for other, theirs in zip(ranks, gather(layout), strict=True):
+    for other, (their_how, theirs) in zip(ranks, gather((how, layout)), strict=True):
+        if how != their_how:
+            fail(rank, who, "travels in different ways", f"{how}, on all ranks, as here",
+                 f"{their_how} on rank {other}",
+                 "pass `Links` with the same arguments on all ranks")
         for i in range(max(len(layout), len(theirs))):
             here = layout[i : i + 1] or "none"
             there = theirs[i : i + 1] or "none"

@@ -63,6 +63,7 @@ class Event:
     bytes: int  # of the event
     live_bytes: int  # that model and optimizer hold after it
     sent_bytes: int  # of parameters, gradients or norms, by this rank
+    between_bytes: int  # those to ranks on other nodes
 
 
 class Ledger:
@@ -79,7 +80,7 @@ class Ledger:
     | compute, computed | the module starts and ends; in backward, the first gradient arrives |
     | gradients | the buffer for the layer's flat gradient has its memory |
     | reduce | a reduce-scatter starts; that of a bucket has its first layer's name |
-    | all-reduce | replicas start to add the sums of a reduce |
+    | exchange | replicas, or nodes, start to add the sums of a reduce |
     | reduced | the shard's gradient is there, for each layer of a bucket |
     | free | full parameters, or the buffers of a reduce, are freed |
     | norm | the ranks tell each other the norms of their gradients |
@@ -101,6 +102,7 @@ class Ledger:
         self.events: list[Event] = []
         self.messages = 0
         self.sent_bytes = 0
+        self.between_bytes = 0  # those of `sent_bytes` that went to ranks on other nodes
         self.order_bytes = 0  # of announcements
         self.peak_live_bytes = 0
         self.read_bytes = 0  # from files
@@ -153,10 +155,12 @@ class Ledger:
         if nbytes is None:
             nbytes = self.events[-1].live_bytes - live_bytes
         self.peak_live_bytes = max(self.peak_live_bytes, live_bytes)
-        sent_bytes = 0
+        sent_bytes = between_bytes = 0
         if transfer is not None:
             sent_bytes = transfer.sent_bytes
+            between_bytes = transfer.between_bytes
             self.sent_bytes += sent_bytes
+            self.between_bytes += between_bytes
             self.messages += transfer.messages
             self.order_bytes += transfer.order_bytes
         if event == "read":
@@ -165,7 +169,8 @@ class Ledger:
             self.written_bytes += nbytes
         now_s = time.perf_counter() - self._start_s
         self.events.append(Event(now_s, sender.comm.global_rank, sender.label, self._phase(),
-                                 event, tier, nbytes, live_bytes, sent_bytes))
+                                 event, tier, nbytes, live_bytes, sent_bytes,
+                                 between_bytes))
 
     def _phase(self) -> str:
         if in_backward():

@@ -97,6 +97,7 @@ from torch import nn
 
 from zero3.comm import Communicator, Listener, Silence
 from zero3.estimate.formulas import describe
+from zero3.estimate.layouts import Layout
 from zero3.estimate.predict import Prediction, predict
 from zero3.flat import FlatParameter
 from zero3.guards.gradients import GradientElsewhere, grad_of, set_grad
@@ -838,7 +839,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         The prediction is of a step whose moments exist already, so not of the first one.
 
         Raises `RuntimeError` if the model is not a `Zero3Sequential`, has layers inside of layers,
-        uses several `Offload`s for them, or has replicas, or if param groups keep different states.
+        or uses several `Offload`s for them, or if param groups keep different states.
         """
         two = torch.zeros(2, device=self.device)
         kept = set()
@@ -846,17 +847,15 @@ class Zero3Optimizer(torch.optim.Optimizer):
             names, other_bytes = moments_of(*self.made_by, group, two)
             kept.add((len(names), other_bytes))
         chain = [layer for layer in getattr(self.model, "module_list", ()) if layer.flats]
-        offloads = {layer.offload if layer.offload.tier == "nvme" else layer.offload.tier
-                    for layer in chain}
+        offloads = {layer.offload if layer.offload.tier == "nvme"
+                    else (layer.offload.tier, layer.offload.frozen) for layer in chain}
         good = chain == self.layers and len(kept) == len(offloads) == 1
         self.expect(good, "cannot predict", "a Zero3Sequential of plain layers, with one `Offload` "
                     "and as many states in each param group", f"a {type(self.model).__name__}, "
                     f"{len(offloads)} and {len(kept)} kinds", "measure with `Ledger`")
-        self.expect(self.comm.replicas.size == 1, "cannot predict", "a mesh of one dimension",
-                    f"{self.comm.replicas.size} replicas", "measure with `Ledger`")
         ((moments, step_bytes),) = kept
         found = predict(
-            describe(self.model, self.group_by), self.comm.world_size,
+            describe(self.model, self.group_by), Layout.of(self.comm),
             rank=self.comm.rank, moments=moments, step_bytes=step_bytes,
             by_messages=self.comm.by_messages, stage3=True, micro_batches=micro_batches,
             no_sync=no_sync, bucket_bytes=self.buckets[0].bucket_bytes,

@@ -481,7 +481,10 @@ class ShardStates:
                 if self.in_file.held:
                     self.in_file.release()
 
-        if write and not self.shard_is_master:
+        if write and self.shard_is_master:
+            # The step wrote past the shard's own count, by which its layer notices a step.
+            torch.autograd.graph.increment_version(self.shard)
+        elif write:
             # Round it to the shard's data type. This is what the layer gathers next.
             self.flat.storage.replace(master)
         if write or self.in_file is None:

@@ -41,10 +41,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from zero3.checkpoint.save_load import load
 from zero3.estimate.formulas import describe
 from zero3.estimate.predict import data_parallel
+from zero3.groups.encodings import Encoding, Int4, Int8
 from zero3.guards.options import (
     APP,
     INSTALL,
@@ -59,6 +61,7 @@ from zero3.guards.options import (
 from zero3.guards.version import commit_name
 from zero3.layer import Zero3Layer, Zero3Sequential
 from zero3.measure.ledger import Ledger, exponents
+from zero3.nodes.links import Links
 from zero3.offload import TIERS, Offload, room
 from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.train import gpt
@@ -76,6 +79,7 @@ from zero3.train.run import (
     tell_failure,
 )
 
+ENCODINGS: dict[int | None, Encoding] = {4: Int4(), 8: Int8()}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # `cross_entropy` returns nats.
 BITS = 1 / math.log(2)
@@ -117,6 +121,8 @@ NUMBERS: dict[str, tuple[Callable[[str], Any], float | None, float, float, str]]
     "seed": (int, 0, -2**63, 2**64 - 1, "seed of weights, batches and sample"),
     "loss_scale": (loss_scale, None, 1e-6, MOST_FP32, 'a number, or "dynamic"'),
     "clip": (float, None, 1e-6, MOST_FP32, "largest norm of the gradient"),
+    "replicas": (int, 1, 1, MOST, "replicas of the sharded model"),
+    "nodes": (int, 1, 1, MOST, "nodes that share the model, each with as many consecutive ranks"),
     "eval_every": (int, 50, 1, MOST, "steps between two evaluations"),
     "save_every": (int, 0, 0, MOST, "steps between two checkpoints, which go to the folder of "
                    "--out; with 0 only Ctrl-C saves one"),
@@ -134,6 +140,12 @@ OTHERS: dict[str, dict[str, Any]] = {
     "offload_optimizer": {"choices": TIERS, "default": "device",
                           "help": "where optimizer states rest"},
     "offload_folder": {"metavar": "DIR", "help": "folder for offloaded files; if not given, --out"},
+    "gather_bits": {"type": int, "choices": [4, 8],
+                    "help": "bits of a parameter between ranks; if not given, all"},
+    "reduce_bits": {"type": int, "choices": [4, 8],
+                    "help": "bits of a gradient between ranks; if not given, all"},
+    "secondary": {"action": "store_true", "help": "keep a copy of each layer inside its node from "
+                  "forward to backward; needs --nodes"},
     "table": {"action": "store_true", "help": "first print the bytes that each rank will hold"},
     "text": {"metavar": "FILE", "help": "text to train on; if not given, Python's own reference"},
     "out": {"default": "runs/train", "help": "folder for pictures and figures"},
@@ -254,6 +266,14 @@ def check_options(args: argparse.Namespace, ranks: Ranks) -> None:
     expect(args.batch % (ranks.world_size * args.accumulate) == 0, "the batch does not split",
            f"a multiple of {ranks.world_size} ranks times {args.accumulate} micro-batches",
            f"--batch {args.batch}", "change one of the three")
+    expect(1 in (args.replicas, args.nodes), "the ranks cannot be grouped both ways",
+           "--replicas or --nodes", f"--replicas {args.replicas} --nodes {args.nodes}",
+           "leave one of them out")
+    expect(ranks.world_size % (args.replicas * args.nodes) == 0, "the ranks do not split",
+           f"replicas or nodes that divide {ranks.world_size} ranks",
+           f"--replicas {args.replicas} --nodes {args.nodes}", "change one of these numbers")
+    expect(args.nodes > 1 or not args.secondary, "there are no nodes for --secondary",
+           "--nodes beside it", "one node", "pass --nodes, or leave --secondary out")
     expect(bool(args.prompt), "there is nothing to continue", "a prompt of at least one byte",
            "an empty one", "pass --prompt")
     # An empty path would mean the current folder.
@@ -419,9 +439,10 @@ class Job:
         torch.manual_seed(self.args.seed)
         dtype = DTYPES[self.args.dtype]
         params_in = self.offload(self.args.offload_params)
+        links = self.links()
         layers = [
-            Zero3Layer(module.to(self.ranks.device, dtype), self.ranks.rank, self.ranks.world_size,
-                       self.ranks.device, dtype, params_in)
+            Zero3Layer(module.to(self.ranks.device, dtype), device=self.ranks.device, dtype=dtype,
+                       offload=params_in, mesh=links)
             for module in gpt.gpt_layers(self.config)
         ]
         self.model = Zero3Sequential(layers)
@@ -435,6 +456,20 @@ class Job:
             # Weight decay is for matrices: it would pull norms and biases away from their scale.
             group_by=lambda name, p: {"weight_decay": 0.1 if p.ndim > 1 else 0.0},
         )
+
+    def links(self) -> Links:
+        """
+        ### How layers travel between the ranks
+        """
+        args = self.args
+        mesh = None
+        groups = args.replicas * args.nodes
+        if groups > 1:
+            mesh = init_device_mesh(
+                self.ranks.device.type, (groups, self.ranks.world_size // groups),
+                mesh_dim_names=("nodes" if args.nodes > 1 else "replicate", "shard"))
+        return Links(mesh, ENCODINGS.get(args.gather_bits), ENCODINGS.get(args.reduce_bits),
+                     args.secondary)
 
     def offload(self, tier: str) -> Offload:
         return Offload(tier, self.args.offload_folder or self.args.out if tier == "nvme" else None)

@@ -45,7 +45,7 @@ from zero3.train.launch import is_consequence
 
 # Two runs with the same values of these are the same run, and resume each other's checkpoints.
 OPTIONS = ("d_model", "layers", "heads", "seq_len", "batch", "accumulate", "steps", "lr", "seed",
-           "dtype", "reduce_dtype", "loss_scale", "clip", "text")
+           "dtype", "reduce_dtype", "loss_scale", "clip", "text", "gather_bits", "reduce_bits")
 # Seconds for which a rank that lost the others waits, so that one of them prints the cause first.
 CAUSE_S = 2
 
@@ -407,6 +407,7 @@ class Run:
             "rest_bytes": held_bytes(model, optimizer),
             "peak_bytes": tape.peak_live_bytes,
             "sent_bytes": tape.sent_bytes,
+            "between_bytes": tape.between_bytes,
             "messages": tape.messages,
             "order_bytes": tape.order_bytes,
             "read_bytes": tape.read_bytes,
@@ -445,8 +446,9 @@ def look_for_checkpoint(args: Namespace) -> tuple[Path | None, str]:
         if not found:
             return None, ""
         theirs = decode(CheckpointReader(found).manifest["extra"])["options"]
-        differ = [f"{option(name)} {theirs[name]} there and {getattr(args, name)} here"
-                  for name in OPTIONS if theirs[name] != getattr(args, name)]
+        # A checkpoint may be older than an option. It has the default then, which is not given.
+        differ = [f"{option(name)} {theirs.get(name)} there and {getattr(args, name)} here"
+                  for name in OPTIONS if theirs.get(name) != getattr(args, name)]
     except Exception as error:
         # Any error at all: the other ranks wait for this one, and have to be told.
         return found, (

@@ -78,6 +78,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero3.guards.contents import uncompiled
 from zero3.layer import Zero3Layer
+from zero3.nodes.links import Links
 from zero3.offload import Offload
 from zero3.sharded import Sharded
 from zero3.watch import Call, in_backward
@@ -165,7 +166,7 @@ class Unit(Zero3Layer):
                     "it again and build the optimizer again")
 
     def __init__(self, module: nn.Module, order: "TracedOrder", path: str, leaf: bool,
-                 device: torch.device, offload: Offload | None, mesh: DeviceMesh | None):
+                 device: torch.device, offload: Offload | None, mesh: DeviceMesh | Links | None):
         """
         ### Shard a module
 

@@ -60,13 +60,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from zero3.comm import Communicator, Reducer
+from zero3.comm import Reducer
 from zero3.flat import Slot, own_modules
 from zero3.groups.mesh import Group
 from zero3.guards.contents import Known, uncompiled
 from zero3.guards.options import MOST, expect, fail, whole
 from zero3.layer import Zero3Layer
 from zero3.measure.ledger import Ledger
+from zero3.nodes.links import Links, communicator
 from zero3.offload import Offload
 from zero3.sharded import Sharded, ShardedModel
 from zero3.watch import tensors_in
@@ -88,9 +89,9 @@ class Zero3Model(ShardedModel):
     def __init__(self, model: nn.Module, layer_classes: tuple[type, ...],
                  leaf_classes: tuple[type, ...], source: Source, prefetch_numel: int | None,
                  max_live_numel: int | None, persist_below_numel: int, offload: Offload,
-                 mesh: DeviceMesh | None, debug: bool):
+                 mesh: DeviceMesh | Links | None, debug: bool):
         super().__init__()
-        self.comm = Communicator(mesh=mesh)
+        self.comm = communicator(mesh=mesh)
         self.order = TracedOrder(debug)
         wrapping = _Wrapping(self, model, source, offload, mesh)
         self.units = wrapping.units_of(layer_classes, leaf_classes)
@@ -321,7 +322,7 @@ class Zero3Model(ShardedModel):
                 if hasattr(plain, "generate"):
                     self._check_generate()
                     return plain.generate(*args, synced_gpus=self.comm.world_size > 1, **kwargs)
-                return continue_tokens(plain, *args, group=self.comm.group, **kwargs)
+                return continue_tokens(plain, *args, groups=self.comm.sharers, **kwargs)
             finally:
                 self.order.stack.pop()
                 root.leave()
@@ -392,12 +393,12 @@ class Zero3Model(ShardedModel):
 
         Elements with their padding, and bytes of parameters: at rest, and full.
         """
-        table = [f"rank {self.comm.global_rank} of {self.comm.world_size}",
+        table = [f"rank {self.comm.global_rank}, with 1/{self.comm.world_size} of each parameter",
                  f"{'elements':>14} {'at rest':>14} {'full':>14}  tier    unit"]
         totals = [0, 0, 0]
         for unit in self.units:
             is_full = unit.is_fetched or unit.is_full_elsewhere
-            cells = [unit.numel, sum(flat.shard.nbytes for flat in unit.flats),
+            cells = [unit.numel, sum(flat.storage.rest_bytes for flat in unit.flats),
                      sum(flat.full.nbytes for flat in unit.flats) if is_full else 0]
             for i, cell in enumerate(cells):
                 totals[i] += cell
@@ -418,7 +419,7 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
          persist_below_numel: int = 0, offload: Offload | str | None = None,
          device: torch.device | str | None = None, seed: int = 0,
          init: Callable[[nn.Module], Any] | None = None, checkpoint: str | Path | None = None,
-         mesh: DeviceMesh | None = None, debug: bool = False) -> Zero3Model:
+         mesh: DeviceMesh | Links | None = None, debug: bool = False) -> Zero3Model:
     """
     ## Shard a whole model, in place
 
@@ -440,8 +441,8 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
     * `offload` says where shards rest, as an `Offload` or as "cpu"; left out, on the device
     * `device` is where the model is made; left out, where it is, or the CPU
     * `seed`, `init` and `checkpoint` are as for `Source`
-    * `mesh` has the ranks that share the model, and in a second dimension its replicas; left out,
-      all ranks share it (see `mesh.py`)
+    * `mesh` has the ranks that share the model, and in a second dimension its replicas or its nodes
+      (see `mesh.py`); left out, all ranks share it. `Links` adds encodings to a mesh
     * `debug` has the ranks compare what they are about to gather. On the CPU they always do; on an
       accelerator this turns a hang of NCCL into an error that names both units
 
@@ -479,7 +480,7 @@ class _Wrapping:
     """
 
     def __init__(self, owner: Zero3Model, model: nn.Module, source: Source, offload: Offload,
-                 mesh: DeviceMesh | None):
+                 mesh: DeviceMesh | Links | None):
         self.owner = owner
         self.model = model
         self.source = source
@@ -599,7 +600,7 @@ class _Wrapping:
 def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 20, *,
                     eos_token_id: int | None = None, temperature: float = 0.0,
                     generator: torch.Generator | None = None, window: int | None = None,
-                    group: Group | None = None) -> torch.Tensor:
+                    groups: Iterable[Group] = ()) -> torch.Tensor:
     """
     ## Continue sequences of tokens
 
@@ -608,7 +609,7 @@ def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 2
     * `eos_token_id` ends a sequence, and pads it from there on
     * `temperature` 0 takes the likeliest token, others draw with `generator`
     * `window` is the longest sequence that the model takes; left out, any length
-    * `group` has the ranks that go on until all of them are done; left out, this one alone
+    * `groups` have the ranks that go on until all of them are done; left out, this one alone
 
     Returns `(batch, length + n)`, where n is at most `max_new_tokens`.
     """
@@ -624,8 +625,9 @@ def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 2
             ids = torch.cat([ids, token[:, None]], dim=1)
         # A rank that is done goes on computing, because the others need its shards.
         left = (~done).any().int()
-        if group is not None and group.size > 1:
-            dist.all_reduce(left, dist.ReduceOp.MAX, group.process_group)
+        for group in groups:
+            if group.size > 1:
+                dist.all_reduce(left, dist.ReduceOp.MAX, group.process_group)
         if not left:
             break
     return ids

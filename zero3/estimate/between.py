@@ -1,0 +1,208 @@
+r"""
+# Between nodes: which layout sends the fewest bytes
+
+`between_bytes` says how many bytes leave a node in a step, and `choices` compares the layouts of
+`layouts.py` for a model, by these bytes and by the memory of a rank.
+
+A link between nodes is often the slowest part of a machine, so its bytes decide how long a step
+takes. Each layout pays for fewer bytes with something else: with memory, or with rounded numbers.
+
+**Three weights on two nodes of two ranks.** The weights 1 2 3 are padded to four. In an all-gather
+by messages, flat ZeRO-3 sends each shard to both ranks of the other node. A ring passes everything
+from rank to rank, so three shards leave each node, at one place. A layout of nodes sends each shard
+to the other node once, and passes it on inside. A replica gathers inside its node; it keeps two
+elements for each rank, and sends their gradients. The elements that leave a node:
+
+| layout | kept | an all-gather | a reduction | a step |
+|---|---|---|---|---|
+| flat, by messages | 1 | 4 | 4 | 12 |
+| flat, in a ring | 1 | 3 | 3 | 9 |
+| nodes | 1 | 2 | 2 | 6 |
+| nodes, secondary | 1, and 2 from forward to backward | 2 | 2 | 4 |
+| hybrid | 2 | 0 | 4 | 4 |
+
+A step has two all-gathers and a reduction; with `secondary` backward gathers inside the node. In
+general, for each layer there leave a node
+
+$$\text{bytes} = c\,(\gamma w + g)$$
+
+A shard has $w$ bytes as weights and $g$ as a gradient: 2 for each element in half precision, 1.03
+in 8 bits and 0.53 in 4 bits. There are $N = L M$ ranks on $M$ nodes of $L$. $c$ counts the shards
+that leave a node in a collective, and $\gamma$ the all-gathers between nodes:
+
+| layout | $c$ | $\gamma$ |
+|---|---|---|
+| flat, by messages | $L (N - L)$ | 2 |
+| flat, in a ring | $N - 1$ | 2 |
+| nodes | $L (M - 1)$ | 2, or 1 with `secondary` |
+| hybrid, by messages | $L (M - 1)$ | 0 |
+| hybrid, in a ring | $2 L \frac{M - 1}{M}$ | 0 |
+
+The last layer of a chain is gathered once, so its $\gamma$ is at most 1.
+
+**The quarter of ZeRO++.** In half precision, nodes send $2 \cdot 2 + 2 = 6$ bytes for each element
+of a shard. With `secondary`, weights in 8 bits and gradients in 4 bits they send $\frac{33}{32} +
+\frac{17}{32} = \frac{25}{16}$. The ratio is $\frac{25}{96} = 0.2604$: a quarter, plus 4 % of that
+quarter for the scales of blocks of 64. Blocks of 128 make it 0.2552.
+[ZeRO++](https://arxiv.org/abs/2306.10209), section 3, counts no scales.
+
+**Run this**: `python -m zero3.estimate --params 7b --ranks 32 --nodes 4 --link 25GB --gpu 80GB`.
+
+**Not covered, and what that costs**: the time of the link alone is told. Computation hides a part
+of it, links inside a node take time too, and encoding costs some. NCCL may choose other ways than a
+ring. Norms of gradients are left out: 8 bytes for each shard. Each node has the same number of
+ranks, all layers the same size, and a step one micro-batch.
+"""
+
+import argparse
+from dataclasses import dataclass
+
+from zero3.estimate.formulas import LayerSpec, Part
+from zero3.estimate.layouts import Layout
+from zero3.estimate.predict import predict
+from zero3.groups.encodings import Int4, Int8
+
+# Of an element in half precision.
+ELEMENT_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Choice:
+    """
+    ## A layout, and its cost in a step
+    """
+
+    name: str
+    layout: Layout
+    between_bytes: int  # leave each node
+    peak_bytes: int  # of a rank, without activations
+
+    @property
+    def rounds(self) -> bool:
+        """
+        ### Whether it changes numbers
+        """
+        return self.layout.weights is not None or self.layout.gradients is not None
+
+
+def layouts(ranks: int, nodes: int) -> dict[str, Layout]:
+    """
+    ## The layouts to choose from, by name
+
+    * `ranks` are those of all `nodes`
+    """
+    each = ranks // nodes
+    return {
+        "flat": Layout(ranks),
+        "hybrid": Layout(each, replicas=nodes),
+        "nodes": Layout(each, nodes),
+        "nodes, secondary": Layout(each, nodes, secondary=True),
+        "nodes, 8-bit weights": Layout(each, nodes, weights=Int8()),
+        "nodes, 4-bit gradients": Layout(each, nodes, gradients=Int4()),
+        "everything": Layout(each, nodes, weights=Int8(), gradients=Int4(), secondary=True),
+    }
+
+
+def between_bytes(layout: Layout, nodes: int, numel: int, layers: int = 1,
+                  by_messages: bool = False) -> int:
+    r"""
+    ## Bytes that leave a node in a step
+
+    * `layout` is one of `layouts`
+    * `numel` are the parameters of each of the `layers`, in half precision
+    * `by_messages` counts as on the CPU; otherwise collectives are rings, as on GPUs
+
+    $$c\,(\gamma w + g) \quad \text{for each layer}$$
+    """
+    ranks = layout.divisor
+    per_node = ranks // nodes
+    shard_numel = -(-numel // layout.shards)
+    weight_bytes = layout.weight_bytes(shard_numel, ELEMENT_BYTES)
+    gradient_bytes = layout.gradient_bytes(shard_numel, ELEMENT_BYTES)
+    gathers = layers if layout.secondary else 2 * layers - 1  # the last layer is gathered once
+    crossings = per_node * (nodes - 1)
+    if layout.groups == 1:
+        crossings = per_node * (ranks - per_node) if by_messages else ranks - 1
+    if layout.replicas > 1:
+        gathers = 0
+        if not by_messages:
+            # A ring sends the parts of the sums around twice.
+            gradient_bytes = 2 * gradient_bytes // nodes
+    return crossings * (gathers * weight_bytes + layers * gradient_bytes)
+
+
+def choices(params: float, ranks: int, nodes: int, layers: int = 32,
+            by_messages: bool = False) -> list[Choice]:
+    """
+    ## The cost of each layout, for a model in half precision with Adam
+
+    * `params` are those of the model; all `layers` are taken to have the same size
+    * `ranks` are those of all `nodes`, and a multiple of them
+    * `by_messages` is as for `between_bytes`
+
+    The memory is what `predict` says of the peak of a step.
+    """
+    numel = -(-int(params) // layers)
+    specs = [LayerSpec((Part(numel, ELEMENT_BYTES, True),))] * layers
+    found = []
+    for name, layout in layouts(ranks, nodes).items():
+        p = predict(specs, layout, stage3=True, by_messages=by_messages)
+        moved = between_bytes(layout, nodes, numel, layers, by_messages)
+        found.append(Choice(name, layout, moved, p.peak_bytes))
+    return found
+
+
+def best(found: list[Choice], has_bytes: float | None) -> Choice | None:
+    """
+    ## The choice with the fewest bytes between nodes that fits, if there is one
+
+    * `has_bytes` is the memory of a rank; without it, all choices fit
+
+    If two have the same bytes, to three digits, it is the one with less memory.
+    """
+    fitting = [each for each in found if has_bytes is None or each.peak_bytes <= has_bytes]
+    return min(fitting, key=lambda each: (float(f"{each.between_bytes:.2e}"), each.peak_bytes),
+               default=None)
+
+
+def show_layouts(args: argparse.Namespace) -> None:
+    """
+    ## Print what each layout costs, and which one to take
+
+    * `args` are those of the command line
+    """
+    found = choices(args.params, args.ranks, args.nodes, args.layers, args.messages)
+    chosen = best(found, args.gpu)
+    exact = best([each for each in found if not each.rounds], args.gpu)
+    how = "messages, as on the CPU" if args.messages else "rings, as on GPUs"
+    print(f"{args.params:,.0f} parameters in {args.layers} layers, on {args.nodes} nodes of "
+          f"{args.ranks // args.nodes} rank(s), in half precision with Adam.\nGB (1e9 bytes) of a "
+          "rank at the peak of a step, without activations, and GB that leave\neach node in a "
+          f"step, in {how}:\n")
+    seconds = f"{'seconds':>12}" if args.link else ""
+    print(f"{'layout':24}{'of a rank':>12}{'leave a node':>14}{seconds}  numbers")
+    for each in found:
+        seconds = f"{each.between_bytes / args.link:12,.3f}" if args.link else ""
+        rounded = "rounded" if each.rounds else "exact"
+        mark = {id(exact): "  <- the fewest, exact", id(chosen): "  <- the fewest"}
+        print(f"{each.name:24}{each.peak_bytes / 1e9:12,.2f}{each.between_bytes / 1e9:14,.2f}"
+              f"{seconds}  {rounded}{mark.get(id(each), '')}")
+    if args.gpu is not None:
+        print(f"{'a rank has':24}{args.gpu / 1e9:12,.2f}")
+    print(f"\n{_advice(chosen, exact)}")
+
+
+def _advice(chosen: Choice | None, exact: Choice | None) -> str:
+    """
+    #### Which layout to take, in words
+    """
+    if chosen is None:
+        return "None fits. More ranks need less memory each; without --nodes, see about offload."
+    said = f"Take {chosen.name}: the fewest bytes between nodes that fit."
+    if not chosen.rounds:
+        return f"{said} The numbers are exact."
+    said += " It rounds what travels, so losses differ."
+    if exact:
+        times = exact.between_bytes / chosen.between_bytes
+        said += f"\nWith exact numbers take {exact.name}: {times:.1f} times as many bytes."
+    return said

@@ -1,0 +1,238 @@
+r"""
+# Frozen weights that rest encoded
+
+`Encoded` keeps a frozen shard in 8 or 4 bits, and decodes it whenever its layer is gathered.
+
+A frozen weight never changes. No optimizer adds a small step to it, so it does not need the digits
+that a step needs. Fine-tuning often freezes nearly all weights and trains a few new ones beside
+them. Then the frozen shards are most of what a rank keeps. An encoding makes them smaller, by half
+from bf16 to 8 bits, and to less than a seventh from fp32 to 4 bits. `Zero3Layer(module,
+offload=Offload(frozen=Int4()))` asks for it.
+
+**A layer of four frozen weights on one rank**, with the numbers of `encodings.py`:
+
+| | rests | decoded | the flat parameter |
+|---|---|---|---|
+| wrap: encode | 4 bytes | | |
+| *unshard*: decode | 4 bytes | 0.5 −1.5 3.5 0 | |
+| copy, then all-gather | 4 bytes | | 0.5 −1.5 3.5 0 |
+| *reshard* | 4 bytes | | |
+
+In fp32 the weights take 16 bytes; here two bytes have four codes, and two the scale. The weights
+were 0.6, −1.3, 3.5 and 0 before. From wrapping on, 0.5 and −1.5 *are* the weights: every pass
+computes with them, `full_params()` shows them, and a checkpoint has them. Nothing is lost a second
+time, because decoded weights encode to the same bytes. So a checkpoint that is loaded into as many
+shards, on the same kind of device, gives the same weights again.
+
+An `encoding` needs `nbytes` for a row, and a layer has $F_\ell$ frozen parameters. Then a rank
+keeps
+
+$$\sum_\ell \text{nbytes}\left(\left\lceil \frac{F_\ell}{N} \right\rceil\right)$$
+
+bytes for them. While a layer is gathered, its decoded shard comes on top.
+
+The idea is from [QLoRA](https://arxiv.org/abs/2305.14314), section 3, which trains small matrices
+beside frozen weights in 4 bits.
+
+**Run this**: `python -m pytest tests/test_at_rest.py`.
+
+**Not covered, and what that costs**: all frozen floats of a layer are encoded, also its biases and
+norms; wrap those in a layer with another `Offload`. Other numbers rest as they are. The all-gather
+sends the decoded shard, or encodes it once more if `Links` says so: nothing is lost then only if
+both encodings are the same. In another number of shards the blocks begin elsewhere, so loading a
+checkpoint there rounds once more. On an accelerator with the tier "cpu", a shard that was copied
+ahead and then not needed stays on the device, encoded, until its next use.
+"""
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from zero3.files.memory import copy_to
+from zero3.groups.encodings import Encoding
+from zero3.guards.freed import FreedParameter
+
+_SETS_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
+
+
+class Encoded:
+    """
+    ## A frozen shard that rests encoded
+
+    | | on the device | when |
+    |---|---|---|
+    | rest | the code, if the tier is "device" | |
+    | `read_async` | the code | the layer before is gathered |
+    | `load` | the code, and the shard | the layer is gathered |
+    | `release` | the code, if the tier is "device" | the fetch stream has copied the shard |
+    """
+
+    def __init__(self, encoding: Encoding, tier: str, owner: Any, values: torch.Tensor):
+        """
+        ### Encode a shard
+
+        * `tier` is "device" or "cpu", where the code rests
+        * `owner` is the layer
+        * `values` are `(shard_numel,)`, on the device
+
+        All ranks call it alike. Raises `RuntimeError` on all ranks if a weight is infinite or NaN
+        afterwards.
+        """
+        self.encoding = encoding
+        self.tier = tier
+        # Weakly, because the layer refers to this object.
+        self.owner = weakref.ref(owner)
+        self.numel = len(values)
+        self.dtype = values.dtype
+        self.device = owner.device
+        at = torch.device("cpu") if tier == "cpu" else self.device
+        # (nbytes,) uint8
+        self.code = copy_to(at, self._encode(values), torch.uint8, self.device)
+        # The code on the device. If it rests elsewhere, this is a copy for as long as it is used.
+        self.near: torch.Tensor | None = self.code if at == self.device else None
+        self.decoded: torch.Tensor | None = None  # (shard_numel,), device
+        self.param = FrozenShard.of_shard(
+            owner, torch.empty(self.numel, dtype=self.dtype, device=at), False,
+            "it rests encoded: look at it in `full_params()`")
+        self._refuse_infinite(owner)
+
+    def _refuse_infinite(self, owner: Any) -> None:
+        """
+        #### Refuse weights that an encoding cannot keep
+
+        An infinity, in a mask for instance, would make NaNs of the weights beside it. And the
+        largest fp16 numbers may be rounded up to infinity.
+        """
+        problem = "" if bool(self.load().isfinite().all()) else "an infinity or a NaN"
+        self.release()
+        owner.comm.agree(owner, "cannot keep its frozen weights encoded", "finite numbers, also "
+                         "after a round of encoding", problem, "wrap this layer with an `Offload` "
+                         "without `frozen=`, or look at its weights")
+
+    @property
+    def rest_bytes(self) -> int:
+        """
+        ### Bytes that the shard takes at rest
+        """
+        return self.code.nbytes
+
+    def memory(self) -> Iterator[torch.Tensor]:
+        """
+        ### The code, and the decoded shard while there is one
+        """
+        for tensor in (self.code, self.near, self.decoded):
+            if tensor is not None:
+                yield tensor
+
+    @torch.no_grad()
+    def read_async(self) -> None:
+        """
+        ### Begin to copy the code from CPU memory to the device
+
+        The layer before calls it, so the copy overlaps that layer's computation. It is much smaller
+        than the shard.
+        """
+        if self.near is None:
+            comm = self._comm()
+            with comm.on(comm.fetch_stream):
+                self.near = torch.empty_like(self.code, device=self.device)
+                self.near.copy_(self.code, non_blocking=True)
+
+    @torch.no_grad()
+    def load(self) -> torch.Tensor:
+        """
+        ### Decode the shard: `(shard_numel,)`, on the device
+
+        On the fetch stream, which copies it next: so its memory is that stream's, and can be freed
+        without a wait. The compute stream waits for the decoding too, because others may read or
+        write the shard there.
+        """
+        self.read_async()
+        if self.decoded is None:
+            comm = self._comm()
+            with comm.on(comm.fetch_stream):
+                assert self.near is not None
+                self.decoded = self._decode(self.near)
+                done = comm.event()
+                done.record()
+            comm.current_stream().wait_event(done)
+        return self.decoded
+
+    @torch.no_grad()
+    def save(self) -> None:
+        """
+        ### Encode the decoded shard again
+
+        `full_params(writeback=True)` and the load of a checkpoint have written to it.
+        """
+        assert self.decoded is not None
+        self.code.copy_(self._encode(self.decoded))
+        torch.autograd.graph.increment_version(self.param)
+        self.release()
+
+    def replace(self, values: torch.Tensor) -> None:
+        """
+        ### Take over these values, converted and encoded
+        """
+        self.load().copy_(values)
+        self.save()
+
+    def release(self, stream: Any = None) -> None:
+        """
+        ### Free the decoded shard, and the copy of the code
+
+        No stream has to be waited for: the memory is the fetch stream's, which used it last, or
+        waits for the compute stream before it uses it again.
+        """
+        if self.decoded is not None:
+            # The transfer in flight still refers to it, and ends one layer later.
+            self.decoded.untyped_storage().resize_(0)
+        self.decoded = None
+        if self.near is not self.code:
+            self.near = None
+
+    @torch.no_grad()
+    def _encode(self, values: torch.Tensor) -> torch.Tensor:
+        """
+        #### The code of these values: `(shard_numel,)` to `(nbytes,)` uint8
+        """
+        return self.encoding.encode(values.unsqueeze(0))[0]
+
+    def _decode(self, code: torch.Tensor) -> torch.Tensor:
+        """
+        #### And back: `(shard_numel,)`, of the shard's data type
+        """
+        values = torch.empty(self.numel, dtype=self.dtype, device=code.device)
+        # The row is fp32, and may be a view of more memory.
+        return values.copy_(self.encoding.decode(code.unsqueeze(0), self.numel)[0])
+
+    def _comm(self) -> Any:
+        """
+        #### The layer's communicator: a chain replaces it after the layer is built
+        """
+        owner = self.owner()
+        assert owner is not None
+        return owner.comm
+
+
+class FrozenShard(FreedParameter):
+    """
+    ## The parameter of a shard that rests encoded
+
+    It has a length and a data type, and no elements. It cannot be made trainable, because an
+    optimizer's small steps would be rounded away.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in (_SETS_REQUIRES_GRAD, torch.Tensor.requires_grad_):
+            # `requires_grad_()` alone means True.
+            trains = [*args[1:], *kwargs.values(), True][0]
+            cls.owner().expect(
+                not trains, "cannot train its frozen weights", "weights that stay frozen, because "
+                "they rest encoded", "`requires_grad` set to True", "unfreeze them before the "
+                "layer is wrapped, or wrap it without `frozen=` in its `Offload`")
+        return super().__torch_function__(func, types, args, kwargs)

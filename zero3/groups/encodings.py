@@ -1,0 +1,210 @@
+r"""
+# Encodings: fewer bytes for the same numbers
+
+`Int8` and `Int4` turn floats into small integers that share a scale, and back.
+
+A link between machines may be ten times slower than one inside, so every byte that it does not
+carry saves time. Weights and gradients can be sent with less precision than they are computed with.
+That is *block-wise quantisation*: 64 neighbours share one scale, and each becomes a small integer.
+
+**Four numbers in 4 bits.** An `Int4` has the values −7 to 7. The largest of these numbers is 3.5,
+so the scale is $3.5 / 7 = 0.5$:
+
+| | | | | |
+|---|---|---|---|---|
+| value | 0.6 | −1.3 | 3.5 | 0 |
+| divided by 0.5 | 1.2 | −2.6 | 7 | 0 |
+| **sent, 4 bits each** | **1** | **−3** | **7** | **0** |
+| times 0.5 | 0.5 | −1.5 | 3.5 | 0 |
+| error | 0.1 | 0.2 | 0 | 0 |
+
+A number is rounded to the nearest multiple of the scale $s$, so it moves by at most $s/2$. With $q$
+positive values (7 or 127) the scale is the block's largest size over $q$, and that gives the bound.
+The scale itself is rounded to 16 bits (bfloat16), which moves it by at most one part in 256. The
+largest number, divided by it, is then between 126.5 and 127.5, and still rounds to 127; in 4 bits
+it is between 6.97 and 7.03:
+
+$$|x - \hat{x}| \;\le\; \frac{s}{2} \;\le\; \frac{\max |x|}{2 q} \left(1 + 2^{-8}\right)$$
+
+The maximum is taken over the block. For `Int8` the error is at most 0.4 % of the block's largest
+number, for `Int4` 7.2 %. A large number spoils the precision of its neighbours, and of nothing
+else; that is why the blocks are small. An element costs
+
+$$1 + \frac{2}{64} = 1.03 \ \text{bytes in 8 bits} \qquad
+\frac12 + \frac{2}{64} = 0.53 \ \text{bytes in 4 bits}$$
+
+Three properties matter besides the error:
+
+* Zero stays zero, so padding stays zero.
+* An infinity or a NaN makes its whole block infinite or NaN, so an overflow is still found.
+* Finite numbers that were decoded encode to the same bytes again, so a second round loses nothing
+  more. That is also true if they are rounded to bf16 or fp16 in between, as long as they were bf16
+  or fp16 from the start.
+
+There is one exception to the bound. A block becomes zeros if its largest number is below
+$q \cdot 2^{-126}$, which is about $10^{-36}$ in 8 bits. Its scale would be so small that bfloat16
+has fewer digits for it, and codes could exceed $q$.
+
+Block-wise quantisation is from [8-bit Optimizers](https://arxiv.org/abs/2110.02861), section 2.1;
+[ZeRO++](https://arxiv.org/abs/2306.10209), sections 3.1 and 3.3, uses it between ranks.
+
+**Write your own.** An `Encoding` is any object with the three methods below. Hand it to `Links` in
+place of these two.
+
+**Run this**: `python -m pytest tests/test_encodings.py` measures the errors.
+
+**Not covered, and what that costs**: errors are not remembered. Each gradient loses what was
+rounded away, while error feedback would add it to the next one, at the cost of a buffer as large as
+the gradient. Everything is computed in fp32, so a double beyond the range of fp32 counts as
+infinite.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from zero3.guards.options import expect, whole
+
+
+class Encoding(Protocol):
+    """
+    ## Encoding: how rows of floats become bytes
+
+    It encodes each row independently of the others, because each is for another rank. It has to
+    give the same bytes on all ranks, turn zeros into bytes that mean zeros, and leave `rows` alone.
+    Make it a frozen dataclass, so that two of them with the same arguments are equal.
+    """
+
+    # How many bytes a row of `numel` elements takes.
+    def nbytes(self, numel: int) -> int: ...
+
+    # (rows, numel) floats to (rows, nbytes) uint8, on the same device.
+    def encode(self, rows: torch.Tensor) -> torch.Tensor: ...
+
+    # And back, to (rows, numel) fp32. It may be a view of more memory.
+    def decode(self, coded: torch.Tensor, numel: int) -> torch.Tensor: ...
+
+
+def is_encoding(thing: Any) -> bool:
+    """
+    ## Whether this is an object with the three methods
+
+    The class `Int8`, without parentheses, has them too, and is none.
+    """
+    names = ("nbytes", "encode", "decode")
+    return not isinstance(thing, type) and all(callable(getattr(thing, n, None)) for n in names)
+
+
+@dataclass(frozen=True)
+class Int8:
+    """
+    ## 8 bits for an element, and 16 for each block
+
+    * `block` is how many neighbours share a scale; an even number
+
+    Raises `ValueError` for any other block.
+    """
+
+    block: int = 64
+    levels: ClassVar[int] = 127  # the positive values
+
+    def __post_init__(self) -> None:
+        # A row is padded to whole blocks while it is encoded, so a block has to fit into memory.
+        is_even = whole(self.block, 2, 1 << 20) and self.block % 2 == 0
+        expect(is_even, type(self).__name__, "`block`, an even number from 2 to 2^20",
+               repr(self.block), "pass such a number, or leave it out")
+
+    def nbytes(self, numel: int) -> int:
+        """
+        ### The bytes of a row: its codes, then its scales
+        """
+        return self._code_bytes(numel) + 2 * self._blocks(numel)
+
+    @torch.no_grad()
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """
+        ### Encode: `(rows, numel)` floats to `(rows, nbytes)` uint8
+
+        It copies the rows once, and computes in that copy.
+        """
+        count, numel = rows.shape
+        blocks = rows.new_zeros(count, self._blocks(numel), self.block, dtype=torch.float32)
+        flat = blocks.flatten(1)  # the same memory, (rows, elements with padding)
+        flat[:, :numel] = rows
+        # Not the maximum of `abs()`, which would be another copy.
+        largest = torch.maximum(blocks.amax(dim=2), -blocks.amin(dim=2))
+        scales = blocks.new_empty(blocks.shape[:2], dtype=torch.bfloat16)
+        scales.copy_(largest / self.levels)
+        # Below this number a bfloat16 has fewer digits, and the codes could be too large.
+        scales.masked_fill_(scales < torch.finfo(scales.dtype).tiny, 0)
+        # A block of zeros has the scale 0. Dividing by infinity gives the codes 0.
+        divisors = scales.float().masked_fill_(scales == 0, math.inf)
+        blocks.div_(divisors.unsqueeze(2)).round_()
+        return torch.cat([self._pack(flat, numel), scales.view(torch.uint8)], dim=1)
+
+    @torch.no_grad()
+    def decode(self, coded: torch.Tensor, numel: int) -> torch.Tensor:
+        """
+        ### Decode: `(rows, nbytes)` uint8 to `(rows, numel)` fp32
+        """
+        code_bytes = self._code_bytes(numel)
+        # A copy, because a view of two bytes must begin at an even one.
+        scales = coded.new_empty(len(coded), self._blocks(numel), dtype=torch.bfloat16)
+        scales.view(torch.uint8).copy_(coded[:, code_bytes:])
+        blocks = coded.new_empty(*scales.shape, self.block, dtype=torch.float32)
+        self._unpack(coded[:, :code_bytes], blocks.flatten(1), numel)
+        return blocks.mul_(scales.float().unsqueeze(2)).flatten(1)[:, :numel]
+
+    def _blocks(self, numel: int) -> int:
+        """
+        #### The number of blocks in a row; the last one may have padding
+        """
+        return -(-numel // self.block)
+
+    def _code_bytes(self, numel: int) -> int:
+        """
+        #### The bytes of a row without its scales
+        """
+        return numel
+
+    def _pack(self, flat: torch.Tensor, numel: int) -> torch.Tensor:
+        """
+        #### Whole numbers in fp32 to `(rows, code_bytes)` uint8
+        """
+        return flat[:, :numel].to(torch.int8).view(torch.uint8)
+
+    def _unpack(self, codes: torch.Tensor, flat: torch.Tensor, numel: int) -> None:
+        """
+        #### And back, into `flat`
+        """
+        flat[:, :numel] = codes.view(torch.int8)
+
+
+@dataclass(frozen=True)
+class Int4(Int8):
+    r"""
+    ## 4 bits for an element, and 16 for each block
+
+    Two neighbours share a byte: the first has its lower half. A code $c$ is stored as $c + 8$, so
+    −7 to 7 become 1 to 15:
+
+    $$\text{byte} = (c_0 + 8) + 16 \, (c_1 + 8) = c_0 + 16 \, c_1 + 136$$
+    """
+
+    levels: ClassVar[int] = 7
+
+    def _code_bytes(self, numel: int) -> int:
+        return (numel + 1) // 2
+
+    def _pack(self, flat: torch.Tensor, numel: int) -> torch.Tensor:
+        # The last number of an odd row shares its byte with padding.
+        pairs = flat[:, : numel + numel % 2].unflatten(1, (self._code_bytes(numel), 2))
+        return torch.add(pairs[..., 0], pairs[..., 1], alpha=16).add_(136).to(torch.uint8)
+
+    def _unpack(self, codes: torch.Tensor, flat: torch.Tensor, numel: int) -> None:
+        pairs = flat[:, : numel + numel % 2].unflatten(1, (self._code_bytes(numel), 2))
+        pairs[..., 0] = codes & 15
+        pairs[..., 1] = codes >> 4
+        pairs.sub_(8)

@@ -1,0 +1,604 @@
+r"""
+# Links: nodes, copies inside a node, and fewer bytes between them
+
+`Links` says how layers travel between ranks: over which mesh, in which encoding, and how often
+between nodes. `LinkedCommunicator` sends them that way.
+
+A machine is a *node*. The link between nodes is often ten times slower than the links inside one,
+and ZeRO-3 sends three times the model over it in a step: weights for forward, weights for backward,
+gradients. Hybrid sharding (`mesh.py`) avoids the first two and pays with memory, because each node
+holds a whole replica. Here the model stays sharded over all ranks, and each of the three passes is
+made cheaper. The ideas are those of [MiCS](https://arxiv.org/abs/2205.00119), section 3.3, and
+[ZeRO++](https://arxiv.org/abs/2306.10209), section 3:
+
+| | name in the papers | what it does | between nodes |
+|---|---|---|---|
+| a mesh of nodes | hierarchical gather | across nodes first, then inside | each byte once |
+| `secondary` | hpZ | the node keeps a copy from forward to backward | backward gathers nothing |
+| `weights` | qwZ | gathers 8 bits of each parameter | half of 16 bits |
+| `gradients` | qgZ | reduces 4 or 8 bits, decoded before they are added | 4 are a quarter |
+
+Each can be chosen alone. All together send about a quarter of what the first alone sends, for a
+model of 16 bits.
+
+**Three weights on two nodes of two ranks**, with a mesh of the dimensions ("nodes", "shard"). Ranks
+0 and 1 are on the first node. Shards are numbered so that the ranks with the same place on each
+node have neighbouring ones:
+
+| | rank 0 | rank 1 | rank 2 | rank 3 | |
+|---|---|---|---|---|---|
+| **shard** | **1** | **3** | **2** | **0** | a quarter of 1 2 3 0 each |
+| *gather across* | 1 2 | 3 0 | 1 2 | 3 0 | 0 with 2, and 1 with 3: a *slice* |
+| *gather inside* | 1 2 3 0 | 1 2 3 0 | 1 2 3 0 | 1 2 3 0 | 0 with 1, and 2 with 3 |
+| kept until backward | 1 2 | 3 0 | 1 2 | 3 0 | with `secondary`; backward gathers inside only |
+| gradients, divided by 4 | 1 2 3 0 | 2 0 1 0 | 1 0 1 0 | 0 1 0 0 | |
+| *reduce inside* | 3 2 | 4 0 | 1 1 | 1 0 | the sums of a node, for this rank's slice |
+| *exchange across* | **4** | **5** | **3** | **0** | and of both nodes, for this rank's shard |
+
+A shard crosses the link once, to the one rank with the same place on the other node. That rank
+passes it on to its neighbours, over the fast way. Without the two steps rank 0 would send its 1 to
+rank 2 and to rank 3. NCCL passes everything around in a ring instead, which enters each node once
+already. There the two steps save less: a third with two nodes of two ranks, a ninth with eight
+nodes of eight.
+
+A rank's shard has $s = \lceil P_\ell / N \rceil$ elements, on $M$ nodes of $L$ ranks, $N = L M$. An
+element takes $w$ bytes as a gathered parameter and $g$ as a reduced gradient. A rank sends
+
+$$\underbrace{(M-1)\,s\,w}_{\text{forward}} +
+\underbrace{(M-1)\,s\,w \quad\text{or}\quad 0}_{\text{backward; 0 with a copy}} +
+\underbrace{(M-1)\,s\,g}_{\text{gradients}} \quad \text{bytes between nodes}$$
+
+Inside its node it sends $M (L-1)\,s\,(2 w + g)$, with or without a copy. In 16 bits the bytes
+between nodes are $2 + 2 + 2 = 6$ for an element of the shard. With a copy, `Int8` weights and
+`Int4` gradients they are $1.03 + 0 + 0.53 = 1.56$: 26 % of that, or a quarter if one forgets the
+scales. The copy costs memory: $M s w$ bytes for each layer that waits for its backward pass, and at
+the end of forward these are all layers. That is one part in $L$ of the model, so with one rank in
+each node it is all of it.
+
+**What is overlapped.** On the CPU the step across nodes overlaps the computation of the layer
+before. The step inside starts when this layer is waited for, so it overlaps nothing. With a copy
+the step inside is the only one, and it overlaps instead. A layer's reduce overlaps the backward
+pass of the layer below, and its exchange that of the next one below. On an accelerator all steps of
+a gather are queued at once.
+
+**What is rounded.** `full_params()`, checkpoints and the optimizer see exact weights; forward and
+backward see the rounded ones. All ranks decode the same bytes, so they compute with the same bits.
+Inside `full_params()` the model computes with exact weights too. A gradient is rounded at most
+twice in a backward pass: once on its way to a rank of the node, and once as a node's sum. Each time
+the bound in `encodings.py` holds; a layer of 16 bits then rounds the sum to its own type, as
+always. With nodes, a rank's own part is not rounded. Replicas decode their own sums too, so that
+all of them keep the same bits. Numbers that are not real floats travel as they are.
+
+**Run this**: `make train ARGS="--gather-bits 8 --reduce-bits 4"` trains with rounded weights and
+gradients; `make bench ARGS=--nodes` measures two nodes with a slow link between them.
+
+**Not covered, and what that costs**: replicas that span several nodes, which would need a mesh of
+three dimensions. Every micro-batch gathers its weights from the other nodes again, although they
+have not changed since the last step. A forward pass without gradients keeps no copy; torch's
+reentrant checkpointing runs such passes, so its layers gather across nodes in backward too. If one
+backward pass gathers a layer twice, only the first gather uses the copy. The last layer of a chain
+stays whole, and keeps a copy that nobody reads. A copy whose backward never comes stays in memory
+until the next forward, or the end of another backward pass. An infinite weight, as in a frozen
+mask, makes its neighbours infinite or NaN; make it a buffer.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zero3 import comm
+from zero3.comm import Communicator, Pairs, Sender, Transfer
+from zero3.groups.encodings import Encoding, is_encoding
+from zero3.groups.mesh import Group
+from zero3.guards.options import expect
+from zero3.watch import in_backward
+
+
+@dataclass(frozen=True)
+class Links:
+    """
+    ## Links: a mesh, and how layers travel over it
+
+    Pass one in place of a mesh: `Zero3Layer(layer, mesh=Links(mesh, weights=Int8()))`.
+
+    * `mesh` is as for `Zero3Layer`; left out, all ranks share each layer
+    * `weights` encodes what is gathered
+    * `gradients` encodes what is reduced
+    * `secondary` keeps a copy of each layer inside the node from forward to backward. It needs a
+      mesh ("nodes", "shard")
+
+    Raises `TypeError` or `ValueError` if these do not fit together.
+    """
+
+    mesh: DeviceMesh | None = None
+    weights: Encoding | None = None
+    gradients: Encoding | None = None
+    secondary: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("weights", "gradients"):
+            encoding = getattr(self, name)
+            expect(encoding is None or is_encoding(encoding), "Links",
+                   f"an `Encoding` for `{name}`", repr(encoding),
+                   "pass `Int8()`, `Int4()` or an object with the methods of `Encoding`", TypeError)
+            expect(encoding is None or _works(encoding), "Links", f"an `Encoding` for `{name}` of "
+                   "`nbytes(numel)` contiguous bytes of uint8 for each row, that turns zeros into "
+                   "zeros, and that can be hashed", repr(encoding), "try its methods on "
+                   "`torch.zeros(2, 3)`; make its class a frozen dataclass")
+        expect(self.mesh is None or isinstance(self.mesh, DeviceMesh), "Links",
+               "a `torch.distributed.device_mesh.DeviceMesh`", repr(self.mesh),
+               "pass one, or leave it out to shard over all ranks", TypeError)
+        expect(isinstance(self.secondary, bool), "Links", "`secondary`, True or False",
+               repr(self.secondary), "pass one of the two", TypeError)
+        expect(self.has_nodes or not self.secondary, "Links", "with `secondary`, a mesh with the "
+               "dimensions ('nodes', 'shard')", f"{self.mesh}", "build the mesh with these names, "
+               "or leave `secondary` out")
+
+    @property
+    def has_nodes(self) -> bool:
+        return self.mesh is not None and self.mesh.mesh_dim_names == ("nodes", "shard")
+
+    @property
+    def told(self) -> str:
+        """
+        ### What has to be the same on all ranks, in words
+
+        An encoding is known by what it makes of a few numbers.
+        """
+        said = [f"secondary={self.secondary}"]
+        for name in ("weights", "gradients"):
+            encoding = getattr(self, name)
+            if encoding:
+                code = encoding.encode(torch.linspace(-1, 1, 999).view(3, 333))
+                made = zlib.crc32(code.cpu().numpy().tobytes())
+                said.append(f"{name}={type(encoding).__name__}, which makes {made:x}")
+        return ", ".join(said)
+
+
+def _works(encoding: Any) -> bool:
+    """
+    #### Whether an encoding does on zeros what it has to do
+    """
+    zeros = torch.zeros(2, 3)
+    try:
+        hash(encoding)
+        code = encoding.encode(zeros)
+        return (code.dtype == torch.uint8 and code.shape == (2, encoding.nbytes(3))
+                and code.is_contiguous() and torch.equal(encoding.decode(code, 3), zeros))
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def _fits(encoding: Encoding | None, full: torch.Tensor) -> Encoding | None:
+    """
+    #### The encoding, if these are real floats
+    """
+    return encoding if full.is_floating_point() else None
+
+
+def communicator(rank: int | None = None, world_size: int | None = None,
+                 mesh: DeviceMesh | Links | None = None) -> Communicator:
+    """
+    ## The communicator of a layer
+
+    * `rank`, `world_size` and `mesh` are as for `Zero3Layer`
+
+    A layer on one group of ranks that sends its elements as they are needs no more than a
+    `Communicator`.
+    """
+    links = mesh if isinstance(mesh, Links) else Links(mesh)
+    has_two = links.mesh is not None and links.mesh.ndim > 1
+    if has_two or links.weights or links.gradients:
+        return LinkedCommunicator(links)
+    return Communicator(rank, world_size, links.mesh)
+
+
+class LinkedCommunicator(Communicator):
+    r"""
+    ## A communicator that knows nodes and encodings
+
+    A layer has $N = L M$ shards on $M$ nodes of $L$ ranks. Without nodes $M$ is 1. The shards are
+    numbered so that the ranks of one place in their nodes have $M$ neighbouring ones, a *slice*:
+    with two nodes of two ranks, ranks 0 and 2 have shards 0 and 1, ranks 1 and 3 have 2 and 3.
+    """
+
+    def __init__(self, links: Links):
+        """
+        ### Join the ranks of a mesh
+
+        * `links` has the mesh, if there is one, and the encodings
+        """
+        super().__init__(mesh=links.mesh)
+        self.links: Links = links
+        # The ranks with the same place on the other nodes, or in the other replicas.
+        self.across = self.replicas = self.group.only_this()
+        if links.has_nodes:
+            self.across = self.groups[1]
+            self.rank = self.group.rank * self.across.size + self.across.rank
+            self.world_size = self.group.size * self.across.size
+        elif len(self.groups) > 1:
+            self.replicas = self.groups[1]
+        # The slice of each layer that this node keeps until backward, by its flat parameter.
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def open(self, sender: Sender, params: dict[nn.Parameter, tuple[str, ...]],
+             device: torch.device | str | None, dtype: torch.dtype | None) -> torch.device:
+        """
+        ### Check the parameters of a layer, as `Communicator.open` does
+
+        Gradients that are encoded have to be real floats. Warns if ranks of one node are on
+        several.
+        """
+        if self.links.gradients:
+            for param, names in params.items():
+                expect(param.is_floating_point() or not param.requires_grad,
+                       f"rank {self.global_rank}: {sender.label}", "real floats, because `Links` "
+                       "encodes gradients", f"{param.dtype}, `{names[0]}`",
+                       "leave `gradients` out, or freeze it")
+        if self.links.has_nodes and self.group.far:
+            warnings.warn(
+                f"rank {self.global_rank}: the mesh says that ranks {[*self.group.ranks]} are on "
+                "one node. torchrun says that they are on several (`LOCAL_WORLD_SIZE`). Then what "
+                "is sent inside a node crosses the slow link.", stacklevel=4)
+        return super().open(sender, params, device, dtype)
+
+    @property
+    def sharers(self) -> tuple[Group, ...]:
+        """
+        ### The groups that take part in a gather: those in this node, and across nodes
+        """
+        return (self.group, self.across)
+
+    # -------------------------------------------------------------------------------------- gather
+
+    def all_gather(self, sender: Sender, pairs: Pairs, exact: bool = True) -> Transfer:
+        """
+        ### All-gather: across the nodes first, then inside each node
+
+        * `pairs` are as for `Communicator.all_gather`
+        * `exact` leaves the weights as they are, whatever `Links` says. `full_params()` and
+          checkpoints get them like this
+
+        In forward each rank gets its slice from the other nodes, and passes the slice on inside its
+        node. So each shard enters a node once, and not once for each rank there. In backward, with
+        `secondary`, the node still has the slice, and nothing goes between nodes.
+        """
+        with self.on(self.fetch_stream):
+            if not in_backward():
+                # The optimizer may have stepped since these were kept.
+                self._forget(full for full, _ in pairs)
+            near = all(id(full) in self._kept for full, _ in pairs)
+            groups = [self.group] if near else [*self.sharers]
+            action = "gather from the node" if near else "gather"
+            transfer = self._begin(groups, [sender], action, pairs)
+            rows = []
+            encodings = [None if exact else _fits(self.links.weights, full) for full, _ in pairs]
+            for (full, shard), encoding in zip(pairs, encodings, strict=True):
+                self._check_shard(sender, full, shard)
+                comm.allocate(full)
+                transfer.from_cpu |= shard.device != full.device
+                rows.append(self._rows_of(full, encoding))
+                if near:
+                    self._slice(rows[-1]).copy_(self._kept.pop(id(full)))
+                else:
+                    self._put(shard, rows[-1][self.rank], encoding)
+                row_bytes = rows[-1][0].nbytes
+                if row_bytes and not near:
+                    transfer.count(self.across, row_bytes)
+                if row_bytes:
+                    transfer.count(self.group, self.across.size * row_bytes)
+                if encoding:
+                    transfer.buffers.append(rows[-1])
+            across = partial(self._gather_all, transfer, self.across, [*map(self._slice, rows)])
+            slices = [each.view(self.group.size, -1) for each in rows]
+            inside = partial(self._gather_all, transfer, self.group, slices)
+            keeps = self.links.secondary and torch.is_grad_enabled() and not in_backward()
+            self._follow(transfer, [inside] if near else [across, inside],
+                         partial(self._arrived, transfer, rows, encodings, keeps))
+            transfer.done.record()
+        nbytes = sum(full.nbytes for full, _ in pairs)
+        sender.listener.record(sender, "fetch", nbytes, transfer)
+        return transfer
+
+    def _rows_of(self, full: torch.Tensor, encoding: Encoding | None) -> torch.Tensor:
+        """
+        #### The rows that travel, `(world_size, n)`: those of the flat parameter, or encoded ones
+        """
+        rows = self.rows(full)
+        if encoding is None:
+            return rows
+        return torch.empty(self.world_size, encoding.nbytes(rows.shape[1]), dtype=torch.uint8,
+                           device=full.device)
+
+    def _put(self, shard: torch.Tensor, row: torch.Tensor, encoding: Encoding | None) -> None:
+        """
+        #### Put this rank's shard into its row
+
+        All ranks decode the same bytes, and this rank its own too. So all of them compute with the
+        same weights.
+        """
+        if encoding:
+            shard = encoding.encode(shard.to(row.device, non_blocking=True).view(1, -1)).view(-1)
+        row.copy_(shard, non_blocking=True)
+
+    def _forget(self, fulls: Iterable[torch.Tensor]) -> None:
+        """
+        #### Drop the slices that are kept of these flat parameters
+        """
+        for full in fulls:
+            self._kept.pop(id(full), None)
+
+    def end_pass(self) -> None:
+        """
+        ### The end of a backward pass: drop the slices that it has not used
+
+        Frozen layers below the first that trains have some, for instance.
+        """
+        self._kept.clear()
+
+    def _slice(self, rows: torch.Tensor) -> torch.Tensor:
+        """
+        #### The rows of the ranks with this place in their nodes: `(M, n)`
+        """
+        return rows.view(self.group.size, self.across.size, -1)[self.group.rank]
+
+    def _gather_all(self, transfer: Transfer, group: Group, rows: list[torch.Tensor]) -> list[Any]:
+        """
+        #### All-gather in one group, into rows of which each rank has its own: `(size, n)`
+        """
+        works: list[Any] = []
+        for each in rows:
+            works += self.gather_rows(group, each, transfer.tag(len(works)))
+        return works
+
+    def _arrived(self, transfer: Transfer, rows: list[torch.Tensor],
+                 encodings: list[Encoding | None], keeps: bool) -> None:
+        """
+        #### All rows are here: decode them, and keep this rank's slice if asked to
+        """
+        for (full, _), each, encoding in zip(transfer.pairs, rows, encodings, strict=True):
+            if keeps:
+                self._kept[id(full)] = self._slice(each).clone()
+            if encoding:
+                out = self.rows(full)
+                out.copy_(encoding.decode(each, out.shape[1]))
+
+    def _follow(self, transfer: Transfer, steps: list[Callable[[], list[Any]]],
+                finish: Callable[[], None]) -> None:
+        """
+        #### Start the first step, and have each other one follow when the one before it has ended
+
+        On an accelerator the stream waits between them. On the CPU the wait for the transfer goes
+        on with the next step, so what the first one sends is what overlaps computation. It is the
+        one between nodes.
+        """
+        if self.by_messages:
+            transfer.works += steps[0]()
+            transfer.later = steps[1:]
+            transfer.finish = finish
+            self.unfinished.append(transfer)
+            return
+        for step in steps:
+            for work in step():
+                work.wait()
+        finish()
+
+    # -------------------------------------------------------------------------------------- reduce
+
+    def reduce_scatter(self, senders: list[Any], pairs: Pairs) -> Transfer:
+        """
+        ### Reduce-scatter: inside the node
+
+        * `senders` and `pairs` are as for `Communicator.reduce_scatter`
+
+        Each rank gets the sums of its slice. `exchange` adds them over the nodes. Encoded gradients
+        are decoded before they are added.
+        """
+        # The backward pass of these layers is over. One that stayed full has not gathered.
+        self._forget(flat.full for sender in senders for flat in sender.flats)
+        encoding = self.links.gradients
+        if encoding is None or self.group.size == 1:
+            return super().reduce_scatter(senders, pairs)
+        with self.on(self.backup_stream):
+            transfer = self._begin([self.group], senders, "reduce", pairs)
+            transfer.add = self._add_decoded
+            for i, (grad, buffer) in enumerate(pairs):
+                coded = encoding.encode(self.rows(grad))  # (world_size, n) uint8
+                received = comm.as_receive_buffer(buffer, coded.view(-1))
+                transfer.pairs[i] = (grad, received)
+                self._all_to_all(transfer, self.group, coded, received)
+        return transfer
+
+    def _all_to_all(self, transfer: Transfer, group: Group, coded: torch.Tensor,
+                    received: torch.Tensor) -> None:
+        """
+        #### Start to send each rank of a group its part, and to receive those for this rank
+
+        * `coded` and `received` have a part for each rank, one after the other
+        """
+        parts = coded.view(group.size, -1)
+        if self.by_messages:
+            works = self.send(group, received.view_as(parts), parts, transfer.tag())
+        else:
+            works = [comm.all_to_all_single(received.view(-1), coded.view(-1),
+                                            group=group.process_group, async_op=True)]
+        transfer.works += works
+        transfer.count(group, parts[0].nbytes, in_ring=False)
+        # What is sent has to stay until it has left.
+        transfer.buffers.append(coded)
+
+    def _add_decoded(self, grad: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        """
+        #### The sums of this rank's slice over the ranks of the node: `(M * shard_numel,)`
+
+        * `grad` is this rank's flat gradient; `received` has the parts of the others, encoded
+
+        This rank's own part has not been encoded, so it adds it as it is.
+        """
+        mine = self._slice(self.rows(grad))
+        return self._sum_decoded(self.group, mine, received).to(grad.dtype).view(-1)
+
+    def _sum_decoded(self, group: Group, mine: torch.Tensor,
+                     received: torch.Tensor) -> torch.Tensor:
+        """
+        #### The sum over a group, in fp32: this rank's rows, and those that others have encoded
+
+        * `mine` is `(rows, n)`; `received` has as many encoded rows for each rank of the group
+        """
+        encoding: Any = self.links.gradients
+        total = torch.zeros_like(mine, dtype=torch.float32)
+        for k, part in enumerate(received.view(group.size, len(mine), -1)):
+            total += mine if k == group.rank else encoding.decode(part, mine.shape[1])
+        return total
+
+    # ------------------------------------------------------------------------------------ exchange
+
+    def exchange(self, sender: Sender,
+                 sums: list[torch.Tensor]) -> tuple[list[torch.Tensor], Transfer | None]:
+        """
+        ### Exchange: start to add the sums of a node over the nodes, or those of a replica over all
+
+        * `sender` is a layer that they belong to, for errors and records
+        * `sums` are `(M * shard_numel,)` each, the sums of this rank's slice
+
+        With nodes each rank keeps one row of its slice; replicas keep all, in place. Returns the
+        totals, which are neither read nor written until the transfer has ended, and the transfer.
+        """
+        if self.across.size == self.replicas.size == 1:
+            return sums, None
+        # The backup stream waits for the compute stream, which has waited for the sums.
+        with self.on(self.backup_stream):
+            has_nodes = self.across.size > 1
+            group = self.across if has_nodes else self.replicas
+            start = self._exchange_nodes if has_nodes else self._exchange_replicas
+            totals = [self._slice_row(each) for each in sums]
+            pairs = [(total, total) for total in totals]
+            transfer = self._begin([group], [sender], "exchange", pairs)
+            transfer.add = partial(self._add_in, group)
+            for i, each in enumerate(sums):
+                start(transfer, i, each)
+        sender.listener.record(sender, "exchange", sum(t.nbytes for t in sums), transfer)
+        return totals, transfer
+
+    def _slice_row(self, sums: torch.Tensor) -> torch.Tensor:
+        """
+        #### This rank's own row of its slice: `(shard_numel,)`
+
+        In memory of its own, so that the sums of the slice are freed when they have been sent.
+        """
+        if self.across.size == 1:
+            return sums
+        return sums.view(self.across.size, -1)[self.across.rank].clone()
+
+    def _exchange_nodes(self, transfer: Transfer, i: int, sums: torch.Tensor) -> None:
+        """
+        #### Start to add sums over the nodes (reduce-scatter)
+
+        Each rank sends the row of each other node there.
+        """
+        group = self.across
+        rows = sums.view(group.size, -1)
+        total = transfer.pairs[i][0]
+        if self.links.gradients:
+            coded = self.links.gradients.encode(rows)
+            received = torch.empty_like(coded)
+            self._all_to_all(transfer, group, coded, received)
+            transfer.pairs[i] = (total, received)
+            transfer.add = self._add_nodes_decoded
+            return
+        if self.by_messages:
+            received = torch.empty_like(rows)
+            works = self.send(group, received, rows, transfer.tag())
+            transfer.pairs[i] = (total, received)
+        else:
+            works = [comm.reduce_scatter_single(total, sums, group=group.process_group,
+                                                async_op=True)]
+        transfer.started(group, works, total.nbytes)
+        transfer.buffers.append(sums)
+
+    def _exchange_replicas(self, transfer: Transfer, i: int, total: torch.Tensor) -> None:
+        """
+        #### Start to add sums over the replicas (all-reduce)
+
+        With an encoding all replicas decode the same bytes, their own too, and add them in the same
+        order. So they keep the same bits. NCCL sends $2 (R-1) / R$ times the bytes, by a ring that
+        carries the parts of the tensor around twice.
+        """
+        group = self.replicas
+        encoding = self.links.gradients
+        if encoding:
+            coded = encoding.encode(total.view(1, -1))
+            received = coded.repeat(group.size, 1)
+            works = self.gather_rows(group, received, transfer.tag())
+            transfer.started(group, works, coded.nbytes)
+            transfer.pairs[i] = (total, received)
+            transfer.add = self._add_replicas_decoded
+        elif self.by_messages:
+            received = total.new_empty(group.size, len(total))
+            works = self.send(group, received, [total] * group.size, transfer.tag())
+            transfer.started(group, works, total.nbytes)
+            transfer.pairs[i] = (total, received)
+        else:
+            work = comm.all_reduce(total, group=group.process_group, async_op=True)
+            transfer.started(group, [work], 2 * total.nbytes // group.size, messages=2)
+
+    def _add_in(self, group: Group, total: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        """
+        #### The sum over a group, in the memory of this rank's own
+
+        * `total` is `(shard_numel,)`; `received` has a row for each rank of the group
+
+        In place, because the layers of a bucket have views of it. NCCL has added already.
+        """
+        if not self.by_messages:
+            return total
+        return total.copy_(comm.sum_of(group, total, received))
+
+    def _add_nodes_decoded(self, total: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        """
+        #### The sum over the nodes, in the memory of this rank's own
+        """
+        rows = self._sum_decoded(self.across, total.view(1, -1), received)
+        return total.copy_(rows.view(-1))
+
+    def _add_replicas_decoded(self, total: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        """
+        #### The sum over the replicas, in the memory of this rank's own
+        """
+        encoding: Any = self.links.gradients
+        return total.copy_(encoding.decode(received, len(total)).sum(dim=0))
+
+    # --------------------------------------------------------------------------------------- other
+
+    def scatter(self, shard: torch.Tensor, full: torch.Tensor) -> None:
+        """
+        ### Give each rank its part of the first rank's buffer
+
+        * `shard` and `full` are as for `Communicator.scatter`
+
+        Inside each node the first rank deals out the slices. Then the first node deals out the rows
+        of each slice. Replicas have dealt out their own buffers, and the first one's counts.
+        """
+        rows = torch.empty(self.across.size * len(shard), dtype=shard.dtype, device=full.device)
+        self.scatter_parts(self.group, rows, full)
+        mine = torch.empty_like(shard, device=full.device)
+        self.scatter_parts(self.across, mine, rows)
+        self._broadcast(self.replicas, mine)
+        shard.copy_(mine)
+
+    def held_tensors(self) -> Iterable[torch.Tensor]:
+        """
+        ### The slices that are kept for backward, and what arrives encoded
+        """
+        yield from self._kept.values()
+        for transfer in self.unfinished:
+            yield from transfer.buffers
