@@ -139,6 +139,8 @@ class Communicator:
         self.groups = (all_ranks(rank, world_size),) if mesh is None else groups_of(mesh)
         self.group = self.groups[0]
         self.replicas = self.group.only_this()
+        # The ranks that have other layers of the same model, the stages of a pipeline.
+        self.stages = self.group.only_this()
         # Which part of each flat parameter is this rank's, and of how many.
         self.rank = self.group.rank
         self.world_size = self.group.size
@@ -310,6 +312,19 @@ class Communicator:
             rows = self._numbers(group, sender, rows.view(-1))
         return rows.view(-1, len(mine))
 
+    def over_stages(self, sender: Sender, mine: torch.Tensor) -> torch.Tensor:
+        """
+        ### All-gather a few numbers of each stage of a pipeline, and wait
+
+        * `mine` are this stage's, `(n,)`
+
+        All ranks must call it, with as many. Returns `(stages, n)`. Without a pipeline all layers
+        are here, so there is one stage, and nothing is sent.
+        """
+        if self.stages.size == 1:
+            return mine[None]
+        return self._numbers(self.stages, sender, mine)
+
     def _numbers(self, group: Group, sender: Sender, mine: torch.Tensor) -> torch.Tensor:
         """
         #### All-gather a few numbers in one group: `(n,)` to `(size, n)`
@@ -479,6 +494,17 @@ class Communicator:
                 lists = [things] * group.size
                 self._together(group, dist.all_gather_object, lists, things)
                 things = [each for several in lists for each in several]
+        return things
+
+    def gather_stages(self, thing: Any) -> list[Any]:
+        """
+        ### A small Python object of each stage of a pipeline (all-gather); all ranks must call it
+
+        Without a pipeline it is this object alone.
+        """
+        things = [thing] * self.stages.size
+        if self.stages.size > 1:
+            self._together(self.stages, dist.all_gather_object, things, thing)
         return things
 
     def agree(self, sender: Named, what: str, expected: str, problem: str, cure: str) -> None:
@@ -1046,7 +1072,24 @@ class Listener(Protocol):
     """
 
     def record(self, sender: Any, event: str, nbytes: int | None = 0,
-               transfer: Transfer | None = None, tier: str = "device") -> None: ...
+               transfer: Counted | None = None, tier: str = "device") -> None: ...
+
+
+class Counted(Protocol):
+    """
+    ## What has been sent, as far as a listener has to know it
+
+    A `Transfer` has these counts, and so has whatever else travels between ranks.
+    """
+
+    @property
+    def sent_bytes(self) -> int: ...
+    @property
+    def between_bytes(self) -> int: ...
+    @property
+    def messages(self) -> int: ...
+    @property
+    def order_bytes(self) -> int: ...
 
 
 class Silence:

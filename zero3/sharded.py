@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero3.comm import ALONE, Communicator, Listener, Reducer
+from zero3.comm import ALONE, Communicator, Listener, Reducer, Silence
 from zero3.flat import FlatParameter, Slot
 from zero3.guards.contents import Contents, Known
 from zero3.guards.gradients import clip_grad_norm_
@@ -363,6 +363,13 @@ class ShardedModel(nn.Module):
 
     sharded_layers: tuple[Sharded, ...]  # those that it was built with
     known: Known
+    listener: Listener = Silence()
+
+    def held_tensors(self) -> Iterable[torch.Tensor | None]:
+        """
+        ### Memory that it holds besides that of its layers, for a `Ledger`
+        """
+        return ()
 
     def get_trainable_chunk(self) -> list[nn.Parameter]:
         """

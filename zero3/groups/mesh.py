@@ -60,7 +60,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -88,14 +87,14 @@ class Group:
     def global_rank(self) -> int:
         return self.ranks[self.rank]
 
-    @cached_property
+    @property
     def far(self) -> int:
         """
         ### How many of its ranks are on other nodes
         """
         return sum(node_of(rank) != node_of(self.global_rank) for rank in self.ranks)
 
-    @cached_property
+    @property
     def next_is_far(self) -> bool:
         """
         ### Whether the next rank of the group is on another node

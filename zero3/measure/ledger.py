@@ -41,8 +41,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from zero3.comm import Listener, Silence, Transfer
-from zero3.sharded import Sharded
+from zero3.comm import Counted, Listener, Silence
+from zero3.sharded import Sharded, ShardedModel
 from zero3.watch import in_backward
 
 
@@ -124,7 +124,7 @@ class Ledger:
 
     def _listen(self, listener: Listener) -> None:
         for module in self.model.modules():
-            if isinstance(module, Sharded):
+            if isinstance(module, Sharded | ShardedModel):
                 vars(module)["listener"] = listener
         if hasattr(self.optimizer, "listener"):
             vars(self.optimizer)["listener"] = listener
@@ -139,7 +139,7 @@ class Ledger:
             self._stepping = None
 
     def record(self, sender: Any, event: str, nbytes: int | None = 0,
-               transfer: Transfer | None = None, tier: str = "device") -> None:
+               transfer: Counted | None = None, tier: str = "device") -> None:
         """
         ### Add an event, and look at what is alive
 
@@ -203,7 +203,7 @@ def _held_by_module(module: nn.Module) -> Iterator[torch.Tensor | None]:
         if param is not None and param.untyped_storage().nbytes():
             yield param
             yield param.grad
-    if isinstance(module, Sharded):
+    if isinstance(module, Sharded | ShardedModel):
         yield from module.held_tensors()
 
 

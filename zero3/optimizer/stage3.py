@@ -211,7 +211,8 @@ class Zero3Optimizer(torch.optim.Optimizer):
         # The options of each param group.
         options: list[dict[str, Any]] = []
         self.shard_states = self._make_shard_states(paths, options)
-        self.expect(bool(self.shard_states), "has nothing to do", "a trainable Zero3Layer", "none",
+        some = any(self.comm.gather_stages(bool(self.shard_states)))
+        self.expect(some, "has nothing to do", "a trainable Zero3Layer", "none",
                     "wrap the model first, and leave some parameter trainable")
         self._choose_fused(optimizer_class, kwargs)
         self._place_states(optimizer_class, kwargs, options)
@@ -277,6 +278,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
           a group without elements on this rank stays empty
         """
         plain = plain_paths(self.model)
+        options += self._options_of_stages(plain)
         found = []
         for layer in self.layers:
             in_chain = layer.layer_idx >= 0
@@ -289,6 +291,27 @@ class Zero3Optimizer(torch.optim.Optimizer):
                     indices = self._group_indices(flat, plain[layer], options)
                     spans = self._spans(flat)
                     found.append(ShardStates(layer, name, flat, dtype, indices, spans))
+        return found
+
+    def _options_of_stages(self, plain: dict[nn.Module, str]) -> list[dict[str, Any]]:
+        """
+        #### The options of each param group, over all stages of a pipeline
+
+        * `plain` are the names of the layers in the plain model
+
+        Each stage has other parameters. All of them get all param groups, in the same order, so
+        that a scheduler sets the same learning rates everywhere. All ranks call it.
+        """
+        if self.comm.stages.size == 1:
+            return []
+        mine: list[dict[str, Any]] = []
+        for layer in self.layers:
+            for flat in layer.flats:
+                if flat.shard.requires_grad:
+                    self._group_indices(flat, plain[layer], mine)
+        found: list[dict[str, Any]] = []
+        for theirs in self.comm.gather_stages(mine):
+            found += [each for each in theirs if each not in found]
         return found
 
     def _set_grad_dtype(self, layer: Zero3Layer, flat: FlatParameter) -> torch.dtype:
@@ -366,7 +389,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         a shortage would show in the middle of the first step, which creates the moments.
         """
         on_device = self.offload.tier == "device"
-        self.device = self.shard_states[0].layer.device if on_device else torch.device("cpu")
+        self.device = self.layers[0].device if on_device else torch.device("cpu")
         two = torch.zeros(2, device=self.device)
         moments: dict[str, None] = {}
         for group in options:
@@ -604,9 +627,12 @@ class Zero3Optimizer(torch.optim.Optimizer):
         # 0.
         squares = self._squares().cpu()  # (all ranks, shards) fp64
         # Replicas have the same gradients, so count those of the first one.
-        norm = squares[: self.comm.world_size].abs().sum().sqrt().item() / self.loss_scale
+        mine = squares[: self.comm.world_size].abs().sum().view(1)
+        # Stages have the gradients of other layers. (stages, 1) fp64
+        stages = self.comm.over_stages(self, mine.to(self.layers[0].device)).cpu()
+        norm = stages.sum().sqrt().item() / self.loss_scale
         if not math.isfinite(norm):
-            self._overflow(squares)
+            self._overflow(squares, stages)
             return None
 
         # Unscale and clip in one multiplication. The 1e-6 is that of `clip_grad_norm_`.
@@ -642,6 +668,9 @@ class Zero3Optimizer(torch.optim.Optimizer):
         All-gather: all ranks call it, and send 8 bytes for each shard to each other rank. Returns
         `(all ranks, shards)` fp64, the same bits on all ranks.
         """
+        if not self.shard_states:
+            # All layers of this stage are frozen.
+            return torch.zeros(self.comm.divisor, 0, dtype=torch.double)
         zero = torch.zeros((), device=self.device)
         norms = []
         is_partial = []
@@ -680,19 +709,25 @@ class Zero3Optimizer(torch.optim.Optimizer):
         flags = iter((rows.sum(dim=0) > 0).tolist())
         return {states: [next(flags) for _ in states.flat.slots] for states in asked}
 
-    def _overflow(self, squares: torch.Tensor) -> None:
+    def _overflow(self, squares: torch.Tensor, stages: torch.Tensor) -> None:
         """
         #### Skip the step on all ranks, and lower the scale
+
+        * `squares` are of each rank and shard of this stage, and `stages` of each stage of a
+          pipeline
 
         The backward pass reaches the last layer first, and an infinity spreads from there to the
         layers below. So in a chain the overflow began in the last layer that has one.
         """
-        worst = squares.abs().sum(dim=0).nan_to_num(math.inf)
-        last = int((worst == worst.max()).nonzero().max())
+        stage = int((~stages.isfinite())[:, 0].nonzero().max())
+        name = f"the layers of rank {self.comm.stages.ranks[stage]}"
+        if stage == self.comm.stages.rank:
+            worst = squares.abs().sum(dim=0).nan_to_num(math.inf)
+            name = self.shard_states[int((worst == worst.max()).nonzero().max())].name
         may_skip = self.scaled and (not self.dynamic or self.loss_scale / 2 >= self.scale_floor)
         scaled = f" at a loss scale of {self.loss_scale:g}, the lowest" if self.scaled else ""
         self.expect(may_skip, "cannot step", f"a finite gradient{scaled}",
-                    f"a norm of inf or nan in {self.shard_states[last].name}",
+                    f"a norm of inf or nan in {name}",
                     "look at the operations of that layer, lower the learning rate, or "
                     "`zero_grad()` and go on")
         self.skipped_steps += 1

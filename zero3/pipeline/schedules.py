@@ -71,6 +71,8 @@ from zero3.guards.options import expect, whole
 
 # What a rank computes.
 PASSES = ("forward", "backward")
+KINDS = (*PASSES, "receive", "send", "receive gradient", "send gradient", "unshard", "reshard",
+         "reduce", "send tied", "receive tied", "send tied gradient", "receive tied gradient")
 GATHERS = ("each", "direction", "stage")
 
 
@@ -85,8 +87,10 @@ class Action(NamedTuple):
     | receive gradient, send gradient | those from the next stage, and to the one before |
     | unshard, reshard | gather the layers of a stage; free them |
     | reduce | reduce the gradients of a stage, once in a step |
+    | send tied, receive tied | the shard of weights that another stage has; it uses them too |
+    | send tied gradient, receive tied gradient | the gradient of that shard, on the way back |
 
-    The last three have no micro-batch, which is −1 there.
+    Those from `unshard` on have no micro-batch, which is −1 there.
     """
 
     kind: str
@@ -95,7 +99,8 @@ class Action(NamedTuple):
 
 
 def actions(schedule: str, ranks: int, micro_batches: int, per_rank: int = 1,
-            gathers: str = "stage") -> list[list[Action]]:
+            gathers: str = "stage", tied: tuple[int, int] | None = None,
+            backward: bool = True) -> list[list[Action]]:
     """
     ## The actions of all ranks in a step
 
@@ -103,6 +108,8 @@ def actions(schedule: str, ranks: int, micro_batches: int, per_rank: int = 1,
     * `ranks` is the length of the pipeline; stage $s$ is on rank `s % ranks`
     * `per_rank` is the number of stages on each rank
     * `gathers` is "each", "direction" or "stage"
+    * `tied` are the first and the last stage that use the same weights
+    * `backward` is false for an evaluation, which only goes forward
 
     Returns a list for each rank. Raises `ValueError` for numbers that do not fit together.
     """
@@ -110,9 +117,10 @@ def actions(schedule: str, ranks: int, micro_batches: int, per_rank: int = 1,
     found = []
     for rank in range(ranks):
         passes = [Action(kind, chunk * ranks + rank, i)
-                  for kind, chunk, i in ORDERS[schedule](rank, ranks, micro_batches, per_rank)]
-        sharded = _with_gathers(passes, gathers)
-        found.append([*_with_transfers(_with_reduces(sharded), ranks, ranks * per_rank)])
+                  for kind, chunk, i in ORDERS[schedule](rank, ranks, micro_batches, per_rank)
+                  if backward or kind == "forward"]
+        sharded = _with_transfers(_with_gathers(passes, gathers), ranks, ranks * per_rank)
+        found.append([*_with_tied(_with_reduces([*sharded]), rank, ranks, tied, backward)])
     return found
 
 
@@ -220,18 +228,6 @@ def _with_gathers(passes: list[Action], gathers: str) -> Iterator[Action]:
         yield Action("reshard", stage)
 
 
-def _with_reduces(found: Iterator[Action]) -> Iterator[Action]:
-    """
-    #### Reduce the gradients of a stage after its last backward pass
-    """
-    listed = [*found]
-    last = {action.stage: k for k, action in enumerate(listed) if action.kind == "backward"}
-    for k, action in enumerate(listed):
-        yield action
-        if last[action.stage] == k:
-            yield Action("reduce", action.stage)
-
-
 def _with_transfers(found: Iterator[Action], ranks: int, stages: int) -> Iterator[Action]:
     """
     #### Receive before a pass what it needs, and send what it has made
@@ -250,3 +246,40 @@ def _with_transfers(found: Iterator[Action], ranks: int, stages: int) -> Iterato
             yield Action("send", stage, i)
         if kind == "backward" and not is_first:
             yield Action("send gradient", stage, i)
+
+
+def _with_reduces(found: list[Action]) -> Iterator[Action]:
+    """
+    #### Reduce the gradients of a stage once its last backward pass is over and it is freed
+
+    On the CPU the gradients of the other ranks arrive in the memory of the freed parameters.
+    """
+    last = {action.stage: k for k, action in enumerate(found) if action.kind == "reshard"}
+    trained = {action.stage for action in found if action.kind == "backward"}
+    for k, action in enumerate(found):
+        yield action
+        if last[action.stage] == k and action.stage in trained:
+            yield Action("reduce", action.stage)
+
+
+def _with_tied(found: Iterator[Action], rank: int, ranks: int, tied: tuple[int, int] | None,
+               backward: bool) -> Iterator[Action]:
+    """
+    #### Lend the shard of tied weights to the other stage that uses them, and take its gradient
+
+    The first stage keeps the weights and their optimizer states. Its last backward pass is the last
+    of all, so the gradient from the other stage is there when it reduces its own.
+    """
+    first, last = tied or (0, 0)
+    apart = first % ranks != last % ranks
+    keeps, borrows = apart and rank == first % ranks, apart and rank == last % ranks
+    if keeps:
+        yield Action("send tied", first)
+    if borrows:
+        yield Action("receive tied", last)
+    for action in found:
+        if keeps and action == Action("reduce", first):
+            yield Action("receive tied gradient", first)
+        yield action
+    if borrows and backward:
+        yield Action("send tied gradient", last)

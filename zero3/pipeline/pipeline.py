@@ -1,0 +1,597 @@
+r"""
+# Pipeline: train a model in stages, each of them sharded
+
+`Pipeline` gives each rank some stages of a model, and carries out the list of actions that
+`schedules.py` makes, one after the other.
+
+Four ranks on a mesh of two pipelines and two shards, ("pipeline", "shard"):
+
+| | rank 0 | rank 1 | rank 2 | rank 3 |
+|---|---|---|---|---|
+| place in the mesh | 0, 0 | 0, 1 | 1, 0 | 1, 1 |
+| keeps | half of stage 0 | half of stage 0 | half of stage 1 | half of stage 1 |
+| rows of the batch | first half | second half | first half | second half |
+| sends activations to | rank 2 | rank 3 | | |
+| gathers and reduces with | rank 1 | rank 0 | rank 3 | rank 2 |
+
+A stage is sharded over the ranks that have it, exactly as a whole model is without a pipeline. So a
+rank keeps $\frac{1}{pN}$ of the model. Rank 0 and rank 2 see the same rows, one after the other.
+
+**A step.** With micro-batches $1, \ldots, m$ of equal size and their losses $L_i$, the gradient is
+that of
+
+$$L = \frac{1}{m} \sum_{i=1}^{m} L_i$$
+
+averaged over the ranks of a stage. So the weights are those of plain training on the global batch.
+Each backward pass adds to the full gradients of its stage; the last action of the stage reduces
+them, once.
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))
+    model = Pipeline(layers, mesh, loss_fn=loss, micro_batches=4)
+    optimizer = Zero3Optimizer(model, torch.optim.AdamW, lr=1e-3)
+    for x, y in batches:
+        loss = model.train_batch(x, y, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+**What stays in memory** from the forward to the backward pass of a micro-batch: what autograd has
+saved, and the tensors that came in, because their gradients are needed. The tensors that went out
+are dropped as soon as they have been received; autograd only needs the place in the graph where
+their gradients arrive.
+
+**Run this**: `python -m pytest tests/test_pipeline.py`.
+
+**Not covered, and what that costs**: every rank builds all layers before it keeps its own. A
+gradient stays whole on each rank of its stage until the last micro-batch, as in `no_sync()`.
+`Zero3Optimizer.predict` knows no pipelines; `costs.py` has the formulas. A batch is cut along its
+first dimension.
+"""
+
+import copy
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from zero3.comm import Communicator
+from zero3.guards.options import expect
+from zero3.offload import Offload
+from zero3.optimizer.stage3 import Zero3Optimizer
+from zero3.pipeline.channels import Channels, Fault, Sent
+from zero3.pipeline.schedules import Action, actions
+from zero3.pipeline.stages import (
+    Borrowed,
+    Stage,
+    StageLayer,
+    balanced,
+    check_cut,
+    holder,
+    names_of,
+    stage_layer,
+    untie,
+)
+from zero3.sharded import Sharded, ShardedModel
+
+_MESHES = (("pipeline", "shard"), ("pipeline", "replicate", "shard"))
+
+
+class Pipeline(ShardedModel):
+    """
+    ## A model in stages
+    """
+
+    # What errors and announcements call it.
+    label = "the pipeline"
+    layer_idx = -1
+
+    def __init__(self, layers: Iterable[nn.Module], mesh: DeviceMesh, *,
+                 loss_fn: Callable[[Any, Any], torch.Tensor], schedule: str = "1f1b",
+                 micro_batches: int = 1, stages: list[int] | None = None, per_rank: int = 1,
+                 gathers: str = "stage", offload: Offload | str | None = None):
+        """
+        ### Cut a model into stages, and shard those of this rank
+
+        All ranks of the mesh call it alike. All of them get the values that the first rank has.
+
+        * `layers` are plain modules; each takes what the one before it returns
+        * `mesh` has the dimensions ("pipeline", "shard"), or ("pipeline", "replicate", "shard")
+        * `loss_fn(output, y)` is the mean loss of the last layer's output, a scalar
+        * `schedule` and `gathers` are as for `actions`
+        * `micro_batches` is the number of parts of a batch
+        * `stages` has the number of layers of each stage; left out, they are balanced by parameters
+        * `per_rank` is the number of stages on each rank, if `stages` is left out
+        * `offload` says where shards rest, as for `Zero3Layer`
+
+        Raises `ValueError` for a mesh, a schedule or stages that cannot be, and as `Zero3Layer`.
+        """
+        super().__init__()
+        layers = [*layers]
+        expect(isinstance(mesh, DeviceMesh) and mesh.mesh_dim_names in _MESHES, "mesh",
+               f"a mesh with the dimensions {_MESHES[0]} or {_MESHES[1]}", f"{mesh}",
+               "`init_device_mesh(device, (2, 2), mesh_dim_names=(\"pipeline\", \"shard\"))`")
+        line = Communicator(mesh=mesh["pipeline"])
+        self.ranks = line.group.size
+        names = names_of(layers)
+        counts = stages
+        if stages is None:
+            # Tied weights count where they are kept, in the first layer that has them.
+            sizes = [0] * len(layers)
+            for p, found in names.items():
+                sizes[int(found[0].split(".")[0])] += p.numel()
+            counts = balanced(sizes, min(self.ranks * per_rank, len(layers)))
+        check_cut(counts, layers, self.ranks)
+        assert counts is not None
+        self.count = len(counts)
+        self.loss_fn = loss_fn
+        self.micro_batches = micro_batches
+        self.holds = gathers != "each"
+        # The stage of each layer.
+        places = [s for s, count in enumerate(counts) for _ in range(count)]
+        tied = {p: found for p, found in names.items()
+                if len({name.split(".")[0] for name in found}) > 1}
+        self.ends = self._ends(tied, places)
+        options = (schedule, self.ranks, micro_batches, self.count // self.ranks, gathers)
+        self.train_lists = actions(*options, self.ends)
+        self.eval_lists = actions(*options, self.ends, backward=False)
+
+        # What the whole model has: the rank of each parameter in the pipeline, and its shape.
+        self.shapes = {name: (places[int(found[0].split(".")[0])] % self.ranks, p.shape, p.dtype)
+                       for p, found in names.items() for name in found}
+        line.broadcast(tensor for layer in layers
+                       for tensor in (*layer.parameters(), *layer.buffers()))
+        self._build(layers, places, mesh, tied, Offload.of(offload), line)
+
+    def _ends(self, tied: dict[nn.Parameter, list[str]], places: list[int]
+              ) -> tuple[int, int] | None:
+        """
+        #### The first and the last stage that use the tied weights
+
+        They are the same stage, if only its own layers share them.
+        """
+        pairs = {tuple(sorted({places[int(name.split(".")[0])] for name in names}))
+                 for names in tied.values()}
+        expect(len(pairs) <= 1 and all(len(pair) <= 2 for pair in pairs), "tied weights",
+               "the same two stages for all of them", f"stages {sorted(pairs)}",
+               "cut the stages elsewhere, with `stages=`")
+        return next(((pair[0], pair[-1]) for pair in pairs), None)
+
+    def _build(self, layers: list[nn.Module], places: list[int], mesh: DeviceMesh,
+               tied: dict[nn.Parameter, list[str]], offload: Offload | None,
+               line: Communicator) -> None:
+        """
+        #### Shard the layers of this rank's stages
+        """
+        own = {i: layer for i, layer in enumerate(layers)
+               if places[i] % self.ranks == line.rank}
+        uses = untie([*own.values()], tied)
+        inner = mesh[tuple(mesh.mesh_dim_names[1:])]  # type: ignore[index]
+        built = {i: stage_layer(layer, inner, offload) for i, layer in own.items()}
+        shared: StageLayer | None = None
+        self.borrowed: Borrowed | None = None
+        if uses:
+            assert self.ends is not None
+            borrows = line.rank != self.ends[0] % self.ranks
+            shared = stage_layer(holder(tied), inner, None if borrows else offload)
+            shared.layer_idx = len(layers)
+            shared.label = "the tied weights"
+            for module, name, param in uses:
+                vars(module)[name] = param
+            if borrows:
+                self.borrowed = Borrowed(shared)
+        self.shared = [shared]
+        stages = {}
+        for s in sorted({places[i] for i in own}):
+            of_stage = {i: layer for i, layer in built.items() if places[i] == s}
+            stages[s] = Stage(s, of_stage, shared if s in (self.ends or ()) else None)
+        # Not registered: they have the same layers.
+        self.stages = stages
+        self.module_list = nn.ModuleDict({str(i): layer for i, layer in built.items()})
+        kept = [*built.values()]
+        if shared is not None and self.borrowed is None:
+            # By this name its parameters have their names in the plain model.
+            self.module = shared
+            kept.append(shared)
+        self.sharded_layers = tuple(kept)
+        self._connect(kept, line)
+
+    def _connect(self, layers: list[StageLayer], line: Communicator) -> None:
+        """
+        #### Let all layers of this rank share a communicator and a reducer, and tell it the stages
+        """
+        first = next(layer for layer in layers if layer.flats)
+        comm = first.comm
+        comm.stages = line.group
+        for layer in layers:
+            layer.comm = comm
+            layer.reducer = first.reducer
+        # For whatever concerns all ranks at once: the same, with the stages among its groups.
+        self.comm = copy.copy(comm)
+        self.comm.groups = (*comm.groups, line.group)
+        self.comm.ranks = tuple(rank for stage in comm.gather_stages(comm.ranks) for rank in stage)
+        self.device = first.device
+        self.channels = Channels(line.group, self.device)
+        self.place = line.group.rank
+
+    def named_layers(self) -> Iterator[tuple[str, Sharded]]:
+        """
+        ### The layers of this rank, with the prefix of their parameters' names
+        """
+        for i, layer in self.module_list.items():
+            yield f"{i}.", layer  # type: ignore[misc]
+        if self.sharded_layers[-1] is self.shared[0]:
+            yield "", self.sharded_layers[-1]
+
+    @contextmanager
+    def full_params(self, writeback: bool = False) -> Iterator[dict[str, nn.Parameter]]:
+        """
+        ### The full parameters of the whole model, named as in `nn.Sequential(*layers)`
+
+        This holds the whole model on each rank. All ranks must enter and leave together. With
+        `writeback=True` the values that the first rank wrote are sharded at the end.
+        """
+        with super().full_params(writeback) as own:
+            found: dict[str, Any] = {}
+            for name, (owner, shape, dtype) in self.shapes.items():
+                found[name] = own.get(name)
+                if found[name] is None:
+                    found[name] = torch.empty(shape, dtype=dtype, device=self.device)
+                self._share(found[name], owner)
+            problem = ""
+            try:
+                yield found
+            except BaseException as error:
+                problem = f"{type(error).__name__}: {error}"
+                raise
+            finally:
+                if writeback:
+                    # The stages wait for each other here, also after an exception.
+                    problems = [each for each in self._comm.gather_stages(problem) if each]
+                    if not problems:
+                        for value in found.values():
+                            self._share(value, 0)
+            if writeback and problems:
+                expect(False, "the model", "a block that ends without an error on all ranks",
+                       problems[0], "look for the error on that rank; nothing is written",
+                       RuntimeError)
+
+    @torch.no_grad()
+    def _share(self, value: torch.Tensor, owner: int) -> None:
+        """
+        #### Give all ranks of this pipeline the values that one of them has
+        """
+        if self.ranks > 1 and value.numel():
+            whole = value.detach().contiguous()
+            dist.broadcast(whole.view(-1).view(torch.uint8), group=self._comm.stages.process_group,
+                           group_src=owner)
+            value.detach().copy_(whole)
+
+    def held_tensors(self) -> Iterator[torch.Tensor | None]:
+        """
+        ### The borrowed weights, which no module has
+        """
+        if self.borrowed is not None:
+            yield from self.borrowed.held_tensors()
+
+    # ------------------------------------------------------------------------------------ a batch
+
+    def train_batch(self, x: Any, y: Any, optimizer: Zero3Optimizer) -> float:
+        """
+        ### Forward and backward of all micro-batches
+
+        * `x` and `y` are this rank's rows: tensors, or tuples, lists and dicts of them. All ranks
+          of a pipeline are given the same ones; the first stage uses `x` and the last one `y`
+
+        Returns the mean loss over all ranks. Gradients add up until `optimizer.zero_grad()`. Raises
+        `ValueError` if the rows cannot be cut into as many parts. An error in one stage is raised
+        on all ranks.
+        """
+        expect(isinstance(optimizer, Zero3Optimizer) and optimizer.model is self, "train_batch",
+               "the `Zero3Optimizer` of this pipeline", type(optimizer).__name__,
+               "build it on the pipeline: `Zero3Optimizer(pipeline, ...)`")
+        return self._run(self.train_lists[self.place], x, y, optimizer)
+
+    def eval_batch(self, x: Any, y: Any) -> float:
+        """
+        ### Forward of all micro-batches, without gradients
+
+        The rest is as for `train_batch`.
+        """
+        with torch.no_grad():
+            return self._run(self.eval_lists[self.place], x, y, None)
+
+    def _run(self, listed: list[Action], x: Any, y: Any, optimizer: Zero3Optimizer | None) -> float:
+        if self.borrowed is not None:
+            self.borrowed.layer.listener = self.listener
+            self.borrowed.reduce_in(optimizer.reduce_dtype if optimizer else None)
+        with self._together():
+            batch = _Batch(self, x, y, optimizer)
+            for action in listed:
+                sent = batch.do(action)
+                self.listener.record(_Doer(self.comm, action), action.kind, 0, sent)
+            if optimizer is not None:
+                for bucket in optimizer.buckets:
+                    bucket.end()
+            self.channels.end()
+            return self._mean_over_ranks(batch.loss)
+
+    def _mean_over_ranks(self, loss: torch.Tensor) -> float:
+        """
+        #### The mean of the last stage's losses, on all ranks
+        """
+        stages = self._comm.over_stages(self, loss.view(1))  # (ranks of the pipeline, 1) fp64
+        last = stages[(self.count - 1) % self.ranks]
+        return float(self._comm.numbers(self, last).mean())
+
+    @property
+    def _comm(self) -> Communicator:
+        return self.sharded_layers[0].comm
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """
+        #### Tell the ranks that wait for this one about an error
+
+        The neighbours in the pipeline get its text. The ranks that share a stage get a fault in the
+        place of the transfer that they wait for.
+        """
+        try:
+            yield
+        except BaseException as error:
+            cause = f"{type(error).__name__}: {error} On rank {self.comm.global_rank}."
+            self.channels.fail(error.cause if isinstance(error, Fault) else cause)
+            comm = self._comm
+            if not comm.broken:
+                comm.announce_fault((*comm.groups, comm.stages), self)
+                comm.broken = f"{error}"
+            for layer in self.sharded_layers:
+                # It may wait for an all-gather that never ends.
+                with suppress(RuntimeError):
+                    layer.reshard()
+            raise
+
+
+class _Doer:
+    """
+    ## Who does an action, for a `Ledger`
+    """
+
+    def __init__(self, comm: Communicator, action: Action):
+        self.comm = comm
+        number = "" if action.micro_batch < 0 else f", micro-batch {action.micro_batch}"
+        self.label = f"stage {action.stage}{number}"
+
+
+class _Batch:
+    """
+    ## A batch on its way through the stages of this rank
+    """
+
+    def __init__(self, pipeline: Pipeline, x: Any, y: Any, optimizer: Zero3Optimizer | None):
+        self.pipeline = pipeline
+        self.optimizer = optimizer
+        self.stages = pipeline.stages
+        self.channels = pipeline.channels
+        self.xs = self._cut(x, "x")
+        self.ys = self._cut(y, "y")
+        shapes = [(tuple(t.shape), str(t.dtype)) if isinstance(t, torch.Tensor) else None
+                  for t in pytree.tree_leaves((x, y))]
+        self.channels.batch = zlib.crc32(repr((shapes, pipeline.training)).encode())
+        # By stage and micro-batch: what has come in and not been used; what has to go out.
+        self.arrived: dict[tuple[int, int], Any] = {}
+        self.leaving: dict[tuple[int, int], Any] = {}
+        # What backward needs: the tensors that came in, and where in the graph gradients arrive.
+        self.kept: dict[tuple[int, int], tuple[Any, list[Any]]] = {}
+        self.loss = torch.zeros((), dtype=torch.double, device=pipeline.device)
+
+    def _cut(self, value: Any, name: str) -> list[Any]:
+        """
+        #### The micro-batches of a batch
+        """
+        count = self.pipeline.micro_batches
+        leaves, spec = pytree.tree_flatten(value)
+        parts = []
+        for leaf in leaves:
+            is_tensor = isinstance(leaf, torch.Tensor)
+            if is_tensor and leaf.dim():
+                expect(len(leaf) % count == 0 and len(leaf) > 0, f"`{name}`",
+                       f"rows for {count} micro-batches", f"{len(leaf)} rows",
+                       "pass a multiple of that, or another `micro_batches=`")
+            parts.append(leaf.chunk(count) if is_tensor and leaf.dim() else [leaf] * count)
+        return [pytree.tree_unflatten([part[i] for part in parts], spec) for i in range(count)]
+
+    def do(self, action: Action) -> Sent | None:
+        """
+        ### Carry out one action of the list
+        """
+        return getattr(self, "_" + action.kind.replace(" ", "_"))(action)
+
+    # ------------------------------------------------------------------------------------- compute
+
+    def _forward(self, action: Action) -> None:
+        """
+        #### Compute a micro-batch through a stage
+        """
+        key = (action.stage, action.micro_batch)
+        value = self.arrived.pop(key) if action.stage else self.xs[action.micro_batch]
+        self.stages[action.stage].begin()
+        output = self.stages[action.stage](value)
+        if action.stage == self.pipeline.count - 1:
+            output = self.pipeline.loss_fn(output, self.ys[action.micro_batch])
+            self.loss += output.detach().double() / self.pipeline.micro_batches
+            edges: list[Any] = [output]
+        else:
+            self._hand_on("leaving", (action.stage + 1, action.micro_batch), output)
+            edges = [get_gradient_edge(t) for t in _trainable(output)]
+        if self.optimizer is not None:
+            self.kept[key] = (value if action.stage else None, edges)
+
+    def _backward(self, action: Action) -> None:
+        """
+        #### Go back through a stage, and add to the full gradients of its layers
+
+        A stage whose outputs need no gradient is frozen, and so is everything before it.
+        """
+        key = (action.stage, action.micro_batch)
+        value, edges = self.kept.pop(key)
+        assert self.optimizer is not None
+        self.stages[action.stage].begin()
+        with self.optimizer.no_sync(), self._borrowed_holds():
+            if action.stage == self.pipeline.count - 1:
+                self.optimizer.backward(edges.pop() / self.pipeline.micro_batches)
+            elif edges:
+                pairs = [(edge, grad) for edge, grad
+                         in zip(edges, self.arrived.pop(key), strict=True) if grad is not None]
+                torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
+        if action.stage:
+            grads = [tensor.grad for tensor in _trainable(value)]
+            self._hand_on("leaving", (action.stage - 1, action.micro_batch), grads)
+
+    @contextmanager
+    def _borrowed_holds(self) -> Iterator[None]:
+        borrowed = self.pipeline.borrowed
+        if borrowed is not None:
+            borrowed.bucket.holds += 1
+        yield
+        if borrowed is not None:
+            borrowed.bucket.holds -= 1
+
+    # ---------------------------------------------------------------------------------------- move
+
+    def _hand_on(self, where: str, key: tuple[int, int], value: Any) -> None:
+        """
+        #### Put a value where the next action finds it
+
+        A single rank has all stages. Then the value is there already.
+        """
+        if self.pipeline.ranks == 1:
+            value = pytree.tree_map_only(
+                torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), value)
+            where = "arrived"
+        getattr(self, where)[key] = value
+
+    def _send(self, action: Action) -> Sent:
+        """
+        #### Send activations to the rank of the next stage
+        """
+        there = Action("receive", action.stage + 1, action.micro_batch)
+        return self._send_to(there, self.leaving.pop(there[1:]))
+
+    def _receive(self, action: Action) -> None:
+        """
+        #### Wait for the activations of the stage before
+        """
+        self.arrived[action[1:]] = self._from(action, action.stage - 1)
+
+    def _send_gradient(self, action: Action) -> Sent:
+        """
+        #### Send the gradients of what came in to the rank of the stage before
+        """
+        there = Action("receive gradient", action.stage - 1, action.micro_batch)
+        return self._send_to(there, self.leaving.pop(there[1:]))
+
+    def _receive_gradient(self, action: Action) -> None:
+        """
+        #### Wait for the gradients of what went out
+        """
+        self.arrived[action[1:]] = self._from(action, action.stage + 1)
+
+    def _send_to(self, there: Action, value: Any) -> Sent:
+        return self.channels.send(there, there.stage % self.pipeline.ranks, value)
+
+    def _from(self, action: Action, stage: int) -> Any:
+        return self.channels.receive(action, stage % self.pipeline.ranks)
+
+    # ---------------------------------------------------------------------------- gather and reduce
+
+    def _unshard(self, action: Action) -> None:
+        """
+        #### Gather a stage; or, if each pass gathers, leave it to the layers themselves
+        """
+        self.stages[action.stage].unshard(self.pipeline.holds)
+
+    def _reshard(self, action: Action) -> None:
+        """
+        #### Free a stage
+        """
+        self.stages[action.stage].reshard()
+
+    @torch.no_grad()
+    def _reduce(self, action: Action) -> None:
+        """
+        #### Start to reduce the gradients of a stage
+
+        The next one finishes it, or the end of the batch.
+        """
+        stage = self.stages[action.stage]
+        for layer in reversed(stage.module_list):
+            layer.reduce()
+        shared = self.pipeline.shared[0]
+        if self.pipeline.borrowed is None and shared is not None and self._is_home(action):
+            shared.reduce()
+
+    def _is_home(self, action: Action) -> bool:
+        return self.pipeline.ends is not None and action.stage == self.pipeline.ends[0]
+
+    # -------------------------------------------------------------------------------- tied weights
+
+    def _send_tied(self, action: Action) -> Sent:
+        """
+        #### Lend this rank's shard of the tied weights to its partner in the last stage
+        """
+        shared = self.pipeline.shared[0]
+        assert shared is not None and self.pipeline.ends is not None
+        shards = [flat.storage.load().to(shared.device, copy=True) for flat in shared.flats]
+        for flat in shared.flats:
+            flat.storage.release()
+        return self._send_to(Action("receive tied", self.pipeline.ends[1]), shards)
+
+    def _receive_tied(self, action: Action) -> None:
+        """
+        #### Borrow the shard
+        """
+        borrowed, ends = self.pipeline.borrowed, self.pipeline.ends
+        assert borrowed is not None and ends is not None
+        borrowed.take(self._from(action, ends[0]))
+
+    def _send_tied_gradient(self, action: Action) -> Sent:
+        """
+        #### Reduce the gradient of the borrowed weights, and send it to where they are kept
+        """
+        borrowed, ends = self.pipeline.borrowed, self.pipeline.ends
+        assert borrowed is not None and ends is not None
+        return self._send_to(Action("receive tied gradient", ends[0]), borrowed.gradients())
+
+    @torch.no_grad()
+    def _receive_tied_gradient(self, action: Action) -> None:
+        """
+        #### Add the gradient of the last stage to this rank's part of the full gradient
+
+        That part is then summed with those of the other ranks, so each element is added once. With
+        replicas it is a sum over all of them already, and only the first one adds it.
+        """
+        shared, ends = self.pipeline.shared[0], self.pipeline.ends
+        assert shared is not None and ends is not None
+        for flat, grad in zip(shared.flats, self._from(action, ends[1]), strict=True):
+            if grad is None:
+                continue
+            if flat.grad is None:
+                flat.begin_grad(torch.empty_like(flat.full, dtype=flat.shard.grad_dtype))
+            flat.zero_missing()
+            flat.ready.update(slot.names for slot in flat.slots)
+            if shared.comm.in_first_replica and flat.grad is not None:
+                shared.comm.rows(flat.grad)[shared.comm.rank] += grad
+
+
+def _trainable(value: Any) -> list[torch.Tensor]:
+    """
+    #### The tensors of a value that need gradients
+    """
+    return [leaf for leaf in pytree.tree_leaves(value)
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad]

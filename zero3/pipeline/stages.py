@@ -1,0 +1,285 @@
+r"""
+# Stages: a part of the model, gathered for as long as the schedule says
+
+A `Stage` is a chain of layers that can be held whole, over several micro-batches.
+
+A layer of a plain chain is freed right after it has computed. In a pipeline the next micro-batch
+needs it a moment later. So `unshard` *holds* the layers of a stage: they are gathered, and every
+attempt to free them is ignored until `reshard`.
+
+| | layers are whole |
+|---|---|
+| not held | while they compute, and while the layer before them does |
+| held | from `unshard` to `reshard` |
+
+**Where to cut.** `balanced` cuts a list of layers so that the largest stage is as small as it can
+be. Five layers with 4, 1, 1, 1 and 5 parameters, for two stages:
+
+| cut after | stages have | largest |
+|---|---|---|
+| 1 | 4, 8 | 8 |
+| **4** | **7, 5** | **7** |
+
+$$\text{best}(i, k) = \min_{j > i} \max\Big(\sum_{\ell=i}^{j-1} P_\ell,\; \text{best}(j, k-1)\Big)$$
+
+**Tied weights.** A language model often uses one matrix twice: as the embedding in the first stage,
+and as the head in the last one. Its shards and optimizer states rest with the first stage. The last
+stage *borrows* it: at the beginning of a step each rank there receives the shard of its partner,
+and at the end it sends the gradient of that shard back. With $N$ ranks in each stage, a tied weight
+of $P$ elements costs $\lceil P/N \rceil$ elements each way, once in a step. No optimizer state is
+kept twice.
+
+**Run this**: `python -m pytest tests/test_pipeline.py -k "tied or cut"`.
+
+**Not covered, and what that costs**: weights may be tied between two stages, not between three.
+Layers are balanced by their parameters, not by the time they take.
+"""
+
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zero3.guards.options import expect
+from zero3.layer import Zero3Layer, Zero3Sequential
+from zero3.offload import Offload
+from zero3.optimizer.buckets import Bucket
+from zero3.schedule import Chain
+from zero3.sharded import Sharded
+from zero3.watch import Call
+
+
+class InTurn(Chain):
+    """
+    ## The schedule of a stage's layers
+
+    As in a chain, but the last layer does not stay full after forward: the next pass is of another
+    micro-batch. A stage that should stay full is held.
+    """
+
+    def stays_full(self, layer: Sharded, call: Call) -> bool:
+        return False
+
+
+class StageLayer(Zero3Layer):
+    """
+    ## A layer that can be held
+
+    Two stages of one rank may use the same tied weights, so it knows who holds it.
+    """
+
+    holders: Any = frozenset()
+
+    def hold(self, stage: int) -> None:
+        """
+        ### Gather the layer, and keep it whole
+        """
+        self.holders = self.holders | {stage}
+        # Nobody calls the layer of tied weights, so it would not notice that they were frozen.
+        self._follow_requires_grad()
+        self.fetch_params()
+
+    def wait(self) -> None:
+        """
+        ### Wait until it is whole
+        """
+        self._wait_params()
+
+    def let_go(self, stage: int) -> None:
+        """
+        ### Free the layer, unless another stage still holds it
+        """
+        self.holders = self.holders - {stage}
+        self._cleanup_params()
+
+    def reshard(self) -> None:
+        self.holders = frozenset()
+        super().reshard()
+
+    def _cleanup_params(self) -> None:
+        if not self.holders:
+            super()._cleanup_params()
+
+
+class Stage(Zero3Sequential):
+    """
+    ## One stage of a pipeline
+    """
+
+    def __init__(self, index: int, layers: dict[int, StageLayer], tied: StageLayer | None):
+        """
+        ### Link the layers
+
+        * `layers` are by their number in the whole model
+        * `tied` has weights that layers of another stage use too
+        """
+        super().__init__(layers.values())
+        self.index = index
+        # In a tuple, because it is no layer of this chain.
+        self.tied = (tied,) * (tied is not None)
+        for i, layer in layers.items():
+            layer.layer_idx = i
+            layer.label = f"layer {i} ({type(layer.module).__name__})"
+            layer.schedule = InTurn()
+
+    def unshard(self, hold: bool) -> None:
+        """
+        ### Gather all layers, and keep them whole until `reshard`
+
+        * `hold` is false if each layer is to gather itself, and to be freed after its part
+        """
+        for layer in (*self.tied, *(self.module_list if hold else ())):
+            layer.hold(self.index)
+
+    def begin(self) -> None:
+        """
+        ### Wait for the tied weights before a pass, because nobody calls their layer
+        """
+        for layer in self.tied:
+            layer.wait()
+
+    def reshard(self) -> None:
+        """
+        ### Free all layers
+        """
+        for layer in (*self.module_list, *self.tied):
+            layer.let_go(self.index)
+
+
+class Borrowed:
+    """
+    ## The copy of tied weights that the last stage borrows
+
+    A layer like that of the first stage, which no optimizer and no checkpoint knows.
+    """
+
+    def __init__(self, layer: StageLayer):
+        self.layer = layer
+        layer.reducer = self.bucket = Bucket(layer.comm, 0)
+        self.shards = [flat.shard for flat in layer.flats]
+
+    @torch.no_grad()
+    def take(self, values: list[torch.Tensor]) -> None:
+        """
+        ### Use these shards, which the first stage has sent
+        """
+        for flat, value in zip(self.layer.flats, values, strict=True):
+            flat.storage.load().copy_(value)
+            flat.storage.save()
+
+    def reduce_in(self, dtype: torch.dtype | None) -> None:
+        """
+        ### Reduce gradients in the data type of the optimizer
+        """
+        for shard in self.shards:
+            shard.grad_dtype = dtype or shard.dtype
+
+    def held_tensors(self) -> Iterator[torch.Tensor | None]:
+        """
+        ### The memory of the copy, for a `Ledger`
+        """
+        yield from self.layer.held_tensors()
+        for shard in self.shards:
+            yield shard
+            yield shard.grad
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """
+        ### Reduce the gradient, and return this rank's part of it
+        """
+        self.layer.reduce()
+        self.bucket.end()
+        found = [None if p.grad is None else p.grad.as_subclass(torch.Tensor) for p in self.shards]
+        self.layer.zero_grad()
+        return found
+
+
+def balanced(sizes: list[int], parts: int) -> list[int]:
+    """
+    ## How many layers each stage gets, so that the largest stage is as small as possible
+
+    * `sizes` are the parameters of each layer
+    """
+    @cache
+    def best(begin: int, parts: int) -> tuple[int, list[int]]:
+        if parts == 1:
+            return sum(sizes[begin:]), [len(sizes) - begin]
+        found = []
+        for end in range(begin + 1, len(sizes) - parts + 2):
+            largest, counts = best(end, parts - 1)
+            found.append((max(sum(sizes[begin:end]), largest), [end - begin, *counts]))
+        return min(found)
+
+    return best(0, parts)[1]
+
+
+def names_of(layers: Iterable[nn.Module]) -> dict[nn.Parameter, list[str]]:
+    """
+    ## All names of each parameter in the plain model, `nn.Sequential(*layers)`
+    """
+    found: dict[nn.Parameter, list[str]] = {}
+    for i, layer in enumerate(layers):
+        for name, param in layer.named_parameters(remove_duplicate=False):
+            found.setdefault(param, []).append(f"{i}.{name}")
+    return found
+
+
+def untie(layers: list[nn.Module], tied: dict[nn.Parameter, list[str]]
+          ) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """
+    ## Take tied parameters out of their modules, and say which module had which by what name
+
+    A layer would otherwise shard them as its own.
+    """
+    found = []
+    for layer in layers:
+        for module in layer.modules():
+            for name, param in [*module._parameters.items()]:
+                if param in tied:
+                    del module._parameters[name]
+                    found.append((module, name, param))
+    return found
+
+
+def holder(tied: dict[nn.Parameter, list[str]]) -> nn.Module:
+    """
+    ## A module with these parameters, under all names that they have in the plain model
+
+    So a checkpoint finds them by any of these names.
+    """
+    root = nn.Module()
+    for param, names in tied.items():
+        for name in names:
+            *path, last = name.split(".")
+            at = root
+            for part in path:
+                if part not in at._modules:
+                    at.add_module(part, nn.Module())
+                at = at._modules[part]  # type: ignore[assignment]
+            at.register_parameter(last, param)
+    return root
+
+
+def stage_layer(module: nn.Module, mesh: DeviceMesh, offload: Offload | None) -> StageLayer:
+    return StageLayer(module, mesh=mesh, offload=offload)
+
+
+def check_cut(counts: Any, layers: list[nn.Module], ranks: int) -> None:
+    """
+    ## Refuse stages that cannot be
+
+    Raises `ValueError`.
+    """
+    expect(isinstance(counts, (list, tuple)) and all(isinstance(n, int) and n > 0 for n in counts)
+           and sum(counts) == len(layers) and len(counts) % ranks == 0, "stages",
+           f"numbers of layers that add up to {len(layers)}, one for each stage, and as many "
+           f"stages on each of {ranks} ranks", repr(counts), "pass one number for each stage")
+    begin = 0
+    for s, count in enumerate(counts):
+        has = any(True for layer in layers[begin : begin + count] for _ in layer.parameters())
+        expect(has, f"stage {s}", "a layer with parameters in each stage", "none",
+               "pass `stages=`, or fewer stages")
+        begin += count
