@@ -77,6 +77,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -323,7 +324,10 @@ class Communicator:
         """
         if self.stages.size == 1:
             return mine[None]
-        return self._numbers(self.stages, sender, mine)
+        # Each stage has other layers, so none of them is announced.
+        whole: Any = SimpleNamespace(label=sender.label, layer_idx=ALONE, comm=self,
+                                     listener=sender.listener)
+        return self._numbers(self.stages, whole, mine)
 
     def _numbers(self, group: Group, sender: Sender, mine: torch.Tensor) -> torch.Tensor:
         """

@@ -237,7 +237,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     """
     layers: list[Any] = [m for m in model.modules() if is_sharded(m)]
     flats = [flat for layer in layers for flat in layer.flats if flat.shard.requires_grad]
-    if not flats:
+    # In a pipeline, all layers of this stage may be frozen.
+    if not layers or not any(layers[0].comm.gather_stages(bool(flats))):
         raise RuntimeError("clip_grad_norm_: no shards. Expected: a model with a trainable "
                            f"Zero3Layer. Got: {type(model).__name__}. What to do: wrap it first.")
     first = layers[0]
@@ -252,6 +253,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         part = plain_part(grad)
         grads.append(part)
         norms.append(norm_of(part, norm_type).double())
+    norms = norms or [torch.zeros((), dtype=torch.double)]
     mine = torch.stack([norm.to(first.device) for norm in norms])  # (shards,) fp64, device
     # Replicas have the same gradients, so count those of the first one.
     norms_of_ranks = first.comm.numbers(first, mine)[: first.comm.world_size]
@@ -277,7 +279,7 @@ def _check_clip(model: nn.Module, first: Any, flats: list[Any], norm_type: float
     first.expect(not stray, "cannot clip", "all trainable parameters in Zero3Layers", stray,
                  "wrap the modules that they are in, or freeze them")
     groups = {flat.owner().comm.groups for flat in flats}
-    first.expect(len(groups) == 1, "cannot clip", "one norm over the same ranks for all layers",
+    first.expect(len(groups) <= 1, "cannot clip", "one norm over the same ranks for all layers",
                  f"layers on {len(groups)} groups of ranks", "clip each model by itself")
     first.expect(norm_type > 0, "cannot clip", "a positive `norm_type`, or math.inf", norm_type,
                  "pass 2.0, or leave it out")

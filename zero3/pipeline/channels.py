@@ -10,7 +10,7 @@ consists of up to three parts:
 
 | part | size | by | when |
 |---|---|---|---|
-| announcement | 48 bytes | gloo | always: what follows, for which stage and micro-batch |
+| announcement | 40 bytes | gloo | always: what follows, for which stage and micro-batch |
 | description | a few hundred bytes | gloo | for shapes that this receiver has not seen |
 | tensors | their bytes | the mesh's backend | always |
 
@@ -49,8 +49,8 @@ from torch.utils import _pytree as pytree
 from zero3.groups.mesh import Group, node_of
 from zero3.pipeline.schedules import KINDS, Action
 
-# Numbers of 8 bytes in an announcement: kind, stage, micro-batch, batch, description, its length.
-_ROW = 6
+# Numbers of 8 bytes in an announcement: kind, stage, micro-batch, description, its length.
+_ROW = 5
 # In the place of the kind: the sender has failed, and its error follows.
 _FAULT = -1
 
@@ -81,32 +81,63 @@ class Channels:
     ## The ways from this rank to the others of its pipeline, and back
     """
 
-    def __init__(self, line: Group, device: torch.device):
+    def __init__(self, line: Group, ranks: tuple[int, ...], device: torch.device):
         """
         ### Make the process groups
 
-        * `line` has the ranks of the pipeline, in order
+        * `line` has the ranks of this pipeline, in order
+        * `ranks` are those of all pipelines side by side, first those that have the first stage
         * `device` is where tensors arrive
 
-        All ranks of the line call it.
+        All of these ranks call it.
         """
         self.line = line
+        self.ranks = ranks
         self.device = device
         self.activations = line.process_group
-        self.gradients = self._group(None)
-        self.control = self._group("gloo")
+        self.gradients = self._group(line.ranks, None)
+        self.control = self._group(ranks, "gloo")
         # Descriptions by receiver or sender, and checksum.
         self._told: set[tuple[int, int]] = set()
         self._known: dict[tuple[int, int], Any] = {}
         # Messages under way, with the tensors that they read.
         self._leaving: deque[tuple[Any, torch.Tensor]] = deque()
-        # A checksum of the shapes of the batch, which all stages are given.
-        self.batch = 0
 
-    def _group(self, backend: str | None) -> Any:
-        if self.line.size == 1:
+    def _group(self, ranks: tuple[int, ...], backend: str | None) -> Any:
+        if len(ranks) == 1:
             return None
-        return dist.new_group(self.line.ranks, backend=backend, use_local_synchronization=True)
+        return dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+
+    def disagreement(self, problem: str, batch: str) -> str:
+        """
+        ### Compare the batches of all stages, before anything moves
+
+        * `problem` is what is wrong with this rank's, or empty; `batch` is what it is like
+
+        All ranks call it: an all-gather of 8 bytes by gloo. Returns the first problem of any rank,
+        the same on all, or an empty text. Pipelines side by side may have different shapes.
+        """
+        mine = torch.tensor(-1 if problem else zlib.crc32(batch.encode()))
+        every = [torch.empty_like(mine) for _ in self.ranks]
+        if self.control is None:
+            return problem
+        dist.all_gather(every, mine, group=self.control)
+        # One row for each stage, one column for each pipeline side by side.
+        found = torch.stack(every).view(self.line.size, -1)
+        if bool((found >= 0).all() and (found == found[0]).all()):
+            return ""
+        texts: list[Any] = [None] * len(self.ranks)
+        dist.all_gather_object(texts, (problem, batch), group=self.control)
+        beside = len(self.ranks) // self.line.size
+        wrong = []
+        for i, (each, batch) in enumerate(texts):
+            first = i % beside
+            if each:
+                wrong.append(f"{each}, on rank {self.ranks[i]}")
+            elif batch != texts[first][1]:
+                wrong.append(f"{texts[first][1]}, on rank {self.ranks[first]}, and {batch}, on "
+                             f"rank {self.ranks[i]}")
+        return "; ".join(wrong)
 
     def send(self, action: Action, to: int, value: Any) -> Sent:
         """
@@ -123,7 +154,7 @@ class Channels:
         checksum = zlib.crc32(told)
         is_new = (to, checksum) not in self._told
         self._told.add((to, checksum))
-        row = [KINDS.index(action.kind), action.stage, action.micro_batch, self.batch, checksum,
+        row = [KINDS.index(action.kind), action.stage, action.micro_batch, checksum,
                len(told) if is_new else 0]
         self._collect()
         order_bytes = self._announce(row, told if is_new else b"", to)
@@ -144,7 +175,7 @@ class Channels:
         Raises `Fault` if the sender has failed, and `RuntimeError` if it does something else.
         """
         row = self._recv(torch.empty(_ROW, dtype=torch.int64), source, self.control).tolist()
-        kind, stage, micro_batch, batch, checksum, length = row
+        kind, stage, micro_batch, checksum, length = row
         told = b""
         if length:
             buffer = torch.empty(length, dtype=torch.uint8)
@@ -156,12 +187,11 @@ class Channels:
             fault.cause = told.decode()
             raise fault
         theirs = Action(KINDS[kind], stage, micro_batch)
-        if (theirs, batch) != (action, self.batch):
-            got = "another batch" if theirs == action else f"those for `{_words(theirs)}`"
+        if theirs != action:
             raise RuntimeError(
-                f"{where}: the stages diverged. Expected: its tensors, of a batch like this one. "
-                f"Got: {got}, from rank {self.line.ranks[source]}. What to do: give all stages "
-                "batches of the same shapes, and the same schedule; then start again.")
+                f"{where}: the stages diverged. Expected: its tensors. Got: those for "
+                f"`{_words(theirs)}`, from rank {self.line.ranks[source]}. What to do: call "
+                "`train_batch` and `eval_batch` in the same order on all ranks. Start again.")
         if told:
             self._known[source, checksum] = pickle.loads(told)
         return pytree.tree_map(lambda each: self._leaf(each, source, self._data(action)),
@@ -176,7 +206,7 @@ class Channels:
         told = text.encode()
         here = self.line.rank
         for to in {(here + 1) % self.line.size, (here - 1) % self.line.size} - {here}:
-            self._announce([_FAULT, 0, 0, 0, 0, len(told)], told, to)
+            self._announce([_FAULT, 0, 0, 0, len(told)], told, to)
 
     def end(self) -> None:
         """
@@ -199,12 +229,14 @@ class Channels:
 
     def _isend(self, tensor: torch.Tensor, to: int, group: Any) -> None:
         if tensor.numel():
-            work = self._wait(lambda: dist.isend(tensor, group=group, group_dst=to))
+            peer = self.line.ranks[to]
+            work = self._wait(lambda: dist.isend(tensor, dst=peer, group=group))
             self._leaving.append((work, tensor))
 
     def _recv(self, buffer: torch.Tensor, source: int, group: Any) -> torch.Tensor:
         if buffer.numel():
-            work: Any = self._wait(lambda: dist.irecv(buffer, group=group, group_src=source))
+            peer = self.line.ranks[source]
+            work: Any = self._wait(lambda: dist.irecv(buffer, src=peer, group=group))
             self._wait(work.wait)
         return buffer
 

@@ -48,9 +48,9 @@ first dimension.
 """
 
 import copy
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,22 +61,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from zero3.comm import Communicator
+from zero3.groups.mesh import Group
 from zero3.guards.options import expect
 from zero3.offload import Offload
 from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.pipeline.channels import Channels, Fault, Sent
 from zero3.pipeline.schedules import Action, actions
-from zero3.pipeline.stages import (
-    Borrowed,
-    Stage,
-    StageLayer,
-    balanced,
-    check_cut,
-    holder,
-    names_of,
-    stage_layer,
-    untie,
-)
+from zero3.pipeline.stages import Borrowed, Plan, Stage, StageLayer, balanced, holder, untie
 from zero3.sharded import Sharded, ShardedModel
 
 _MESHES = (("pipeline", "shard"), ("pipeline", "replicate", "shard"))
@@ -112,112 +103,90 @@ class Pipeline(ShardedModel):
         Raises `ValueError` for a mesh, a schedule or stages that cannot be, and as `Zero3Layer`.
         """
         super().__init__()
-        layers = [*layers]
         expect(isinstance(mesh, DeviceMesh) and mesh.mesh_dim_names in _MESHES, "mesh",
                f"a mesh with the dimensions {_MESHES[0]} or {_MESHES[1]}", f"{mesh}",
                "`init_device_mesh(device, (2, 2), mesh_dim_names=(\"pipeline\", \"shard\"))`")
+        layers = [*layers]
         line = Communicator(mesh=mesh["pipeline"])
         self.ranks = line.group.size
-        names = names_of(layers)
-        counts = stages
-        if stages is None:
-            # Tied weights count where they are kept, in the first layer that has them.
-            sizes = [0] * len(layers)
-            for p, found in names.items():
-                sizes[int(found[0].split(".")[0])] += p.numel()
-            counts = balanced(sizes, min(self.ranks * per_rank, len(layers)))
-        check_cut(counts, layers, self.ranks)
-        assert counts is not None
-        self.count = len(counts)
+        self.place = line.group.rank
+        plan = Plan(layers, self.ranks, stages or balanced(layers, self.ranks * per_rank))
+        self.count = len(plan.counts)
+        self.ends = plan.ends
+        self.shapes = plan.shapes
         self.loss_fn = loss_fn
         self.micro_batches = micro_batches
         self.holds = gathers != "each"
-        # The stage of each layer.
-        places = [s for s, count in enumerate(counts) for _ in range(count)]
-        tied = {p: found for p, found in names.items()
-                if len({name.split(".")[0] for name in found}) > 1}
-        self.ends = self._ends(tied, places)
-        options = (schedule, self.ranks, micro_batches, self.count // self.ranks, gathers)
-        self.train_lists = actions(*options, self.ends)
-        self.eval_lists = actions(*options, self.ends, backward=False)
+        options = (schedule, self.ranks, micro_batches, plan.per_rank, gathers, plan.ends)
+        self.train_list = actions(*options)[self.place]
+        self.eval_list = actions(*options, backward=False)[self.place]
 
-        # What the whole model has: the rank of each parameter in the pipeline, and its shape.
-        self.shapes = {name: (places[int(found[0].split(".")[0])] % self.ranks, p.shape, p.dtype)
-                       for p, found in names.items() for name in found}
         line.broadcast(tensor for layer in layers
                        for tensor in (*layer.parameters(), *layer.buffers()))
-        self._build(layers, places, mesh, tied, Offload.of(offload), line)
+        make = partial(StageLayer, mesh=mesh[mesh.mesh_dim_names[1:]])  # type: ignore[index]
+        self._build(plan, make, Offload.of(offload))
+        self._connect(line.group)
+        self.channels = Channels(line.group, self.comm.ranks, self.device)
 
-    def _ends(self, tied: dict[nn.Parameter, list[str]], places: list[int]
-              ) -> tuple[int, int] | None:
+    def _build(self, plan: Plan, make: Callable[..., StageLayer], offload: Offload | None) -> None:
         """
-        #### The first and the last stage that use the tied weights
+        #### Shard the layers of this rank's stages, and its tied weights
 
-        They are the same stage, if only its own layers share them.
+        * `make(module, offload=)` shards a module over the ranks of a stage
         """
-        pairs = {tuple(sorted({places[int(name.split(".")[0])] for name in names}))
-                 for names in tied.values()}
-        expect(len(pairs) <= 1 and all(len(pair) <= 2 for pair in pairs), "tied weights",
-               "the same two stages for all of them", f"stages {sorted(pairs)}",
-               "cut the stages elsewhere, with `stages=`")
-        return next(((pair[0], pair[-1]) for pair in pairs), None)
-
-    def _build(self, layers: list[nn.Module], places: list[int], mesh: DeviceMesh,
-               tied: dict[nn.Parameter, list[str]], offload: Offload | None,
-               line: Communicator) -> None:
-        """
-        #### Shard the layers of this rank's stages
-        """
-        own = {i: layer for i, layer in enumerate(layers)
-               if places[i] % self.ranks == line.rank}
-        uses = untie([*own.values()], tied)
-        inner = mesh[tuple(mesh.mesh_dim_names[1:])]  # type: ignore[index]
-        built = {i: stage_layer(layer, inner, offload) for i, layer in own.items()}
-        shared: StageLayer | None = None
+        own = plan.own(self.place)
+        uses = untie(own, plan.tied)
+        built = {i: make(layer, offload=offload) for i, layer in own.items()}
+        self.module_list = nn.ModuleDict({str(i): layer for i, layer in built.items()})
+        self.sharded_layers = tuple(built.values())
+        # The layer of tied weights, if this rank uses some; and the same, if they are borrowed.
+        self.tied: tuple[StageLayer, ...] = ()
         self.borrowed: Borrowed | None = None
         if uses:
-            assert self.ends is not None
-            borrows = line.rank != self.ends[0] % self.ranks
-            shared = stage_layer(holder(tied), inner, None if borrows else offload)
-            shared.layer_idx = len(layers)
-            shared.label = "the tied weights"
-            for module, name, param in uses:
-                vars(module)[name] = param
-            if borrows:
-                self.borrowed = Borrowed(shared)
-        self.shared = [shared]
+            self._build_tied(plan, make, offload)
+        for module, name, param in uses:
+            vars(module)[name] = param
         stages = {}
-        for s in sorted({places[i] for i in own}):
-            of_stage = {i: layer for i, layer in built.items() if places[i] == s}
-            stages[s] = Stage(s, of_stage, shared if s in (self.ends or ()) else None)
-        # Not registered: they have the same layers.
+        for s in sorted({plan.places[i] for i in built}):
+            layers = {i: layer for i, layer in built.items() if plan.places[i] == s}
+            stages[s] = Stage(s, layers, self.tied if s in (self.ends or ()) else ())
+        # A dict is not registered: its layers are in `module_list` already.
         self.stages = stages
-        self.module_list = nn.ModuleDict({str(i): layer for i, layer in built.items()})
-        kept = [*built.values()]
-        if shared is not None and self.borrowed is None:
-            # By this name its parameters have their names in the plain model.
-            self.module = shared
-            kept.append(shared)
-        self.sharded_layers = tuple(kept)
-        self._connect(kept, line)
 
-    def _connect(self, layers: list[StageLayer], line: Communicator) -> None:
+    def _build_tied(self, plan: Plan, make: Callable[..., StageLayer],
+                    offload: Offload | None) -> None:
+        """
+        #### Shard the tied weights, to keep or to borrow them
+        """
+        keeps = self.ends is not None and self.place == self.ends[0] % self.ranks
+        tied = make(holder(plan.tied), offload=offload if keeps else None)
+        tied.layer_idx = len(plan.layers)
+        tied.label = "the tied weights"
+        self.tied = (tied,)
+        if keeps:
+            # By this name its parameters have their names in the plain model.
+            self.module = tied
+            self.sharded_layers += self.tied
+        else:
+            self.borrowed = Borrowed(tied)
+
+    def _connect(self, line: Group) -> None:
         """
         #### Let all layers of this rank share a communicator and a reducer, and tell it the stages
+
+        * `line` has the ranks of this pipeline
         """
-        first = next(layer for layer in layers if layer.flats)
-        comm = first.comm
-        comm.stages = line.group
-        for layer in layers:
-            layer.comm = comm
-            layer.reducer = first.reducer
-        # For whatever concerns all ranks at once: the same, with the stages among its groups.
-        self.comm = copy.copy(comm)
-        self.comm.groups = (*comm.groups, line.group)
-        self.comm.ranks = tuple(rank for stage in comm.gather_stages(comm.ranks) for rank in stage)
+        first = next(layer for layer in self.sharded_layers if layer.flats)
         self.device = first.device
-        self.channels = Channels(line.group, self.device)
-        self.place = line.group.rank
+        for layer in self.sharded_layers:
+            layer.comm = first.comm
+            layer.reducer = first.reducer
+        first.comm.stages = line
+        # For what concerns all ranks at once: the same, with the stages among its groups.
+        self.comm = copy.copy(first.comm)
+        self.comm.groups = (*first.comm.groups, line)
+        stages = first.comm.gather_stages(first.comm.ranks)
+        self.comm.ranks = tuple(rank for stage in stages for rank in stage)
 
     def named_layers(self) -> Iterator[tuple[str, Sharded]]:
         """
@@ -225,8 +194,8 @@ class Pipeline(ShardedModel):
         """
         for i, layer in self.module_list.items():
             yield f"{i}.", layer  # type: ignore[misc]
-        if self.sharded_layers[-1] is self.shared[0]:
-            yield "", self.sharded_layers[-1]
+        if self.tied and self.borrowed is None:
+            yield "", self.tied[0]
 
     @contextmanager
     def full_params(self, writeback: bool = False) -> Iterator[dict[str, nn.Parameter]]:
@@ -279,6 +248,13 @@ class Pipeline(ShardedModel):
         if self.borrowed is not None:
             yield from self.borrowed.held_tensors()
 
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        """
+        ### Not possible: a pipeline computes a batch in parts, forward and backward by turns
+        """
+        expect(False, "the pipeline is called", "a batch with its targets", "a forward pass",
+               "call `train_batch(x, y, optimizer)` or `eval_batch(x, y)`", RuntimeError)
+
     # ------------------------------------------------------------------------------------ a batch
 
     def train_batch(self, x: Any, y: Any, optimizer: Zero3Optimizer) -> float:
@@ -295,7 +271,7 @@ class Pipeline(ShardedModel):
         expect(isinstance(optimizer, Zero3Optimizer) and optimizer.model is self, "train_batch",
                "the `Zero3Optimizer` of this pipeline", type(optimizer).__name__,
                "build it on the pipeline: `Zero3Optimizer(pipeline, ...)`")
-        return self._run(self.train_lists[self.place], x, y, optimizer)
+        return self._run(self.train_list, x, y, optimizer)
 
     def eval_batch(self, x: Any, y: Any) -> float:
         """
@@ -304,14 +280,16 @@ class Pipeline(ShardedModel):
         The rest is as for `train_batch`.
         """
         with torch.no_grad():
-            return self._run(self.eval_lists[self.place], x, y, None)
+            return self._run(self.eval_list, x, y, None)
 
     def _run(self, listed: list[Action], x: Any, y: Any, optimizer: Zero3Optimizer | None) -> float:
+        if self._comm.broken:
+            raise RuntimeError(self._comm.broken)
+        batch = _Batch(self, x, y, optimizer)
         if self.borrowed is not None:
             self.borrowed.layer.listener = self.listener
             self.borrowed.reduce_in(optimizer.reduce_dtype if optimizer else None)
         with self._together():
-            batch = _Batch(self, x, y, optimizer)
             for action in listed:
                 sent = batch.do(action)
                 self.listener.record(_Doer(self.comm, action), action.kind, 0, sent)
@@ -320,6 +298,37 @@ class Pipeline(ShardedModel):
                     bucket.end()
             self.channels.end()
             return self._mean_over_ranks(batch.loss)
+
+    def cut(self, x: Any, y: Any, does: str) -> list[list[Any]]:
+        """
+        ### Cut a batch into micro-batches, and compare its shapes with those of the other ranks
+
+        * `does` is what this rank is about to do, "train" or "evaluate"
+
+        Raises `ValueError` on all ranks if they cannot be cut alike. Nothing has changed then.
+        """
+        problem = ""
+        found: list[list[Any]] = []
+        shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves((x, y))
+                  if isinstance(leaf, torch.Tensor)]
+        for name, value in (("x", x), ("y", y)):
+            leaves, spec = pytree.tree_flatten(value)
+            parts = []
+            for leaf in leaves:
+                has_rows = isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+                if has_rows and (not len(leaf) or len(leaf) % self.micro_batches):
+                    problem = problem or f"`{name}` has {len(leaf)} rows"
+                parts.append(leaf.chunk(self.micro_batches) if has_rows
+                             else [leaf] * self.micro_batches)
+            if not problem:
+                found.append([pytree.tree_unflatten([part[i] for part in parts], spec)
+                              for i in range(self.micro_batches)])
+        mode = "training" if self.training else "evaluation"
+        wrong = self.channels.disagreement(problem, f"{shapes} to {does} in {mode} mode")
+        expect(not wrong, f"rank {self.comm.global_rank}: the batch", "the same in all stages, "
+               f"and rows for {self.micro_batches} micro-batches", wrong,
+               "pass a multiple of that many rows, or another `micro_batches=`")
+        return found
 
     def _mean_over_ranks(self, loss: torch.Tensor) -> float:
         """
@@ -345,15 +354,13 @@ class Pipeline(ShardedModel):
             yield
         except BaseException as error:
             cause = f"{type(error).__name__}: {error} On rank {self.comm.global_rank}."
-            self.channels.fail(error.cause if isinstance(error, Fault) else cause)
+            with suppress(RuntimeError):
+                self.channels.fail(error.cause if isinstance(error, Fault) else cause)
             comm = self._comm
             if not comm.broken:
                 comm.announce_fault((*comm.groups, comm.stages), self)
+                # Layers stay as they are, because an all-gather may still write into them.
                 comm.broken = f"{error}"
-            for layer in self.sharded_layers:
-                # It may wait for an all-gather that never ends.
-                with suppress(RuntimeError):
-                    layer.reshard()
             raise
 
 
@@ -378,33 +385,13 @@ class _Batch:
         self.optimizer = optimizer
         self.stages = pipeline.stages
         self.channels = pipeline.channels
-        self.xs = self._cut(x, "x")
-        self.ys = self._cut(y, "y")
-        shapes = [(tuple(t.shape), str(t.dtype)) if isinstance(t, torch.Tensor) else None
-                  for t in pytree.tree_leaves((x, y))]
-        self.channels.batch = zlib.crc32(repr((shapes, pipeline.training)).encode())
+        self.xs, self.ys = pipeline.cut(x, y, "evaluate" if optimizer is None else "train")
         # By stage and micro-batch: what has come in and not been used; what has to go out.
         self.arrived: dict[tuple[int, int], Any] = {}
         self.leaving: dict[tuple[int, int], Any] = {}
         # What backward needs: the tensors that came in, and where in the graph gradients arrive.
         self.kept: dict[tuple[int, int], tuple[Any, list[Any]]] = {}
         self.loss = torch.zeros((), dtype=torch.double, device=pipeline.device)
-
-    def _cut(self, value: Any, name: str) -> list[Any]:
-        """
-        #### The micro-batches of a batch
-        """
-        count = self.pipeline.micro_batches
-        leaves, spec = pytree.tree_flatten(value)
-        parts = []
-        for leaf in leaves:
-            is_tensor = isinstance(leaf, torch.Tensor)
-            if is_tensor and leaf.dim():
-                expect(len(leaf) % count == 0 and len(leaf) > 0, f"`{name}`",
-                       f"rows for {count} micro-batches", f"{len(leaf)} rows",
-                       "pass a multiple of that, or another `micro_batches=`")
-            parts.append(leaf.chunk(count) if is_tensor and leaf.dim() else [leaf] * count)
-        return [pytree.tree_unflatten([part[i] for part in parts], spec) for i in range(count)]
 
     def do(self, action: Action) -> Sent | None:
         """
@@ -424,6 +411,9 @@ class _Batch:
         output = self.stages[action.stage](value)
         if action.stage == self.pipeline.count - 1:
             output = self.pipeline.loss_fn(output, self.ys[action.micro_batch])
+            is_mean = isinstance(output, torch.Tensor) and output.numel() == 1
+            expect(is_mean, "`loss_fn`", "the mean loss, a tensor of one element",
+                   f"{getattr(output, 'shape', type(output))}", "take the mean over the rows")
             self.loss += output.detach().double() / self.pipeline.micro_batches
             edges: list[Any] = [output]
         else:
@@ -532,12 +522,8 @@ class _Batch:
         stage = self.stages[action.stage]
         for layer in reversed(stage.module_list):
             layer.reduce()
-        shared = self.pipeline.shared[0]
-        if self.pipeline.borrowed is None and shared is not None and self._is_home(action):
-            shared.reduce()
-
-    def _is_home(self, action: Action) -> bool:
-        return self.pipeline.ends is not None and action.stage == self.pipeline.ends[0]
+        if self.pipeline.borrowed is None and action.stage in (self.pipeline.ends or ())[:1]:
+            self.pipeline.tied[0].reduce()
 
     # -------------------------------------------------------------------------------- tied weights
 
@@ -545,12 +531,12 @@ class _Batch:
         """
         #### Lend this rank's shard of the tied weights to its partner in the last stage
         """
-        shared = self.pipeline.shared[0]
-        assert shared is not None and self.pipeline.ends is not None
-        shards = [flat.storage.load().to(shared.device, copy=True) for flat in shared.flats]
-        for flat in shared.flats:
+        (tied,), ends = self.pipeline.tied, self.pipeline.ends
+        assert ends is not None
+        shards = [flat.storage.load().to(tied.device, copy=True) for flat in tied.flats]
+        for flat in tied.flats:
             flat.storage.release()
-        return self._send_to(Action("receive tied", self.pipeline.ends[1]), shards)
+        return self._send_to(Action("receive tied", ends[1]), shards)
 
     def _receive_tied(self, action: Action) -> None:
         """
@@ -576,17 +562,17 @@ class _Batch:
         That part is then summed with those of the other ranks, so each element is added once. With
         replicas it is a sum over all of them already, and only the first one adds it.
         """
-        shared, ends = self.pipeline.shared[0], self.pipeline.ends
-        assert shared is not None and ends is not None
-        for flat, grad in zip(shared.flats, self._from(action, ends[1]), strict=True):
+        (tied,), ends = self.pipeline.tied, self.pipeline.ends
+        assert ends is not None
+        for flat, grad in zip(tied.flats, self._from(action, ends[1]), strict=True):
             if grad is None:
                 continue
             if flat.grad is None:
                 flat.begin_grad(torch.empty_like(flat.full, dtype=flat.shard.grad_dtype))
             flat.zero_missing()
             flat.ready.update(slot.names for slot in flat.slots)
-            if shared.comm.in_first_replica and flat.grad is not None:
-                shared.comm.rows(flat.grad)[shared.comm.rank] += grad
+            if tied.comm.in_first_replica and flat.grad is not None:
+                tied.comm.rows(flat.grad)[tied.comm.rank] += grad
 
 
 def _trainable(value: Any) -> list[torch.Tensor]:

@@ -18,7 +18,8 @@ be. Five layers with 4, 1, 1, 1 and 5 parameters, for two stages:
 | cut after | stages have | largest |
 |---|---|---|
 | 1 | 4, 8 | 8 |
-| **4** | **7, 5** | **7** |
+| **3** | **6, 6** | **6** |
+| 4 | 7, 5 | 7 |
 
 $$\text{best}(i, k) = \min_{j > i} \max\Big(\sum_{\ell=i}^{j-1} P_\ell,\; \text{best}(j, k-1)\Big)$$
 
@@ -35,17 +36,16 @@ kept twice.
 Layers are balanced by their parameters, not by the time they take.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from zero3.guards.options import expect
 from zero3.layer import Zero3Layer, Zero3Sequential
-from zero3.offload import Offload
 from zero3.optimizer.buckets import Bucket
 from zero3.schedule import Chain
 from zero3.sharded import Sharded
@@ -100,7 +100,8 @@ class StageLayer(Zero3Layer):
         super().reshard()
 
     def _cleanup_params(self) -> None:
-        if not self.holders:
+        # After a fault in another stage, messages may still arrive in this layer's memory.
+        if not self.holders and not self.comm.broken:
             super()._cleanup_params()
 
 
@@ -109,17 +110,17 @@ class Stage(Zero3Sequential):
     ## One stage of a pipeline
     """
 
-    def __init__(self, index: int, layers: dict[int, StageLayer], tied: StageLayer | None):
+    def __init__(self, index: int, layers: dict[int, StageLayer], tied: tuple[StageLayer, ...]):
         """
         ### Link the layers
 
         * `layers` are by their number in the whole model
-        * `tied` has weights that layers of another stage use too
+        * `tied` has the layer of tied weights, if this stage uses them
         """
         super().__init__(layers.values())
         self.index = index
-        # In a tuple, because it is no layer of this chain.
-        self.tied = (tied,) * (tied is not None)
+        # A tuple is not registered: it is no layer of this chain.
+        self.tied = tied
         for i, layer in layers.items():
             layer.layer_idx = i
             layer.label = f"layer {i} ({type(layer.module).__name__})"
@@ -197,12 +198,93 @@ class Borrowed:
         return found
 
 
-def balanced(sizes: list[int], parts: int) -> list[int]:
+@dataclass
+class Plan:
+    """
+    ## Which rank has which layers, and which weights two stages share
+
+    It is the same on all ranks, because all of them build all layers.
+    """
+
+    layers: list[nn.Module]
+    ranks: int  # of the pipeline
+    counts: list[int]  # the number of layers of each stage
+    places: list[int] = field(init=False)  # the stage of each layer
+    names: dict[nn.Parameter, list[str]] = field(init=False)  # in `nn.Sequential(*layers)`
+    tied: dict[nn.Parameter, list[str]] = field(init=False)  # those of several layers
+    # The first and the last stage that use tied weights; the same one, if only its layers do.
+    ends: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        self._check_counts()
+        self.places = [s for s, count in enumerate(self.counts) for _ in range(count)]
+        self.names = names_of(self.layers)
+        self.tied = {p: names for p, names in self.names.items()
+                     if len({layer_of(name) for name in names}) > 1}
+        pairs = {tuple(sorted({self.places[layer_of(name)] for name in names}))
+                 for names in self.tied.values()}
+        expect(len(pairs) <= 1 and all(len(pair) <= 2 for pair in pairs), "tied weights",
+               "the same two stages for all of them", f"stages {sorted(pairs)}",
+               "cut the stages elsewhere, with `stages=`")
+        for pair in pairs:
+            self.ends = (pair[0], pair[-1])
+        self._check_weights()
+
+    def _check_counts(self) -> None:
+        """
+        #### Refuse stages that cannot be
+        """
+        counts = self.counts
+        good = (isinstance(counts, (list, tuple)) and len(counts) > 0
+                and all(isinstance(n, int) and n > 0 for n in counts)
+                and sum(counts) == len(self.layers) and len(counts) % self.ranks == 0)
+        expect(good, "`stages`", f"numbers of layers that add up to {len(self.layers)}, for as "
+               f"many stages on each of {self.ranks} ranks", repr(counts),
+               "pass a number of layers for each stage")
+
+    def _check_weights(self) -> None:
+        """
+        #### Refuse a stage that would keep nothing
+
+        Its rank would have no layer to send with.
+        """
+        kept = {self.places[layer_of(names[0])] for names in self.names.values()}
+        for s in range(len(self.counts)):
+            expect(s in kept, f"stage {s}", "weights of its own", "none",
+                   "pass `stages=`, or use fewer stages")
+
+    @property
+    def per_rank(self) -> int:
+        return len(self.counts) // self.ranks
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, torch.Size, torch.dtype]]:
+        """
+        ### What each parameter is: the rank in the pipeline that keeps it, its shape and data type
+        """
+        return {name: (self.places[layer_of(names[0])] % self.ranks, p.shape, p.dtype)
+                for p, names in self.names.items() for name in names}
+
+    def own(self, rank: int) -> dict[int, nn.Module]:
+        """
+        ### The layers of a rank, by their number in the whole model
+        """
+        return {i: layer for i, layer in enumerate(self.layers)
+                if self.places[i] % self.ranks == rank}
+
+
+def balanced(layers: list[nn.Module], parts: int) -> list[int]:
     """
     ## How many layers each stage gets, so that the largest stage is as small as possible
 
-    * `sizes` are the parameters of each layer
+    * `parts` is the number of stages
+
+    Tied weights count where they are kept, in the first layer that has them.
     """
+    sizes = [0] * len(layers)
+    for p, names in names_of(layers).items():
+        sizes[layer_of(names[0])] += p.numel()
+
     @cache
     def best(begin: int, parts: int) -> tuple[int, list[int]]:
         if parts == 1:
@@ -213,10 +295,12 @@ def balanced(sizes: list[int], parts: int) -> list[int]:
             found.append((max(sum(sizes[begin:end]), largest), [end - begin, *counts]))
         return min(found)
 
+    expect(0 < parts <= len(layers), "the stages", f"at most {len(layers)}, one for each layer",
+           f"{parts}", "use fewer ranks for the pipeline, or smaller layers")
     return best(0, parts)[1]
 
 
-def names_of(layers: Iterable[nn.Module]) -> dict[nn.Parameter, list[str]]:
+def names_of(layers: list[nn.Module]) -> dict[nn.Parameter, list[str]]:
     """
     ## All names of each parameter in the plain model, `nn.Sequential(*layers)`
     """
@@ -227,15 +311,22 @@ def names_of(layers: Iterable[nn.Module]) -> dict[nn.Parameter, list[str]]:
     return found
 
 
-def untie(layers: list[nn.Module], tied: dict[nn.Parameter, list[str]]
+def layer_of(name: str) -> int:
+    """
+    ## The number of the layer that a parameter's name begins with
+    """
+    return int(name.split(".")[0])
+
+
+def untie(layers: dict[int, nn.Module], tied: dict[nn.Parameter, list[str]]
           ) -> list[tuple[nn.Module, str, nn.Parameter]]:
     """
-    ## Take tied parameters out of their modules, and say which module had which by what name
+    ## Take tied weights out of their modules, and say which module had which by what name
 
-    A layer would otherwise shard them as its own.
+    Otherwise each layer would shard them as its own.
     """
     found = []
-    for layer in layers:
+    for layer in layers.values():
         for module in layer.modules():
             for name, param in [*module._parameters.items()]:
                 if param in tied:
@@ -261,25 +352,3 @@ def holder(tied: dict[nn.Parameter, list[str]]) -> nn.Module:
                 at = at._modules[part]  # type: ignore[assignment]
             at.register_parameter(last, param)
     return root
-
-
-def stage_layer(module: nn.Module, mesh: DeviceMesh, offload: Offload | None) -> StageLayer:
-    return StageLayer(module, mesh=mesh, offload=offload)
-
-
-def check_cut(counts: Any, layers: list[nn.Module], ranks: int) -> None:
-    """
-    ## Refuse stages that cannot be
-
-    Raises `ValueError`.
-    """
-    expect(isinstance(counts, (list, tuple)) and all(isinstance(n, int) and n > 0 for n in counts)
-           and sum(counts) == len(layers) and len(counts) % ranks == 0, "stages",
-           f"numbers of layers that add up to {len(layers)}, one for each stage, and as many "
-           f"stages on each of {ranks} ranks", repr(counts), "pass one number for each stage")
-    begin = 0
-    for s, count in enumerate(counts):
-        has = any(True for layer in layers[begin : begin + count] for _ in layer.parameters())
-        expect(has, f"stage {s}", "a layer with parameters in each stage", "none",
-               "pass `stages=`, or fewer stages")
-        begin += count

@@ -1,0 +1,208 @@
+"""
+# Pipelines: an error in one stage ends all of them, with its cause
+"""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.ranks import run
+from tests.test_pipeline import LENGTH, NAMES, TOKENS, WIDTH, chain, gpt, loss_of
+from zero3 import Zero3Layer, Zero3Optimizer
+from zero3.pipeline import Pipeline
+from zero3.pipeline.channels import Channels, Fault
+from zero3.pipeline.schedules import Action
+
+
+class Raises(torch.autograd.Function):
+    """Identity, with an error in backward"""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("a bad gradient")
+
+
+class Faulty(nn.Module):
+    """A layer that fails on one rank, once it is told how"""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.how = ""
+
+    def forward(self, value):
+        if self.how == "forward":
+            raise ValueError("a bad layer")
+        if self.how == "object":
+            return {**value, "h": object()}
+        if self.how == "dies":
+            os._exit(7)
+        h = self.linear(value["h"])
+        return {**value, "h": Raises.apply(h) if self.how == "backward" else h}
+
+
+def text_of(does):
+    try:
+        return f"{does()}"
+    except (RuntimeError, ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def train_until(how, at):
+    """Three batches; in the second one a rank fails. What each batch returned or raised."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
+    torch.manual_seed(0)
+    layers = gpt(0, torch.float)
+    faulty = [Faulty(), Faulty()]
+    layers[1:1] = faulty[:1]
+    layers[4:4] = faulty[1:]
+    losses = [loss_of]
+    pipeline = Pipeline(layers, mesh, loss_fn=lambda output, y: losses[0](output, y),
+                        micro_batches=4, stages=[2, 5])
+    optimizer = Zero3Optimizer(pipeline, torch.optim.SGD, lr=0.1)
+    x = torch.arange(8 * LENGTH).view(8, LENGTH) % TOKENS
+    told = [text_of(lambda: pipeline.train_batch(x, x, optimizer))]
+    rows = x
+    if dist.get_rank() == at:
+        for layer in faulty:
+            layer.how = how
+        if how == "loss":
+            losses[0] = lambda output, y: output
+        if how == "rows":
+            rows = x[:6]
+        if how == "shapes":
+            rows = x[:4]
+        if how == "mode":
+            pipeline.eval()
+    told.append(text_of(lambda: pipeline.train_batch(rows, rows, optimizer)))
+    pipeline.train()
+    return [*told, text_of(lambda: pipeline.train_batch(x, x, optimizer))]
+
+
+@pytest.mark.parametrize("how, at, cause", [
+    ("forward", 0, "ValueError: a bad layer"), ("forward", 3, "ValueError: a bad layer"),
+    ("backward", 1, "ValueError: a bad gradient"), ("backward", 2, "ValueError: a bad gradient"),
+    ("loss", 2, "the mean loss, a tensor of one element"), ("object", 1, "Got: a object")])
+def test_an_error_in_one_stage_is_raised_in_all_with_its_cause(how, at, cause):
+    """
+    The rank itself raises its own error, and its partner in the other stage quotes it. The others
+    name the rank where they found it. A later batch raises again: gradients are half summed. Breaks
+    where a rank waits for one that has failed.
+    Proves I6, I10, `Pipeline._together`, `Channels.fail`, `Channels.receive`, `Fault`, `_words`,
+    `_described`, `Communicator.announce_fault`.
+    """
+    answers = run(train_until, 4, how, at)
+    assert cause in answers[at][1]
+    assert cause in answers[(at + 2) % 4][1]
+    for rank, (first, second, third) in enumerate(answers):
+        assert "Error" not in first
+        assert "Error" in second or "Fault" in second, (rank, second)
+        assert "look for an error on rank" in second or cause in second
+        assert "Error" in third or "Fault" in third
+
+
+@pytest.mark.parametrize("how, wrong", [
+    ("rows", "`x` has 6 rows, on rank 2"),
+    ("shapes", "[(8, 5), (8, 5)] to train in training mode, on rank 0, and [(4, 5), (4, 5)] to"),
+    ("mode", "in training mode, on rank 0, and [(8, 5), (8, 5)] to train in evaluation mode, on")])
+def test_a_batch_that_does_not_fit_is_refused_on_all_ranks_and_training_goes_on(how, wrong):
+    """
+    The ranks compare before anything is sent, so nothing is lost.
+    Proves I10, `Pipeline.cut`, `Channels.disagreement`.
+    """
+    for first, second, third in run(train_until, 4, how, 2):
+        assert second.startswith("ValueError") and wrong in second
+        assert first == third and float(third) > 0
+
+
+def dies_in_a_stage():
+    return train_until("dies", 3)[1]
+
+
+def test_a_rank_that_dies_ends_the_others():
+    """
+    They raise an error that says what is lost, and wait for nothing.
+    Proves I10, `Channels._wait`, `Channels._isend`, `Channels._recv`.
+    """
+    with pytest.raises(AssertionError) as error:
+        run(dies_in_a_stage, 4, fresh=True)
+    assert "rank 3" in str(error.value)
+
+
+def other_orders():
+    """Rank 1 evaluates where rank 0 trains."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)
+    pipeline = Pipeline(gpt(0, torch.float), mesh, loss_fn=loss_of, micro_batches=2)
+    optimizer = Zero3Optimizer(pipeline)
+    x = torch.arange(2 * LENGTH).view(2, LENGTH) % TOKENS
+    if dist.get_rank():
+        return text_of(lambda: pipeline.eval_batch(x, x))
+    return text_of(lambda: pipeline.train_batch(x, x, optimizer))
+
+
+def test_stages_that_do_different_things_raise_errors():
+    """
+    Breaks where one trains, the other evaluates, and each waits for the other.
+    Proves I6, `Pipeline.cut`.
+    """
+    for told in run(other_orders, 2):
+        assert "to train in training mode, on rank 0, and" in told and "to evaluate" in told
+
+
+def refused():
+    """What constructors and calls say to arguments that cannot be."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)
+    other = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    shared = nn.Linear(2, 2)
+
+    def make(layers=None, where=mesh, **options):
+        return Pipeline(layers or chain(0, torch.float), where, loss_fn=loss_of, **options)
+
+    pipeline = make()
+    elsewhere = Zero3Optimizer(Zero3Layer(nn.Linear(2, 2)))
+    x = torch.zeros(2, LENGTH, dtype=torch.long)
+    return [text_of(does) for does in (
+        lambda: make(where=other), lambda: make(stages=[1, 1]), lambda: make(stages=[2, 1, 2]),
+        lambda: make(stages=[3, "2"]), lambda: make(stages=[4, 1]),
+        lambda: make([nn.Linear(2, 2)]), lambda: make(micro_batches=0),
+        lambda: make(schedule="other"), lambda: make(gpt(0, torch.float), per_rank=2),
+        lambda: make([nn.Linear(2, 2), shared, nn.Linear(2, 2), shared, shared],
+                     schedule="interleaved", micro_batches=2, stages=[2, 1, 1, 1]),
+        lambda: pipeline.train_batch(x, x, elsewhere), lambda: pipeline(x))]
+
+
+def test_what_cannot_be_a_pipeline_is_refused():
+    """
+    Proves `Plan`, `Plan._check_counts`, `Plan._check_weights`, `balanced`, `Pipeline`,
+    `Pipeline.forward`, `Pipeline.train_batch`.
+    """
+    for told in run(refused, 2):
+        for text, part in zip(told, (
+                "a mesh with the dimensions ('pipeline', 'shard')", "Got: [1, 1]",
+                "Got: [2, 1, 2]", "numbers of layers that add up to 5, for as many",
+                "stage 1. Expected: weights of its own. Got: none",
+                "the stages. Expected: at most 1, one for each layer. Got: 2",
+                "`micro_batches`, at least 1. Got: 0", "Got: 'other'",
+                "one stage on each rank with 1f1b. Got: 2",
+                "tied weights. Expected: the same two stages for all of them",
+                "the `Zero3Optimizer` of this pipeline", "call `train_batch(x, y, optimizer)`"),
+                strict=True):
+            assert part in text and "What to do: " in text, text
+
+
+def test_a_fault_keeps_the_cause_for_the_ranks_after_this_one():
+    """
+    Proves `Fault`, `Channels`.
+    """
+    fault = Fault("rank 1: another rank has failed.")
+    assert fault.cause == "" and issubclass(Fault, RuntimeError)
+    assert Action("receive", 1, 0) != Action("receive", 1, 1)
+    assert Channels.fail.__doc__
