@@ -38,7 +38,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer that is computed again in backward"""
+    """A layer that is computed again in backward, and hands on what came in too"""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,9 @@ class Block(nn.Module):
 
     def forward(self, value):
         h = checkpoint(lambda h: torch.tanh(self.linear(h)), value["h"], use_reentrant=False)
-        return {**value, "h": value["h"] + h * value["mask"] * value["times"]}
+        h = value["h"] + h * value["mask"] * value["times"]
+        # The first activations pass through, unless they have passed through this one before.
+        return {**value, "h": h, "first": value.get("first", value["h"])}
 
 
 class Head(nn.Module):
@@ -59,7 +61,7 @@ class Head(nn.Module):
         self.linear.weight = embedding.tokens.weight
 
     def forward(self, value):
-        return self.linear(self.norm(value["h"]))
+        return self.linear(self.norm(value["h"] + value["first"]))
 
 
 def gpt(seed, dtype):
@@ -124,7 +126,7 @@ def difference(make, shape, micro_batches, names=NAMES, frozen=(), dtype=torch.d
         expected_norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         other.step()
         other.zero_grad()
-        worst = max(worst, abs(loss - float(expected)), abs(norm - float(expected_norm)))
+        worst = max(worst, abs(loss - expected.item()), abs(norm - expected_norm.item()))
         with torch.no_grad():
             worst = max(worst, abs(pipeline.eval_batch(x[mine], y[mine])
                                    - float(loss_of(plain(x), y))))
@@ -205,7 +207,7 @@ def with_tiers(folder):
 
 def test_from_files_and_cpu_memory_and_with_a_loss_scale(tmp_path):
     """
-    Two stages of two shards, whose optimizer states, or weights too, rest in CPU memory or in files:
+    Two stages of two shards. Optimizer states, or weights too, rest in CPU memory or in files:
     what users of DeepSpeed asked for. The lent shard of tied weights comes from a file too.
     Proves I8, `Pipeline.train_batch`, `Borrowed.reduce_in`.
     """
@@ -325,14 +327,27 @@ def used():
     events = [event for event in tape.events if event.layer.startswith("stage ")]
     passes = sum(event.event in ("forward", "backward") for event in events)
     with pipeline.full_params(writeback=True) as params:
-        moved = {name: float((before[name] - p).abs().max()) for name, p in params.items()}
+        moved = {name: (before[name] - p).abs().max().item() for name, p in params.items()}
         if dist.get_rank() == 0:
             for name, p in params.items():
                 p.data.copy_(before[name])
+    wrong = [refused_write(pipeline, how) for how in ("shape", "raises")]
     with pipeline.full_params() as params:
         back = all(torch.equal(before[name], p) for name, p in params.items())
     groups = [group["lr"] for group in optimizer.param_groups]
-    return float(norm), stepped, passes, groups, moved, back
+    return float(norm), stepped, passes, groups, moved, back, wrong
+
+
+def refused_write(pipeline, how):
+    """What a rank says if one of them writes what does not fit, or raises an error."""
+    with pytest.raises((RuntimeError, ValueError)) as error, \
+            pipeline.full_params(writeback=True) as params:
+        params["4.norm.bias"].data.fill_(7)
+        if how == "shape" and dist.get_rank() == 0:
+            params["2.linear.bias"].data = params["2.linear.bias"].new_zeros(3)
+        if how == "raises" and dist.get_rank() == 1:
+            raise ValueError("not this one")
+    return str(error.value)
 
 
 def test_norms_groups_accumulation_and_full_params_are_those_of_the_whole_model():
@@ -344,7 +359,9 @@ def test_norms_groups_accumulation_and_full_params_are_those_of_the_whole_model(
     `clip_grad_norm_`, `Counted`, `_Doer`, `ShardedModel.held_tensors`, `Borrowed.held_tensors`.
     """
     answers = run(used, 4)
-    for norm, stepped, passes, groups, moved, back in answers:
+    for norm, stepped, passes, groups, moved, back, (shape, raises) in answers:
+        assert "Got: `2.linear.bias` of (3,), torch.float64, on rank 0." in shape
+        assert "not this one" in raises
         assert norm == pytest.approx(answers[0][0], rel=1e-12)
         assert stepped == answers[0][1] and passes == 2 * 2 * 2
         assert groups == [0.1, 0.2] and moved == answers[0][4] and back

@@ -215,20 +215,24 @@ class Pipeline(ShardedModel):
             problem = ""
             try:
                 yield found
+                for name, value in found.items():
+                    if (value.shape, value.dtype) != self.shapes[name][1:]:
+                        problem = f"`{name}` of {tuple(value.shape)}, {value.dtype}"
             except BaseException as error:
                 problem = f"{type(error).__name__}: {error}"
                 raise
             finally:
                 if writeback:
                     # The stages wait for each other here, also after an exception.
-                    problems = [each for each in self._comm.gather_stages(problem) if each]
+                    problems = [f"{each}, on rank {rank}" for rank, each in zip(
+                        self.comm.ranks, self.comm.gather(problem), strict=True) if each]
                     if not problems:
                         for value in found.values():
                             self._share(value, 0)
             if writeback and problems:
-                expect(False, "the model", "a block that ends without an error on all ranks",
-                       problems[0], "look for the error on that rank; nothing is written",
-                       RuntimeError)
+                expect(False, "the model is not written back", "a block that ends without an error, "
+                       "and parameters of the same shape and type", problems[0],
+                       "look for the error on that rank; nothing has changed", RuntimeError)
 
     @torch.no_grad()
     def _share(self, value: torch.Tensor, owner: int) -> None:
@@ -390,7 +394,7 @@ class _Batch:
         self.arrived: dict[tuple[int, int], Any] = {}
         self.leaving: dict[tuple[int, int], Any] = {}
         # What backward needs: the tensors that came in, and where in the graph gradients arrive.
-        self.kept: dict[tuple[int, int], tuple[Any, list[Any]]] = {}
+        self.kept: dict[tuple[int, int], tuple[list[torch.Tensor], list[Any]]] = {}
         self.loss = torch.zeros((), dtype=torch.double, device=pipeline.device)
 
     def do(self, action: Action) -> Sent | None:
@@ -420,7 +424,7 @@ class _Batch:
             self._hand_on("leaving", (action.stage + 1, action.micro_batch), output)
             edges = [get_gradient_edge(t) for t in _trainable(output)]
         if self.optimizer is not None:
-            self.kept[key] = (value if action.stage else None, edges)
+            self.kept[key] = (_trainable(value) if action.stage else [], edges)
 
     def _backward(self, action: Action) -> None:
         """
@@ -429,7 +433,7 @@ class _Batch:
         A stage whose outputs need no gradient is frozen, and so is everything before it.
         """
         key = (action.stage, action.micro_batch)
-        value, edges = self.kept.pop(key)
+        came_in, edges = self.kept.pop(key)
         assert self.optimizer is not None
         self.stages[action.stage].begin()
         with self.optimizer.no_sync(), self._borrowed_holds():
@@ -440,7 +444,7 @@ class _Batch:
                          in zip(edges, self.arrived.pop(key), strict=True) if grad is not None]
                 torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
         if action.stage:
-            grads = [tensor.grad for tensor in _trainable(value)]
+            grads = [tensor.grad for tensor in came_in]
             self._hand_on("leaving", (action.stage - 1, action.micro_batch), grads)
 
     @contextmanager
