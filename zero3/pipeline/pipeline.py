@@ -230,8 +230,8 @@ class Pipeline(ShardedModel):
                         for value in found.values():
                             self._share(value, 0)
             if writeback and problems:
-                expect(False, "the model is not written back", "a block that ends without an error, "
-                       "and parameters of the same shape and type", problems[0],
+                expect(False, "the model is not written back", "a block that ends without an "
+                       "error, and parameters of the same shape and type", problems[0],
                        "look for the error on that rank; nothing has changed", RuntimeError)
 
     @torch.no_grad()
