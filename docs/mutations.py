@@ -275,6 +275,39 @@ MUTATIONS = [
         symptom="loaded; weights that differ from the saved ones: 1",
         why="One bit in the file of rank 1 has changed, and with it the sign of a weight. Only "
             "the checksum can distinguish this weight from a trained one."),
+    Mutation(
+        "parts", "pipeline/pipeline.py", "_Batch._backward",
+        title="The losses of micro-batches are not divided",
+        old="                self.optimizer.backward(edges.pop() / self.pipeline.micro_batches)\n",
+        new="                self.optimizer.backward(edges.pop())\n",
+        breaks="I7", program="stages",
+        healthy="steps of the others: 1.00 to 1.00 times",
+        symptom="steps of the others: 4.00 to 4.00 times",
+        why="Each micro-batch has a mean loss over its own rows, and their gradients add up. With "
+            "four of them the gradient is four times that of the batch. The loss that is printed "
+            "does not show it, because it is divided elsewhere."),
+    Mutation(
+        "tied", "pipeline/pipeline.py", "_Batch._receive_tied_gradient",
+        title="The gradient of the borrowed weights is not added",
+        old="                tied.comm.rows(flat.grad)[tied.comm.rank] += grad\n",
+        new="                tied.comm.rows(flat.grad)[tied.comm.rank] += 0\n",
+        breaks="I1", program="stages",
+        healthy="step of the tied weight: 1.00 times that of plain PyTorch",
+        symptom="step of the tied weight: 0.",
+        why="The last stage uses the weight too, and has its own part of the gradient. Without it "
+            "the embedding of a language model learns only from its use as an embedding. It still "
+            "learns, so nothing looks wrong."),
+    Mutation(
+        "hold", "pipeline/stages.py", "Stage.unshard",
+        title="A stage is not held from one micro-batch to the next",
+        old="        for layer in (*self.tied, *(self.module_list if hold else ())):\n",
+        new="        for layer in self.tied:\n",
+        breaks="I4", program="stages",
+        healthy="gathers of three layers: 3",
+        symptom="gathers of three layers: 17",
+        why="Each layer frees itself when it has computed, and gathers itself when it is needed, "
+            "so the weights are right. But a step sends the weights of a stage twice for each "
+            "micro-batch, and not once."),
 ]
 
 

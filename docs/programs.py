@@ -27,11 +27,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save
 from zero3.estimate.formulas import describe
 from zero3.estimate.predict import predict
 from zero3.measure.ledger import Ledger, held_bytes
+from zero3.pipeline import Pipeline
 
 ROWS = 4  # of each rank's batch
 WIDTH = 6  # of a row, of the input and of the output
@@ -383,3 +385,31 @@ def damage() -> None:
     load("saved", other)
     changed = int((weights(other) != weights(model)).sum())
     print(f"loaded; weights that differ from the saved ones: {changed}")
+
+
+def stages() -> None:
+    """
+    ## A step of two stages, the first and the last of whose layers share a weight
+    """
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH).double() for _ in range(4)]
+    layers[3].weight = layers[0].weight
+    plain = nn.Sequential(*copy.deepcopy(layers))
+    before = {name: p.detach().clone() for name, p in plain.named_parameters()}
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pipeline", "shard"))
+    model = Pipeline(layers, mesh, loss_fn=lambda output, _: output.square().mean(),
+                     micro_batches=4)
+    optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=RATE)
+    every, _ = batch()
+    with Ledger(model, optimizer) as tape:
+        model.train_batch(every, every, optimizer)
+    optimizer.step()
+    plain(every).square().mean().backward()
+    descend(plain)
+    with model.full_params() as params:
+        moved = {name: (params[name] - old).norm() / (p - old).norm()
+                 for (name, p), old in zip(plain.named_parameters(), before.values(), strict=True)}
+    print(f"step of the tied weight: {moved.pop('0.weight'):.2f} times that of plain PyTorch")
+    print(f"steps of the others: {min(moved.values()):.2f} to {max(moved.values()):.2f} times")
+    fetches = sum(event.event == "fetch" for event in tape.events)
+    print(f"gathers of three layers: {fetches}")

@@ -58,8 +58,9 @@ this rank begins, so two gathers per stage are enough, and one for the last.
 **Run this**: `python -m zero3.pipeline --ranks 4 --micro-batches 8 --schedule 1f1b` draws a
 schedule.
 
-**Not covered, and what that costs**: training. This chapter plans a step and counts what it costs;
-`Zero3Sequential` has one stage. And schedules that cut a backward pass in two, one part for the
+A `Pipeline` carries out these lists (`pipeline.py`).
+
+**Not covered, and what that costs**: schedules that cut a backward pass in two, one part for the
 activations and one for the weights. They fill the bubble with the second part.
 """
 
