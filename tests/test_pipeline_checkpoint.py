@@ -269,7 +269,7 @@ def test_a_pipeline_saves_and_every_layout_loads_and_goes_on(saved, layout):
     that step is equal to the bit, and so are the random numbers. Breaks where a rank looks for a
     shard in the files of another stage, and where a stage keeps its own learning rate of a param
     group that only another stage has parameters of.
-    Proves I10, `save_load.save`, `load`, `Entries.contents`, `Contents`, `Entries.place`,
+    Proves I10, `save_load.save`, `load`, `Entries.tensor_names`, `TensorNames`, `Entries.place`,
     `Entries.file_number`, `CheckpointReader.files_at`, `CheckpointReader.find`.
     """
     folder, answers = saved
@@ -327,7 +327,7 @@ def test_each_rank_gets_the_buffers_of_its_own_stage(saved, tmp_path):
     The buffers differ between ranks. On the same layout each rank has its own again; elsewhere it
     has those of the rank with the same shard in the stage that saved them. Breaks where a buffer is
     looked for in the first stage.
-    Proves `CheckpointReader.replicated`, `Entries.contents`.
+    Proves `CheckpointReader.replicated`, `Entries.tensor_names`.
     """
     folder, answers = saved
     own = [rank[1][2] for rank in answers]

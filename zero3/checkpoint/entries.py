@@ -137,7 +137,7 @@ class Entry(NamedTuple):
     key: str  # "param" or a moment; for a whole tensor its name
 
 
-class Contents(NamedTuple):
+class TensorNames(NamedTuple):
     """
     ## The names of all tensors of a model
 
@@ -418,24 +418,24 @@ class Entries:
 
     # -------------------------------------------------------------------------------------- check
 
-    def contents(self) -> Contents:
+    def tensor_names(self) -> TensorNames:
         """
         ### The names of all tensors of the model (all-gather in a pipeline; all ranks must call it)
         """
         mine = [(self.names(flat, slot), index) for flat in self.flats
                 for slot, index in zip(flat.parameter.slots, flat.indices, strict=True)]
-        found = Contents([], set())
+        found = TensorNames([], set())
         for params, replicated in self.comm.gather_stages((mine, [*self.replicated])):
             found.params.extend(params)
             found.replicated.update(replicated)
         return found
 
-    def check(self, checkpoint: CheckpointReader, contents: Contents) -> dict[int, int]:
+    def check(self, checkpoint: CheckpointReader, everywhere: TensorNames) -> dict[int, int]:
         """
         ### Find every tensor in a checkpoint, and make sure that the optimizer can go on
 
-        * `contents` is the result of `contents`. Each rank of a pipeline finds its own tensors, and
-          judges by the names of all whether the checkpoint has one too many
+        * `everywhere` is the result of `tensor_names`. Each rank of a pipeline finds its own
+          tensors. Whether the checkpoint has one too many, it judges by the names of all
 
         Fills in `found` and `states` of each flat parameter. Returns this optimizer's param group
         for each of the checkpoint's. Raises `Broken` if the checkpoint does not fit.
@@ -454,9 +454,9 @@ class Entries:
                 _expect(not states["moments"] or {*needs} <= {*states["moments"]},
                         f"`{flat.found[0].name}` has {states['moments']} there, and this optimizer "
                         f"needs {needs}")
-        groups = _match_groups(checkpoint, contents)
+        groups = _match_groups(checkpoint, everywhere)
         self._check_optimizer(checkpoint, self._check_options(checkpoint, groups))
-        self._match_replicated(checkpoint, contents)
+        self._match_replicated(checkpoint, everywhere)
         return groups
 
     def _wanted(self, checkpoint: CheckpointReader) -> dict[int | None, list[str]]:
@@ -495,13 +495,13 @@ class Entries:
             flat.found.append(param)
             flat.states.append(checkpoint.states(param))
 
-    def _match_replicated(self, checkpoint: CheckpointReader, contents: Contents) -> None:
+    def _match_replicated(self, checkpoint: CheckpointReader, everywhere: TensorNames) -> None:
         """
         #### Find the tensors that every rank has whole
 
         Raises `Broken` if one of them is missing, or if the checkpoint has one more.
         """
-        sharded = {name for names, _ in contents.params for name in names}
+        sharded = {name for names, _ in everywhere.params for name in names}
         # A checkpoint that was converted from another format has buffers among its parameters, and
         # may have a tied parameter once under each of its names.
         there = {param.name for param in checkpoint.params} - sharded
@@ -510,7 +510,7 @@ class Entries:
         # A tensor with several names needs only one of them.
         found_ids = {id(t) for t in self.found.values()}
         missing = {name for name, t in self.replicated.items() if id(t) not in found_ids}
-        for names, has, lacks in ((there - contents.replicated, "the checkpoint", "this model"),
+        for names, has, lacks in ((there - everywhere.replicated, "the checkpoint", "this model"),
                                   (missing, "this model", "the checkpoint")):
             some = ", ".join(f"`{name}`" for name in sorted(names)[:5])
             _expect(not names, f"{some}, {len(names)} in all, in {has} and not in {lacks}")
@@ -727,14 +727,14 @@ def _expect(good: bool, problem: str) -> None:
         raise Broken(problem)
 
 
-def _match_groups(checkpoint: CheckpointReader, contents: Contents) -> dict[int, int]:
+def _match_groups(checkpoint: CheckpointReader, everywhere: TensorNames) -> dict[int, int]:
     """
     #### This optimizer's param group for each of the checkpoint's, by the parameters in them
 
     All ranks of a pipeline have all param groups, so this looks at the parameters of all stages.
     """
     groups: dict[int, int] = {}
-    for names, mine in contents.params:
+    for names, mine in everywhere.params:
         param = checkpoint.find(names)
         theirs = param.entry["param_group"] if param else None
         if theirs is None or mine is None:

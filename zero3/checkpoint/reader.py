@@ -25,6 +25,9 @@ shards of $S = \lceil P_\ell/N \rceil$ elements. Element $i$ of a parameter at o
 $$\text{file of rank} = \left\lfloor \frac{o + i}{S} \right\rfloor \qquad
 \text{element of its shard} = (o + i) \bmod S$$
 
+Everything else is built on this one operation: resuming on another number of ranks, moving
+parameters to other layers, and converting to other formats.
+
 **In a pipeline** each rank has the layers of its own stages. The ranks with the same layers are at
 one *place* of the pipeline, and the manifest says for each flat parameter at which. The files of
 place 0 come first. With two places of two ranks:
@@ -34,11 +37,8 @@ place 0 come first. With two places of two ranks:
 | place in the pipeline | 0 | 0 | 1 | 1 |
 | shard of each flat parameter there | 0 | 1 | 0 | 1 |
 
-So at place $p$ the file has the number $pN$ more than the one above. Without a pipeline there is
-place 0 alone.
-
-Everything else is built on this one operation: resuming on another number of ranks, moving
-parameters to other layers, and converting to other formats.
+So the file of a shard at place $p$ has a number that is larger by $pN$ than in the formula above.
+Without a pipeline there is place 0 alone.
 
 **All or nothing.** A save writes into a folder with a name that ends in `.partial`. When all files
 are on the disk, rank 0 writes the manifest under a temporary name, forces it to the disk and
@@ -540,7 +540,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     places = manifest["places"]
     one_file_each = 0 < len(manifest["files"]) == places * manifest["world_size"]
     known = manifest["format"] == FORMAT and version in (1, VERSION)
-    if not (known and one_file_each and all(0 <= place < places for place in used)):
+    if not (known and one_file_each and all(0 <= place < places for place in (0, *used))):
         raise ValueError("another program wrote it")
     return manifest
 

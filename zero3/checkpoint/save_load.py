@@ -464,7 +464,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
                         lambda _: {"folder": os.path.realpath(folder)})
     comm = entries.comm
     _end_last_save(comm)
-    contents = entries.contents()
+    everywhere = entries.tensor_names()
     # Rank 0 chooses, because other machines may see an older state of a shared folder.
     path = Path(folder)
     with suppress(OSError):
@@ -474,7 +474,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     problem = ""
     try:
         checkpoint = CheckpointReader(path)
-        groups = entries.check(checkpoint, contents)
+        groups = entries.check(checkpoint, everywhere)
         _read_all(checkpoint, entries)
         extra = decode(checkpoint.manifest["extra"])
         states = _random_states_of(checkpoint, entries)
