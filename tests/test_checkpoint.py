@@ -686,8 +686,8 @@ def test_a_newer_format_says_so(saved):
     Proves `_read_manifest`.
     """
     path, model, optimizer = saved
-    rewrite(path, lambda told: told.update(version=2))
-    refused(path, model, optimizer, "is of format 2, and this zero3 reads format 1")
+    rewrite(path, lambda told: told.update(version=3))
+    refused(path, model, optimizer, "is of format 3, and this zero3 reads format 2")
 
 
 def test_another_model_or_optimizer_is_refused_by_name(saved):

@@ -362,6 +362,7 @@ class ShardedModel(nn.Module):
     """
 
     sharded_layers: tuple[Sharded, ...]  # those that it was built with
+    comm: Communicator  # of all ranks, if the model has one; a chain has that of its layers
     known: Known
     listener: Listener = Silence()
 
@@ -466,12 +467,15 @@ def check_arguments(module: Any, rank: Any, world_size: Any, mesh: Any) -> None:
 
 def comm_of(model: Any) -> Communicator:
     """
-    ## The communicator of a model's layers; for any other object, that of all ranks
+    ## The communicator of a model; for any other object, that of all ranks
+
+    A pipeline has one that reaches all of its stages. Any other model has that of its layers.
     """
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    layers = (module for module in modules if isinstance(module, Sharded))
-    first = next(layers, None)
-    return Communicator() if first is None else first.comm
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        # A pipeline comes before its layers.
+        if isinstance(module, (Sharded, ShardedModel)) and hasattr(module, "comm"):
+            return module.comm
+    return Communicator()
 
 
 def check_groups(layers: Iterable[Sharded]) -> None:

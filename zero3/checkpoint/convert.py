@@ -76,22 +76,25 @@ def inspect(folder: Path) -> None:
     checkpoint = CheckpointReader(folder)
     manifest = checkpoint.manifest
     nbytes = sum(file.nbytes for file in checkpoint.files)
-    print_escaped(f"{folder}: step {manifest['step']:,}, saved by {checkpoint.world_size} ranks, "
+    print_escaped(f"{folder}: step {manifest['step']:,}, saved by {len(checkpoint.files)} ranks, "
                   f"{nbytes:,} bytes")
+    at = [""]
+    if checkpoint.places > 1:
+        at = [f" (place {place} in the pipeline)" for place in range(checkpoint.places)]
     optimizer = manifest["optimizer"]
     if optimizer is not None:
         print_escaped(f"{optimizer['class']}, {len(optimizer['groups'])} param groups")
     for flat in checkpoint.flats:
         tensors = ", ".join(f"{key} {dtype}" for key, dtype in flat["keys"].items())
         padding = f" and {flat['padding']} of padding" if flat["padding"] else ""
-        print_escaped(f"{flat['numel']:>14,}{padding} in layer {flat['layer'] or '(the rest)'}, "
-                      f"{flat['dtype']}; saved: {tensors}")
+        print_escaped(f"{flat['numel']:>14,}{padding} in layer {flat['layer'] or '(the rest)'}"
+                      f"{at[flat['place']]}, {flat['dtype']}; saved: {tensors}")
         for entry in flat["params"]:
             print_escaped(f"{math.prod(entry['shape']):>18,}  {' = '.join(entry['names'])} "
                           f"{tuple(entry['shape'])}")
-    for name in manifest["replicated"]:
+    for name, place in manifest["replicated"].items():
         _, shape = checkpoint.dtype_and_shape(name)
-        print_escaped(f"{math.prod(shape):>14,} in {name}, whole on each rank")
+        print_escaped(f"{math.prod(shape):>14,} in {name}, whole on each rank{at[place]}")
 
 
 def verify(folders: list[Path]) -> int:
@@ -119,7 +122,8 @@ def _verify(checkpoint: CheckpointReader) -> None:
     for file in checkpoint.files:
         for i in range(-(-file.nbytes // BLOCK_BYTES)):
             file.block(i)
-        for i, flat in enumerate(checkpoint.flats):
+    for i, flat in enumerate(checkpoint.flats):
+        for file in checkpoint.files_at(flat["place"]):
             end = -(-flat["numel"] // checkpoint.world_size)
             for key in flat["keys"]:
                 # No elements: this only checks that the header has so many.

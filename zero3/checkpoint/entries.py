@@ -33,6 +33,12 @@ steps than the rest, they get entries of their own.
 
 Shards in files are loaded one at a time, both to save and to load them.
 
+**In a pipeline** a rank has the layers of its own stages. It describes and saves these, and the
+manifest is put together from all stages. A rank that loads finds its own parameters by their names
+in the plain model, and so it does not matter which rank had them. The ranks exchange the names of
+their parameters first: only all names together tell whether the checkpoint has a parameter that the
+model lacks.
+
 **Run this**: `python -m pytest tests/test_checkpoint.py -k tier` saves from one tier and loads into
 another.
 
@@ -57,7 +63,6 @@ from torch import nn
 
 from zero3.checkpoint.reader import CheckpointReader, Param, decode, encode
 from zero3.checkpoint.tensor_files import TYPES, Broken, type_name
-from zero3.comm import Communicator
 from zero3.flat import FlatParameter, Slot
 from zero3.guards.options import fail
 from zero3.guards.version import __version__
@@ -65,7 +70,7 @@ from zero3.layer import Zero3Layer
 from zero3.offload import InFile
 from zero3.optimizer.stage3 import Zero3Optimizer, plain_names
 from zero3.optimizer.states import Piece, ShardStates, moments_of
-from zero3.sharded import check_groups
+from zero3.sharded import check_groups, comm_of
 from zero3.whole_model.wrap import Zero3Model
 
 # Options of a param group that are not saved: the parameters themselves, and the options that
@@ -128,8 +133,19 @@ class Entry(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     in_memory: bool
-    flat: int | None  # the index of its flat parameter; none if each rank has the whole tensor
+    flat: Flat | None  # its flat parameter; none if each rank has the whole tensor
     key: str  # "param" or a moment; for a whole tensor its name
+
+
+class TensorNames(NamedTuple):
+    """
+    ## The names of all tensors of a model
+
+    A rank of a pipeline has the tensors of its own stages, and knows the names of the others.
+    """
+
+    params: list[tuple[list[str], int | None]]  # the names of each parameter, and its param group
+    replicated: set[str]  # the names of the tensors that each rank of a stage has whole
 
 
 class Entries:
@@ -153,8 +169,10 @@ class Entries:
         self.optimizer = optimizer
         paths = plain_names(model)
         layers = [m for m in paths if isinstance(m, Zero3Layer) and m.flats]
-        # Errors name the rank, so there has to be a communicator even if there are no layers.
-        self.comm = layers[0].comm if layers else Communicator()
+        # All ranks of the model. Errors name the rank, so there is one even if there are no layers.
+        self.comm = comm_of(model)
+        # The ranks that have the same layers: all of them, unless the model is a pipeline.
+        self.stage_comm = layers[0].comm if layers else self.comm
         check_groups(layers)
         self.expect(bool(layers), "has nothing to save or load", "a model of Zero3Layers",
                     type(model).__name__, "wrap the model first")
@@ -163,8 +181,11 @@ class Entries:
         self.state: Any = optimizer.state if optimizer else {}
         self.optimizer_class = type(getattr(optimizer, "inner", optimizer)).__name__
         self.flats = [self._flat(layer, paths[layer], p) for layer in layers for p in layer.flats]
-        self.expect(optimizer is None or any(flat.pieces for flat in self.flats), "cannot save or "
-                    "load this optimizer", "one of this model's shards", type(optimizer).__name__,
+        # The layers of a rank in a pipeline may all be frozen.
+        frozen = self.comm.stages.size > 1 and getattr(optimizer, "model", None) is model
+        has_pieces = any(flat.pieces for flat in self.flats)
+        self.expect(optimizer is None or has_pieces or frozen, "cannot save or load this optimizer",
+                    "one of this model's shards", type(optimizer).__name__,
                     "build the optimizer after the model is wrapped, on the wrapped model")
         # Each rank has these whole: buffers, and frozen parameters outside of layers.
         self.replicated = self._find_replicated(paths)
@@ -223,6 +244,29 @@ class Entries:
         if not good:
             fail(self.comm.global_rank, self.label, what, expected, got, cure)
 
+    @property
+    def place(self) -> int:
+        """
+        ### This rank's place in the pipeline
+
+        The ranks at one place have shards of the same layers: those of one stage, or of several if
+        the stages are interleaved. Without a pipeline all ranks are at place 0.
+        """
+        return self.comm.stages.rank
+
+    @property
+    def file_number(self) -> int:
+        """
+        ### The number of this rank's file
+
+        The files of a place follow each other, in the order of their shards.
+        """
+        return self.place * self.comm.world_size + self.comm.rank
+
+    @property
+    def file_count(self) -> int:
+        return self.comm.stages.size * self.comm.world_size
+
     def names(self, flat: Flat, slot: Slot) -> list[str]:
         """
         ### All names that a parameter has in the plain model
@@ -259,6 +303,7 @@ class Entries:
                     keys |= {key: type_name(value.dtype) for key, value in moments.items()}
                     states |= dict.fromkeys(flat.within(where), entry)
             described.append({
+                "place": self.place,
                 "layer": flat.paths[0], "dtype": type_name(flat.parameter.shard.dtype),
                 "numel": numel, "padding": len(flat.parameter.full) - numel,
                 "keys": keys, "states": states,
@@ -291,17 +336,22 @@ class Entries:
         * `described` is the result of `describe`
         * `options` is the result of `options`
         """
-        first, *others = self.comm.gather(described)
+        # The ranks at this place describe the same flat parameters, and different pieces of them.
+        first, *others = self.stage_comm.gather(described)
         for other in others:
             for mine, theirs in zip(first, other, strict=True):
                 mine["keys"] |= theirs["keys"]
                 mine["states"] |= theirs["states"]
         for flat in first:
             flat["states"] = _merge_states(flat["params"], flat["states"])
+        # The ranks at another place of a pipeline have other flat parameters.
+        places = self.comm.gather_stages((first, [*self.replicated]))
         return {
             "world_size": self.comm.world_size,
-            "flats": first,
-            "replicated": [*self.replicated],
+            "places": len(places),
+            "flats": [flat for flats, _ in places for flat in flats],
+            "replicated": {name: place for place, (_, names) in enumerate(places)
+                           for name in names},
             "versions": {"zero3": __version__, "torch": torch.__version__},
             "optimizer": options,
         }
@@ -314,10 +364,12 @@ class Entries:
         Among elements of one size, shards in files come first. An asynchronous save writes them at
         once, because copies of them would bring all of them into memory.
         """
+        own = [(i, described["keys"]) for i, described in enumerate(manifest["flats"])
+               if described["place"] == self.place]
         found = [Entry(f"{i}.{key}", TYPES[dtype], (len(flat.parameter.shard),), not flat.in_file,
-                       i, key)
-                 for i, flat in enumerate(self.flats)
-                 for key, dtype in manifest["flats"][i]["keys"].items()]
+                       flat, key)
+                 for (i, keys), flat in zip(own, self.flats, strict=True)
+                 for key, dtype in keys.items()]
         found += [Entry(f"replicated.{name}", tensor.dtype, tuple(tensor.shape), True, None, name)
                   for name, tensor in self.replicated.items()]
         return sorted(found, key=lambda entry: (-entry.dtype.itemsize, entry.in_memory))
@@ -328,17 +380,17 @@ class Entries:
 
         A state in a file is in a buffer now, and the next shard may get this buffer.
         """
-        for i, run in groupby(entries, key=lambda entry: entry.flat):
-            if i is None:
+        for flat, run in groupby(entries, key=lambda entry: entry.flat):
+            if flat is None:
                 yield from (self.replicated[entry.key] for entry in run)
                 continue
             # Load a shard once for all of its keys that follow each other.
-            with self.here(self.flats[i]) as values:
+            with self.here(flat) as values:
                 for entry in run:
                     if entry.key == "param":
                         yield values
                         continue
-                    for _, where, piece in self.flats[i].pieces:
+                    for _, where, piece in flat.pieces:
                         moment = self.state.get(piece, {}).get(entry.key)
                         if moment is None:
                             # Only other param groups have this moment, because of their options.
@@ -366,17 +418,31 @@ class Entries:
 
     # -------------------------------------------------------------------------------------- check
 
-    def check(self, checkpoint: CheckpointReader) -> dict[int, int]:
+    def tensor_names(self) -> TensorNames:
+        """
+        ### The names of all tensors of the model (all-gather in a pipeline; all ranks must call it)
+        """
+        mine = [(self.names(flat, slot), index) for flat in self.flats
+                for slot, index in zip(flat.parameter.slots, flat.indices, strict=True)]
+        found = TensorNames([], set())
+        for params, replicated in self.comm.gather_stages((mine, [*self.replicated])):
+            found.params.extend(params)
+            found.replicated.update(replicated)
+        return found
+
+    def check(self, checkpoint: CheckpointReader, everywhere: TensorNames) -> dict[int, int]:
         """
         ### Find every tensor in a checkpoint, and make sure that the optimizer can go on
+
+        * `everywhere` is the result of `tensor_names`. Each rank of a pipeline finds its own
+          tensors. Whether the checkpoint has one too many, it judges by the names of all
 
         Fills in `found` and `states` of each flat parameter. Returns this optimizer's param group
         for each of the checkpoint's. Raises `Broken` if the checkpoint does not fit.
         """
-        groups: dict[int, int] = {}
         wanted = self._wanted(checkpoint)
         for flat in self.flats:
-            self._match(flat, checkpoint, groups)
+            self._match(flat, checkpoint)
             if not flat.owned:
                 # One of torch's optimizers has a single state for the shard.
                 shared = [flat.states[i] for _, where, _ in flat.pieces for i in flat.within(where)]
@@ -388,8 +454,9 @@ class Entries:
                 _expect(not states["moments"] or {*needs} <= {*states["moments"]},
                         f"`{flat.found[0].name}` has {states['moments']} there, and this optimizer "
                         f"needs {needs}")
+        groups = _match_groups(checkpoint, everywhere)
         self._check_optimizer(checkpoint, self._check_options(checkpoint, groups))
-        self._match_replicated(checkpoint)
+        self._match_replicated(checkpoint, everywhere)
         return groups
 
     def _wanted(self, checkpoint: CheckpointReader) -> dict[int | None, list[str]]:
@@ -412,41 +479,29 @@ class Entries:
         return {i: moments_of(cls, kwargs, group, two)[0]
                 for i, group in enumerate(self.param_groups)}
 
-    def _match(self, flat: Flat, checkpoint: CheckpointReader, groups: dict[int, int]) -> None:
+    def _match(self, flat: Flat, checkpoint: CheckpointReader) -> None:
         """
         #### Find the parameters of a flat parameter by their names
-
-        * `groups` has this optimizer's param group for each of the checkpoint's, as far as known
         """
         flat.found = []
         flat.states = []
-        for slot, mine in zip(flat.parameter.slots, flat.indices, strict=True):
+        for slot in flat.parameter.slots:
             names = self.names(flat, slot)
             shape = tuple(slot.view.shape)
-            param = next((checkpoint.by_name[n] for n in names if n in checkpoint.by_name), None)
+            param = checkpoint.find(names)
             if param is None or param.shape != shape:
                 there = f"of {param.shape}" if param else "missing"
                 raise Broken(f"`{names[0]}` is {there} in the checkpoint, of {shape} here")
-            theirs = param.entry["param_group"]
-            if theirs is not None and mine is not None:
-                _expect(0 <= theirs < len(checkpoint.manifest["optimizer"]["groups"]),
-                        f"`{names[0]}` is in a param group that the checkpoint lacks")
-                # The groups have to correspond one to one, in any order.
-                groups.setdefault(theirs, mine)
-                _expect(groups[theirs] == mine and [*groups.values()].count(mine) == 1,
-                        f"the param group of `{names[0]}` has other parameters here than in the "
-                        "checkpoint")
             flat.found.append(param)
             flat.states.append(checkpoint.states(param))
 
-    def _match_replicated(self, checkpoint: CheckpointReader) -> None:
+    def _match_replicated(self, checkpoint: CheckpointReader, everywhere: TensorNames) -> None:
         """
         #### Find the tensors that every rank has whole
 
         Raises `Broken` if one of them is missing, or if the checkpoint has one more.
         """
-        sharded = {name for flat in self.flats for slot in flat.parameter.slots
-                   for name in self.names(flat, slot)}
+        sharded = {name for names, _ in everywhere.params for name in names}
         # A checkpoint that was converted from another format has buffers among its parameters, and
         # may have a tied parameter once under each of its names.
         there = {param.name for param in checkpoint.params} - sharded
@@ -455,7 +510,7 @@ class Entries:
         # A tensor with several names needs only one of them.
         found_ids = {id(t) for t in self.found.values()}
         missing = {name for name, t in self.replicated.items() if id(t) not in found_ids}
-        for names, has, lacks in ((there - self.replicated.keys(), "the checkpoint", "this model"),
+        for names, has, lacks in ((there - everywhere.replicated, "the checkpoint", "this model"),
                                   (missing, "this model", "the checkpoint")):
             some = ", ".join(f"`{name}`" for name in sorted(names)[:5])
             _expect(not names, f"{some}, {len(names)} in all, in {has} and not in {lacks}")
@@ -670,6 +725,27 @@ def _expect(good: bool, problem: str) -> None:
     """
     if not good:
         raise Broken(problem)
+
+
+def _match_groups(checkpoint: CheckpointReader, everywhere: TensorNames) -> dict[int, int]:
+    """
+    #### This optimizer's param group for each of the checkpoint's, by the parameters in them
+
+    All ranks of a pipeline have all param groups, so this looks at the parameters of all stages.
+    """
+    groups: dict[int, int] = {}
+    for names, mine in everywhere.params:
+        param = checkpoint.find(names)
+        theirs = param.entry["param_group"] if param else None
+        if theirs is None or mine is None:
+            continue
+        _expect(0 <= theirs < len(checkpoint.manifest["optimizer"]["groups"]),
+                f"`{names[0]}` is in a param group that the checkpoint lacks")
+        # The groups have to correspond one to one, in any order.
+        groups.setdefault(theirs, mine)
+        _expect(groups[theirs] == mine and [*groups.values()].count(mine) == 1,
+                f"the param group of `{names[0]}` has other parameters here than in the checkpoint")
+    return groups
 
 
 def _on_device(scalars: dict[str, Any], group: dict[str, Any], device: torch.device

@@ -117,7 +117,7 @@ def from_tensors(folder: Path, step: int, tensors: dict[str, dict[str, tuple]],
 
     checkpoint = commit_checkpoint(unfinished, {
         "step": step, "world_size": 1, "versions": {"zero3": __version__}, "files": [file],
-        "flats": flats, "replicated": [], "optimizer": None, "extra": None})
+        "flats": flats, "replicated": {}, "optimizer": None, "extra": None})
     print_escaped(f"wrote {len(tensors)} parameters to {checkpoint}")
 
 

@@ -28,6 +28,18 @@ $$\text{file of rank} = \left\lfloor \frac{o + i}{S} \right\rfloor \qquad
 Everything else is built on this one operation: resuming on another number of ranks, moving
 parameters to other layers, and converting to other formats.
 
+**In a pipeline** each rank has the layers of its own stages. The ranks with the same layers are at
+one *place* of the pipeline, and the manifest says for each flat parameter at which. The files of
+place 0 come first. With two places of two ranks:
+
+| file | 0 | 1 | 2 | 3 |
+|---|---|---|---|---|
+| place in the pipeline | 0 | 0 | 1 | 1 |
+| shard of each flat parameter there | 0 | 1 | 0 | 1 |
+
+So the file of a shard at place $p$ has a number that is larger by $pN$ than in the formula above.
+Without a pipeline there is place 0 alone.
+
 **All or nothing.** A save writes into a folder with a name that ends in `.partial`. When all files
 are on the disk, rank 0 writes the manifest under a temporary name, forces it to the disk and
 renames it. The checkpoint exists from this rename on, because a file system either completes a
@@ -79,7 +91,8 @@ from zero3.checkpoint.tensor_files import TYPES, Broken, TensorFile, fsync_folde
 from zero3.guards.options import one_line
 
 FORMAT = "zero3 checkpoint"
-VERSION = 1
+# Format 1 has no pipelines.
+VERSION = 2
 MANIFEST = "manifest.json"
 # Elements that are read at once.
 PART_NUMEL = 1 << 20
@@ -91,7 +104,7 @@ _SCHEMA: Any = {
                "params": [{"names": [str], "shape": [int], "offset": int,
                            "param_group": (int, type(None))}],
                "states": [{"param_group": (int, type(None)), "moments": [str], "scalars": dict}]}],
-    "replicated": [str], "optimizer": (dict, type(None)),
+    "replicated": (list, dict), "optimizer": (dict, type(None)),
 }
 # The same for `optimizer`, unless it is `None`.
 _OPTIMIZER_SCHEMA: Any = {"class": str, "groups": [dict], "scale": dict}
@@ -263,6 +276,8 @@ def file_name(rank: int, world_size: int) -> str:
     """
     ## The name of a rank's file
 
+    * `rank` is the number of the file, and `world_size` the number of files
+
     The manifest has no names of files, so a forged one cannot lead out of its folder.
     """
     return f"rank-{rank:05}-of-{world_size:05}.safetensors"
@@ -362,10 +377,11 @@ class CheckpointReader:
             self.manifest = _read_manifest(folder / MANIFEST)
             self.flats = self.manifest["flats"]
             self.world_size = self.manifest["world_size"]
+            self.places = self.manifest["places"]
             recent: dict[tuple[int, int], bytes] = {}
             self.files = [
-                TensorFile(folder / file_name(rank, self.world_size), rank, recent, **file)
-                for rank, file in enumerate(self.manifest["files"])]
+                TensorFile(folder / file_name(i, self.places * self.world_size), i, recent, **file)
+                for i, file in enumerate(self.manifest["files"])]
             self.params = [Param(i, entry) for i, flat in enumerate(self.flats)
                            for entry in flat["params"]]
             for flat in self.flats:
@@ -382,7 +398,7 @@ class CheckpointReader:
         parameter, and nothing in the numbers would show it.
         """
         shard_numel = self._shard_numel(flat)
-        shortest_bytes = min(file.nbytes for file in self.files)
+        shortest_bytes = min(file.nbytes for file in self.files_at(flat["place"]))
         agreed = ["param" in flat["keys"], shard_numel >= 0, flat["padding"] >= 0]
         for dtype in (flat["dtype"], *flat["keys"].values()):
             agreed.append(shard_numel * TYPES[dtype].itemsize <= shortest_bytes)
@@ -395,6 +411,18 @@ class CheckpointReader:
         agreed += [end == flat["numel"], (end + flat["padding"]) % self.world_size == 0]
         if not all(agreed):
             raise ValueError(f"layer `{flat['layer']}` does not add up")
+
+    def files_at(self, place: int) -> list[TensorFile]:
+        """
+        ### The files of a place in the pipeline, one for each shard
+        """
+        return self.files[place * self.world_size : (place + 1) * self.world_size]
+
+    def find(self, names: list[str]) -> Param | None:
+        """
+        ### The parameter with one of these names, if there is one
+        """
+        return next((self.by_name[name] for name in names if name in self.by_name), None)
 
     def _shard_numel(self, flat: dict[str, Any]) -> int:
         return (flat["numel"] + flat["padding"]) // self.world_size
@@ -410,6 +438,7 @@ class CheckpointReader:
         """
         flat = self.flats[param.flat]
         shard_numel = self._shard_numel(flat)
+        files = self.files_at(flat["place"])
         with _errors_name(f"`{param.name}`, its {key}"):
             values = torch.empty(end - begin, dtype=TYPES[flat["keys"][key]])
             done = 0
@@ -417,7 +446,7 @@ class CheckpointReader:
                 rank, first = divmod(param.entry["offset"] + begin + done, shard_numel)
                 # Read in parts, because each part is in memory twice: in `values` and as bytes.
                 last = min(shard_numel, first + len(values) - done, first + PART_NUMEL)
-                part = self.files[rank].read(f"{param.flat}.{key}", first, last)
+                part = files[rank].read(f"{param.flat}.{key}", first, last)
                 values[done : done + last - first] = part
                 done += last - first
         return values
@@ -432,14 +461,16 @@ class CheckpointReader:
         """
         ### Read a buffer that each rank saved for itself
 
-        * `rank` gets the buffer of the same rank, or of rank 0 if fewer ranks saved
+        * `rank` gets the buffer of the same rank, or of rank 0 if fewer ranks saved. In a pipeline
+          these are ranks of the stage that has the buffer
         """
         param = self.by_name.get(name)
         if param and name not in self.manifest["replicated"]:
             # Checkpoints that were made from other formats list buffers as parameters.
             return self.read_whole(param)
-        file = self.files[rank if rank < self.world_size else 0]
         with _errors_name(f"`{name}`"):
+            files = self.files_at(self.manifest["replicated"][name])
+            file = files[rank if rank < self.world_size else 0]
             return file.read(f"replicated.{name}").view(file.header[f"replicated.{name}"]["shape"])
 
     def dtype_and_shape(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -447,7 +478,8 @@ class CheckpointReader:
         ### Data type and shape of such a buffer, without reading it
         """
         with _errors_name(f"`{name}`"):
-            entry = self.files[0].header[f"replicated.{name}"]
+            first, *_ = self.files_at(self.manifest["replicated"][name])
+            entry = first.header[f"replicated.{name}"]
             return TYPES[entry["dtype"]], tuple(entry["shape"])
 
     def states(self, param: Param) -> dict[str, Any]:
@@ -499,15 +531,34 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if raw[: len(head)] != _first_line(raw[len(head) :]):
         raise Broken(f"{path} is damaged: it does not match its checksum")
     _check_types(manifest, _SCHEMA, "the manifest")
+    used = _place_all(manifest)
     for flat in manifest["flats"]:
         for states in flat["states"]:
             _check_types(states.get("params", []), [int], "the manifest, `params` of a state")
     if manifest["optimizer"] is not None:
         _check_types(manifest["optimizer"], _OPTIMIZER_SCHEMA, "the manifest, `optimizer`")
-    one_file_each = 0 < len(manifest["files"]) == manifest["world_size"]
-    if (manifest["format"], version) != (FORMAT, VERSION) or not one_file_each:
+    places = manifest["places"]
+    one_file_each = 0 < len(manifest["files"]) == places * manifest["world_size"]
+    known = manifest["format"] == FORMAT and version in (1, VERSION)
+    if not (known and one_file_each and all(0 <= place < places for place in (0, *used))):
         raise ValueError("another program wrote it")
     return manifest
+
+
+def _place_all(manifest: dict[str, Any]) -> list[int]:
+    """
+    #### Add the places that a manifest of format 1 lacks: there everything is at place 0
+
+    Returns the places of all tensors.
+    """
+    places = manifest.setdefault("places", 1)
+    if isinstance(manifest["replicated"], list):
+        _check_types(manifest["replicated"], [str], "the manifest, `replicated`")
+        manifest["replicated"] = dict.fromkeys(manifest["replicated"], 0)
+    used = [flat.setdefault("place", 0) for flat in manifest["flats"]]
+    used += manifest["replicated"].values()
+    _check_types([places, *used], [int], "the manifest, the places")
+    return used
 
 
 def _check_types(value: Any, schema: Any, where: str) -> None:

@@ -45,6 +45,16 @@ A save goes through `Entries.describe`, `manifest`, `entries` and `tensors`, the
 from several files. The layers may be wrapped in another way too, because parameters are found by
 their names in the plain model. The loading model also decides on the tiers and data types.
 
+**In a pipeline** each rank saves the shards of its own stages. The checkpoint has the parameters of
+all stages by their names in the plain model, so it loads into a pipeline with other stages, or into
+a model without any, and the other way round. Take one layer with the weights 1 and 2, and another
+with 3 and 4. Two stages of two ranks save them, and two ranks without a pipeline load them:
+
+| | rank 0 | rank 1 | rank 2 | rank 3 |
+|---|---|---|---|---|
+| the shards that a rank saves | 1 | 2 | 3 | 4 |
+| the shards that it loads | 1, 3 | 2, 4 | | |
+
 **While training goes on.** With `async_write` the shards are copied, and a thread writes the copies
 to disk while training goes on. The next optimizer step that finds all files written turns them into
 a checkpoint. If a write failed, the next step raises the error. After its last step a run has to
@@ -55,7 +65,8 @@ and run it again. `python -m zero3.checkpoint --help` inspects checkpoints and c
 
 **Not covered, and what that costs**: gradients are not saved. Save after a step, because a save
 between micro-batches loses the sums so far. Random numbers continue exactly only on the same number
-of ranks; otherwise each rank begins a new stream of its own. `extra` is taken from rank 0.
+of ranks, with as many in each stage; otherwise each rank begins a new stream of its own. `extra` is
+taken from rank 0.
 """
 
 import json
@@ -107,7 +118,8 @@ def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     (invariant I10).
 
     * `folder` belongs to this run, and is the same for all ranks; it is created if necessary
-    * `model` is a `Zero3Sequential`, a wrapped model, or any module with `Zero3Layer`s
+    * `model` is a `Zero3Sequential`, a wrapped model, a `Pipeline`, or any module with
+      `Zero3Layer`s
     * `optimizer` is a `Zero3Optimizer`, or one of torch's on the shards; left out, the weights are
       saved alone
     * `step` is the number of steps taken. Checkpoints of later steps are removed: they are from
@@ -248,7 +260,7 @@ class Saving:
 
         With replicas it is an all-gather, which all ranks must call.
         """
-        comm = self.entries.comm
+        comm = self.entries.stage_comm
         own = json.dumps(encode(_random_states(self.entries.device)))
         if comm.replicas.size == 1:
             return [own]
@@ -263,12 +275,11 @@ class Saving:
 
         One replica writes, because the others would write the same.
         """
-        comm = self.entries.comm
-        if not comm.in_first_replica:
+        if not self.entries.comm.in_first_replica:
             return
         like = {entry.name: (entry.dtype, entry.shape) for entry in listed}
         header = {_random_key(replica): states for replica, states in enumerate(streams)}
-        path = self.partial / file_name(comm.rank, comm.world_size)
+        path = self.partial / file_name(self.entries.file_number, self.entries.file_count)
         self.writer = Writer(path, like, header)
 
     def _fill(self, listed: list[Entry], async_write: bool) -> None:
@@ -340,9 +351,9 @@ class Saving:
         if not self.ended:
             problem, file = self.written.result()
             self.ended = True
-            comm = self.entries.comm
-            files = comm.gather((comm.rank, file))[: comm.world_size]
-            self.manifest["files"] = [each for _, each in sorted(files, key=lambda pair: pair[0])]
+            mine = {self.entries.file_number: file} if self.writer else {}
+            files = [item for each in self.entries.comm.gather(mine) for item in each.items()]
+            self.manifest["files"] = [each for _, each in sorted(files, key=lambda item: item[0])]
             self._agree(problem)
             self._on_all_ranks(self._commit)
             # Let go of the model: `_LAST_SAVES` and the hook keep this object.
@@ -440,8 +451,8 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     intact.
 
     * `folder` is a run's, to load its newest checkpoint, or the folder of one checkpoint
-    * `model` and `optimizer` have the same parameters as the saved ones. Layers, tiers and data
-      types may differ. Without an optimizer the weights are loaded alone
+    * `model` and `optimizer` have the same parameters as the saved ones. Layers, stages, tiers and
+      data types may differ. Without an optimizer the weights are loaded alone
 
     Returns the `extra` that was saved.
 
@@ -453,6 +464,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
                         lambda _: {"folder": os.path.realpath(folder)})
     comm = entries.comm
     _end_last_save(comm)
+    everywhere = entries.tensor_names()
     # Rank 0 chooses, because other machines may see an older state of a shared folder.
     path = Path(folder)
     with suppress(OSError):
@@ -462,10 +474,10 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     problem = ""
     try:
         checkpoint = CheckpointReader(path)
-        groups = entries.check(checkpoint)
+        groups = entries.check(checkpoint, everywhere)
         _read_all(checkpoint, entries)
         extra = decode(checkpoint.manifest["extra"])
-        states = _random_states_of(checkpoint, comm)
+        states = _random_states_of(checkpoint, entries)
         _check_random_states(states, entries.device)
     except Exception as error:
         problem = _told(error)
@@ -518,15 +530,17 @@ def _random_states(device: torch.device) -> dict[str, Any]:
     return found
 
 
-def _random_states_of(checkpoint: CheckpointReader, comm: Communicator) -> dict[str, Any]:
+def _random_states_of(checkpoint: CheckpointReader, entries: Entries) -> dict[str, Any]:
     """
     #### This rank's random number states from a checkpoint
 
     On another number of ranks this is a new seed for each rank, and so for a replica more than were
-    saved. A checkpoint that was converted from another format has no states.
+    saved, and in a pipeline of another length. A checkpoint that was converted from another format
+    has no states.
     """
-    same = checkpoint.world_size == comm.world_size
-    header = checkpoint.files[comm.rank if same else 0].header
+    comm = entries.comm
+    same = (checkpoint.places, checkpoint.world_size) == (comm.stages.size, comm.world_size)
+    header = checkpoint.files[entries.file_number if same else 0].header
     found = header.get("__metadata__", {})
     own = found.get(_random_key(comm.replicas.rank))
     if own and same:
