@@ -146,7 +146,7 @@ CLAIMS: dict[int, tuple[Claim, ...]] = {
         Claim("I1", "each micro-batch goes forward and backward once", each_pass_once),
         Claim("I6", "no rank waits forever", nobody_waits_forever),
         Claim("idle", "the step takes as few slots as possible", as_fast_as_can_be),
-        Claim("kept", "a rank keeps the activations of as few micro-batches as possible", keeps_few),
+        Claim("kept", "a rank keeps as few activations as possible", keeps_few),
         Claim("I1", "a pipeline with these lists trains to plain PyTorch's weights", trains),
     ),
 }
