@@ -195,9 +195,10 @@ FURTHER = (
         ("zero3/pipeline/stages.py",
          "stages: layers that stay whole as long as the schedule says"),
         ("zero3/pipeline/channels.py",
-         "channels: activations and gradients between the ranks of a pipeline"),
+         "channels: activations and gradients between the stages"),
         ("zero3/pipeline/pipeline.py",
          "`Pipeline`: train a model in stages that are sharded, too"),
+        ("zero3/pipeline/__init__.py", "`Pipeline`, imported when it is used first"),
         ("zero3/pipeline/__main__.py", "its command line"),
         ("notebooks/10_pipeline.ipynb", "How often does a stage have to be gathered?")),
     chapter(
