@@ -73,7 +73,7 @@ PLACED: tuple[tuple[str, str, str, str], ...] = (
     ("optimizer/states.py", "", "<strong>States in files.", "figure.files"),
     ("checkpoint/save_load.py", "", "<strong>On another number of ranks", "figure.reshard"),
     ("whole_model/units.py", "", "A pass that goes another way", "figure.trace"),
-    ("pipeline/schedules.py", "", "Each rank works in six of eight slots", "figure.1f1b"),
+    ("pipeline/schedules.py", "", "<th>slot</th>", "figure.1f1b"),
     ("pipeline/schedules.py", "", "Breadth-first needs fewest", "figure.breadth"),
 )
 

@@ -177,6 +177,7 @@ def legend(fig):
                loc="outside lower center", frameon=False)
 
 
+# %%
 fig, ax = plt.subplots(figsize=(9, 2.4), layout="constrained")
 lanes(ax, [ranks[0]["done"], ranks[2]["done"]], slot=4)
 ax.set_title("1F1B: two stages, four micro-batches", fontsize=9, loc="left")
