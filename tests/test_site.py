@@ -92,13 +92,13 @@ def test_each_file_has_a_name_of_its_own(tmp_path):
     Also the command line of a folder in which another file has the folder's name, and a folder's
     `__init__`. Breaks if one of them takes the place of the other in `Names`.
     """
-    keys = []
-    for path in ("zero3/__init__", "zero3/a/__init__", "zero3/a/__main__", "zero3/a/a",
-                 "zero3/b/__main__"):
-        file = tmp_path / f"{path}.py"
+    files = [tmp_path / f"{path}.py" for path in ("zero3/__init__", "zero3/a/__init__",
+                                                  "zero3/a/__main__", "zero3/a/a",
+                                                  "zero3/b/__main__")]
+    for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("def f():\n    pass\n")
-        keys.append(Source(file, path))
+    keys = [Source(file) for file in files]
     assert [source.key for source in keys] == ["__init__", "a.__init__", "a.__main__", "a", "b"]
     names = Names(keys)
     assert names.find("a.f") == ("a", "f") and names.find("b.f") == ("b", "f")
