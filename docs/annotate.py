@@ -84,8 +84,7 @@ class Source:
         """
         self.path = path
         self.page = page
-        # The module name in qualified names. `__main__` goes by the name of its folder.
-        self.key = path.parent.name if path.stem == "__main__" else path.stem
+        self.key = _key(path)
         self.text = path.read_text()
         self.texts = self.text.split("\n")
         self.tree = ast.parse(self.text)
@@ -209,6 +208,20 @@ class Source:
                     if piece:
                         self._by_line[number].append((kind, piece))
         return self._by_line
+
+
+def _key(path: Path) -> str:
+    """
+    #### The module name of a file in qualified names
+
+    `__main__` goes by the name of its folder, unless another file there has that name.
+    """
+    folder = path.parent.name
+    if path.stem == "__main__" and not path.with_name(f"{folder}.py").exists():
+        return folder
+    # The package itself has an `__init__`, too.
+    is_alone = path.stem not in ("__init__", "__main__") or folder == "zero3"
+    return path.stem if is_alone else f"{folder}.{path.stem}"
 
 
 def _definitions(node: ast.AST, around: str = "") -> Iterator[tuple[str, Defined]]:

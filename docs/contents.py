@@ -189,10 +189,18 @@ FURTHER = (
         ("zero3/estimate/__main__.py", "its command line")),
     chapter(
         "Pipelines",
-        "the schedule of stages, and what it gathers",
+        "stages of a model that are sharded, too",
         ("zero3/pipeline/schedules.py", "a pipeline's step as a list of actions"),
         ("zero3/pipeline/timeline.py", "what a schedule costs, before it runs"),
-        ("zero3/pipeline/__main__.py", "its command line")),
+        ("zero3/pipeline/stages.py",
+         "stages: layers that stay whole as long as the schedule says"),
+        ("zero3/pipeline/channels.py",
+         "channels: activations and gradients between the stages"),
+        ("zero3/pipeline/pipeline.py",
+         "`Pipeline`: train a model in stages that are sharded, too"),
+        ("zero3/pipeline/__init__.py", "`Pipeline`, imported when it is used first"),
+        ("zero3/pipeline/__main__.py", "its command line"),
+        ("notebooks/10_pipeline.ipynb", "How often does a stage have to be gathered?")),
     chapter(
         "Guards",
         "errors for what cannot be right",
@@ -301,7 +309,8 @@ def notebook_rows() -> Iterator[str]:
     """
     ## The rows of the table of notebooks, in the order of their numbers
     """
-    items = [item for each in PATH for item in each.items if item.path.endswith(".ipynb")]
+    items = [item for each in (*PATH, *FURTHER) for item in each.items
+             if item.path.endswith(".ipynb")]
     for item in sorted(items, key=lambda each: each.path):
         number, _, name = Path(item.path).stem.partition("_")
         yield f"| {int(number)} | [{name.replace('_', ' ')}]({item.path}) | {item.about} |"

@@ -34,6 +34,7 @@ from docs import (
     bucketing,
     calculator,
     ladder,
+    lanes,
     layouts,
     orderings,
     rungs,
@@ -72,6 +73,8 @@ PLACED: tuple[tuple[str, str, str, str], ...] = (
     ("optimizer/states.py", "", "<strong>States in files.", "figure.files"),
     ("checkpoint/save_load.py", "", "<strong>On another number of ranks", "figure.reshard"),
     ("whole_model/units.py", "", "A pass that goes another way", "figure.trace"),
+    ("pipeline/schedules.py", "", "<th>slot</th>", "figure.1f1b"),
+    ("pipeline/schedules.py", "", "Breadth-first needs fewest", "figure.breadth"),
 )
 
 
@@ -87,13 +90,14 @@ class Figures:
         self.problems: list[str] = []
         # What all ranks import, before the first of them starts.
         launch.preload("docs.tape", "docs.ladder", "docs.layouts", "docs.example",
-                       "docs.timelines")
+                       "docs.timelines", "docs.lanes")
         self.tapes = tape.recordings()
         self.tape = self.tapes["2-prefetch"]
         self.ladder = ladder.climb()
         self.layouts = layouts.record()
         self.life = life.record()
         self.timelines = timelines.record()
+        self.lanes = lanes.record()
         self.mutations = {(m.file, last): (m, first) for m, first, last in all_with_lines()}
         # Files to write beside the pages.
         self.files = tape.data_files(self.tapes) | {
@@ -116,6 +120,9 @@ class Figures:
             "figure.files": lambda: layouts.files(self.layouts),
             "figure.reshard": lambda: layouts.reshard(self.layouts),
             "figure.trace": lambda: layouts.trace(self.layouts),
+            "figure.1f1b": lambda: lanes.figure(self.lanes, "1f1b"),
+            "figure.breadth": lambda: lanes.figure(self.lanes, "breadth-first"),
+            "lanes.compared": rungs.html_table(lanes.compared(self.lanes), words=1),
             "mutations": self.all_mutations, "exercises": self.exercises,
             "bench.sentence": self.speed, "bench.memory": self.memory,
             "heart.lines": str(code_lines([HERE.parent / "zero3/layer.py"])),

@@ -414,5 +414,6 @@ else:
 #
 # **In the source**: [the gather in two
 # steps](../zero3/nodes/links.py#all-gather-across-the-nodes-first-then-inside-each-node), and [the
-# sums](../zero3/nodes/links.py#reduce-scatter-inside-the-node) inside a node and over nodes. Back
-# to [the first notebook](01_where_the_memory_goes.ipynb).
+# sums](../zero3/nodes/links.py#reduce-scatter-inside-the-node) inside a node and over nodes.
+#
+# Next: [how a model is cut into stages](10_pipeline.ipynb).

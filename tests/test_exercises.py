@@ -447,6 +447,67 @@ class ReadsEverything:
         return [shard.chunk(wanted.world_size)[rank] for shard in shards]
 
 
+def in_turn(ahead, count):
+    """Some forwards, then a forward and a backward by turns, then the last backwards."""
+    passes = [("forward", i) for i in range(ahead)]
+    for i in range(count - ahead):
+        passes += [("forward", ahead + i), ("backward", i)]
+    return passes + [("backward", i) for i in range(max(0, count - ahead), count)]
+
+
+class AllForwardsFirst:
+    def one_forward_one_backward(rank, size, count):
+        return in_turn(count, count)
+
+
+class NothingAhead:
+    def one_forward_one_backward(rank, size, count):
+        return in_turn(0, count)
+
+
+class OneTooFewAhead:
+    def one_forward_one_backward(rank, size, count):
+        return in_turn(min(max(0, size - 2 - rank), count), count)
+
+
+class OneTooManyAhead:
+    def one_forward_one_backward(rank, size, count):
+        return in_turn(min(size - rank, count), count)
+
+
+class AsFarAheadOnEachRank:
+    def one_forward_one_backward(rank, size, count):
+        return in_turn(min(size - 1, count), count)
+
+
+class AheadBeyondTheEnd:
+    def one_forward_one_backward(rank, size, count):
+        return in_turn(size - 1 - rank, count)
+
+
+class ForgetsTheLastBackwards:
+    def one_forward_one_backward(rank, size, count):
+        ahead = min(size - 1 - rank, count)
+        return in_turn(ahead, count)[: 2 * count - ahead]
+
+
+class BackwardComesFirst:
+    def one_forward_one_backward(rank, size, count):
+        ahead = min(size - 1 - rank, count)
+        passes = in_turn(ahead, count)
+        for k in range(ahead, 2 * count - ahead, 2):
+            passes[k : k + 2] = passes[k : k + 2][::-1]
+        return passes
+
+
+class NewestGoesBackFirst:
+    def one_forward_one_backward(rank, size, count):
+        passes = [("forward", i) for i in range(count)]
+        if rank % 2:
+            return passes + [("backward", i) for i in reversed(range(count))]
+        return passes + [("backward", i) for i in range(count)]
+
+
 WRONG = {
     1: {PadsWithWhatTheMemoryHeld: "I5", PadsByTheRemainder: "I2", PadsWhereNothingIsMissing: "I2",
         LosesTheDataType: "I1", ViewsWhatIsTransposed: "I1"},
@@ -464,6 +525,9 @@ WRONG = {
         LeavesWhatItFetched: "I2", FreesTheLast: "I4", FreesWhatBackwardNeeds: "I4"},
     7: {TakesPaddingOver: "I5", PadsInTheMiddle: "I5", RoundRobin: "I1", NewPaddingIsNotZero: "I5",
         ReadsEverything: "I2"},
+    8: {AllForwardsFirst: "kept", NothingAhead: "idle", OneTooFewAhead: "idle",
+        OneTooManyAhead: "kept", AsFarAheadOnEachRank: "idle", AheadBeyondTheEnd: "I1",
+        ForgetsTheLastBackwards: "I1", BackwardComesFirst: "I6", NewestGoesBackFirst: "idle"},
 }
 
 

@@ -87,6 +87,23 @@ def test_names_in_code_lead_to_what_they_name(tmp_path):
         (4, 9): "one.html#L1", (7, 0): "#L4"}
 
 
+def test_each_file_has_a_name_of_its_own(tmp_path):
+    """
+    Also the command line of a folder in which another file has the folder's name, and a folder's
+    `__init__`. Breaks if one of them takes the place of the other in `Names`.
+    """
+    files = [tmp_path / f"{path}.py" for path in ("zero3/__init__", "zero3/a/__init__",
+                                                  "zero3/a/__main__", "zero3/a/a",
+                                                  "zero3/b/__main__")]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("def f():\n    pass\n")
+    keys = [Source(file) for file in files]
+    assert [source.key for source in keys] == ["__init__", "a.__init__", "a.__main__", "a", "b"]
+    names = Names(keys)
+    assert names.find("a.f") == ("a", "f") and names.find("b.f") == ("b", "f")
+
+
 def test_a_section_leads_to_its_tests_and_they_lead_back(site):
     """Breaks where a test's last words are not read."""
     heart, tests = (site / "layer.html").read_text(), (site / "test_bytes.html").read_text()

@@ -42,6 +42,10 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | measuring | `estimate/between.py` | which layout sends the fewest bytes between nodes |
 | pipelines | `pipeline/schedules.py` | a pipeline's step as a list of actions |
 | pipelines | `pipeline/timeline.py` | what a schedule costs, before it runs |
+| pipelines | `pipeline/stages.py` | stages: layers that stay whole as long as the schedule says |
+| pipelines | `pipeline/channels.py` | channels: activations and gradients between the stages |
+| pipelines | `pipeline/pipeline.py` | `Pipeline`: train a model in stages that are sharded, too |
+| pipelines | `pipeline/__init__.py` | `Pipeline`, imported when it is used first |
 | guards | `guards/freed.py` | a freed parameter, which reports every use |
 | guards | `guards/placement.py` | the same parameters on every rank, on the right device |
 | guards | `guards/contents.py` | modules and libraries around a sharded model |

@@ -40,12 +40,12 @@ import torch
 import torch.distributed as dist
 
 import zero3
-from docs.exercises import claims_alone, claims_inside
+from docs.exercises import claims_alone, claims_inside, claims_list
 from docs.exercises.oracle import Case, Claim, Wrong
 from docs.exercises.solutions import EXERCISES, ROOT, Exercise, page
 from zero3.train import launch
 
-CLAIMS = dict(sorted((claims_alone.CLAIMS | claims_inside.CLAIMS).items()))
+CLAIMS = dict(sorted((claims_alone.CLAIMS | claims_inside.CLAIMS | claims_list.CLAIMS).items()))
 # After an error on this rank, the other ranks may wait for its messages and never report a verdict.
 PATIENCE_S = 3
 
@@ -259,9 +259,11 @@ def meanings() -> dict[str, str]:
     table = (zero3.__doc__ or "").replace("$", "").replace("_\\ell", "_l")
     table = table.replace("\\lceil ", "ceil(").replace(" \\rceil", ")")
     rows = re.findall(r"^\| (I\d+), (.*?) \| (.*) \|$", table, re.MULTILINE)
-    time_says = "the numbers are right, but communication no longer overlaps computation"
+    right = "the numbers are right, but"
     return {name: f"{name}, {short}: {text}" for name, short, text in rows} | {
-        "time": f"time: {time_says}"}
+        "time": f"time: {right} communication no longer overlaps computation",
+        "idle": f"idle: {right} ranks wait for each other longer than necessary",
+        "kept": f"kept: {right} a rank keeps more activations than necessary"}
 
 
 def report(number: int, name: str, verdicts: list[Verdict]) -> str:
@@ -362,7 +364,7 @@ def main() -> None:
         sys.exit(problem)
     if given.solution:
         print(f"{page(given.number).solution}\n")
-    launch.preload("docs.exercises.claims_inside")
+    launch.preload("docs.exercises.claims_inside", "docs.exercises.claims_list")
     verdicts = check(given.number, [name])[0]
     print(report(given.number, name, verdicts))
     sys.exit(verdicts[-1].status != "ok")

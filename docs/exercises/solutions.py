@@ -29,6 +29,7 @@ from zero3 import Zero3Layer, Zero3Sequential
 from zero3.checkpoint.entries import Entries
 from zero3.checkpoint.reader import CheckpointReader
 from zero3.comm import Communicator
+from zero3.pipeline import schedules
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -90,6 +91,21 @@ def reshard(read: Callable[[int, int, int, int], torch.Tensor], saved: Layout, w
     return shards
 
 
+def one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[tuple[str, int]]:
+    """
+    ## Exercise 8: the list of a pipeline
+    """
+    # The last rank begins with a backward pass as soon as it has done its first forward.
+    ahead = min(ranks - 1 - rank, micro_batches)
+    passes = [("forward", i) for i in range(ahead)]
+    for i in range(micro_batches - ahead):
+        passes.append(("forward", ahead + i))
+        passes.append(("backward", i))
+    # The forwards that went ahead are still to go back.
+    passes += [("backward", i) for i in range(micro_batches - ahead, micro_batches)]
+    return passes
+
+
 @dataclass(frozen=True)
 class Exercise:
     """
@@ -131,6 +147,8 @@ EXERCISES = {number: Exercise(*fields) for number, fields in enumerate((
      (Zero3Layer._backup_grads, Zero3Layer.add_reduced)),
     ("ex6_prefetch", Zero3Sequential, (Zero3Sequential.walk,), (Zero3Sequential.walk,)),
     ("ex7_reshard_a_checkpoint", None, (reshard,), (Entries.shard, CheckpointReader.read), (1,)),
+    ("ex8_one_forward_one_backward", None, (one_forward_one_backward,),
+     (schedules.one_forward_one_backward,)),
 ), start=1)}
 
 
