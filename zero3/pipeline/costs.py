@@ -58,9 +58,10 @@ a `Ledger` on real ranks.
 
 **Not covered, and what that costs**: activations and their gradients in memory; see `kept` in
 `timeline.py`. The first step, in which moments do not exist yet, and shapes between stages are
-described. Shards or states in files, and encoded ones, are refused. With `each`, so are tied weights
-in a single micro-batch, and layers that hand on a tensor of a dict as it is: there autograd decides
-what is freed first. A parameter without a gradient costs more than is predicted, as for a chain.
+described. Shards or states in files, and encoded ones, are refused. So are two cases of `each`, in
+which autograd decides what is freed first: tied weights with a single micro-batch or several stages
+on a rank, and layers that hand on a tensor of a dict as it is. A parameter without a gradient costs
+more than is predicted, as for a chain.
 """
 
 from collections.abc import Callable, Iterable
@@ -148,8 +149,8 @@ def predict_step(pipeline: Pipeline, optimizer: Zero3Optimizer,
     * `learnt` is what `outputs` returned for a micro-batch, before the pipeline was built
 
     Raises `RuntimeError` if shards or states rest in files or encoded, or if param groups keep
-    different states. With `gathers="each"` also for tied weights and a single micro-batch, and for
-    layers that hand on a tensor of a nest as it is.
+    different states. With `gathers="each"` also for tied weights, if there is a single micro-batch
+    or a rank has several stages, and for layers that hand on a tensor of a nest as it is.
     """
     comm = pipeline.sharded_layers[0].comm
     _check(pipeline, optimizer, learnt)
@@ -179,16 +180,18 @@ def _check(pipeline: Pipeline, optimizer: Zero3Optimizer, learnt: list[Output]) 
     #### Refuse what cannot be predicted
 
     In the two cases of `each`, autograd decides whether a layer is freed before or after something
-    else takes memory.
+    else takes memory. For tied weights that is the first backward pass of a stage, in which the
+    tied gradient gets its memory. Later ones need more, unless another stage's reduce is in flight.
     """
     offloads = [optimizer.offload, *(layer.offload for layer in pipeline.sharded_layers)]
     in_memory = all(each.tier != "nvme" and each.frozen is None for each in offloads)
-    in_order = pipeline.micro_batches > 1 or pipeline.ends is None
+    is_first_peak = pipeline.micro_batches == 1 or pipeline.count > pipeline.ranks
     passes = [i for i, output in enumerate(learnt) if output.passes]
     for good, expected, got in (
         (in_memory, "shards and states in memory, not encoded", "files or an encoding"),
-        (pipeline.holds or in_order, "several micro-batches, for tied weights with "
-         '`gathers="each"`', "a single one"),
+        (pipeline.holds or pipeline.ends is None or not is_first_peak, "several micro-batches and "
+         'one stage on a rank, for tied weights with `gathers="each"`',
+         f"{pipeline.micro_batches} and {pipeline.count // pipeline.ranks}"),
         (pipeline.holds or not passes, "new tensors from each layer, with `gathers=\"each\"`",
          f"layers {passes}, which hand on a tensor that came in"),
     ):
