@@ -78,7 +78,7 @@ def measure(name, moments):
 def test_the_formulas_give_the_bytes_at_rest_at_the_peak_and_on_the_wire(name, world_size):
     """
     Breaks with any buffer kept an event longer, any gather too many, any copy of a layer.
-    Proves I2, I3, I4, `predict`, `_Step`, `_Layer`, `describe`, `_parameters`.
+    Proves I2, I3, I4, `predict`, `Step`, `StepLayer`, `describe`, `_parameters`.
     """
     for moments, step_bytes in ((2, 4), (0, 0)):
         p = predict(describe(models()[name]), world_size, moments=moments, step_bytes=step_bytes)
@@ -92,7 +92,7 @@ def test_the_formulas_give_the_bytes_at_rest_at_the_peak_and_on_the_wire(name, w
 def test_the_example_of_two_layers_on_two_ranks_has_these_bytes():
     """
     The table at the head of `predict.py`: each moment of the step, and its sums.
-    Proves `predict`, `_Step`.
+    Proves `predict`, `Step`.
     """
     layers = [LayerSpec((Part(3, 4, True),)), LayerSpec((Part(2, 4, True),))]
     p = predict(layers, 2, moments=0, step_bytes=0)

@@ -139,7 +139,7 @@ def test_the_bytes_of_every_layout_are_predicted(name):
     To the byte, on each rank: rest, peak, gradients, sent bytes and those to other nodes, messages
     and announcements. With micro-batches, buckets, frozen layers, and shards in CPU memory. Breaks
     with a buffer that lives longer, and where a rank is taken to be on another node.
-    Proves I2, I3, I4, `predict`, `Layout`, `Layout.of`, `Layout.placed`, `_Step`,
+    Proves I2, I3, I4, `predict`, `Layout`, `Layout.of`, `Layout.placed`, `Step`,
     `_Pack`, `Zero3Optimizer.predict`.
     """
     layout, ranks_per_node = LAYOUTS[name]
@@ -167,7 +167,7 @@ def test_the_slices_that_a_node_keeps_are_predicted(name):
     """
     From the end of a layer's gather in forward to the start of its gather in backward. Breaks where
     a slice is kept longer, or where backward gathers between nodes.
-    Proves I2, I3, I4, `predict`, `_Step`.
+    Proves I2, I3, I4, `predict`, `Step`.
     """
     layout, ranks_per_node = SECONDARY[name]
     kinds = [kind for kind in (*PLAIN, *ZERO3) if kind != "held"]

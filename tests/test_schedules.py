@@ -11,11 +11,15 @@ import pytest
 
 from zero3.pipeline.schedules import GATHERS, ORDERS, Action, actions, check
 from zero3.pipeline.timeline import (
+    __doc__ as head,
+)
+from zero3.pipeline.timeline import (
     bubble,
     costs,
     drawn,
     main,
     needed,
+    spans,
     timeline,
 )
 
@@ -163,16 +167,56 @@ def test_a_schedule_that_cannot_be_is_refused():
         timeline(backwards)
 
 
+def test_a_stage_is_drawn_from_its_gather_to_the_moment_when_it_is_freed():
+    """
+    The drawing in the head of `timeline.py`; and two stages on a rank, of which one is gathered
+    while the last pass of the other runs. Breaks if a gather is drawn where its pass begins.
+    Proves `spans`, `drawn`, `_placed`, `_letter`.
+    """
+    lists = actions("1f1b", 2, 3)
+    assert drawn(timeline(lists), lists).splitlines() == [
+        "rank 0  0   1       (0) 2   (1)     (2)",
+        "        [==============================]R",
+        "rank 1      0   (0) 1   (1) 2   (2)",
+        "        [==========================]R"]
+    # As in the head.
+    assert all(f"    {line}\n" in head for line in drawn(timeline(lists), lists).splitlines())
+    lists = actions("breadth-first", 1, 2, 2)
+    found = timeline(lists)
+    assert drawn(found, lists).splitlines() == [
+        "rank 0  a0   a1   b0   b1   (b0) (b1) (a0) (a1)",
+        "     a  [========]                   [============]R",
+        "     b       [=======================]R"]
+    assert spans(found[0], lists[0]) == {0: [(0, 2), (5, 8)], 1: [(1, 6)]}
+
+
 def test_the_command_draws_a_schedule_and_counts(capsys):
     """
-    Proves `timeline.main`, `drawn`.
+    The passes, when each stage is whole, the bubble, activations in flight, and MiB that each rank
+    sends, with the other choices of gathers beside it. A line of four stages and eight
+    micro-batches fits in 100 columns.
+    Proves `timeline.main`, `drawn`, `_show_costs`, `_mib`, `_lists`.
     """
-    main(["--ranks", "2", "--micro-batches", "2", "--schedule", "interleaved", "--per-rank", "2",
+    main(["--stages", "4", "--per-rank", "2", "--micro-batches", "2", "--schedule", "interleaved",
           "--stage-mib", "10", "--activation-mib", "1", "--shards", "2"])
     told = capsys.readouterr().out
-    assert "rank 0  a0   a1   b0   b1        (b0)" in told and "bubble 20.0% of the step" in told
-    cost = costs(actions("interleaved", 2, 2, 2)[0])
-    assert f"{5 * (cost.gathers + cost.reduces) + cost.sends:,.1f}" in told
-    for wrong in (["--shards", "0"], ["--schedule", "interleaved", "--micro-batches", "3"]):
+    assert "rank 0  a0   a1   b0   b1        (b0)" in told
+    assert "Ranks wait for 20.0% of the step" in told
+    for rank, listed in enumerate(actions("interleaved", 2, 2, 2)):
+        cost = costs(listed)
+        mib = 5 * (cost.gathers + cost.reduces) + cost.sends
+        row = next(line for line in told.splitlines()[-12:] if line.startswith(f"rank {rank}"))
+        assert row.split()[2:] == [*map(str, (cost.gathers, cost.whole, cost.kept)),
+                                   f"{5 * cost.gathers:.1f}", "10.0", f"{cost.sends:.1f}",
+                                   f"{mib:.1f}"]
+    for gathers in GATHERS:
+        every = [costs(listed) for listed in actions("interleaved", 2, 2, 2, gathers)]
+        mib = sum(5 * (cost.gathers + cost.reduces) + cost.sends for cost in every)
+        assert f"{gathers:12}{mib:>12,.1f} MiB" in told
+    main(["--stages", "4", "--micro-batches", "8", "--schedule", "1f1b"])
+    told = capsys.readouterr().out
+    assert "in flight" in told and max(map(len, told.splitlines())) <= 100
+    for wrong in (["--shards", "0"], ["--per-rank", "0"], ["--stages", "3", "--per-rank", "2"],
+                  ["--stages", "2", "--schedule", "interleaved", "--micro-batches", "3"]):
         with pytest.raises(SystemExit):
             main(wrong)

@@ -68,6 +68,7 @@ are not counted. There, rows that arrive encoded are not counted either: the str
 a `Ledger` does not see them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -147,6 +148,7 @@ def predict(
     bucket_bytes: int = 0,
     params_in: Offload | None = None,
     states_in: Offload | None = None,
+    play: "Callable[[Step], None] | None" = None,
 ) -> Prediction:
     r"""
     ## Predict one rank's bytes, in a chain of layers
@@ -166,24 +168,28 @@ def predict(
     * `micro_batches` make a step; with `no_sync` only the last of them reduces its gradients
     * `bucket_bytes` of full gradients are reduced together
     * `params_in` and `states_in` are the `offload` arguments of the layers and of the optimizer
+    * `play(step)` replays the passes of another order than a chain's, such as a pipeline's
     """
     if not isinstance(layout, Layout):
         layout = Layout(layout)
     world_size = layout.shards
     params_in = params_in or Offload()
     states_in = states_in or Offload()
-    chain = [_Layer([_Shard(p, p.shard_numel(world_size), reduce_bytes or p.element_bytes,
-                            p.master_bytes if stage3 else p.element_bytes, moments,
-                            None if p.trainable else params_in.frozen)
-                     for p in layer.parts], layout) for layer in layers if layer.parts]
+    chain = [StepLayer.of(layer, layout, reduce_bytes, moments, stage3, params_in.frozen)
+             for layer in layers if layer.parts]
     shards = [s for layer in chain for s in layer.shards]
     trained = [s for s in shards if s.trains]
     _place(shards, params_in, states_in, one_memory=by_messages)
 
-    step = _Step(chain, layout, bucket_bytes, packs=stage3, by_messages=by_messages)
-    for i in range(micro_batches):
-        step.micro_batch(reduces=not no_sync or i + 1 == micro_batches)
-    if stage3:
+    step = Step(chain, layout, bucket_bytes, packs=stage3, by_messages=by_messages)
+    if play:
+        step.arrivals.append([])
+        play(step)
+    else:
+        for i in range(micro_batches):
+            step.micro_batch(reduces=not no_sync or i + 1 == micro_batches)
+    # A stage of a pipeline may have nothing to train.
+    if stage3 and trained:
         # One shard's gradient at a time is copied into the data type of its master.
         widened = [s.master_bytes for s in trained if s.state_width != s.grad_width]
         step.add(max(widened, default=0))
@@ -311,7 +317,7 @@ def _place(
             s.is_master = s.state_width == s.part.element_bytes and at_hand
 
 
-def _pool_bytes(chain: list["_Layer"], buffers: int) -> int:
+def _pool_bytes(chain: list["StepLayer"], buffers: int) -> int:
     """
     ### Memory for the buffers of files: `buffers` for states, and at least two for shards
 
@@ -414,7 +420,7 @@ def _step_all(buffers: _Buffers, trained: list[_Shard]) -> int:
     return sum(s.kept_bytes + (0 if s.is_master else s.file_bytes) for s in trained)
 
 
-class _Layer:
+class StepLayer:
     """
     ### A layer during a step
     """
@@ -434,6 +440,27 @@ class _Layer:
         self.has_full_grad = False
         self.has_shard_grad = False
 
+    @classmethod
+    def of(cls, layer: LayerSpec, layout: Layout, reduce_bytes: int | None, moments: int,
+           stage3: bool, encoding: Encoding | None = None) -> "StepLayer":
+        """
+        #### From the shapes of its parameters
+
+        * `encoding` is that in which frozen shards rest; the rest is as for `predict`
+        """
+        shards = [_Shard(p, p.shard_numel(layout.shards), reduce_bytes or p.element_bytes,
+                         p.master_bytes if stage3 else p.element_bytes, moments,
+                         None if p.trainable else encoding) for p in layer.parts]
+        return cls(shards, layout)
+
+    @property
+    def shard_bytes(self) -> int:
+        return sum(s.param_bytes for s in self.shards)
+
+    @property
+    def shard_grad_bytes(self) -> int:
+        return sum(s.grad_bytes for s in self.shards)
+
 
 class _Pack(NamedTuple):
     """
@@ -449,14 +476,14 @@ class _Pack(NamedTuple):
         return self.numel * self.width
 
 
-class _Step:
+class Step:
     """
     ### Replay a step: bytes above rest, and bytes that are sent
 
     The order of the lines is the order of events in `layer.py` and `comm.py`.
     """
 
-    def __init__(self, chain: list[_Layer], layout: Layout, bucket_bytes: int, packs: bool,
+    def __init__(self, chain: list[StepLayer], layout: Layout, bucket_bytes: int, packs: bool,
                  by_messages: bool):
         self.chain = chain
         self.layout = layout
@@ -473,12 +500,12 @@ class _Step:
         self.messages = 0
         self.transfers = 0
         self.keeps_slices = False
-        self.waiting: list[_Layer] = []  # layers of the bucket that is being filled
-        self.in_flight: list[_Layer] = []  # layers of the bucket that is being reduced
+        self.waiting: list[StepLayer] = []  # layers of the bucket that is being filled
+        self.in_flight: list[StepLayer] = []  # layers of the bucket that is being reduced
         self.sent: list[_Pack] = []  # their gradients
         self.copied_bytes = 0  # of the gradients, packed and encoded
         self.receive_bytes = 0
-        self.exchanging: list[_Layer] = []  # layers whose sums go between nodes or replicas
+        self.exchanging: list[StepLayer] = []  # layers whose sums go between nodes or replicas
         self.exchange_bytes = 0
         self.arrivals: list[list[_Shard]] = []
 
@@ -529,7 +556,7 @@ class _Step:
         if self.chain and not last_stays:
             self.free(self.chain[-1])
 
-    def backward(self, down: list[_Layer], reduces: bool) -> None:
+    def backward(self, down: list[StepLayer], reduces: bool) -> None:
         """
         #### Gather each layer while the one above it computes, and reduce gradients
 
@@ -539,20 +566,15 @@ class _Step:
             if below:
                 self.fetch(below)
             self.gathered(layer)
-            if layer.trains and not layer.has_full_grad:
-                layer.has_full_grad = True
-                self.add(layer.full_grad_bytes)
+            self.collect(layer)
             self.free(layer)
             if layer.trains and reduces:
                 self.put_into_bucket(layer)
-        if self.waiting:
-            self.reduce(self.waiting)
-        self.finish_reduce()
-        self.end_exchange()
+        self.end()
         for layer in self.chain:
             self.forget(layer)
 
-    def fetch(self, layer: _Layer) -> None:
+    def fetch(self, layer: StepLayer) -> None:
         """
         #### Start an all-gather: between nodes, unless the slice was kept, and inside the node
         """
@@ -568,7 +590,7 @@ class _Step:
             self.gathered(layer)
         self.add(-layer.decoded_bytes)
 
-    def coded_bytes(self, layer: _Layer) -> int:
+    def coded_bytes(self, layer: StepLayer) -> int:
         """
         #### Of a layer's rows while they arrive encoded
         """
@@ -576,7 +598,7 @@ class _Step:
             return 0
         return self.layout.shards * layer.row_bytes
 
-    def gathered(self, layer: _Layer) -> None:
+    def gathered(self, layer: StepLayer) -> None:
         """
         #### An all-gather has ended: its rows are decoded, and in forward a slice may be kept
         """
@@ -586,17 +608,34 @@ class _Step:
         layer.kept_bytes = self.layout.nodes * layer.row_bytes if self.keeps_slices else 0
         self.add(layer.kept_bytes - self.coded_bytes(layer))
 
-    def forget(self, layer: _Layer) -> None:
+    def forget(self, layer: StepLayer) -> None:
         """
         #### The slice that was kept is used, or of no use any more
         """
         self.add(-layer.kept_bytes)
         layer.kept_bytes = 0
 
-    def free(self, layer: _Layer) -> None:
+    def free(self, layer: StepLayer) -> None:
         self.add(-layer.full_bytes)
 
-    def put_into_bucket(self, layer: _Layer) -> None:
+    def collect(self, layer: StepLayer) -> None:
+        """
+        #### The gradients of a layer arrive in its full gradient
+        """
+        if layer.trains and not layer.has_full_grad:
+            layer.has_full_grad = True
+            self.add(layer.full_grad_bytes)
+
+    def end(self) -> None:
+        """
+        #### Send the layers that wait, and finish everything
+        """
+        if self.waiting:
+            self.reduce(self.waiting)
+        self.finish_reduce()
+        self.end_exchange()
+
+    def put_into_bucket(self, layer: StepLayer) -> None:
         """
         #### A gradient that fills a bucket alone goes at once; others wait until they fill one
         """
@@ -607,11 +646,11 @@ class _Step:
         if self.fills_bucket(self.waiting):
             self.reduce(self.waiting)
 
-    def fills_bucket(self, layers: list[_Layer]) -> bool:
+    def fills_bucket(self, layers: list[StepLayer]) -> bool:
         full_bytes = sum(layer.full_grad_bytes for layer in layers)
         return self.layout.divisor == 1 or full_bytes >= self.bucket_bytes
 
-    def reduce(self, layers: list[_Layer]) -> None:
+    def reduce(self, layers: list[StepLayer]) -> None:
         """
         #### Start a reduce-scatter; the one before it has to finish first
         """
@@ -640,7 +679,7 @@ class _Step:
         """
         return sum(self.layout.gradient_bytes(each.numel, each.width) for each in self.sent)
 
-    def pack(self, layers: list[_Layer]) -> list[_Pack]:
+    def pack(self, layers: list[StepLayer]) -> list[_Pack]:
         """
         #### `Zero3Optimizer` packs gradients of one data type into one
 
@@ -678,11 +717,11 @@ class _Step:
             self.drop_full_grad(layer)
         self.add(in_place_bytes - self.receive_bytes)
 
-    def drop_full_grad(self, layer: _Layer) -> None:
+    def drop_full_grad(self, layer: StepLayer) -> None:
         layer.has_full_grad = False
         self.add(-layer.full_grad_bytes)
 
-    def deliver(self, layer: _Layer) -> None:
+    def deliver(self, layer: StepLayer) -> None:
         """
         #### The shards of a layer get their gradients
 
@@ -693,7 +732,7 @@ class _Step:
         layer.has_shard_grad = True
         self.arrivals[-1] += [s for s in layer.shards if s.trains]
 
-    def exchange(self, layers: list[_Layer]) -> int:
+    def exchange(self, layers: list[StepLayer]) -> int:
         """
         #### Start to add the sums over nodes or replicas
 

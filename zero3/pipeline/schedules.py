@@ -55,7 +55,7 @@ memory:
 Breadth-first needs fewest. All micro-batches go forward through a stage before the next stage of
 this rank begins, so two gathers per stage are enough, and one for the last.
 
-**Run this**: `python -m zero3.pipeline --ranks 4 --micro-batches 8 --schedule 1f1b` draws a
+**Run this**: `python -m zero3.pipeline --stages 4 --micro-batches 8 --schedule 1f1b` draws a
 schedule.
 
 A `Pipeline` carries out these lists (`pipeline.py`).

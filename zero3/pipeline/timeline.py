@@ -1,8 +1,8 @@
 r"""
 # Timeline: what a schedule costs, before it runs
 
-`timeline` plays a schedule with passes of a given length, and `costs` counts what it gathers, sends
-and keeps.
+`timeline` plays a schedule with passes of a given length, `costs` counts what it gathers, sends and
+keeps, and `drawn` draws it.
 
 A list of actions has no times. They follow from two rules: a rank does one thing after the other,
 and a pass waits for the pass that it needs on another rank. The example of `schedules.py`, with one
@@ -20,15 +20,23 @@ passes of one length it is
 
 $$1 - \frac{2 m v}{\text{slots until the last rank is done}} = \frac{p - 1}{v m + p - 1}$$
 
-**Run this**: `python -m zero3.pipeline --ranks 4 --micro-batches 8 --schedule 1f1b`.
+**Run this**: `python -m zero3.pipeline --stages 4 --micro-batches 8 --schedule 1f1b`. The command
+draws a line for each rank, and below it when its stage is whole:
+
+    rank 0  0   1       (0) 2   (1)     (2)
+            [=============================]R
+    rank 1      0   (0) 1   (1) 2   (2)
+            [=========================]R
 
 **Not covered, and what that costs**: the time of transfers and gathers. A schedule with a smaller
-bubble may be slower if it gathers more.
+bubble may be slower if it gathers more. `costs.py` has the bytes of real layers.
 """
 
+from argparse import Namespace
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from zero3.guards.options import Parser, within
+from zero3.guards.options import Parser, expect, within
 from zero3.pipeline.schedules import GATHERS, ORDERS, PASSES, Action, actions
 
 
@@ -135,9 +143,35 @@ def _most(listed: list[Action], begins: str, ends: str) -> int:
     return most
 
 
-def drawn(found: list[list[Pass]]) -> str:
+def spans(passes: list[Pass], listed: list[Action]) -> dict[int, list[tuple[float, float]]]:
+    """
+    ## When each stage of a rank is whole
+
+    * `passes` and `listed` are the rank's, from `timeline` and from `actions`
+
+    A gather starts when the pass before it in the list has ended. Returns the begin and the end of
+    each time, by stage.
+    """
+    ends = iter(passes)
+    now = 0.0
+    begun: dict[int, float] = {}
+    found: dict[int, list[tuple[float, float]]] = {}
+    for action in listed:
+        if action.kind in PASSES:
+            now = next(ends).end
+        elif action.kind == "unshard":
+            begun[action.stage] = now
+        elif action.kind == "reshard":
+            found.setdefault(action.stage, []).append((begun[action.stage], now))
+    return found
+
+
+def drawn(found: list[list[Pass]], lists: list[list[Action]] | None = None) -> str:
     """
     ## A line for each rank: its passes over time
+
+    * `lists` are those that were played. With them, a line below the passes shows when a stage is
+      whole, from `[` to `]`, and its reduce, `R`
 
     A forward pass is the number of its micro-batch, a backward pass the number in brackets. With
     several stages on a rank, a letter tells which.
@@ -146,22 +180,40 @@ def drawn(found: list[list[Pass]]) -> str:
     per_rank = 1 + max(each.action.stage for passes in found for each in passes) // ranks
     names = {each: _name(each.action, ranks, per_rank) for passes in found for each in passes}
     slot = min(each.end - each.start for passes in found for each in passes)
-    width = max(-(-len(name) // round((each.end - each.start) / slot))
-                for each, name in names.items()) + 1
+    # Characters of a slot, so that each name has room, and a blank after it.
+    width = 1 + max(-(-len(name) // round((each.end - each.start) / slot))
+                    for each, name in names.items())
+    scale = width / slot
     lines = []
     for rank, passes in enumerate(found):
-        line = ""
-        for each in passes:
-            line = line.ljust(round(each.start / slot) * width)
-            line += names[each].ljust(round((each.end - each.start) / slot) * width)
-        lines.append(f"rank {rank}  {line.rstrip()}")
+        line = _placed((round(each.start * scale), names[each]) for each in passes)
+        lines.append(f"rank {rank}  {line}")
+        for stage, times in spans(passes, lists[rank]).items() if lists else ():
+            bars = [(round(begin * scale), round(end * scale)) for begin, end in times]
+            line = _placed((begin, f"[{'=' * (end - begin - 2)}]") for begin, end in bars)
+            letter = _letter(stage, ranks) if per_rank > 1 else ""
+            lines.append(f"{letter:>6}  {line}R")
     return "\n".join(lines)
 
 
+def _placed(texts: Iterable[tuple[int, str]]) -> str:
+    """
+    #### A line with each text in its column
+    """
+    line = ""
+    for column, text in texts:
+        line = line.ljust(column) + text
+    return line
+
+
 def _name(action: Action, ranks: int, per_rank: int) -> str:
-    letter = chr(ord("a") + action.stage // ranks) if per_rank > 1 else ""
+    letter = _letter(action.stage, ranks) if per_rank > 1 else ""
     name = f"{letter}{action.micro_batch}"
     return name if action.kind == "forward" else f"({name})"
+
+
+def _letter(stage: int, ranks: int) -> str:
+    return chr(ord("a") + stage // ranks)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -171,32 +223,66 @@ def main(argv: list[str] | None = None) -> None:
     parser = Parser(prog="zero3.pipeline", description="Draw a pipeline's step.")
     add = parser.add_argument
     add("--schedule", choices=[*ORDERS], default="1f1b", help="the order of the passes")
-    add("--ranks", type=int, default=4, help="ranks of the pipeline")
+    add("--stages", type=int, default=4, help="stages of the model")
+    add("--per-rank", type=int, default=1, help="how many of them each rank has")
     add("--micro-batches", type=int, default=8, help="micro-batches in a step")
-    add("--per-rank", type=int, default=1, help="stages on each rank")
     add("--gathers", choices=GATHERS, default="stage", help="how long a stage stays whole")
     add("--backward", type=int, default=1, help="length of a backward pass, in forward passes")
-    add("--stage-mib", type=float, default=0, help="parameters of a stage")
-    add("--activation-mib", type=float, default=0, help="activations between two stages")
-    add("--shards", type=int, default=1, help="ranks that share each stage")
+    add("--stage-mib", type=float, default=64, help="parameters of a stage")
+    add("--activation-mib", type=float, default=1, help="activations between two stages")
+    add("--shards", type=int, default=2, help="ranks that share each stage")
     args = parser.parse_args(argv)
     try:
-        for name in ("backward", "shards"):
-            within(f"--{name}", getattr(args, name), 1, 1000)
-        lists = actions(args.schedule, args.ranks, args.micro_batches, args.per_rank, args.gathers)
+        for name, least in (("backward", 1), ("shards", 1), ("stage_mib", 0), ("activation_mib", 0),
+                            ("per_rank", 1)):
+            within(f"--{name.replace('_', '-')}", getattr(args, name), least, 1 << 20)
+        expect(args.stages % args.per_rank == 0, "--stages",
+               f"a multiple of {args.per_rank}, the stages on a rank", args.stages,
+               "pass another number")
+        lists = _lists(args, args.gathers)
     except ValueError as error:
         parser.error(str(error))
     found = timeline(lists, 1, args.backward)
-    print(f"{args.schedule}: passes over time; (0) is the backward pass of micro-batch 0\n")
-    print(drawn(found))
-    print(f"\nbubble {bubble(found):.1%} of the step\n")
-    print(f"{'':8}{'gathers':>10}{'whole':>8}{'kept':>8}{'sends':>8}{'MiB sent':>12}")
+    print(f"{args.schedule}: {args.stages} stages on {len(lists)} ranks, {args.micro_batches} "
+          "micro-batches\n0 is the forward pass of micro-batch 0, and (0) its backward pass.\n"
+          "A stage is gathered at [ and freed at ]; R reduces its gradients.\n")
+    print(drawn(found, lists))
+    print(f"\nRanks wait for {bubble(found):.1%} of the step, the bubble.\n")
+    _show_costs(args, lists)
+
+
+def _lists(args: Namespace, gathers: str) -> list[list[Action]]:
+    ranks = args.stages // args.per_rank
+    return actions(args.schedule, ranks, args.micro_batches, args.per_rank, gathers)
+
+
+def _show_costs(args: Namespace, lists: list[list[Action]]) -> None:
+    """
+    #### Print what each rank gathers, keeps and sends, and what the other choices would send
+    """
+    print(f"{'':8}{'gathers':>8}{'whole':>8}{'in flight':>12}{'MiB sent:  gathers':>22}"
+          f"{'reduces':>11}{'activations':>14}{'all':>11}")
     for rank, listed in enumerate(lists):
         cost = costs(listed)
-        # A gather or a reduce sends a stage, but for this rank's own shard.
-        share = args.stage_mib * (args.shards - 1) / args.shards
-        mib = share * (cost.gathers + cost.reduces) + args.activation_mib * cost.sends
-        print(f"rank {rank:<3}{cost.gathers:>10}{cost.whole:>8}{cost.kept:>8}{cost.sends:>8}"
-              f"{mib:>12,.1f}")
-    print("\ngathers of a stage; whole: most stages at a time; kept: most micro-batches whose "
-          "activations\nare kept; sends of activations and their gradients")
+        sent = _mib(args, cost)
+        print(f"rank {rank:<3}{cost.gathers:>8}{cost.whole:>8}{cost.kept:>12}{sent[0]:>22,.1f}"
+              f"{sent[1]:>11,.1f}{sent[2]:>14,.1f}{sum(sent):>11,.1f}")
+    print(f"""
+gathers: of a stage. whole: the most stages at a time. in flight: the most micro-batches whose
+activations are kept. A stage has {args.stage_mib:g} MiB, and {args.shards} ranks share it.
+Activations have {args.activation_mib:g} MiB for each micro-batch, and so have their gradients.
+""")
+    print("With --gathers, the ranks above send:")
+    for gathers in GATHERS:
+        sums = [sum(_mib(args, costs(listed))) for listed in _lists(args, gathers)]
+        print(f"{gathers:12}{sum(sums):>12,.1f} MiB")
+
+
+def _mib(args: Namespace, cost: Costs) -> tuple[float, float, float]:
+    """
+    #### MiB that a rank sends: in gathers, in reduces, and between stages
+
+    A gather or a reduce sends a stage, but for this rank's own shard.
+    """
+    share = args.stage_mib * (args.shards - 1) / args.shards
+    return share * cost.gathers, share * cost.reduces, args.activation_mib * cost.sends
