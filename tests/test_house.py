@@ -31,9 +31,9 @@ ROWS = (
     {"sharded"},
     {"schedule"},
     {"layer"},
-    {"measure", "estimate", "pipeline"},
+    {"measure", "estimate"},
     {"optimizer"},
-    {"whole_model"},
+    {"whole_model", "pipeline"},
     {"checkpoint"},
     {"train"},
 )
