@@ -19,8 +19,8 @@ from zero3.pipeline.timeline import (
     drawn,
     main,
     needed,
-    times_whole,
     timeline,
+    times_whole,
 )
 
 # Schedules with the numbers of ranks, micro-batches and stages per rank that they take.
