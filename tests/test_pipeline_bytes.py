@@ -6,8 +6,9 @@ The formulas are written out here once more, in shapes and numbers of ranks alon
 
 import os
 from collections import Counter
+from contextlib import nullcontext
 from itertools import pairwise, product
-from math import ceil
+from math import ceil, prod
 from unittest import mock
 
 import pytest
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.cases import freeze
 from tests.ranks import run
+from tests.test_native import collectives
 from zero3 import Offload, Zero3Optimizer
 from zero3.measure.ledger import Ledger, held_bytes
 from zero3.pipeline import Pipeline
@@ -139,11 +141,12 @@ def told(p):
             **{name: getattr(p.total, name) for name in total}}
 
 
-def wrong(shape, cases, ranks_per_node=8):
+def wrong(shape, cases, ranks_per_node=8, native=False):
     """Where a number that was predicted for this rank is not the measured one"""
     found = []
     mesh = mesh_of(shape)
-    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(ranks_per_node)):
+    where = mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(ranks_per_node))
+    with where, collectives() if native else nullcontext():
         for case in cases:
             _, tape, predicted, rest = step_of(mesh, **case)
             got = measured(tape, rest)
@@ -187,10 +190,9 @@ def test_every_number_of_a_step_is_predicted(shape):
     `_Replay._numbers`, `_Replay._backward`, `_Replay._forward`, `_Replay._reduce`,
     `_Replay._send_tied_gradient`, `_states_of`, `_named`, `StepLayer.of`, `Step.collect`,
     `Step.end`, `InTurn`, `InTurn.stays_full`, `Borrowed.held_tensors`, `Pipeline.held_tensors`,
-    `Sent`.
+    `ShardedModel.held_tensors`, `Sent`, `Counted`.
     """
-    ranks = shape[0] * shape[1]
-    for rank, found in enumerate(run(wrong, ranks, shape, [*cases()])):
+    for rank, found in enumerate(run(wrong, prod(shape), shape, [*cases()])):
         assert found == [], rank
 
 
@@ -204,10 +206,21 @@ def test_replicas_and_nodes_are_predicted_too(shape):
     tried = [{"name": name, "gathers": gathers, "bucket_bytes": bucket_bytes}
              for name, gathers in (("plain", "each"), ("tied", "stage"))
              for bucket_bytes in (0, 1 << 18)]
-    ranks = shape[0] * shape[1] * shape[2]
     for per_node in (1, 2):
-        for rank, found in enumerate(run(wrong, ranks, shape, tried, per_node)):
+        for rank, found in enumerate(run(wrong, prod(shape), shape, tried, per_node)):
             assert found == [], (rank, per_node)
+
+
+def test_collectives_are_predicted_too():
+    """
+    On the paths that a GPU takes, where a reduce needs no receive buffer. Breaks where the replay
+    takes ranks to send messages.
+    Proves I9, `predict_step`, `_Replay._numbers`.
+    """
+    tried = [case for case in cases() if case.get("dtype") and "offload" not in case]
+    for shape in ((2, 2), (1, 2, 2)):
+        for rank, found in enumerate(run(wrong, prod(shape), shape, tried, 2, True)):
+            assert found == [], rank
 
 
 def gathers_of_rank(schedule, gathers, p, m, v, r):
@@ -298,7 +311,7 @@ def test_formula_list_and_measurement_agree(shape):
     `Stage.unshard`, `Stage.reshard`, `StageLayer.hold`, `StageLayer.let_go`, `Channels.send`.
     """
     tried = [{**order, "gathers": gathers} for order, gathers in product(orders(), GATHERS)]
-    for rank, steps in enumerate(run(measured_steps, shape[0] * shape[1], shape, tried)):
+    for rank, steps in enumerate(run(measured_steps, prod(shape), shape, tried)):
         for case, (predicted, got, listed) in zip(tried, steps, strict=True):
             order = {name: case[name] for name in ("schedule", "m", "per_rank")}
             formula = formulas(shape, order, case["gathers"], rank)
@@ -430,7 +443,8 @@ def example(gathers):
 
 def test_the_example_of_the_head_is_measured():
     """
-    Proves `predict_step`, with the numbers of the table that opens `costs.py`.
+    The table that opens `costs.py`, to the byte.
+    Proves `predict_step`.
     """
     table = {"each": (6, 144, 24, 72, 80), "direction": (4, 96, 24, 72, 96),
              "stage": (1, 24, 24, 72, 96)}

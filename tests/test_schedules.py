@@ -19,8 +19,8 @@ from zero3.pipeline.timeline import (
     drawn,
     main,
     needed,
-    spans,
     timeline,
+    times_whole,
 )
 
 # Schedules with the numbers of ranks, micro-batches and stages per rank that they take.
@@ -171,7 +171,7 @@ def test_a_stage_is_drawn_from_its_gather_to_the_moment_when_it_is_freed():
     """
     The drawing in the head of `timeline.py`; and two stages on a rank, of which one is gathered
     while the last pass of the other runs. Breaks if a gather is drawn where its pass begins.
-    Proves `spans`, `drawn`, `_placed`, `_letter`.
+    Proves `times_whole`, `drawn`, `_placed`, `_letter`.
     """
     lists = actions("1f1b", 2, 3)
     assert drawn(timeline(lists), lists).splitlines() == [
@@ -185,9 +185,9 @@ def test_a_stage_is_drawn_from_its_gather_to_the_moment_when_it_is_freed():
     found = timeline(lists)
     assert drawn(found, lists).splitlines() == [
         "rank 0  a0   a1   b0   b1   (b0) (b1) (a0) (a1)",
-        "     a  [========]                   [============]R",
+        "     a  [========]               [=============]R",
         "     b       [=======================]R"]
-    assert spans(found[0], lists[0]) == {0: [(0, 2), (5, 8)], 1: [(1, 6)]}
+    assert times_whole(found[0], lists[0]) == {0: [(0, 2), (5, 8)], 1: [(1, 6)]}
 
 
 def test_the_command_draws_a_schedule_and_counts(capsys):

@@ -16,8 +16,8 @@ rank with stage 0 sends
 | `stage` | once | 24 | 24 | 72 | 96 |
 
 A gather of the stage sends three shards of 8 bytes to one other rank. The full gradients, 48 bytes,
-stay until the last micro-batch in all three cases. So a stage that stays whole takes less than
-twice the memory, and sends a sixth.
+stay until the last micro-batch in all three cases. So a stage that stays whole takes 16 bytes more,
+one more layer, and its gathers send a sixth.
 
 A layer $\ell$ has $P_\ell$ parameters with $b$ bytes each, and $b_g$ in a gradient. If $N$ ranks
 share it and the rank gathers its stage $g$ times in a step, the rank sends

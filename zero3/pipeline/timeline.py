@@ -24,9 +24,9 @@ $$1 - \frac{2 m v}{\text{slots until the last rank is done}} = \frac{p - 1}{v m 
 draws a line for each rank, and below it when its stage is whole:
 
     rank 0  0   1       (0) 2   (1)     (2)
-            [=============================]R
+            [==============================]R
     rank 1      0   (0) 1   (1) 2   (2)
-            [=========================]R
+            [==========================]R
 
 **Not covered, and what that costs**: the time of transfers and gathers. A schedule with a smaller
 bubble may be slower if it gathers more. `costs.py` has the bytes of real layers.
@@ -143,7 +143,7 @@ def _most(listed: list[Action], begins: str, ends: str) -> int:
     return most
 
 
-def spans(passes: list[Pass], listed: list[Action]) -> dict[int, list[tuple[float, float]]]:
+def times_whole(passes: list[Pass], listed: list[Action]) -> dict[int, list[tuple[float, float]]]:
     """
     ## When each stage of a rank is whole
 
@@ -188,7 +188,7 @@ def drawn(found: list[list[Pass]], lists: list[list[Action]] | None = None) -> s
     for rank, passes in enumerate(found):
         line = _placed((round(each.start * scale), names[each]) for each in passes)
         lines.append(f"rank {rank}  {line}")
-        for stage, times in spans(passes, lists[rank]).items() if lists else ():
+        for stage, times in times_whole(passes, lists[rank]).items() if lists else ():
             bars = [(round(begin * scale), round(end * scale)) for begin, end in times]
             line = _placed((begin, f"[{'=' * (end - begin - 2)}]") for begin, end in bars)
             letter = _letter(stage, ranks) if per_rank > 1 else ""
