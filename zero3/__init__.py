@@ -45,6 +45,7 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | pipelines | `pipeline/stages.py` | stages: layers that stay whole as long as the schedule says |
 | pipelines | `pipeline/channels.py` | channels: activations and gradients between the stages |
 | pipelines | `pipeline/pipeline.py` | `Pipeline`: train a model in stages that are sharded, too |
+| pipelines | `pipeline/costs.py` | its bytes by formula: sent, at rest and at the peak |
 | pipelines | `pipeline/__init__.py` | `Pipeline`, imported when it is used first |
 | guards | `guards/freed.py` | a freed parameter, which reports every use |
 | guards | `guards/placement.py` | the same parameters on every rank, on the right device |
