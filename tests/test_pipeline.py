@@ -271,6 +271,8 @@ def test_layers_are_cut_so_that_the_largest_stage_is_small():
             assert sum(counts) == len(sizes) and len(counts) == parts and min(counts) > 0
             assert largest(sizes, counts) == min(
                 largest(sizes, other) for other in compositions(len(sizes), parts))
+    # A layer without weights is never a stage of its own.
+    assert balanced([nn.Linear(9, 1), nn.Tanh(), nn.Linear(2, 1), nn.Linear(1, 1)], 3) == [2, 1, 1]
     assert layer_of("3.weight") == 3
     assert [*names_of(of([2, 3])).values()] == [["0.weight"], ["1.weight"]]
 

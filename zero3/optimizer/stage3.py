@@ -881,13 +881,15 @@ class Zero3Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             names, other_bytes = moments_of(*self.made_by, group, two)
             kept.add((len(names), other_bytes))
-        chain = [layer for layer in getattr(self.model, "module_list", ()) if layer.flats]
+        chain = [layer for layer in getattr(self.model, "module_list", ())
+                 if getattr(layer, "flats", ())]
         offloads = {layer.offload if layer.offload.tier == "nvme"
                     else (layer.offload.tier, layer.offload.frozen) for layer in chain}
         good = chain == self.layers and len(kept) == len(offloads) == 1
         self.expect(good, "cannot predict", "a Zero3Sequential of plain layers, with one `Offload` "
                     "and as many states in each param group", f"a {type(self.model).__name__}, "
-                    f"{len(offloads)} and {len(kept)} kinds", "measure with `Ledger`")
+                    f"{len(offloads)} and {len(kept)} kinds", "measure with `Ledger`; "
+                    "`zero3.pipeline.costs.predict_step` predicts a pipeline")
         ((moments, step_bytes),) = kept
         found = predict(
             describe(self.model, self.group_by), Layout.of(self.comm),

@@ -81,7 +81,7 @@ from zero3.optimizer.states import moments_of
 from zero3.pipeline.pipeline import Pipeline
 
 # Of an announcement before each message between stages (see `channels.py`).
-_ANNOUNCED_BYTES = 48
+_ANNOUNCED_BYTES = 40
 
 
 class Output(NamedTuple):
@@ -253,7 +253,7 @@ class _Replay:
         self.step = step
         with_params = [layer for layer in self.pipeline.sharded_layers if layer.flats]
         self.layers |= zip(with_params, step.chain, strict=True)
-        for action in self.pipeline.train_lists[self.pipeline.place]:
+        for action in self.pipeline.train_list:
             getattr(self, "_" + action.kind.replace(" ", "_"))(action.stage)
         step.end()
         sent = self.counts

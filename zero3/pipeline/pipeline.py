@@ -43,8 +43,9 @@ their gradients arrive.
 
 **Not covered, and what that costs**: every rank builds all layers before it keeps its own. A
 gradient stays whole on each rank of its stage until the last micro-batch, as in `no_sync()`.
-`Zero3Optimizer.predict` knows no pipelines; `costs.py` has the formulas. A batch is cut along its
-first dimension.
+`Zero3Optimizer.predict` knows no pipelines; `predict_step` in `costs.py` does. A batch is cut along
+its first dimension. What comes into a stage is a leaf of autograd's graph, so the stage's first
+layer cannot change it in place; torch raises an error then.
 """
 
 import copy

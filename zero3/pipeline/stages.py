@@ -36,6 +36,7 @@ kept twice.
 Layers are balanced by their parameters, not by the time they take.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -285,14 +286,18 @@ def balanced(layers: list[nn.Module], parts: int) -> list[int]:
     for p, names in names_of(layers).items():
         sizes[layer_of(names[0])] += p.numel()
 
+    def size(begin: int, end: int) -> float:
+        # A stage without weights would have nothing to shard.
+        return sum(sizes[begin:end]) or math.inf
+
     @cache
-    def best(begin: int, parts: int) -> tuple[int, list[int]]:
+    def best(begin: int, parts: int) -> tuple[float, list[int]]:
         if parts == 1:
-            return sum(sizes[begin:]), [len(sizes) - begin]
+            return size(begin, len(sizes)), [len(sizes) - begin]
         found = []
         for end in range(begin + 1, len(sizes) - parts + 2):
             largest, counts = best(end, parts - 1)
-            found.append((max(sum(sizes[begin:end]), largest), [end - begin, *counts]))
+            found.append((max(size(begin, end), largest), [end - begin, *counts]))
         return min(found)
 
     expect(0 < parts <= len(layers), "the stages", f"at most {len(layers)}, one for each layer",
