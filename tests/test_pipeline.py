@@ -157,7 +157,8 @@ def test_every_schedule_trains_the_weights_of_plain_pytorch(shape):
     One to three stages, with tied weights, sharded or not; one to eight micro-batches; each of the
     ways to gather; dicts between stages, activation checkpointing in the layers, a clipped norm.
     Losses of training and evaluation, norms and weights are those of plain PyTorch.
-    Proves I1, I7, `Pipeline`, `Pipeline.train_batch`, `Pipeline.eval_batch`,
+    Proves I1, I7, `Pipeline`, `Pipeline.__init__`, `Channels.__init__`, `Stage.__init__`,
+    `Pipeline.train_batch`, `Pipeline.eval_batch`,
     `Pipeline.full_params`, `Pipeline.named_layers`, `Pipeline.cut`, `Pipeline._run`,
     `Pipeline._build`, `Pipeline._build_tied`, `Pipeline._connect`, `Pipeline._share`,
     `Pipeline._mean_over_ranks`, `_Batch`, `_Batch.do`, `_Batch._forward`, `_Batch._backward`,

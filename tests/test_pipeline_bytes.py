@@ -224,7 +224,7 @@ def test_collectives_are_predicted_too():
 
 
 def gathers_of_rank(schedule, gathers, p, m, v, r):
-    """The formulas of the head of `costs.py`"""
+    """The formulas of the head of the chapter on costs"""
     if gathers == "each":
         return 2 * m * v
     if schedule in ("gpipe", "breadth-first"):
@@ -280,7 +280,7 @@ def formulas(shape, order, gathers, rank):
                                + m * before + numbers)
         transfers = (n - 1) * (found["gathers"] + len(mine) + 2) + 2 * (p - 1)
         found["messages"] = transfers + sends
-        found["order_bytes"] = 32 * transfers + 48 * sends
+        found["order_bytes"] = 32 * transfers + 40 * sends
         pairs = [a + b for a, b in pairwise([*mine, 0])]
         whole = max(pairs) if gathers == "each" else sum(mine)
         peak = n * (whole + sum(mine))
@@ -298,7 +298,7 @@ def measured_steps(shape, tried):
     mesh = mesh_of(shape)
     for case in tried:
         pipeline, tape, predicted, rest = step_of(mesh, **case, bucket_bytes=0)
-        found.append((told(predicted), measured(tape, rest), pipeline.train_lists[pipeline.place]))
+        found.append((told(predicted), measured(tape, rest), pipeline.train_list))
     return found
 
 
@@ -364,7 +364,7 @@ def recorded(shape, tried):
         Live.most = 0
         with Ledger(pipeline, optimizer) as tape:
             pipeline.train_batch(torch.ones(m, 4), torch.zeros(m, 4), optimizer)
-        listed = pipeline.train_lists[pipeline.place]
+        listed = pipeline.train_list
         found.append((listed, *played(tape.events), Live.most // 2))
     return found
 
@@ -426,7 +426,7 @@ class Scale(nn.Module):
 
 
 def example(gathers):
-    """The first rank of the example in `costs.py`: gathers of its stage, bytes, above rest"""
+    """The first rank of the example on costs: gathers of its stage, bytes, above rest"""
     mesh = mesh_of((2, 2))
     layers = [Scale() for _ in range(6)]
     pipeline = Pipeline(layers, mesh, loss_fn=loss_fn, micro_batches=3, gathers=gathers)
@@ -443,7 +443,7 @@ def example(gathers):
 
 def test_the_example_of_the_head_is_measured():
     """
-    The table that opens `costs.py`, to the byte.
+    The table that opens to the byte.
     Proves `predict_step`.
     """
     table = {"each": (6, 144, 24, 72, 80), "direction": (4, 96, 24, 72, 96),

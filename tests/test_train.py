@@ -287,7 +287,7 @@ def test_the_tape_is_cut_into_spans_of_what_a_layer_holds():
     """
     What the picture draws. Breaks where the `free` after a reduce is taken for that of the
     parameters.
-    Proves `spans`, `Event`.
+    Proves `report.spans`, `Event`.
     """
     names = "fetch gathered compute computed free fetch compute gradients free reduce reduced free"
     events = [
