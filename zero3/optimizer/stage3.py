@@ -565,7 +565,12 @@ class Zero3Optimizer(torch.optim.Optimizer):
                 loss = closure()
             self.step()
             return loss
-        self._check_ready()
+        try:
+            self._check_ready()
+        except RuntimeError:
+            # The other stages of a pipeline are about to ask this one for its norm.
+            self._norms_of_stages(torch.full((1,), -1.0, dtype=torch.double))
+            raise
         for layer in reversed(self.layers):
             # Reduce gradients that `no_sync` has held back, if no later micro-batch took them
             # along. All ranks do so in the same order, that of the backward pass.
@@ -628,8 +633,11 @@ class Zero3Optimizer(torch.optim.Optimizer):
         squares = self._squares().cpu()  # (all ranks, shards) fp64
         # Replicas have the same gradients, so count those of the first one.
         mine = squares[: self.comm.world_size].abs().sum().view(1)
-        # Stages have the gradients of other layers. (stages, 1) fp64
-        stages = self.comm.over_stages(self, mine.to(self.layers[0].device)).cpu()
+        stages = self._norms_of_stages(mine)
+        unready = [rank for rank, square in zip(self.comm.stages.ranks, stages, strict=True)
+                   if square < 0]
+        self.expect(not unready, "cannot step", "stages that are ready to step",
+                    f"errors on ranks {unready}", "look at these; nothing has changed")
         norm = stages.sum().sqrt().item() / self.loss_scale
         if not math.isfinite(norm):
             self._overflow(squares, stages)
@@ -654,6 +662,16 @@ class Zero3Optimizer(torch.optim.Optimizer):
         if self.dynamic and self.good_steps % self.scale_window == 0:
             self.loss_scale *= 2
         return norm
+
+    def _norms_of_stages(self, mine: torch.Tensor) -> torch.Tensor:
+        """
+        #### The squared norm of each stage of a pipeline, `(stages, 1)` fp64
+
+        * `mine` is this stage's, `(1,)`; a negative number says that it cannot step
+
+        All ranks call it. Without a pipeline there is one stage, and nothing is sent.
+        """
+        return self.comm.over_stages(self, mine.to(self.layers[0].device)).cpu()
 
     def _squares(self) -> torch.Tensor:
         """

@@ -24,15 +24,17 @@ The announcement says what the receiver should be about to do. If it is about to
 both would wait forever, so it raises an error. It also raises one if the sender announces a fault,
 and hands that on. So an error in one stage ends all of them, with its text.
 
-**Why three process groups.** NCCL runs the transfers between two ranks in the order in which they
+**Why several process groups.** NCCL runs the transfers between two ranks in the order in which they
 were queued. While rank 0 queues an activation to rank 1, rank 1 may queue a gradient to rank 0, and
-each would wait for the other to receive. So activations and gradients have a group each. The
-announcements have a third, of gloo, because the host reads them without waiting for a device.
+each would wait for the other to receive. So there each way has a group of its own. The
+announcements have one more, of gloo, because the host reads them without waiting for a device.
 
 **Run this**: `python -m pytest tests/test_pipeline_faults.py`.
 
-**Not covered, and what that costs**: a description is a pickle, so ranks trust each other. Tensors
-are sent whole to one rank of the next stage, also if several ranks there share the same rows.
+**Not covered, and what that costs**: a description is a pickle, so ranks trust each other. A number
+that a stage hands on is a part of the description. If it is another one in each batch, it is
+described, and remembered, each time; a tensor of one element is not. The process groups stay until
+the program ends.
 """
 
 import pickle
@@ -53,6 +55,8 @@ from zero3.pipeline.schedules import KINDS, Action
 _ROW = 5
 # In the place of the kind: the sender has failed, and its error follows.
 _FAULT = -1
+# What was on its way when a rank failed. Others still wait for it, even if the pipeline is gone.
+LOST: list[Any] = []
 
 
 class Fault(RuntimeError):
@@ -81,12 +85,14 @@ class Channels:
     ## The ways from this rank to the others of its pipeline, and back
     """
 
-    def __init__(self, line: Group, ranks: tuple[int, ...], device: torch.device):
+    def __init__(self, line: Group, ranks: tuple[int, ...], tied: list[tuple[int, int]],
+                 device: torch.device):
         """
         ### Make the process groups
 
         * `line` has the ranks of this pipeline, in order
         * `ranks` are those of all pipelines side by side, first those that have the first stage
+        * `tied` has the places of the two ranks that share tied weights, if there are any
         * `device` is where tensors arrive
 
         All of these ranks call it.
@@ -94,19 +100,39 @@ class Channels:
         self.line = line
         self.ranks = ranks
         self.device = device
-        self.activations = line.process_group
-        self.gradients = self._group(line.ranks, None)
+        self.timeout = _timeout_of(line, device)
         self.control = self._group(ranks, "gloo")
-        # Descriptions by receiver or sender, and checksum.
-        self._told: set[tuple[int, int]] = set()
+        self.data = self._data_groups(tied)
+        # Descriptions that receivers know by their numbers, and those that senders have described.
+        self._told: dict[tuple[int, bytes], int] = {}
         self._known: dict[tuple[int, int], Any] = {}
         # Messages under way, with the tensors that they read.
         self._leaving: deque[tuple[Any, torch.Tensor]] = deque()
 
     def _group(self, ranks: tuple[int, ...], backend: str | None) -> Any:
+        """
+        #### A process group of these ranks alone, which all of them make
+        """
         if len(ranks) == 1:
             return None
-        return dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+        return dist.new_group(ranks, timeout=self.timeout, backend=backend,
+                              use_local_synchronization=True)
+
+    def _data_groups(self, tied: list[tuple[int, int]]) -> dict[tuple[bool, int, int], Any]:
+        """
+        #### The process group of each kind, sender and receiver: whether of gradients, and places
+
+        gloo tells messages apart by their tags, so all of them share one group.
+        """
+        line = self.line
+        ways = {(gradients, here, (here + (-1 if gradients else 1)) % line.size)
+                for gradients in (False, True) for here in range(line.size)}
+        for first, last in tied:
+            ways |= {(False, first, last), (True, last, first)}
+        if self.device.type == "cpu":
+            return dict.fromkeys(ways, self._group(line.ranks, None))
+        return {way: self._group(tuple(sorted(line.ranks[place] for place in way[1:])), None)
+                for way in sorted(ways) if line.rank in way[1:]}
 
     def disagreement(self, problem: str, batch: str) -> str:
         """
@@ -117,17 +143,20 @@ class Channels:
         All ranks call it: an all-gather of 8 bytes by gloo. Returns the first problem of any rank,
         the same on all, or an empty text. Pipelines side by side may have different shapes.
         """
-        mine = torch.tensor(-1 if problem else zlib.crc32(batch.encode()))
-        every = [torch.empty_like(mine) for _ in self.ranks]
         if self.control is None:
             return problem
+        mine = torch.tensor(-1 if problem else zlib.crc32(batch.encode()), device="cpu")
+        every = [torch.empty_like(mine) for _ in self.ranks]
         dist.all_gather(every, mine, group=self.control)
+        # A process group has its ranks in ascending order.
+        order = [sorted(self.ranks).index(rank) for rank in self.ranks]
         # One row for each stage, one column for each pipeline side by side.
-        found = torch.stack(every).view(self.line.size, -1)
+        found = torch.stack([every[i] for i in order]).view(self.line.size, -1)
         if bool((found >= 0).all() and (found == found[0]).all()):
             return ""
-        texts: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(texts, (problem, batch), group=self.control)
+        told: list[Any] = [None] * len(self.ranks)
+        dist.all_gather_object(told, (problem, batch), group=self.control)
+        texts = [told[i] for i in order]
         beside = len(self.ranks) // self.line.size
         wrong = []
         for i, (each, batch) in enumerate(texts):
@@ -149,19 +178,21 @@ class Channels:
 
         Raises `TypeError` if the value has anything else that cannot be described.
         """
-        tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-        told = pickle.dumps(pytree.tree_map(_described, value))
-        checksum = zlib.crc32(told)
-        is_new = (to, checksum) not in self._told
-        self._told.add((to, checksum))
-        row = [KINDS.index(action.kind), action.stage, action.micro_batch, checksum,
-               len(told) if is_new else 0]
+        # Before anything is announced, so that nobody waits for what cannot be sent.
+        told = pickle.dumps(pytree.tree_map(self._described, value))
+        tensors = [_to_send(leaf) for leaf in pytree.tree_leaves(value)
+                   if isinstance(leaf, torch.Tensor)]
+        is_new = (to, told) not in self._told
+        number = self._told.setdefault((to, told), len(self._told))
         self._collect()
-        order_bytes = self._announce(row, told if is_new else b"", to)
+        row = [KINDS.index(action.kind), action.stage, action.micro_batch, number,
+               len(told) if is_new else 0]
+        order_bytes = self._announce(row, told if is_new else b"", to, _is_gradient(action))
         nbytes = 0
         for tensor in tensors:
             nbytes += tensor.nbytes
-            self._isend(tensor.detach().contiguous(), to, self._data(action))
+            self._isend(tensor, to, self.data[self._way(action, self.line.rank, to)],
+                        _is_gradient(action))
         far = node_of(self.line.ranks[to]) != node_of(self.line.global_rank)
         return Sent(nbytes, nbytes * far, len(tensors), order_bytes)
 
@@ -174,12 +205,11 @@ class Channels:
         Returns the value, with tensors on the device. Those that need gradients there do so here.
         Raises `Fault` if the sender has failed, and `RuntimeError` if it does something else.
         """
-        row = self._recv(torch.empty(_ROW, dtype=torch.int64), source, self.control).tolist()
-        kind, stage, micro_batch, checksum, length = row
+        kind, stage, micro_batch, number, length = self._host(
+            torch.int64, _ROW, source, action).tolist()
         told = b""
         if length:
-            buffer = torch.empty(length, dtype=torch.uint8)
-            told = self._recv(buffer, source, self.control).numpy().tobytes()
+            told = self._host(torch.uint8, length, source, action).numpy().tobytes()
         where = f"rank {self.line.global_rank}: {_words(action)}"
         if kind == _FAULT:
             fault = Fault(f"{where}: another rank has failed. Expected: its tensors. Got: "
@@ -193,9 +223,9 @@ class Channels:
                 f"`{_words(theirs)}`, from rank {self.line.ranks[source]}. What to do: call "
                 "`train_batch` and `eval_batch` in the same order on all ranks. Start again.")
         if told:
-            self._known[source, checksum] = pickle.loads(told)
-        return pytree.tree_map(lambda each: self._leaf(each, source, self._data(action)),
-                               self._known[source, checksum])
+            self._known[source, number] = pickle.loads(told)
+        return pytree.tree_map(lambda each: self._leaf(each, source, action),
+                               self._known[source, number])
 
     def fail(self, text: str) -> None:
         """
@@ -206,7 +236,9 @@ class Channels:
         told = text.encode()
         here = self.line.rank
         for to in {(here + 1) % self.line.size, (here - 1) % self.line.size} - {here}:
-            self._announce([_FAULT, 0, 0, 0, len(told)], told, to)
+            for gradients in (False, True):
+                self._announce([_FAULT, 0, 0, 0, len(told)], told, to, gradients)
+        LOST.append(self._leaving)
 
     def end(self) -> None:
         """
@@ -215,39 +247,71 @@ class Channels:
         while self._leaving:
             self._wait(self._leaving.popleft()[0].wait)
 
-    def _data(self, action: Action) -> Any:
-        return self.gradients if "gradient" in action.kind else self.activations
+    def _way(self, action: Action, sender: int, receiver: int) -> tuple[bool, int, int]:
+        return _is_gradient(action), sender, receiver
 
-    def _announce(self, row: list[int], told: bytes, to: int) -> int:
+    def _announce(self, row: list[int], told: bytes, to: int, gradients: bool) -> int:
         """
         #### Start to send an announcement, and its description if there is one
         """
-        self._isend(torch.tensor(row), to, self.control)
+        self._isend(torch.tensor(row, device="cpu"), to, self.control, gradients)
         if told:
-            self._isend(torch.frombuffer(bytearray(told), dtype=torch.uint8), to, self.control)
+            text = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+            self._isend(text, to, self.control, gradients)
         return 8 * _ROW + len(told)
 
-    def _isend(self, tensor: torch.Tensor, to: int, group: Any) -> None:
+    def _isend(self, tensor: torch.Tensor, to: int, group: Any, gradients: bool) -> None:
+        """
+        #### Start to send a tensor, and keep it until it has been received
+
+        The tag tells activations from gradients, so that each kind arrives in its own order.
+        """
         if tensor.numel():
             peer = self.line.ranks[to]
-            work = self._wait(lambda: dist.isend(tensor, dst=peer, group=group))
+            work = self._wait(lambda: dist.isend(tensor, peer, group, tag=gradients))
             self._leaving.append((work, tensor))
 
-    def _recv(self, buffer: torch.Tensor, source: int, group: Any) -> torch.Tensor:
+    def _receive_into(self, buffer: torch.Tensor, source: int, group: Any, action: Action) -> None:
         if buffer.numel():
-            peer = self.line.ranks[source]
-            work: Any = self._wait(lambda: dist.irecv(buffer, src=peer, group=group))
+            peer, tag = self.line.ranks[source], _is_gradient(action)
+            work: Any = self._wait(lambda: dist.irecv(buffer, peer, group, tag=tag))
             self._wait(work.wait)
-        return buffer
 
-    def _leaf(self, described: Any, source: int, group: Any) -> Any:
+    def _host(self, dtype: torch.dtype, numel: int, source: int, action: Action) -> torch.Tensor:
+        """
+        #### Numbers for the host, by gloo
+        """
+        found = torch.empty(numel, dtype=dtype, device="cpu")
+        self._receive_into(found, source, self.control, action)
+        return found
+
+    def _leaf(self, described: Any, source: int, action: Action) -> Any:
         """
         #### One tensor, once it has arrived; or a value that was in the description
         """
         if not isinstance(described, _Shape):
             return described
         buffer = torch.empty(described.shape, dtype=described.dtype, device=self.device)
-        return self._recv(buffer, source, group).requires_grad_(described.requires_grad)
+        way = self._way(action, source, self.line.rank)
+        self._receive_into(buffer, source, self.data[way], action)
+        return buffer.requires_grad_(described.requires_grad)
+
+    def _described(self, leaf: Any) -> Any:
+        """
+        #### The description of a tensor, or of a value that is small enough to be one itself
+        """
+        if isinstance(leaf, torch.Tensor):
+            if leaf.layout == torch.strided and leaf.device == self.device:
+                return _Shape(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+            got = f"{leaf.layout} on {leaf.device}"
+        elif leaf is None or isinstance(leaf, (bool, int, float, str)):
+            return leaf
+        else:
+            got = f"a {type(leaf).__name__}, which the next rank could not make"
+        raise TypeError(
+            f"rank {self.line.global_rank}: a stage returns what cannot be sent. Expected: dense "
+            f"tensors on {self.device}, numbers and texts, in tuples, lists and dicts. Got: {got}. "
+            "What to do: return its tensors in a tuple or a dict, or cut the stages elsewhere.")
 
     def _collect(self) -> None:
         """
@@ -280,18 +344,28 @@ class _Shape:
     requires_grad: bool
 
 
-def _described(leaf: Any) -> Any:
+def _to_send(tensor: torch.Tensor) -> torch.Tensor:
     """
-    #### The description of a tensor, or of a value that is small enough to be one itself
+    #### A tensor's elements in a row, in memory that nobody writes to
+
+    What autograd has not computed may be a buffer of the module, which the next micro-batch changes
+    before this message has left.
     """
-    if isinstance(leaf, torch.Tensor):
-        return _Shape(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
-    if leaf is None or isinstance(leaf, (bool, int, float, str)):
-        return leaf
-    raise TypeError(
-        "a stage returns an object. Expected: tensors, numbers and texts, in tuples, lists and "
-        f"dicts. Got: a {type(leaf).__name__}, which the next rank could not make. What to do: "
-        "return its tensors in a tuple or a dict, or cut the stages elsewhere.")
+    found = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    is_same = found.data_ptr() == tensor.data_ptr()
+    return found.clone() if is_same and tensor.grad_fn is None else found
+
+
+def _is_gradient(action: Action) -> bool:
+    return "gradient" in action.kind
+
+
+def _timeout_of(line: Group, device: torch.device) -> Any:
+    """
+    #### How long the user's process group waits, for those that are made here
+    """
+    backend = line.process_group._get_backend(device) if line.process_group else None
+    return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 def _words(action: Action) -> str:

@@ -368,8 +368,12 @@ class _Replay:
         #### Put the gradients of a stage into the bucket
         """
         layers = self._chain(s)[::-1]
-        if self.borrowed is None and self.pipeline.ends and s == self.pipeline.ends[0]:
+        ends = self.pipeline.ends
+        if ends and s == ends[0] and (ends[1] - ends[0]) % self.pipeline.ranks == 0:
             layers += self._tied(s)
+        self._put(layers)
+
+    def _put(self, layers: list[StepLayer]) -> None:
         for layer in layers:
             if layer.has_full_grad:
                 self.counts["reduces"] += 1
@@ -437,3 +441,4 @@ class _Replay:
     def _receive_tied_gradient(self, s: int) -> None:
         for layer in self._tied(s):
             self.step.collect(layer)
+            self._put([layer])

@@ -44,11 +44,11 @@ their gradients arrive.
 **Not covered, and what that costs**: every rank builds all layers before it keeps its own. A
 gradient stays whole on each rank of its stage until the last micro-batch, as in `no_sync()`.
 `Zero3Optimizer.predict` knows no pipelines; `predict_step` in `costs.py` does. A batch is cut along
-its first dimension. What comes into a stage is a leaf of autograd's graph, so the stage's first
-layer cannot change it in place; torch raises an error then.
+its first dimension.
 """
 
 import copy
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -63,12 +63,23 @@ from torch.utils import _pytree as pytree
 
 from zero3.comm import Communicator
 from zero3.groups.mesh import Group
+from zero3.guards.freed import FreedParameter
 from zero3.guards.options import expect
 from zero3.offload import Offload
 from zero3.optimizer.stage3 import Zero3Optimizer
-from zero3.pipeline.channels import Channels, Fault, Sent
-from zero3.pipeline.schedules import Action, actions
-from zero3.pipeline.stages import Borrowed, Plan, Stage, StageLayer, balanced, holder, untie
+from zero3.pipeline.channels import LOST, Channels, Fault, Sent
+from zero3.pipeline.schedules import PASSES, Action, actions
+from zero3.pipeline.stages import (
+    Borrowed,
+    Plan,
+    Stage,
+    StageLayer,
+    balanced,
+    check_alike,
+    holder,
+    names_of,
+    untie,
+)
 from zero3.sharded import Sharded, ShardedModel
 
 _MESHES = (("pipeline", "shard"), ("pipeline", "replicate", "shard"))
@@ -111,12 +122,16 @@ class Pipeline(ShardedModel):
         line = Communicator(mesh=mesh["pipeline"])
         self.ranks = line.group.size
         self.place = line.group.rank
+        check_alike(line, len(layers), stages, per_rank, schedule, micro_batches, gathers,
+                    [(name, tuple(p.shape), p.dtype)
+                     for p, names in names_of(layers).items() for name in names])
         plan = Plan(layers, self.ranks, stages or balanced(layers, self.ranks * per_rank))
         self.count = len(plan.counts)
         self.ends = plan.ends
         self.shapes = plan.shapes
         self.loss_fn = loss_fn
         self.micro_batches = micro_batches
+        self.compared = False  # whether the stages have been given the same batch once
         self.holds = gathers != "each"
         options = (schedule, self.ranks, micro_batches, plan.per_rank, gathers, plan.ends)
         self.train_list = actions(*options)[self.place]
@@ -127,7 +142,9 @@ class Pipeline(ShardedModel):
         make = partial(StageLayer, mesh=mesh[mesh.mesh_dim_names[1:]])  # type: ignore[index]
         self._build(plan, make, Offload.of(offload))
         self._connect(line.group)
-        self.channels = Channels(line.group, self.comm.ranks, self.device)
+        self._free_others(plan)
+        partners = [(plan.ends[0] % self.ranks, plan.ends[1] % self.ranks)] if plan.ends else []
+        self.channels = Channels(line.group, self.comm.ranks, partners, self.device)
 
     def _build(self, plan: Plan, make: Callable[..., StageLayer], offload: Offload | None) -> None:
         """
@@ -177,7 +194,7 @@ class Pipeline(ShardedModel):
 
         * `line` has the ranks of this pipeline
         """
-        first = next(layer for layer in self.sharded_layers if layer.flats)
+        first = self._first
         self.device = first.device
         for layer in self.sharded_layers:
             layer.comm = first.comm
@@ -188,6 +205,25 @@ class Pipeline(ShardedModel):
         self.comm.groups = (*first.comm.groups, line)
         stages = first.comm.gather_stages(first.comm.ranks)
         self.comm.ranks = tuple(rank for stage in stages for rank in stage)
+
+    def _free_others(self, plan: Plan) -> None:
+        """
+        #### Free the parameters of layers that other ranks keep
+
+        A layer of this rank may use one of them in a way that does not register it. It would train
+        a copy that nobody steps, so each use becomes an error.
+        """
+        own = plan.own(self.place).values()
+        kept = {p for layer in own for p in vars(layer).values() if isinstance(p, nn.Parameter)}
+        cure = ("register the parameter in each layer that uses it, `head.weight = "
+                "embedding.weight`; then it is tied")
+        for i, layer in enumerate(plan.layers):
+            if layer in own:
+                continue
+            for name, p in layer.named_parameters():
+                if p not in kept and p not in plan.tied:
+                    p.data = torch.empty(0, dtype=p.dtype, device=p.device)
+                    p.__class__ = FreedParameter.named(self._first, f"{i}.{name}", cure)
 
     def named_layers(self) -> Iterator[tuple[str, Sharded]]:
         """
@@ -273,8 +309,10 @@ class Pipeline(ShardedModel):
         `ValueError` if the rows cannot be cut into as many parts. An error in one stage is raised
         on all ranks.
         """
-        expect(isinstance(optimizer, Zero3Optimizer) and optimizer.model is self, "train_batch",
-               "the `Zero3Optimizer` of this pipeline", type(optimizer).__name__,
+        # A newer optimizer has taken over the layers' reducers.
+        is_ours = self._first.reducer in getattr(optimizer, "buckets", ())
+        expect(is_ours, "train_batch", "the newest `Zero3Optimizer` of this pipeline",
+               f"another {type(optimizer).__name__}",
                "build it on the pipeline: `Zero3Optimizer(pipeline, ...)`")
         return self._run(self.train_list, x, y, optimizer)
 
@@ -290,19 +328,21 @@ class Pipeline(ShardedModel):
     def _run(self, listed: list[Action], x: Any, y: Any, optimizer: Zero3Optimizer | None) -> float:
         if self._comm.broken:
             raise RuntimeError(self._comm.broken)
-        batch = _Batch(self, x, y, optimizer)
+        batch = _Batch(self, listed, x, y, optimizer)
         if self.borrowed is not None:
             self.borrowed.layer.listener = self.listener
             self.borrowed.reduce_in(optimizer.reduce_dtype if optimizer else None)
         with self._together():
-            for action in listed:
+            for batch.number, action in enumerate(listed):
                 sent = batch.do(action)
                 self.listener.record(_Doer(self.comm, action), action.kind, 0, sent)
             if optimizer is not None:
                 for bucket in optimizer.buckets:
                     bucket.end()
+            # Here a rank hears of a fault, and `end` would not.
+            loss = self._mean_over_ranks(batch.loss)
             self.channels.end()
-            return self._mean_over_ranks(batch.loss)
+            return loss
 
     def cut(self, x: Any, y: Any, does: str) -> list[list[Any]]:
         """
@@ -323,16 +363,24 @@ class Pipeline(ShardedModel):
                 has_rows = isinstance(leaf, torch.Tensor) and leaf.dim() > 0
                 if has_rows and (not len(leaf) or len(leaf) % self.micro_batches):
                     problem = problem or f"`{name}` has {len(leaf)} rows"
+                if not (leaf is None or isinstance(leaf, (torch.Tensor, int, float, str))):
+                    problem = problem or f"`{name}` has a {type(leaf).__name__} in it"
                 parts.append(leaf.chunk(self.micro_batches) if has_rows
                              else [leaf] * self.micro_batches)
             if not problem:
                 found.append([pytree.tree_unflatten([part[i] for part in parts], spec)
                               for i in range(self.micro_batches)])
         mode = "training" if self.training else "evaluation"
-        wrong = self.channels.disagreement(problem, f"{shapes} to {does} in {mode} mode")
-        expect(not wrong, f"rank {self.comm.global_rank}: the batch", "the same in all stages, "
-               f"and rows for {self.micro_batches} micro-batches", wrong,
-               "pass a multiple of that many rows, or another `micro_batches=`")
+        told = f"{shapes} to {does} in {mode} mode"
+        if not self.compared:
+            # Reading the values waits for the device, so it is done once.
+            told += f", and values with the checksum {_checksum((x, y))}"
+            self.compared = True
+        wrong = self.channels.disagreement(problem, told)
+        expect(not wrong, f"rank {self.comm.global_rank}: the batch", "the same tensors in all "
+               f"stages, in tuples, lists and dicts, with rows for {self.micro_batches} "
+               "micro-batches", wrong, "give all ranks of a pipeline the same batch, with a "
+               "multiple of that many rows; or pass another `micro_batches=`")
         return found
 
     def _mean_over_ranks(self, loss: torch.Tensor) -> float:
@@ -344,8 +392,15 @@ class Pipeline(ShardedModel):
         return float(self._comm.numbers(self, last).mean())
 
     @property
+    def _first(self) -> Sharded:
+        return next(layer for layer in self.sharded_layers if layer.flats)
+
+    @property
     def _comm(self) -> Communicator:
-        return self.sharded_layers[0].comm
+        """
+        #### The communicator of the layers of this rank
+        """
+        return self._first.comm
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -362,10 +417,11 @@ class Pipeline(ShardedModel):
             with suppress(RuntimeError):
                 self.channels.fail(error.cause if isinstance(error, Fault) else cause)
             comm = self._comm
-            if not comm.broken:
-                comm.announce_fault((*comm.groups, comm.stages), self)
-                # Layers stay as they are, because an all-gather may still write into them.
-                comm.broken = f"{error}"
+            # If it has failed in a transfer of its stage, the ranks of that stage know already.
+            comm.announce_fault((*(() if comm.broken else comm.groups), comm.stages), self)
+            # Layers stay as they are, because an all-gather may still write into them.
+            comm.broken = comm.broken or f"{error}"
+            LOST.append(comm.lost)
             raise
 
 
@@ -385,8 +441,11 @@ class _Batch:
     ## A batch on its way through the stages of this rank
     """
 
-    def __init__(self, pipeline: Pipeline, x: Any, y: Any, optimizer: Zero3Optimizer | None):
+    def __init__(self, pipeline: Pipeline, listed: list[Action], x: Any, y: Any,
+                 optimizer: Zero3Optimizer | None):
         self.pipeline = pipeline
+        self.listed = listed
+        self.number = 0  # of the action that is carried out
         self.optimizer = optimizer
         self.stages = pipeline.stages
         self.channels = pipeline.channels
@@ -411,7 +470,11 @@ class _Batch:
         #### Compute a micro-batch through a stage
         """
         key = (action.stage, action.micro_batch)
-        value = self.arrived.pop(key) if action.stage else self.xs[action.micro_batch]
+        value, came_in = self.xs[action.micro_batch], []
+        if action.stage:
+            value = self.arrived.pop(key)
+            came_in = _trainable(value)
+            value = pytree.tree_map_only(torch.Tensor, _arrival, value)
         self.stages[action.stage].begin()
         output = self.stages[action.stage](value)
         if action.stage == self.pipeline.count - 1:
@@ -419,13 +482,14 @@ class _Batch:
             is_mean = isinstance(output, torch.Tensor) and output.numel() == 1
             expect(is_mean, "`loss_fn`", "the mean loss, a tensor of one element",
                    f"{getattr(output, 'shape', type(output))}", "take the mean over the rows")
+            output = output.reshape(())
             self.loss += output.detach().double() / self.pipeline.micro_batches
             edges: list[Any] = [output]
         else:
             self._hand_on("leaving", (action.stage + 1, action.micro_batch), output)
             edges = [get_gradient_edge(t) for t in _trainable(output)]
         if self.optimizer is not None:
-            self.kept[key] = (_trainable(value) if action.stage else [], edges)
+            self.kept[key] = (came_in, edges)
 
     def _backward(self, action: Action) -> None:
         """
@@ -509,7 +573,9 @@ class _Batch:
         """
         #### Gather a stage; or, if each pass gathers, leave it to the layers themselves
         """
-        self.stages[action.stage].unshard(self.pipeline.holds)
+        upcoming = next(each.kind for each in self.listed[self.number :]
+                        if each.stage == action.stage and each.kind in PASSES)
+        self.stages[action.stage].unshard(self.pipeline.holds, upcoming == "backward")
 
     def _reshard(self, action: Action) -> None:
         """
@@ -527,7 +593,9 @@ class _Batch:
         stage = self.stages[action.stage]
         for layer in reversed(stage.module_list):
             layer.reduce()
-        if self.pipeline.borrowed is None and action.stage in (self.pipeline.ends or ())[:1]:
+        ends = self.pipeline.ends
+        # Weights that another rank borrows wait for its gradient.
+        if ends and ends[0] == action.stage and (ends[1] - ends[0]) % self.pipeline.ranks == 0:
             self.pipeline.tied[0].reduce()
 
     # -------------------------------------------------------------------------------- tied weights
@@ -538,7 +606,8 @@ class _Batch:
         """
         (tied,), ends = self.pipeline.tied, self.pipeline.ends
         assert ends is not None
-        shards = [flat.storage.load().to(tied.device, copy=True) for flat in tied.flats]
+        shards = [(flat.shard.requires_grad,
+                   flat.storage.load().detach().to(tied.device, copy=True)) for flat in tied.flats]
         for flat in tied.flats:
             flat.storage.release()
         return self._send_to(Action("receive tied", ends[1]), shards)
@@ -562,22 +631,57 @@ class _Batch:
     @torch.no_grad()
     def _receive_tied_gradient(self, action: Action) -> None:
         """
-        #### Add the gradient of the last stage to this rank's part of the full gradient
+        #### Add the gradient of the last stage to this rank's part of the full gradient, and reduce
 
         That part is then summed with those of the other ranks, so each element is added once. With
         replicas it is a sum over all of them already, and only the first one adds it.
         """
         (tied,), ends = self.pipeline.tied, self.pipeline.ends
         assert ends is not None
-        for flat, grad in zip(tied.flats, self._from(action, ends[1]), strict=True):
-            if grad is None:
+        for flat, theirs in zip(tied.flats, self._from(action, ends[1]), strict=True):
+            if theirs is None:
                 continue
+            used, grad = theirs
             if flat.grad is None:
                 flat.begin_grad(torch.empty_like(flat.full, dtype=flat.shard.grad_dtype))
             flat.zero_missing()
-            flat.ready.update(slot.names for slot in flat.slots)
+            flat.ready.update(flat.slots[i].names for i in used)
             if tied.comm.in_first_replica and flat.grad is not None:
                 tied.comm.rows(flat.grad)[tied.comm.rank] += grad
+        tied.reduce()
+
+
+class _Arrival(torch.autograd.Function):
+    """
+    ## What came in, as a result of an operation
+
+    It shares the memory of the leaf whose gradient goes back. A layer may write to it in place,
+    which autograd does not allow for a leaf.
+    """
+
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def _checksum(batch: Any) -> int:
+    """
+    #### A checksum of all elements of a batch
+    """
+    found = 0
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.numel():
+            values = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            found = zlib.crc32(values.numpy().tobytes(), found)
+    return found
+
+
+def _arrival(tensor: torch.Tensor) -> torch.Tensor:
+    return _Arrival.apply(tensor) if tensor.requires_grad else tensor
 
 
 def _trainable(value: Any) -> list[torch.Tensor]:

@@ -88,7 +88,8 @@ class Action(NamedTuple):
     | unshard, reshard | gather the layers of a stage; free them |
     | reduce | reduce the gradients of a stage, once in a step |
     | send tied, receive tied | the shard of weights that another stage has; it uses them too |
-    | send tied gradient, receive tied gradient | the gradient of that shard, on the way back |
+    | send tied gradient | reduce the gradient of those weights, and send this rank's shard of it |
+    | receive tied gradient | add it to the own gradient of the weights, and reduce that |
 
     Those from `unshard` on have no micro-batch, which is −1 there.
     """
@@ -267,8 +268,8 @@ def _with_tied(found: Iterator[Action], rank: int, ranks: int, tied: tuple[int, 
     """
     #### Lend the shard of tied weights to the other stage that uses them, and take its gradient
 
-    The first stage keeps the weights and their optimizer states. Its last backward pass is the last
-    of all, so the gradient from the other stage is there when it reduces its own.
+    The first of the two stages keeps the weights and their optimizer states. At the end of the step
+    both have their gradients; the keeper adds them up and reduces the sum.
     """
     first, last = tied or (0, 0)
     apart = first % ranks != last % ranks
@@ -277,9 +278,8 @@ def _with_tied(found: Iterator[Action], rank: int, ranks: int, tied: tuple[int, 
         yield Action("send tied", first)
     if borrows:
         yield Action("receive tied", last)
-    for action in found:
-        if keeps and action == Action("reduce", first):
-            yield Action("receive tied gradient", first)
-        yield action
+    yield from found
     if borrows and backward:
         yield Action("send tied gradient", last)
+    if keeps and backward:
+        yield Action("receive tied gradient", first)

@@ -45,6 +45,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero3.comm import Communicator
 from zero3.guards.options import expect
 from zero3.layer import Zero3Layer, Zero3Sequential
 from zero3.optimizer.buckets import Bucket
@@ -127,13 +128,17 @@ class Stage(Zero3Sequential):
             layer.label = f"layer {i} ({type(layer.module).__name__})"
             layer.schedule = InTurn()
 
-    def unshard(self, hold: bool) -> None:
+    def unshard(self, hold: bool, backward: bool) -> None:
         """
         ### Gather all layers, and keep them whole until `reshard`
 
         * `hold` is false if each layer is to gather itself, and to be freed after its part
+        * `backward` says that the next pass begins with the last layer, which is gathered first
         """
-        for layer in (*self.tied, *(self.module_list if hold else ())):
+        for layer in self.tied:
+            layer.hold(self.index)
+        layers = [*self.module_list] if hold else []
+        for layer in reversed(layers) if backward else layers:
             layer.hold(self.index)
 
     def begin(self) -> None:
@@ -164,11 +169,14 @@ class Borrowed:
         self.shards = [flat.shard for flat in layer.flats]
 
     @torch.no_grad()
-    def take(self, values: list[torch.Tensor]) -> None:
+    def take(self, values: list[tuple[bool, torch.Tensor]]) -> None:
         """
         ### Use these shards, which the first stage has sent
+
+        * `values` also say whether each of them trains
         """
-        for flat, value in zip(self.layer.flats, values, strict=True):
+        for flat, (trains, value) in zip(self.layer.flats, values, strict=True):
+            flat.shard.requires_grad_(trains)
             flat.storage.load().copy_(value)
             flat.storage.save()
 
@@ -188,13 +196,23 @@ class Borrowed:
             yield shard
             yield shard.grad
 
-    def gradients(self) -> list[torch.Tensor | None]:
+    def gradients(self) -> list[tuple[list[int], torch.Tensor] | None]:
         """
-        ### Reduce the gradient, and return this rank's part of it
+        ### Reduce the gradients, and return this rank's part of each
+
+        Each comes with the indices of the parameters that it has something of.
         """
         self.layer.reduce()
         self.bucket.end()
-        found = [None if p.grad is None else p.grad.as_subclass(torch.Tensor) for p in self.shards]
+        found: list[tuple[list[int], torch.Tensor] | None] = []
+        for flat in self.layer.flats:
+            grad = flat.shard.grad
+            if grad is None:
+                found.append(None)
+                continue
+            used = getattr(grad, "used", None)
+            indices = [i for i, slot in enumerate(flat.slots) if used is None or slot.names in used]
+            found.append((indices, grad.as_subclass(torch.Tensor)))
         self.layer.zero_grad()
         return found
 
@@ -357,3 +375,22 @@ def holder(tied: dict[nn.Parameter, list[str]]) -> nn.Module:
                 at = at._modules[part]  # type: ignore[assignment]
             at.register_parameter(last, param)
     return root
+
+
+def check_alike(line: Communicator, *told: Any) -> None:
+    """
+    ## Refuse a pipeline whose ranks have other layers or arguments
+
+    * `line` reaches the ranks of a pipeline
+    * `told` is what has to be the same on all of them; the last one is a list
+
+    All ranks call it (all-gather). Raises `ValueError` on all of them.
+    """
+    first, *others = line.gather(told)
+    for rank, each in zip(line.ranks[1:], others, strict=True):
+        pairs = [*zip(first, each, strict=True), *zip(first[-1], each[-1], strict=False)]
+        wrong = next(((mine, theirs) for mine, theirs in reversed(pairs) if mine != theirs), None)
+        if wrong:
+            expect(False, f"rank {line.global_rank}: the pipeline", "the same layers and arguments "
+                   "on all ranks", f"{wrong[0]} on rank {line.ranks[0]}, and {wrong[1]} on rank "
+                   f"{rank}", "build it alike on all ranks")
