@@ -18,7 +18,7 @@ one of FSDP2's optimizer, `python -m tests.bench --comm` compares `Communicator`
 gloo's collectives for the same bytes, `python -m tests.bench --disk DIR` our direct reads and
 writes with those of fio, `python -m tests.bench --save DIR` a checkpoint with plain direct writes
 of as many bytes. `python -m tests.bench --nodes` trains over a slow link between nodes; see
-`bench_nodes.py`.
+`bench_nodes.py`. `python -m tests.bench --pipeline` trains in stages; see `bench_pipeline.py`.
 
 **Not covered, and what that costs**: mixed precision, recomputation, more than one machine. FSDP2
 gathers its last layer twice as we do not; that is about a hundredth of the model here. Ranks
@@ -66,6 +66,7 @@ from zero3.measure.ledger import Ledger
 
 PEERS = ("zero3", "wrap", "ddp", "fsdp2")
 NODE_PEERS = ("flat", "hybrid", "zero++", "fsdp2", "hsdp")
+STAGE_PEERS = ("zero3", "zero3-each", "zero3-step", "plain", "ddp", "fsdp2", "fsdp2-each")
 # What of the package a step goes through.
 TIMED = [f"zero3/{name}.py" for name in (
     "layer", "flat", "watch", "comm", "groups/mesh", "sharded", "offload", "measure/ledger",
@@ -73,6 +74,9 @@ TIMED = [f"zero3/{name}.py" for name in (
     "whole_model/wrap")]
 # And with `--nodes`.
 NODES_TIMED = ["zero3/nodes/links.py", "zero3/groups/encodings.py"]
+# And with `--pipeline`.
+STAGES_TIMED = [f"zero3/pipeline/{name}.py" for name in (
+    "schedules", "channels", "stages", "pipeline")]
 # What a run is measured by: its heading, its format, and what to divide by.
 COLUMNS = {
     "tokens_per_s": ("tokens/s", ",.0f", 1),
@@ -108,11 +112,17 @@ def options(argv=None):
     add("--steps", type=int, default=8, help="steps that are")
     add("--rounds", type=int, default=3, help="how often each peer runs")
     add("--ranks", type=int, default=gpus or 2, help="one per GPU, or processes on the CPU")
-    add("--peers", nargs="+", choices=dict.fromkeys(PEERS + NODE_PEERS), default=PEERS,
-        help="who takes part")
+    add("--peers", nargs="+", choices=dict.fromkeys(PEERS + NODE_PEERS + STAGE_PEERS),
+        default=PEERS, help="who takes part")
     add("--nodes", action="store_true", help="train on nodes with a slow link between them")
     add("--each", type=int, default=2, help="with --nodes: ranks of a node")
     add("--mbit", type=float, default=200, help="with --nodes: Mbit/s of the link")
+    add("--pipeline", action="store_true", help="train in stages, beside torch's pipelining")
+    add("--micro-batches", type=int, default=4, help="with --pipeline: parts of a batch")
+    add("--shards", type=int, nargs="+", default=[1, 2],
+        help="with --pipeline: ranks that share a stage")
+    add("--schedules", nargs="+", choices=("1f1b", "gpipe", "interleaved"),
+        default=["1f1b"], help="with --pipeline: orders of the passes")
     add("--step", action="store_true", help="measure the optimizers alone")
     add("--comm", action="store_true", help="measure the collectives alone")
     add("--mib", type=float, default=64, help="with --comm: the size of the whole buffer")
@@ -120,21 +130,27 @@ def options(argv=None):
     add("--save", type=Path, metavar="DIR", help="measure checkpoints in this folder alone")
     add("--gib", type=float, default=1, help="with --disk and --save: how much is written")
     add("--out", type=Path, default=argparse.SUPPRESS,
-        help="results file (default: {bench,step,comm,disk,save,nodes}.json in runs)")
+        help="results file (default: {bench,step,comm,disk,save,nodes,pipeline}.json in runs)")
     add("--own-network", action="store_true", help=argparse.SUPPRESS)
     if parser.parse_known_args(argv)[0].nodes:
         # A step over a slow link takes seconds, so there are few, and of few tokens.
         parser.set_defaults(ranks=4, batch=1, warmup=1, steps=3, peers=NODE_PEERS)
         gpus = 0
+    if parser.parse_known_args(argv)[0].pipeline:
+        parser.set_defaults(peers=STAGE_PEERS, rounds=5)
+        gpus = 0
     args = parser.parse_args(argv)
     name = "comm.json" if args.comm else "step.json" if args.step else "bench.json"
     name = "disk.json" if args.disk else "save.json" if args.save else name
-    name = "nodes.json" if args.nodes else name
+    name = "nodes.json" if args.nodes else "pipeline.json" if args.pipeline else name
     args.out = getattr(args, "out", Path("runs", name))
-    if strangers := set(args.peers) - set(NODE_PEERS if args.nodes else PEERS):
+    known = NODE_PEERS if args.nodes else STAGE_PEERS if args.pipeline else PEERS
+    if strangers := set(args.peers) - set(known):
         parser.error(f"no such peer {'with' if args.nodes else 'without'} --nodes: {strangers}")
     if args.nodes and (args.ranks % args.each or args.ranks <= args.each):
         parser.error("expected two nodes or more, of --each ranks")
+    if args.pipeline and args.batch % args.micro_batches:
+        parser.error("expected a --batch that --micro-batches divide")
     args.gpu, alone = gpus > 0, args.comm or args.step or args.save
     if not 1 + args.comm <= args.ranks <= (gpus or args.ranks) or (alone and gpus):
         parser.error("expected one rank per GPU or fewer; for --comm two or more; for --comm, "
@@ -204,15 +220,18 @@ def wrap(peer, layers, device, mesh=None):
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3, fused=True)
 
 
-def batches(args, device):
+def batches(args, device, place=None):
     """
     ## This rank's rows of the global batches, without end
+
+    * `place` says which rows; left out, those of the rank's number
     """
+    place = dist.get_rank() if place is None else place
     text = torch.frombuffer(bytearray("".join(topics.values()), "utf-8"), dtype=torch.uint8)
     rows = torch.Generator().manual_seed(1)
     while True:
         starts = torch.randint(len(text) - args.seq, (args.ranks, args.batch), generator=rows)
-        places = starts[dist.get_rank()][:, None] + torch.arange(args.seq + 1)
+        places = starts[place][:, None] + torch.arange(args.seq + 1)
         yield text[places].long().to(device)  # [batch, seq + 1] int64
 
 
@@ -319,16 +338,17 @@ def measure(peer, args, store):
     return measure_training(partial(wrap, peer), args, device, loopback_bytes)
 
 
-def measure_training(build, args, device, count):
+def measure_training(build, args, device, count, train_step=train_step, place=None):
     """
     ## What one rank measures while it trains a model
 
     * `build(layers, device)` returns the model and its optimizer
     * `count()` returns the bytes that have been sent so far
+    * `place` is as for `batches`
     """
-    windows = batches(args, device)
+    windows = batches(args, device, place)
     # Thrown away: what a first step imports and opens is not the model's memory.
-    train_step(*build(gpt(8 * args.heads, 1, args.heads, args.seq), device), next(windows))
+    train_step(*build(gpt(8 * args.heads, 2, args.heads, args.seq), device), next(windows))
     memory = Memory(device)
     layers = gpt(args.dim, args.blocks, args.heads, args.seq)
     psi_bytes = sum(p.nbytes for layer in layers for p in layer.parameters())
@@ -423,14 +443,15 @@ def compare(rounds, peers, pairs):
 
 def table(medians, ratios):
     columns = [c for c in COLUMNS if any(c in row for row in medians.values())]
-    lines = [f"{'median':13s}" + "".join(f"{COLUMNS[c][0]:>18}" for c in columns)]
+    wide = max(13, *(len(name) + 1 for name in (*medians, *ratios)))
+    lines = [f"{'median':{wide}s}" + "".join(f"{COLUMNS[c][0]:>18}" for c in columns)]
     for peer, row in medians.items():
         cells = (format(row[c] / COLUMNS[c][2], COLUMNS[c][1]) if c in row else "" for c in columns)
-        lines.append(f"{peer:13s}" + "".join(f"{cell:>18}" for cell in cells))
+        lines.append(f"{peer:{wide}s}" + "".join(f"{cell:>18}" for cell in cells))
     for name, row in ratios.items():
         # Median, and in brackets the lowest and the highest.
         cells = ("{:.2f} ({:.2f}-{:.2f})".format(*row[c]) if c in row else "" for c in columns)
-        lines.append(f"{name:13s}" + "".join(f"{cell:>18}" for cell in cells))
+        lines.append(f"{name:{wide}s}" + "".join(f"{cell:>18}" for cell in cells))
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -710,7 +731,8 @@ def main():
           f"torch {facts['torch']}, {args.ranks} ranks")
     # Who shows the figures can see whether they are still of this code.
     code = {path: Source(Path(__file__).parents[1] / path).digest()
-            for path in [*TIMED, *(NODES_TIMED if args.nodes else ())]}
+            for path in [*TIMED, *(NODES_TIMED if args.nodes else ()),
+                         *(STAGES_TIMED if args.pipeline else ())]}
     results = {"machine": facts, "settings": vars(args), "wire_is_exact": args.own_network,
                "code": code}
     if args.comm:
@@ -730,6 +752,10 @@ def main():
         from tests import bench_nodes
 
         results |= bench_nodes.compare_nodes(args)
+    elif args.pipeline:
+        from tests import bench_pipeline
+
+        results |= bench_pipeline.compare_pipelines(args)
     else:
         rounds = play(args)
         pairs = [("zero3", other) for other in sorted({*args.peers} - {"zero3"})]

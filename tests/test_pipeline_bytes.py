@@ -225,6 +225,8 @@ def test_collectives_are_predicted_too():
 
 def gathers_of_rank(schedule, gathers, p, m, v, r):
     """The formulas of the head of the chapter on costs"""
+    if gathers == "step":
+        return v
     if gathers == "each":
         return 2 * m * v
     if schedule in ("gpipe", "breadth-first"):

@@ -45,7 +45,7 @@ def test_the_example_of_the_head_is_what_the_function_returns():
     assert bubble(found) == pytest.approx(1 / 4)
     counted = {gathers: costs(actions("1f1b", 2, 3, gathers=gathers)[0]).gathers
                for gathers in GATHERS}
-    assert counted == {"each": 6, "direction": 4, "stage": 1}
+    assert counted == {"each": 6, "direction": 4, "stage": 1, "step": 1}
     assert passes(lists[0])[:3] == [Action("forward", 0, 0), Action("forward", 0, 1),
                                     Action("backward", 0, 0)]
 
@@ -127,8 +127,9 @@ def test_a_rank_keeps_the_activations_that_the_table_says():
 def test_a_stage_is_gathered_as_often_as_it_was_chosen():
     """
     Gathers per stage: two for each micro-batch; breadth-first two, and one if both directions
-    follow each other; a stage at a time is whole, or two while the next one is on its way.
-    Proves `_with_gathers`, `costs`.
+    follow each other; a stage at a time is whole, or two while the next one is on its way. Or once
+    in a step, and then all of a rank's stages may be whole.
+    Proves `_with_gathers`, `_once`, `costs`.
     """
     for name, p, m, v in EVERY:
         for rank in range(p):
@@ -136,8 +137,10 @@ def test_a_stage_is_gathered_as_often_as_it_was_chosen():
                        for gathers in GATHERS}
             assert counted["each"].gathers == 2 * m * v
             assert counted["stage"].gathers <= counted["direction"].gathers <= 2 * m * v
+            assert counted["step"].gathers == v <= counted["stage"].gathers
             assert all(cost.reduces == v for cost in counted.values())
-            assert all(cost.whole <= min(2, v) for cost in counted.values())
+            assert all(cost.whole <= (v if gathers == "step" else min(2, v))
+                       for gathers, cost in counted.items())
             if name in ("gpipe", "breadth-first"):
                 assert counted["direction"].gathers == 2 * v
                 assert counted["stage"].gathers == 2 * v - 1
@@ -157,7 +160,7 @@ def test_a_schedule_that_cannot_be_is_refused():
             (("1f1b", 2, 2, 0), "`per_rank`, at least 1"),
             (("1f1b", 2, 2, 2), "one stage on each rank with 1f1b. Got: 2"),
             (("interleaved", 2, 3, 2), "micro-batches in groups of 2"),
-            (("gpipe", 2, 2, 1, "never"), "`gathers` of ['each', 'direction', 'stage']")):
+            (("gpipe", 2, 2, 1, "never"), "`gathers` of ['each', 'direction', 'stage', 'step']")):
         with pytest.raises(ValueError, match="What to do: ") as error:
             actions(*wrong)
         assert part in str(error.value)

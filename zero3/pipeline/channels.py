@@ -31,6 +31,10 @@ announcements have one more, of gloo, because the host reads them without waitin
 
 **Run this**: `python -m pytest tests/test_pipeline_faults.py`.
 
+**Ahead of time.** gloo sends a message once the receiver has asked for it. So a rank asks for all
+announcements of a batch at its beginning. It asks for the next tensors before it computes the pass
+in front of them, in memory for one more message.
+
 **Not covered, and what that costs**: a description is a pickle, so ranks trust each other. A number
 that a stage hands on is a part of the description. If it is another one in each batch, it is
 described, and remembered, each time; a tensor of one element is not. The process groups stay until
@@ -40,7 +44,7 @@ the program ends.
 import pickle
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -55,6 +59,9 @@ from zero3.pipeline.schedules import KINDS, Action
 _ROW = 5
 # In the place of the kind: the sender has failed, and its error follows.
 _FAULT = -1
+# The tags of announcements are 0 and 1, those of descriptions 2 and 3, and tensors have all others:
+# even ones for activations, odd ones for gradients. So gloo never takes one for another.
+_TOLD_TAG = 2
 # What was on its way when a rank failed. Others still wait for it, even if the pipeline is gone.
 LOST: list[Any] = []
 
@@ -106,6 +113,11 @@ class Channels:
         # Descriptions that receivers know by their numbers, and those that senders have described.
         self._told: dict[tuple[int, bytes], int] = {}
         self._known: dict[tuple[int, int], Any] = {}
+        # Announcements that this batch waits for, in order.
+        self._coming: deque[_Coming] = deque()
+        # The description that each action had in the last batch, and tensors that are asked for.
+        self._usual: dict[Action, int] = {}
+        self._asked: dict[tuple[int, bool, int], deque[_Asked]] = {}
         # Messages under way, with the tensors that they read.
         self._leaving: deque[tuple[Any, torch.Tensor]] = deque()
 
@@ -168,6 +180,23 @@ class Channels:
                              f"rank {self.ranks[i]}")
         return "; ".join(wrong)
 
+    def begin(self, coming: Iterable[tuple[Action, int]]) -> None:
+        """
+        ### Ask for all announcements of a batch, and for the first tensors
+
+        * `coming` are the actions that receive something, in their order, with the place of the
+          sender of each
+
+        gloo sends a message once the receiver has asked for it. If it asked only when it needs the
+        message, the sender might compute by then, and each message would take two ways and back.
+        """
+        self._coming.clear()
+        for action, source in coming:
+            row = torch.empty(_ROW, dtype=torch.int64, device="cpu")
+            work = self._irecv(row, source, self.control, _is_gradient(action))
+            self._coming.append(_Coming(action, source, row, work))
+        self._ask_ahead()
+
     def send(self, action: Action, to: int, value: Any) -> Sent:
         """
         ### Start to send tensors, and return at once
@@ -191,25 +220,28 @@ class Channels:
         nbytes = 0
         for tensor in tensors:
             nbytes += tensor.nbytes
-            self._isend(tensor, to, self.data[self._way(action, self.line.rank, to)],
-                        _is_gradient(action))
+            self._isend(tensor, to, self.data[_is_gradient(action), self.line.rank, to],
+                        _tag_of(number, _is_gradient(action)))
         far = node_of(self.line.ranks[to]) != node_of(self.line.global_rank)
         return Sent(nbytes, nbytes * far, len(tensors), order_bytes)
 
-    def receive(self, action: Action, source: int) -> Any:
+    def receive(self, action: Action) -> Any:
         """
         ### Wait for what another rank sends for this action
-
-        * `source` is its place in the pipeline
 
         Returns the value, with tensors on the device. Those that need gradients there do so here.
         Raises `Fault` if the sender has failed, and `RuntimeError` if it does something else.
         """
-        kind, stage, micro_batch, number, length = self._host(
-            torch.int64, _ROW, source, action).tolist()
+        expected, source, row, work = self._coming.popleft()
+        assert expected == action
+        self._wait(work.wait)
+        kind, stage, micro_batch, number, length = row.tolist()
         told = b""
         if length:
-            told = self._host(torch.uint8, length, source, action).numpy().tobytes()
+            text = torch.empty(length, dtype=torch.uint8, device="cpu")
+            tag = _TOLD_TAG + _is_gradient(action)
+            self._wait(self._irecv(text, source, self.control, tag).wait)
+            told = text.numpy().tobytes()
         where = f"rank {self.line.global_rank}: {_words(action)}"
         if kind == _FAULT:
             fault = Fault(f"{where}: another rank has failed. Expected: its tensors. Got: "
@@ -224,8 +256,12 @@ class Channels:
                 "`train_batch` and `eval_batch` in the same order on all ranks. Start again.")
         if told:
             self._known[source, number] = pickle.loads(told)
-        return pytree.tree_map(lambda each: self._leaf(each, source, action),
-                               self._known[source, number])
+        self._usual[action] = number
+        asked = self._ask(source, _is_gradient(action), number).popleft()
+        for each in asked.works:
+            self._wait(each.wait)
+        self._ask_ahead()
+        return asked.value
 
     def fail(self, text: str) -> None:
         """
@@ -238,7 +274,7 @@ class Channels:
         for to in {(here + 1) % self.line.size, (here - 1) % self.line.size} - {here}:
             for gradients in (False, True):
                 self._announce([_FAULT, 0, 0, 0, len(told)], told, to, gradients)
-        LOST.append(self._leaving)
+        LOST.extend([self._leaving, self._coming, self._asked])
 
     def end(self) -> None:
         """
@@ -247,8 +283,38 @@ class Channels:
         while self._leaving:
             self._wait(self._leaving.popleft()[0].wait)
 
-    def _way(self, action: Action, sender: int, receiver: int) -> tuple[bool, int, int]:
-        return _is_gradient(action), sender, receiver
+    def _ask_ahead(self) -> None:
+        """
+        #### Ask for the next tensors before the pass that comes first
+
+        They are expected to be described as in the last batch. If they are not, these wait for the
+        next ones that are. NCCL's order is that of the calls, so there nothing is asked ahead.
+        """
+        if self._coming and self.device.type == "cpu":
+            action, source, *_ = self._coming[0]
+            if action in self._usual:
+                self._ask(source, _is_gradient(action), self._usual[action])
+
+    def _ask(self, source: int, gradients: bool, number: int) -> "deque[_Asked]":
+        """
+        #### The tensors of this description that are asked for, at least once
+        """
+        asked = self._asked.setdefault((source, gradients, number), deque())
+        if not asked:
+            works: list[Any] = []
+            group = self.data[gradients, source, self.line.rank]
+
+            def leaf(described: Any) -> Any:
+                if not isinstance(described, _Shape):
+                    return described
+                found = torch.empty(described.shape, dtype=described.dtype, device=self.device)
+                if found.numel():
+                    works.append(self._irecv(found, source, group, _tag_of(number, gradients)))
+                return found.requires_grad_(described.requires_grad)
+
+            value = pytree.tree_map(leaf, self._known[source, number])
+            asked.append(_Asked(value, works))
+        return asked
 
     def _announce(self, row: list[int], told: bytes, to: int, gradients: bool) -> int:
         """
@@ -257,44 +323,21 @@ class Channels:
         self._isend(torch.tensor(row, device="cpu"), to, self.control, gradients)
         if told:
             text = torch.frombuffer(bytearray(told), dtype=torch.uint8)
-            self._isend(text, to, self.control, gradients)
+            self._isend(text, to, self.control, _TOLD_TAG + gradients)
         return 8 * _ROW + len(told)
 
-    def _isend(self, tensor: torch.Tensor, to: int, group: Any, gradients: bool) -> None:
+    def _isend(self, tensor: torch.Tensor, to: int, group: Any, tag: int) -> None:
         """
         #### Start to send a tensor, and keep it until it has been received
-
-        The tag tells activations from gradients, so that each kind arrives in its own order.
         """
         if tensor.numel():
             peer = self.line.ranks[to]
-            work = self._wait(lambda: dist.isend(tensor, peer, group, tag=gradients))
+            work = self._wait(lambda: dist.isend(tensor, peer, group, tag=tag))
             self._leaving.append((work, tensor))
 
-    def _receive_into(self, buffer: torch.Tensor, source: int, group: Any, action: Action) -> None:
-        if buffer.numel():
-            peer, tag = self.line.ranks[source], _is_gradient(action)
-            work: Any = self._wait(lambda: dist.irecv(buffer, peer, group, tag=tag))
-            self._wait(work.wait)
-
-    def _host(self, dtype: torch.dtype, numel: int, source: int, action: Action) -> torch.Tensor:
-        """
-        #### Numbers for the host, by gloo
-        """
-        found = torch.empty(numel, dtype=dtype, device="cpu")
-        self._receive_into(found, source, self.control, action)
-        return found
-
-    def _leaf(self, described: Any, source: int, action: Action) -> Any:
-        """
-        #### One tensor, once it has arrived; or a value that was in the description
-        """
-        if not isinstance(described, _Shape):
-            return described
-        buffer = torch.empty(described.shape, dtype=described.dtype, device=self.device)
-        way = self._way(action, source, self.line.rank)
-        self._receive_into(buffer, source, self.data[way], action)
-        return buffer.requires_grad_(described.requires_grad)
+    def _irecv(self, buffer: torch.Tensor, source: int, group: Any, tag: int) -> Any:
+        peer = self.line.ranks[source]
+        return self._wait(lambda: dist.irecv(buffer, peer, group, tag=tag))
 
     def _described(self, leaf: Any) -> Any:
         """
@@ -333,6 +376,26 @@ class Channels:
                 "and start again.") from error
 
 
+class _Coming(NamedTuple):
+    """
+    ## An announcement that will arrive
+    """
+
+    action: Action
+    source: int
+    row: torch.Tensor
+    work: Any
+
+
+class _Asked(NamedTuple):
+    """
+    ## A value whose tensors will arrive
+    """
+
+    value: Any
+    works: list[Any]
+
+
 @dataclass(frozen=True)
 class _Shape:
     """
@@ -358,6 +421,13 @@ def _to_send(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_gradient(action: Action) -> bool:
     return "gradient" in action.kind
+
+
+def _tag_of(number: int, gradients: bool) -> int:
+    """
+    #### The tag of tensors with this description
+    """
+    return _TOLD_TAG + 2 * (1 + number) + gradients
 
 
 def _timeout_of(line: Group, device: torch.device) -> Any:

@@ -30,12 +30,12 @@ Here $A$ are the bytes of the activations that a micro-batch sends to the next s
 of the gradients that it sends to the stage before. With $p$ ranks, rank $r$ has, for its $v$ stages
 together,
 
-| $g$ | `each` | `direction` | `stage` |
-|---|---|---|---|
-| `gpipe` | $2m$ | $2$ | $1$ |
-| `1f1b` | $2m$ | $2 \max(1, m - p + 1 + r)$ | $1$ |
-| `breadth-first` | $2mv$ | $2v$ | $2v - 1$ |
-| `interleaved` | $2mv$ | 1 + changes of stage or direction | 1 + changes of stage |
+| $g$ | `each` | `direction` | `stage` | `step` |
+|---|---|---|---|---|
+| `gpipe` | $2m$ | $2$ | $1$ | $1$ |
+| `1f1b` | $2m$ | $2 \max(1, m - p + 1 + r)$ | $1$ | $1$ |
+| `breadth-first` | $2mv$ | $2v$ | $2v - 1$ | $v$ |
+| `interleaved` | $2mv$ | 1 + changes of stage or direction | 1 + changes of stage | $v$ |
 
 A layer below the first one that trains has no backward pass. With `each` it is gathered $m$ times,
 not $2m$. Tied weights stay whole from `unshard` to `reshard`, with `each` too.

@@ -333,6 +333,8 @@ class Pipeline(ShardedModel):
             self.borrowed.layer.listener = self.listener
             self.borrowed.reduce_in(optimizer.reduce_dtype if optimizer else None)
         with self._together():
+            self.channels.begin((action, self._source(action)) for action in listed
+                                if action.kind.startswith("receive"))
             for batch.number, action in enumerate(listed):
                 sent = batch.do(action)
                 self.listener.record(_Doer(self.comm, action), action.kind, 0, sent)
@@ -343,6 +345,16 @@ class Pipeline(ShardedModel):
             loss = self._mean_over_ranks(batch.loss)
             self.channels.end()
             return loss
+
+    def _source(self, action: Action) -> int:
+        """
+        #### The place of the rank that sends for this action
+        """
+        back = "gradient" in action.kind
+        stage = action.stage + (1 if back else -1)
+        if "tied" in action.kind and self.ends:
+            stage = self.ends[back]
+        return stage % self.ranks
 
     def cut(self, x: Any, y: Any, does: str) -> list[list[Any]]:
         """
@@ -546,7 +558,7 @@ class _Batch:
         """
         #### Wait for the activations of the stage before
         """
-        self.arrived[action[1:]] = self._from(action, action.stage - 1)
+        self.arrived[action[1:]] = self.channels.receive(action)
 
     def _send_gradient(self, action: Action) -> Sent:
         """
@@ -559,13 +571,10 @@ class _Batch:
         """
         #### Wait for the gradients of what went out
         """
-        self.arrived[action[1:]] = self._from(action, action.stage + 1)
+        self.arrived[action[1:]] = self.channels.receive(action)
 
     def _send_to(self, there: Action, value: Any) -> Sent:
         return self.channels.send(there, there.stage % self.pipeline.ranks, value)
-
-    def _from(self, action: Action, stage: int) -> Any:
-        return self.channels.receive(action, stage % self.pipeline.ranks)
 
     # ---------------------------------------------------------------------------- gather and reduce
 
@@ -616,9 +625,9 @@ class _Batch:
         """
         #### Borrow the shard
         """
-        borrowed, ends = self.pipeline.borrowed, self.pipeline.ends
-        assert borrowed is not None and ends is not None
-        borrowed.take(self._from(action, ends[0]))
+        borrowed = self.pipeline.borrowed
+        assert borrowed is not None
+        borrowed.take(self.channels.receive(action))
 
     def _send_tied_gradient(self, action: Action) -> Sent:
         """
@@ -636,9 +645,8 @@ class _Batch:
         That part is then summed with those of the other ranks, so each element is added once. With
         replicas it is a sum over all of them already, and only the first one adds it.
         """
-        (tied,), ends = self.pipeline.tied, self.pipeline.ends
-        assert ends is not None
-        for flat, theirs in zip(tied.flats, self._from(action, ends[1]), strict=True):
+        (tied,) = self.pipeline.tied
+        for flat, theirs in zip(tied.flats, self.channels.receive(action), strict=True):
             if theirs is None:
                 continue
             used, grad = theirs

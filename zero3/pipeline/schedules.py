@@ -50,8 +50,10 @@ one micro-batch to the next. How long is a choice, between bytes on the wire and
 | `each` | for each forward and each backward; its layers are whole one after the other | 6 times |
 | `direction` | for a run of passes in one direction | 4 times |
 | `stage` | for a run of passes through this stage, in both directions | once |
+| `step` | once for the whole step; differs from `stage` if a rank has several stages | once |
 
-Breadth-first needs fewest. All micro-batches go forward through a stage before the next stage of
+With several stages on a rank, `step` keeps all of them whole. To keep one at a time, breadth-first
+needs fewest gathers. All micro-batches go forward through a stage before the next stage of
 this rank begins, so two gathers per stage are enough, and one for the last.
 
 **Run this**: `python -m zero3.pipeline --stages 4 --micro-batches 8 --schedule 1f1b` draws a
@@ -73,7 +75,7 @@ from zero3.guards.options import expect, whole
 PASSES = ("forward", "backward")
 KINDS = (*PASSES, "receive", "send", "receive gradient", "send gradient", "unshard", "reshard",
          "reduce", "send tied", "receive tied", "send tied gradient", "receive tied gradient")
-GATHERS = ("each", "direction", "stage")
+GATHERS = ("each", "direction", "stage", "step")
 
 
 class Action(NamedTuple):
@@ -108,7 +110,7 @@ def actions(schedule: str, ranks: int, micro_batches: int, per_rank: int = 1,
     * `schedule` is "gpipe", "1f1b", "interleaved" or "breadth-first"
     * `ranks` is the length of the pipeline; stage $s$ is on rank `s % ranks`
     * `per_rank` is the number of stages on each rank
-    * `gathers` is "each", "direction" or "stage"
+    * `gathers` is "each", "direction", "stage" or "step"
     * `tied` are the first and the last stage that use the same weights
     * `backward` is false for an evaluation, which only goes forward
 
@@ -211,6 +213,10 @@ def _with_gathers(passes: list[Action], gathers: str) -> Iterator[Action]:
     The gather of the next run comes before the last pass of this one, so that it overlaps that
     pass. A stage that is still whole cannot be gathered ahead.
     """
+    if gathers == "step":
+        yield from _once(passes)
+        return
+
     def run_of(item: tuple[int, Action]) -> tuple:
         number, action = item
         return {"each": (number,), "direction": action[:2], "stage": (action.stage,)}[gathers]
@@ -227,6 +233,25 @@ def _with_gathers(passes: list[Action], gathers: str) -> Iterator[Action]:
             yield Action("unshard", following[0].stage)
         yield this[-1]
         yield Action("reshard", stage)
+
+
+def _once(passes: list[Action]) -> Iterator[Action]:
+    """
+    #### Gather each stage before its first pass, and free it after its last one
+
+    The gather comes one pass earlier, so that it overlaps that pass.
+    """
+    begins: dict[int, int] = {}
+    for k, action in enumerate(passes):
+        begins.setdefault(action.stage, k)
+    ends = {action.stage: k for k, action in enumerate(passes)}
+    for k, action in enumerate(passes):
+        for stage, begin in begins.items():
+            if max(begin - 1, 0) == k:
+                yield Action("unshard", stage)
+        yield action
+        if ends[action.stage] == k:
+            yield Action("reshard", action.stage)
 
 
 def _with_transfers(found: Iterator[Action], ranks: int, stages: int) -> Iterator[Action]:
