@@ -300,8 +300,8 @@ MUTATIONS = [
     Mutation(
         "hold", "pipeline/stages.py", "Stage.unshard",
         title="A stage is not held from one micro-batch to the next",
-        old="        for layer in (*self.tied, *(self.module_list if hold else ())):\n",
-        new="        for layer in self.tied:\n",
+        old="        layers = [*self.module_list] if hold else []\n",
+        new="        layers = []\n",
         breaks="I4", program="stages",
         healthy="gathers of three layers: 3",
         symptom="gathers of three layers: 17",

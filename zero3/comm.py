@@ -157,6 +157,8 @@ class Communicator:
         # The reason why nothing can be sent any more, and the transfers that were in flight then.
         self.broken = ""
         self.lost: list[Transfer] = []
+        # The rank that has announced a fault, if one has.
+        self.failed: int | None = None
         # The transfers of which some steps have not started.
         self.unfinished: list[Transfer] = []
         # Announcements of this rank in the device's memory, by their numbers.
@@ -845,6 +847,8 @@ class Transfer:
         mine = rows[group.rank]
         for other, row in zip(group.ranks, rows, strict=True):
             if row != mine:
+                if _ACTIONS[row[1]] == "fault":
+                    self.comm.failed = other
                 return (f"{where}: the ranks diverged. Expected: {self.comm.told(mine)}, on "
                         f"all ranks, as here. Got: {self.comm.told(row)}, on rank {other}. "
                         f"What to do: look for an error on rank {other}; without one, call the "

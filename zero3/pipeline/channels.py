@@ -45,7 +45,9 @@ import pickle
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -59,9 +61,12 @@ from zero3.pipeline.schedules import KINDS, Action
 _ROW = 5
 # In the place of the kind: the sender has failed, and its error follows.
 _FAULT = -1
-# The tags of announcements are 0 and 1, those of descriptions 2 and 3, and tensors have all others:
-# even ones for activations, odd ones for gradients. So gloo never takes one for another.
+# The tags of announcements are 0 and 1, those of descriptions 2 and 3, and tensors have those from
+# 6 up: even ones for activations, odd ones for gradients. gloo never takes one for another.
 _TOLD_TAG = 2
+_CAUSE_TAG = 4
+# A fault may be left from an earlier pipeline on the same mesh. Then there is no cause to wait for.
+_CAUSE_WAIT = timedelta(seconds=5)
 # What was on its way when a rank failed. Others still wait for it, even if the pipeline is gone.
 LOST: list[Any] = []
 
@@ -73,7 +78,9 @@ class Fault(RuntimeError):
     `cause` is its text, for the ranks after this one.
     """
 
-    cause = ""
+    def __init__(self, text: str, cause: str):
+        super().__init__(text)
+        self.cause = cause
 
 
 class Sent(NamedTuple):
@@ -244,10 +251,9 @@ class Channels:
             told = text.numpy().tobytes()
         where = f"rank {self.line.global_rank}: {_words(action)}"
         if kind == _FAULT:
-            fault = Fault(f"{where}: another rank has failed. Expected: its tensors. Got: "
-                          f"{told.decode()} What to do: mend that, and start again.")
-            fault.cause = told.decode()
-            raise fault
+            cause = told.decode()
+            raise Fault(f"{where}: another rank has failed. Expected: its tensors. Got: {cause} "
+                        "What to do: mend that, and start again.", cause)
         theirs = Action(KINDS[kind], stage, micro_batch)
         if theirs != action:
             raise RuntimeError(
@@ -265,16 +271,41 @@ class Channels:
 
     def fail(self, text: str) -> None:
         """
-        ### Tell the neighbours that this rank has failed
+        ### Tell all ranks that this one has failed
 
         * `text` is the error, which they hand on
+
+        The neighbours wait for tensors and get it in their place. The others find out by a transfer
+        of their stage, and ask for it then.
         """
         told = text.encode()
         here = self.line.rank
         for to in {(here + 1) % self.line.size, (here - 1) % self.line.size} - {here}:
             for gradients in (False, True):
                 self._announce([_FAULT, 0, 0, 0, len(told)], told, to, gradients)
+        cause = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+        for rank in {*self.ranks} - {self.line.global_rank}:
+            for part in (torch.tensor([len(told)], device="cpu"), cause):
+                work = dist.isend(part, rank, self.control, tag=_CAUSE_TAG)
+                self._leaving.append((work, part))
         LOST.extend([self._leaving, self._coming, self._asked])
+
+    def cause_of(self, rank: int) -> str:
+        """
+        ### The error of a rank that has announced a fault, or an empty text if it does not say
+        """
+        length = torch.zeros(1, dtype=torch.int64, device="cpu")
+        with suppress(RuntimeError):
+            self._cause(length, rank)
+            text = torch.empty(int(length), dtype=torch.uint8, device="cpu")
+            self._cause(text, rank)
+            return text.numpy().tobytes().decode()
+        return ""
+
+    def _cause(self, buffer: torch.Tensor, rank: int) -> None:
+        work: Any = dist.irecv(buffer, rank, self.control, tag=_CAUSE_TAG)
+        LOST.append((work, buffer))
+        work.wait(_CAUSE_WAIT)
 
     def end(self) -> None:
         """
@@ -427,7 +458,7 @@ def _tag_of(number: int, gradients: bool) -> int:
     """
     #### The tag of tensors with this description
     """
-    return _TOLD_TAG + 2 * (1 + number) + gradients
+    return _CAUSE_TAG + 2 * (1 + number) + gradients
 
 
 def _timeout_of(line: Group, device: torch.device) -> Any:

@@ -185,8 +185,6 @@ class Pipeline(ShardedModel):
             # By this name its parameters have their names in the plain model.
             self.module = tied
             self.sharded_layers += self.tied
-        else:
-            self.borrowed = Borrowed(tied)
 
     def _connect(self, line: Group) -> None:
         """
@@ -196,9 +194,11 @@ class Pipeline(ShardedModel):
         """
         first = self._first
         self.device = first.device
-        for layer in self.sharded_layers:
+        for layer in (*self.sharded_layers, *self.tied):
             layer.comm = first.comm
             layer.reducer = first.reducer
+        if self.tied and self.tied[0] not in self.sharded_layers:
+            self.borrowed = Borrowed(self.tied[0])
         first.comm.stages = line
         # For what concerns all ranks at once: the same, with the stages among its groups.
         self.comm = copy.copy(first.comm)
@@ -425,15 +425,22 @@ class Pipeline(ShardedModel):
         try:
             yield
         except BaseException as error:
-            cause = f"{type(error).__name__}: {error} On rank {self.comm.global_rank}."
-            with suppress(RuntimeError):
-                self.channels.fail(error.cause if isinstance(error, Fault) else cause)
             comm = self._comm
+            cause = f"{type(error).__name__}: {error} On rank {self.comm.global_rank}."
+            if comm.failed is not None:
+                # It has failed in a transfer, and says which rank; that rank knows why.
+                cause = self.channels.cause_of(comm.failed) or cause
+            if isinstance(error, Fault):
+                cause = error.cause
+            with suppress(RuntimeError):
+                self.channels.fail(cause)
             # If it has failed in a transfer of its stage, the ranks of that stage know already.
             comm.announce_fault((*(() if comm.broken else comm.groups), comm.stages), self)
             # Layers stay as they are, because an all-gather may still write into them.
             comm.broken = comm.broken or f"{error}"
             LOST.append(comm.lost)
+            if comm.failed is not None and not isinstance(error, Fault):
+                raise Fault(f"{error} That rank says: {cause}", cause) from error
             raise
 
 
