@@ -127,7 +127,7 @@ def dies_in_a_stage():
 def test_a_rank_that_dies_ends_the_others():
     """
     They raise an error that says what is lost, and wait for nothing.
-    Proves I10, `Channels._wait`, `Channels._isend`, `Channels._recv`.
+    Proves I10, `Channels._wait`, `Channels._isend`, `Channels._irecv`.
     """
     with pytest.raises(AssertionError) as error:
         run(dies_in_a_stage, 4, fresh=True)
@@ -248,7 +248,7 @@ def test_mistakes_that_would_train_wrongly_are_errors_on_all_ranks():
     """
     Other rows on the ranks of a pipeline; a batch that cannot be cut; other layers or arguments; a
     weight that two layers use and one registers.
-    Proves `Pipeline.cut`, `Pipeline._free_others`, `_checksum`, `check_alike`.
+    Proves `Pipeline.cut`, `Pipeline._free_others`, `_checksum`, `check_same`.
     """
     for rank, told in enumerate(run(mistakes, 2)):
         rows, wrapped, shapes, arguments, count, weak = told

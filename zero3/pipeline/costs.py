@@ -371,9 +371,9 @@ class _Replay:
         ends = self.pipeline.ends
         if ends and s == ends[0] and (ends[1] - ends[0]) % self.pipeline.ranks == 0:
             layers += self._tied(s)
-        self._put(layers)
+        self._into_bucket(layers)
 
-    def _put(self, layers: list[StepLayer]) -> None:
+    def _into_bucket(self, layers: list[StepLayer]) -> None:
         for layer in layers:
             if layer.has_full_grad:
                 self.counts["reduces"] += 1
@@ -441,4 +441,4 @@ class _Replay:
     def _receive_tied_gradient(self, s: int) -> None:
         for layer in self._tied(s):
             self.step.collect(layer)
-            self._put([layer])
+            self._into_bucket([layer])

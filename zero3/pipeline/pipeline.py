@@ -75,7 +75,7 @@ from zero3.pipeline.stages import (
     Stage,
     StageLayer,
     balanced,
-    check_alike,
+    check_same,
     holder,
     names_of,
     untie,
@@ -122,7 +122,7 @@ class Pipeline(ShardedModel):
         line = Communicator(mesh=mesh["pipeline"])
         self.ranks = line.group.size
         self.place = line.group.rank
-        check_alike(line, len(layers), stages, per_rank, schedule, micro_batches, gathers,
+        check_same(line, len(layers), stages, per_rank, schedule, micro_batches, gathers,
                     [(name, tuple(p.shape), p.dtype)
                      for p, names in names_of(layers).items() for name in names])
         plan = Plan(layers, self.ranks, stages or balanced(layers, self.ranks * per_rank))

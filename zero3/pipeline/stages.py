@@ -377,7 +377,7 @@ def holder(tied: dict[nn.Parameter, list[str]]) -> nn.Module:
     return root
 
 
-def check_alike(line: Communicator, *told: Any) -> None:
+def check_same(line: Communicator, *told: Any) -> None:
     """
     ## Refuse a pipeline whose ranks have other layers or arguments
 
