@@ -167,7 +167,8 @@ def test_every_schedule_trains_the_weights_of_plain_pytorch(shape):
     `_Batch._send_tied`, `_Batch._receive_tied`, `_Batch._send_tied_gradient`,
     `_Batch._receive_tied_gradient`, `_trainable`, `Channels`, `Channels.send`,
     `Channels.receive`, `Channels.end`, `Channels._announce`, `Channels.begin`, `Channels._ask`,
-    `Channels._ask_ahead`, `_Asked`, `_Coming`, `Channels._collect`, `_Shape`, `_tag_of`, `Stage`, `Stage.unshard`, `Stage.reshard`,
+    `Channels._ask_ahead`, `_Asked`, `_Coming`, `Channels._collect`, `_Shape`, `_tag_of`, `Stage`,
+    `Stage.unshard`, `Stage.reshard`,
     `Stage.begin`, `StageLayer`, `StageLayer.hold`, `StageLayer.wait`, `StageLayer.let_go`,
     `InTurn`, `Borrowed`, `Borrowed.take`, `Borrowed.gradients`, `untie`, `holder`,
     `Communicator.over_stages`, `Communicator.gather_stages`, `_with_tied`.
