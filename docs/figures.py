@@ -74,7 +74,7 @@ PLACED: tuple[tuple[str, str, str, str], ...] = (
     ("checkpoint/save_load.py", "", "<strong>On another number of ranks", "figure.reshard"),
     ("whole_model/units.py", "", "A pass that goes another way", "figure.trace"),
     ("pipeline/schedules.py", "", "<th>slot</th>", "figure.1f1b"),
-    ("pipeline/schedules.py", "", "two gathers per stage are enough", "figure.breadth"),
+    ("pipeline/schedules.py", "", "go forward through a stage before the next", "figure.breadth"),
 )
 
 

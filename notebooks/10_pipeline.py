@@ -314,13 +314,13 @@ plt.show()
 
 # %% [markdown]
 # The peak counts parameters and gradients. With one stage on a rank, "each" has the lowest peak,
-# and the other two differ in bytes only. Breadth-first is different: it sends nearly as little as
-# one gather for each layer, and its peak is the lowest of all. It has at most two of its four
-# stages whole, and a gradient is reduced as soon as all micro-batches have gone back through its
-# stage. The other schedules collect the full gradients of all layers of a rank before they reduce
-# the first one.
+# and the other two differ in bytes only. Breadth-first is different. With "stage" it sends nearly
+# as little as one gather for each layer, and its peak is below that of every other schedule; only
+# its own "each" is lower. It has at most two of its four stages whole, and a gradient is reduced as
+# soon as all micro-batches have gone back through its stage. The other schedules collect the full
+# gradients of all layers of a rank before they reduce the first one.
 #
-# The peak does not count activations, of which breadth-first keeps the most. Activation
+# The peak does not count activations, of which breadth-first and GPipe keep the most. Activation
 # checkpointing keeps fewer: it computes them again in backward, and sends nothing for it.
 #
 # **Answer**: once, if its rank may keep it whole. Otherwise once in forward and once in backward,

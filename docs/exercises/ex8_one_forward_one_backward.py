@@ -40,8 +40,9 @@ keeps the activations of more than $\min(m, p - r)$ micro-batches. It keeps thos
 from the beginning of its forward pass to the end of its backward pass.
 
 **Hint**: the list has three parts: some forwards, then a forward and a backward by turns, then the
-rest of the backwards. Only the first part has another length on each rank. How many forwards does
-the last rank need before its first backward? And the rank before it?
+rest of the backwards. All three lengths follow from that of the first part, which is different on
+each rank. How many forwards does the last rank need before its first backward? And the rank before
+it?
 """
 
 
@@ -51,5 +52,4 @@ def one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[
 
     Returns pairs of "forward" or "backward" and the number of a micro-batch.
     """
-    raise NotImplementedError("exercise 8: begin with as many forwards as there are ranks after "
-                              "this one, then take a forward and a backward by turns")
+    raise NotImplementedError("exercise 8: return the passes of this rank, in order")

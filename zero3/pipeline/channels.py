@@ -12,7 +12,7 @@ consists of up to three parts:
 |---|---|---|---|
 | announcement | 40 bytes | gloo | always: what follows, for which stage and micro-batch |
 | description | a few hundred bytes | gloo | for shapes that this receiver has not seen |
-| tensors | their bytes | the mesh's backend | always |
+| tensors | their bytes | the default backend | if they have elements |
 
 Take two stages, four micro-batches, and activations of 8 × 16 fp32 elements, 512 bytes. Rank 0
 sends four announcements, one description, and 2,048 bytes of tensors.
@@ -29,11 +29,13 @@ were queued. While rank 0 queues an activation to rank 1, rank 1 may queue a gra
 each would wait for the other to receive. So there each way has a group of its own. The
 announcements have one more, of gloo, because the host reads them without waiting for a device.
 
-**Run this**: `python -m pytest tests/test_pipeline_faults.py`.
-
 **Ahead of time.** gloo sends a message once the receiver has asked for it. So a rank asks for all
-announcements of a batch at its beginning. It asks for the next tensors before it computes the pass
-in front of them, in memory for one more message.
+announcements of a batch at its beginning. On the CPU it also asks for the next tensors before it
+computes the pass in front of them, if it knows their shapes from an earlier batch. This takes
+memory for one more message. With NCCL it asks only when it needs them, because the order of calls
+is the order of transfers.
+
+**Run this**: `python -m pytest tests/test_pipeline_faults.py`.
 
 **Not covered, and what that costs**: a description is a pickle, so ranks trust each other. A number
 that a stage hands on is a part of the description. If it is another one in each batch, it is
@@ -61,8 +63,8 @@ from zero3.pipeline.schedules import KINDS, Action
 _ROW = 5
 # In the place of the kind: the sender has failed, and its error follows.
 _FAULT = -1
-# The tags of announcements are 0 and 1, those of descriptions 2 and 3, and tensors have those from
-# 6 up: even ones for activations, odd ones for gradients. gloo never takes one for another.
+# Tags: announcements 0 and 1, descriptions 2 and 3, the cause of a fault 4, tensors from 6 up. Odd
+# ones are for gradients. gloo matches messages by their tags.
 _TOLD_TAG = 2
 _CAUSE_TAG = 4
 # A fault may be left from an earlier pipeline on the same mesh. Then there is no cause to wait for.
@@ -189,13 +191,13 @@ class Channels:
 
     def begin(self, coming: Iterable[tuple[Action, int]]) -> None:
         """
-        ### Ask for all announcements of a batch, and for the first tensors
+        ### Ask for all announcements of a batch, and for the first tensors if they are known
 
         * `coming` are the actions that receive something, in their order, with the place of the
           sender of each
 
-        gloo sends a message once the receiver has asked for it. If it asked only when it needs the
-        message, the sender might compute by then, and each message would take two ways and back.
+        gloo sends a message once the receiver has asked for it. If it asked late, the request would
+        wait while the sender computes.
         """
         self._coming.clear()
         for action, source in coming:
@@ -275,8 +277,8 @@ class Channels:
 
         * `text` is the error, which they hand on
 
-        The neighbours wait for tensors and get it in their place. The others find out by a transfer
-        of their stage, and ask for it then.
+        The neighbours wait for tensors, and receive the text instead. Other ranks notice the fault
+        in a collective, and then read the text with `cause_of`.
         """
         told = text.encode()
         here = self.line.rank
@@ -318,8 +320,9 @@ class Channels:
         """
         #### Ask for the next tensors before the pass that comes first
 
-        They are expected to be described as in the last batch. If they are not, these wait for the
-        next ones that are. NCCL's order is that of the calls, so there nothing is asked ahead.
+        They are expected to be described as in the last batch. If the description differs, the
+        buffers stay for the next message that fits them. NCCL's order is that of the calls, so
+        there nothing is asked ahead.
         """
         if self._coming and self.device.type == "cpu":
             action, source, *_ = self._coming[0]
@@ -389,7 +392,7 @@ class Channels:
 
     def _collect(self) -> None:
         """
-        #### Let go of tensors that have been received
+        #### Free tensors that have been received
         """
         while self._leaving and self._leaving[0][0].is_completed():
             self._leaving.popleft()

@@ -26,8 +26,10 @@ $$\underbrace{(N-1) \sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil b \, g}_
 \underbrace{(N-1) \sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil b_g}_{\text{reduced}} +
 \underbrace{m \, (A + G)}_{\text{between stages}}$$
 
-Here $A$ are the bytes of the activations that a micro-batch sends to the next stage, and $G$ those
-of the gradients that it sends to the stage before. With $p$ ranks, rank $r$ has, for its $v$ stages
+In the first sum $\ell$ runs over the layers of one stage, and all stages are of one size. In the
+second it runs over all layers of the rank. Tied weights, losses and norms come on top. Here $A$ are
+the bytes of the activations that a micro-batch sends to the next stage, and $G$ those of the
+gradients that it sends to the stage before. With $p$ ranks, rank $r$ has, for its $v$ stages
 together,
 
 | $g$ | `each` | `direction` | `stage` | `step` |
@@ -57,11 +59,11 @@ after each event, and remembers the highest sum.
 a `Ledger` on real ranks.
 
 **Not covered, and what that costs**: activations and their gradients in memory; see `kept` in
-`timeline.py`. The first step, in which moments do not exist yet, and shapes between stages are
-described. Shards or states in files, and encoded ones, are refused. So are two cases of `each`, in
-which autograd decides what is freed first: tied weights with a single micro-batch or several stages
-on a rank, and layers that hand on a tensor of a dict as it is. A parameter without a gradient costs
-more than is predicted, as for a chain.
+`timeline.py`. The first step: there are no moments yet, and shapes are described. Shards or states
+in files, and encoded ones, are refused. So are two cases of `each`, in which autograd decides what
+is freed first: tied weights with a single micro-batch or several stages on a rank, and layers that
+return an input tensor unchanged in a tuple, list or dict. A parameter without a gradient costs more
+than is predicted, as for a chain.
 """
 
 from collections.abc import Callable, Iterable

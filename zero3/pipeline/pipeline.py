@@ -17,10 +17,10 @@ Four ranks on a mesh of two pipelines and two shards, ("pipeline", "shard"):
 A stage is sharded over the ranks that have it, exactly as a whole model is without a pipeline. So a
 rank keeps $\frac{1}{pN}$ of the model. Rank 0 and rank 2 see the same rows, one after the other.
 
-**A step.** With micro-batches $1, \ldots, m$ of equal size and their losses $L_i$, the gradient is
-that of
+**A step.** With micro-batches $0, \ldots, m - 1$ of equal size and their losses $L_i$, the gradient
+is that of
 
-$$L = \frac{1}{m} \sum_{i=1}^{m} L_i$$
+$$L = \frac{1}{m} \sum_{i=0}^{m-1} L_i$$
 
 averaged over the ranks of a stage. So the weights are those of plain training on the global batch.
 Each backward pass adds to the full gradients of its stage; the last action of the stage reduces
@@ -36,8 +36,8 @@ them, once.
 
 **What stays in memory** from the forward to the backward pass of a micro-batch: what autograd has
 saved, and the tensors that came in, because their gradients are needed. The tensors that went out
-are dropped as soon as they have been received; autograd only needs the place in the graph where
-their gradients arrive.
+are dropped at the next send after they have been received. Autograd only needs the place in the
+graph where their gradients arrive.
 
 **Run this**: `python -m pytest tests/test_pipeline.py`.
 
@@ -61,7 +61,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from zero3.comm import Communicator
+from zero3.comm import ALONE, Communicator
 from zero3.groups.mesh import Group
 from zero3.guards.freed import FreedParameter
 from zero3.guards.options import expect
@@ -92,7 +92,7 @@ class Pipeline(ShardedModel):
 
     # What errors and announcements call it.
     label = "the pipeline"
-    layer_idx = -1
+    layer_idx = ALONE
 
     def __init__(self, layers: Iterable[nn.Module], mesh: DeviceMesh, *,
                  loss_fn: Callable[[Any, Any], torch.Tensor], schedule: str = "1f1b",
@@ -112,7 +112,8 @@ class Pipeline(ShardedModel):
         * `per_rank` is the number of stages on each rank, if `stages` is left out
         * `offload` says where shards rest, as for `Zero3Layer`
 
-        Raises `ValueError` for a mesh, a schedule or stages that cannot be, and as `Zero3Layer`.
+        Raises `ValueError` for an impossible mesh, schedule or cut, and whatever `Zero3Layer`
+        raises.
         """
         super().__init__()
         expect(isinstance(mesh, DeviceMesh) and mesh.mesh_dim_names in _MESHES, "mesh",
@@ -157,12 +158,14 @@ class Pipeline(ShardedModel):
         built = {i: make(layer, offload=offload) for i, layer in own.items()}
         self.module_list = nn.ModuleDict({str(i): layer for i, layer in built.items()})
         self.sharded_layers = tuple(built.values())
-        # The layer of tied weights, if this rank uses some; and the same, if they are borrowed.
+        # The layer of tied weights, if this rank uses any. `borrowed` is set if another rank keeps
+        # them.
         self.tied: tuple[StageLayer, ...] = ()
         self.borrowed: Borrowed | None = None
         if uses:
             self._build_tied(plan, make, offload)
         for module, name, param in uses:
+            # The module finds the weight again, as a plain attribute: its owner is the tied layer.
             vars(module)[name] = param
         stages = {}
         for s in sorted({plan.places[i] for i in built}):
@@ -214,14 +217,13 @@ class Pipeline(ShardedModel):
         a copy that nobody steps, so each use becomes an error.
         """
         own = plan.own(self.place).values()
-        kept = {p for layer in own for p in vars(layer).values() if isinstance(p, nn.Parameter)}
         cure = ("register the parameter in each layer that uses it, `head.weight = "
                 "embedding.weight`; then it is tied")
         for i, layer in enumerate(plan.layers):
             if layer in own:
                 continue
             for name, p in layer.named_parameters():
-                if p not in kept and p not in plan.tied:
+                if p not in plan.tied:
                     p.data = torch.empty(0, dtype=p.dtype, device=p.device)
                     p.__class__ = FreedParameter.named(self._first, f"{i}.{name}", cure)
 
@@ -341,7 +343,7 @@ class Pipeline(ShardedModel):
             if optimizer is not None:
                 for bucket in optimizer.buckets:
                     bucket.end()
-            # Here a rank hears of a fault, and `end` would not.
+            # This reports a fault of another rank. `end` would wait without noticing it.
             loss = self._mean_over_ranks(batch.loss)
             self.channels.end()
             return loss
@@ -358,7 +360,7 @@ class Pipeline(ShardedModel):
 
     def cut(self, x: Any, y: Any, does: str) -> list[list[Any]]:
         """
-        ### Cut a batch into micro-batches, and compare its shapes with those of the other ranks
+        ### Cut a batch into micro-batches, and check that all stages were given the same one
 
         * `does` is what this rank is about to do, "train" or "evaluate"
 
@@ -387,12 +389,12 @@ class Pipeline(ShardedModel):
         if not self.compared:
             # Reading the values waits for the device, so it is done once.
             told += f", and values with the checksum {_checksum((x, y))}"
-            self.compared = True
         wrong = self.channels.disagreement(problem, told)
         expect(not wrong, f"rank {self.comm.global_rank}: the batch", "the same tensors in all "
                f"stages, in tuples, lists and dicts, with rows for {self.micro_batches} "
                "micro-batches", wrong, "give all ranks of a pipeline the same batch, with a "
                "multiple of that many rows; or pass another `micro_batches=`")
+        self.compared = True
         return found
 
     def _mean_over_ranks(self, loss: torch.Tensor) -> float:
@@ -446,7 +448,7 @@ class Pipeline(ShardedModel):
 
 class _Doer:
     """
-    ## Who does an action, for a `Ledger`
+    ## The sender that a `Ledger` records for an action
     """
 
     def __init__(self, comm: Communicator, action: Action):

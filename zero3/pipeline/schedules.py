@@ -26,7 +26,7 @@ $$\frac{p - 1}{m + p - 1}$$
 of it: here $\frac{1}{4}$. A rank keeps the activations of a micro-batch from its forward to its
 backward pass.
 
-| schedule | order | activations that rank $r$ keeps |
+| schedule | order | activations that rank $r$ keeps, of a micro-batch in a stage |
 |---|---|---|
 | `gpipe` | all forwards, then all backwards | $m$ |
 | `1f1b` | a backward as soon as there is one | $\min(m, p - r)$ |
@@ -38,7 +38,8 @@ for 1F1B, [Megatron-LM](https://arxiv.org/abs/2104.04473), section 2.2, for inte
 [Breadth-First Pipeline Parallelism](https://arxiv.org/abs/2211.05953).
 
 With $v$ stages on each rank, a stage takes a $v$-th of the time, and so does each part of the
-bubble: it is $\frac{p - 1}{v m + p - 1}$.
+bubble: it is $\frac{p - 1}{v m + p - 1}$. This needs $m \ge p$. With fewer micro-batches,
+breadth-first waits at the end of each stage, too.
 
 **Gathers.** With ZeRO-3 the layers of a stage are sharded too. If every forward and every backward
 gathers them again, a step of $m$ micro-batches sends $2m$ times the weights, where plain ZeRO-3
@@ -47,14 +48,15 @@ one micro-batch to the next. How long is a choice, between bytes on the wire and
 
 | `gathers` | a stage is gathered | in the example, rank 0 |
 |---|---|---|
-| `each` | for each forward and each backward; its layers are whole one after the other | 6 times |
+| `each` | for each forward and each backward; two of its layers are whole at a time | 6 times |
 | `direction` | for a run of passes in one direction | 4 times |
 | `stage` | for a run of passes through this stage, in both directions | once |
-| `step` | once for the whole step; differs from `stage` if a rank has several stages | once |
+| `step` | once, before its first pass; it is freed after its last one | once |
 
-With several stages on a rank, `step` keeps all of them whole. To keep one at a time, breadth-first
-needs fewest gathers. All micro-batches go forward through a stage before the next stage of
-this rank begins, so two gathers per stage are enough, and one for the last.
+If a rank has several stages, `step` keeps all of them whole. Breadth-first needs the fewest gathers
+to keep one stage whole at a time, and two while it changes from one to the next. All micro-batches
+go forward through a stage before the next stage of this rank begins, so two gathers per stage are
+enough, and one for the last.
 
 **Run this**: `python -m zero3.pipeline --stages 4 --micro-batches 8 --schedule 1f1b` draws a
 schedule.
@@ -89,11 +91,12 @@ class Action(NamedTuple):
     | receive gradient, send gradient | those from the next stage, and to the one before |
     | unshard, reshard | gather the layers of a stage; free them |
     | reduce | reduce the gradients of a stage, once in a step |
-    | send tied, receive tied | the shard of weights that another stage has; it uses them too |
+    | send tied | this rank's shard of the tied weights, to the last stage that uses them |
+    | receive tied | that shard, from the first stage that uses them |
     | send tied gradient | reduce the gradient of those weights, and send this rank's shard of it |
     | receive tied gradient | add it to the own gradient of the weights, and reduce that |
 
-    Those from `unshard` on have no micro-batch, which is −1 there.
+    From `unshard` on, `micro_batch` is −1, because these concern the whole stage.
     """
 
     kind: str
@@ -152,7 +155,7 @@ def check(schedule: str, ranks: int, micro_batches: int, per_rank: int, gathers:
 
 # ------------------------------------------------------------------------------------------ orders
 
-# A pass, the number of the stage on its rank, and the micro-batch.
+# A pass: its kind, the chunk (which of this rank's stages, from 0), and the micro-batch.
 Passes = Iterator[tuple[str, int, int]]
 
 
@@ -174,9 +177,9 @@ def one_forward_one_backward(rank: int, ranks: int, micro_batches: int, per_rank
     """
     ## A few forwards, then a forward and a backward by turns, then the last backwards
 
-    The rank at the end begins with its first backward at once. The rank before it needs one more
-    forward first, to have something to do until the first gradient arrives. With several stages,
-    the micro-batches go through them in groups of as many as there are ranks.
+    The last rank computes a backward right after its first forward. The rank before it needs one
+    more forward first, to have something to do until the first gradient arrives. With several
+    stages, the micro-batches go through them in groups of as many as there are ranks.
     """
     def of(k: int, kind: str) -> tuple[str, int, int]:
         group, place = divmod(k, ranks * per_rank)
@@ -186,7 +189,8 @@ def one_forward_one_backward(rank: int, ranks: int, micro_batches: int, per_rank
     count = micro_batches * per_rank
     ahead = ranks - 1 - rank
     if per_rank > 1:
-        # Each micro-batch comes around again, and a gradient takes the way back twice as long.
+        # The first micro-batches go through the other stages of this rank first. From the last of
+        # these it takes `ahead` slots to the last rank, and as many back. Forwards fill them.
         ahead = 2 * ahead + (per_rank - 1) * ranks
     ahead = min(ahead, count)
     for k in range(ahead):
@@ -211,7 +215,8 @@ def _with_gathers(passes: list[Action], gathers: str) -> Iterator[Action]:
     #### Gather a stage before a run of passes, and free it afterwards
 
     The gather of the next run comes before the last pass of this one, so that it overlaps that
-    pass. A stage that is still whole cannot be gathered ahead.
+    pass. If the next run is of the same stage, its gather waits until the stage has been freed, and
+    overlaps nothing.
     """
     if gathers == "step":
         yield from _once(passes)

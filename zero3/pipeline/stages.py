@@ -23,6 +23,9 @@ be. Five layers with 4, 1, 1, 1 and 5 parameters, for two stages:
 
 $$\text{best}(i, k) = \min_{j > i} \max\Big(\sum_{\ell=i}^{j-1} P_\ell,\; \text{best}(j, k-1)\Big)$$
 
+Here $\text{best}(i, k)$ is the largest stage if the layers from $i$ on are cut into $k$ stages, and
+$\text{best}(i, 1)$ is the sum of their parameters.
+
 **Tied weights.** A language model often uses one matrix twice: as the embedding in the first stage,
 and as the head in the last one. Its shards and optimizer states rest with the first stage. The last
 stage *borrows* it: at the beginning of a step each rank there receives the shard of its partner,
@@ -32,7 +35,7 @@ kept twice.
 
 **Run this**: `python -m pytest tests/test_pipeline.py -k "tied or cut"`.
 
-**Not covered, and what that costs**: weights may be tied between two stages, not between three.
+**Not covered, and what that costs**: all tied weights must be shared by the same two stages.
 Layers are balanced by their parameters, not by the time they take.
 """
 
@@ -265,7 +268,7 @@ class Plan:
         """
         #### Refuse a stage that would keep nothing
 
-        Its rank would have no layer to send with.
+        A rank reaches the others of its stage through a layer that has weights.
         """
         kept = {self.places[layer_of(names[0])] for names in self.names.values()}
         for s in range(len(self.counts)):
@@ -382,14 +385,15 @@ def check_same(line: Communicator, *told: Any) -> None:
     ## Refuse a pipeline whose ranks have other layers or arguments
 
     * `line` reaches the ranks of a pipeline
-    * `told` is what has to be the same on all of them; the last one is a list
+    * `told` is what has to be the same on all of them; the last one is a list, and the first of its
+      entries that differs is named
 
     All ranks call it (all-gather). Raises `ValueError` on all of them.
     """
     first, *others = line.gather(told)
     for rank, each in zip(line.ranks[1:], others, strict=True):
-        pairs = [*zip(first, each, strict=True), *zip(first[-1], each[-1], strict=False)]
-        wrong = next(((mine, theirs) for mine, theirs in reversed(pairs) if mine != theirs), None)
+        pairs = [*zip(first[-1], each[-1], strict=False), *zip(first, each, strict=True)]
+        wrong = next(((mine, theirs) for mine, theirs in pairs if mine != theirs), None)
         if wrong:
             expect(False, f"rank {line.global_rank}: the pipeline", "the same layers and arguments "
                    "on all ranks", f"{wrong[0]} on rank {line.ranks[0]}, and {wrong[1]} on rank "

@@ -20,8 +20,10 @@ passes of one length it is
 
 $$1 - \frac{2 m v}{\text{slots until the last rank is done}} = \frac{p - 1}{v m + p - 1}$$
 
-**Run this**: `python -m zero3.pipeline --stages 4 --micro-batches 8 --schedule 1f1b`. The command
-draws a line for each rank, and below it when its stage is whole:
+With several stages on a rank this needs $m \ge p$.
+
+**Run this**: `python -m zero3.pipeline --stages 2 --micro-batches 3`. The command draws a line for
+each rank, and below it when its stage is whole:
 
     rank 0  0   1       (0) 2   (1)     (2)
             [==============================]R
@@ -74,7 +76,7 @@ def timeline(lists: list[list[Action]], forward: float = 1, backward: float = 1
             needs = needed(action, last)
             if needs is None or needs in ends:
                 free = done[-1].end if done else 0
-                start = max(free, ends.get(needs, 0) if needs else 0)
+                start = max(free, ends[needs] if needs else 0)
                 ends[action] = start + (forward if action.kind == "forward" else backward)
                 done.append(Pass(start, ends[action], action))
         if len(ends) == before:
