@@ -125,6 +125,16 @@ def test_the_benchmark_of_the_disk_asks_fio_for_the_same(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["disk.json"]
 
 
+def benchmark(which, sizes, out, timeout_s):
+    """Run one of the benchmarks of its own, and return what it has measured."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bench", which, *sizes.split(), "--out", str(out)],
+        cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=timeout_s,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(out.read_text())
+
+
 @pytest.mark.skipif(bool(nodes.why_not()), reason=nodes.why_not())
 def test_the_benchmark_of_nodes_counts_what_each_layout_sends_between_them(tmp_path):
     """
@@ -137,12 +147,7 @@ def test_the_benchmark_of_nodes_counts_what_each_layout_sends_between_them(tmp_p
     """
     out = tmp_path / "nodes.json"
     sizes = "--dim 64 --blocks 2 --heads 2 --seq 32 --steps 2 --rounds 1 --mbit 2000"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.bench", "--nodes", *sizes.split(), "--out", str(out)],
-        cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = json.loads(out.read_text())
+    results = benchmark("--nodes", sizes, out, 120)
     (only,) = results["rounds"]
     sent_psi = {peer: row["link_psi"] for peer, row in only.items()}
     expected = {"flat": 1.5, "hybrid": 0.5, "zero++": 0.1, "fsdp2": 1.5, "hsdp": 0.5}
@@ -164,12 +169,7 @@ def test_the_benchmark_of_pipelines_trains_all_peers_alike_and_counts_what_a_sta
     """
     out = tmp_path / "pipeline.json"
     sizes = "--dim 64 --blocks 2 --heads 2 --seq 16 --warmup 1 --steps 2 --rounds 1"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.bench", "--pipeline", *sizes.split(), "--out", str(out)],
-        cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = json.loads(out.read_text())
+    results = benchmark("--pipeline", sizes, out, 240)
     assert [*results["cases"]] == ["1f1b, 2 x 1", "1f1b, 2 x 2"]
     for case in results["cases"].values():
         (only,) = case["rounds"]

@@ -534,7 +534,8 @@ class Entries:
                 _expect(key not in _NOT_SAVED and _is_like(value, like),
                         f"param group {theirs} has a `{key}` of {value!r:.60} there, and of "
                         f"{like!r:.60} here")
-        for key, value in (saved["scale"] if saved else {}).items():
+        scale = saved["scale"] if saved else {}
+        for key, value in scale.items():
             counts = key in _SCALE and type(value) is int and value >= 0
             scales = type(value) in (int, float) and 0 < value < math.inf
             _expect(scales if key == "loss_scale" else counts,

@@ -123,9 +123,9 @@ class Pipeline(ShardedModel):
         line = Communicator(mesh=mesh["pipeline"])
         self.ranks = line.group.size
         self.place = line.group.rank
-        check_same(line, len(layers), stages, per_rank, schedule, micro_batches, gathers,
-                    [(name, tuple(p.shape), p.dtype)
-                     for p, names in names_of(layers).items() for name in names])
+        params = [(name, tuple(p.shape), p.dtype)
+                  for p, names in names_of(layers).items() for name in names]
+        check_same(line, len(layers), stages, per_rank, schedule, micro_batches, gathers, params)
         plan = Plan(layers, self.ranks, stages or balanced(layers, self.ranks * per_rank))
         self.count = len(plan.counts)
         self.ends = plan.ends
@@ -507,7 +507,7 @@ class _Batch:
             self.loss += output.detach().double() / self.pipeline.micro_batches
             edges: list[Any] = [output]
         else:
-            self._hand_on("leaving", (action.stage + 1, action.micro_batch), output)
+            self._hand_on((action.stage + 1, action.micro_batch), output)
             edges = [get_gradient_edge(t) for t in _trainable(output)]
         if self.optimizer is not None:
             self.kept[key] = (came_in, edges)
@@ -522,7 +522,7 @@ class _Batch:
         came_in, edges = self.kept.pop(key)
         assert self.optimizer is not None
         self.stages[action.stage].begin()
-        with self.optimizer.no_sync(), self._borrowed_holds():
+        with self.optimizer.no_sync():
             if action.stage == self.pipeline.count - 1:
                 self.optimizer.backward(edges.pop() / self.pipeline.micro_batches)
             elif edges:
@@ -531,30 +531,21 @@ class _Batch:
                 torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
         if action.stage:
             grads = [tensor.grad for tensor in came_in]
-            self._hand_on("leaving", (action.stage - 1, action.micro_batch), grads)
-
-    @contextmanager
-    def _borrowed_holds(self) -> Iterator[None]:
-        borrowed = self.pipeline.borrowed
-        if borrowed is not None:
-            borrowed.bucket.holds += 1
-        yield
-        if borrowed is not None:
-            borrowed.bucket.holds -= 1
+            self._hand_on((action.stage - 1, action.micro_batch), grads)
 
     # ---------------------------------------------------------------------------------------- move
 
-    def _hand_on(self, where: str, key: tuple[int, int], value: Any) -> None:
+    def _hand_on(self, key: tuple[int, int], value: Any) -> None:
         """
         #### Put a value where the next action finds it
 
         A single rank has all stages. Then the value is there already.
         """
-        if self.pipeline.ranks == 1:
-            value = pytree.tree_map_only(
-                torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), value)
-            where = "arrived"
-        getattr(self, where)[key] = value
+        if self.pipeline.ranks > 1:
+            self.leaving[key] = value
+            return
+        self.arrived[key] = pytree.tree_map_only(
+            torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), value)
 
     def _send(self, action: Action) -> Sent:
         """

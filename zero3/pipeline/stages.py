@@ -141,7 +141,9 @@ class Stage(Zero3Sequential):
         for layer in self.tied:
             layer.hold(self.index)
         layers = [*self.module_list] if hold else []
-        for layer in reversed(layers) if backward else layers:
+        if backward:
+            layers.reverse()
+        for layer in layers:
             layer.hold(self.index)
 
     def begin(self) -> None:
@@ -169,6 +171,8 @@ class Borrowed:
     def __init__(self, layer: StageLayer):
         self.layer = layer
         layer.reducer = self.bucket = Bucket(layer.comm, 0)
+        # Until `gradients` is called, as in `no_sync`. No optimizer knows this bucket.
+        self.bucket.holds = 1
         self.shards = [flat.shard for flat in layer.flats]
 
     @torch.no_grad()
@@ -205,8 +209,10 @@ class Borrowed:
 
         Each comes with the indices of the parameters that it has something of.
         """
+        self.bucket.holds = 0
         self.layer.reduce()
         self.bucket.end()
+        self.bucket.holds = 1
         found: list[tuple[list[int], torch.Tensor] | None] = []
         for flat in self.layer.flats:
             grad = flat.shard.grad
