@@ -64,6 +64,7 @@ class FreedParameter(nn.Parameter):
     owner: weakref.ref
     cure: str
     is_shard: bool  # a shard that rests in a file, or encoded
+    traceable = False  # whether a compiler may trace a use, because it gathers the parameter itself
 
     @classmethod
     def named(cls, owner: Owner, name: str, cure: str, is_shard: bool = False
@@ -92,6 +93,9 @@ class FreedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if cls.traceable and torch.compiler.is_compiling():
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
         removes_grad = func == torch.Tensor.grad.__set__ and args[1] is None
         if func in _METADATA or (cls.is_shard and (removes_grad or func in _OF_SHARDS)):
             with torch._C.DisableTorchFunctionSubclass():

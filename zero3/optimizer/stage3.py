@@ -201,7 +201,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         self._check_arguments(bucket_bytes)
 
         # The layers of a chain share a reducer, and get a bucket in its place.
-        buckets = {layer.reducer: Bucket(layer.comm, bucket_bytes) for layer in self.layers}
+        buckets = {layer.reducer: layer.reducer if isinstance(layer.reducer, Bucket) and hasattr(layer.reducer,'send') else Bucket(layer.comm, bucket_bytes) for layer in self.layers}
         for layer in self.layers:
             layer.reducer = buckets[layer.reducer]
         self.buckets = list(buckets.values())

@@ -85,6 +85,8 @@ class Zero3Model(ShardedModel):
     """
 
     label = "the model"
+    # A later chapter has units of its own.
+    unit_class = Unit
 
     def __init__(self, model: nn.Module, layer_classes: tuple[type, ...],
                  leaf_classes: tuple[type, ...], source: Source, prefetch_numel: int | None,
@@ -551,8 +553,8 @@ class _Wrapping:
         self.made |= self.source.fill(self.owner, modules, path, self.names)
         for _, m, name in ties:
             del vars(m)[name]
-        unit = Unit(module, self.owner.order, path, leaf, self.source.device, self.offload,
-                    self.mesh)
+        unit = self.owner.unit_class(module, self.owner.order, path, leaf, self.source.device,
+                                     self.offload, self.mesh)
         if unit.flats:
             # The streams of a communicator are those of its parameters' device.
             self.owner.comm = unit.comm
