@@ -82,6 +82,7 @@ from zero3.nodes.links import Links
 from zero3.offload import Offload
 from zero3.sharded import Sharded
 from zero3.watch import Call, in_backward
+from zero3.whole_model.together import Packed, Part, fetch_together
 
 
 class Trace:
@@ -320,16 +321,76 @@ class Unit(Zero3Layer):
         A persistent unit stays full from step to step. Without the comparison of stamps it would go
         on computing with the values from before the optimizer stepped.
         """
+        self.refresh()
+        if not self.is_here:
+            self.compare()
+        super().fetch_params()
+
+    @property
+    def is_here(self) -> bool:
+        """
+        ### Whether there is nothing to gather: it is full, on its way, or has no parameters
+        """
+        return self.is_fetched or self.is_full_elsewhere or not self.flats
+
+    def refresh(self) -> None:
+        """
+        ### Free it if it is full of values from before a step
+
+        `fetch_params` and `fetch_together` call it first, and gather what is not here.
+        """
         if self.is_fetched:
             # It has stayed full. Before it collects gradients again, finish those in flight.
             self.reducer.finish(self)
-        stamp = self._stamp_of_shards()
-        if self.is_fetched and self.persistent and stamp != self._stamp:
-            self.reshard()
-        if self.order.debug and self.flats and not (self.is_fetched or self.is_full_elsewhere):
+        if self.persistent:
+            stamp = self._stamp_of_shards()
+            if stamp != self._stamp:
+                self.reshard()
+            self._stamp = stamp
+
+    def compare(self) -> None:
+        """
+        ### With `debug`, have the ranks compare what they are about to gather
+        """
+        if self.order.debug:
             self.order.compare(self)
-        super().fetch_params()
-        self._stamp = stamp
+
+    def come_with(self, part: Any) -> None:
+        """
+        ### Come with other units, by an all-gather that has started
+
+        * `part` is this unit's part of it
+
+        This is what `fetch_params` does around an all-gather of its own.
+        """
+        self._settle_at_end_of_backward()
+        self.reducer.finish(self)
+        self.is_fetched = True
+        self._gather = part
+
+    @property
+    def packed(self) -> Packed | None:
+        """
+        ### The shared all-gather that it has not waited for
+        """
+        return self._gather.packed if isinstance(self._gather, Part) else None
+
+    def unpack(self) -> None:
+        """
+        ### Take its parameters out of a shared all-gather, and leave them closed
+
+        A packed buffer is freed when the last of its units has done this.
+        """
+        if self._gather is not None and self.packed:
+            self._gather.wait()
+
+    def held_tensors(self) -> Iterator[torch.Tensor | None]:
+        """
+        ### Memory that it holds, for a `Ledger`: the packed buffers too
+        """
+        yield from super().held_tensors()
+        if self.packed:
+            yield from self.packed.buffers
 
     def _stamp_of_shards(self) -> tuple:
         """
@@ -509,6 +570,7 @@ class TracedOrder:
         self.units: list[Unit] = []  # the root first
         self.prefetch_numel = 0  # elements that are gathered ahead, at most
         self.max_live_numel: int | None = None  # elements that are full at once, at most
+        self.bucket_numel = 0  # elements that share an all-gather, at most
         self.debug = debug
         self.trace = Trace()
         self.stack: list[Unit] = []  # units that compute in forward, the innermost last
@@ -598,17 +660,47 @@ class TracedOrder:
         """
         upcoming = self.trace.upcoming()
         self._make_room(wanted, upcoming)
-        for unit in wanted:
-            unit.fetch_params()
+        self._fetch_all(wanted, upcoming)
         for unit in self._soon(upcoming):
             if not self._fits([unit]):
                 break
-            unit.fetch_params()
+            self._fetch_all([unit], upcoming)
         # Read the shards of the next unit, if they rest in files.
         after = next((unit for unit in upcoming if not unit.is_fetched), None)
         if after is not None:
             for flat in after.flats:
                 flat.storage.read_async()
+
+    def _fetch_all(self, wanted: list[Unit], upcoming: list[Unit]) -> None:
+        """
+        #### Gather these units, small ones together with the small ones that come after them
+
+        * `upcoming` are the units that the pass will reach, in order
+        """
+        fetch_together(self._bucket(wanted, upcoming))
+        for unit in wanted:
+            # A large one, and one that has stayed full.
+            unit.fetch_params()
+
+    def _bucket(self, wanted: list[Unit], upcoming: list[Unit]) -> list[Unit]:
+        """
+        #### The units to gather together: up to `bucket_numel` elements, as far as they fit
+
+        A bucket begins with a unit that is needed and not here. It ends before a unit that is too
+        large for what is left of it.
+        """
+        bucket: list[Unit] = []
+        if not self.bucket_numel or all(unit.is_here for unit in wanted):
+            return bucket
+        numel = 0
+        for unit in (*wanted, *_with_externals(upcoming)):
+            if unit.is_here or unit in bucket:
+                continue
+            numel += unit.numel
+            if numel > self.bucket_numel or not self._fits([*wanted, *bucket, unit], numel):
+                break
+            bucket.append(unit)
+        return bucket
 
     def _make_room(self, wanted: list[Unit], upcoming: list[Unit]) -> None:
         """
@@ -624,6 +716,10 @@ class TracedOrder:
         spare.sort(key=lambda unit: upcoming.index(unit) if unit in upcoming else len(upcoming))
         while spare and not self._fits(wanted):
             spare.pop().reshard()
+        if not self._fits(wanted):
+            # A packed buffer that a persistent unit, or a wanted one, has kept alive.
+            for unit in self.units:
+                unit.unpack()
         wanted[0].expect(self._fits(wanted), "cannot be fetched", "at most `max_live_numel`, "
                          f"{self.max_live_numel:,} full elements",
                          f"{self.live_numel(wanted):,} with it", "raise the limit, wrap "
@@ -634,16 +730,21 @@ class TracedOrder:
         ### Elements of full parameters, those in flight and those of the wanted units included
 
         `max_live_numel` limits this number. A unit counts from the beginning of its all-gather,
-        because its memory is taken then.
+        because its memory is taken then. A packed buffer counts as long as it lives, beside its
+        units: when one of them computes, it takes memory of its own without asking again.
         """
-        return sum(unit.numel for unit in self.units
-                   if unit.is_fetched or unit.is_full_elsewhere or unit in wanted)
+        full_numel = sum(unit.numel for unit in self.units
+                         if unit.is_fetched or unit.is_full_elsewhere or unit in wanted)
+        packed = {unit.packed for unit in self.units}
+        return full_numel + sum(each.numel for each in packed if each)
 
-    def _fits(self, wanted: list[Unit]) -> bool:
+    def _fits(self, wanted: list[Unit], packed_numel: int = 0) -> bool:
         """
-        #### Whether these units may be full beside those that are
+        #### Whether these units, and a packed buffer, may be full beside those that are
         """
-        return self.max_live_numel is None or self.live_numel(wanted) <= self.max_live_numel
+        if self.max_live_numel is None:
+            return True
+        return self.live_numel(wanted) + packed_numel <= self.max_live_numel
 
     def stays_full(self, unit: Any, call: Call | None) -> bool:
         """
@@ -672,14 +773,13 @@ class TracedOrder:
         """
         soon: list[Unit] = []
         numel = 0
-        for user in upcoming:
-            for unit in (user, *user.externals):
-                if unit in soon or unit.users:
-                    continue
-                numel += unit.numel
-                if numel > self.prefetch_numel:
-                    return soon
-                soon.append(unit)
+        for unit in _with_externals(upcoming):
+            if unit in soon or unit.users:
+                continue
+            numel += unit.numel
+            if numel > self.prefetch_numel:
+                break
+            soon.append(unit)
         return soon
 
     def compare(self, unit: Unit) -> None:
@@ -705,3 +805,12 @@ class TracedOrder:
         if unit.device.type == "cuda":
             return torch.cuda.nvtx.range(unit.label)
         return nullcontext()
+
+
+def _with_externals(upcoming: list[Unit]) -> Iterator[Unit]:
+    """
+    #### These units, each followed by those whose parameters it uses
+    """
+    for user in upcoming:
+        yield user
+        yield from user.externals

@@ -32,6 +32,7 @@ For the other units it is an external parameter, and is gathered together with t
 | `prefetch_numel` | `stage3_prefetch_bucket_size`, `stage3_max_reuse_distance` |
 | `max_live_numel` | `stage3_max_live_parameters`; here nothing exceeds it |
 | `persist_below_numel` | `stage3_param_persistence_threshold` |
+| `bucket_numel` | none: all that `stage3_prefetch_bucket_size` prefetches at once shares one |
 | `mark_persistent_parameters` | the same, with `stage3_model_persistence_threshold` |
 | `register_external_parameter` | the same |
 
@@ -72,6 +73,7 @@ from zero3.offload import Offload
 from zero3.sharded import Sharded, ShardedModel
 from zero3.watch import tensors_in
 from zero3.whole_model.materialise import Deferred, Source, save
+from zero3.whole_model.together import can_share
 from zero3.whole_model.units import TracedOrder, Unit
 
 Classes = type | Iterable[type]
@@ -90,8 +92,8 @@ class Zero3Model(ShardedModel):
 
     def __init__(self, model: nn.Module, layer_classes: tuple[type, ...],
                  leaf_classes: tuple[type, ...], source: Source, prefetch_numel: int | None,
-                 max_live_numel: int | None, persist_below_numel: int, offload: Offload,
-                 mesh: DeviceMesh | Links | None, debug: bool):
+                 max_live_numel: int | None, persist_below_numel: int, bucket_numel: int,
+                 offload: Offload, mesh: DeviceMesh | Links | None, debug: bool):
         super().__init__()
         self.comm = communicator(mesh=mesh)
         self.order = TracedOrder(debug)
@@ -106,6 +108,8 @@ class Zero3Model(ShardedModel):
         self._number_units()
         self._limit_live(max_live_numel, prefetch_numel)
         self.mark_persistent_parameters(persist_below_numel)
+        if can_share(self.comm):
+            self.order.bucket_numel = bucket_numel
         self._stop_counting = self._count_steps()
         self.known = Known([self])
 
@@ -418,7 +422,8 @@ class Zero3Model(ShardedModel):
 
 def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = (),
          prefetch_numel: int | None = None, max_live_numel: int | None = None,
-         persist_below_numel: int = 0, offload: Offload | str | None = None,
+         persist_below_numel: int = 0, bucket_numel: int = 0,
+         offload: Offload | str | None = None,
          device: torch.device | str | None = None, seed: int = 0,
          init: Callable[[nn.Module], Any] | None = None, checkpoint: str | Path | None = None,
          mesh: DeviceMesh | Links | None = None, debug: bool = False) -> Zero3Model:
@@ -440,6 +445,10 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
     * `max_live_numel` is how many elements of full parameters there are at once, at most, those of
       persistent units included; `full_params` and `save` come on top. Left out, there is no limit
     * `persist_below_numel`: as for `mark_persistent_parameters`
+    * `bucket_numel` elements of small units that come one after the other share an all-gather, at
+      most (see `together.py`). Units with more elements are gathered alone, and all are in the
+      first pass. It takes as many elements of memory once more, which `max_live_numel` includes.
+      With 0, or with `Links` that quantise weights or keep copies, nothing is shared
     * `offload` says where shards rest, as an `Offload` or as "cpu"; left out, on the device
     * `device` is where the model is made; left out, where it is, or the CPU
     * `seed`, `init` and `checkpoint` are as for `Source`
@@ -462,6 +471,7 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
     for name, value, least in (("prefetch_numel", prefetch_numel, 0),
                                ("max_live_numel", max_live_numel, 1),
                                ("persist_below_numel", persist_below_numel, 0),
+                               ("bucket_numel", bucket_numel, 0),
                                ("seed", seed, -MOST)):
         left_out = value is None and name in ("prefetch_numel", "max_live_numel")
         expect(left_out or whole(value, least), f"wrap: `{name}`",
@@ -469,8 +479,8 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
     at = next((p.device for p in model.parameters() if not p.is_meta), "cpu")
     source = Source(torch.device(device or at), seed, init, checkpoint)
     return Zero3Model(model, _classes(layer_classes), _classes(leaf_classes), source,
-                      prefetch_numel, max_live_numel, persist_below_numel, Offload.of(offload),
-                      mesh, debug)
+                      prefetch_numel, max_live_numel, persist_below_numel, bucket_numel,
+                      Offload.of(offload), mesh, debug)
 
 
 class _Wrapping:

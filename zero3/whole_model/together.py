@@ -1,0 +1,237 @@
+r"""
+# Shared gathers: small units share an all-gather
+
+`fetch_together` starts one all-gather for several units. Each of them takes its parameters out of
+it when it is about to compute.
+
+A collective takes a fixed time plus the time of its bytes. In a model of many small units the fixed
+times add up: for 64 x 64 weights they are most of a step. Gradients of small layers share a
+reduce-scatter already (see `buckets.py`); here small units share the all-gather.
+
+**Two units on two ranks.** Unit a is the layer of the example in `layer.py`: its flat parameter is
+1 2 3 0, so rank 0 has the shard 1 2 and rank 1 has 3 0. Unit b has the two weights 5 6. Each rank
+packs its shards side by side into its own row of a *packed buffer*:
+
+| | row of rank 0 | row of rank 1 |
+|---|---|---|
+| shard of a | 1 2 | 3 0 |
+| shard of b | 5 | 6 |
+| **packed buffer, after one all-gather** | **1 2 5** | **3 0 6** |
+| a takes columns 0 and 1 | 1 2 | 3 0 |
+| b takes column 2 | 5 | 6 |
+
+When a is about to compute, it copies its columns, row by row, into its flat parameter 1 2 3 0.
+Later b does the same, and then the packed buffer is freed. If a collective takes $t$ seconds beside
+its bytes, $n$ units that share one save
+
+$$(n - 1)\, t \quad \text{seconds, and cost} \quad \sum_{i=1}^{n} P_{u_i} \quad
+\text{elements of memory}$$
+
+until the last of them has computed. The bytes on the wire are the same, and so are the values, bit
+for bit.
+
+| | the packed buffer | a's own memory | b's own memory |
+|---|---|---|---|
+| the gather starts | 6 elements | | |
+| a computes | 6 elements | 4 elements | |
+| a is done | 6 elements | | |
+| b computes | freed when b has its copy | | 2 elements |
+
+So the units that wait take their memory once, as columns, and only those that compute take it a
+second time.
+
+**Run this**: `python -m pytest tests/test_together.py -k collectives`.
+
+**Not covered, and what that costs**: gathering without a copy. A unit's rows are in one piece in
+its flat parameter, and in several in the packed buffer. Units are gathered one by one if `Links`
+quantises their weights, because a block of an encoding would span two units; and if it keeps
+secondary copies, because these belong to one unit each. So is a unit whose shards have been moved
+or converted, because its own gather has the error for that. A rank alone has nothing to share. A
+unit that is freed without having computed still copies its columns first.
+"""
+
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from zero3.comm import Communicator, Listener, Transfer, allocate
+
+
+def fetch_together(units: Iterable[Any]) -> None:
+    """
+    ## Unshard several units by one all-gather
+
+    * `units` are `Unit`s of one model. Those that are full already are left alone
+
+    Start the all-gather and return, as `fetch_params` does for one unit. Each unit waits for it as
+    for one of its own, and may be freed before it has computed. All ranks must call it, with the
+    same units in the same order. A rank sends to each other rank its shards of all of them.
+
+    Raises `RuntimeError` if the units are of several models. Ranks that call it with other units
+    get the error about ranks that diverged when they wait (I6).
+    """
+    several = list(dict.fromkeys(units))
+    for unit in several:
+        # A persistent unit may be full of the values from before a step.
+        unit.refresh()
+    wanted = [unit for unit in several if not unit.is_here and _can_join(unit)]
+    if len(wanted) < 2:
+        wanted = []
+    for unit in several:
+        if unit not in wanted:
+            unit.fetch_params()
+    if wanted:
+        Packed(wanted).start()
+
+
+def can_share(comm: Communicator) -> bool:
+    """
+    ## Whether units with this communicator can share an all-gather
+
+    A rank alone sends nothing. Blocks of quantised weights would span two units, and secondary
+    copies belong to one unit each.
+    """
+    links = comm.links
+    return comm.world_size > 1 and not (links and (links.weights or links.secondary))
+
+
+def _can_join(unit: Any) -> bool:
+    """
+    #### Whether a unit's shards can be packed
+
+    A unit that was converted or moved after wrapping cannot be gathered. Its own gather raises the
+    error for that; packing would convert the shards without a word.
+    """
+    return can_share(unit.comm) and all(
+        flat.shard.dtype == flat.full.dtype
+        and flat.shard.device in (flat.full.device, torch.device("cpu")) for flat in unit.flats)
+
+
+class Packed:
+    """
+    ## Units whose parameters arrive together
+
+    It is the sender of their all-gather, and has the packed buffers, one for each data type.
+    """
+
+    def __init__(self, units: list[Any]):
+        """
+        ### Choose the units
+
+        * `units` are at least two that are not gathered, in the order of packing
+        """
+        self.units = units
+        self.comm: Communicator = units[0].comm
+        units[0].expect(all(unit.comm is self.comm for unit in units), "cannot be gathered with "
+                        "these", "units of one model", [unit.label for unit in units],
+                        "call `fetch_together` for each model by itself")
+        self.label = f"{units[0].label} and {len(units) - 1} more"
+        # Two sets of units may begin with the same one and be as large. So the number that ranks
+        # announce is a checksum of all of them. It is below all numbers of layers.
+        numbers = [unit.layer_idx for unit in units]
+        self.layer_idx = -2 - zlib.crc32(str(numbers).encode())
+        self.comm.labels[self.layer_idx] = self.label
+        self.buffers: list[torch.Tensor] = []  # (world_size * sum of shard_numel,) each, device
+        self.transfer: Transfer | None = None
+        # For each unit that has not taken its parameters: its flat parameters and their columns.
+        self.columns: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    @property
+    def listener(self) -> Listener:
+        return self.units[0].listener
+
+    @property
+    def numel(self) -> int:
+        """
+        ### Elements of the packed buffers, until they are freed
+        """
+        return sum(len(buffer) for buffer in self.buffers)
+
+    def start(self) -> None:
+        """
+        ### Pack the shards of this rank, and start the all-gather
+        """
+        by_dtype: dict[torch.dtype, list[tuple[Any, Any]]] = {}
+        for unit in self.units:
+            unit.compare()
+            self.columns[unit] = []
+            for flat in unit.flats:
+                by_dtype.setdefault(flat.full.dtype, []).append((unit, flat))
+        # The fetch stream copies the shards, after the compute stream wrote them.
+        with self.comm.on(self.comm.fetch_stream):
+            # This rank's row is packed in place, so the all-gather has nothing more to copy.
+            pairs = [(buffer, self.comm.rows(buffer)[self.comm.rank])
+                     for buffer in map(self._pack, by_dtype.values())]
+        sender: Any = self
+        self.transfer = self.comm.all_gather(sender, pairs, exact=False)
+        # Then the host waits for the copies, because an optimizer writes to these shards next.
+        self.transfer.from_cpu = any(flat.shard.device != flat.full.device
+                                     for unit in self.units for flat in unit.flats)
+        for unit in self.units:
+            unit.come_with(Part(self, unit))
+
+    def _pack(self, members: list[tuple[Any, Any]]) -> torch.Tensor:
+        """
+        #### A packed buffer with this rank's row: `(world_size * sum of shard_numel,)`, device
+
+        * `members` are units with one of their flat parameters, of one data type
+
+        In the example rank 0 writes 1 2 5 into the first row. Shards in files go through two
+        buffers, so each is copied before the next one but one is read.
+        """
+        numels = [len(flat.shard) for _, flat in members]
+        buffer = members[0][1].full.new_empty(self.comm.world_size * sum(numels))
+        self.buffers.append(buffer)
+        parts = self.comm.rows(buffer).split(numels, dim=1)
+        for i, (unit, flat) in enumerate(members):
+            shard = flat.storage.load()
+            for _, following in members[i + 1 : i + 2]:
+                following.storage.read_async()
+            parts[i][self.comm.rank].copy_(shard, non_blocking=True)
+            flat.storage.release(self.comm.fetch_stream)
+            self.columns[unit].append((flat.full, parts[i]))
+        return buffer
+
+    def take(self, unit: Any) -> None:
+        """
+        ### Copy a unit's columns into its flat parameters
+
+        The first unit waits for the all-gather. The last one frees the packed buffers. It is the
+        compute stream that copies, so each flat parameter is there when the unit computes.
+        """
+        if unit not in self.columns:
+            return
+        if self.transfer is not None:
+            self.transfer.wait()
+            self.transfer = None
+        nbytes = 0
+        for full, columns in self.columns[unit]:
+            allocate(full)
+            self.comm.rows(full).copy_(columns)
+            nbytes += full.nbytes
+        unit.listener.record(unit, "unpacked", nbytes)
+        del self.columns[unit]
+        if not self.columns:
+            self.buffers = []
+
+
+class Part:
+    """
+    ## One unit's part of a shared all-gather
+
+    The unit keeps it where it would keep a `Transfer` of its own, and waits for it alike.
+    """
+
+    def __init__(self, packed: Packed, unit: Any):
+        self.packed = packed
+        self.unit = unit
+
+    def wait(self) -> None:
+        """
+        ### Wait for the all-gather, and take this unit's parameters out of it
+
+        Raises `RuntimeError` as `Transfer.wait`. A second wait does nothing.
+        """
+        self.packed.take(self.unit)
