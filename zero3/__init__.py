@@ -99,6 +99,7 @@ _PUBLIC = {
     "Zero3Optimizer": "optimizer.stage3",
     "Zero3Model": "whole_model.wrap",
     "wrap": "whole_model.wrap",
+    "compile": "compiler.model",
     "Deferred": "whole_model.materialise",
     "save": "checkpoint.save_load",
     "load": "checkpoint.save_load",

@@ -4,49 +4,51 @@ r"""
 A graph lists what a model computes, one operation after the other. Six more operations say when
 layers are gathered, freed and reduced.
 
-Take a model of two layers, a and b, on two ranks. Each has one matrix of four weights, so each rank
-keeps two of them. This is its forward pass, with the number of full weights during each operation:
+Take a model of two layers, a and b. Each has one matrix of four weights, of which two ranks keep
+two each. This is its forward pass, with the number of full weights during each operation:
 
 | operation | full weights |
 |---|---|
 | `gather(a)` | 4 |
-| `w = wait(a)[0]` | 4 |
+| `w = wait(a)` | 4 |
 | `h = mm(x, w)` | 4 |
 | `release(a)` | 4 |
 | `gather(b)` | 4 |
-| `w = wait(b)[0]` | 4 |
-| `y = mm(h, w)` | 4 |
+| `v = wait(b)` | 4 |
+| `y = mm(h, v)` | 4 |
 | `release(b)` | 4 |
 
-Each pass of `passes.py` is a function from such a list to another one. It can move `gather(b)` to
-the top, for instance. Then communication overlaps computation, and eight weights are full at once:
+A pass of `passes.py` is a function from such a graph to another one. One of them moves `gather(b)`
+to the top, so that the all-gather of b overlaps the product of a. Then eight weights are full at
+once. The passes count them before anything runs:
 
-$$\text{live}(t) = \sum_{\ell \text{ gathered at or before } t,\; \text{released at or after } t}
-P_\ell \;\le\; \text{limit}$$
+$$\text{full}(t) \;=\; \sum_{\ell \,:\, \text{gather}(\ell) \,\le\, t \,\le\, \text{release}(\ell)}
+P_\ell \;\le\; \text{limit} \qquad \text{for each operation } t$$
 
-Hooks cannot do this. A hook runs when its layer computes, and does not know which operations come
-next. A compiler sees the whole step before the first one runs.
+A hook cannot do this. It runs when its layer computes, and does not know the operations that come
+next. A compiler sees the whole step before it runs.
 
-| operation | carried out by | communication of a rank |
+| operation | meaning | a rank sends |
 |---|---|---|
-| `gather(a, b)` | starts one all-gather for all of these layers | $N-1$ times their shards |
-| `wait(a)` | waits for it, and returns the parameters | |
-| `release(a)` | frees the full parameters | |
-| `collect(a, 0, g)` | adds `g` to the flat gradient, as that of parameter 0 | |
-| `reduce(a, b)` | starts one reduce-scatter for these layers | $N-1$ times their shards |
-| `finish(a, b)` | waits for it; the shards have their gradients | |
+| `gather(a, b)` | start one all-gather for these layers | $N-1$ times their shards |
+| `wait(a)` | wait for it, and return the parameters of a | |
+| `release(a)` | free the full parameters of a | |
+| `collect(a, 0, g)` | add the gradient of parameter 0 to the flat gradient of a | |
+| `reduce(a, b)` | start one reduce-scatter for these layers | $N-1$ times their shards |
+| `finish(a, b)` | wait for it: the shards have their gradients | |
 
-The operations call methods of the layers, which are those of the heart. So a compiled model gathers
-into the same buffers as any other one, from the same tiers, and sends the same messages.
+Layers that share an all-gather arrive in a packed buffer (see `together.py`). It is as large as all
+of them, and is freed when the last one has taken its parameters out of it. So `wait` of such a
+layer takes memory, too.
 
-**Run this**: `python -m zero3.compiler` prints a small model's graphs before and after each pass.
+**Run this**: `python -m zero3.compiler` prints the graphs of a small model after each pass.
 
-**Not covered, and what that costs**: a graph has no branches. If a model takes another branch, it
-gets another graph.
+**Not covered, and what that costs**: a graph has no branches. A model that takes another branch
+gets another graph, which is traced when that happens.
 """
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -58,28 +60,35 @@ class GraphLayer(Protocol):
     ## A layer, as far as a graph has to know it
     """
 
-    def gather(self) -> None: ...
+    def gather(self, others: list["GraphLayer"]) -> None: ...
     def wait(self) -> list[torch.Tensor]: ...
     def release(self) -> None: ...
     def collect(self, place: int, grad: torch.Tensor) -> None: ...
-    def begin_reduce(self) -> None: ...
+    def begin_reduce(self, others: list["GraphLayer"]) -> None: ...
     def finish_reduce(self) -> None: ...
+    def versions(self) -> list[int]: ...
+    def refuse_old(self, versions: list[int]) -> None: ...
+
+
+# ---------------------------------------------------------------------------------- operations
 
 
 def parameter(layer: str, place: int) -> torch.Tensor:
     """
-    ## A parameter, as the model has it: `weight` is parameter 0 of its layer
+    ## A parameter, as the model's code uses it
 
-    Only a graph before the first pass has these. `insert` replaces them.
+    * `place` is its index among the parameters of the layer
+
+    A traced graph has these. The first pass replaces them by `gather` and `wait`.
     """
     raise AssertionError(f"parameter {place} of {layer} was not gathered")
 
 
 def gather(*layers: GraphLayer) -> None:
     """
-    ## Start one all-gather for some layers
+    ## Start one all-gather for some layers, and return at once
 
-    All ranks call it. A rank sends $N-1$ times the bytes of the layers' shards.
+    All ranks call it. A rank sends $N-1$ times the bytes of their shards.
     """
     first, *others = layers
     first.gather(others)
@@ -94,14 +103,14 @@ def wait(layer: GraphLayer) -> list[torch.Tensor]:
 
 def release(layer: GraphLayer) -> None:
     """
-    ## Reshard (free)
+    ## Free the full parameters of a layer
     """
     layer.release()
 
 
 def collect(layer: GraphLayer, place: int, grad: torch.Tensor) -> None:
     """
-    ## Add the gradient of a parameter to the flat gradient of its layer
+    ## Add the gradient of one parameter to the layer's flat gradient
     """
     layer.collect(place, grad)
 
@@ -110,20 +119,45 @@ def reduce(*layers: GraphLayer) -> None:
     """
     ## Start one reduce-scatter for the flat gradients of some layers
 
-    All ranks call it. A rank sends $N-1$ times the bytes of the layers' shards.
+    All ranks call it. A rank sends $N-1$ times the bytes of their shards.
     """
     first, *others = layers
-    first.reduce_together(others)
+    first.begin_reduce(others)
 
 
 def finish(*layers: GraphLayer) -> None:
     """
     ## Wait for the reduce-scatter of some layers
     """
-    layers[0].finish()
+    layers[0].finish_reduce()
 
 
-OPERATIONS = (parameter, gather, wait, release, collect, reduce, finish)
+def remember(*layers: GraphLayer) -> torch.Tensor:
+    """
+    ## How often the shards have been written to, for the backward pass: int64, CPU
+    """
+    return torch.tensor([n for layer in layers for n in layer.versions()], dtype=torch.int64)
+
+
+def refuse_old(versions: torch.Tensor, *layers: GraphLayer) -> None:
+    """
+    ## Refuse to go backward if the shards have been written to since forward
+
+    * `versions` is what `remember` returned
+
+    Backward gathers the weights once more, so it would compute with the new ones.
+    """
+    left = versions.tolist()
+    for layer in layers:
+        count = len(layer.versions())
+        layer.refuse_old(left[:count])
+        left = left[count:]
+
+
+OPERATIONS = (parameter, gather, wait, release, collect, reduce, finish, remember, refuse_old)
+
+
+# -------------------------------------------------------------------------------------- graphs
 
 
 def layers_of(node: fx.Node) -> list[str]:
@@ -135,16 +169,16 @@ def layers_of(node: fx.Node) -> list[str]:
     return [arg for arg in node.args if isinstance(arg, str)]
 
 
-def operations(nodes: Iterable[fx.Node], *kinds: Any) -> list[fx.Node]:
+def find(graph: fx.Graph, *kinds: Any) -> list[fx.Node]:
     """
-    ## The operations of some kinds, in order
+    ## The operations of some kinds, in their order
     """
-    return [node for node in nodes if node.target in kinds]
+    return [node for node in graph.nodes if node.target in kinds]
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
     """
-    ## A copy of a graph, so that a pass leaves its argument alone
+    ## A copy of a graph, so that a pass can change it and leave its argument alone
     """
     new = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -153,21 +187,55 @@ def copied(graph: fx.Graph) -> fx.Graph:
     return new
 
 
-def live(graph: fx.Graph, numel: dict[str, int], kept: Iterable[str] = ()) -> list[int]:
+def is_view(node: fx.Node) -> bool:
+    """
+    ## Whether the result of an operation shares the memory of its first argument
+    """
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return is_view(node.args[0])  # type: ignore[arg-type]
+    # Its declaration does not say so.
+    if node.target is torch.ops.aten._unsafe_view.default:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    aliases = [result.alias_info for result in schema.returns] if schema else []
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def readers(node: fx.Node) -> Iterator[fx.Node]:
+    """
+    ## The operations that read the memory of a node, also through views
+    """
+    for user in node.users:
+        yield user
+        if is_view(user):
+            yield from readers(user)
+
+
+def full_numel(graph: fx.Graph, numel: dict[str, int], kept: Iterable[str] = ()) -> list[int]:
     """
     ## Full elements during each operation
 
     * `numel` is what each layer has in full, with padding
     * `kept` are the layers that are whole before the first operation
+
+    It is the formula of the head. A packed buffer counts from its `gather` to the last `wait`.
     """
-    whole = set(kept)
+    whole = list(kept)
+    packed: list[list[str]] = []
     found = []
     for node in graph.nodes:
-        if node.target is gather:
-            whole |= set(layers_of(node))
-        found.append(sum(numel[layer] for layer in whole))
+        layers = layers_of(node)
+        if node.target is gather and len(layers) > 1:
+            packed.append(layers)
+        elif node.target in (gather, wait) and layers[0] not in whole:
+            whole.append(layers[0])
+        found.append(sum(numel[layer] for group in (whole, *packed) for layer in group))
+        if node.target is wait:
+            packed = [group for group in packed if group[-1] != layers[0]]
         if node.target is release:
-            whole -= set(layers_of(node))
+            whole.remove(layers[0])
     return found
 
 
@@ -175,51 +243,63 @@ def linked(graph: fx.Graph, layers: dict[str, GraphLayer]) -> fx.GraphModule:
     """
     ## A module that carries out a graph with these layers
 
-    It takes a list of arguments and empties it, so that each of them is freed after its last use.
+    It takes its arguments in a list and empties the list, so that each argument is freed after its
+    last use.
     """
     graph = copied(graph)
     root = torch.nn.Module()
-    names: dict[str, fx.Node] = {}
+    nodes: dict[str, fx.Node] = {}
     start = next(iter(graph.nodes))
-    for node in operations(graph.nodes, *OPERATIONS):
-        for name in layers_of(node):
-            if name not in names:
-                attribute = f"layer_{len(names)}"
-                # Not a submodule: its parameters would be those of the graph.
-                vars(root)[attribute] = layers[name]
+    for node in find(graph, *OPERATIONS):
+        for layer in layers_of(node):
+            if layer not in nodes:
+                name = f"layer_{len(nodes)}"
+                # Not as a submodule, because the graph has no parameters of its own.
+                vars(root)[name] = layers[layer]
                 with graph.inserting_before(start):
-                    names[name] = graph.create_node("get_attr", attribute)
-        node.args = tuple(names[arg] if isinstance(arg, str) else arg for arg in node.args)
+                    nodes[layer] = graph.create_node("get_attr", name)
+        node.args = tuple(nodes[arg] if isinstance(arg, str) else arg for arg in node.args)
     graph.set_codegen(fx.graph._BoxedCodeGen())
     return fx.GraphModule(root, graph)
 
 
 def picture(graph: fx.Graph, numel: dict[str, int], kept: Iterable[str] = ()) -> str:
     """
-    ## A graph in words: one operation in a line, with the full elements during it
+    ## A graph in words: a line for each operation, with the full elements during it
+
+    Views and inputs are left out.
     """
-    lines = [f"{'full':>10}  operation"]
-    for node, full in zip(graph.nodes, live(graph, numel, kept), strict=True):
-        if node.op != "placeholder" and node.target is not operator.getitem:
-            lines.append(f"{full:10,}  {_words(node)}")
+    lines = [f"{'full':>12}  operation"]
+    for node, full in zip(graph.nodes, full_numel(graph, numel, kept), strict=True):
+        if node.op == "call_function" and not is_view(node) and not _is_result(node):
+            lines.append(f"{full:12,}  {_line(node)}")
     return "\n".join(lines)
 
 
-def _words(node: fx.Node) -> str:
+def _is_result(node: fx.Node) -> bool:
+    """
+    #### Whether a node is one of several results of the operation before it
+    """
+    return node.target is operator.getitem
+
+
+def _line(node: fx.Node) -> str:
     """
     #### One operation as a line of Python
     """
-    if node.op == "output":
-        return f"return {', '.join(str(arg) for arg in node.args[0] if arg is not None)}"
-    name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
-    call = f"{name}({', '.join(_argument(arg) for arg in node.args)})"
+    results = [user for user in node.users if _is_result(user)] or [node]
+    name = getattr(node.target, "__name__", "").split(".")[0]
+    arguments = ", ".join(str(_viewed(arg)) for arg in node.args)
+    call = f"{name}({arguments})"
     if not node.users:
         return call
-    if node.target is wait:
-        results = {user.args[1]: user.name for user in node.users}
-        return f"{', '.join(results[i] for i in sorted(results))} = {call}"
-    return f"{node.name} = {call}"
+    return f"{', '.join(each.name for each in results)} = {call}"
 
 
-def _argument(arg: Any) -> str:
-    return arg if isinstance(arg, str) else str(arg)
+def _viewed(arg: Any) -> Any:
+    """
+    #### The tensor that a view is a view of
+    """
+    while isinstance(arg, fx.Node) and is_view(arg):
+        arg = arg.args[0]
+    return arg

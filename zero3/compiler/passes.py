@@ -1,63 +1,115 @@
 r"""
 # The passes of the compiler
 
-Each pass is a function from a graph to a graph.
+A pass is a function from a graph to another graph. `insert` puts communication where it is needed;
+the others move it to where it costs less.
 
-`insert` puts the communication where it must be, and the others move it to where it costs less:
+Take four layers of 10 elements each, a to d, and a limit of 20. A traced forward graph computes
+them one after the other. After each pass it begins like this, and `|` stands for the computation of
+a layer:
 
-| pass | does |
-|---|---|
-| `insert` | gathers a layer right before its first use, releases it after its last one |
-| `keep` | drops a release in forward and the gather in backward, while there is room |
-| `prefetch` | moves gathers up, while there is room |
-| `bucket` | merges the gathers of small neighbours, and their reduces |
-| `sink` | moves the waits for reduces down |
+| pass | order of the operations | gathers in flight beside computation |
+|---|---|---|
+| `insert` | gather a, wait a, \|a, release a, gather b, wait b, \|b, release b, ... | 0 |
+| `prefetch` | gather a, gather b, wait a, \|a, release a, gather c, wait b, \|b, ... | 3 |
+| `bucket`, with a limit of 50 | gather a b c d, wait a, \|a, release a, wait b, \|b, ... | 1 |
+
+`prefetch` moves each gather up as far as the limit admits. So the all-gather of b overlaps the
+computation of a. The limit holds at every operation:
+
+$$\max_t \text{full}(t) \;\le\; \text{limit}$$
+
+`keep` uses the same room for something else. Backward begins with the layers that forward ends
+with, so the last ones need not be freed in between. With a limit of 20, c and d stay, and backward
+gathers a and b alone: six all-gathers in a step instead of eight.
+
+| pass | does | paper |
+|---|---|---|
+| `insert` | gather at the first use of a layer, release after the last one, reduce after the last gradient | ZeRO, section 5.3 |
+| `keep` | no release at the end of forward, no gather at the beginning of backward | DeepCompile, selective unsharding |
+| `prefetch` | gather earlier | DeepCompile, proactive prefetching |
+| `bucket` | one all-gather for several small layers, and one reduce-scatter | SimpleFSDP, bucketing |
+| `sink` | wait for a reduce later | SimpleFSDP, reordering |
+| `offload` | optimizer states leave the device while activations need the room | DeepCompile, adaptive offloading |
+
+The papers are [DeepCompile](https://arxiv.org/abs/2504.09983) and
+[SimpleFSDP](https://arxiv.org/abs/2411.00284).
+
+**Run this**: `python -m zero3.compiler` prints a small model's graphs after each pass.
+
+**Not covered, and what that costs**: the passes count elements and not time. A gather moves up even
+if nothing is left to wait for. Each layer is gathered once in a graph: if a model uses a weight at
+its beginning and at its end, the weight stays full in between.
 """
 
 import operator
 
-import torch
 from torch import fx
 
 from zero3.compiler.graph import (
     collect,
     copied,
+    find,
     finish,
+    full_numel,
     gather,
+    is_view,
     layers_of,
-    live,
-    operations,
     parameter,
+    readers,
     reduce,
     release,
     wait,
 )
 
+# ------------------------------------------------------------------------------------- insert
+
 
 def insert(graph: fx.Graph) -> fx.Graph:
+    """
+    ## Insert the communication
+
+    Each layer is gathered right before its first use, and released after its last one. Its
+    gradients are reduced after the last of them.
+    """
     graph = copied(graph)
     _sink_views(graph)
-    for layer in dict.fromkeys(name for node in operations(graph.nodes, parameter, collect)
-                               for name in layers_of(node)):
+    layers = [name for node in find(graph, parameter, collect) for name in layers_of(node)]
+    for layer in dict.fromkeys(layers):
         _insert_gather(graph, layer)
         _insert_reduce(graph, layer)
     return graph
 
 
 def _sink_views(graph: fx.Graph) -> None:
-    at = {node: i for i, node in enumerate(graph.nodes)}
-    views = [node for node in graph.nodes if node.users and of_parameter(node)]
+    """
+    #### Move parameters and their views to where they are read
+
+    A traced graph has them at its top, as it has all inputs. The first use of a layer would be
+    there.
+    """
+    views = [node for node in graph.nodes if node.users and _is_parameter(node)]
     for node in reversed(views):
-        min(node.users, key=at.__getitem__).prepend(node)
-        at = {node: i for i, node in enumerate(graph.nodes)}
+        at = {each: i for i, each in enumerate(graph.nodes)}
+        min(node.users, key=lambda user: at[user]).prepend(node)
 
 
-def _insert_gather(graph, layer):
-    uses = [node for node in operations(graph.nodes, parameter) if node.args[0] == layer]
+def _is_parameter(node: fx.Node) -> bool:
+    """
+    #### Whether a node is a parameter, or a view of one
+    """
+    return node.target is parameter or (is_view(node) and _is_parameter(node.args[0]))  # type: ignore[arg-type]
+
+
+def _insert_gather(graph: fx.Graph, layer: str) -> None:
+    """
+    #### Gather a layer, wait for it, and release it
+    """
+    uses = [node for node in find(graph, parameter) if node.args[0] == layer]
     if not uses:
         return
     at = {node: i for i, node in enumerate(graph.nodes)}
-    last = max((reader for node in uses for reader in readers(node)), key=at.__getitem__)
+    last = max((reader for node in uses for reader in readers(node)), key=lambda each: at[each])
     with graph.inserting_before(uses[0]):
         graph.call_function(gather, (layer,))
         whole = graph.call_function(wait, (layer,))
@@ -71,9 +123,14 @@ def _insert_gather(graph, layer):
         graph.call_function(release, (layer,))
 
 
-def _insert_reduce(graph, layer):
-    ends = [node for node in operations(graph.nodes, collect, release) if layer in layers_of(node)]
-    if not any(node.target is collect for node in ends):
+def _insert_reduce(graph: fx.Graph, layer: str) -> None:
+    """
+    #### Reduce the gradients of a layer when all of them are there, and the layer is free
+
+    On the CPU the gradients of the other ranks arrive in the memory of its parameters.
+    """
+    ends = [node for node in find(graph, collect, release) if layer in layers_of(node)]
+    if all(node.target is release for node in ends):
         return
     with graph.inserting_after(ends[-1]):
         begun = graph.call_function(reduce, (layer,))
@@ -81,101 +138,131 @@ def _insert_reduce(graph, layer):
         graph.call_function(finish, (layer,))
 
 
+# ------------------------------------------------------------------------- what the room is for
+
+
 def keep(forward: fx.Graph, backward: fx.Graph, numel: dict[str, int], limit: int
          ) -> tuple[fx.Graph, fx.Graph, list[str]]:
+    """
+    ## Keep layers whole from forward to backward, as far as the limit admits
+
+    * `numel` is what each layer has in full; `limit` is how many elements may be full at once
+
+    Also returns the layers that are kept. It begins with those that backward gathers first, because
+    these are kept for the shortest time.
+    """
     forward = copied(forward)
     backward = copied(backward)
     kept: list[str] = []
-    for node in operations(backward.nodes, gather):
-        (layer,) = layers_of(node)
-        freed = next(n for n in operations(forward.nodes, release) if layer in layers_of(n))
-        stays = [*live(forward, numel)]
-        at = [*forward.nodes].index(freed)
-        stays[at + 1 :] = [full + numel[layer] for full in stays[at + 1 :]]
-        if max(*stays, *live(backward, numel, [*kept, layer])) > limit:
+    for gathered in find(backward, gather):
+        (layer,) = layers_of(gathered)
+        released = [node for node in find(forward, release) if layer in layers_of(node)]
+        if not released:
+            continue
+        after = [*forward.nodes].index(released[0])
+        full = full_numel(forward, numel)
+        most = max(*full[: after + 1], *(n + numel[layer] for n in full[after + 1 :]),
+                   *full_numel(backward, numel, [*kept, layer]))
+        if most > limit:
             break
         kept.append(layer)
-        forward.erase_node(freed)
-        backward.erase_node(node)
+        forward.erase_node(released[0])
+        backward.erase_node(gathered)
     return forward, backward, kept
 
 
-def prefetch(graph, numel, limit, kept=()):
+def prefetch(graph: fx.Graph, numel: dict[str, int], limit: int, kept: list[str]) -> fx.Graph:
+    """
+    ## Move each gather up, as far as the limit admits
+
+    * `kept` are the layers that are whole before the graph begins
+
+    The gathers stay in their order, so the first layer that is needed is the first to arrive.
+    """
     graph = copied(graph)
-    nodes = [*graph.nodes]
-    begin = next(i for i, node in enumerate(nodes) if node.op != "placeholder")
-    for node in operations(nodes, gather):
-        n = sum(numel[name] for name in layers_of(node))
-        full = live(graph, numel, kept)
+    first = 0
+    for node in find(graph, gather):
         nodes = [*graph.nodes]
+        full = full_numel(graph, numel, kept)
         at = nodes.index(node)
-        while at > begin and full[at - 1] + n <= limit:
+        more = sum(numel[layer] for layer in layers_of(node))
+        while at > first and nodes[at - 1].op != "placeholder" and full[at - 1] + more <= limit:
             at -= 1
         if nodes[at] is not node:
             nodes[at].prepend(node)
-        begin = at + 1
+        first = at + 1
     return graph
 
 
-def bucket(graph, numel, bucket_numel, limit, kept=()):
+def bucket(graph: fx.Graph, numel: dict[str, int], bucket_numel: int, limit: int, kept: list[str]
+           ) -> fx.Graph:
+    """
+    ## Merge the communication of small neighbours
+
+    * `bucket_numel` is how many elements may share a collective
+
+    A gather joins the one before it, as far as the limit admits, because the packed buffer takes
+    memory. A reduce waits for the one after it.
+    """
     graph = copied(graph)
-    head = None
-    for node in operations(graph.nodes, gather):
-        both = (*head.args, *node.args) if head else ()
-        if head and sum(numel[a] for a in both) <= bucket_numel:
-            alone = head.args
-            head.args = both
-            if max(live(graph, numel, kept)) <= limit:
-                graph.erase_node(node)
-                continue
-            head.args = alone
-        head = node
+    before = None
+    for node in find(graph, gather):
+        if before is None or not _joins(graph, before, node, numel, bucket_numel, limit, kept):
+            before = node
     _merge_reduces(graph, numel, bucket_numel)
     return graph
 
 
-def _merge_reduces(graph, numel, bucket_numel):
+def _joins(graph: fx.Graph, before: fx.Node, node: fx.Node, numel: dict[str, int],
+           bucket_numel: int, limit: int, kept: list[str]) -> bool:
+    """
+    #### Let a gather join the one before it, if there is room, and return whether it did
+    """
+    alone = before.args
+    together = (*alone, *node.args)
+    if sum(numel[layer] for layer in together) > bucket_numel:  # type: ignore[index]
+        return False
+    before.args = together
+    rest = node.args
+    # Without a layer, while we count.
+    node.args = ()
+    if max(full_numel(graph, numel, kept)) > limit:
+        before.args = alone
+        node.args = rest
+        return False
+    graph.erase_node(node)
+    return True
+
+
+def _merge_reduces(graph: fx.Graph, numel: dict[str, int], bucket_numel: int) -> None:
+    """
+    #### Let a reduce wait for the next one, while both are small
+    """
+    ends = {node.args: node for node in find(graph, finish)}
     before = None
-    for node in operations(graph.nodes, reduce):
-        if before and sum(numel[a] for a in (*before.args, *node.args)) <= bucket_numel:
-            (ended,) = [n for n in operations(graph.nodes, finish) if n.args == before.args]
-            (ends,) = [n for n in operations(graph.nodes, finish) if n.args == node.args]
-            node.args = ends.args = (*before.args, *node.args)
-            graph.erase_node(ended)
-            graph.erase_node(before)
+    for node in find(graph, reduce):
+        if before is not None:
+            together = (*before.args, *node.args)
+            if sum(numel[layer] for layer in together) <= bucket_numel:  # type: ignore[index]
+                graph.erase_node(ends.pop(before.args))
+                graph.erase_node(before)
+                ends[together] = ends.pop(node.args)
+                ends[together].args = together
+                node.args = together
         before = node
 
 
-def sink(graph):
+def sink(graph: fx.Graph) -> fx.Graph:
+    """
+    ## Wait for each reduce as late as possible
+
+    One reduce is in flight at a time, so that is right before the next one begins, or the end.
+    """
     graph = copied(graph)
-    output = next(reversed(graph.nodes))
-    later = output
-    for node in reversed(operations(graph.nodes, reduce, finish)):
+    later = [*graph.nodes][-1]
+    for node in reversed(find(graph, reduce, finish)):
         if node.target is finish:
             later.prepend(node)
         else:
             later = node
     return graph
-
-
-def is_view(node: fx.Node) -> bool:
-    if node.op != "call_function":
-        return False
-    if node.target is operator.getitem:
-        return is_view(node.args[0])
-    if node.target is torch.ops.aten._unsafe_view.default:
-        return True
-    schema = getattr(node.target, "_schema", None)
-    aliases = [value.alias_info for value in schema.returns] if schema else []
-    return any(alias is not None and not alias.is_write for alias in aliases)
-
-
-def of_parameter(node: fx.Node) -> bool:
-    return node.target is parameter or (is_view(node) and of_parameter(node.args[0]))
-
-
-def readers(node: fx.Node):
-    for user in node.users:
-        yield user
-        if is_view(user):
-            yield from readers(user)

@@ -1,119 +1,279 @@
-from collections.abc import Callable
+r"""
+# From a model to graphs
+
+A `Backend` gets what `torch.compile` has traced, and returns a function that carries out the graphs
+that the passes have made of it.
+
+Dynamo, the first half of `torch.compile`, follows the model's Python code and writes down the
+operations. It does not look at the weights, so it can trace a model whose layers are freed.
+AOTAutograd, the second half, adds the backward pass and cuts the whole at the point where forward
+ends. For one linear layer with the weight `w`:
+
+| | forward | backward |
+|---|---|---|
+| cut by AOTAutograd | `y = mm(x, t(w))`, saves `x` and `t(w)` | `mm(t(g), x)` for `w`; `mm(g, t(t(w)))` for `x` |
+| here | `w = parameter(a, 0)` before it, saves `x` | `w = parameter(a, 0)` before it, `collect(a, 0, ...)` after it |
+
+A saved weight would stay full from forward to backward. So whatever is a view of a weight is not
+saved; backward makes the same views again. What is saved for a layer is then
+
+$$\text{saved} = \text{activations} \;\cup\; \{\text{the number of writes to each shard}\}$$
+
+**Run this**: `python -m zero3.compiler` prints the traced graphs first.
+
+**Not covered, and what that costs**: a model that returns a weight, or a view of one. It returns
+the freed parameter, and its first use raises an error.
+"""
+
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch._functorch import config as functorch
 from torch._functorch.aot_autograd import aot_module_simplified
-from torch._functorch.partitioners import default_partition
 
-from zero3.compiler.graph import collect, copied, parameter
-from zero3.compiler.passes import of_parameter
+from zero3.compiler.graph import collect, copied, is_view, parameter, refuse_old, remember
 
+# The layer of a parameter, and its index in there.
 Place = tuple[str, int]
 
 
+class Graphs:
+    """
+    ## What has been made of one traced graph
+
+    `steps` has, for each pass, its name and the graphs after it. Without gradients there is no
+    backward graph.
+    """
+
+    def __init__(self, number: str, broken: str):
+        self.number = number  # of the frame of Python code, and how often that was compiled
+        self.broken = broken  # why the trace ended before the model did, or empty
+        self.steps: list[tuple[str, fx.Graph, fx.Graph | None]] = []
+        self.kept: list[str] = []  # layers that stay whole from forward to backward
+        self.limit = 0  # elements that may be full at once
+
+    @property
+    def frame(self) -> str:
+        return self.number.split("/")[0]
+
+    @property
+    def forward(self) -> fx.Graph:
+        return self.steps[-1][1]
+
+    @property
+    def backward(self) -> fx.Graph | None:
+        return self.steps[-1][2]
+
+
 class Backend:
-    def __init__(self, places, lower, compile_graph):
+    """
+    ## A backend for `torch.compile`
+    """
+
+    def __init__(self, places: dict[int, Place],
+                 lower: Callable[[Graphs], None], engine: Any):
+        """
+        ### Choose the parts
+
+        * `places` has the place of each parameter, by its `id`
+        * `lower` runs the passes: it adds to the steps of the graphs
+        * `engine` partitions the joint graph, and makes a function of each of the two
+        """
         self.places = places
         self.lower = lower
-        self.compile_graph = compile_graph
+        self.engine = engine
 
-    def __call__(self, traced: fx.GraphModule, inputs: list[Any]) -> Callable:
+    def __call__(self, traced: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+        """
+        ### Compile a traced graph
+
+        * `inputs` are examples of its inputs, the parameters among them
+
+        Returns a function of such inputs.
+        """
         places = [self.places.get(id(each)) for each in inputs]
-        graphs = {}
+        graphs = Graphs(_number(), _broken(traced))
 
-        def partition(joint, joint_inputs, **kwargs):
-            forward, backward = default_partition(joint, joint_inputs, **kwargs)
-            drop_saved_parameters(forward, backward, places)
-            first = marked_forward(forward.graph, places)
-            second = marked_backward(backward.graph, places)
-            graphs["forward"], graphs["backward"] = self.lower(traced, first, second)
+        def partition(joint: fx.GraphModule, *args: Any, num_fwd_outputs: int, **kwargs: Any):
+            forward, backward = self.engine.partition(
+                joint, *args, num_fwd_outputs=num_fwd_outputs, **kwargs)
+            save_no_parameters(forward.graph, backward.graph, places)
+            save_versions(forward.graph, backward.graph, num_fwd_outputs, places)
+            graphs.steps.append(("traced", marked_inputs(forward.graph, places),
+                                 marked_gradients(backward.graph, places)))
+            self.lower(graphs)
             return forward, backward
 
-        def forward(module, _):
-            return self.compile_graph(graphs["forward"])
+        def infer(module: fx.GraphModule, _: Any) -> Callable:
+            graphs.steps.append(("traced", marked_inputs(module.graph, places), None))
+            self.lower(graphs)
+            return self.engine.compile(graphs.forward)
 
-        def backward(module, _):
-            return self.compile_graph(graphs["backward"])
-
-        def inference(module, _):
-            return self.compile_graph(self.lower(traced, marked_forward(module.graph, places), None)[0])
-
-        run = aot_module_simplified(traced, inputs, fw_compiler=forward, bw_compiler=backward,
-                                    inference_compiler=inference, partition_fn=partition)
-        trains = torch.empty(0, requires_grad=True)
-        frozen = torch.empty(0)
-        stand_ins = [None if at is None else trains if each.requires_grad else frozen
-                     for at, each in zip(places, inputs, strict=True)]
-
-        def call(*args):
-            return run(*[arg if other is None else other
-                         for arg, other in zip(args, stand_ins, strict=True)])
-        return call
+        # A donated buffer forbids a second backward pass through the same graph.
+        with functorch.patch(donated_buffer=False):
+            run = aot_module_simplified(
+                traced, inputs, partition_fn=partition, inference_compiler=infer,
+                fw_compiler=lambda *_: self.engine.compile(graphs.forward),
+                bw_compiler=lambda *_: self.engine.compile(graphs.backward),
+                decompositions=self.engine.decompositions)
+        return _without_parameters(run, inputs, places)
 
 
-def inputs_of(graph):
+def _number() -> str:
+    """
+    #### The number of the frame that Dynamo compiles, and how often it has compiled that, "0/1"
+    """
+    return str(torch._guards.CompileContext.current_compile_id())
+
+
+def _broken(traced: fx.GraphModule) -> str:
+    """
+    #### Why a trace ended before the end of the code, or an empty string
+    """
+    reason = getattr(traced, "compile_subgraph_reason", None)
+    return reason.reason if reason is not None and reason.graph_break else ""
+
+
+def _without_parameters(run: Callable, inputs: Sequence[Any], places: list[Place | None]
+                        ) -> Callable:
+    """
+    #### Call a function of inputs and parameters without the parameters
+
+    The graphs gather them. Autograd only has to know that something needs a gradient, so each
+    parameter is replaced by a tensor without elements. Its gradient is none, because `collect` has
+    taken it.
+    """
+    trains = torch.empty(0, requires_grad=True)
+    frozen = torch.empty(0)
+    in_place = [None if place is None else trains if each.requires_grad else frozen
+                for place, each in zip(places, inputs, strict=True)]
+
+    def call(*args: Any) -> Any:
+        return run(*(arg if other is None else other
+                     for arg, other in zip(args, in_place, strict=True)))
+
+    return call
+
+
+def inputs_of(graph: fx.Graph) -> list[fx.Node]:
+    """
+    ## The inputs of a graph
+    """
     return [node for node in graph.nodes if node.op == "placeholder"]
 
 
-def marked_forward(graph, places):
+def output_of(graph: fx.Graph) -> fx.Node:
+    """
+    ## The node that returns the results
+    """
+    return [*graph.nodes][-1]
+
+
+def save_no_parameters(forward: fx.Graph, backward: fx.Graph, places: Sequence[Place | None]
+                       ) -> None:
+    """
+    ## Have backward make the views of parameters again, and not save them
+
+    * `places` are the places of the forward graph's inputs, `None` for inputs of other kinds
+
+    In the example above backward gets `t(w)` from `parameter` and not from forward.
+    """
+    originals = {node: place for node, place in zip(inputs_of(forward), places, strict=False)
+                 if place}
+    views = dict.fromkeys(originals)
+    for node in forward.nodes:
+        if is_view(node) and node.args[0] in views:
+            views[node] = None
+    by_name = {node.name: node for node in views}
+    copies: dict[fx.Node, fx.Node] = {}
+    start = inputs_of(backward)[-1].next
+
+    def again(node: fx.Node) -> fx.Node:
+        if node in copies:
+            return copies[node]
+        if node in originals:
+            with backward.inserting_before(start):
+                copies[node] = backward.call_function(parameter, originals[node])
+            copies[node].meta = dict(node.meta)
+        else:
+            for each in node.all_input_nodes:
+                again(each)
+            with backward.inserting_before(start):
+                copies[node] = backward.node_copy(node, lambda n: copies[n])
+        return copies[node]
+
+    saved = [node for node in inputs_of(backward) if node.name in by_name]
+    for node in saved:
+        node.replace_all_uses_with(again(by_name[node.name]))
+        backward.erase_node(node)
+    dropped = {by_name[node.name] for node in saved}
+    output = output_of(forward)
+    output.args = (tuple(each for each in output.args[0] if each not in dropped),)  # type: ignore[union-attr]
+
+
+def save_versions(forward: fx.Graph, backward: fx.Graph, results: int,
+                  places: Sequence[Place | None]) -> None:
+    """
+    ## Have backward refuse weights that have changed since forward
+
+    * `results` is the number of outputs that the model asked for; what is saved follows them
+    """
+    layers = tuple(dict.fromkeys(place[0] for place in places if place))
+    if not layers:
+        return
+    output = output_of(forward)
+    example = next(node.meta["val"] for node in inputs_of(forward)
+                   if isinstance(node.meta["val"], torch.Tensor))
+    with example.fake_mode:
+        value = torch.empty(len(layers), dtype=torch.int64)
+    with forward.inserting_before(output):
+        versions = forward.call_function(remember, layers)
+    versions.meta["val"] = value
+    outputs = [*output.args[0]]  # type: ignore[misc]
+    outputs.insert(results, versions)
+    output.args = (tuple(outputs),)
+    tensors = [node for node in inputs_of(backward)
+               if isinstance(node.meta["val"], torch.Tensor)]
+    # Symbolic sizes come first, then saved tensors.
+    with backward.inserting_before(tensors[0]):
+        came = backward.placeholder("versions")
+    came.meta["val"] = value
+    with backward.inserting_after(inputs_of(backward)[-1]):
+        backward.call_function(refuse_old, (came, *layers))
+
+
+def marked_inputs(graph: fx.Graph, places: Sequence[Place | None]) -> fx.Graph:
+    """
+    ## A graph that names its parameters
+
+    The inputs stay, because the caller passes as many.
+    """
     graph = copied(graph)
-    begin = inputs_of(graph)[-1]
-    for node, place in zip(inputs_of(graph), places, strict=False):
+    inputs = inputs_of(graph)
+    for node, place in zip(inputs, places, strict=False):
         if place and node.users:
-            with graph.inserting_after(begin):
+            with graph.inserting_after(inputs[-1]):
                 value = graph.call_function(parameter, place)
             value.meta = node.meta
             node.replace_all_uses_with(value)
     return graph
 
 
-def marked_backward(graph, places):
+def marked_gradients(graph: fx.Graph, places: Sequence[Place | None]) -> fx.Graph:
+    """
+    ## A graph that hands over the gradients of parameters as soon as they are there
+
+    It returns `None` for them.
+    """
     graph = copied(graph)
-    output = next(reversed(graph.nodes))
-    grads = [*output.args[0]]
+    output = output_of(graph)
+    gradients = [*output.args[0]]  # type: ignore[misc]
     for i, place in enumerate(places):
-        if place and grads[i] is not None:
-            with graph.inserting_after(grads[i]):
-                graph.call_function(collect, (*place, grads[i]))
-            grads[i] = None
-    output.args = (tuple(grads),)
+        if place and gradients[i] is not None:
+            with graph.inserting_after(gradients[i]):
+                graph.call_function(collect, (*place, gradients[i]))
+            gradients[i] = None
+    output.args = (tuple(gradients),)
     return graph
-
-
-def drop_saved_parameters(forward, backward, places):
-    originals = {}
-    for node, place in zip(inputs_of(forward.graph), places, strict=False):
-        if place:
-            originals[node] = place
-    views = dict.fromkeys(originals)
-    from zero3.compiler.passes import is_view
-    for node in forward.graph.nodes:
-        if is_view(node) and node.args[0] in views:
-            views[node] = None
-    by_name = {node.name: node for node in views}
-    begin = inputs_of(backward.graph)[-1]
-    copies = {}
-
-    def again(node):
-        if node not in copies:
-            with backward.graph.inserting_before(begin.next):
-                if node in originals:
-                    copies[node] = backward.graph.call_function(parameter, originals[node])
-                    copies[node].meta = dict(node.meta)
-                else:
-                    for each in node.all_input_nodes:
-                        again(each)
-                    copies[node] = backward.graph.node_copy(node, lambda n: copies[n])
-        return copies[node]
-
-    dropped = set()
-    for node in inputs_of(backward.graph):
-        if node.name in by_name:
-            node.replace_all_uses_with(again(by_name[node.name]))
-            backward.graph.erase_node(node)
-            dropped.add(by_name[node.name])
-    output = next(reversed(forward.graph.nodes))
-    output.args = (tuple(out for out in output.args[0] if out not in dropped),)
-    forward.recompile()
-    backward.recompile()

@@ -186,6 +186,25 @@ class Bucket(Reducer):
         return sum(gradient.grad.nbytes for gradient in gradients) >= self.bucket_bytes
 
 
+class PlannedBucket(Bucket):
+    """
+    ## A bucket that is sent when somebody else says so
+
+    The graphs of a compiled model say so.
+    """
+
+    def __init__(self, comm: Communicator):
+        # No number of bytes fills it.
+        super().__init__(comm, 1 << 62)
+
+    def send(self) -> None:
+        """
+        ### Send what waits, unless `no_sync()` holds it back
+        """
+        if self.waiting and not self.holds:
+            self._send_waiting()
+
+
 class _Gradient(NamedTuple):
     """
     ## A flat gradient that waits, and where it comes from

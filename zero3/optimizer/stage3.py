@@ -104,7 +104,7 @@ from zero3.guards.gradients import GradientElsewhere, grad_of, set_grad
 from zero3.guards.options import fail
 from zero3.layer import Zero3Layer
 from zero3.offload import Offload
-from zero3.optimizer.buckets import Bucket
+from zero3.optimizer.buckets import Bucket, PlannedBucket
 from zero3.optimizer.states import Piece, ShardStates, moments_of
 from zero3.sharded import check_groups
 
@@ -201,7 +201,9 @@ class Zero3Optimizer(torch.optim.Optimizer):
         self._check_arguments(bucket_bytes)
 
         # The layers of a chain share a reducer, and get a bucket in its place.
-        buckets = {layer.reducer: layer.reducer if isinstance(layer.reducer, Bucket) and hasattr(layer.reducer,'send') else Bucket(layer.comm, bucket_bytes) for layer in self.layers}
+        # A compiled model has buckets of its own, because its graphs say when to send.
+        buckets = {layer.reducer: layer.reducer if isinstance(layer.reducer, PlannedBucket)
+                   else Bucket(layer.comm, bucket_bytes) for layer in self.layers}
         for layer in self.layers:
             layer.reducer = buckets[layer.reducer]
         self.buckets = list(buckets.values())

@@ -262,11 +262,17 @@ class Zero3Model(ShardedModel):
         It looks for layers that were added since `wrap`, and calls the root unit. The model's own
         forward then calls the other units.
         """
+        self.check()
+        return self.module(*args, **kwargs)
+
+    def check(self) -> None:
+        """
+        ### Refuse what cannot be trained, before a forward pass
+        """
         self.expect("module" in self._modules, "was destroyed", "a use before that", "one after",
                     "call what `destroy` returned")
         self._check_children()
         self.module.contents.check()
-        return self.module(*args, **kwargs)
 
     def _check_children(self) -> None:
         """
@@ -426,7 +432,8 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
          offload: Offload | str | None = None,
          device: torch.device | str | None = None, seed: int = 0,
          init: Callable[[nn.Module], Any] | None = None, checkpoint: str | Path | None = None,
-         mesh: DeviceMesh | Links | None = None, debug: bool = False) -> Zero3Model:
+         mesh: DeviceMesh | Links | None = None, debug: bool = False,
+         kind: type[Zero3Model] = Zero3Model) -> Zero3Model:
     """
     ## Shard a whole model, in place
 
@@ -456,6 +463,7 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
       (see `mesh.py`); left out, all ranks share it. `Links` adds encodings to a mesh
     * `debug` has the ranks compare what they are about to gather. On the CPU they always do; on an
       accelerator this turns a hang of NCCL into an error that names both units
+    * `kind` is the class of the result; `zero3.compile` passes another one
 
     Raises `TypeError` if the model is no model, a class no class or a function no function, and
     `ValueError` for impossible numbers, before anything changes. Raises `RuntimeError` if there is
@@ -478,9 +486,9 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
                f"a whole number of at least {least}", repr(value), "pass such a number")
     at = next((p.device for p in model.parameters() if not p.is_meta), "cpu")
     source = Source(torch.device(device or at), seed, init, checkpoint)
-    return Zero3Model(model, _classes(layer_classes), _classes(leaf_classes), source,
-                      prefetch_numel, max_live_numel, persist_below_numel, bucket_numel,
-                      Offload.of(offload), mesh, debug)
+    return kind(model, classes_of(layer_classes), classes_of(leaf_classes), source,
+                prefetch_numel, max_live_numel, persist_below_numel, bucket_numel,
+                Offload.of(offload), mesh, debug)
 
 
 class _Wrapping:
@@ -693,7 +701,7 @@ def _places(module: nn.Module, path: str, layers: tuple[type, ...], leaves: tupl
                 yield module, name, child, at
 
 
-def _classes(classes: Classes) -> tuple[type, ...]:
+def classes_of(classes: Classes) -> tuple[type, ...]:
     several = isinstance(classes, Iterable) and not isinstance(classes, type)
     found: Any = tuple(classes) if several else (classes,)  # type: ignore[arg-type]
     for kind in found:

@@ -1,0 +1,235 @@
+r"""
+# Engines: who computes between two communications
+
+`Eager` runs the operations of a graph one by one, and `Inductor` compiles those that stand between
+two communications into one function.
+
+Inductor, the last part of `torch.compile`, fuses operations: it reads a tensor once for several of
+them, and writes less to memory. It also reorders operations, and reuses memory as it likes. But
+communication has to begin and end where the passes have put it, on all ranks, and layers are freed
+by us. So Inductor never sees communication. It gets the *regions* between two of them:
+
+| graph | becomes |
+|---|---|
+| `wait(a)` | `wait(a)` |
+| `h = mm(x, w)`, `r = relu(h)` | `r = region(x, w)` |
+| `release(a)`, `gather(c)` | `release(a)`, `gather(c)` |
+| `wait(b)` | `wait(b)` |
+
+A model of $L$ equal layers has about $3L$ regions, but only few different ones. Each of these is
+compiled once:
+
+$$\text{compilations} \;=\; \text{distinct regions} \;\ll\; 3L$$
+
+**Run this**: `python -m pytest tests/test_compiler.py -k region`.
+
+**Not covered, and what that costs**: nothing is fused across the border between two layers. A
+`release` or a `gather` inside a region waits until the region ends. So memory is freed a little
+later, within the limit, and a gather overlaps the next region only.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._functorch.partitioners import default_partition
+
+from zero3.compiler.graph import (
+    OPERATIONS,
+    collect,
+    copied,
+    gather,
+    is_view,
+    linked,
+    release,
+    wait,
+)
+
+
+class Eager:
+    """
+    ## Run a graph operation by operation
+
+    The results are those of the model without a compiler, bit for bit.
+    """
+
+    name = "aot_eager"
+    decompositions: Any = None
+    partition = staticmethod(default_partition)
+
+    def __init__(self, layers: dict[str, Any]):
+        self.layers = layers
+
+    def compile(self, graph: fx.Graph) -> Callable:
+        """
+        ### A function that takes a list of arguments, and empties it
+        """
+        module = linked(graph, self.layers)
+
+        def call(args: list[Any]) -> Any:
+            return module(args)
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call
+
+
+class Inductor(Eager):
+    """
+    ## Compile what stands between two communications
+
+    Each region takes tensors and returns tensors. The graph around it stays as the passes made it.
+    """
+
+    name = "inductor"
+
+    def __init__(self, layers: dict[str, Any]):
+        """
+        ### Import the compiler, which takes seconds
+        """
+        super().__init__(layers)
+        from torch._inductor import compile_fx
+        from torch._inductor.decomposition import select_decomp_table
+
+        self.inductor = compile_fx
+        self.decompositions = select_decomp_table()
+        self.partition = compile_fx.partition_fn
+        self.compiled: dict[str, Region] = {}
+
+    def compile(self, graph: fx.Graph) -> Callable:
+        """
+        ### A function that takes a list of arguments, and empties it
+        """
+        return super().compile(self.fused(graph))
+
+    def fused(self, graph: fx.Graph) -> fx.Graph:
+        """
+        ### A graph with one operation for each region
+        """
+        graph = copied(graph)
+        for region in regions_of(graph):
+            self._fuse(graph, region)
+        return graph
+
+    def _fuse(self, graph: fx.Graph, region: list[fx.Node]) -> None:
+        """
+        #### Replace the operations of a region by one
+
+        It takes the place of the last one, because that needs all the others.
+        """
+        inside = set(region)
+        inputs = [*dict.fromkeys(node for each in region for node in each.all_input_nodes
+                                 if node not in inside)]
+        results = [node for node in region if not inside.issuperset(node.users)]
+        region_graph = alone(region, inputs, results)
+        _delay(graph, region)
+        with graph.inserting_after(region[-1]):
+            call = graph.call_function(self._compiled(region_graph), tuple(inputs))
+        at = call
+        for i, node in enumerate(results):
+            with graph.inserting_after(at):
+                at = graph.call_function(operator.getitem, (call, i))
+            at.meta = node.meta
+            node.replace_all_uses_with(at)
+        for node in reversed(region):
+            graph.erase_node(node)
+
+    def _compiled(self, graph: fx.Graph) -> "Region":
+        """
+        #### The function of a region; equal regions share one
+        """
+        examples = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
+        key = f"{graph} {[_shape(example) for example in examples]}"
+        if key not in self.compiled:
+            module = fx.GraphModule(torch.nn.Module(), graph)
+            # A context of its own, because Inductor notes the results' strides there.
+            with tracing(TracingContext(detect_fake_mode(examples))):
+                run = self.inductor.compile_fx_inner(module, examples)
+            self.compiled[key] = Region(f"region_{len(self.compiled)}", run)
+        return self.compiled[key]
+
+
+class Region:
+    """
+    ## A compiled region, which takes and returns tensors
+    """
+
+    __module__ = "zero3.compiler.engines"
+
+    def __init__(self, name: str, run: Callable):
+        self.__name__ = name
+        self.run = run
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.run([*inputs])
+
+
+def regions_of(graph: fx.Graph) -> list[list[fx.Node]]:
+    """
+    ## The runs of operations that no communication has to interrupt
+
+    A `wait`, a `reduce` and a `finish` end a region. The other operations can wait for its end.
+    """
+    regions: list[list[fx.Node]] = [[]]
+    for node in graph.nodes:
+        if _computes(node):
+            regions[-1].append(node)
+        elif node.target in OPERATIONS and node.target not in (collect, release, gather):
+            regions.append([])
+    return [region for region in regions if not all(is_view(node) for node in region)]
+
+
+def _computes(node: fx.Node) -> bool:
+    """
+    #### Whether a node is an operation on tensors
+    """
+    if node.op != "call_function" or node.target in OPERATIONS:
+        return False
+    return not (node.target is operator.getitem and node.args[0].target is wait)  # type: ignore[union-attr]
+
+
+def alone(region: list[fx.Node], inputs: list[fx.Node], results: list[fx.Node]) -> fx.Graph:
+    """
+    ## A graph of a region alone
+
+    Its names say nothing of where it stood, so that equal regions are equal.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for i, node in enumerate(inputs):
+        copies[node] = graph.placeholder(f"input_{i}")
+        copies[node].meta = dict(node.meta)
+    for node in region:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: copies[n])
+        copies[node] = graph.create_node(node.op, node.target, args, kwargs)
+        copies[node].meta = dict(node.meta)
+    output = graph.output(tuple(copies[node] for node in results))
+    # Have Inductor keep the strides, because other regions were traced with them.
+    output.meta["user_visible_output_idxs"] = [*range(len(results))]
+    return graph
+
+
+def _delay(graph: fx.Graph, region: list[fx.Node]) -> None:
+    """
+    #### Move the operations that stand inside a region behind it, in their order
+    """
+    inside = set(region)
+    node = region[0]
+    later = []
+    while node is not region[-1]:
+        if node not in inside and node.target in (collect, release, gather):
+            later.append(node)
+        node = node.next
+    for each in reversed(later):
+        region[-1].append(each)
+
+
+def _shape(example: Any) -> str:
+    """
+    #### The shape of an example, as far as a compiled region depends on it
+    """
+    if not isinstance(example, torch.Tensor):
+        return str(example)
+    return f"{example.dtype} {tuple(example.shape)} {example.stride()} {example.device}"
