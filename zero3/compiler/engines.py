@@ -63,6 +63,13 @@ class Eager:
     def __init__(self, layers: dict[str, Any]):
         self.layers = layers
 
+    @classmethod
+    def missing(cls, device: torch.device) -> str:
+        """
+        ### The compiler that this machine lacks, or an empty string
+        """
+        return ""
+
     def compile(self, graph: fx.Graph) -> Callable:
         """
         ### A function that takes a list of arguments, and empties it
@@ -103,6 +110,20 @@ class Inductor(Eager):
         ### A function that takes a list of arguments, and empties it
         """
         return super().compile(self.fused(graph))
+
+    @classmethod
+    def missing(cls, device: torch.device) -> str:
+        if device.type != "cpu":
+            from torch.utils._triton import has_triton
+
+            return "" if has_triton() else "no Triton"
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        try:
+            get_cpp_compiler()
+        except RuntimeError as error:
+            return f"{error}"
+        return ""
 
     def fused(self, graph: fx.Graph) -> fx.Graph:
         """

@@ -42,8 +42,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero3.comm import Communicator
 from zero3.compiler.engines import Eager, Inductor
-from zero3.compiler.graph import full_numel, picture
+from zero3.compiler.graph import find, full_numel, gather, layers_of
 from zero3.compiler.passes import bucket, insert, keep, prefetch, sink
 from zero3.compiler.trace import Backend, Graphs
 from zero3.guards.contents import uncompiled
@@ -54,7 +55,11 @@ from zero3.whole_model.together import can_share, fetch_together
 from zero3.whole_model.units import Unit
 from zero3.whole_model.wrap import Classes, Zero3Model, wrap
 
-ENGINES = {"aot_eager": Eager, "inductor": Inductor}
+ENGINES: dict[str, type[Eager]] = {"aot_eager": Eager, "inductor": Inductor}
+# The options of `wrap` that are not about hooks.
+_OPTIONS = ("leaf_classes", "offload", "device", "seed", "init", "checkpoint", "mesh")
+# Dynamo says of a layer that runs with hooks that it was left out on purpose.
+_OURS = "`Unit.forward`"
 
 
 class CompiledUnit(Unit):
@@ -65,8 +70,13 @@ class CompiledUnit(Unit):
     graphs. If the compiler cannot trace it, it is a `Unit` with hooks.
     """
 
-    # Whether its last forward pass ran with hooks.
+    # Whether the present pass runs it with hooks, and whether every pass has to.
     by_hooks = False
+    untraceable = False
+    # Whether it was gathered for code outside of graphs, and stays full until backward ends.
+    on_demand = False
+    # Whether a forward pass of the compiled model is running; for the root.
+    running = False
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -78,7 +88,7 @@ class CompiledUnit(Unit):
         """
         ### Forward pass: as a part of a graph, or with hooks
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not self.untraceable:
             return self.module(*args, **kwargs)
         self.by_hooks = True
         return super().forward(*args, **kwargs)
@@ -96,6 +106,7 @@ class CompiledUnit(Unit):
         """
         self._prepare(recompute=False)
         self.by_hooks = False
+        self.on_demand = False
         if self.is_fetched:
             self.reshard()
 
@@ -122,7 +133,8 @@ class CompiledUnit(Unit):
         """
         ### Reshard (free)
         """
-        self.reshard()
+        if not self.on_demand:
+            self.reshard()
 
     @torch.no_grad()
     def collect(self, place: int, grad: torch.Tensor) -> None:
@@ -170,6 +182,23 @@ class CompiledUnit(Unit):
         call.versions = tuple(versions)
         self.refuse_old_calls(call)
 
+    def fetch_for_others(self) -> bool:
+        """
+        ### Gather the parameters for code that Dynamo could not trace
+
+        Such code stands between two graphs, and nothing has gathered the layer for it. This time it
+        stays full until the end of backward. From the next pass on it runs with hooks.
+        """
+        if self.order.stack or in_backward() or not self.root.running:
+            return super().fetch_for_others()
+        self.on_demand = True
+        self.by_hooks = True
+        # The root's hooks would run the whole model without graphs.
+        self.untraceable = self is not self.root
+        self.fetch_params()
+        self._wait_params()
+        return True
+
     # ------------------------------------------------------------------------- end of backward
 
     def _settle_at_end_of_backward(self) -> None:
@@ -192,6 +221,7 @@ class CompiledUnit(Unit):
                 self.reducer.drop(unit)
                 unit.drop_full_grads()
                 unit.reshard()
+        self.on_demand = False
         super().settle(raised)
 
 
@@ -228,7 +258,9 @@ class CompiledModel(Zero3Model):
         room = max(largest_numel, self.bucket_numel)
         self.limit_numel = limit_numel or self.numel["root"] + 2 * room
         self.graphs: list[Graphs] = []
-        self.engine = ENGINES[backend](layers)
+        self.told: set[str] = set()
+        self.earlier_breaks = breaks()
+        self.engine = engine_named(backend, self.comm, self.units[0].device)(layers)
         places = {id(slot.param): (name, i) for name, unit in layers.items()
                   for i, slot in enumerate(unit.slots())}
         self.run = torch.compile(self.module.__call__,
@@ -239,20 +271,16 @@ class CompiledModel(Zero3Model):
         #### Run the passes over traced graphs
         """
         numel = self.numel
-        first = [other for other in self.graphs if other.frame == self.graphs[0].frame]
-        is_first = not first or graphs.frame == first[0].frame
-        # The model's first frame may keep layers, unless other graphs run before its backward pass.
-        may_keep = is_first and not graphs.broken
-        graphs.limit = self.limit_numel
-        if not is_first:
-            graphs.limit -= max(sum(numel[layer] for layer in other.kept) for other in first)
-        limit = graphs.limit
+        limit = self.limit_numel
         _, forward, backward = graphs.steps[0]
         forward = insert(forward)
         backward = backward and insert(backward)
         graphs.steps.append(("insert", forward, backward))
         self._check_limit(graphs)
-        if backward is not None and may_keep:
+        gathered = {layer for node in find(forward, gather) for layer in layers_of(node)}
+        # Otherwise there are other graphs, or layers with hooks, and the limit is for all of them.
+        is_whole = gathered == {name for name in numel if numel[name]}
+        if backward is not None and is_whole:
             forward, backward, graphs.kept = keep(forward, backward, numel, limit)
             graphs.steps.append(("keep", forward, backward))
         kept = graphs.kept
@@ -274,8 +302,8 @@ class CompiledModel(Zero3Model):
         """
         least = max(max(full_numel(graph, self.numel), default=0)
                     for graph in (graphs.forward, graphs.backward) if graph is not None)
-        self.expect(least <= graphs.limit, "cannot be compiled", "at most "
-                    f"{graphs.limit:,} full elements, as `limit_numel` says",
+        self.expect(least <= self.limit_numel, "cannot be compiled", "at most "
+                    f"{self.limit_numel:,} full elements, as `limit_numel` says",
                     f"{least:,} at one operation", "raise the limit, or pass smaller layers")
 
     @uncompiled
@@ -290,22 +318,84 @@ class CompiledModel(Zero3Model):
         self.check()
         for unit in self.units:
             unit.prepare()
+        root: Any = self.module
+        root.running = True
         try:
             output = self.run(*args, **kwargs)
+            self._warn_of_breaks()
+            return output
         except BaseException:
             for unit in self.units:
                 unit.reshard()
             raise
-        return output
+        finally:
+            root.running = False
+
+    def _warn_of_breaks(self) -> None:
+        """
+        #### Say once why a part of the model is not in a graph, or where a graph ended early
+        """
+        for reason in self._reasons():
+            if reason not in self.told:
+                self.told.add(reason)
+                warnings.warn(f"rank {self.comm.global_rank}: the compiled model has several "
+                              f"graphs, or runs layers with hooks. {reason} What to do: nothing, "
+                              "or trace less; `report()` lists the graphs.", stacklevel=3)
+
+    def _reasons(self) -> list[str]:
+        """
+        #### Why Dynamo ended a graph, or left a function out, since this model was compiled
+
+        Each is Dynamo's own sentence.
+        """
+        found = []
+        for text, count in breaks().items():
+            if count > self.earlier_breaks.get(text, 0) and _OURS not in text:
+                title, _, rest = text.partition("\n")
+                explanation = rest.partition("Explanation: ")[2].partition("\n")[0]
+                found.append(f"{title}: {explanation}")
+        return found
 
     def report(self) -> str:
         """
-        ### What was compiled, where graphs broke, and which layers run with hooks
+        ### What was compiled, where graphs ended early, and which layers run with hooks
+
+        The number of a graph is that of the code in it, and how often this was compiled before: 0/1
+        is compiled again, for other shapes for instance.
         """
-        lines = []
+        lines = [f"rank {self.comm.global_rank}: {len(self.graphs)} graphs, by {self.engine.name}, "
+                 f"with at most {self.limit_numel:,} full elements"]
         for graphs in self.graphs:
-            lines.append(f"graph {graphs.number}: ...")
-        return "\n".join(lines)
+            lines.append(graphs.line(self.numel))
+        lines += [f"{unit.label} runs with hooks" for unit in self.units if unit.untraceable]
+        return "\n".join([*lines, *self._reasons()])
+
+
+def breaks() -> dict[str, int]:
+    """
+    ## How often Dynamo has ended a graph in this process, by its reason
+    """
+    from torch._dynamo.utils import counters
+
+    return dict(counters["graph_break"])
+
+
+def engine_named(name: str, comm: Communicator, device: torch.device) -> type[Eager]:
+    """
+    ## The engine, or the one that needs no compiler if a rank has none
+
+    All ranks call it (all-gather), because all of them take the same one.
+    """
+    expect(name in ENGINES, "compile: `backend`", f"one of {sorted(ENGINES)}", repr(name),
+           "pass one of these")
+    missing = ENGINES[name].missing(device)
+    for rank, problem in zip(comm.ranks, comm.gather(missing), strict=True):
+        if problem:
+            warnings.warn(f"rank {comm.global_rank}: compiled by \"aot_eager\" and not by "
+                          f"\"{name}\", because rank {rank} has no compiler: {problem}",
+                          stacklevel=4)
+            return Eager
+    return ENGINES[name]
 
 
 def compile(model: nn.Module, layer_classes: Classes | None = None, *, backend: str = "inductor",
@@ -313,10 +403,44 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *, backend: 
             ) -> CompiledModel:
     """
     ## Shard a model in place, and compile its step
+
+    All ranks call it alike. Use the result as what `wrap` returns: with `Zero3Optimizer`,
+    `full_params`, `save` and `load`. Its first forward pass traces and compiles it.
+
+    * `model` is as for `wrap`
+    * `layer_classes` are the classes of its layers. They may be left out for an `nn.Sequential`:
+      each of its modules is a layer then
+    * `backend` is "inductor" or "aot_eager". The first one fuses operations, and compiles for a
+      while; it needs a C++ compiler on the CPU, and Triton on a GPU. The second one runs the
+      operations one by one, and gives the same bits as hooks
+    * `limit_numel` is how many elements of full parameters there are at once, at most. Left out,
+      these are the elements of the rest and of two layers, as hooks need; of two buckets, if they
+      are larger
+    * `bucket_bytes` of small layers share an all-gather, and a reduce-scatter. With 0, or where
+      `wrap` would share none, each layer has its own
+    * `options` are further ones of `wrap`: `leaf_classes`, `offload`, `device`, `seed`, `init`,
+      `checkpoint`, `mesh`
+
+    Raises `ValueError` for impossible arguments, `TypeError` for an option of `wrap` that is for
+    hooks, and otherwise as `wrap`. The first forward pass raises an error if `limit_numel` is too
+    low. [DeepCompile](https://arxiv.org/abs/2504.09983), section 4;
+    [SimpleFSDP](https://arxiv.org/abs/2411.00284), section 3. Keeps I1 to I9, with `limit_numel` in
+    place of I3, and fewer gathers than I4 says.
     """
+    for name, value, least in (("limit_numel", limit_numel, 1), ("bucket_bytes", bucket_bytes, 0)):
+        left_out = value is None and name == "limit_numel"
+        expect(left_out or whole(value, least), f"compile: `{name}`",
+               f"a whole number of at least {least}", repr(value), "pass such a number")
+    for name in options:
+        expect(name in _OPTIONS, f"compile: `{name}`", f"one of {sorted(_OPTIONS)}", "another "
+               "argument", "leave it out; a graph decides for itself what hooks are told",
+               TypeError)
     if layer_classes is None:
-        options["leaf_classes"] = tuple({type(child) for child in model.children()})
-        layer_classes = ()
-    compiled: Any = wrap(model, layer_classes, max_live_numel=limit_numel, kind=CompiledModel, **options)
+        is_chain = isinstance(model, nn.Sequential)
+        expect(is_chain, "compile: `layer_classes`", "the classes of the model's layers", "none",
+               "pass them; only an `nn.Sequential` can do without")
+        options["leaf_classes"] = tuple({type(child) for child in model})
+    compiled: Any = wrap(model, layer_classes or (), max_live_numel=limit_numel,
+                         kind=CompiledModel, **options)
     compiled.plan(backend, limit_numel, bucket_bytes)
     return compiled

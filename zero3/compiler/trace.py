@@ -33,7 +33,18 @@ from torch import fx
 from torch._functorch import config as functorch
 from torch._functorch.aot_autograd import aot_module_simplified
 
-from zero3.compiler.graph import collect, copied, is_view, parameter, refuse_old, remember
+from zero3.compiler.graph import (
+    collect,
+    copied,
+    find,
+    full_numel,
+    gather,
+    is_view,
+    parameter,
+    reduce,
+    refuse_old,
+    remember,
+)
 
 # The layer of a parameter, and its index in there.
 Place = tuple[str, int]
@@ -52,11 +63,6 @@ class Graphs:
         self.broken = broken  # why the trace ended before the model did, or empty
         self.steps: list[tuple[str, fx.Graph, fx.Graph | None]] = []
         self.kept: list[str] = []  # layers that stay whole from forward to backward
-        self.limit = 0  # elements that may be full at once
-
-    @property
-    def frame(self) -> str:
-        return self.number.split("/")[0]
 
     @property
     def forward(self) -> fx.Graph:
@@ -65,6 +71,26 @@ class Graphs:
     @property
     def backward(self) -> fx.Graph | None:
         return self.steps[-1][2]
+
+
+    def line(self, numel: dict[str, int]) -> str:
+        """
+        ### A line about these graphs
+
+        * `numel` is what each layer has in full
+        """
+        parts = [f"graph {self.number}"]
+        for name, graph, kept in (("forward", self.forward, []), ("backward", self.backward, self.kept)):
+            if graph is None:
+                continue
+            most = max(full_numel(graph, numel, kept), default=0)
+            parts.append(f"{name} {len(find(graph, gather))} gathers, {len(find(graph, reduce))} "
+                         f"reduces, at most {most:,} full elements")
+        if self.kept:
+            parts.append(f"kept for backward: {', '.join(self.kept)}")
+        if self.broken:
+            parts.append("ended early")
+        return "; ".join(parts)
 
 
 class Backend:
