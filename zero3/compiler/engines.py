@@ -34,8 +34,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._functorch.partitioners import default_partition
+from torch._guards import TracingContext, detect_fake_mode, tracing
 
 from zero3.compiler.graph import (
     OPERATIONS,
@@ -58,7 +58,7 @@ class Eager:
 
     name = "aot_eager"
     decompositions: Any = None
-    partition = staticmethod(default_partition)
+    partition: Any = staticmethod(default_partition)
 
     def __init__(self, layers: dict[str, Any]):
         self.layers = layers

@@ -44,9 +44,9 @@ from torch import nn
 
 from zero3.comm import Communicator
 from zero3.compiler.engines import Eager, Inductor
-from zero3.compiler.graph import find, full_numel, gather, layers_of
-from zero3.compiler.passes import bucket, insert, keep, prefetch, sink
-from zero3.compiler.trace import Backend, Graphs
+from zero3.compiler.graph import full_numel
+from zero3.compiler.passes import improve
+from zero3.compiler.trace import Backend, Graphs, Place
 from zero3.guards.contents import uncompiled
 from zero3.guards.options import expect, whole
 from zero3.optimizer.buckets import PlannedBucket
@@ -82,7 +82,7 @@ class CompiledUnit(Unit):
         super().__init__(*args, **kwargs)
         # A freed parameter may be traced, because the graph gathers it.
         for slot in self.slots():
-            slot.freed_class.traceable = True
+            slot.freed_class.traceable = True  # type: ignore[attr-defined]
 
     def forward(self, *args, **kwargs):
         """
@@ -238,6 +238,9 @@ class CompiledModel(Zero3Model):
     run: Callable[..., Any]
 
     def _number_units(self) -> None:
+        """
+        #### Number the units, and give them a bucket that graphs send
+        """
         super()._number_units()
         reducer = PlannedBucket(self.comm)
         for unit in self.units:
@@ -261,7 +264,7 @@ class CompiledModel(Zero3Model):
         self.told: set[str] = set()
         self.earlier_breaks = breaks()
         self.engine = engine_named(backend, self.comm, self.units[0].device)(layers)
-        places = {id(slot.param): (name, i) for name, unit in layers.items()
+        places = {id(slot.param): Place(name, i, unit.full_name(slot.names[0])) for name, unit in layers.items()
                   for i, slot in enumerate(unit.slots())}
         self.run = torch.compile(self.module.__call__,
                                  backend=Backend(places, self._lower, self.engine))
@@ -270,38 +273,19 @@ class CompiledModel(Zero3Model):
         """
         #### Run the passes over traced graphs
         """
-        numel = self.numel
-        limit = self.limit_numel
         _, forward, backward = graphs.steps[0]
-        forward = insert(forward)
-        backward = backward and insert(backward)
-        graphs.steps.append(("insert", forward, backward))
+        steps, graphs.kept = improve(forward, backward, self.numel, self.limit_numel,
+                                     self.bucket_numel)
+        graphs.steps += steps
         self._check_limit(graphs)
-        gathered = {layer for node in find(forward, gather) for layer in layers_of(node)}
-        # Otherwise there are other graphs, or layers with hooks, and the limit is for all of them.
-        is_whole = gathered == {name for name in numel if numel[name]}
-        if backward is not None and is_whole:
-            forward, backward, graphs.kept = keep(forward, backward, numel, limit)
-            graphs.steps.append(("keep", forward, backward))
-        kept = graphs.kept
-        forward = prefetch(forward, numel, limit, [])
-        backward = backward and prefetch(backward, numel, limit, kept)
-        graphs.steps.append(("prefetch", forward, backward))
-        if self.bucket_numel:
-            forward = bucket(forward, numel, self.bucket_numel, limit, [])
-            backward = backward and bucket(backward, numel, self.bucket_numel, limit, kept)
-            graphs.steps.append(("bucket", forward, backward))
-        if backward is not None:
-            backward = sink(backward)
-            graphs.steps.append(("sink", forward, backward))
         self.graphs.append(graphs)
 
     def _check_limit(self, graphs: Graphs) -> None:
         """
         #### Refuse a limit that cannot be kept
         """
-        least = max(max(full_numel(graph, self.numel), default=0)
-                    for graph in (graphs.forward, graphs.backward) if graph is not None)
+        least = max(max(full_numel(graph, self.numel, kept), default=0) for graph, kept
+                    in ((graphs.forward, []), (graphs.backward, graphs.kept)) if graph is not None)
         self.expect(least <= self.limit_numel, "cannot be compiled", "at most "
                     f"{self.limit_numel:,} full elements, as `limit_numel` says",
                     f"{least:,} at one operation", "raise the limit, or pass smaller layers")
@@ -439,7 +423,7 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *, backend: 
         is_chain = isinstance(model, nn.Sequential)
         expect(is_chain, "compile: `layer_classes`", "the classes of the model's layers", "none",
                "pass them; only an `nn.Sequential` can do without")
-        options["leaf_classes"] = tuple({type(child) for child in model})
+        options["leaf_classes"] = tuple({type(child) for child in model.children()})
     compiled: Any = wrap(model, layer_classes or (), max_live_numel=limit_numel,
                          kind=CompiledModel, **options)
     compiled.plan(backend, limit_numel, bucket_bytes)

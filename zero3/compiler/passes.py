@@ -23,14 +23,13 @@ $$\max_t \text{full}(t) \;\le\; \text{limit}$$
 with, so the last ones need not be freed in between. With a limit of 20, c and d stay, and backward
 gathers a and b alone: six all-gathers in a step instead of eight.
 
-| pass | does | paper |
+| pass | what it does | the papers' name |
 |---|---|---|
-| `insert` | gather at the first use of a layer, release after the last one, reduce after the last gradient | ZeRO, section 5.3 |
-| `keep` | no release at the end of forward, no gather at the beginning of backward | DeepCompile, selective unsharding |
-| `prefetch` | gather earlier | DeepCompile, proactive prefetching |
-| `bucket` | one all-gather for several small layers, and one reduce-scatter | SimpleFSDP, bucketing |
-| `sink` | wait for a reduce later | SimpleFSDP, reordering |
-| `offload` | optimizer states leave the device while activations need the room | DeepCompile, adaptive offloading |
+| `insert` | gathers before the first use, releases after the last one, reduces | |
+| `keep` | spares a release in forward and a gather in backward | selective unsharding |
+| `prefetch` | gathers earlier | proactive prefetching |
+| `bucket` | one all-gather for several small layers, and one reduce-scatter | bucketing |
+| `sink` | waits for a reduce later | reordering |
 
 The papers are [DeepCompile](https://arxiv.org/abs/2504.09983) and
 [SimpleFSDP](https://arxiv.org/abs/2411.00284).
@@ -43,6 +42,7 @@ its beginning and at its end, the weight stays full in between.
 """
 
 import operator
+from typing import Any
 
 from torch import fx
 
@@ -61,6 +61,50 @@ from zero3.compiler.graph import (
     release,
     wait,
 )
+
+# The name of a pass, and the graphs after it.
+Step = tuple[str, fx.Graph, fx.Graph | None]
+
+
+def improve(forward: fx.Graph, backward: fx.Graph | None, numel: dict[str, int], limit: int,
+            bucket_numel: int) -> tuple[list[Step], list[str]]:
+    """
+    ## All passes, one after the other
+
+    * `forward` and `backward` are traced graphs; without gradients there is no backward
+    * `numel` is what each layer of the model has in full, with padding
+    * `limit` is how many elements may be full at once
+    * `bucket_numel` is how many elements may share a collective; with 0 none do
+
+    Returns the graphs after each pass, and the layers that are kept for backward.
+    """
+    forward = insert(forward)
+    backward = backward and insert(backward)
+    steps: list[Step] = [("insert", forward, backward)]
+    kept: list[str] = []
+    # With a part of the layers there are other graphs, and the limit is for all of them.
+    if backward is not None and gathered(forward) == {name for name in numel if numel[name]}:
+        forward, backward, kept = keep(forward, backward, numel, limit)
+        steps.append(("keep", forward, backward))
+    forward = prefetch(forward, numel, limit, [])
+    backward = backward and prefetch(backward, numel, limit, kept)
+    steps.append(("prefetch", forward, backward))
+    if bucket_numel:
+        forward = bucket(forward, numel, bucket_numel, limit, [])
+        backward = backward and bucket(backward, numel, bucket_numel, limit, kept)
+        steps.append(("bucket", forward, backward))
+    if backward is not None:
+        backward = sink(backward)
+        steps.append(("sink", forward, backward))
+    return steps, kept
+
+
+def gathered(graph: fx.Graph) -> set[str]:
+    """
+    ## The layers that a graph gathers
+    """
+    return {layer for node in find(graph, gather) for layer in layers_of(node)}
+
 
 # ------------------------------------------------------------------------------------- insert
 
@@ -115,7 +159,8 @@ def _insert_gather(graph: fx.Graph, layer: str) -> None:
         whole = graph.call_function(wait, (layer,))
     for node in uses:
         with graph.inserting_before(node):
-            value = graph.call_function(operator.getitem, (whole, node.args[1]))
+            value = graph.create_node("call_function", operator.getitem, (whole, node.args[1]),
+                                      name=node.name)
         value.meta = node.meta
         node.replace_all_uses_with(value)
         graph.erase_node(node)
@@ -219,8 +264,8 @@ def _joins(graph: fx.Graph, before: fx.Node, node: fx.Node, numel: dict[str, int
     #### Let a gather join the one before it, if there is room, and return whether it did
     """
     alone = before.args
-    together = (*alone, *node.args)
-    if sum(numel[layer] for layer in together) > bucket_numel:  # type: ignore[index]
+    together: Any = (*alone, *node.args)
+    if sum(numel[layer] for layer in together) > bucket_numel:
         return False
     before.args = together
     rest = node.args
@@ -242,8 +287,8 @@ def _merge_reduces(graph: fx.Graph, numel: dict[str, int], bucket_numel: int) ->
     before = None
     for node in find(graph, reduce):
         if before is not None:
-            together = (*before.args, *node.args)
-            if sum(numel[layer] for layer in together) <= bucket_numel:  # type: ignore[index]
+            together: Any = (*before.args, *node.args)
+            if sum(numel[layer] for layer in together) <= bucket_numel:
                 graph.erase_node(ends.pop(before.args))
                 graph.erase_node(before)
                 ends[together] = ends.pop(node.args)

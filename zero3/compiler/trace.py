@@ -4,20 +4,30 @@ r"""
 A `Backend` gets what `torch.compile` has traced, and returns a function that carries out the graphs
 that the passes have made of it.
 
-Dynamo, the first half of `torch.compile`, follows the model's Python code and writes down the
+Dynamo, the first part of `torch.compile`, follows the model's Python code and writes down the
 operations. It does not look at the weights, so it can trace a model whose layers are freed.
-AOTAutograd, the second half, adds the backward pass and cuts the whole at the point where forward
-ends. For one linear layer with the weight `w`:
+AOTAutograd, the second part, adds the operations of the backward pass, and cuts the whole into two
+graphs. Take one linear layer a with the weight `w`. Its input is `x`, and `g` is the gradient of
+its output:
 
-| | forward | backward |
+| | as AOTAutograd cuts it | here |
 |---|---|---|
-| cut by AOTAutograd | `y = mm(x, t(w))`, saves `x` and `t(w)` | `mm(t(g), x)` for `w`; `mm(g, t(t(w)))` for `x` |
-| here | `w = parameter(a, 0)` before it, saves `x` | `w = parameter(a, 0)` before it, `collect(a, 0, ...)` after it |
+| forward gets | `x`, `w` | `x` |
+| | | `w = parameter(a, 0)` |
+| | `y = mm(x, t(w))` | `y = mm(x, t(w))` |
+| forward saves | `x`, `t(w)` | `x`, the number of writes to the shard |
+| backward gets | `x`, `t(w)`, `g` | `x`, that number, `g` |
+| | | refuse to go on if the shard was written to |
+| | | `w = parameter(a, 0)` |
+| | `dw = mm(t(g), x)` | `dw = mm(t(g), x)` |
+| | | `collect(a, 0, dw)` |
+| | `dx = mm(g, t(t(w)))` | `dx = mm(g, t(t(w)))` |
+| backward returns | `dw`, `dx` | `dx` |
 
-A saved weight would stay full from forward to backward. So whatever is a view of a weight is not
-saved; backward makes the same views again. What is saved for a layer is then
+A saved weight would stay full from forward to backward, and a view of it too. So backward makes its
+views again. Between forward and backward a rank then holds, of a layer that is not kept,
 
-$$\text{saved} = \text{activations} \;\cup\; \{\text{the number of writes to each shard}\}$$
+$$\text{activations} \;+\; \lceil P_\ell / N \rceil \text{ elements}$$
 
 **Run this**: `python -m zero3.compiler` prints the traced graphs first.
 
@@ -26,12 +36,13 @@ the freed parameter, and its first use raises an error.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch._functorch import config as functorch
 from torch._functorch.aot_autograd import aot_module_simplified
+from torch._guards import detect_fake_mode
 
 from zero3.compiler.graph import (
     collect,
@@ -46,8 +57,16 @@ from zero3.compiler.graph import (
     remember,
 )
 
-# The layer of a parameter, and its index in there.
-Place = tuple[str, int]
+
+class Place(NamedTuple):
+    """
+    ## Where a parameter belongs: its layer, its place in there, and its name in the model
+    """
+
+    layer: str
+    place: int
+    name: str
+
 
 
 class Graphs:
@@ -80,7 +99,8 @@ class Graphs:
         * `numel` is what each layer has in full
         """
         parts = [f"graph {self.number}"]
-        for name, graph, kept in (("forward", self.forward, []), ("backward", self.backward, self.kept)):
+        for name, graph, kept in (("forward", self.forward, []),
+                                  ("backward", self.backward, self.kept)):
             if graph is None:
                 continue
             most = max(full_numel(graph, numel, kept), default=0)
@@ -132,7 +152,7 @@ class Backend:
             self.lower(graphs)
             return forward, backward
 
-        def infer(module: fx.GraphModule, _: Any) -> Callable:
+        def infer(module: fx.GraphModule, _: Any) -> Any:
             graphs.steps.append(("traced", marked_inputs(module.graph, places), None))
             self.lower(graphs)
             return self.engine.compile(graphs.forward)
@@ -183,6 +203,18 @@ def _without_parameters(run: Callable, inputs: Sequence[Any], places: list[Place
     return call
 
 
+def _parameter(graph: fx.Graph, place: Place, node: fx.Node) -> fx.Node:
+    """
+    #### An operation that stands for a parameter
+
+    * `node` is the input that the parameter has been until now
+    """
+    name = place.name.replace(".", "_")
+    value = graph.create_node("call_function", parameter, (place.layer, place.place), name=name)
+    value.meta = dict(node.meta)
+    return value
+
+
 def inputs_of(graph: fx.Graph) -> list[fx.Node]:
     """
     ## The inputs of a graph
@@ -221,8 +253,7 @@ def save_no_parameters(forward: fx.Graph, backward: fx.Graph, places: Sequence[P
             return copies[node]
         if node in originals:
             with backward.inserting_before(start):
-                copies[node] = backward.call_function(parameter, originals[node])
-            copies[node].meta = dict(node.meta)
+                copies[node] = _parameter(backward, originals[node], node)
         else:
             for each in node.all_input_nodes:
                 again(each)
@@ -246,13 +277,12 @@ def save_versions(forward: fx.Graph, backward: fx.Graph, results: int,
 
     * `results` is the number of outputs that the model asked for; what is saved follows them
     """
-    layers = tuple(dict.fromkeys(place[0] for place in places if place))
+    layers = tuple(dict.fromkeys(place.layer for place in places if place))
     if not layers:
         return
     output = output_of(forward)
-    example = next(node.meta["val"] for node in inputs_of(forward)
-                   if isinstance(node.meta["val"], torch.Tensor))
-    with example.fake_mode:
+    fake: Any = detect_fake_mode([node.meta["val"] for node in inputs_of(forward)])
+    with fake:
         value = torch.empty(len(layers), dtype=torch.int64)
     with forward.inserting_before(output):
         versions = forward.call_function(remember, layers)
@@ -281,8 +311,7 @@ def marked_inputs(graph: fx.Graph, places: Sequence[Place | None]) -> fx.Graph:
     for node, place in zip(inputs, places, strict=False):
         if place and node.users:
             with graph.inserting_after(inputs[-1]):
-                value = graph.call_function(parameter, place)
-            value.meta = node.meta
+                value = _parameter(graph, place, node)
             node.replace_all_uses_with(value)
     return graph
 
@@ -299,7 +328,7 @@ def marked_gradients(graph: fx.Graph, places: Sequence[Place | None]) -> fx.Grap
     for i, place in enumerate(places):
         if place and gradients[i] is not None:
             with graph.inserting_after(gradients[i]):
-                graph.call_function(collect, (*place, gradients[i]))
+                graph.call_function(collect, (place.layer, place.place, gradients[i]))
             gradients[i] = None
     output.args = (tuple(gradients),)
     return graph
