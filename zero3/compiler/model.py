@@ -37,14 +37,14 @@ frees them. A model that returns one of its weights raises an error when the res
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from zero3.comm import Communicator
 from zero3.compiler.engines import Eager, Inductor
-from zero3.compiler.graph import full_numel
+from zero3.compiler.graph import find, full_numel, gather, layers_of, reduce
 from zero3.compiler.passes import improve
 from zero3.compiler.trace import Backend, Graphs, Place
 from zero3.guards.contents import uncompiled
@@ -225,6 +225,16 @@ class CompiledUnit(Unit):
         super().settle(raised)
 
 
+class Sent(NamedTuple):
+    """
+    ## One communication of a step
+    """
+
+    action: str  # "gather" or "reduce"
+    layers: list[str]
+    sent_bytes: int  # by each rank
+
+
 class CompiledModel(Zero3Model):
     """
     ## A compiled model
@@ -264,8 +274,8 @@ class CompiledModel(Zero3Model):
         self.told: set[str] = set()
         self.earlier_breaks = breaks()
         self.engine = engine_named(backend, self.comm, self.units[0].device)(layers)
-        places = {id(slot.param): Place(name, i, unit.full_name(slot.names[0])) for name, unit in layers.items()
-                  for i, slot in enumerate(unit.slots())}
+        places = {id(slot.param): Place(name, i, unit.full_name(slot.names[0]))
+                  for name, unit in layers.items() for i, slot in enumerate(unit.slots())}
         self.run = torch.compile(self.module.__call__,
                                  backend=Backend(places, self._lower, self.engine))
 
@@ -314,6 +324,29 @@ class CompiledModel(Zero3Model):
             raise
         finally:
             root.running = False
+
+    def communication(self, graphs: Graphs) -> list["Sent"]:
+        """
+        ### What a rank sends in a step with these graphs, in order
+
+        It is read from the graphs, before anything runs. A `Ledger` measures the same.
+        """
+        others = self.comm.world_size - 1
+        nodes = find(graphs.forward, gather)
+        if graphs.backward is not None:
+            nodes += find(graphs.backward, gather, reduce)
+        found = []
+        for node in nodes:
+            layers = layers_of(node)
+            flats = [flat for name in layers for flat in self.engine.layers[name].flats]
+            if node.target is gather:
+                sent_bytes = sum(others * flat.shard.nbytes for flat in flats)
+            else:
+                sent_bytes = sum(others * len(flat.shard) * flat.shard.grad_dtype.itemsize
+                                 for flat in flats if flat.trains)
+            action = "gather" if node.target is gather else "reduce"
+            found.append(Sent(action, layers, sent_bytes))
+        return found
 
     def _warn_of_breaks(self) -> None:
         """

@@ -250,33 +250,30 @@ def bucket(graph: fx.Graph, numel: dict[str, int], bucket_numel: int, limit: int
     memory. A reduce waits for the one after it.
     """
     graph = copied(graph)
-    before = None
+    before: fx.Node | None = None
     for node in find(graph, gather):
-        if before is None or not _joins(graph, before, node, numel, bucket_numel, limit, kept):
-            before = node
+        before = _joined(graph, before, node, numel, bucket_numel, limit, kept)
     _merge_reduces(graph, numel, bucket_numel)
     return graph
 
 
-def _joins(graph: fx.Graph, before: fx.Node, node: fx.Node, numel: dict[str, int],
-           bucket_numel: int, limit: int, kept: list[str]) -> bool:
+def _joined(graph: fx.Graph, before: fx.Node | None, node: fx.Node, numel: dict[str, int],
+            bucket_numel: int, limit: int, kept: list[str]) -> fx.Node:
     """
-    #### Let a gather join the one before it, if there is room, and return whether it did
+    #### Let a gather join the one before it, if there is room; return the one that it is part of
     """
-    alone = before.args
-    together: Any = (*alone, *node.args)
-    if sum(numel[layer] for layer in together) > bucket_numel:
-        return False
-    before.args = together
-    rest = node.args
-    # Without a layer, while we count.
-    node.args = ()
-    if max(full_numel(graph, numel, kept)) > limit:
-        before.args = alone
-        node.args = rest
-        return False
+    alone: Any = before.args if before else ()
+    together = (*alone, *node.args)
+    if before is None or sum(numel[layer] for layer in together) > bucket_numel:
+        return node
+    after = node.next
     graph.erase_node(node)
-    return True
+    before.args = together
+    if max(full_numel(graph, numel, kept)) <= limit:
+        return before
+    before.args = alone
+    with graph.inserting_before(after):
+        return graph.call_function(gather, together[len(alone) :])
 
 
 def _merge_reduces(graph: fx.Graph, numel: dict[str, int], bucket_numel: int) -> None:

@@ -152,7 +152,7 @@ class Backend:
             self.lower(graphs)
             return forward, backward
 
-        def infer(module: fx.GraphModule, _: Any) -> Any:
+        def infer(module: fx.GraphModule, _: Any) -> Callable:
             graphs.steps.append(("traced", marked_inputs(module.graph, places), None))
             self.lower(graphs)
             return self.engine.compile(graphs.forward)
@@ -160,7 +160,8 @@ class Backend:
         # A donated buffer forbids a second backward pass through the same graph.
         with functorch.patch(donated_buffer=False):
             run = aot_module_simplified(
-                traced, inputs, partition_fn=partition, inference_compiler=infer,
+                traced, inputs, partition_fn=partition,
+                inference_compiler=infer,  # type: ignore[arg-type]
                 fw_compiler=lambda *_: self.engine.compile(graphs.forward),
                 bw_compiler=lambda *_: self.engine.compile(graphs.backward),
                 decompositions=self.engine.decompositions)
