@@ -202,8 +202,10 @@ class Zero3Optimizer(torch.optim.Optimizer):
 
         # The layers of a chain share a reducer, and get a bucket in its place.
         buckets = {layer.reducer: Bucket(layer.comm, bucket_bytes) for layer in self.layers}
-        for layer in self.layers:
-            layer.reducer = buckets[layer.reducer]
+        # Layers without parameters get it too. The root of a whole model may be one, and a backward
+        # pass has begun as soon as the reducer that all units share knows one of them.
+        for layer in paths:
+            layer.reducer = buckets.get(layer.reducer, layer.reducer)
         self.buckets = list(buckets.values())
         for bucket in self.buckets:
             bucket.scaled = self.scaled
