@@ -21,7 +21,8 @@ Take three units of 10 elements, a, b and c, with room for 10 elements ahead. Af
 | backward, a | | | a |
 
 A pass that goes another way is noticed at the first difference. From there on it gathers on demand,
-which is slower and equally right, and the next pass expects the new order.
+which is slower and equally right, and the next pass expects the new order. Small units that follow
+each other may share an all-gather, also along the trace: see `together.py`.
 
 $$\underbrace{u_1, \ldots, u_p}_{\text{seen}}\;
 \underbrace{u_{p+1}, \ldots, u_{p+k}}_{\text{soon: prefetched, or not freed}}\;
@@ -693,15 +694,15 @@ class TracedOrder:
         large for what is left of it.
         """
         bucket: list[Unit] = []
-        for unit in wanted:
-            unit.refresh()
-        if not self.bucket_numel or all(unit.is_here for unit in wanted):
+        if not self.bucket_numel:
             return bucket
+        _refresh(wanted)
+        if all(unit.is_here for unit in wanted):
+            return bucket
+        unused = [unit for unit in _with_externals(upcoming) if not unit.users]
+        _refresh(unused)
         numel = 0
-        for unit in (*wanted, *_with_externals(upcoming)):
-            if unit.persistent and not unit.users:
-                # It may be full of the values from before a step.
-                unit.refresh()
+        for unit in (*wanted, *unused):
             if unit.is_here or unit in bucket:
                 continue
             numel += unit.numel
@@ -822,3 +823,14 @@ def _with_externals(upcoming: list[Unit]) -> Iterator[Unit]:
     for user in upcoming:
         yield user
         yield from user.externals
+
+
+def _refresh(units: list[Unit]) -> None:
+    """
+    #### Free persistent units that are full of the values from before a step
+
+    So they can be gathered again together with others.
+    """
+    for unit in units:
+        if unit.persistent:
+            unit.refresh()
