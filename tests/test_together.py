@@ -171,6 +171,8 @@ def test_the_number_of_collectives_follows_the_formula(ranks):
     L units that share gathers by k: ceil(L / k) of them in forward and in evaluation, and
     ceil((L - 1) / k) in backward, because the last unit is still full. One by one these are L and
     L - 1. Each rank sends the same bytes, and announces fewer transfers.
+    Breaks if the root, which has no parameters here, keeps a reducer of its own: then each backward
+    pass is taken for several, and no unit is gathered ahead.
     Proves I4, `TracedOrder._bucket`, `TracedOrder._fetch_all`, `Zero3Optimizer.backward`,
     `Packed`.
     """

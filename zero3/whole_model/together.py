@@ -52,8 +52,8 @@ its flat parameter, and in several in the packed buffer. Units are gathered one 
 quantises their weights, because a block of an encoding would span two units; and if it keeps
 secondary copies, because these belong to one unit each. So is a unit whose shards have been moved
 or converted, because its own gather has the error for that. A rank alone has nothing to share. A
-unit that is freed without having computed still copies its columns first. If ranks pack different units, the error of each names its own set of
-units, and the set of the other rank by a checksum.
+unit that is freed without having computed still copies its columns first. If ranks pack different
+units, the error of each names its own set of units, and the set of the other rank by a checksum.
 """
 
 import zlib
