@@ -204,8 +204,10 @@ class Zero3Optimizer(torch.optim.Optimizer):
         # A compiled model has buckets of its own, because its graphs say when to send.
         buckets = {layer.reducer: layer.reducer if isinstance(layer.reducer, PlannedBucket)
                    else Bucket(layer.comm, bucket_bytes) for layer in self.layers}
-        for layer in self.layers:
-            layer.reducer = buckets[layer.reducer]
+        # Layers without parameters get it too. The root of a whole model may be one, and a backward
+        # pass has begun as soon as the reducer that all units share knows one of them.
+        for layer in paths:
+            layer.reducer = buckets.get(layer.reducer, layer.reducer)
         self.buckets = list(buckets.values())
         for bucket in self.buckets:
             bucket.scaled = self.scaled

@@ -38,7 +38,12 @@ for bit.
 | b computes | freed when b has its copy | | 2 elements |
 
 So the units that wait take their memory once, as columns, and only those that compute take it a
-second time.
+second time. The next bucket is on its way when the last unit of this one computes. With $k$ units
+of $P$ elements in each bucket, the most is therefore $(2 k + 1)\, P$ elements.
+
+`wrap(..., bucket_numel=6)` does this for units that follow each other. Before a bucket starts, its
+packed buffer and its units must fit beside what is full, so that every unit can take its
+parameters later without asking for room.
 
 **Run this**: `python -m pytest tests/test_together.py -k collectives`.
 
@@ -47,7 +52,8 @@ its flat parameter, and in several in the packed buffer. Units are gathered one 
 quantises their weights, because a block of an encoding would span two units; and if it keeps
 secondary copies, because these belong to one unit each. So is a unit whose shards have been moved
 or converted, because its own gather has the error for that. A rank alone has nothing to share. A
-unit that is freed without having computed still copies its columns first.
+unit that is freed without having computed still copies its columns first. If ranks pack different
+units, the error of each names its own set of units, and the set of the other rank by a checksum.
 """
 
 import zlib

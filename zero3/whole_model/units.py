@@ -21,7 +21,8 @@ Take three units of 10 elements, a, b and c, with room for 10 elements ahead. Af
 | backward, a | | | a |
 
 A pass that goes another way is noticed at the first difference. From there on it gathers on demand,
-which is slower and equally right, and the next pass expects the new order.
+which is slower and equally right, and the next pass expects the new order. Small units that follow
+each other may share an all-gather, also along the trace: see `together.py`.
 
 $$\underbrace{u_1, \ldots, u_p}_{\text{seen}}\;
 \underbrace{u_{p+1}, \ldots, u_{p+k}}_{\text{soon: prefetched, or not freed}}\;
@@ -82,7 +83,7 @@ from zero3.nodes.links import Links
 from zero3.offload import Offload
 from zero3.sharded import Sharded
 from zero3.watch import Call, in_backward
-from zero3.whole_model.together import Packed, Part, fetch_together
+from zero3.whole_model.together import Packed, fetch_together
 
 
 class Trace:
@@ -191,6 +192,8 @@ class Unit(Zero3Layer):
         self.externals: list[Unit] = []  # units whose parameters its modules use
         # The units that compute with its parameters now, forward or backward; itself among them.
         self.users: set[Unit] = set()
+        # The shared all-gather by which it came last.
+        self.packed: Packed | None = None
         # The state of the shards that it was gathered from.
         self._stamp: Any = None
 
@@ -214,6 +217,11 @@ class Unit(Zero3Layer):
             return getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self) and not isinstance(value, (nn.Module, torch.Tensor)):
+            # Its own state changes some twenty times in a step. The rest of this would cost as much
+            # time as all the copies of a small unit.
+            vars(self)[name] = value
+            return
         # `__init__` sets `_stamp` last. From then on a new name belongs to the module.
         is_new = "_stamp" in vars(self) and name not in vars(self) and name not in self._modules
         if is_new and not hasattr(type(self), name) and hasattr(self.module, name):
@@ -367,13 +375,7 @@ class Unit(Zero3Layer):
         self.reducer.finish(self)
         self.is_fetched = True
         self._gather = part
-
-    @property
-    def packed(self) -> Packed | None:
-        """
-        ### The shared all-gather that it has not waited for
-        """
-        return self._gather.packed if isinstance(self._gather, Part) else None
+        self.packed = part.packed
 
     def unpack(self) -> None:
         """
@@ -381,15 +383,15 @@ class Unit(Zero3Layer):
 
         A packed buffer is freed when the last of its units has done this.
         """
-        if self._gather is not None and self.packed:
-            self._gather.wait()
+        if self.packed is not None:
+            self.packed.take(self)
 
     def held_tensors(self) -> Iterator[torch.Tensor | None]:
         """
         ### Memory that it holds, for a `Ledger`: the packed buffers too
         """
         yield from super().held_tensors()
-        if self.packed:
+        if self.packed is not None:
             yield from self.packed.buffers
 
     def _stamp_of_shards(self) -> tuple:
@@ -677,7 +679,9 @@ class TracedOrder:
 
         * `upcoming` are the units that the pass will reach, in order
         """
-        fetch_together(self._bucket(wanted, upcoming))
+        bucket = self._bucket(wanted, upcoming)
+        if bucket:
+            fetch_together(bucket)
         for unit in wanted:
             # A large one, and one that has stayed full.
             unit.fetch_params()
@@ -690,10 +694,15 @@ class TracedOrder:
         large for what is left of it.
         """
         bucket: list[Unit] = []
-        if not self.bucket_numel or all(unit.is_here for unit in wanted):
+        if not self.bucket_numel:
             return bucket
+        _refresh(wanted)
+        if all(unit.is_here for unit in wanted):
+            return bucket
+        unused = [unit for unit in _with_externals(upcoming) if not unit.users]
+        _refresh(unused)
         numel = 0
-        for unit in (*wanted, *_with_externals(upcoming)):
+        for unit in (*wanted, *unused):
             if unit.is_here or unit in bucket:
                 continue
             numel += unit.numel
@@ -814,3 +823,14 @@ def _with_externals(upcoming: list[Unit]) -> Iterator[Unit]:
     for user in upcoming:
         yield user
         yield from user.externals
+
+
+def _refresh(units: list[Unit]) -> None:
+    """
+    #### Free persistent units that are full of the values from before a step
+
+    So they can be gathered again together with others.
+    """
+    for unit in units:
+        if unit.persistent:
+            unit.refresh()

@@ -454,8 +454,9 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
     * `persist_below_numel`: as for `mark_persistent_parameters`
     * `bucket_numel` elements of small units that come one after the other share an all-gather, at
       most (see `together.py`). Units with more elements are gathered alone, and all are in the
-      first pass. It takes as many elements of memory once more, which `max_live_numel` includes.
-      With 0, or with `Links` that quantise weights or keep copies, nothing is shared
+      first pass. One bucket may arrive while the units of another one compute, so it takes up to
+      twice as many elements of memory beside these units, which `max_live_numel` includes. With 0,
+      on one rank, or with `Links` that quantise weights or keep copies, nothing is shared
     * `offload` says where shards rest, as an `Offload` or as "cpu"; left out, on the device
     * `device` is where the model is made; left out, where it is, or the CPU
     * `seed`, `init` and `checkpoint` are as for `Source`
