@@ -41,6 +41,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._dynamo import config as dynamo
+from torch._dynamo.utils import counters
 
 from zero3.comm import Communicator
 from zero3.compiler.engines import Eager, Inductor
@@ -315,7 +317,9 @@ class CompiledModel(Zero3Model):
         root: Any = self.module
         root.running = True
         try:
-            output = self.run(*args, **kwargs)
+            # If graphs end early, each layer has graphs of the same code.
+            with dynamo.patch(recompile_limit=8 + 2 * len(self.units)):
+                output = self.run(*args, **kwargs)
             self._warn_of_breaks()
             return output
         except BaseException:
@@ -392,8 +396,6 @@ def breaks() -> dict[str, int]:
     """
     ## How often Dynamo has ended a graph in this process, by its reason
     """
-    from torch._dynamo.utils import counters
-
     return dict(counters["graph_break"])
 
 
