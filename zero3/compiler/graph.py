@@ -179,12 +179,20 @@ def find(graph: fx.Graph, *kinds: Any) -> list[fx.Node]:
 def copied(graph: fx.Graph) -> fx.Graph:
     """
     ## A copy of a graph, so that a pass can change it and leave its argument alone
+
+    Its owner has the constants that were traced.
     """
-    new = fx.Graph()
+    new = fx.Graph(graph.owning_module)
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         copies[node] = new.node_copy(node, lambda n: copies[n])
     return new
+
+
+# Operations that return views, and whose declarations do not say so.
+_UNDECLARED = (torch.ops.aten._unsafe_view.default, torch.ops.aten.unsafe_split.Tensor,
+               torch.ops.aten.unsafe_split_with_sizes.default,
+               torch.ops.aten.unsafe_chunk.default)
 
 
 def is_view(node: fx.Node) -> bool:
@@ -195,8 +203,7 @@ def is_view(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return is_view(node.args[0])  # type: ignore[arg-type]
-    # Its declaration does not say so.
-    if node.target is torch.ops.aten._unsafe_view.default:
+    if node.target in _UNDECLARED:
         return True
     schema = getattr(node.target, "_schema", None)
     aliases = [result.alias_info for result in schema.returns] if schema else []
@@ -248,6 +255,8 @@ def linked(graph: fx.Graph, layers: dict[str, GraphLayer]) -> fx.GraphModule:
     """
     graph = copied(graph)
     root = torch.nn.Module()
+    for node in graph.find_nodes(op="get_attr"):
+        vars(root)[node.target] = getattr(graph.owning_module, node.target)
     nodes: dict[str, fx.Node] = {}
     start = next(iter(graph.nodes))
     for node in find(graph, *OPERATIONS):

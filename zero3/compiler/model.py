@@ -60,8 +60,8 @@ from zero3.whole_model.wrap import Classes, Zero3Model, wrap
 ENGINES: dict[str, type[Eager]] = {"aot_eager": Eager, "inductor": Inductor}
 # The options of `wrap` that are not about hooks.
 _OPTIONS = ("leaf_classes", "offload", "device", "seed", "init", "checkpoint", "mesh")
-# Dynamo says of a layer that runs with hooks that it was left out on purpose.
-_OURS = "`Unit.forward`"
+# Dynamo says of these that they were left out on purpose.
+_OURS = ("`Unit.forward`", "`CompiledUnit.fetch_for_others`")
 
 
 class CompiledUnit(Unit):
@@ -184,6 +184,8 @@ class CompiledUnit(Unit):
         call.versions = tuple(versions)
         self.refuse_old_calls(call)
 
+    # Dynamo would trace the communication, too.
+    @uncompiled
     def fetch_for_others(self) -> bool:
         """
         ### Gather the parameters for code that Dynamo could not trace
@@ -202,6 +204,16 @@ class CompiledUnit(Unit):
         return True
 
     # ------------------------------------------------------------------------- end of backward
+
+    def leave(self) -> None:
+        """
+        ### Stop using parameters
+
+        With hooks, a layer frees the layers whose parameters it has used. A graph releases these by
+        itself, and may not have done with them.
+        """
+        if self.by_hooks:
+            super().leave()
 
     def _settle_at_end_of_backward(self) -> None:
         """
@@ -371,7 +383,8 @@ class CompiledModel(Zero3Model):
         """
         found = []
         for text, count in breaks().items():
-            if count > self.earlier_breaks.get(text, 0) and _OURS not in text:
+            if count > self.earlier_breaks.get(text, 0) and not any(
+                    name in text for name in _OURS):
                 title, _, rest = text.partition("\n")
                 explanation = rest.partition("Explanation: ")[2].partition("\n")[0]
                 found.append(f"{title}: {explanation}")

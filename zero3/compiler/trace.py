@@ -196,10 +196,17 @@ def _without_parameters(run: Callable, inputs: Sequence[Any], places: list[Place
     frozen = torch.empty(0)
     in_place = [None if place is None else trains if each.requires_grad else frozen
                 for place, each in zip(places, inputs, strict=True)]
+    traced = [id(each) for each in inputs]
 
     def call(*args: Any) -> Any:
-        return run(*(arg if other is None else other
-                     for arg, other in zip(args, in_place, strict=True)))
+        passed = []
+        for arg, other, number in zip(args, in_place, traced, strict=True):
+            # Dynamo may take two layers of a class for the same code. The graph has names of layers
+            # in it, so it would compute with the weights of the wrong one.
+            if other is not None and id(arg) != number:
+                raise RuntimeError("a graph was called with a parameter of another layer")
+            passed.append(arg if other is None else other)
+        return run(*passed)
 
     return call
 
