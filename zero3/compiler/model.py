@@ -42,6 +42,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch._dynamo import config as dynamo
+from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.utils import counters
 
 from zero3.comm import Communicator
@@ -50,6 +51,7 @@ from zero3.compiler.graph import find, full_numel, gather, layers_of, reduce
 from zero3.compiler.passes import improve
 from zero3.compiler.trace import Backend, Graphs, Place
 from zero3.guards.contents import uncompiled
+from zero3.guards.freed import FreedParameter
 from zero3.guards.options import expect, whole
 from zero3.optimizer.buckets import PlannedBucket
 from zero3.watch import Call, in_backward
@@ -61,7 +63,7 @@ ENGINES: dict[str, type[Eager]] = {"aot_eager": Eager, "inductor": Inductor}
 # The options of `wrap` that are not about hooks.
 _OPTIONS = ("leaf_classes", "offload", "device", "seed", "init", "checkpoint", "mesh")
 # Dynamo says of these that they were left out on purpose.
-_OURS = ("`Unit.forward`", "`CompiledUnit.fetch_for_others`")
+_OURS = ("CompiledUnit._forward_with_hooks", "CompiledUnit.fetch_for_others")
 
 
 class CompiledUnit(Unit):
@@ -92,6 +94,14 @@ class CompiledUnit(Unit):
         """
         if torch.compiler.is_compiling() and not self.untraceable:
             return self.module(*args, **kwargs)
+        return self._forward_with_hooks(*args, **kwargs)
+
+    # Dynamo would trace the communication, too, and compile a parameter's own methods.
+    @torch.compiler.disable
+    def _forward_with_hooks(self, *args, **kwargs):
+        """
+        #### Forward pass of a layer that Dynamo cannot trace
+        """
         self.by_hooks = True
         return super().forward(*args, **kwargs)
 
@@ -148,6 +158,7 @@ class CompiledUnit(Unit):
         self._settle_at_end_of_backward()
         for flat in self.flats:
             if place < len(flat.slots):
+                self.refuse_sparse(grad, flat.slots[place].names[0])
                 if flat.grad is None:
                     # (world_size * shard_numel,), of the reduce's data type, device
                     flat.begin_grad(self._empty(len(flat.full), flat.shard.grad_dtype))
@@ -184,8 +195,7 @@ class CompiledUnit(Unit):
         call.versions = tuple(versions)
         self.refuse_old_calls(call)
 
-    # Dynamo would trace the communication, too.
-    @uncompiled
+    @torch.compiler.disable
     def fetch_for_others(self) -> bool:
         """
         ### Gather the parameters for code that Dynamo could not trace
@@ -290,6 +300,8 @@ class CompiledModel(Zero3Model):
         self.engine = engine_named(backend, self.comm, self.units[0].device)(layers)
         places = {id(slot.param): Place(name, i, unit.full_name(slot.names[0]))
                   for name, unit in layers.items() for i, slot in enumerate(unit.slots())}
+        # Dynamo calls it while it traces. Elsewhere it stands for code that is not traced.
+        skip_code(FreedParameter.__torch_function__.__func__.__code__)
         self.run = torch.compile(self.module.__call__,
                                  backend=Backend(places, self._lower, self.engine))
 
