@@ -225,6 +225,13 @@ class CompiledUnit(Unit):
         if self.by_hooks:
             super().leave()
 
+    def _release(self, call: Call | None = None) -> None:
+        """
+        #### Reshard, unless code outside of graphs may still need the layer
+        """
+        if not self.on_demand:
+            super()._release(call)
+
     def _settle_at_end_of_backward(self) -> None:
         """
         #### Have the end of this backward pass settle the layer

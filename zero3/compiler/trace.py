@@ -40,9 +40,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._functorch import config as functorch
 from torch._functorch.aot_autograd import aot_module_simplified
-from torch._guards import detect_fake_mode
+from torch._guards import TracingContext, detect_fake_mode
 
 from zero3.compiler.graph import (
     collect,
@@ -56,6 +57,7 @@ from zero3.compiler.graph import (
     refuse_old,
     remember,
 )
+from zero3.guards.options import expect
 
 
 class Place(NamedTuple):
@@ -140,6 +142,8 @@ class Backend:
         Returns a function of such inputs.
         """
         places = [self.places.get(id(each)) for each in inputs]
+        guard_parameters(traced.graph, places)
+        refuse_views(traced.graph, places)
         graphs = Graphs(_number(), _broken(traced))
 
         def partition(joint: fx.GraphModule, *args: Any, num_fwd_outputs: int, **kwargs: Any):
@@ -155,6 +159,10 @@ class Backend:
         def infer(module: fx.GraphModule, _: Any) -> Callable:
             graphs.steps.append(("traced", marked_inputs(module.graph, places), None))
             self.lower(graphs)
+            return compile_forward()
+
+        def compile_forward(*_: Any) -> Callable:
+            refuse_writes(places)
             return self.engine.compile(graphs.forward)
 
         # A donated buffer forbids a second backward pass through the same graph.
@@ -162,7 +170,7 @@ class Backend:
             run = aot_module_simplified(
                 traced, inputs, partition_fn=partition,
                 inference_compiler=infer,  # type: ignore[arg-type]
-                fw_compiler=lambda *_: self.engine.compile(graphs.forward),
+                fw_compiler=compile_forward,
                 bw_compiler=lambda *_: self.engine.compile(graphs.backward),
                 decompositions=self.engine.decompositions)
         return _without_parameters(run, inputs, places)
@@ -201,14 +209,71 @@ def _without_parameters(run: Callable, inputs: Sequence[Any], places: list[Place
     def call(*args: Any) -> Any:
         passed = []
         for arg, other, number in zip(args, in_place, traced, strict=True):
-            # Dynamo may take two layers of a class for the same code. The graph has names of layers
-            # in it, so it would compute with the weights of the wrong one.
-            if other is not None and id(arg) != number:
-                raise RuntimeError("a graph was called with a parameter of another layer")
+            # `guard_parameters` sees to it. Otherwise other weights would be used in silence.
+            assert other is None or id(arg) == number
             passed.append(arg if other is None else other)
         return run(*passed)
 
     return call
+
+
+def guard_parameters(graph: fx.Graph, places: Sequence[Place | None]) -> None:
+    """
+    ## Have Dynamo compile again for other parameters
+
+    * `graph` is what Dynamo has traced, and `places` are the places of its inputs
+
+    Two layers of a class have the same code. Dynamo would run the graph of the first one for both,
+    because it asks for the types and shapes of parameters alone. But the names of the layers are in
+    the graph.
+    """
+    for node, place in zip(inputs_of(graph), places, strict=True):
+        if place:
+            install_guard(node.meta["grapharg"].source.make_guard(GuardBuilder.ID_MATCH))
+
+
+def refuse_views(graph: fx.Graph, places: Sequence[Place | None]) -> None:
+    """
+    ## Refuse a view of a parameter as a result
+
+    * `graph` is what Dynamo has traced, and `places` are the places of its inputs
+
+    The graph frees the memory of the parameter before it returns.
+    """
+    names = {_storage(node): place.name for node, place in zip(inputs_of(graph), places,
+                                                               strict=True) if place}
+    for node in output_of(graph).all_input_nodes:
+        name = names.get(_storage(node))
+        expect(name is None or _storage(node) is None, "the model cannot be compiled",
+               "tensors of their own as results of a graph",
+               f"a view of `{name}`, which the graph is about to free", "clone it; or compute it "
+               "where it is needed, if the graph ends early in between", RuntimeError)
+
+
+def _storage(node: fx.Node) -> Any:
+    """
+    #### What tells whether two traced tensors share their memory
+    """
+    value = node.meta.get("example_value")
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return None
+    return value.untyped_storage()._cdata
+
+
+def refuse_writes(places: Sequence[Place | None]) -> None:
+    """
+    ## Refuse a model that writes to a parameter
+
+    * `places` are the places of the inputs of the graph that AOTAutograd is tracing
+
+    The parameter is freed, and the shard would keep its value.
+    """
+    metadata: Any = TracingContext.get().fw_metadata
+    for place, known in zip(places, metadata.input_info, strict=False):
+        written = place is not None and (known.mutates_data or known.mutates_metadata)
+        expect(not written, "the model cannot be compiled", "parameters that only an optimizer "
+               "changes", f"a write to `{place and place.name}` in forward", "write to the shards "
+               "between two steps, or in `with model.full_params(writeback=True)`", RuntimeError)
 
 
 def _parameter(graph: fx.Graph, place: Place, node: fx.Node) -> fx.Node:
