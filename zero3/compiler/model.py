@@ -300,6 +300,7 @@ class CompiledModel(Zero3Model):
             self.bucket_numel = bucket_bytes // itemsize
         largest_numel = max(unit.numel for unit in self.units[1:])
         room = max(largest_numel, self.bucket_numel)
+        self.has_limit = limit_numel is not None
         self.limit_numel = limit_numel or self.numel["root"] + 2 * room
         self.graphs: list[Graphs] = []
         self.told: set[str] = set()
@@ -308,7 +309,8 @@ class CompiledModel(Zero3Model):
         places = {id(slot.param): Place(name, i, unit.full_name(slot.names[0]))
                   for name, unit in layers.items() for i, slot in enumerate(unit.slots())}
         # Dynamo calls it while it traces. Elsewhere it stands for code that is not traced.
-        skip_code(FreedParameter.__torch_function__.__func__.__code__)
+        use: Any = FreedParameter.__torch_function__
+        skip_code(use.__code__)
         self.run = torch.compile(self.module.__call__,
                                  backend=Backend(places, self._lower, self.engine))
 
@@ -329,8 +331,8 @@ class CompiledModel(Zero3Model):
         """
         least = max(max(full_numel(graph, self.numel, kept), default=0) for graph, kept
                     in ((graphs.forward, []), (graphs.backward, graphs.kept)) if graph is not None)
-        self.expect(least <= self.limit_numel, "cannot be compiled", "at most "
-                    f"{self.limit_numel:,} full elements, as `limit_numel` says",
+        self.expect(least <= self.limit_numel or not self.has_limit, "cannot be compiled",
+                    f"at most {self.limit_numel:,} full elements, as `limit_numel` says",
                     f"{least:,} at one operation", "raise the limit, or pass smaller layers")
 
     @uncompiled
@@ -466,7 +468,7 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *, backend: 
       operations one by one, and gives the same bits as hooks
     * `limit_numel` is how many elements of full parameters there are at once, at most. Left out,
       these are the elements of the rest and of two layers, as hooks need; of two buckets, if they
-      are larger
+      are larger; and more if an operation needs more
     * `bucket_bytes` of small layers share an all-gather, and a reduce-scatter. With 0, or where
       `wrap` would share none, each layer has its own
     * `options` are further ones of `wrap`: `leaf_classes`, `offload`, `device`, `seed`, `init`,
@@ -493,5 +495,8 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *, backend: 
         options["leaf_classes"] = tuple({type(child) for child in model.children()})
     compiled: Any = wrap(model, layer_classes or (), max_live_numel=limit_numel,
                          kind=CompiledModel, **options)
+    for unit in compiled.units:
+        # Ranks may compute other parts of it, which would be other graphs.
+        unit.untraceable = unit.leaf and layer_classes is not None
     compiled.plan(backend, limit_numel, bucket_bytes)
     return compiled

@@ -170,7 +170,7 @@ class Backend:
             run = aot_module_simplified(
                 traced, inputs, partition_fn=partition,
                 inference_compiler=infer,  # type: ignore[arg-type]
-                fw_compiler=compile_forward,
+                fw_compiler=compile_forward,  # type: ignore[arg-type]
                 bw_compiler=lambda *_: self.engine.compile(graphs.backward),
                 decompositions=self.engine.decompositions)
         return _without_parameters(run, inputs, places)
