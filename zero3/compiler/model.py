@@ -73,6 +73,9 @@ class CompiledUnit(Unit):
         # A freed parameter may be traced, because the graph gathers it.
         for slot in self.slots():
             slot.freed_class.traceable = True
+        # The full parameters, as graphs read them; each with its flat parameter.
+        self.views = [slot.view for slot in self.slots()]
+        self.places = [(flat, slot) for flat in self.flats for slot in flat.slots]
 
     def forward(self, *args, **kwargs):
         """
@@ -114,9 +117,13 @@ class CompiledUnit(Unit):
         A layer that stayed full may have been freed since, by another forward pass. Then it is
         gathered again.
         """
-        self.fetch_params()
+        if self.is_fetched:
+            # It has stayed full. Before it collects gradients again, finish those in flight.
+            self.reducer.finish(self)
+        else:
+            self.fetch_params()
         self._wait_params()
-        return [slot.view for slot in self.slots()]
+        return self.views
 
     def release(self) -> None:
         """
@@ -132,14 +139,11 @@ class CompiledUnit(Unit):
         * `place` is the index of the parameter
         """
         self._settle_at_end_of_backward()
-        for flat in self.flats:
-            if place < len(flat.slots):
-                if flat.grad is None:
-                    # (world_size * shard_numel,), of the reduce's data type, device
-                    flat.begin_grad(self._empty(len(flat.full), flat.shard.grad_dtype))
-                flat.collect(flat.slots[place], grad, 1 / self.comm.divisor)
-                return
-            place -= len(flat.slots)
+        flat, slot = self.places[place]
+        if flat.grad is None:
+            # (world_size * shard_numel,), of the reduce's data type, device
+            flat.begin_grad(self._empty(len(flat.full), flat.shard.grad_dtype))
+        flat.collect(slot, grad, 1 / self.comm.divisor)
 
     def begin_reduce(self, others: list[Any]) -> None:
         """
@@ -149,6 +153,24 @@ class CompiledUnit(Unit):
             layer.reduce()
         bucket: Any = self.reducer
         bucket.send()
+
+    def reduce(self) -> None:
+        """
+        ### Put the gradients into the bucket, if there are any
+
+        A graph knows when backward no longer needs the layer. So nothing of what hooks do at the
+        end of a layer's backward is left to do, unless the layer ran with hooks.
+        """
+        if self.by_hooks:
+            super().reduce()
+            return
+        flats = [flat for flat in self.flats if flat.grad is not None]
+        for flat in flats:
+            flat.zero_missing()
+            # Gradients cannot arrive in the memory of parameters that stay full.
+            flat.receive_buffer = flat.full.new_empty(0) if self.is_fetched else flat.full
+        if flats:
+            self.reducer.keeps(self, [(flat.grad, flat.receive_buffer) for flat in flats])
 
     def finish_reduce(self) -> None:
         """
@@ -225,8 +247,9 @@ class CompiledModel(Zero3Model):
         if can_share(self.comm):
             self.bucket_numel = bucket_bytes // itemsize
         largest_numel = max(unit.numel for unit in self.units[1:])
-        room = max(largest_numel, self.bucket_numel)
-        self.limit_numel = limit_numel or self.numel["root"] + 2 * room
+        # A layer and the next one; or a bucket that is packed, its layers, and the next bucket.
+        room_numel = max(2 * largest_numel, 3 * self.bucket_numel)
+        self.limit_numel = limit_numel or self.numel["root"] + room_numel
         self.graphs: list[Graphs] = []
         self.engine = ENGINES[backend](layers)
         places = {id(slot.param): (name, i) for name, unit in layers.items()

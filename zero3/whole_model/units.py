@@ -214,6 +214,10 @@ class Unit(Zero3Layer):
             return getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self) and not isinstance(value, (nn.Module, torch.Tensor)):
+            # Its own state changes several times in a step, and `nn.Module` looks at every value.
+            vars(self)[name] = value
+            return
         # `__init__` sets `_stamp` last. From then on a new name belongs to the module.
         is_new = "_stamp" in vars(self) and name not in vars(self) and name not in self._modules
         if is_new and not hasattr(type(self), name) and hasattr(self.module, name):
