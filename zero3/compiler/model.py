@@ -67,6 +67,8 @@ class CompiledUnit(Unit):
 
     # Whether its last forward pass ran with hooks.
     by_hooks = False
+    # Whether it is full, and its parameters are closed: graphs read views of the flat parameters.
+    in_graph = False
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -122,16 +124,38 @@ class CompiledUnit(Unit):
             self.reducer.finish(self)
         else:
             self.fetch_params()
-        self._wait_params()
+        gather = self._gather
+        self._gather = None
+        if gather is not None:
+            gather.wait()
+            self.in_graph = True
         return self.views
+
+    def _wait_params(self) -> None:
+        """
+        #### Wait for the all-gather, and open the parameters for hooks
+
+        A graph may have gathered them already, and left them closed.
+        """
+        super()._wait_params()
+        if self.in_graph:
+            self.in_graph = False
+            for flat in self.flats:
+                flat.open()
 
     def release(self) -> None:
         """
         ### Reshard (free)
         """
-        self.reshard()
+        if not self.in_graph:
+            self.reshard()
+            return
+        self.in_graph = False
+        self.is_fetched = False
+        for flat in self.flats:
+            flat.free()
+        self.listener.record(self, "free", sum(flat.full.nbytes for flat in self.flats))
 
-    @torch.no_grad()
     def collect(self, place: int, grad: torch.Tensor) -> None:
         """
         ### Add a gradient to the flat gradient
@@ -164,13 +188,15 @@ class CompiledUnit(Unit):
         if self.by_hooks:
             super().reduce()
             return
-        flats = [flat for flat in self.flats if flat.grad is not None]
-        for flat in flats:
-            flat.zero_missing()
-            # Gradients cannot arrive in the memory of parameters that stay full.
-            flat.receive_buffer = flat.full.new_empty(0) if self.is_fetched else flat.full
-        if flats:
-            self.reducer.keeps(self, [(flat.grad, flat.receive_buffer) for flat in flats])
+        pairs = []
+        for flat in self.flats:
+            if flat.grad is not None:
+                flat.zero_missing()
+                # Gradients cannot arrive in the memory of parameters that stay full.
+                flat.receive_buffer = flat.full.new_empty(0) if self.is_fetched else flat.full
+                pairs.append((flat.grad, flat.receive_buffer))
+        if pairs:
+            self.reducer.keeps(self, pairs)
 
     def finish_reduce(self) -> None:
         """

@@ -167,8 +167,8 @@ class Zero3Optimizer(torch.optim.Optimizer):
         * `clip_grad_norm` limits the norm of the mean gradient of the whole model
         * `reduce_dtype` is the data type of the gradients during the reduce and in the shard. It
           defaults to the layer's
-        * `bucket_bytes` of full gradients, over all ranks' shards, are reduced together, and as many
-          bytes of shards are stepped together. A layer with as many bytes does not wait for others
+        * `bucket_bytes` of full gradients, over all ranks' shards, are reduced together. A layer
+          with as many bytes does not wait for others. As many bytes of shards are stepped together
         * `offload` says where masters, moments and the shards' gradients rest, as an `Offload` or
           as "cpu". It defaults to the device. In the two other tiers the CPU computes the step
 
