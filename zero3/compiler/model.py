@@ -46,6 +46,7 @@ from zero3.compiler.engines import Eager, Inductor
 from zero3.compiler.graph import full_numel, picture
 from zero3.compiler.passes import bucket, insert, keep, prefetch, sink
 from zero3.compiler.trace import Backend, Graphs
+from zero3.flat import FlatParameter, Slot
 from zero3.guards.contents import uncompiled
 from zero3.guards.options import expect, whole
 from zero3.optimizer.buckets import PlannedBucket
@@ -69,15 +70,18 @@ class CompiledUnit(Unit):
     by_hooks = False
     # Whether it is full, and its parameters are closed: graphs read views of the flat parameters.
     in_graph = False
+    # The full parameters, as graphs read them, and the places of their gradients. They stand here,
+    # because a unit writes a new name to its module if the module has it.
+    full_views: list[torch.Tensor] = []
+    flat_slots: list[tuple[FlatParameter, Slot]] = []
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         # A freed parameter may be traced, because the graph gathers it.
         for slot in self.slots():
             slot.freed_class.traceable = True
-        # The full parameters, as graphs read them; each with its flat parameter.
-        self.views = [slot.view for slot in self.slots()]
-        self.places = [(flat, slot) for flat in self.flats for slot in flat.slots]
+        self.full_views = [slot.view for slot in self.slots()]
+        self.flat_slots = [(flat, slot) for flat in self.flats for slot in flat.slots]
 
     def forward(self, *args, **kwargs):
         """
@@ -129,7 +133,7 @@ class CompiledUnit(Unit):
         if gather is not None:
             gather.wait()
             self.in_graph = True
-        return self.views
+        return self.full_views
 
     def _wait_params(self) -> None:
         """
@@ -163,7 +167,7 @@ class CompiledUnit(Unit):
         * `place` is the index of the parameter
         """
         self._settle_at_end_of_backward()
-        flat, slot = self.places[place]
+        flat, slot = self.flat_slots[place]
         if flat.grad is None:
             # (world_size * shard_numel,), of the reduce's data type, device
             flat.begin_grad(self._empty(len(flat.full), flat.shard.grad_dtype))
