@@ -19,6 +19,7 @@ gloo's collectives for the same bytes, `python -m tests.bench --disk DIR` our di
 writes with those of fio, `python -m tests.bench --save DIR` a checkpoint with plain direct writes
 of as many bytes. `python -m tests.bench --nodes` trains over a slow link between nodes; see
 `bench_nodes.py`. `python -m tests.bench --pipeline` trains in stages; see `bench_pipeline.py`.
+`python -m tests.bench --compile` compiles the step; see `bench_compile.py`.
 
 **Not covered, and what that costs**: mixed precision, recomputation, more than one machine. FSDP2
 gathers its last layer twice as we do not; that is about a hundredth of the model here. Ranks
@@ -67,6 +68,9 @@ from zero3.measure.ledger import Ledger
 PEERS = ("zero3", "wrap", "ddp", "fsdp2")
 NODE_PEERS = ("flat", "hybrid", "zero++", "fsdp2", "hsdp")
 STAGE_PEERS = ("zero3", "zero3-each", "zero3-step", "plain", "ddp", "fsdp2", "fsdp2-each")
+COMPILE_PEERS = ("zero3", "wrap", "wrap-bucket", "compile-eager", "compile", "fsdp2",
+                 "fsdp2-compile", "ddp")
+COMPILE_CASES = ("gpt", "small-layers")
 # What of the package a step goes through.
 TIMED = [f"zero3/{name}.py" for name in (
     "layer", "flat", "watch", "comm", "groups/mesh", "sharded", "offload", "measure/ledger",
@@ -77,9 +81,14 @@ NODES_TIMED = ["zero3/nodes/links.py", "zero3/groups/encodings.py"]
 # And with `--pipeline`.
 STAGES_TIMED = [f"zero3/pipeline/{name}.py" for name in (
     "schedules", "channels", "stages", "pipeline")]
+# And with `--compile`.
+COMPILED_TIMED = ["zero3/whole_model/together.py", *(f"zero3/compiler/{name}.py" for name in (
+    "graph", "passes", "trace", "engines", "model"))]
 # What a run is measured by: its heading, its format, and what to divide by.
 COLUMNS = {
     "tokens_per_s": ("tokens/s", ",.0f", 1),
+    "step_ms": ("ms/step", ",.1f", 1),
+    "first_s": ("first step s", ",.1f", 1),
     "peak_bytes": ("peak MiB", ",.1f", 2**20),
     "rest_bytes": ("rest MiB", ",.1f", 2**20),
     "cpu_s": ("CPU s/step", ",.3f", 1),
@@ -91,7 +100,8 @@ COLUMNS = {
     "loss_off": ("loss off", ".1e", 1),
 }
 # Those of which a smaller or larger value is a matter of the peer, and not of the unit.
-COMPARED = ("tokens_per_s", "peak_bytes", "rest_bytes", "cpu_s", "wire_bytes", "link_bytes")
+COMPARED = ("tokens_per_s", "step_ms", "peak_bytes", "rest_bytes", "cpu_s", "wire_bytes",
+            "link_bytes")
 REPEATS = 7
 
 
@@ -112,8 +122,9 @@ def options(argv=None):
     add("--steps", type=int, default=8, help="steps that are")
     add("--rounds", type=int, default=3, help="how often each peer runs")
     add("--ranks", type=int, default=gpus or 2, help="one per GPU, or processes on the CPU")
-    add("--peers", nargs="+", choices=dict.fromkeys(PEERS + NODE_PEERS + STAGE_PEERS),
-        default=PEERS, help="who takes part")
+    add("--peers", nargs="+",
+        choices=dict.fromkeys(PEERS + NODE_PEERS + STAGE_PEERS + COMPILE_PEERS), default=PEERS,
+        help="who takes part")
     add("--nodes", action="store_true", help="train on nodes with a slow link between them")
     add("--each", type=int, default=2, help="with --nodes: ranks of a node")
     add("--mbit", type=float, default=200, help="with --nodes: Mbit/s of the link")
@@ -123,6 +134,11 @@ def options(argv=None):
         help="with --pipeline: ranks that share a stage")
     add("--schedules", nargs="+", choices=("1f1b", "gpipe", "interleaved"),
         default=["1f1b"], help="with --pipeline: orders of the passes")
+    add("--compile", action="store_true", help="compile the step, beside fully_shard's")
+    add("--cases", nargs="+", choices=COMPILE_CASES, default=COMPILE_CASES,
+        help="with --compile: what to train")
+    add("--layers", type=int, default=100, help="with --compile: how many small layers")
+    add("--width", type=int, default=64, help="with --compile: features of a small layer")
     add("--step", action="store_true", help="measure the optimizers alone")
     add("--comm", action="store_true", help="measure the collectives alone")
     add("--mib", type=float, default=64, help="with --comm: the size of the whole buffer")
@@ -130,7 +146,8 @@ def options(argv=None):
     add("--save", type=Path, metavar="DIR", help="measure checkpoints in this folder alone")
     add("--gib", type=float, default=1, help="with --disk and --save: how much is written")
     add("--out", type=Path, default=argparse.SUPPRESS,
-        help="results file (default: {bench,step,comm,disk,save,nodes,pipeline}.json in runs)")
+        help="results file (default: {bench,step,comm,disk,save,nodes,pipeline,compile}.json "
+             "in runs)")
     add("--own-network", action="store_true", help=argparse.SUPPRESS)
     if parser.parse_known_args(argv)[0].nodes:
         # A step over a slow link takes seconds, so there are few, and of few tokens.
@@ -139,14 +156,22 @@ def options(argv=None):
     if parser.parse_known_args(argv)[0].pipeline:
         parser.set_defaults(peers=STAGE_PEERS, rounds=5)
         gpus = 0
+    if parser.parse_known_args(argv)[0].compile:
+        # The first step compiles, and the second one may compile again.
+        parser.set_defaults(peers=COMPILE_PEERS, warmup=4, rounds=5)
+        gpus = 0
     args = parser.parse_args(argv)
     name = "comm.json" if args.comm else "step.json" if args.step else "bench.json"
     name = "disk.json" if args.disk else "save.json" if args.save else name
     name = "nodes.json" if args.nodes else "pipeline.json" if args.pipeline else name
+    name = "compile.json" if args.compile else name
     args.out = getattr(args, "out", Path("runs", name))
     known = NODE_PEERS if args.nodes else STAGE_PEERS if args.pipeline else PEERS
+    known = COMPILE_PEERS if args.compile else known
     if strangers := set(args.peers) - set(known):
         parser.error(f"no such peer {'with' if args.nodes else 'without'} --nodes: {strangers}")
+    if args.compile and not args.warmup:
+        parser.error("expected a --warmup of at least 1, because the first step compiles")
     if args.nodes and (args.ranks % args.each or args.ranks <= args.each):
         parser.error("expected two nodes or more, of --each ranks")
     if args.pipeline and args.batch % args.micro_batches:
@@ -353,8 +378,12 @@ def measure_training(build, args, device, count, train_step=train_step, place=No
     layers = gpt(args.dim, args.blocks, args.heads, args.seq)
     psi_bytes = sum(p.nbytes for layer in layers for p in layer.parameters())
     model, optimizer = build(layers, device)
-    losses = [train_step(model, optimizer, next(windows)) for _ in range(args.warmup)]
-    sent_bytes, step_s = count(), []
+    losses, warmup_s, step_s = [], [], []
+    for _ in range(args.warmup):
+        start_s = time.perf_counter()
+        losses.append(train_step(model, optimizer, next(windows)))
+        warmup_s.append(time.perf_counter() - start_s)
+    sent_bytes = count()
     with memory:
         cpu_s = time.process_time()
         for _ in range(args.steps):
@@ -363,7 +392,7 @@ def measure_training(build, args, device, count, train_step=train_step, place=No
             step_s.append(time.perf_counter() - start_s)
         cpu_s = time.process_time() - cpu_s
     found = {"step_s": step_s, "losses": losses, "psi_bytes": psi_bytes, "cpu_s": cpu_s,
-             "counted_bytes": count() - sent_bytes,
+             "counted_bytes": count() - sent_bytes, "warmup_s": warmup_s,
              "peak_bytes": memory.peak_bytes, "rest_bytes": memory.rest()}
     if isinstance(optimizer, Zero3Optimizer):
         # To listen takes time, so the ledger gets a step of its own.
@@ -732,7 +761,8 @@ def main():
     # Who shows the figures can see whether they are still of this code.
     code = {path: Source(Path(__file__).parents[1] / path).digest()
             for path in [*TIMED, *(NODES_TIMED if args.nodes else ()),
-                         *(STAGES_TIMED if args.pipeline else ())]}
+                         *(STAGES_TIMED if args.pipeline else ()),
+                         *(COMPILED_TIMED if args.compile else ())]}
     results = {"machine": facts, "settings": vars(args), "wire_is_exact": args.own_network,
                "code": code}
     if args.comm:
@@ -756,6 +786,10 @@ def main():
         from tests import bench_pipeline
 
         results |= bench_pipeline.compare_pipelines(args)
+    elif args.compile:
+        from tests import bench_compile
+
+        results |= bench_compile.compare_compiled(args)
     else:
         rounds = play(args)
         pairs = [("zero3", other) for other in sorted({*args.peers} - {"zero3"})]

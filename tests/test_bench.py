@@ -187,10 +187,32 @@ def test_the_benchmark_of_pipelines_trains_all_peers_alike_and_counts_what_a_sta
             assert times < sent[peer] < times + 1, peer
 
 
+def test_the_benchmark_of_compiled_models_trains_all_peers_alike(tmp_path):
+    """
+    The losses are the same, whoever gathers, with the benchmark's model and with small layers.
+    Without Inductor, which takes a minute; it says nothing of speed here. Breaks where a peer has
+    other weights or rows than its name says.
+    Proves `compile`.
+    """
+    sizes = ("--dim 32 --blocks 2 --heads 2 --seq 16 --batch 2 --layers 6 --width 8 --warmup 2 "
+             "--steps 2 --rounds 1 --peers compile-eager ddp")
+    cases = benchmark("--compile", sizes, tmp_path / "compile.json", 240)["cases"]
+    assert [*cases] == ["gpt", "small-layers"]
+    for case in cases.values():
+        (only,) = case["rounds"]
+        for peer, row in only.items():
+            assert len(row["losses"]) == 4
+            assert row["losses"] == pytest.approx(only["ddp"]["losses"], abs=1e-5), peer
+            assert row["first_s"] == case["first_s"][peer] > 0
+    assert cases["gpt"]["ratios"]["compile-eager/ddp"]["tokens_per_s"]
+    assert cases["small-layers"]["ratios"]["compile-eager/ddp"]["step_ms"]
+
+
 @pytest.mark.parametrize("wrong, said", [
     ("--pipeline --batch 6", "a --batch that --micro-batches divide"),
     ("--peers hybrid", "no such peer without --nodes: {'hybrid'}"),
     ("--nodes --peers flat ddp", "no such peer with --nodes: {'ddp'}"),
+    ("--compile --warmup 0", "a --warmup of at least 1"),
     ("--nodes --ranks 2", "two nodes or more"), ("--nodes --ranks 5", "two nodes or more")])
 def test_the_benchmark_refuses_peers_and_ranks_that_its_layout_does_not_have(wrong, said, capsys):
     """

@@ -1011,13 +1011,17 @@ class Counts(torch.optim.SGD):
 
 def test_what_the_chapter_says_is_not_covered_is_so():
     """
-    A count in the param group goes up by one for each shard; gradients of 1e20, whose squares fp32
-    does not hold, count as an overflow.
-    Proves `Zero3Optimizer._update`, `Zero3Optimizer._overflow`.
+    A count in the param group goes up by one for each batch of small shards, and for each shard if
+    none of them is small; gradients of 1e20, whose squares fp32 does not hold, count as an
+    overflow.
+    Proves `Zero3Optimizer._update`, `Zero3Optimizer._batches`, `Zero3Optimizer._overflow`.
     """
-    optimizer = Zero3Optimizer(shard([nn.Linear(2, 2), nn.Linear(2, 2)]), Counts, loss_scale=1.0)
-    optimizer.backward(optimizer.model(torch.ones(1, 2)).sum())
-    assert optimizer.step() > 0 and optimizer.param_groups[0]["k"] == 2
+    for bucket_bytes, calls in ((1 << 18, 1), (24, 2), (0, 2)):
+        # Two shards of six elements, 24 bytes each.
+        optimizer = Zero3Optimizer(shard([nn.Linear(2, 2), nn.Linear(2, 2)]), Counts,
+                                   loss_scale=1.0, bucket_bytes=bucket_bytes)
+        optimizer.backward(optimizer.model(torch.ones(1, 2)).sum())
+        assert optimizer.step() > 0 and optimizer.param_groups[0]["k"] == calls
     optimizer.shard_states[0].shard.grad.fill_(1e20)
     assert optimizer.step() is None and optimizer.skipped_steps == 1
 

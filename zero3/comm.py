@@ -416,7 +416,7 @@ class Communicator:
         are views, so a gather writes the shards of the other ranks right to where the parameters
         look.
         """
-        return flat.view(self.world_size, len(flat) // self.world_size)
+        return flat.view(self.world_size, flat.numel() // self.world_size)
 
     # ------------------------------------------------------------------- the same on all ranks
 

@@ -76,6 +76,7 @@ class Eager:
         """
         module = linked(graph, self.layers)
 
+        @torch.no_grad()
         def call(args: list[Any]) -> Any:
             return module(args)
 

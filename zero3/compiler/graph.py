@@ -236,7 +236,7 @@ def full_numel(graph: fx.Graph, numel: dict[str, int], kept: Iterable[str] = ())
         layers = layers_of(node)
         if node.target is gather and len(layers) > 1:
             packed.append(layers)
-        elif node.target in (gather, wait) and layers[0] not in whole:
+        elif layers and node.target in (gather, wait) and layers[0] not in whole:
             whole.append(layers[0])
         found.append(sum(numel[layer] for group in (whole, *packed) for layer in group))
         if node.target is wait:

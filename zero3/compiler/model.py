@@ -50,6 +50,7 @@ from zero3.compiler.engines import Eager, Inductor
 from zero3.compiler.graph import find, full_numel, gather, layers_of, reduce
 from zero3.compiler.passes import improve
 from zero3.compiler.trace import Backend, Graphs, Place
+from zero3.flat import FlatParameter, Slot
 from zero3.guards.contents import uncompiled
 from zero3.guards.freed import FreedParameter
 from zero3.guards.options import expect, whole
@@ -81,12 +82,20 @@ class CompiledUnit(Unit):
     on_demand = False
     # Whether a forward pass of the compiled model is running; for the root.
     running = False
+    # Whether it is full, and its parameters are closed: graphs read views of the flat parameters.
+    in_graph = False
+    # The full parameters, as graphs read them, and the places of their gradients. They stand here,
+    # because a unit writes a new name to its module if the module has it.
+    full_views: list[torch.Tensor] = []
+    flat_slots: list[tuple[FlatParameter, Slot]] = []
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         # A freed parameter may be traced, because the graph gathers it.
         for slot in self.slots():
             slot.freed_class.traceable = True  # type: ignore[attr-defined]
+        self.full_views = [slot.view for slot in self.slots()]
+        self.flat_slots = [(flat, slot) for flat in self.flats for slot in flat.slots]
 
     def forward(self, *args, **kwargs):
         """
@@ -137,18 +146,45 @@ class CompiledUnit(Unit):
         A layer that stayed full may have been freed since, by another forward pass. Then it is
         gathered again.
         """
-        self.fetch_params()
-        self._wait_params()
-        return [slot.view for slot in self.slots()]
+        if self.is_fetched:
+            # It has stayed full. Before it collects gradients again, finish those in flight.
+            self.reducer.finish(self)
+        else:
+            self.fetch_params()
+        gather = self._gather
+        self._gather = None
+        if gather is not None:
+            gather.wait()
+            self.in_graph = True
+        return self.full_views
+
+    def _wait_params(self) -> None:
+        """
+        #### Wait for the all-gather, and open the parameters for hooks
+
+        A graph may have gathered them already, and left them closed.
+        """
+        super()._wait_params()
+        if self.in_graph:
+            self.in_graph = False
+            for flat in self.flats:
+                flat.open()
 
     def release(self) -> None:
         """
         ### Reshard (free)
         """
-        if not self.on_demand:
+        if self.on_demand:
+            return
+        if not self.in_graph:
             self.reshard()
+            return
+        self.in_graph = False
+        self.is_fetched = False
+        for flat in self.flats:
+            flat.free()
+        self.listener.record(self, "free", sum(flat.full.nbytes for flat in self.flats))
 
-    @torch.no_grad()
     def collect(self, place: int, grad: torch.Tensor) -> None:
         """
         ### Add a gradient to the flat gradient
@@ -156,15 +192,12 @@ class CompiledUnit(Unit):
         * `place` is the index of the parameter
         """
         self._settle_at_end_of_backward()
-        for flat in self.flats:
-            if place < len(flat.slots):
-                self.refuse_sparse(grad, flat.slots[place].names[0])
-                if flat.grad is None:
-                    # (world_size * shard_numel,), of the reduce's data type, device
-                    flat.begin_grad(self._empty(len(flat.full), flat.shard.grad_dtype))
-                flat.collect(flat.slots[place], grad, 1 / self.comm.divisor)
-                return
-            place -= len(flat.slots)
+        flat, slot = self.flat_slots[place]
+        self.refuse_sparse(grad, slot.names[0])
+        if flat.grad is None:
+            # (world_size * shard_numel,), of the reduce's data type, device
+            flat.begin_grad(self._empty(len(flat.full), flat.shard.grad_dtype))
+        flat.collect(slot, grad, 1 / self.comm.divisor)
 
     def begin_reduce(self, others: list[Any]) -> None:
         """
@@ -174,6 +207,26 @@ class CompiledUnit(Unit):
             layer.reduce()
         bucket: Any = self.reducer
         bucket.send()
+
+    def reduce(self) -> None:
+        """
+        ### Put the gradients into the bucket, if there are any
+
+        A graph knows when backward no longer needs the layer. So nothing of what hooks do at the
+        end of a layer's backward is left to do, unless the layer ran with hooks.
+        """
+        if self.by_hooks:
+            super().reduce()
+            return
+        pairs = []
+        for flat in self.flats:
+            if flat.grad is not None:
+                flat.zero_missing()
+                # Gradients cannot arrive in the memory of parameters that stay full.
+                flat.receive_buffer = flat.full.new_empty(0) if self.is_fetched else flat.full
+                pairs.append((flat.grad, flat.receive_buffer))
+        if pairs:
+            self.reducer.keeps(self, pairs)
 
     def finish_reduce(self) -> None:
         """
@@ -299,9 +352,10 @@ class CompiledModel(Zero3Model):
         if can_share(self.comm):
             self.bucket_numel = bucket_bytes // itemsize
         largest_numel = max(unit.numel for unit in self.units[1:])
-        room = max(largest_numel, self.bucket_numel)
+        # A layer and the next one; or a bucket that is packed, its layers, and the next bucket.
+        room_numel = max(2 * largest_numel, 3 * self.bucket_numel)
         self.has_limit = limit_numel is not None
-        self.limit_numel = limit_numel or self.numel["root"] + 2 * room
+        self.limit_numel = limit_numel or self.numel["root"] + room_numel
         self.graphs: list[Graphs] = []
         self.told: set[str] = set()
         self.earlier_breaks = breaks()

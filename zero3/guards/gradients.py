@@ -301,6 +301,8 @@ def norm_of(grad: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:
     next one does not change it.
     """
     wide = torch.promote_types(grad.dtype, torch.float32)
+    if len(grad) < _BLOCK_NUMEL:
+        return vector_norm(grad, norm_type, dtype=wide)
     whole = len(grad) // _BLOCK_NUMEL * _BLOCK_NUMEL
     blocks = grad[:whole].view(-1, _BLOCK_NUMEL)
     # An accelerator widens in the kernel, so that one launch does for all blocks. The CPU makes a

@@ -66,8 +66,8 @@ The gradients of micro-batches add up in the shard or, inside `no_sync()`, in th
 shard has no rows and columns, and its norm is not the norm of a layer. LAMB and LARS divide by the
 norm of each matrix, Adafactor and Muon need its shape, and L-BFGS takes products of the whole
 gradient. On shards they would compute something else. Those of torch are refused. An optimizer that
-counts its steps in the param group counts one step for each shard, because each shard is stepped by
-itself.
+counts its steps in the param group counts several in a step, because it is called once for each
+large shard, and once for each batch of small ones.
 
 If the squares of a shard's gradient exceed the range of fp32 when they are added up, the norm
 counts as an overflow; that takes scaled gradients around $10^{19}$. If a rank lacks the gradients
@@ -87,7 +87,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -119,7 +119,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
     ## Zero3 optimizer
 
     A step visits all shards once for the norm of the gradient. Then it visits them once more and
-    does the rest for one shard after the other:
+    does the rest for one shard after the other, or for a batch of small ones:
 
     | | reads | writes |
     |---|---|---|
@@ -168,7 +168,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         * `reduce_dtype` is the data type of the gradients during the reduce and in the shard. It
           defaults to the layer's
         * `bucket_bytes` of full gradients, over all ranks' shards, are reduced together. A layer
-          with as many bytes does not wait for others
+          with as many bytes does not wait for others. As many bytes of shards are stepped together
         * `offload` says where masters, moments and the shards' gradients rest, as an `Offload` or
           as "cpu". It defaults to the device. In the two other tiers the CPU computes the step
 
@@ -187,6 +187,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         self.group_by = group_by or (lambda name, param: {})
         self.clip_grad_norm = clip_grad_norm
         self.reduce_dtype = reduce_dtype
+        self.bucket_bytes = bucket_bytes
 
         self.dynamic = loss_scale == "dynamic"
         self.scaled = loss_scale is not None
@@ -655,12 +656,14 @@ class Zero3Optimizer(torch.optim.Optimizer):
         used = self._used(squares.signbit().all(dim=0).tolist())
         stepped = [states for states in self.shard_states
                    if states.has_grad and any(used.get(states, [True]))]
-        for i, states in enumerate(stepped):
+        batches = self._batches(stepped)
+        for i, batch in enumerate(batches):
             # A pipeline, if states rest in files. One buffer is being written to its file, one has
             # the states of this shard, and the others receive the states of the next shards.
-            for upcoming in stepped[i : i + self.offload.buffers - 1]:
-                upcoming.read_async()
-            self._update(states, used.get(states), factor, scratch)
+            for upcoming in batches[i : i + self.offload.buffers - 1]:
+                for states in upcoming:
+                    states.read_async()
+            self._update(batch, used, factor, scratch)
 
         self.good_steps += 1
         if self.dynamic and self.good_steps % self.scale_window == 0:
@@ -757,46 +760,84 @@ class Zero3Optimizer(torch.optim.Optimizer):
             self.loss_scale = self.loss_scale / 2
             self.good_steps = 0
 
-    def _update(self, states: ShardStates, used: list[bool] | None, factor: float,
+    def _batches(self, stepped: list[ShardStates]) -> list[list[ShardStates]]:
+        """
+        #### The shards that each call of the wrapped optimizer steps
+
+        A call takes a fixed time, so small shards share one, up to `bucket_bytes` of them. A shard
+        is stepped alone if its states rest in a file, because there are few buffers. So is one
+        whose gradient is widened, because there is memory for one such gradient.
+        """
+        batches: list[list[ShardStates]] = []
+        left_bytes = 0
+        for states in stepped:
+            alone = states.in_file is not None or states.grad_dtype != states.master_dtype
+            nbytes = len(states.shard) * states.master_dtype.itemsize
+            if alone or nbytes > left_bytes:
+                batches.append([])
+                left_bytes = 0 if alone else self.bucket_bytes
+            batches[-1].append(states)
+            left_bytes -= nbytes
+        return batches
+
+    def _update(self, batch: list[ShardStates], used: dict[ShardStates, list[bool]], factor: float,
                 scratch: torch.Tensor) -> None:
         """
-        #### Unscale, clip, step and round one shard
+        #### Unscale, clip, step and round some shards
 
-        * `used` says for each parameter whether it has a gradient; `None` means that all have
+        * `used` says for each parameter whether it has a gradient; for a shard that is not in there
+          all have
         """
-        pieces = states.pieces
-        if used is not None:
-            count = len(states.pieces)
-            pieces = states.split_by_use(used, self.state)
-            if len(states.pieces) != count:
-                self.regroup()
-        with states.in_memory(self.state) as (master, grad):
-            if grad.dtype != master.dtype:
-                # One after the other, all shards use this memory. Keeping all fp32 gradients would
-                # take 4 more bytes per parameter, and fresh memory for each would be slow to get.
-                grad = scratch[: master.nbytes].view(master.dtype).copy_(grad)
-            if factor != 1:
-                # In place, so a gradient that was wide enough is used up after this.
-                grad.mul_(factor)
-            for piece in pieces:
-                piece.param.grad = grad[piece.where]
+        pieces: list[Piece] = []
+        with ExitStack() as in_memory:
+            for states in batch:
+                stepped = self._pieces(states, used.get(states))
+                master, grad = in_memory.enter_context(states.in_memory(self.state))
+                if grad.dtype != master.dtype:
+                    # One after the other, all shards use this memory. Keeping all fp32 gradients
+                    # would take 4 more bytes per parameter, and fresh memory for each would be slow
+                    # to get.
+                    grad = scratch[: master.nbytes].view(master.dtype).copy_(grad)
+                if factor != 1:
+                    # In place, so a gradient that was wide enough is used up after this.
+                    grad.mul_(factor)
+                for piece in stepped:
+                    piece.param.grad = grad[piece.where]
+                pieces += stepped
             with self._only(pieces):
                 self.inner.step()
-            # Record it while the pieces still hold the widened gradient, so that it is counted.
-            tier = "device" if self.device == states.layer.device else "cpu"
-            states.layer.listener.record(states.layer, "step", grad.nbytes, tier=tier)
+            for states in batch:
+                # Record it while the pieces still hold the widened gradient, so that it is counted.
+                tier = "device" if self.device == states.layer.device else "cpu"
+                nbytes = len(states.shard) * states.master_dtype.itemsize
+                states.layer.listener.record(states.layer, "step", nbytes, tier=tier)
             for piece in pieces:
                 piece.param.grad = None
-        states.drop_scaled_grad()
+        for states in batch:
+            states.drop_scaled_grad()
+
+    def _pieces(self, states: ShardStates, used: list[bool] | None) -> list[Piece]:
+        """
+        #### The pieces of a shard that have a gradient
+
+        * `used` says for each parameter whether it has one; `None` means that all have
+        """
+        if used is None:
+            return states.pieces
+        count = len(states.pieces)
+        pieces = states.split_by_use(used, self.state)
+        if len(states.pieces) != count:
+            self.regroup()
+        return pieces
 
     @contextmanager
     def _only(self, pieces: list[Piece]) -> Iterator[None]:
         """
         #### Let the param groups have these pieces only
 
-        The wrapped optimizer steps one shard at a time, so that a gradient can be freed before the
-        next one is widened. With all pieces in the groups, every such step would look at all of
-        them.
+        The wrapped optimizer steps a few shards at a time, so that a gradient can be freed before
+        the next one is widened. With all pieces in the groups, every such step would look at all
+        of them.
         """
         all_params = [group["params"] for group in self.param_groups]
         try:
