@@ -1,0 +1,308 @@
+r"""
+# Room for a step: optimizer states that leave for a while
+
+`offload_states` counts the bytes that a step holds during each operation. If they are too many, it
+has optimizer states leave the device in forward, and come back in backward.
+
+A step needs the most memory where forward ends and backward begins, because all activations are
+alive there. The optimizer states are not used until the step. So some of them can rest in CPU
+memory meanwhile, and take no memory when there is the least of it.
+
+Take two layers, a and b, each with 10 bytes in full, 10 bytes of gradients and 12 bytes of
+optimizer states on this rank. Shards and their gradients take 20 bytes together. Activations take 8
+bytes for the input, and 8 more after each layer. The limit is 70 bytes:
+
+| operation | rest | full | gradients | activations | states | held |
+|---|---|---|---|---|---|---|
+| **`offload(b)`** | 20 | | | 8 | 24 | 52 |
+| `gather(a)`, `h = mm(x, w)` | 20 | 10 | | 16 | 24 | 70 |
+| `release(a)` | 20 | 10 | | 16 | 24 | 70 |
+| **`vacate(b)`** | 20 | | | 16 | 24 | 60 |
+| `gather(b)`, `y = mm(h, v)` | 20 | 10 | | 24 | 12 | 66 |
+| backward: `dv = mm(g, h)` | 20 | 10 | | 42 | 12 | ... |
+
+$$\text{held}(t) \;=\; \text{rest} + \text{full}(t) + \text{gradients}(t) + \text{activations}(t)
++ \!\!\sum_{\ell \text{ is here at } t}\!\! \text{states}_\ell \;\le\; \text{limit}$$
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from zero3.compiler.graph import (
+    DELAYABLE,
+    OPERATIONS,
+    collect,
+    copied,
+    find,
+    finish,
+    full_numel,
+    layers_of,
+    offload,
+    reduce,
+    reload,
+    remember,
+    vacate,
+    wait,
+)
+
+
+class LayerBytes(NamedTuple):
+    """
+    ## The bytes of a layer on a rank's device, for a step
+    """
+
+    full: int  # its full parameters, with padding
+    gradient: int  # its flat gradients
+    total: int  # this rank's part of their sums
+    states: int  # its optimizer states, as far as they may leave
+
+
+class Room(NamedTuple):
+    """
+    ## What a step takes on the device, and what there is
+    """
+
+    layers: dict[str, LayerBytes]  # in the order in which the optimizer steps them
+    rest_bytes: int  # what is there all the time: shards and their gradients
+    scratch_bytes: int  # what the step takes besides
+    limit_bytes: int
+
+    @property
+    def step_bytes(self) -> int:
+        """
+        ### What the optimizer's step takes: all states are there
+        """
+        states_bytes = sum(each.states for each in self.layers.values())
+        return self.rest_bytes + states_bytes + self.scratch_bytes
+
+
+# ---------------------------------------------------------------------------------------- the pass
+
+
+def offload_states(forward: fx.Graph, backward: fx.Graph | None, kept: list[str], room: Room
+                   ) -> tuple[fx.Graph, fx.Graph | None]:
+    """
+    ## Have optimizer states leave the device, as far as the limit demands
+
+    * `forward` and `backward` have their communication already; without gradients there is no
+      backward
+    * `kept` are the layers that are whole when backward begins
+
+    The layers that are stepped last leave first, because they have the most time to come back. As
+    few leave as that order admits; with enough room none. Returns the graphs. They exceed the limit
+    if it cannot be kept: `held_bytes` tells. DeepCompile, section 4.3.
+    """
+    graphs = [copied(graph) for graph in (forward, backward) if graph is not None]
+    gone = _insert_vacates(graphs, kept, room)
+    _insert_offloads(graphs[0], gone)
+    _insert_reloads(graphs, gone, kept, room)
+    return graphs[0], graphs[1] if backward is not None else None
+
+
+def _insert_vacates(graphs: list[fx.Graph], kept: list[str], room: Room) -> list[str]:
+    """
+    #### Free the states of one more layer whenever an operation would exceed the limit
+
+    Returns the layers, in the order in which they go.
+    """
+    staying = [layer for layer, each in room.layers.items() if each.states]
+    gone: list[str] = []
+    gone_bytes = 0
+    end: fx.Node | None = None
+    for graph, column in zip(graphs, held_bytes(graphs, kept, room), strict=True):
+        for node, nbytes in zip([*graph.nodes], column, strict=True):
+            # The inputs of backward are there before its first operation.
+            place = _begin_of_region(node) if _runs(node) else end
+            while place and staying and nbytes - gone_bytes > room.limit_bytes:
+                layer = staying.pop()
+                gone.append(layer)
+                gone_bytes += room.layers[layer].states
+                with place.graph.inserting_before(place):
+                    place.graph.call_function(vacate, (layer,))
+        end = node
+    return gone
+
+
+def _runs(node: fx.Node) -> bool:
+    """
+    #### Whether something can be inserted before a node: not before an input
+    """
+    return node.op != "placeholder"
+
+
+def _begin_of_region(node: fx.Node) -> fx.Node:
+    """
+    #### The first operation of the region that an operation is in
+
+    A `vacate` in the middle would cut the region in two, and Inductor would compute other bits.
+    """
+    while not _is_border(node) and _runs(node.prev) and not _is_border(node.prev):
+        node = node.prev
+    return node
+
+
+def _is_border(node: fx.Node) -> bool:
+    return node.target in OPERATIONS and node.target not in DELAYABLE
+
+
+def _insert_offloads(forward: fx.Graph, gone: list[str]) -> None:
+    """
+    #### Begin all copies at the beginning of forward, so that they overlap as much as they can
+    """
+    first = next(node for node in forward.nodes if _runs(node))
+    with forward.inserting_before(first):
+        for layer in gone:
+            forward.call_function(offload, (layer,))
+
+
+def _insert_reloads(graphs: list[fx.Graph], gone: list[str], kept: list[str], room: Room) -> None:
+    """
+    #### Bring the states back as soon as there is room until the end
+
+    The last one that went is the first one that is stepped, so it comes back first.
+    """
+    nodes = [*graphs[-1].nodes]
+    held = held_bytes(graphs, kept, room)[-1]
+    # The most that is held from each operation on.
+    most = [max(held[i:]) for i in range(len(held))]
+    at = max((i + 1 for i, node in enumerate(nodes) if not _runs(node) or node.target is vacate),
+             default=0)
+    back_bytes = 0
+    for layer in reversed(gone):
+        back_bytes += room.layers[layer].states
+        # Without any room they come back before the graph returns.
+        while at < len(nodes) - 1 and most[at] + back_bytes > room.limit_bytes:
+            at += 1
+        with graphs[-1].inserting_before(nodes[at]):
+            graphs[-1].call_function(reload, (layer,))
+
+
+# --------------------------------------------------------------------------------- the held bytes
+
+
+def held_bytes(graphs: list[fx.Graph], kept: list[str], room: Room) -> list[list[int]]:
+    """
+    ## The bytes on the device during each operation of each graph
+
+    * `graphs` are a forward and a backward graph, or a forward graph alone
+    * `kept` are the layers that are whole when backward begins
+
+    It is the formula of the head. An operation counts its arguments, its result, and what else is
+    there.
+    """
+    full = {layer: each.full for layer, each in room.layers.items()}
+    callers = _storages_of_caller(graphs[0])
+    states = _states_bytes(graphs, room.layers)
+    found = []
+    for graph, whole, states_here in zip(graphs, ([], kept), states, strict=False):
+        columns = (full_numel(graph, full, whole), _gradient_bytes(graph, room.layers),
+                   _activation_bytes(graph, callers), states_here)
+        found.append([room.rest_bytes + sum(row) for row in zip(*columns, strict=True)])
+    return found
+
+
+def _states_bytes(graphs: list[fx.Graph], layers: dict[str, LayerBytes]) -> list[list[int]]:
+    """
+    #### The optimizer states that are on the device during each operation
+    """
+    here = sum(each.states for each in layers.values())
+    found: list[list[int]] = []
+    for graph in graphs:
+        found.append([])
+        for node in graph.nodes:
+            moved = sum(layers[layer].states for layer in layers_of(node))
+            if node.target is reload:
+                here += moved
+            found[-1].append(here)
+            if node.target is vacate:
+                here -= moved
+    return found
+
+
+def _gradient_bytes(graph: fx.Graph, layers: dict[str, LayerBytes]) -> list[int]:
+    """
+    #### The flat gradients during each operation
+
+    Each is there from the first `collect` to the `finish` of its layer. Layers that share a reduce
+    are packed, so their gradients are there twice meanwhile. At the end, the sums come on top.
+    """
+    here: dict[str, int] = {}
+    found = []
+    for node in graph.nodes:
+        names = layers_of(node)
+        if node.target in (collect, finish):
+            here |= {name: layers[name].gradient for name in names}
+        if node.target is reduce and len(names) > 1:
+            here[f"packed {names}"] = sum(layers[name].gradient for name in names)
+        ends = node.target is finish
+        found.append(sum(here.values()) + ends * sum(layers[name].total for name in names))
+        if ends:
+            for name in (*names, f"packed {names}"):
+                here.pop(name, None)
+    return found
+
+
+def _activation_bytes(graph: fx.Graph, callers: dict[int, int]) -> list[int]:
+    """
+    #### The activations during each operation, by storage
+
+    * `callers` are the storages that the caller keeps all the time, with their bytes
+
+    A storage is there from the operation that makes it to the last one that reads it. A result of
+    the graph is there until the end.
+    """
+    nodes = [*graph.nodes]
+    at = {node: i for i, node in enumerate(nodes)}
+    of_layers = {key for node in nodes if node.target is wait for result in node.users
+                 for key, _ in _storages(result)}
+    births: dict[int, int] = {}
+    deaths: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+    for i, node in enumerate(nodes):
+        for key, nbytes in _storages(node):
+            births.setdefault(key, 0 if not _runs(node) else i)
+            last = max([i, *(at[user] for user in node.users)])
+            deaths[key] = max(last, deaths.get(key, 0))
+            sizes[key] = nbytes
+    change = [0] * (len(nodes) + 1)
+    for key in sizes.keys() - callers.keys() - of_layers:
+        change[births[key]] += sizes[key]
+        change[deaths[key] + 1] -= sizes[key]
+    found = []
+    here = sum(callers.values())
+    for each in change[:-1]:
+        here += each
+        found.append(here)
+    return found
+
+
+def _storages_of_caller(forward: fx.Graph) -> dict[int, int]:
+    """
+    #### The inputs and results of the model: the caller may keep them until backward has ended
+
+    Other outputs of the graph are saved for backward. They follow the counts of `remember`.
+    """
+    results = [*[*forward.nodes][-1].args[0]]  # type: ignore[misc]
+    for node in find(forward, remember):
+        results = results[: results.index(node)]
+    inputs = [node for node in forward.nodes if node.op == "placeholder"]
+    held = [node for node in (*inputs, *results) if isinstance(node, fx.Node)]
+    return {key: nbytes for node in held for key, nbytes in _storages(node)}
+
+
+def _storages(node: fx.Node) -> Iterator[tuple[int, int]]:
+    """
+    #### The storages of a node's value, with their bytes
+
+    An input without users is a parameter, which the graph gathers itself.
+    """
+    if node.op == "placeholder" and not node.users:
+        return
+    for value in pytree.tree_leaves(node.meta.get("val")):
+        if isinstance(value, torch.Tensor):
+            storage: Any = value.untyped_storage()
+            yield storage._cdata, int(storage.nbytes())
