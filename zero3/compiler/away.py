@@ -25,9 +25,9 @@ and forward needs states gone only when memory is short, so most of $t$ overlaps
 
 | who | waits for | because |
 |---|---|---|
-| backup, before it copies | compute, as far as it is queued | the optimizer wrote the states there |
+| backup, before it copies | compute, as far as it is queued | the optimizer wrote there |
 | compute, at `vacate` | this copy | it uses the freed memory again |
-| fetch, before it copies back | compute, as far as it is queued | compute had the memory until now |
+| fetch, before it copies back | compute, as far as it is queued | compute had the memory |
 | compute, at the step | this copy | it steps the states |
 
 Memory is taken and freed for the compute stream, although other streams copy. torch's allocator

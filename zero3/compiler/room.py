@@ -1,28 +1,54 @@
 r"""
 # Room for a step: optimizer states that leave for a while
 
-`offload_states` counts the bytes that a step holds during each operation. If they are too many, it
-has optimizer states leave the device in forward, and come back in backward.
+`offload_states` counts the bytes that are on the device during each operation. If they are too
+many, it has optimizer states rest in CPU memory until there is room again.
 
-A step needs the most memory where forward ends and backward begins, because all activations are
-alive there. The optimizer states are not used until the step. So some of them can rest in CPU
-memory meanwhile, and take no memory when there is the least of it.
+A step takes the most memory where forward ends and backward begins, because all activations are
+there. The optimizer states are not used before the step. So some of them leave in forward, and come
+back in backward, when activations have been freed.
 
-Take two layers, a and b, each with 10 bytes in full, 10 bytes of gradients and 12 bytes of
-optimizer states on this rank. Shards and their gradients take 20 bytes together. Activations take 8
-bytes for the input, and 8 more after each layer. The limit is 70 bytes:
+Take two layers of four weights in fp32, a and b, on two ranks. Each has 16 bytes in full, and as
+many bytes of gradients. The batch has 4 rows of 8 bytes, and so has the result of each layer.
+Shards and their gradients take 48 bytes on this rank, optimizer states 32 for each layer. Without
+this pass `dv = mm(g, h)` takes 272 bytes. With a limit of 240 the states of b leave:
 
 | operation | rest | full | gradients | activations | states | held |
 |---|---|---|---|---|---|---|
-| **`offload(b)`** | 20 | | | 8 | 24 | 52 |
-| `gather(a)`, `h = mm(x, w)` | 20 | 10 | | 16 | 24 | 70 |
-| `release(a)` | 20 | 10 | | 16 | 24 | 70 |
-| **`vacate(b)`** | 20 | | | 16 | 24 | 60 |
-| `gather(b)`, `y = mm(h, v)` | 20 | 10 | | 24 | 12 | 66 |
-| backward: `dv = mm(g, h)` | 20 | 10 | | 42 | 12 | ... |
+| **`offload(b)`** | 48 | | | 32 | 64 | 144 |
+| `h = mm(x, w)` | 48 | 16 | | 64 | 64 | 192 |
+| `y = mm(h, v)` | 48 | 16 | | 96 | 64 | 224 |
+| **`vacate(b)`** | 48 | 16 | | 112 | 64 | 240 |
+| `dv = mm(g, h)` | 48 | 16 | | 144 | 32 | 240 |
+| `dh = mm(g, v)` | 48 | 16 | | 144 | 32 | 240 |
+| `collect(b, 0, dv)` | 48 | | 16 | 144 | 32 | 240 |
+| `dw = mm(dh, x)` | 48 | | 16 | 144 | 32 | 240 |
+| `collect(a, 0, dw)` | 48 | | 32 | 112 | 32 | 224 |
+| `finish(b)` | 48 | | 40 | 96 | 32 | 216 |
+| **`reload(b)`** | 48 | | 16 | 96 | 64 | 224 |
+| `finish(a)` | 48 | | 24 | 96 | 64 | 232 |
+
+The copy to CPU memory begins at `offload`. It may take until `vacate`, so it overlaps forward. With
+the layers $\ell$ whose states are on the device at an operation $t$, its bytes are
 
 $$\text{held}(t) \;=\; \text{rest} + \text{full}(t) + \text{gradients}(t) + \text{activations}(t)
-+ \!\!\sum_{\ell \text{ is here at } t}\!\! \text{states}_\ell \;\le\; \text{limit}$$
++ \sum_{\ell \text{ here}} \text{states}_\ell \;\le\; \text{limit}$$
+
+The step needs all states. So the rest, all states, and the memory of the step itself have to be
+within the limit, too. This pass is called adaptive offloading in
+[DeepCompile](https://arxiv.org/abs/2504.09983).
+
+**Run this**: `python -m pytest tests/test_compiler_offload.py`.
+
+**Not covered, and what that costs**: the count is of tensors, so leave some room between the limit
+and the size of the device. torch's allocator rounds each tensor up to 512 bytes. It keeps freed
+memory for the stream that took it, so activations do not get the memory of freed parameters. An
+operation may take memory for itself. Of Inductor, the count is that of its operations before they
+are fused: it holds fewer results, and frees the inputs of a region only when that ends. Nobody
+counts what the loss takes outside of the model, nor full gradients that `no_sync()` holds back, nor
+the sums that replicas exchange. Gradients of shards count in forward already, as with several
+micro-batches. Each of these moves the states once more. Time is not counted either: if a copy takes
+longer than forward, the device waits for it at `vacate`.
 """
 
 from collections.abc import Iterator
@@ -48,6 +74,7 @@ from zero3.compiler.graph import (
     vacate,
     wait,
 )
+from zero3.compiler.trace import inputs_of
 
 
 class LayerBytes(NamedTuple):
@@ -195,12 +222,13 @@ def held_bytes(graphs: list[fx.Graph], kept: list[str], room: Room) -> list[list
     there.
     """
     full = {layer: each.full for layer, each in room.layers.items()}
-    callers = _storages_of_caller(graphs[0])
+    callers = _storages_of_caller(graphs)
     states = _states_bytes(graphs, room.layers)
     found = []
-    for graph, whole, states_here in zip(graphs, ([], kept), states, strict=False):
+    for graph, whole, theirs, states_here in zip(graphs, ([], kept), callers, states,
+                                                 strict=False):
         columns = (full_numel(graph, full, whole), _gradient_bytes(graph, room.layers),
-                   _activation_bytes(graph, callers), states_here)
+                   _activation_bytes(graph, theirs), states_here)
         found.append([room.rest_bytes + sum(row) for row in zip(*columns, strict=True)])
     return found
 
@@ -280,18 +308,30 @@ def _activation_bytes(graph: fx.Graph, callers: dict[int, int]) -> list[int]:
     return found
 
 
-def _storages_of_caller(forward: fx.Graph) -> dict[int, int]:
+def _storages_of_caller(graphs: list[fx.Graph]) -> list[dict[int, int]]:
     """
-    #### The inputs and results of the model: the caller may keep them until backward has ended
+    #### The storages that the caller keeps during each graph, with their bytes
 
-    Other outputs of the graph are saved for backward. They follow the counts of `remember`.
+    These are the inputs of the model; in backward also its results, and the gradients that backward
+    begins with. The other outputs of forward are saved for backward alone. They begin with the
+    counts of `remember`.
     """
-    results = [*[*forward.nodes][-1].args[0]]  # type: ignore[misc]
-    for node in find(forward, remember):
-        results = results[: results.index(node)]
-    inputs = [node for node in forward.nodes if node.op == "placeholder"]
-    held = [node for node in (*inputs, *results) if isinstance(node, fx.Node)]
-    return {key: nbytes for node in held for key, nbytes in _storages(node)}
+    outputs = [*[*graphs[0].nodes][-1].args[0]]  # type: ignore[misc]
+    results = outputs
+    for node in find(graphs[0], remember):
+        results = outputs[: outputs.index(node)]
+    found = [_all_storages(inputs_of(graphs[0]))]
+    for backward in graphs[1:]:
+        saved = _all_storages(outputs)
+        gradients = {key: nbytes for key, nbytes in _all_storages(inputs_of(backward)).items()
+                     if key not in saved}
+        found.append(found[0] | _all_storages(results) | gradients)
+    return found
+
+
+def _all_storages(nodes: list[Any]) -> dict[int, int]:
+    return {key: nbytes for node in nodes if isinstance(node, fx.Node)
+            for key, nbytes in _storages(node)}
 
 
 def _storages(node: fx.Node) -> Iterator[tuple[int, int]]:
