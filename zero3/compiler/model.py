@@ -77,6 +77,8 @@ class CompiledUnit(Unit):
     untraceable = False
     # Whether it was gathered for code outside of graphs, and stays full until backward ends.
     on_demand = False
+    # Its optimizer states, which may be away.
+    away: Any = None
     # Whether a forward pass of the compiled model is running; for the root.
     running = False
 

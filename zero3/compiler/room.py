@@ -121,7 +121,7 @@ def offload_states(forward: fx.Graph, backward: fx.Graph | None, kept: list[str]
 
     The layers that are stepped last leave first, because they have the most time to come back. As
     few leave as that order admits; with enough room none. Returns the graphs. They exceed the limit
-    if it cannot be kept: `held_bytes` tells. DeepCompile, section 4.3.
+    if it cannot be kept: `held_bytes` tells. It is DeepCompile's adaptive offloading.
     """
     graphs = [copied(graph) for graph in (forward, backward) if graph is not None]
     gone = _insert_vacates(graphs, kept, room)
