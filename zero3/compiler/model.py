@@ -173,20 +173,6 @@ class CompiledUnit(Unit):
         """
         self.reducer.finish(self)
 
-    def versions(self) -> list[int]:
-        """
-        ### How often each shard has been written to
-        """
-        return [*self.shard_versions()]
-
-    def refuse_old(self, versions: list[int]) -> None:
-        """
-        ### Refuse backward through weights that have changed since forward
-        """
-        call = Call()
-        call.versions = tuple(versions)
-        self.refuse_old_calls(call)
-
     def offload_states(self) -> None:
         """
         ### Start to copy the optimizer states to CPU memory
@@ -211,6 +197,20 @@ class CompiledUnit(Unit):
         """
         yield from super().held_tensors()
         yield from self.away.held_tensors()
+
+    def versions(self) -> list[int]:
+        """
+        ### How often each shard has been written to
+        """
+        return [*self.shard_versions()]
+
+    def refuse_old(self, versions: list[int]) -> None:
+        """
+        ### Refuse backward through weights that have changed since forward
+        """
+        call = Call()
+        call.versions = tuple(versions)
+        self.refuse_old_calls(call)
 
     def fetch_for_others(self) -> bool:
         """
