@@ -349,6 +349,17 @@ class CompiledModel(Zero3Model):
             self._offload(graphs, self.room)
         self.graphs.append(graphs)
 
+    def _check_counted(self) -> None:
+        """
+        #### Refuse a limit of bytes if layers have run without a graph
+
+        Dynamo runs code as it is if it has compiled it too often.
+        """
+        without = [unit.label for unit in self.units if unit.by_hooks]
+        self.expect(self.limit_bytes is None or not without, "cannot count bytes", "layers that "
+                    "are in a graph, as `limit_bytes` demands", f"{without} with hooks", "raise "
+                    "`torch._dynamo.config.recompile_limit`, or leave `limit_bytes` out")
+
     def _offload(self, graphs: Graphs, room: Room) -> None:
         """
         #### Have optimizer states leave the device while memory is short
@@ -405,6 +416,7 @@ class CompiledModel(Zero3Model):
         root.running = True
         try:
             output = self.run(*args, **kwargs)
+            self._check_counted()
             self._warn_of_breaks()
             return output
         except BaseException:
