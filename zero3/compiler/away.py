@@ -188,7 +188,7 @@ class StatesAway:
         self.parts = []
         offset = 0
         found = [*self._states()]
-        self._take_memory(sum(aligned(here.nbytes) for here, _ in found))
+        self._take_memory()
         for here, put in found:
             there = self.memory[offset : offset + here.nbytes].view(here.dtype)
             self.parts.append(Part(here, there, put))
@@ -214,12 +214,21 @@ class StatesAway:
                     if isinstance(moment, torch.Tensor) and moment.numel():
                         yield moment, Place(known, name)
 
-    def _take_memory(self, nbytes: int) -> None:
+    def _take_memory(self) -> None:
         """
-        #### Take pinned CPU memory, if there is too little
+        #### Take pinned CPU memory for master and moments, once
 
-        It grows once, when the first step has made the moments.
+        Also for moments that the first step has not made yet: to get other memory later, the host
+        would have to wait for the device.
         """
+        nbytes = 0
+        for states in self.shard_states:
+            itemsize = states.master_dtype.itemsize
+            if not states.shard_is_master:
+                nbytes += aligned(len(states.shard) * itemsize)
+            for piece in states.pieces:
+                numel = piece.where.stop - piece.where.start
+                nbytes += len(self.optimizer.moments) * aligned(numel * itemsize)
         if len(self.memory) < nbytes:
             device = self.layer.device
             # A CPU copies from any memory.
