@@ -7,7 +7,6 @@ memory of its own, and on the accelerator that is not there (`tests/streams.py`)
 
 import copy
 import functools
-import warnings
 from contextlib import contextmanager
 from unittest import mock
 
@@ -315,15 +314,13 @@ def compared(dtype, backend, options):
     return same, moves, no_moves
 
 
-COMPILERS = [
-    (torch.float32, "aot_eager", {}), (torch.bfloat16, "aot_eager", {"bucket_bytes": 0}),
-    (torch.float32, "inductor", {})]
-
-
-@pytest.mark.parametrize("dtype, backend, options", COMPILERS)
-def test_training_with_states_away_is_training_without_to_the_bit(dtype, backend, options):
+@pytest.mark.parametrize("ranks, dtype, backend, options", [
+    (2, torch.float32, "aot_eager", {}),
+    (1, torch.bfloat16, "aot_eager", {"reduce_dtype": torch.float32}),
+    (1, torch.bfloat16, "inductor", {})])
+def test_training_with_states_away_is_training_without_to_the_bit(ranks, dtype, backend, options):
     """
-    The same run with the lowest limit and without one, on two ranks: forward without backward, an
+    The same run with the lowest limit and without one: forward without backward, an
     evaluation in between, a look at the states and a load while they are away, an exception in
     backward, and micro-batches. Breaks if a step does not bring the states back first.
     Proves I1, `StatesAway.leave`, `StatesAway.vacate`, `StatesAway.reload`, `StatesAway.back`,
@@ -332,7 +329,7 @@ def test_training_with_states_away_is_training_without_to_the_bit(dtype, backend
     """
     if backend == "inductor" and Inductor.missing(torch.device("cpu")):
         pytest.skip("needs a C++ compiler")
-    for same, moves, no_moves in run(compared, 2, dtype, backend, options):
+    for same, moves, no_moves in run(compared, ranks, dtype, backend, options):
         assert len(same) > 20 and all(same)
         assert moves["step"] == no_moves["step"] > 0
         assert moves["offload"] >= moves["vacate"] >= moves["reload"] > 8
@@ -393,7 +390,7 @@ def test_the_order_of_events_and_the_bytes_of_a_ledger():
     assert away == 0
 
 
-# ------------------------------------------------------------------ the accelerator that is not there
+# ---------------------------------------------------------------- the accelerator that is not there
 
 
 SHAPE = (3, 8, 16, True, torch.bfloat16)
@@ -591,7 +588,7 @@ def test_on_the_cpu_the_limit_does_nothing_and_says_so():
         model = compile(chain(), backend="aot_eager", limit_bytes=1)
     model(torch.ones(1, 2)).sum().backward()
     assert not names(model.graphs[0].forward, offload)
-    with pytest.raises(ValueError, match="`limit_bytes`. Expected: a whole number of at least 1"):
+    with pytest.raises(ValueError, match=r"`limit_bytes`.* a whole number of at least 1"):
         compile(chain(), limit_bytes=0)
 
 

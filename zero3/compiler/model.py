@@ -312,7 +312,7 @@ class CompiledModel(Zero3Model):
         self.run = torch.compile(self.module.__call__, dynamic=dynamic,
                                  backend=Backend(places, self._lower, self.engine))
 
-    def _layers(self) -> dict[str, CompiledUnit]:
+    def _layers(self) -> dict[str, Any]:
         return {unit.path or "root": unit for unit in self.units}
 
     def _limit_of_device(self, limit_bytes: int | None) -> int | None:
@@ -521,14 +521,15 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *, backend: 
     * `bucket_bytes` of small layers share an all-gather, and a reduce-scatter. With 0, or where
       `wrap` would share none, each layer has its own
     * `limit_bytes` is how many bytes model, optimizer and activations may take on an accelerator.
-      If a step would take more, optimizer states rest in CPU memory meanwhile (`room.py`). Left
-      out, they stay
+      If a step would take more, optimizer states rest in CPU memory meanwhile (`room.py`). It
+      demands a `Zero3Optimizer` that is built before the first step, and a model that is traced
+      into one graph. Left out, states stay. On the CPU it does nothing
     * `options` are further ones of `wrap`: `leaf_classes`, `offload`, `device`, `seed`, `init`,
       `checkpoint`, `mesh`
 
     Raises `ValueError` for impossible arguments, `TypeError` for an option of `wrap` that is for
-    hooks, and otherwise as `wrap`. The first forward pass raises an error if `limit_numel` is too
-    low. [DeepCompile](https://arxiv.org/abs/2504.09983), section 4;
+    hooks, and otherwise as `wrap`. The first forward pass raises an error if `limit_numel` or
+    `limit_bytes` is too low. [DeepCompile](https://arxiv.org/abs/2504.09983), section 4;
     [SimpleFSDP](https://arxiv.org/abs/2411.00284), section 3. Keeps I1 to I9, with `limit_numel` in
     place of I3, and fewer gathers than I4 says.
     """
