@@ -390,6 +390,40 @@ def test_the_order_of_events_and_the_bytes_of_a_ledger():
     assert away == 0
 
 
+def test_a_checkpoint_finds_states_that_are_away(tmp_path):
+    """
+    Saved between forward and backward, on purpose, and loaded while states of another run are away.
+    Breaks if a checkpoint reads tensors without elements.
+    Proves `ShardStates.bring_back`, `StatesAway.back`.
+    """
+    x = torch.ones(16, 8, dtype=torch.bfloat16)
+    with memory_of_its_own():
+        runs = [make(torch.bfloat16, "aot_eager", True) for _ in range(2)]
+        model, optimizer = runs[0]
+        tight(model, x)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.backward(model(x).float().square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        expected = copy.deepcopy(optimizer.state_dict())
+        loss = model(x).float().square().mean()
+        assert any(unit.away.phase == "away" for unit in model.units)
+        zero3.save(tmp_path, model, optimizer, step=1)
+        optimizer.backward(loss)
+        optimizer.zero_grad()
+        other, others = runs[1]
+        tight(other, x)
+        others.zero_grad()
+        loss = other(x).float().square().mean()
+        assert any(unit.away.phase == "away" for unit in other.units)
+        zero3.load(tmp_path, other, others)
+        found = others.state_dict()
+    assert all(torch.equal(a, b) for a, b in zip(expected["masters"], found["masters"], strict=True))
+    for i, known in expected["state"].items():
+        assert all(torch.equal(value, found["state"][i][key]) for key, value in known.items())
+
+
 # ---------------------------------------------------------------- the accelerator that is not there
 
 
