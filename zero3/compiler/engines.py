@@ -37,16 +37,7 @@ from torch import fx
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext, detect_fake_mode, tracing
 
-from zero3.compiler.graph import (
-    OPERATIONS,
-    collect,
-    copied,
-    gather,
-    is_view,
-    linked,
-    release,
-    wait,
-)
+from zero3.compiler.graph import DELAYABLE, OPERATIONS, copied, is_view, linked, wait
 
 
 class Eager:
@@ -198,7 +189,7 @@ def regions_of(graph: fx.Graph) -> list[list[fx.Node]]:
     for node in graph.nodes:
         if _computes(node):
             regions[-1].append(node)
-        elif node.target in OPERATIONS and node.target not in (collect, release, gather):
+        elif node.target in OPERATIONS and node.target not in DELAYABLE:
             regions.append([])
     return [region for region in regions if not all(is_view(node) for node in region)]
 
@@ -241,7 +232,7 @@ def _delay(graph: fx.Graph, region: list[fx.Node]) -> None:
     node = region[0]
     later = []
     while node is not region[-1]:
-        if node not in inside and node.target in (collect, release, gather):
+        if node not in inside and node.target in DELAYABLE:
             later.append(node)
         node = node.next
     for each in reversed(later):

@@ -1,8 +1,8 @@
 r"""
 # A step as a list of operations
 
-A graph lists what a model computes, one operation after the other. Six more operations say when
-layers are gathered, freed and reduced.
+A graph lists what a model computes, one operation after the other. Nine more operations say when
+layers are gathered, freed and reduced, and when optimizer states leave.
 
 Take a model of two layers, a and b. Each has one matrix of four weights, of which two ranks keep
 two each. This is its forward pass, with the number of full weights during each operation:
@@ -36,6 +36,9 @@ next. A compiler sees the whole step before it runs.
 | `collect(a, 0, g)` | add the gradient of parameter 0 to the flat gradient of a | |
 | `reduce(a, b)` | start one reduce-scatter for these layers | $N-1$ times their shards |
 | `finish(a, b)` | wait for it: the shards have their gradients | |
+| `offload(a)` | start to copy the optimizer states of a to CPU memory | |
+| `vacate(a)` | wait for the copy, and free their memory on the device | |
+| `reload(a)` | start to copy them back; the optimizer waits for it | |
 
 Layers that share an all-gather arrive in a packed buffer (see `together.py`). It is as large as all
 of them, and is freed when the last one has taken its parameters out of it. So `wait` of such a
@@ -68,6 +71,9 @@ class GraphLayer(Protocol):
     def finish_reduce(self) -> None: ...
     def versions(self) -> list[int]: ...
     def refuse_old(self, versions: list[int]) -> None: ...
+    def offload_states(self) -> None: ...
+    def vacate_states(self) -> None: ...
+    def reload_states(self) -> None: ...
 
 
 # ---------------------------------------------------------------------------------- operations
@@ -154,7 +160,33 @@ def refuse_old(versions: torch.Tensor, *layers: GraphLayer) -> None:
         left = left[count:]
 
 
-OPERATIONS = (parameter, gather, wait, release, collect, reduce, finish, remember, refuse_old)
+def offload(layer: GraphLayer) -> None:
+    """
+    ## Start to copy the optimizer states of a layer to CPU memory, and return at once
+    """
+    layer.offload_states()
+
+
+def vacate(layer: GraphLayer) -> None:
+    """
+    ## Wait for that copy, and free the memory of the states on the device
+    """
+    layer.vacate_states()
+
+
+def reload(layer: GraphLayer) -> None:
+    """
+    ## Start to copy the optimizer states of a layer back to the device, and return at once
+
+    The optimizer waits for the copy when it steps the layer.
+    """
+    layer.reload_states()
+
+
+OPERATIONS = (parameter, gather, wait, release, collect, reduce, finish, remember, refuse_old,
+              offload, vacate, reload)
+# Operations that may wait until the computation around them has ended.
+DELAYABLE = (collect, release, gather, reload)
 
 
 # -------------------------------------------------------------------------------------- graphs

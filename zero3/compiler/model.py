@@ -36,8 +36,13 @@ frees them. A model that returns one of its weights raises an error when the res
 """
 
 import warnings
+<<<<<<< HEAD
 from collections.abc import Callable
 from typing import Any, NamedTuple
+=======
+from collections.abc import Callable, Iterator
+from typing import Any
+>>>>>>> coffload
 
 import torch
 from torch import nn
@@ -46,9 +51,16 @@ from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.utils import counters
 
 from zero3.comm import Communicator
+from zero3.compiler.away import StatesAway, optimizer_of, room_for
 from zero3.compiler.engines import Eager, Inductor
+<<<<<<< HEAD
 from zero3.compiler.graph import find, full_numel, gather, layers_of, reduce
 from zero3.compiler.passes import improve
+=======
+from zero3.compiler.graph import full_numel
+from zero3.compiler.passes import gathered, improve
+from zero3.compiler.room import Room, held_bytes, offload_states
+>>>>>>> coffload
 from zero3.compiler.trace import Backend, Graphs, Place
 from zero3.flat import FlatParameter, Slot
 from zero3.guards.contents import uncompiled
@@ -80,6 +92,8 @@ class CompiledUnit(Unit):
     untraceable = False
     # Whether it was gathered for code outside of graphs, and stays full until backward ends.
     on_demand = False
+    # Its optimizer states, which may be away.
+    away: Any = None
     # Whether a forward pass of the compiled model is running; for the root.
     running = False
     # Whether it is full, and its parameters are closed: graphs read views of the flat parameters.
@@ -94,8 +108,12 @@ class CompiledUnit(Unit):
         # A freed parameter may be traced, because the graph gathers it.
         for slot in self.slots():
             slot.freed_class.traceable = True  # type: ignore[attr-defined]
+<<<<<<< HEAD
         self.full_views = [slot.view for slot in self.slots()]
         self.flat_slots = [(flat, slot) for flat in self.flats for slot in flat.slots]
+=======
+        self.away = StatesAway(self)
+>>>>>>> coffload
 
     def forward(self, *args, **kwargs):
         """
@@ -234,6 +252,31 @@ class CompiledUnit(Unit):
         """
         self.reducer.finish(self)
 
+    def offload_states(self) -> None:
+        """
+        ### Start to copy the optimizer states to CPU memory
+        """
+        self.away.leave()
+
+    def vacate_states(self) -> None:
+        """
+        ### Free the optimizer states on the device
+        """
+        self.away.vacate()
+
+    def reload_states(self) -> None:
+        """
+        ### Start to copy the optimizer states back
+        """
+        self.away.reload()
+
+    def held_tensors(self) -> Iterator[torch.Tensor | None]:
+        """
+        ### Memory that it holds, for a `Ledger`: states on their way back too
+        """
+        yield from super().held_tensors()
+        yield from self.away.held_tensors()
+
     def versions(self) -> list[int]:
         """
         ### How often each shard has been written to
@@ -329,6 +372,9 @@ class CompiledModel(Zero3Model):
     unit_class = CompiledUnit
     bucket_numel = 0
     limit_numel = 0
+    limit_bytes: int | None = None
+    # What a step takes of the device, if there is a limit, as of the last compilation.
+    room: Room | None = None
     run: Callable[..., Any]
 
     def _number_units(self) -> None:
@@ -340,18 +386,20 @@ class CompiledModel(Zero3Model):
         for unit in self.units:
             unit.reducer = reducer
 
-    def plan(self, backend: str, limit_numel: int | None, bucket_bytes: int) -> None:
+    def plan(self, backend: str, limit_numel: int | None, bucket_bytes: int,
+             limit_bytes: int | None) -> None:
         """
         ### Choose how to compile
 
         The arguments are those of `compile`.
         """
-        layers = {unit.path or "root": unit for unit in self.units}
+        layers = self._layers()
         self.numel = {name: unit.numel for name, unit in layers.items()}
         itemsize = max(flat.full.itemsize for unit in self.units for flat in unit.flats)
         if can_share(self.comm):
             self.bucket_numel = bucket_bytes // itemsize
         largest_numel = max(unit.numel for unit in self.units[1:])
+<<<<<<< HEAD
         # A layer and the next one; or a bucket that is packed, its layers, and the next bucket.
         room_numel = max(2 * largest_numel, 3 * self.bucket_numel)
         self.has_limit = limit_numel is not None
@@ -366,7 +414,51 @@ class CompiledModel(Zero3Model):
         use: Any = FreedParameter.__torch_function__
         skip_code(use.__code__)
         self.run = torch.compile(self.module.__call__,
+=======
+        room = max(largest_numel, self.bucket_numel)
+        self.limit_numel = limit_numel or self.numel["root"] + 2 * room
+        self.limit_bytes = self._limit_of_device(limit_bytes)
+        self.told: set[str] = set()
+        self.earlier_breaks = breaks()
+        self.engine = engine_named(backend, self.comm, self.units[0].device)(layers)
+        self._compile()
+
+    def _compile(self) -> None:
+        """
+        #### Have the next forward pass trace the model, and compile it
+        """
+        self.graphs: list[Graphs] = []
+        places = {id(slot.param): Place(name, i, unit.full_name(slot.names[0]))
+                  for name, unit in self._layers().items() for i, slot in enumerate(unit.slots())}
+        # With a limit of bytes, each shape has graphs of its own, because it takes other bytes.
+        dynamic = None if self.limit_bytes is None else False
+        self.run = torch.compile(self.module.__call__, dynamic=dynamic,
+>>>>>>> coffload
                                  backend=Backend(places, self._lower, self.engine))
+
+    def _layers(self) -> dict[str, Any]:
+        return {unit.path or "root": unit for unit in self.units}
+
+    def _limit_of_device(self, limit_bytes: int | None) -> int | None:
+        """
+        #### The limit of bytes, if the device has memory of its own
+        """
+        if limit_bytes is None or has_own_memory(self.units[0].device):
+            return limit_bytes
+        warnings.warn(f"rank {self.comm.global_rank}: `limit_bytes` does nothing on the CPU, "
+                      "because optimizer states that leave the device would stay in the same "
+                      "memory. What to do: nothing, or leave it out.", stacklevel=4)
+        return None
+
+    def _follow_optimizer(self) -> None:
+        """
+        #### Compile again if the states of the optimizer take other bytes than before
+        """
+        if self.limit_bytes is not None:
+            room = room_for(self._layers(), self.limit_bytes)
+            if self.room not in (None, room):
+                self._compile()
+            self.room = room
 
     def _lower(self, graphs: Graphs) -> None:
         """
@@ -377,7 +469,49 @@ class CompiledModel(Zero3Model):
                                      self.bucket_numel)
         graphs.steps += steps
         self._check_limit(graphs)
+        if self.room is not None:
+            self._offload(graphs, self.room)
         self.graphs.append(graphs)
+
+    def _check_counted(self) -> None:
+        """
+        #### Refuse a limit of bytes if layers have run without a graph
+
+        Dynamo runs code as it is if it has compiled it too often.
+        """
+        without = [unit.label for unit in self.units if unit.by_hooks]
+        self.expect(self.limit_bytes is None or not without, "cannot count bytes", "layers that "
+                    "are in a graph, as `limit_bytes` demands", f"{without} with hooks", "raise "
+                    "`torch._dynamo.config.recompile_limit`, or leave `limit_bytes` out")
+
+    def _offload(self, graphs: Graphs, room: Room) -> None:
+        """
+        #### Have optimizer states leave the device while memory is short
+
+        Refuse what would make the count of bytes wrong, and a limit that cannot be kept.
+        """
+        trains = graphs.backward is not None
+        found = sorted(gathered(graphs.forward))
+        known = sorted(name for name, numel in self.numel.items() if numel)
+        self.expect(found == known, "cannot count bytes", "one graph of all layers, because "
+                    "`limit_bytes` is for all of them together", f"a graph of {found}; the layers "
+                    f"are {known}", "let Dynamo trace the model as a whole, which `report()` "
+                    "without `limit_bytes` helps with, or leave `limit_bytes` out")
+        has_optimizer = optimizer_of(self.units[0]) is not None
+        self.expect(not trains or has_optimizer, "cannot count bytes", "a `Zero3Optimizer`, whose "
+                    "states `limit_bytes` counts", "none", "build it before the first forward "
+                    "pass, or leave `limit_bytes` out")
+        pair = offload_states(graphs.forward, graphs.backward, graphs.kept, room)
+        graphs.steps.append(("offload", *pair))
+        held = held_bytes([graph for graph in pair if graph is not None], graphs.kept, room)
+        most = max(room.step_bytes if trains else 0, *(max(column) for column in held))
+        states_bytes = sum(each.states for each in room.layers.values())
+        self.expect(most <= room.limit_bytes, "does not fit", f"at most {room.limit_bytes:,} "
+                    f"bytes on the device, as `limit_bytes` says", f"{most:,}: "
+                    f"{max(max(column) for column in held):,} during an operation of this graph, "
+                    f"although states leave; {room.step_bytes:,} in the optimizer's step, "
+                    f"{states_bytes:,} of them its states", "raise the limit, take more ranks or "
+                    "smaller batches, or pass `offload=\"cpu\"` to the optimizer")
 
     def _check_limit(self, graphs: Graphs) -> None:
         """
@@ -399,14 +533,20 @@ class CompiledModel(Zero3Model):
         if any(unit.is_full_elsewhere for unit in self.units):
             return super().forward(*args, **kwargs)
         self.check()
+        self._follow_optimizer()
         for unit in self.units:
             unit.prepare()
         root: Any = self.module
         root.running = True
         try:
+<<<<<<< HEAD
             # If graphs end early, each layer has graphs of the same code.
             with dynamo.patch(recompile_limit=8 + 2 * len(self.units)):
                 output = self.run(*args, **kwargs)
+=======
+            output = self.run(*args, **kwargs)
+            self._check_counted()
+>>>>>>> coffload
             self._warn_of_breaks()
             return output
         except BaseException:
@@ -480,6 +620,13 @@ class CompiledModel(Zero3Model):
         return "\n".join([*lines, *self._reasons()])
 
 
+def has_own_memory(device: torch.device) -> bool:
+    """
+    ## Whether a device has memory besides that of the CPU
+    """
+    return device.type != "cpu"
+
+
 def breaks() -> dict[str, int]:
     """
     ## How often Dynamo has ended a graph in this process, by its reason
@@ -506,8 +653,8 @@ def engine_named(name: str, comm: Communicator, device: torch.device) -> type[Ea
 
 
 def compile(model: nn.Module, layer_classes: Classes | None = None, *, backend: str = "inductor",
-            limit_numel: int | None = None, bucket_bytes: int = 1 << 20, **options: Any
-            ) -> CompiledModel:
+            limit_numel: int | None = None, bucket_bytes: int = 1 << 20,
+            limit_bytes: int | None = None, **options: Any) -> CompiledModel:
     """
     ## Shard a model in place, and compile its step
 
@@ -525,17 +672,22 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *, backend: 
       are larger; and more if an operation needs more
     * `bucket_bytes` of small layers share an all-gather, and a reduce-scatter. With 0, or where
       `wrap` would share none, each layer has its own
+    * `limit_bytes` is how many bytes model, optimizer and activations may take on an accelerator.
+      If a step would take more, optimizer states rest in CPU memory meanwhile (`room.py`). It
+      demands a `Zero3Optimizer` that is built before the first step, and a model that is traced
+      into one graph. Left out, states stay. On the CPU it does nothing
     * `options` are further ones of `wrap`: `leaf_classes`, `offload`, `device`, `seed`, `init`,
       `checkpoint`, `mesh`
 
     Raises `ValueError` for impossible arguments, `TypeError` for an option of `wrap` that is for
-    hooks, and otherwise as `wrap`. The first forward pass raises an error if `limit_numel` is too
-    low. [DeepCompile](https://arxiv.org/abs/2504.09983), section 4;
+    hooks, and otherwise as `wrap`. The first forward pass raises an error if `limit_numel` or
+    `limit_bytes` is too low. [DeepCompile](https://arxiv.org/abs/2504.09983), section 4;
     [SimpleFSDP](https://arxiv.org/abs/2411.00284), section 3. Keeps I1 to I9, with `limit_numel` in
     place of I3, and fewer gathers than I4 says.
     """
-    for name, value, least in (("limit_numel", limit_numel, 1), ("bucket_bytes", bucket_bytes, 0)):
-        left_out = value is None and name == "limit_numel"
+    for name, value, least in (("limit_numel", limit_numel, 1), ("bucket_bytes", bucket_bytes, 0),
+                               ("limit_bytes", limit_bytes, 1)):
+        left_out = value is None and name != "bucket_bytes"
         expect(left_out or whole(value, least), f"compile: `{name}`",
                f"a whole number of at least {least}", repr(value), "pass such a number")
     for name in options:
@@ -549,8 +701,12 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *, backend: 
         options["leaf_classes"] = tuple({type(child) for child in model.children()})
     compiled: Any = wrap(model, layer_classes or (), max_live_numel=limit_numel,
                          kind=CompiledModel, **options)
+<<<<<<< HEAD
     for unit in compiled.units:
         # Ranks may compute other parts of it, which would be other graphs.
         unit.untraceable = unit.leaf and layer_classes is not None
     compiled.plan(backend, limit_numel, bucket_bytes)
+=======
+    compiled.plan(backend, limit_numel, bucket_bytes, limit_bytes)
+>>>>>>> coffload
     return compiled

@@ -30,6 +30,7 @@ gathers a and b alone: six all-gathers in a step instead of eight.
 | `prefetch` | gathers earlier | proactive prefetching |
 | `bucket` | one all-gather for several small layers, and one reduce-scatter | bucketing |
 | `sink` | waits for a reduce later | reordering |
+| `offload_states`, in `room.py` | has optimizer states leave | adaptive offloading |
 
 The papers are [DeepCompile](https://arxiv.org/abs/2504.09983) and
 [SimpleFSDP](https://arxiv.org/abs/2411.00284).

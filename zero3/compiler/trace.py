@@ -52,6 +52,8 @@ from zero3.compiler.graph import (
     full_numel,
     gather,
     is_view,
+    layers_of,
+    offload,
     parameter,
     reduce,
     refuse_old,
@@ -110,6 +112,9 @@ class Graphs:
                          f"reduces, at most {most:,} full elements")
         if self.kept:
             parts.append(f"kept for backward: {', '.join(self.kept)}")
+        gone = [layer for node in find(self.forward, offload) for layer in layers_of(node)]
+        if gone:
+            parts.append(f"optimizer states that leave meanwhile: {', '.join(gone)}")
         if self.broken:
             parts.append("ended early")
         return "; ".join(parts)

@@ -86,6 +86,8 @@ class Ledger:
     | free | full parameters, or the buffers of a reduce, are freed |
     | norm | the ranks tell each other the norms of their gradients |
     | step | a shard is updated |
+    | offload, vacate | a compiled model copies optimizer states to CPU memory; they are freed |
+    | reload | it copies them back: they have their memory |
     | read, arrived | reading from a file starts; it has ended |
     | write, written | writing to a file starts; it has ended |
     | buffers | the buffers between files and memory are made, larger than those so far |

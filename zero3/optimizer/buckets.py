@@ -32,7 +32,7 @@ bucket stay in memory until the bucket is full. While the bucket is in flight th
 once in each layer and once packed.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,6 +52,9 @@ class Bucket(Reducer):
         self.bucket_bytes = bucket_bytes
         # How many `no_sync()` contexts are open. Inside of one, the bucket sends nothing.
         self.holds = 0
+        # A weak reference to the optimizer that steps its layers, when there is one. A compiled
+        # model finds the states of its layers there.
+        self.optimizer: Any = None
         self.waiting: list[_Gradient] = []
         # The gradients in flight: one list for each data type, in the order of packing.
         self.packed: list[list[_Share]] = []

@@ -86,6 +86,7 @@ ones: 8 bytes for each parameter of the layer, to each other rank, more than `pr
 import inspect
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -212,6 +213,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         self.buckets = list(buckets.values())
         for bucket in self.buckets:
             bucket.scaled = self.scaled
+            bucket.optimizer = weakref.ref(self)
 
         # The options of each param group.
         options: list[dict[str, Any]] = []

@@ -51,7 +51,7 @@ import weakref
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -70,6 +70,15 @@ from zero3.offload import InFile, Offload, copy_to
 
 # An optimizer's states: for each parameter, its moments and counters by name.
 State = MutableMapping[torch.Tensor, dict[str, Any]]
+
+
+class Away(Protocol):
+    """
+    ## Whoever has moved states elsewhere for a while
+    """
+
+    # Have them where they were.
+    def back(self) -> None: ...
 
 
 class Piece(NamedTuple):
@@ -112,6 +121,8 @@ class ShardStates:
     prefetch: list["ShardStates"] = field(default_factory=list)
     # The shard's `_version`, in which torch counts writes, when shard and master last agreed.
     synced_version: int = 0
+    # Who has moved master and moments elsewhere for a while, and can bring them back.
+    away: "Away | None" = None
 
     @property
     def shard(self) -> nn.Parameter:
@@ -444,6 +455,31 @@ class ShardStates:
             return []
         return [name for name in self.in_file.where if name != "grad"]
 
+    def bring_back(self) -> None:
+        """
+        ### Have master and moments where the optimizer looks for them
+
+        A compiled model may have moved them to CPU memory in forward (`compiler/away.py`). Whoever
+        reads or writes them calls this first.
+        """
+        if self.away is not None:
+            self.away.back()
+
+    @torch.no_grad()
+    def put_master(self, master: torch.Tensor) -> None:
+        """
+        ### Take another tensor as the master
+
+        * `master` has the same values, `(shard_numel,)`; or no elements, while they are elsewhere
+        """
+        self.master = master
+        for piece in self.pieces:
+            piece.param.data = master[piece.where]
+        if self.grad_holder is not None and self.grad_holder is not self.shard:
+            # It has the gradient, so it keeps its shape. One element stands for all.
+            whole = master if len(master) else master.new_zeros(1).expand(len(self.shard))
+            self.grad_holder.data = whole
+
     def read_async(self, *names: str) -> None:
         """
         ### Start to read these states, or all of them, if they rest in a file
@@ -464,6 +500,7 @@ class ShardStates:
         Yields the master and the gradient. At the end the master is rounded into the shard, and
         states in a file start to be written. After an exception the file is as it was.
         """
+        self.bring_back()
         views = self.in_file.wait() if self.in_file is not None else {}
         master = views.get("master", self.master)
         self._follow_shard(master)
@@ -564,6 +601,7 @@ class ShardStates:
         optimizer counts their steps separately. The moments of the new pieces are views of the old
         piece's.
         """
+        self.bring_back()
         pieces: list[Piece] = []
         stepped: list[Piece] = []
         for piece in self.pieces:
@@ -601,6 +639,7 @@ class ShardStates:
 
         Nothing happens if the pieces are cut like that already.
         """
+        self.bring_back()
         whole = slice(0, len(self.shard))
         runs = self._runs(whole, [*zip(self.group_indices, keys, strict=True)])
         if [where for where, _ in runs] == [piece.where for piece in self.pieces]:
