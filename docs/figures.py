@@ -214,7 +214,8 @@ class Figures:
                 "large": rungs.large_figure(run),
                 "memory": rungs.memory_table(run), "traffic": rungs.traffic_table(run),
                 "losses": rungs.losses_table(run), "differences": rungs.differences_table(run),
-                "buffers": rungs.buffers(run), "nodes": rungs.nodes_table(run),
+                "buffers": rungs.buffers(run), "compiled": rungs.compiled_table(run),
+                "spared": rungs.fewer_compiled(run), "nodes": rungs.nodes_table(run),
                 "fewer": rungs.fewer_between(run)}
 
     # ------------------------------------------------------------------------- mutations, exercises
