@@ -33,6 +33,7 @@ from docs import (
     boxes,
     bucketing,
     calculator,
+    compiled,
     ladder,
     lanes,
     layouts,
@@ -75,6 +76,7 @@ PLACED: tuple[tuple[str, str, str, str], ...] = (
     ("whole_model/units.py", "", "A pass that goes another way", "figure.trace"),
     ("pipeline/schedules.py", "", "<th>slot</th>", "figure.1f1b"),
     ("pipeline/schedules.py", "", "go forward through a stage before the next", "figure.breadth"),
+    *(("compiler/passes.py", name, "", f"figure.{name}") for name in compiled.CAPTIONS),
 )
 
 
@@ -98,6 +100,7 @@ class Figures:
         self.life = life.record()
         self.timelines = timelines.record()
         self.lanes = lanes.record()
+        self.compiled = compiled.record()
         self.mutations = {(m.file, last): (m, first) for m, first, last in all_with_lines()}
         # Files to write beside the pages.
         self.files = tape.data_files(self.tapes) | {
@@ -122,6 +125,8 @@ class Figures:
             "figure.trace": lambda: layouts.trace(self.layouts),
             "figure.1f1b": lambda: lanes.figure(self.lanes, "1f1b"),
             "figure.breadth": lambda: lanes.figure(self.lanes, "breadth-first"),
+            **{f"figure.{name}": partial(compiled.figure, self.compiled, name)
+               for name in compiled.CAPTIONS},
             "lanes.compared": rungs.html_table(lanes.compared(self.lanes), words=1),
             "mutations": self.all_mutations, "exercises": self.exercises,
             "bench.sentence": self.speed, "bench.memory": self.memory,
@@ -209,7 +214,8 @@ class Figures:
                 "large": rungs.large_figure(run),
                 "memory": rungs.memory_table(run), "traffic": rungs.traffic_table(run),
                 "losses": rungs.losses_table(run), "differences": rungs.differences_table(run),
-                "buffers": rungs.buffers(run), "nodes": rungs.nodes_table(run),
+                "buffers": rungs.buffers(run), "compiled": rungs.compiled_table(run),
+                "spared": rungs.fewer_compiled(run), "nodes": rungs.nodes_table(run),
                 "fewer": rungs.fewer_between(run)}
 
     # ------------------------------------------------------------------------- mutations, exercises

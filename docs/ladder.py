@@ -36,6 +36,13 @@ mean of two means, so its last bits differ.
 | hybrid | each node has a replica, so only gradients go to the other node |
 | ZeRO++ | like nodes, with a copy until backward, 8-bit weights and 4-bit gradients |
 
+**Compiled.** Two more runs, on two ranks, let a compiler decide when layers are gathered:
+
+| rung | how many layers may be full at once |
+|---|---|
+| ZeRO-3, compiled | two of the largest, as many as with hooks |
+| with more room | five of the largest |
+
 The sum of four gradients depends on their order. Flat adds them rank by rank. Nodes and hybrid both
 add inside each node first, so these two have the same bits. ZeRO++ rounds.
 
@@ -63,7 +70,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from zero3 import Int4, Int8, Links, Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential
+from zero3 import (
+    Int4,
+    Int8,
+    Links,
+    Offload,
+    Zero3Layer,
+    Zero3Optimizer,
+    Zero3Sequential,
+    compile,
+)
 from zero3.comm import all_gather_single, reduce_scatter_single
 from zero3.guards.version import commit_name
 from zero3.measure.ledger import Ledger, disk_bytes, held_bytes
@@ -271,6 +287,22 @@ class Zero3(DataParallel):
             return {name: p.detach().clone() for name, p in params.items()}
 
 
+class Compiled(Zero3):
+    """
+    ## ZeRO-3, compiled: passes over a graph of the step decide when layers are gathered
+
+    * `room` is how many of the largest layers may be full at once
+    """
+
+    def __init__(self, layers: list[nn.Module], room: int = 2):
+        self.sharers = dist.get_world_size()
+        largest_numel = max(sum(p.numel() for p in layer.parameters()) for layer in layers)
+        # No buckets, as on the rung that is compared with. Inductor would take minutes to compile.
+        self.model = compile(nn.Sequential(*layers), backend="aot_eager", bucket_bytes=0,
+                             limit_numel=room * largest_numel)
+        self.optimizer = Zero3Optimizer(self.model, bucket_bytes=0, **ADAM)
+
+
 class Tape(Ledger):
     """
     ## A ledger that updates the peak at each event; plain rungs have no events
@@ -290,6 +322,13 @@ def rungs(folder: str) -> dict[str, Callable[[list[nn.Module]], Single]]:
     return {"one process": Single, "DDP": DataParallel, "ZeRO-1": Zero1, "ZeRO-2": Zero2,
             "ZeRO-3": Zero3, "ZeRO-3, CPU": partial(Zero3, offload=Offload("cpu")),
             "ZeRO-3, NVMe": partial(Zero3, offload=Offload("nvme", folder))}
+
+
+def rungs_compiled() -> dict[str, Callable[[list[nn.Module]], Single]]:
+    """
+    ## The compiled rungs, on two ranks
+    """
+    return {"ZeRO-3, compiled": Compiled, "with more room": partial(Compiled, room=5)}
 
 
 def rungs_on_nodes() -> dict[str, Callable[[list[nn.Module]], Single]]:
@@ -329,16 +368,19 @@ def train(rung: Single, data: torch.Tensor, device: torch.device) -> dict[str, A
             "device_peak_bytes": rung.peak_bytes,
             "file_bytes": disk_bytes(rung.model, rung.optimizer), "losses": means.tolist(),
             "sent_bytes": rung.sent_bytes or tape.sent_bytes, "sent_by": rung.sent_by,
-            "between_bytes": tape.between_bytes}
+            "between_bytes": tape.between_bytes,
+            "gathers": sum(e.event == "fetch" for e in tape.events)}
 
 
 def climb_rank(folder: str) -> dict[str, Any]:
     """
     ## Train on every rung, on this rank
     """
-    rows, params = train_all(rungs(folder), "DDP")
+    compiled = rungs_compiled()
+    rows, params = train_all({**rungs(folder), **compiled}, "DDP")
     return {"params": params, "ranks": RANKS, "steps": STEPS, "layers": CONFIG.n_layers + 2,
-            "device": launch.my_device().type, "rows": rows}
+            "device": launch.my_device().type, "rows": rows[: -len(compiled)],
+            "compiled": rows[-len(compiled) :]}
 
 
 def climb_nodes_rank() -> list[dict[str, Any]]:
@@ -388,7 +430,8 @@ def climb(folder: str | None = None) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         # Pass the function by name: if this is the main program, other processes cannot import it.
-        answers = launch.run("docs.ladder:climb_rank", RANKS, scratch, device="cpu")
+        # The compiler traces the model twice, which takes a while on a busy machine.
+        answers = launch.run("docs.ladder:climb_rank", RANKS, scratch, device="cpu", timeout_s=600)
     on_nodes = launch.run("docs.ladder:climb_nodes_rank", NODES * RANKS, device="cpu")
     # All ranks return the same: shards have equal lengths, and losses are means over ranks.
     for first, *others in (answers, on_nodes):
@@ -406,8 +449,9 @@ def table(answer: dict[str, Any]) -> str:
     ## The ladder in plain text
 
     Columns are bytes of a rank: on its device at rest and at the peak, in CPU memory, in files, and
-    sent. Then the differences of losses and weights from DDP's, and the last loss. The rungs on two
-    nodes follow, with the bytes sent to the other node and the differences from flat.
+    sent. Then the differences of losses and weights from DDP's, and the last loss. The compiled rungs
+    follow, beside ZeRO-3 with hooks, with the all-gathers in a step; and the rungs on two nodes,
+    with the bytes sent to the other node and the differences from flat.
     """
     lines = ["{params:,} parameters in {layers} layers, fp32, AdamW, {ranks} ranks, {steps} steps; "
              "{device}, torch {torch}, commit {commit}\n".format(**answer),
@@ -418,6 +462,13 @@ def table(answer: dict[str, Any]) -> str:
         lines.append("{rung:14}{sharded:31}{device_rest_bytes:13,}{device_peak_bytes:13,}"
                      "{cpu_bytes:15,}{file_bytes:13,}{sent_bytes:13,} {sent_by:8}"
                      "{loss_difference:8.0g}{weight_difference:9.0g}".format(**row)
+                     + f"{row['losses'][-1]:11.6f}")
+    hooks = next(row for row in answer["rows"] if row["rung"] == "ZeRO-3")
+    lines.append(f"\n{'':18}{'at the peak':>13}{'all-gathers':>13}{'sent':>13}{'losses':>9}"
+                 f"{'weights':>9}{'last loss':>11}")
+    for row in (hooks, *answer["compiled"]):
+        lines.append("{rung:18}{device_peak_bytes:13,}{gathers:13}{sent_bytes:13,}"
+                     "{loss_difference:9.0g}{weight_difference:9.0g}".format(**row)
                      + f"{row['losses'][-1]:11.6f}")
     lines.append(f"\n{'on two nodes':14}{'at rest':>13}{'at the peak':>13}{'sent between':>14}"
                  f"{'losses':>9}{'weights':>9}{'last loss':>11}")

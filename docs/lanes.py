@@ -30,6 +30,7 @@ share the cores of one machine, so recorded times say more about the machine tha
 schedule.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -198,7 +199,7 @@ class Lanes:
         self.left = 104 if self.is_wide else 58
         self.unit = (width - self.left - 4) / (self.slots + LEAD + TAIL)
         self.foot = HEAD + self.stages * PITCH
-        self.legend = legend_rows(width)
+        self.legend = legend_rows(width, LEGEND)
         self.drawing = Drawing(width, self.foot + 22 * len(self.legend) - 4,
                                f"A step of a pipeline, {name}", about(run))
 
@@ -282,12 +283,14 @@ def transfers(played: list[list[Pass]]) -> list[tuple[int, int, float, float]]:
     return found
 
 
-def legend_rows(width: int) -> list[list[tuple[str, str]]]:
+def legend_rows(width: int, entries: Iterable[tuple[str, str]]) -> list[list[tuple[str, str]]]:
     """
-    ## The legend, in as many rows as it needs
+    ## A legend, in as many rows as it needs
+
+    * `entries` are colours with their words
     """
     rows: list[list[tuple[str, str]]] = [[]]
-    for entry in LEGEND:
+    for entry in entries:
         if sum(entry_width(word) for _, word in [*rows[-1], entry]) > width:
             rows.append([])
         rows[-1].append(entry)
@@ -298,10 +301,16 @@ def entry_width(word: str) -> float:
     return 34 + svg.LETTER * svg.FONT * len(word)
 
 
-def legend(drawing: Drawing, row: list[tuple[str, str]], y: float) -> None:
+def legend(drawing: Drawing, row: list[tuple[str, str]], y: float,
+           solid: Iterable[str] = ()) -> None:
+    """
+    ## A row of a legend
+
+    * `solid` are the colours that are not pale in this drawing
+    """
     left = 4.0
     for color, word in row:
-        drawing.rect(left, y, 16, 14, color)
+        drawing.rect(left, y, 16, 14, color, pale=color not in solid)
         drawing.text(left + 22, y + 12, word, "muted")
         left += entry_width(word)
 

@@ -255,6 +255,40 @@ def differences_table(answer: dict[str, Any]) -> str:
     return html_table(rows)
 
 
+def compiled_table(answer: dict[str, Any]) -> str:
+    """
+    ## ZeRO-3 with hooks and compiled: memory, all-gathers and bytes, as an HTML table
+    """
+    rows = [["", f"{MIB.name} on the device, at its peak", "all-gathers in a step",
+             f"{MIB.name} sent in a step", "largest difference from DDP, in a loss"]]
+    for row in (hooks(answer), *answer["compiled"]):
+        differs = row["loss_difference"]
+        rows.append([row["rung"], f"{row['device_peak_bytes'] / MIB.size:.2f}",
+                     str(row["gathers"]), f"{row['sent_bytes'] / MIB.size:.2f}",
+                     f"{differs:.0e}" if differs else "none"])
+    return html_table(rows)
+
+
+def hooks(answer: dict[str, Any]) -> dict[str, Any]:
+    """
+    ## The rung that the compiled ones are compared with
+    """
+    return next(row for row in answer["rows"] if row["rung"] == "ZeRO-3")
+
+
+def fewer_compiled(answer: dict[str, Any]) -> str:
+    """
+    ## What the compiled rungs save: a sentence with the numbers of layers and bytes
+    """
+    before = hooks(answer)
+    saved = [(before["gathers"] - row["gathers"],
+              f"{100 * (1 - row['sent_bytes'] / before['sent_bytes']):.0f} %")
+             for row in answer["compiled"]]
+    (few, less), (many, least) = saved
+    return (f"With the memory of hooks it spares {few} of {before['gathers']} all-gathers and "
+            f"sends {less} fewer bytes; with room for five layers {many}, and {least}.")
+
+
 def nodes_table(answer: dict[str, Any]) -> str:
     """
     ## The rungs on two nodes: memory, bytes between nodes, and losses, as an HTML table

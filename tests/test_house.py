@@ -34,6 +34,7 @@ ROWS = (
     {"measure", "estimate"},
     {"optimizer"},
     {"whole_model", "pipeline"},
+    {"compiler"},
     {"checkpoint"},
     {"train"},
 )

@@ -176,6 +176,31 @@ def test_the_large_ladder_has_the_numbers_of_zeros_table_1(climbed):
     assert "needs 14 %" in rungs.buffers(climbed[1])
 
 
+def test_compiled_rungs_have_the_same_bits_and_send_less(climbed):
+    """
+    Losses and weights are DDP's. With the limit of hooks no more is held at the peak. Each layer
+    that stays full until backward spares its gather, and with more room there are more of them; an
+    embedding is not gathered for backward, which does not read it. Breaks if the compiler frees and
+    gathers a layer that it kept, or reorders a sum.
+    Proves I1, I8, `compile`, `keep`.
+    """
+    rows, answer, _ = climbed
+    hooks = rows["ZeRO-3"]
+    layers, ranks = describe(gpt_layers(ladder.CONFIG)), answer["ranks"]
+    shards = [layer.shard_bytes(ranks) for layer in layers]
+    assert hooks["gathers"] == 2 * len(layers) - 1
+    for row, kept in zip(answer["compiled"], (2, 5), strict=True):
+        assert row["losses"] == rows["DDP"]["losses"] and row["weight_difference"] == 0
+        assert row["device_rest_bytes"] == hooks["device_rest_bytes"]
+        assert row["gathers"] == 2 * len(layers) - 1 - kept
+        # The embedding, and what is kept beside the last layer, which hooks keep, too.
+        spared = (shards[0] + sum(shards[-kept:-1])) * (ranks - 1)
+        assert row["sent_bytes"] == hooks["sent_bytes"] - spared
+    same, more = answer["compiled"]
+    assert same["device_peak_bytes"] <= hooks["device_peak_bytes"] < more["device_peak_bytes"]
+    assert rungs.compiled_table(answer).count("<tr>") == 4
+
+
 def test_on_two_nodes_only_the_order_of_a_sum_changes_losses_until_bytes_are_rounded(climbed):
     """
     Nodes and hybrid add the gradients inside a node first and then over nodes, so they have the

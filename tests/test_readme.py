@@ -31,6 +31,12 @@ def program(which, folder):
     with the block about checkpoints in the end. Without two GPUs a CPU stands in for them.
     """
     first, *others = BLOCKS
+    if which == "compile":
+        wrapped = program("wrap", folder)
+        (block,) = [block for block in others if "compile(" in block]
+        (model,) = re.findall(r"^model = wrap.*\n", wrapped, re.MULTILINE)
+        (optimizer,) = re.findall(r"^optimizer = .*\n", wrapped, re.MULTILINE)
+        return wrapped.replace(optimizer, "").replace(model, block)
     if which == "gpu":
         lines = first.splitlines(keepends=True)
         begin = next(i for i, line in enumerate(lines) if "init_process_group" in line)
@@ -65,11 +71,11 @@ def as_main(port, file):
     return told.getvalue()
 
 
-@pytest.mark.parametrize("which", ["first", "wrap", "nvme", "gpu"])
+@pytest.mark.parametrize("which", ["first", "wrap", "compile", "nvme", "gpu"])
 def test_a_program_of_the_readme_runs_on_two_ranks(which, tmp_path):
     """
     Each ends with the shapes of the full parameters, which both ranks print.
-    Proves `Zero3Sequential`, `Zero3Optimizer`, `Offload`, `wrap`.
+    Proves `Zero3Sequential`, `Zero3Optimizer`, `Offload`, `wrap`, `compile`.
     """
     text = program(which, tmp_path)
     if which == "gpu" and torch.cuda.device_count() < 2:

@@ -29,6 +29,7 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | 8 | `whole_model/wrap.py` | `wrap`: shard a whole model without changing it |
 | 8 | `whole_model/units.py` | layers of a whole model, prefetched in an order that was recorded |
 | 8 | `whole_model/materialise.py` | models larger than memory: built and read layer by layer |
+| 8 | `whole_model/together.py` | small layers share an all-gather |
 | 9 | `checkpoint/save_load.py` | `save` and `load`: on any number of ranks, beside training |
 | 9 | `checkpoint/reader.py` | a checkpoint on disk, complete or absent |
 | 9 | `checkpoint/entries.py` | the contents of a checkpoint: model, optimizer, random states |
@@ -47,6 +48,11 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | pipelines | `pipeline/pipeline.py` | `Pipeline`: train a model in stages that are sharded, too |
 | pipelines | `pipeline/costs.py` | its bytes by formula: sent, at rest and at the peak |
 | pipelines | `pipeline/__init__.py` | `Pipeline`, imported when it is used first |
+| compiler | `compiler/graph.py` | a step as a list of operations |
+| compiler | `compiler/passes.py` | passes: gather earlier, keep, share and wait later |
+| compiler | `compiler/trace.py` | from a model to graphs, by `torch.compile` |
+| compiler | `compiler/engines.py` | engines: who computes between two communications |
+| compiler | `compiler/model.py` | `compile`: a sharded model that runs as graphs |
 | guards | `guards/freed.py` | a freed parameter, which reports every use |
 | guards | `guards/placement.py` | the same parameters on every rank, on the right device |
 | guards | `guards/contents.py` | modules and libraries around a sharded model |
