@@ -36,13 +36,8 @@ frees them. A model that returns one of its weights raises an error when the res
 """
 
 import warnings
-<<<<<<< HEAD
-from collections.abc import Callable
-from typing import Any, NamedTuple
-=======
 from collections.abc import Callable, Iterator
-from typing import Any
->>>>>>> coffload
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -53,14 +48,9 @@ from torch._dynamo.utils import counters
 from zero3.comm import Communicator
 from zero3.compiler.away import StatesAway, optimizer_of, room_for
 from zero3.compiler.engines import Eager, Inductor
-<<<<<<< HEAD
 from zero3.compiler.graph import find, full_numel, gather, layers_of, reduce
-from zero3.compiler.passes import improve
-=======
-from zero3.compiler.graph import full_numel
 from zero3.compiler.passes import gathered, improve
 from zero3.compiler.room import Room, held_bytes, offload_states
->>>>>>> coffload
 from zero3.compiler.trace import Backend, Graphs, Place
 from zero3.flat import FlatParameter, Slot
 from zero3.guards.contents import uncompiled
@@ -108,12 +98,9 @@ class CompiledUnit(Unit):
         # A freed parameter may be traced, because the graph gathers it.
         for slot in self.slots():
             slot.freed_class.traceable = True  # type: ignore[attr-defined]
-<<<<<<< HEAD
         self.full_views = [slot.view for slot in self.slots()]
         self.flat_slots = [(flat, slot) for flat in self.flats for slot in flat.slots]
-=======
         self.away = StatesAway(self)
->>>>>>> coffload
 
     def forward(self, *args, **kwargs):
         """
@@ -399,28 +386,17 @@ class CompiledModel(Zero3Model):
         if can_share(self.comm):
             self.bucket_numel = bucket_bytes // itemsize
         largest_numel = max(unit.numel for unit in self.units[1:])
-<<<<<<< HEAD
         # A layer and the next one; or a bucket that is packed, its layers, and the next bucket.
         room_numel = max(2 * largest_numel, 3 * self.bucket_numel)
         self.has_limit = limit_numel is not None
         self.limit_numel = limit_numel or self.numel["root"] + room_numel
-        self.graphs: list[Graphs] = []
-        self.told: set[str] = set()
-        self.earlier_breaks = breaks()
-        self.engine = engine_named(backend, self.comm, self.units[0].device)(layers)
-        places = {id(slot.param): Place(name, i, unit.full_name(slot.names[0]))
-                  for name, unit in layers.items() for i, slot in enumerate(unit.slots())}
-        # Dynamo calls it while it traces. Elsewhere it stands for code that is not traced.
-        use: Any = FreedParameter.__torch_function__
-        skip_code(use.__code__)
-        self.run = torch.compile(self.module.__call__,
-=======
-        room = max(largest_numel, self.bucket_numel)
-        self.limit_numel = limit_numel or self.numel["root"] + 2 * room
         self.limit_bytes = self._limit_of_device(limit_bytes)
         self.told: set[str] = set()
         self.earlier_breaks = breaks()
         self.engine = engine_named(backend, self.comm, self.units[0].device)(layers)
+        # Dynamo calls it while it traces. Elsewhere it stands for code that is not traced.
+        use: Any = FreedParameter.__torch_function__
+        skip_code(use.__code__)
         self._compile()
 
     def _compile(self) -> None:
@@ -433,7 +409,6 @@ class CompiledModel(Zero3Model):
         # With a limit of bytes, each shape has graphs of its own, because it takes other bytes.
         dynamic = None if self.limit_bytes is None else False
         self.run = torch.compile(self.module.__call__, dynamic=dynamic,
->>>>>>> coffload
                                  backend=Backend(places, self._lower, self.engine))
 
     def _layers(self) -> dict[str, Any]:
@@ -539,14 +514,10 @@ class CompiledModel(Zero3Model):
         root: Any = self.module
         root.running = True
         try:
-<<<<<<< HEAD
             # If graphs end early, each layer has graphs of the same code.
             with dynamo.patch(recompile_limit=8 + 2 * len(self.units)):
                 output = self.run(*args, **kwargs)
-=======
-            output = self.run(*args, **kwargs)
             self._check_counted()
->>>>>>> coffload
             self._warn_of_breaks()
             return output
         except BaseException:
@@ -701,12 +672,8 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *, backend: 
         options["leaf_classes"] = tuple({type(child) for child in model.children()})
     compiled: Any = wrap(model, layer_classes or (), max_live_numel=limit_numel,
                          kind=CompiledModel, **options)
-<<<<<<< HEAD
     for unit in compiled.units:
         # Ranks may compute other parts of it, which would be other graphs.
         unit.untraceable = unit.leaf and layer_classes is not None
-    compiled.plan(backend, limit_numel, bucket_bytes)
-=======
     compiled.plan(backend, limit_numel, bucket_bytes, limit_bytes)
->>>>>>> coffload
     return compiled
