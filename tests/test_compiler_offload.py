@@ -419,7 +419,8 @@ def test_a_checkpoint_finds_states_that_are_away(tmp_path):
         assert any(unit.away.phase == "away" for unit in other.units)
         zero3.load(tmp_path, other, others)
         found = others.state_dict()
-    assert all(torch.equal(a, b) for a, b in zip(expected["masters"], found["masters"], strict=True))
+    pairs = zip(expected["masters"], found["masters"], strict=True)
+    assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
     for i, known in expected["state"].items():
         assert all(torch.equal(value, found["state"][i][key]) for key, value in known.items())
 

@@ -202,7 +202,6 @@ class Entries:
         shard = parameter.shard
         for states in getattr(self.optimizer, "shard_states", ()):
             if states.shard is shard:
-                states.bring_back()
                 return Flat(paths, layer, parameter, states, states.master_dtype,
                             states.in_file is not None, [*states.group_indices], states.spans,
                             states.pieces)
