@@ -186,7 +186,7 @@ def reload(layer: GraphLayer) -> None:
 OPERATIONS = (parameter, gather, wait, release, collect, reduce, finish, remember, refuse_old,
               offload, vacate, reload)
 # Operations that may wait until the computation around them has ended.
-DELAYABLE = (collect, release, gather, reload)
+DELAYABLE = (release, gather, collect, reduce, finish, remember, refuse_old, reload)
 
 
 # -------------------------------------------------------------------------------------- graphs
