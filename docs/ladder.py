@@ -449,9 +449,9 @@ def table(answer: dict[str, Any]) -> str:
     ## The ladder in plain text
 
     Columns are bytes of a rank: on its device at rest and at the peak, in CPU memory, in files, and
-    sent. Then the differences of losses and weights from DDP's, and the last loss. The compiled rungs
-    follow, beside ZeRO-3 with hooks, with the all-gathers in a step; and the rungs on two nodes,
-    with the bytes sent to the other node and the differences from flat.
+    sent. Then the differences of losses and weights from DDP's, and the last loss. The compiled
+    rungs follow, beside ZeRO-3 with hooks, with the all-gathers in a step; and the rungs on two
+    nodes, with the bytes sent to the other node and the differences from flat.
     """
     lines = ["{params:,} parameters in {layers} layers, fp32, AdamW, {ranks} ranks, {steps} steps; "
              "{device}, torch {torch}, commit {commit}\n".format(**answer),

@@ -24,7 +24,14 @@ from torch.nn import functional as F
 
 from zero3 import Zero3Optimizer, compile, wrap
 from zero3.compiler.graph import (
-    finish, full_numel, gather, is_view, layers_of, reduce, release, wait
+    finish,
+    full_numel,
+    gather,
+    is_view,
+    layers_of,
+    reduce,
+    release,
+    wait,
 )
 from zero3.measure.ledger import Ledger
 from zero3.train.launch import my_device
@@ -190,9 +197,9 @@ assert max(full for _, full, _ in (*forward, *backward)) <= 2 * block
 # **Measured**: the head and the last block. The all-gather of block 0 now starts before the
 # embedding computes, and a reduce is waited for when the next one begins.
 #
-# Does it still train the same model? And are the bytes those that the graph promises? We train three
-# steps with [hooks](../zero3/whole_model/wrap.py) and three compiled ones, and put the third on a
-# tape.
+# Does it still train the same model? And are the bytes those that the graph promises? We train
+# three steps with [hooks](../zero3/whole_model/wrap.py) and three compiled ones, and put the third
+# on a tape.
 
 # %%
 hooked = run("worker_11:hooks")
@@ -229,10 +236,11 @@ assert differs(first) < 1e-6
 #
 # ## Predict: more room
 #
-# Now the limit grows from two blocks to three, four and six, and to the whole model. In units of
-# $\Psi$, the elements of all layers, each rank sends in a step
+# Now the limit grows from two blocks to three, four and six, and to the whole model. With $\Psi$
+# the elements of all layers, a rank sends in a step
 #
-# $$\frac{N-1}{N} \Big(3\Psi - P_\text{embed} - \sum_{\ell \in K} P_\ell\Big) \quad \text{elements}$$
+# $$\frac{N-1}{N} \Big(3\Psi - P_\text{embed} - \sum_{\ell \in K} P_\ell\Big)
+# \quad \text{elements}$$
 #
 # with $K$ the layers that are kept. **Predict** for each limit: how many gathers are left in
 # backward, and how many bytes does a rank send? Write the rule down before you run the cell.
@@ -262,9 +270,9 @@ for name, limit in limits.items():
     measured = total(found["measured"], "fetch", "reduce")
     print(f"{name:12}{7 - len(kept):5} gathers{sent:17,}{measured:10,}{found['peak'] // 1024:11,}")
     assert kept == found["kept"] and sent == measured and differs(found) < 1e-6
-hooks_backward = count(hooked[0]["measured"], "fetch") - 8
-print(f"{'hooks':12}{hooks_backward:5} gathers{'':17}{total(hooked[0]['measured'], 'fetch', 'reduce'):10,}"
-      f"{hooked[0]['peak'] // 1024:11,}")
+events = hooked[0]["measured"]
+print(f"{'hooks':12}{count(events, 'fetch') - 8:5} gathers{'':17}"
+      f"{total(events, 'fetch', 'reduce'):10,}{hooked[0]['peak'] // 1024:11,}")
 
 # %% [markdown]
 # **Measured**: as the rule says, to the byte. With room for everything a rank sends
@@ -289,7 +297,7 @@ for ax, name in zip(axes, ("2 blocks", "4 blocks", "everything"), strict=True):
         start = edges[-1] + 8
     ax.axhline(limits[name] / block, color="gray", linestyle="--", linewidth=1)
     ax.set_title(f"limit: {name}", fontsize=9, loc="left")
-    ax.set(ylim=(0, 8.8), ylabel="full, in blocks")
+    ax.set(ylim=(0, 8.8), yticks=(0, 2, 4, 6), ylabel="full, in blocks")
     ax.spines[["top", "right"]].set_visible(False)
 axes[-1].set(xlabel="operations")
 plt.show()

@@ -346,7 +346,7 @@ def test_sharding_never_predicts_more_than_data_parallelism_and_its_padding(part
     """
     For any chain: at rest a rank holds an $N$-th of the model and at most an element of padding per
     layer; a step sends at most three times the padded model.
-    Proves `predict`, `data_parallel`, `LayerSpec`, `Part`.
+    Proves `predict`, `data_parallel`, `LayerSpec`, `formulas.Part`.
     """
     layers = [LayerSpec((Part(*part),)) for part in parts]
     p, whole = predict(layers, world_size, step_bytes=0), data_parallel(layers, world_size)

@@ -832,7 +832,7 @@ def test_offload_to_the_cpu_moves_four_bytes_for_each_parameter():
     """
     ZeRO-Offload, section 3: half-precision gradients there and parameters back, the least that is
     possible; what rests on the device is 2 bytes for each parameter and a few layers.
-    Proves `places`, `Place`.
+    Proves `places`, `formulas.Place`.
     """
     place = next(p for p in places(1e9, 1, 100) if (p.params_in, p.states_in) == ("device", "cpu"))
     assert place.step_bytes == {"cpu": 4e9, "nvme": 0.0}
@@ -866,7 +866,7 @@ def test_each_choice_of_tiers_has_the_bytes_that_are_predicted_of_real_layers(
     buffers of files within step counts and whole blocks; the transfer to files within the buffers
     that are still full. Breaks if fp32 parameters on the device have no copy where they are
     stepped, or if parameters in files have one.
-    Proves `places`, `Place.needs`, `predict`, `Part`, `LayerSpec`.
+    Proves `places`, `Place.needs`, `predict`, `formulas.Part`, `LayerSpec`.
     """
     layers = [LayerSpec((Part(1 << 20, element_bytes, True),))] * 100
     tiers = {"device": Offload(), "cpu": Offload("cpu"), "nvme": Offload("nvme", tmp_path)}

@@ -190,7 +190,7 @@ def test_every_number_of_a_step_is_predicted(shape):
     `_Replay._numbers`, `_Replay._backward`, `_Replay._forward`, `_Replay._reduce`,
     `_Replay._send_tied_gradient`, `_states_of`, `_named`, `StepLayer.of`, `Step.collect`,
     `Step.end`, `InTurn`, `InTurn.stays_full`, `Borrowed.held_tensors`, `Pipeline.held_tensors`,
-    `ShardedModel.held_tensors`, `Sent`, `Counted`.
+    `ShardedModel.held_tensors`, `channels.Sent`, `Counted`.
     """
     for rank, found in enumerate(run(wrong, prod(shape), shape, [*cases()])):
         assert found == [], rank

@@ -246,7 +246,7 @@ def test_packed_buffers_count_as_live(name):
     nothing fits together, and nothing is shared. Breaks if a packed buffer is not counted, or keeps
     a wanted unit out.
     Proves I3, `TracedOrder.live_numel`, `TracedOrder._fits`, `TracedOrder._make_room`,
-    `Packed.numel`, `Unit.packed`, `Unit.held_tensors`.
+    `Packed.numel`, `Unit.held_tensors`.
     """
     sizes = run(live, 2, name, None)[0][3]
     least = sum(sizes[each] for each in LEAST[name])
@@ -336,8 +336,8 @@ def test_a_unit_may_be_released_without_having_computed():
     Another caller may gather units together, and free them again. The bytes of the events are those
     of the packed buffer; those that a unit has are freed with it. Breaks if the packed buffer
     outlives its last unit.
-    Proves I2, `fetch_together`, `can_share`, `Part`, `Part.wait`, `Packed.take`, `Unit.is_here`,
-    `Unit.unpack`, `Packed.start`.
+    Proves I2, `fetch_together`, `can_share`, `together.Part`, `Part.wait`, `Packed.take`,
+    `Unit.is_here`, `Unit.unpack`, `Packed.start`.
     """
     for facts, sizes, fetched, freed in run(fetched_by_hand, 2):
         assert facts == [[True] * 4, [True] * 3 + [False], 0, True, 0]

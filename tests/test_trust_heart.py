@@ -399,7 +399,7 @@ def test_on_an_accelerator_parameters_and_rows_begin_at_multiples_of_16_bytes(wo
     With the same numbers, zeros in the padding, bytes that are predicted exactly, and checkpoints
     that load where nothing is padded. Breaks without `aligned` in `_merge_and_pad_params`, or with
     a gradient whose padding between parameters is not zeroed.
-    Proves I1, I5, `Zero3Layer._merge_and_pad_params`, `Communicator.aligned`, `Part`,
+    Proves I1, I5, `Zero3Layer._merge_and_pad_params`, `Communicator.aligned`, `formulas.Part`,
     `CheckpointReader.read`.
     """
     for told, starts, differ in run(aligned, world_size, str(tmp_path)):
