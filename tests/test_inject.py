@@ -167,8 +167,8 @@ def test_restored_models_have_the_same_classes_parameters_and_bits(which):
 def test_injected_models_have_the_losses_and_gradients_of_plain_ones(which):
     """
     In fp64, and in fp32 with a tolerance for rounding.
-    Proves `policies.attention`, `Attention`, `Attention.forward`, `rms_norm`, `RMSNorm`, `swiglu`,
-    `SwiGLU`, `_GatedProduct`, `cross_entropy`, `CrossEntropy`, `CrossEntropy.forward`, `_all`.
+    Proves `attention`, `Attention`, `Attention.forward`, `rms_norm`, `RMSNorm`, `swiglu`, `SwiGLU`,
+    `_GatedProduct`, `_Norm`, `cross_entropy`, `CrossEntropy`, `CrossEntropy.forward`, `_all`.
     Breaks if a forward or a gradient is another function.
     """
     for dtype, rounding in ((torch.double, 0.0), (torch.float32, 1e-5)):
@@ -340,6 +340,86 @@ def test_policies_without_modules_and_sharded_models_are_refused():
         inject(nn.Sequential(Same()), [policies.swiglu(), policies.swiglu(Same)])
     with pytest.raises(ValueError, match="at least 1"):
         policies.cross_entropy(rows=0)
+
+
+# ------------------------------------------------------------------------------------------- memory
+
+
+def kept(forward, *args):
+    """The bytes of distinct storages that autograd keeps, and the result"""
+    found = {}
+
+    def keep(tensor):
+        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = forward(*args)
+    return sum(found.values()), result
+
+
+def test_what_is_kept_for_backward_is_as_the_table_says():
+    """
+    The elements that autograd keeps, plain minus injected, by the formulas of the table.
+    Proves `_GatedProduct`, `_Norm`, `Attention.forward`. Breaks if a forward keeps more.
+    """
+    import transformers
+
+    heads, positions, batch, width = 2, 64, 3, WIDTH
+    x = torch.randn(positions, batch, width, requires_grad=True)
+    mask = torch.ones(positions, positions, dtype=torch.bool).tril()[..., None]
+    norm = transformers.models.llama.modeling_llama.LlamaRMSNorm(width)
+    network = FeedForward(width, 24, 0.0, nn.SiLU(), is_gated=True)
+    attention = MultiHeadAttention(heads, width, 0.0)
+    rows = positions * batch
+    cases = [
+        (norm, policies.rms_norm, lambda module: module(x), rows * width),
+        (network, policies.swiglu, lambda module: module(x), rows * 24),
+        # The plain forward copies the mask, too, and the injected one may reorder its inputs.
+        (attention, policies.attention,
+         lambda module: module(query=x, key=x, value=x, mask=mask),
+         rows * (heads * positions - heads - 3 * width))]
+    for module, policy, forward, at_least in cases:
+        before, _ = kept(forward, module)
+        after, _ = kept(forward, inject(module, [policy()]))
+        assert before - after >= 4 * at_least, policy.__name__
+        assert before - after == 4 * at_least or policy is policies.attention
+
+
+def test_norms_and_networks_of_16_bits_are_as_close_as_their_rounding():
+    """
+    In bf16 the plain forward rounds at other places; both are within two roundings of fp32.
+    Proves `_Norm`, `_GatedProduct`.
+    """
+    for which, name in (("llama", "model.model.layers.0.input_layernorm"),
+                        ("llama", "model.model.layers.0.mlp")):
+        model, listed, _ = make(which, dtype=torch.bfloat16)
+        x = torch.randn(4, WIDTH, dtype=torch.bfloat16)
+        grads = []
+        for each in (model, inject(copy.deepcopy(model), listed),
+                     copy.deepcopy(model).float()):
+            module = each.get_submodule(name)
+            leaf = x.detach().to(next(module.parameters()).dtype).requires_grad_()
+            out = module(leaf)
+            assert out.dtype == leaf.dtype
+            out.square().sum().backward()
+            grads.append([out.float(), leaf.grad.float(),
+                          *(p.grad.float() for p in module.parameters())])
+        for plain, injected, exact in zip(*grads, strict=True):
+            size = exact.abs().max()
+            assert (injected - exact).abs().max() <= 2 * (plain - exact).abs().max() + size / 128
+
+
+def test_a_gradient_of_a_gradient_is_an_error():
+    """
+    Proves `_Norm`, `_GatedProduct`, `_Chunked`. Breaks if it were silently wrong.
+    """
+    model, listed, _ = make("llama")
+    inject(model, listed)
+    loss = model(ids_of(2))
+    grads = torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grads[0].sum().backward()
 
 
 # ------------------------------------------------------------------------------------ cross entropy

@@ -37,6 +37,7 @@ backward, as large as the weight. Class weights and label smoothing are not here
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
@@ -91,6 +92,7 @@ class _Chunked(torch.autograd.Function):
         return loss / count
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
         found = [None if total is None else (total * grad).to(dtype)
                  for total, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]

@@ -2,42 +2,40 @@ r"""
 # Policies: forwards that are faster, or need less memory
 
 Each function here returns a policy for `inject`. It names the classes of labml and of Hugging Face
-that it fits; further classes with the same forward can be passed to it.
+that it fits; other classes with the same forward can be passed to it.
 
 Autograd keeps the tensors that backward needs. A forward that is written out step by step keeps one
-for most of its steps. A forward that is one operation keeps its inputs, and computes the rest
-again. Take attention over $S$ positions, with $B$ sequences and $h$ heads of $d$ features each:
+for most of its steps. A forward that is one operation keeps its inputs, and backward computes the
+rest again. Per layer and position, with $d$ features, $f$ features inside a feed-forward network,
+$h$ heads and $S$ positions in a sequence, these elements are kept:
 
-| kept for backward | written out | `scaled_dot_product_attention` |
+| | written out | injected |
 |---|---|---|
-| queries, keys, values | $3 S B h d$ | $3 S B h d$ |
-| scores or probabilities | $S^2 B h$ | none |
-| output | $S B h d$ | $S B h d$ |
+| `attention`: queries, keys, values, output | $4d$ | $4d$ |
+| `attention`: probabilities | $hS$ | $h$ |
+| `swiglu`: gate, its activation, values, their product | $4f$ | $3f$ |
+| `rms_norm`: input, and what is multiplied by the weight | $2d$ | $d$ |
 
-On 512 positions with heads of 64 features the scores are eight times as large as the queries. The
-same is true of the logits of a language model. With $V$ tokens, $T$ positions and chunks of $C$
-positions, the logits in memory are
+With 4 heads and 512 positions, the probabilities have 2,048 elements for each position. With 256
+features, queries, keys, values and output have half of that together. The same holds for the head
+of a language model. With $V$ tokens, $T$ positions and chunks of $C$ positions the logits have
 
-$$\underbrace{T V}_{\text{all at once, and again in fp32}} \qquad
-\underbrace{C V}_{\text{in chunks}}$$
+$$\underbrace{T V}_{\text{at once}} \qquad \underbrace{C V}_{\text{in chunks}}$$
 
-elements. Here are time and memory of one forward and backward, on one core of a CPU in fp32. The
-memory is what autograd keeps; for the cross entropy it is the peak, because it keeps little:
+elements.
 
-TABLE
+**Left out**: a single matrix product for queries, keys and values, and one for gate and values. It
+multiplies the same numbers, and keeps the same input. On a CPU it took the same time, so it is
+neither faster nor smaller.
 
-**Left out**: queries, keys and values in a single matrix product (fused QKV). It computes the same
-numbers of multiplications and keeps the same input.
-On this CPU it takes QKV of the time of three products, so it is neither faster nor smaller. It
-matters on GPUs with small batches.
-
-**Run this**: `python -m zero3.inject` measures all of them.
+**Run this**: `python -m tests.bench_inject` measures time and memory, plain and injected.
 
 **Not covered, and what that costs**: Hugging Face's models have a switch for their attention,
 `model.set_attn_implementation("sdpa")`, so `attention` leaves them alone. With dropout in the
-attention, PyTorch draws another mask than the written-out forward; such modules are refused. A row
-of the mask that hides every position gives zeros here, and NaN when written out. `attn`, the
-probabilities that labml keeps for plots, is not there.
+attention, torch's operation draws another mask than the written-out forward; such modules are
+refused. `attn`, the probabilities that labml keeps for plots, is not there. A row of the mask that
+hides every position gives NaN when written out, and here it may give zeros. A gradient of a
+gradient is an error in `swiglu`, `rms_norm` and `cross_entropy`.
 """
 
 from collections.abc import Mapping
@@ -46,6 +44,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from zero3.guards.options import expect, whole
@@ -129,7 +128,34 @@ class RMSNorm(Replacement):
         return "" if has_both else "it has no `weight` and `variance_epsilon`"
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+        return _Norm.apply(hidden_states, self.weight, self.variance_epsilon)
+
+
+class _Norm(torch.autograd.Function):
+    r"""
+    #### $w \cdot x r$ with $r = (\text{mean}(x^2) + \epsilon)^{-1/2}$, which keeps $x$ and $r$
+
+    With $n = x r$ the gradient of $x$ is $r \, (w g - n \cdot \text{mean}(n w g))$.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        r = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+        r = r.div_(x.shape[-1]).add_(eps).rsqrt_()  # (..., 1)
+        ctx.save_for_backward(x, weight, r)
+        return (wide * r).to(x.dtype) * weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+        x, weight, r = ctx.saved_tensors
+        normed = x * r
+        of_weight = (grad * normed).flatten(0, -2).sum(0)
+        of_normed = grad.to(r.dtype) * weight
+        mean = (of_normed * normed).mean(-1, keepdim=True)
+        of_x = of_normed.sub_(normed.mul_(mean)).mul_(r)
+        return of_x.to(x.dtype), of_weight.to(weight.dtype), None
 
 
 def swiglu(*more: type) -> Policy:
@@ -170,21 +196,19 @@ class SwiGLU(Replacement):
 class _GatedProduct(torch.autograd.Function):
     r"""
     #### $\text{silu}(a) \cdot b$, which keeps $a$ and $b$ alone
-
-    With $s = \text{sigmoid}(a)$ the derivative of $\text{silu}(a) = a s$ is $s + a s (1 - s)$.
     """
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(a, b)
-        return F.silu(a) * b
+        return F.silu(a).mul_(b)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
         a, b = ctx.saved_tensors
-        s = torch.sigmoid(a)
-        silu = a * s
-        return grad * b * (s + silu * (1 - s)), grad * silu
+        of_b = F.silu(a).mul_(grad)
+        return torch.ops.aten.silu_backward(grad * b, a), of_b
 
 
 def cross_entropy(*more: type, rows: int = 1024) -> Policy:
