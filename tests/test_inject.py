@@ -68,6 +68,10 @@ class Model(nn.Module):
         x = ids
         for layer in self.layers:
             x = layer(x)
+        return self.loss(x, ids)
+
+    @staticmethod
+    def loss(x, ids):
         return F.cross_entropy(x[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 

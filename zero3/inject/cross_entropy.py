@@ -40,10 +40,13 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from zero3.guards.parts import Part
+
 
 def chunked_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor,
                           bias: torch.Tensor | None = None, *, rows: int = 1024,
-                          ignore_index: int = -100, count: Any = None) -> torch.Tensor:
+                          ignore_index: int = -100, count: Any = None, split: Any = None,
+                          own: Part | None = None) -> torch.Tensor:
     """
     ## `cross_entropy(linear(hidden, weight, bias), targets)`, a chunk at a time
 
@@ -52,13 +55,17 @@ def chunked_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: t
     * `targets` is `(positions,)` int64; those of `ignore_index` do not count
     * `rows` is the number of positions in a chunk
     * `count` divides the sum of losses; left out, it is the number of targets that count
+    * `split` are the ranks that split the weight by tokens, if they do: a `Line`. `own` is the part
+      that this rank has
 
     Returns the mean loss, `()`, in fp32 or wider. Sums of gradients are in that data type too.
     """
     if count is None:
         count = (targets != ignore_index).sum()
     grads = torch.is_grad_enabled()
-    return _Chunked.apply(hidden, weight, bias, targets, rows, ignore_index, count, grads)
+    first = own.begin if own else 0
+    return _Chunked.apply(hidden, weight, bias, targets, rows, ignore_index, count, grads, split,
+                          first)
 
 
 class _Chunked(torch.autograd.Function):
@@ -68,8 +75,8 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-                targets: torch.Tensor, rows: int, ignore_index: int, count: Any, grads: bool
-                ) -> torch.Tensor:
+                targets: torch.Tensor, rows: int, ignore_index: int, count: Any, grads: bool,
+                split: Any, first: int) -> torch.Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         inputs = (hidden, weight, bias)
         sums = [torch.zeros_like(t, dtype=wide) if grads and t is not None and t.requires_grad
@@ -79,14 +86,21 @@ class _Chunked(torch.autograd.Function):
             part = slice(begin, begin + rows)
             logits = F.linear(hidden[part], weight, bias).to(wide)  # (rows, tokens)
             counts = (targets[part] != ignore_index)[:, None]  # (rows, 1)
-            target = targets[part, None].where(counts, 0)
-            total = logits.logsumexp(1, keepdim=True)
-            loss += ((total - logits.gather(1, target)) * counts).sum()
+            target = targets[part, None].where(counts, 0) - first
+            # Whether this rank has the target's logit.
+            is_here = (target >= 0) & (target < len(weight))
+            target = target.where(is_here, 0)
+            total, of_target = _over_ranks(split, logits.logsumexp(1, keepdim=True),
+                                           logits.gather(1, target) * is_here)
+            loss += ((total - of_target) * counts).sum()
             if any(total is not None for total in sums):
                 # In place: the softmax, minus one at the target.
                 grad = logits.sub_(total).exp_()
-                grad.scatter_add_(1, target, grad.new_full((), -1.0).expand_as(target))
+                grad.scatter_add_(1, target, -is_here.to(wide))
                 _add(sums, part, grad.mul_(counts).div_(count).to(hidden.dtype), hidden, weight)
+        if split is not None and sums[0] is not None:
+            # The conjugate of the exchanges above: hidden states are the same on all ranks.
+            sums[0] = split.all_reduce(sums[0])
         ctx.save_for_backward(*sums)
         ctx.dtypes = [hidden.dtype, weight.dtype, weight.dtype]
         return loss / count
@@ -96,7 +110,20 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
         found = [None if total is None else (total * grad).to(dtype)
                  for total, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
-        return (*found, *[None] * (8 - len(found)))
+        return (*found, *[None] * (10 - len(found)))
+
+
+def _over_ranks(split: Any, total: torch.Tensor, of_target: torch.Tensor
+                ) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    #### Logarithms of sums and logits of targets, `(rows, 1)` each, over all tokens
+
+    A rank sends $t-1$ times the bytes of both, if the ranks have split the tokens.
+    """
+    if split is None:
+        return total, of_target
+    found = split.all_gather(torch.cat([total, of_target], 1))  # (ranks, rows, 2)
+    return found[..., :1].logsumexp(0), found[..., 1:].sum(0)
 
 
 def _add(sums: list[torch.Tensor | None], part: slice, grad: torch.Tensor, hidden: torch.Tensor,

@@ -45,11 +45,15 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from zero3.groups.mesh import groups_of
 from zero3.guards.options import expect, whole
+from zero3.guards.parts import part_of
 from zero3.inject.cross_entropy import chunked_cross_entropy
 from zero3.inject.replace import Policy, Replacement
+from zero3.inject.tensor import Line, Pattern, Split
 
 _MODELS = "transformers.models"
 _ATTENTION = ("labml_nn.transformers.mha.MultiHeadAttention",)
@@ -59,9 +63,9 @@ _NORMS = tuple(f"{_MODELS}.{module}.modeling_{module}.{name}RMSNorm" for module,
 # The linear layers of a gate, of the values that it gates, and of the output.
 _GATED: Mapping[str | type, Any] = {
     "labml_nn.transformers.feed_forward.FeedForward": {
-        "parts": ("layer1", "linear_v", "layer2"), "activation_name": "activation"},
+        "linears": ("layer1", "linear_v", "layer2"), "activation_name": "activation"},
     **{f"{_MODELS}.{module}.modeling_{module}.{name}MLP": {
-        "parts": ("gate_proj", "up_proj", "down_proj"), "activation_name": "act_fn"}
+        "linears": ("gate_proj", "up_proj", "down_proj"), "activation_name": "act_fn"}
        for module, name in (("llama", "Llama"), ("mistral", "Mistral"), ("qwen2", "Qwen2"),
                             ("qwen3", "Qwen3"))}}
 _LANGUAGE_MODELS = tuple(f"{_MODELS}.{module}.modeling_{module}.{name}" for module, name in (
@@ -174,12 +178,12 @@ class SwiGLU(Replacement):
     ## The forward of `swiglu`
     """
 
-    parts: tuple[str, str, str]
+    linears: tuple[str, str, str]
     activation_name: str
 
     @classmethod
     def problem(cls, module: Any) -> str:
-        missing = [name for name in cls.parts if not hasattr(module, name)]
+        missing = [name for name in cls.linears if not hasattr(module, name)]
         if missing:
             return f"it has no `{missing[0]}`"
         activation = getattr(module, cls.activation_name, None)
@@ -188,7 +192,7 @@ class SwiGLU(Replacement):
         return "" if is_silu else f"its activation is {activation}"
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        gate, up, down = (getattr(self, name) for name in self.parts)
+        gate, up, down = (getattr(self, name) for name in self.linears)
         x = _GatedProduct.apply(gate(x), up(x))
         return down(self.dropout(x) if hasattr(self, "dropout") else x)
 
@@ -260,11 +264,74 @@ class CrossEntropy(Replacement):
         # Each position predicts the next token.
         hidden = output.last_hidden_state[:, :-1].flatten(0, 1)
         loss = chunked_cross_entropy(hidden, head.weight, labels[:, 1:].flatten(), head.bias,
-                                     rows=self.rows, count=num_items_in_batch)
+                                     rows=self.rows, count=num_items_in_batch,
+                                     split=vars(head).get("line"), own=part_of(head, "weight"))
         outputs = import_module("transformers.modeling_outputs")
         return outputs.CausalLMOutputWithPast(
             loss=loss, past_key_values=output.past_key_values,
             hidden_states=output.hidden_states, attentions=output.attentions)
+
+
+_LABML = "labml_nn.transformers"
+_QKV = ("query", "key", "value")
+# The linear layers of each class, by the pattern that they are in.
+_PATTERNS: Mapping[str | type, Pattern] = {
+    # `query` is a module with a `linear`, or in Primer EZ a list of this module and a convolution.
+    f"{_LABML}.mha.MultiHeadAttention": Pattern(
+        columns=tuple(f"{x}{of}linear" for x in _QKV for of in (".", ".0.")), rows=("output",),
+        divided=tuple(f"{x}{of}heads" for x in _QKV for of in (".", ".0.")),
+        shared=tuple(f"{x}.1.conv" for x in _QKV), dropouts=(("dropout", 3),)),
+    f"{_LABML}.feed_forward.FeedForward": Pattern(
+        columns=("layer1", "linear_v"), rows=("layer2",), dropouts=(("dropout", -1),)),
+    f"{_LABML}.models.EmbeddingsWithPositionalEncoding": Pattern(embeddings=("linear",)),
+    f"{_LABML}.models.EmbeddingsWithLearnedPositionalEncoding": Pattern(embeddings=("linear",)),
+    f"{_LABML}.models.Generator": Pattern(heads=("projection",)),
+    f"{_MODELS}.gpt2.modeling_gpt2.GPT2Attention": Pattern(
+        columns=("c_attn",), rows=("c_proj",), blocks=3, zero=("attn_dropout.p",),
+        divided=("num_heads", "split_size", "c_attn.nf")),
+    f"{_MODELS}.gpt2.modeling_gpt2.GPT2MLP": Pattern(
+        columns=("c_fc",), rows=("c_proj",), divided=("c_fc.nf",)),
+    f"{_MODELS}.gpt2.modeling_gpt2.GPT2LMHeadModel": Pattern(
+        embeddings=("transformer.wte",), heads=("lm_head",)),
+    f"{_MODELS}.bert.modeling_bert.BertSelfAttention": Pattern(
+        columns=_QKV, zero=("dropout.p",), divided=("num_attention_heads", "all_head_size")),
+    f"{_MODELS}.bert.modeling_bert.BertSelfOutput": Pattern(rows=("dense",)),
+    f"{_MODELS}.bert.modeling_bert.BertIntermediate": Pattern(columns=("dense",)),
+    f"{_MODELS}.bert.modeling_bert.BertOutput": Pattern(rows=("dense",)),
+    **{f"{_MODELS}.{module}.modeling_{module}.{name}{part}": pattern
+       for module, name in (("llama", "Llama"), ("mistral", "Mistral"), ("qwen2", "Qwen2"))
+       for part, pattern in (
+           ("Attention", Pattern(
+               columns=("q_proj", "k_proj", "v_proj"), rows=("o_proj",),
+               divisible=("config.num_attention_heads", "config.num_key_value_heads"),
+               zero=("attention_dropout",))),
+           ("MLP", Pattern(columns=("gate_proj", "up_proj"), rows=("down_proj",))),
+           ("ForCausalLM", Pattern(embeddings=("model.embed_tokens",), heads=("lm_head",))))}}
+
+
+def tensor_parallel(mesh: DeviceMesh, more: Mapping[str | type, Pattern] | None = None) -> Policy:
+    """
+    ## Split the linear layers of a model over ranks
+
+    Known are GPT-2, BERT, Llama, Mistral and Qwen2 of Hugging Face's, and labml's transformer. All
+    other layers stay whole on each rank.
+
+    * `mesh` has one dimension: the ranks that split each layer
+    * `more` are further classes with their patterns
+
+    All ranks of the mesh inject alike (broadcast of all values): they get those of the first one.
+    The model has to be wrapped on the other dimension of the mesh, or on none.
+
+    Raises `ValueError` as `inject` does, also with `strict=False`: half of the layers would compute
+    something else. Megatron-LM, section 3.
+    """
+    group, *others = groups_of(mesh)
+    expect(not others, "policies.tensor_parallel", "a mesh of one dimension", f"{mesh}",
+           "pass `mesh[\"tensor\"]`")
+    line = Line(group)
+    patterns = {**_PATTERNS, **(more or {})}
+    replaces = {kind: {"pattern": each, "line": line} for kind, each in patterns.items()}
+    return Policy("tensor_parallel", Split, replaces, line.prepare)
 
 
 def _all(*kinds: str | type, **options: Any) -> dict[str | type, Mapping[str, Any]]:

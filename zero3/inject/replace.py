@@ -51,7 +51,7 @@ but it cannot be pickled. `Deferred` layers have no modules yet: inject inside t
 forward that was compiled before is not recompiled.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -68,6 +68,10 @@ class Replacement:
     A subclass has the new `forward`. It is called with the arguments of the old one, and finds the
     module's attributes, parameters and children as they were.
     """
+
+    # Whether the model would compute something else if a module that does not fit were left as it
+    # is. Such a replacement goes around the others, and none can be added later.
+    all_or_none = False
 
     @classmethod
     def problem(cls, module: nn.Module) -> str:
@@ -91,7 +95,7 @@ class Replacement:
         """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Policy:
     """
     ## Which classes get which replacement
@@ -103,6 +107,8 @@ class Policy:
     name: str
     by: type[Replacement]
     replaces: Mapping[str | type, Mapping[str, Any]]
+    # Called before anything changes, with the model, and the new classes by their modules.
+    prepare: Callable[[nn.Module, dict[nn.Module, type]], None] | None = None
 
     def base_of(self, kind: type) -> type | None:
         """
@@ -145,19 +151,20 @@ def inject(model: nn.Module, policies: Iterable[Policy], strict: bool = True) ->
 
     Call it before `wrap`. The model may be on the meta device.
 
-    * `policies` are applied one after the other
+    * `policies` are applied one after the other, `tensor_parallel` last
     * `strict=False` leaves modules as they are if a policy does not fit them; `report` lists them
 
     Returns the model. Raises `ValueError` if a policy finds no module of its classes, or one that
     does not fit, and `RuntimeError` if the model is sharded already. The model is unchanged then.
     """
-    policies = [*policies]
+    policies = sorted(policies, key=lambda policy: policy.by.all_or_none)
     names = [policy.name for policy in policies]
     expect(len({*names}) == len(names), "inject", "each policy once", names, "pass one policy, "
            "with all of its classes")
     lines = report(model, policies)
-    unfit = [f"{line}" for line in lines if line.problem]
-    expect(not (strict and unfit), "inject", "modules that fit their policies",
+    always = {policy.name for policy in policies if policy.by.all_or_none}
+    unfit = [f"{line}" for line in lines if line.problem and (strict or line.policy in always)]
+    expect(not unfit, "inject", "modules that fit their policies",
            f"{'; '.join(unfit[:5])}, {len(unfit)} in all", "pass `strict=False` to leave these as "
            "they are, or leave the policy out")
     for policy in policies:
@@ -166,17 +173,20 @@ def inject(model: nn.Module, policies: Iterable[Policy], strict: bool = True) ->
         expect(found, f"inject: the policy `{policy.name}`", f"modules of {kinds}",
                f"none in this {type(model).__name__}", "leave the policy out, or pass it the class "
                "that has the same forward")
-    fits = {(line.path, line.policy) for line in lines if not line.problem}
+    modules = {policy: [model.get_submodule(line.path) for line in lines
+                        if line.policy == policy.name and not line.problem] for policy in policies}
+    for policy in policies:
+        if policy.prepare:
+            policy.prepare(model, {m: policy.new_class(type(m)) for m in modules[policy]})
     for policy in policies:
         # Modules of one class share the new one, as they shared the old one.
         classes: dict[type, type] = {}
-        for path, module in [*model.named_modules()]:
-            if (path, policy.name) in fits:
-                kind = type(module)
-                if kind not in classes:
-                    classes[kind] = policy.new_class(kind)
-                module.__class__ = classes[kind]
-                module.begin()  # type: ignore[operator]
+        for module in modules[policy]:
+            kind = type(module)
+            if kind not in classes:
+                classes[kind] = policy.new_class(kind)
+            module.__class__ = classes[kind]
+            policy.by.begin(module)  # type: ignore[arg-type]
     return model
 
 
@@ -206,8 +216,9 @@ def restore(model: nn.Module) -> nn.Module:
     report(model, ())
     for module in model.modules():
         for new in _replacements(type(module)):
-            module.end()  # type: ignore[operator]
-            module.__class__ = new.__bases__[1]
+            by, kind = new.__bases__
+            by.end(module)  # type: ignore[attr-defined]
+            module.__class__ = kind
     return model
 
 
@@ -216,8 +227,12 @@ def _problem(module: nn.Module, policy: Policy) -> str:
     #### Why a policy does not fit a module, or an empty string
     """
     kind = type(module)
-    if any(new.__bases__[0] is policy.by for new in _replacements(kind)):
-        return "it is replaced already"
+    for new in _replacements(kind):
+        by: Any = new.__bases__[0]
+        if by is policy.by:
+            return "it is replaced already"
+        if by.all_or_none:
+            return f"it is a {kind.__name__} already; inject both policies in one call"
     base: Any = policy.base_of(kind)
     # Methods of the replaced class, which the new forward stands for.
     methods = {name for name, value in vars(base).items() if callable(value)} - {"__init__"}
@@ -226,8 +241,8 @@ def _problem(module: nn.Module, policy: Policy) -> str:
     for owner, names in [*((c.__name__, vars(c)) for c in subclasses), ("this one", vars(module))]:
         if other := methods & {*names}:
             return f"{owner} has a `{min(other)}` of its own"
-    new: Any = policy.new_class(kind)
-    return new.problem(module)
+    options: Any = policy.new_class(kind)
+    return options.problem(module)
 
 
 def _replacements(kind: type) -> Iterator[type]:
