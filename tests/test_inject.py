@@ -93,8 +93,8 @@ class HuggingFace(nn.Module):
         else:
             config = getattr(transformers, f"{which}Config")(
                 hidden_size=WIDTH, intermediate_size=12, num_hidden_layers=2, head_dim=4,
-                num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=16, **names,
-                **more)
+                num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=16,
+                **names, **more)
             self.model = getattr(transformers, f"{which}ForCausalLM")(config)
             self.layer_classes = (type(self.model.model.layers[0]),)
 

@@ -65,6 +65,7 @@ from zero3.flat import Slot, own_modules
 from zero3.groups.mesh import Group
 from zero3.guards.contents import Known, uncompiled
 from zero3.guards.options import MOST, expect, fail, whole
+from zero3.guards.parts import connect
 from zero3.layer import Zero3Layer
 from zero3.measure.ledger import Ledger
 from zero3.nodes.links import Links, communicator
@@ -105,6 +106,7 @@ class Zero3Model(ShardedModel):
         self._limit_live(max_live_numel, prefetch_numel)
         self.mark_persistent_parameters(persist_below_numel)
         self._stop_counting = self._count_steps()
+        connect(self)
         self.known = Known([self])
 
     def _number_units(self) -> None:
