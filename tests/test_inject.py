@@ -142,8 +142,9 @@ def test_restored_models_have_the_same_classes_parameters_and_bits(which):
     """
     Inside, the parameters are the same objects with the same names. `isinstance` says the same.
     After `restore` each module has its class, and outputs have the bits of the plain model.
+    Breaks if a module keeps a class of ours.
     Proves `inject`, `restore`, `Replacement`, `Replacement.begin`, `Replacement.end`, `Policy`,
-    `Policy.new_class`, `Policy.base_of`, `_replacements`. Breaks if a module keeps a class of ours.
+    `Policy.new_class`, `Policy.base_of`, `_replacements`.
     """
     model, listed, _ = make(which)
     model.eval()
@@ -171,9 +172,9 @@ def test_restored_models_have_the_same_classes_parameters_and_bits(which):
 def test_injected_models_have_the_losses_and_gradients_of_plain_ones(which):
     """
     In fp64, and in fp32 with a tolerance for rounding.
+    Breaks if a forward or a gradient is another function.
     Proves `attention`, `Attention`, `Attention.forward`, `rms_norm`, `RMSNorm`, `swiglu`, `SwiGLU`,
     `_GatedProduct`, `_Norm`, `cross_entropy`, `CrossEntropy`, `CrossEntropy.forward`, `_all`.
-    Breaks if a forward or a gradient is another function.
     """
     for dtype, rounding in ((torch.double, 0.0), (torch.float32, 1e-5)):
         model, listed, tolerance = make(which, dtype=dtype)
@@ -231,7 +232,8 @@ def test_injected_models_train_sharded_and_keep_their_names(which, tmp_path):
 def test_models_on_the_meta_device_are_injected():
     """
     No values are needed; `wrap` makes them, the same as without a policy.
-    Proves `inject`. Breaks if a policy reads weights.
+    Breaks if a policy reads weights.
+    Proves `inject`.
     """
     found = []
     for listed in ([], ALL["labml"][1]()):
@@ -365,7 +367,8 @@ def kept(forward, *args):
 def test_what_is_kept_for_backward_is_as_the_table_says():
     """
     The elements that autograd keeps, plain minus injected, by the formulas of the table.
-    Proves `_GatedProduct`, `_Norm`, `Attention.forward`. Breaks if a forward keeps more.
+    Breaks if a forward keeps more.
+    Proves `_GatedProduct`, `_Norm`, `Attention.forward`.
     """
     import transformers
 
@@ -416,7 +419,8 @@ def test_norms_and_networks_of_16_bits_are_as_close_as_their_rounding():
 
 def test_a_gradient_of_a_gradient_is_an_error():
     """
-    Proves `_Norm`, `_GatedProduct`, `_Chunked`. Breaks if it were silently wrong.
+    Breaks if it were silently wrong.
+    Proves `_Norm`, `_GatedProduct`, `_Chunked`.
     """
     model, listed, _ = make("llama")
     inject(model, listed)
@@ -448,7 +452,8 @@ def losses(dtype, rows, with_bias, frozen=()):
 def test_the_loss_in_chunks_is_that_of_all_logits():
     """
     Chunks of each size, targets that do not count, with a bias and without; frozen weights.
-    Proves `chunked_cross_entropy`, `_Chunked`, `_add`. Breaks if a chunk counts twice.
+    Breaks if a chunk counts twice.
+    Proves `chunked_cross_entropy`, `_Chunked`, `_add`.
     """
     for dtype, tolerance in ((torch.double, 1e-13), (torch.float32, 1e-6)):
         for rows in (1, 2, 7, 100):

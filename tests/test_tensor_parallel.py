@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from labml_nn.transformers import MultiHeadAttention, TransformerLayer
 from labml_nn.transformers.feed_forward import FeedForward
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -19,10 +20,12 @@ import zero3
 from tests.ranks import run
 from tests.test_inject import LENGTH, TOKENS, WIDTH, HuggingFace, Masked, Model, farthest, ids_of
 from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
-from zero3.checkpoint.reader import Param, merge_parts
+from zero3.checkpoint.convert import export
+from zero3.checkpoint.reader import Param, merge_parts, newest
 from zero3.guards.parts import Part, part_of
 from zero3.inject import inject, policies, restore
 from zero3.measure.ledger import Ledger
+from zero3.pipeline import Pipeline
 from zero3.train.gpt import GPTConfig, gpt_layers
 
 NAMES = ("tensor", "shard")
@@ -69,7 +72,8 @@ class Bert(nn.Module):
 
 
 MODELS = {
-    "labml": labml_model, "gated": lambda: labml_model(gated=True), "dropout": with_dropout, "tied": tied, "bert": Bert,
+    "labml": labml_model, "gated": lambda: labml_model(gated=True), "dropout": with_dropout,
+    "tied": tied, "bert": Bert,
     "gpt2": lambda: HuggingFace("GPT2"), "qwen2": lambda: HuggingFace("Qwen2"),
     "llama": lambda: HuggingFace("Llama", tie_word_embeddings=True)}
 # Hugging Face computes the loss in fp32, and Llama's norms.
@@ -136,6 +140,11 @@ def test_two_ranks_train_the_weights_of_the_plain_model(which, more):
     tokens on two ranks, tied embeddings, weights of three blocks, convolutions that heads share,
     dropout with the masks of the plain model, biases; alone and with other policies. Each rank
     keeps little more than half of the weights.
+    Proves I1, `tensor_parallel`, `Line`, `Line.prepare`, `Line.all_reduce`, `Line.all_gather`,
+    `Line.broadcast`, `Line.twin`, `Pattern`, `Pattern.parts`, `Split`, `Split.forward`,
+    `Weights`, `Weights.split`, `Weights.end`, `Weights._whole`, `Column`, `Row`,
+    `VocabularyEmbedding`, `VocabularyHead`, `SharedConvolution`, `SplitDropout`, `_Enter`,
+    `_Leave`, `_Gather`, `_over_ranks`, `_attribute`.
     """
     for worst, share in run(split_alone, 2, which, more):
         assert worst < 1 and share < (0.8 if which == "bert" else 0.75), (worst, share)
@@ -242,12 +251,19 @@ def test_split_layers_are_sharded_again(which, ours, chain, tmp_path):
     Tensor 2 x shard 2: losses, clipped norms, and weights after four steps, with a checkpoint and a
     load in between; by `wrap` and as a chain, by our optimizer and torch's. The checkpoint loads at
     tensor 1 x shard 1, x shard 3, and at tensor 2 without shards, with the plain names and shapes.
+    Proves I1, `Zero3Optimizer._squares`, `connect`, `counted`, `part_of`, `norm_of_parts`,
+    `clip_grad_norm_`, `save_load.save`, `load`, `Entries.part`, `CheckpointReader._read_parts`,
+    `Param.part`, `Param.shape`, `_told_part`.
     """
     folder = str(tmp_path)
     (worst, expected), *others = run(split_and_sharded, 4, which, (2, 2), folder, ours, chain)
     assert max(worst, *(each for each, _ in others)) < 1
     if chain:
         return
+    # In plain PyTorch, from a file of safetensors. It has a tied weight once.
+    export(newest(folder), tmp_path / "out")
+    plain = load_file(tmp_path / "out" / "model.safetensors")
+    assert farthest(plain, {name: expected[name] for name in plain}) < TOLERANCE.get(which, 1e-10)
     for shape in ((1, 1), (1, 3), (2, 1)):
         for found in run(loaded, shape[0] * shape[1], which, shape, folder):
             assert farthest(found, expected) < TOLERANCE.get(which, 1e-10)
@@ -282,6 +298,7 @@ def test_a_step_sends_what_the_formulas_say(shape):
     """
     Activations by the formula of the head, and weights, gradients and norms as `predict` says for
     the parts that a rank shards. The norm over tensor ranks is 8 bytes more.
+    Proves I4, `Line.all_reduce`, `Line.all_gather`, `connect`.
     """
     tensor = shape[0]
     for sent, expected, rest, predicted in run(measured, shape[0] * shape[1], shape):
@@ -305,6 +322,7 @@ def generated(which, shape):
 def test_split_models_generate_the_tokens_of_the_plain_one(which):
     """
     With their caches of keys and values, each rank for its heads, at tensor 2 x shard 2.
+    Proves `tensor_parallel`, `Zero3Model.generate`.
     """
     assert all(run(generated, 4, which, (2, 2)))
 
@@ -364,16 +382,24 @@ def refused(name):
 def test_a_model_that_cannot_be_split_is_refused_and_stays_as_it_was(name):
     """
     Also with `strict=False`: a model of which half is split computes something else.
+    Proves `tensor_parallel`, `Line.prepare`.
     """
     for text in run(refused, 2, name):
         assert UNFIT[name] in text, text
+
+
+def networks(mesh):
+    """Two networks whose parts have the same shapes on all ranks."""
+    model = nn.Sequential(FeedForward(WIDTH, 12, 0.0), FeedForward(WIDTH, 12, 0.0))
+    return inject(model, [policies.tensor_parallel(mesh["tensor"])])
 
 
 def after_the_split():
     """What is refused later: other inputs or random numbers, another policy, unknown tokens."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)
     said = []
-    for does in ("inputs", "random numbers", "policy", "tokens", "layer"):
+    for does in ("inputs", "random numbers", "policy", "tokens", "layer", "wrap", "save",
+                 "pipeline"):
         model = inject(labml_model(), [policies.tensor_parallel(mesh["tensor"])])
         ids = ids_of(2, dist.get_rank() if does == "inputs" else 0)
         torch.manual_seed(dist.get_rank() if does == "random numbers" else 0)
@@ -382,6 +408,14 @@ def after_the_split():
                 inject(model, [policies.attention()])
             elif does == "layer":
                 Zero3Optimizer(Zero3Layer(model.layers[0], mesh=mesh["shard"]))
+            elif does == "wrap":
+                wrap(networks(mesh), FeedForward)
+            elif does == "save":
+                wrap(model, model.layer_classes, mesh=mesh["shard"]).save("nowhere")
+            elif does == "pipeline":
+                lines = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pipeline", "shard"))
+                pipeline = Pipeline([*networks(mesh)], lines, loss_fn=Model.loss)
+                Zero3Optimizer(pipeline)
             else:
                 model(ids + TOKENS * (does == "tokens"))
         said.append(str(error.value))
@@ -392,11 +426,13 @@ def test_ranks_with_other_inputs_and_late_changes_are_refused():
     """
     The first forward pass compares inputs and random numbers, because ranks with other ones would
     add up results that have nothing to do with each other.
+    Proves `Line.compare_once`, `connect`, `Zero3Model.save`, `VocabularyEmbedding`.
     """
     for said in run(after_the_split, 2):
         expected = ("the inputs of rank 1 differ", "the random numbers of rank 1 differ",
                     "inject both policies in one call", "tokens from 0 to 12",
-                    "put it in a chain")
+                    "put it in a chain", "ranks [0, 1] in both meshes", "parts of them",
+                    "stages of a pipeline")
         for text, part in zip(said, expected, strict=True):
             assert part in text, text
 
@@ -407,6 +443,7 @@ def test_ranks_with_other_inputs_and_late_changes_are_refused():
 def test_a_part_is_taken_read_and_put_back():
     """
     The four weights of the head of `parts.py`, and every range of a part read from the whole.
+    Proves `Part`, `Part.of`, `Part.take`, `Part.put`, `Part.read`.
     """
     whole = torch.arange(8).view(2, 4)
     taken = [[Part.of((2, 4), dim, place, 2, blocks).take(whole).tolist() for place in (0, 1)]
@@ -430,6 +467,7 @@ def test_a_part_is_taken_read_and_put_back():
 def test_a_checkpoint_with_parts_that_do_not_add_up_is_refused():
     """
     A part is missing, or two have the same place.
+    Proves `merge_parts`.
     """
     def param(place):
         part = asdict(Part.of((2, 4), 0, place, 2))

@@ -472,16 +472,27 @@ class CheckpointReader:
         """
         #### Read elements of a parameter that ranks have split
 
-        It reads the rows with these elements from each part, and puts them together.
+        It reads the rows with these elements from each part, and puts them together. If there is
+        one row, the parts follow each other.
         """
         like: Any = parts[0].part
         numel = like.size * like.width
+        if like.rows == 1:
+            found = []
+            for each in parts:
+                part: Any = each.part
+                offset = part.begin * part.width
+                first = max(begin, offset) - offset
+                last = min(end, part.end * part.width) - offset
+                if first < last:
+                    found.append(self.read(each, key, first, last))
+            return torch.cat(found)
         first = begin // numel
         last = -(-end // numel)
         dtype = TYPES[self.flats[parts[0].flat]["keys"][key]]
         rows = torch.empty((last - first) * numel, dtype=dtype)
         for each in parts:
-            part: Any = each.part
+            part = each.part
             own = (part.end - part.begin) * part.width
             part.put(rows, self.read(each, key, first * own, last * own))
         return rows[begin - first * numel : end - first * numel]

@@ -85,23 +85,22 @@ class Part:
         box = whole.view(-1, self.size, self.width)[:, self.begin : self.end]
         box.copy_(part.reshape(box.shape))
 
-    def rows_with(self, begin: int, end: int) -> tuple[int, int]:
-        """
-        ### The first row and the one after the last, of those with these elements of the part
-        """
-        numel = (self.end - self.begin) * self.width
-        return begin // numel, -(-end // numel)
-
     def read(self, begin: int, end: int, read: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
         """
         ### Elements of the part, read from the whole weight
 
         * `read(begin, end)` reads elements of the whole weight
         """
-        first, last = self.rows_with(begin, end)
+        if self.rows == 1:
+            # The part is a range of the whole weight.
+            offset = self.begin * self.width
+            return read(offset + begin, offset + end)
+        own = (self.end - self.begin) * self.width
+        first = begin // own
+        last = -(-end // own)
         numel = self.size * self.width
-        offset = first * (self.end - self.begin) * self.width
-        return self.take(read(first * numel, last * numel))[begin - offset : end - offset]
+        rows = self.take(read(first * numel, last * numel))
+        return rows[begin - first * own : end - first * own]
 
 
 def part_of(module: nn.Module, name: str) -> Part | None:
@@ -118,25 +117,34 @@ def connect(model: nn.Module) -> None:
     """
     ## Tell the layers of a sharded model who has the other parts of its weights
 
-    Optimizers and checkpoints call it before they look at a model. All ranks must call it
+    `wrap`, optimizers and checkpoints call it before they use a model. All ranks must call it
     (all-gather of the ranks, the first time). A model that is not split stays as it is.
+
+    Raises `RuntimeError` if the model is sharded over ranks that have other parts of it, if it is a
+    pipeline, or a single layer.
     """
     modules = [*model.modules()]
     lines = {vars(module)["line"] for module in modules if "line" in vars(module)}
     layers: list[Any] = [module for module in modules if getattr(module, "flats", ())]
-    if not lines or not layers or layers[0].comm.stages.size > 1:
+    if not lines or not layers or layers[0].comm.stages.same_layers:
         return
     (line,) = lines
+    first = layers[0]
+    both = {*line.group.ranks} & {*first.comm.ranks}
+    first.expect(both == {first.comm.global_rank}, "is sharded over ranks that have other parts of "
+                 "it", "ranks with the same parts", f"ranks {sorted(both)} in both meshes",
+                 "wrap it with `mesh=mesh[\"shard\"]`, and split it over `mesh[\"tensor\"]`")
+    first.expect(first.comm.stages.size == 1, "has split weights", "a model without a pipeline",
+                 "stages of a pipeline", "leave one of the two out")
     # A chain, or the model that `wrap` returned.
     owner: Any = next(m for m in modules if hasattr(m, "get_trainable_chunk"))
-    if owner is layers[0]:
-        owner.expect(False, "has split weights", "a `Zero3Sequential`, or `wrap`", "a layer that "
-                     "is in no chain", "put it in a chain, also if it is the only one")
-    layers[0].comm.stages = line.group
+    first.expect(owner is not first, "has split weights", "a `Zero3Sequential`, or `wrap`",
+                 "a layer that is in no chain", "put it in a chain, also if it is the only one")
+    first.comm.stages = line.group
     # For what concerns all ranks at once: the same, with these among its groups.
-    owner.comm = copy.copy(layers[0].comm)
-    owner.comm.groups = (*layers[0].comm.groups, line.group)
-    stages = layers[0].comm.gather_stages(layers[0].comm.ranks)
+    owner.comm = copy.copy(first.comm)
+    owner.comm.groups = (*first.comm.groups, line.group)
+    stages = first.comm.gather_stages(first.comm.ranks)
     owner.comm.ranks = tuple(rank for stage in stages for rank in stage)
     line.model = owner
 

@@ -299,6 +299,9 @@ class Zero3Model(ShardedModel):
         """
         ### Write the weights as safetensors, one unit at a time: see `materialise.save`
         """
+        self.expect(not self.comm.stages.same_layers, "cannot be saved like this", "whole weights",
+                    "parts of them, split over ranks", "call `zero3.save`, and convert the "
+                    "checkpoint; or `restore(model.destroy())`")
         save(self, Path(folder))
 
     @torch.no_grad()
