@@ -310,7 +310,8 @@ def test_a_policy_that_does_not_fit_is_refused_by_name(build, policy, why):
     The error names module, class, policy and reason, and the model is as before: also the modules
     that the policy would fit. With `strict=False` these are replaced, and the report says which are
     not and why.
-    Proves `inject`, `report`, `Line`, `Replacement.problem`, `_problem`, `_full_name`, `_told`.
+    Proves `inject`, `replace.report`, `Finding`, `Replacement.problem`, `_problem`, `_full_name`,
+    `replace._told`.
     """
     fitting = [Same(), MultiHeadAttention(2, WIDTH, 0.0)]
     model = nn.ModuleDict({"fitting": nn.ModuleList(fitting), "unfit": build()})
@@ -329,7 +330,7 @@ def test_a_policy_that_does_not_fit_is_refused_by_name(build, policy, why):
 
 def test_policies_without_modules_and_sharded_models_are_refused():
     """
-    Proves `inject`, `report`, `restore`, `cross_entropy`.
+    Proves `inject`, `replace.report`, `restore`, `cross_entropy`.
     """
     model = nn.Sequential(Same())
     with pytest.raises(ValueError, match=r"`attention`.*MultiHeadAttention.*none in this Seq"):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from labml_nn.transformers import MultiHeadAttention, TransformerLayer
 from labml_nn.transformers.feed_forward import FeedForward
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -22,7 +22,7 @@ from tests.test_inject import LENGTH, TOKENS, WIDTH, HuggingFace, Masked, Model,
 from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
 from zero3.checkpoint.convert import export
 from zero3.checkpoint.reader import Param, merge_parts, newest
-from zero3.guards.parts import Part, part_of
+from zero3.guards.parts import WeightPart, part_of
 from zero3.inject import inject, policies, restore
 from zero3.measure.ledger import Ledger
 from zero3.pipeline import Pipeline
@@ -216,9 +216,10 @@ def split_and_sharded(which, shape, folder, ours, chain, offload=None):
     return max(worst) / TOLERANCE.get(which, 1e-10), weights_of(plain)
 
 
-def full(model):
+def full(model, shaped=False):
     with model.full_params() as params:
-        return {name: p.detach().clone().flatten() for name, p in params.items()}
+        found = {name: p.detach().clone() for name, p in params.items()}
+    return found if shaped else {name: p.flatten() for name, p in found.items()}
 
 
 def parts_of(plain, model):
@@ -327,6 +328,41 @@ def test_split_models_generate_the_tokens_of_the_plain_one(which):
     assert all(run(generated, 4, which, (2, 2)))
 
 
+def made(which, shape, folder):
+    """Whether a split model from the meta device gets the values of a plain one, drawn and read."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES)
+    found = []
+    for split in (False, True):
+        for checkpoint in (None, folder):
+            with torch.device("meta"):
+                model = MODELS[which]()
+            if split:
+                inject(model, [policies.tensor_parallel(mesh["tensor"])])
+            model = wrap(model, model.layer_classes, mesh=mesh["shard"], seed=3, device="cpu",
+                         init=draw, checkpoint=checkpoint)
+            if not split and checkpoint is None and dist.get_rank() == 0:
+                save_file(full(model, shaped=True), f"{folder}/model.safetensors")
+            dist.barrier()
+            found.append(weights_of(restore(model.destroy())))
+    return [all(torch.equal(found[0][name], p) for name, p in each.items()) for each in found]
+
+
+def draw(module):
+    for p in module._parameters.values():
+        if p is not None:
+            nn.init.normal_(p, std=0.1)
+
+
+@pytest.mark.parametrize("which", ["labml", "tied"])
+def test_split_models_from_the_meta_device_get_the_values_of_the_plain_one(which, tmp_path):
+    """
+    Drawn by name, and read from a file of safetensors: the parts have the bits of the plain model,
+    and ranks have different parts. Proves `whole_values`, `Source._draw`, `Source._read`.
+    """
+    for found in run(made, 2, which, (2, 1), str(tmp_path)):
+        assert all(found), found
+
+
 # -------------------------------------------------------------------------------- what does not fit
 
 
@@ -336,11 +372,6 @@ def one_head():
 
 def llama_with_dropout():
     return HuggingFace("Llama", attention_dropout=0.1)
-
-
-def on_meta():
-    with torch.device("meta"):
-        return labml_model()
 
 
 def tied_to_a_whole_layer():
@@ -360,7 +391,7 @@ def injected_before():
 
 UNFIT = {
     "one_head": "query.heads` is 1, for 2 ranks", "llama_with_dropout": "another mask",
-    "on_meta": "no values yet, on the meta device", "other_on_each_rank": "parameters on rank 1",
+    "other_on_each_rank": "parameters on rank 1",
     "tied_to_a_whole_layer": "`1.1.weight`, which is tied", "injected_before": "replaced already"}
 
 
@@ -443,10 +474,10 @@ def test_ranks_with_other_inputs_and_late_changes_are_refused():
 def test_a_part_is_taken_read_and_put_back():
     """
     The four weights of the head of `parts.py`, and every range of a part read from the whole.
-    Proves `Part`, `Part.of`, `Part.take`, `Part.put`, `Part.read`.
+    Proves `WeightPart`, `WeightPart.of`, `WeightPart.take`, `WeightPart.put`, `WeightPart.read`.
     """
     whole = torch.arange(8).view(2, 4)
-    taken = [[Part.of((2, 4), dim, place, 2, blocks).take(whole).tolist() for place in (0, 1)]
+    taken = [[WeightPart.of((2, 4), dim, place, 2, blocks).take(whole).tolist() for place in (0, 1)]
              for dim, blocks in ((0, 1), (1, 1), (1, 2))]
     assert taken == [[[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1, 4, 5], [2, 3, 6, 7]],
                      [[0, 2, 4, 6], [1, 3, 5, 7]]]
@@ -454,7 +485,7 @@ def test_a_part_is_taken_read_and_put_back():
     for dim, count, blocks in ((0, 2, 1), (0, 5, 1), (1, 4, 1), (1, 2, 3), (2, 2, 1), (1, 3, 2)):
         found = torch.zeros_like(whole)
         for place in range(count):
-            part = Part.of(whole.shape, dim, place, count, blocks)
+            part = WeightPart.of(whole.shape, dim, place, count, blocks)
             values = part.take(whole)
             part.put(found, values)
             for begin in range(len(values)):
@@ -470,7 +501,7 @@ def test_a_checkpoint_with_parts_that_do_not_add_up_is_refused():
     Proves `merge_parts`.
     """
     def param(place):
-        part = asdict(Part.of((2, 4), 0, place, 2))
+        part = asdict(WeightPart.of((2, 4), 0, place, 2))
         return Param(place, {"names": ["w"], "shape": [1, 4], "offset": 0, "part": part})
 
     assert [p.shape for p in merge_parts([param(0), param(1)])] == [(2, 4)]

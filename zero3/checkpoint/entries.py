@@ -65,7 +65,7 @@ from zero3.checkpoint.reader import CheckpointReader, Param, decode, encode
 from zero3.checkpoint.tensor_files import TYPES, Broken, type_name
 from zero3.flat import FlatParameter, Slot
 from zero3.guards.options import fail
-from zero3.guards.parts import Part, connect, part_of
+from zero3.guards.parts import WeightPart, connect, part_of
 from zero3.guards.version import __version__
 from zero3.layer import Zero3Layer
 from zero3.offload import InFile
@@ -280,7 +280,7 @@ class Entries:
         tied = self.model.tied if isinstance(self.model, Zero3Model) else {}
         return own + [name for name, p in tied.items() if p is slot.param and name not in own]
 
-    def part(self, flat: Flat, slot: Slot) -> Part | None:
+    def part(self, flat: Flat, slot: Slot) -> WeightPart | None:
         """
         ### Which part of a parameter the ranks of a shard have; none, if all of it
         """
@@ -730,7 +730,7 @@ class Entries:
                     setattr(self.optimizer, key, value)
 
 
-def _told_part(part: Part | None) -> dict[str, Any]:
+def _told_part(part: WeightPart | None) -> dict[str, Any]:
     """
     #### The manifest's entry for a part of a parameter
     """

@@ -89,7 +89,7 @@ import torch
 
 from zero3.checkpoint.tensor_files import TYPES, Broken, TensorFile, fsync_folder, type_name
 from zero3.guards.options import one_line
-from zero3.guards.parts import Part
+from zero3.guards.parts import WeightPart
 
 FORMAT = "zero3 checkpoint"
 # Format 1 has no pipelines.
@@ -350,12 +350,12 @@ class Param:
         return self.entry["names"][0]
 
     @property
-    def part(self) -> Part | None:
+    def part(self) -> WeightPart | None:
         """
         ### Which elements of the parameter these are; none, if all of them
         """
         told = self.entry.get("part")
-        return Part(**{**told, "shape": tuple(told["shape"])}) if told else None
+        return WeightPart(**{**told, "shape": tuple(told["shape"])}) if told else None
 
     @property
     def shape(self) -> tuple[int, ...]:

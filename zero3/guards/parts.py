@@ -1,7 +1,7 @@
 r"""
 # Parts of a weight
 
-A `Part` says which elements of a weight a rank has, if ranks split the weight between them.
+A `WeightPart` says which elements of a weight a rank has, if ranks split the weight between them.
 
 A sharded weight is cut into ranges of its elements, wherever they fall. A weight that is split for
 tensor parallelism is cut along one of its dimensions, because each rank computes with its own part.
@@ -33,7 +33,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +43,7 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightPart:
     """
     ## The elements of a weight that one rank has
     """
@@ -55,7 +56,8 @@ class Part:
     end: int
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], dim: int, place: int, count: int, blocks: int = 1) -> Part:
+    def of(cls, shape: tuple[int, ...], dim: int, place: int, count: int, blocks: int = 1
+           ) -> WeightPart:
         """
         ### The part of one rank
 
@@ -103,7 +105,7 @@ class Part:
         return rows[begin - first * own : end - first * own]
 
 
-def part_of(module: nn.Module, name: str) -> Part | None:
+def part_of(module: nn.Module, name: str) -> WeightPart | None:
     """
     ## Which part of a parameter a rank has; none, if it has all of it
 
@@ -111,6 +113,30 @@ def part_of(module: nn.Module, name: str) -> Part | None:
     """
     path, _, last = name.rpartition(".")
     return vars(module.get_submodule(path)).get("parts", {}).get(last)
+
+
+@contextmanager
+def whole_values(module: nn.Module) -> Iterator[None]:
+    """
+    ## Give a module whole weights for a while, and keep this rank's parts of their values
+
+    Whoever draws initial values does it inside. A rank then draws what the plain module would have
+    drawn, and takes its part of it. A module that is not split stays as it is.
+    """
+    parts = {name: part for name, part in vars(module).get("parts", {}).items()
+             if name in module._parameters}
+    own: Any = {name: module._parameters[name] for name in parts}
+    try:
+        for name, part in parts.items():
+            # NaN, so that values which nobody draws are noticed.
+            whole = own[name].detach().new_full(part.shape, torch.nan)
+            module._parameters[name] = nn.Parameter(whole, own[name].requires_grad)
+        yield
+        for name, part in parts.items():
+            values: Any = module._parameters[name]
+            own[name].detach().copy_(part.take(values.detach()).view_as(own[name]))
+    finally:
+        module._parameters.update(own)
 
 
 def connect(model: nn.Module) -> None:

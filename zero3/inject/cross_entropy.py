@@ -40,13 +40,13 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from zero3.guards.parts import Part
+from zero3.guards.parts import WeightPart
 
 
 def chunked_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor,
                           bias: torch.Tensor | None = None, *, rows: int = 1024,
                           ignore_index: int = -100, count: Any = None, split: Any = None,
-                          own: Part | None = None) -> torch.Tensor:
+                          own: WeightPart | None = None) -> torch.Tensor:
     """
     ## `cross_entropy(linear(hidden, weight, bias), targets)`, a chunk at a time
 

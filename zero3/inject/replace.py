@@ -128,7 +128,7 @@ class Policy:
         return type(f"{self.name}({kind.__name__})", (self.by, kind), {**options})
 
 
-class Line(NamedTuple):
+class Finding(NamedTuple):
     """
     ## One line of a report
 
@@ -190,7 +190,7 @@ def inject(model: nn.Module, policies: Iterable[Policy], strict: bool = True) ->
     return model
 
 
-def report(model: nn.Module, policies: Iterable[Policy]) -> list[Line]:
+def report(model: nn.Module, policies: Iterable[Policy]) -> list[Finding]:
     """
     ## What `inject` would replace, and what it would not and why
 
@@ -200,7 +200,7 @@ def report(model: nn.Module, policies: Iterable[Policy]) -> list[Line]:
     sharded = [path for path, module in model.named_modules() if is_sharded(module)]
     expect(not sharded, "inject", "a plain model", f"`{sharded[:1]}` is sharded", "inject before "
            "`wrap`; `destroy()` gives a plain model back", RuntimeError)
-    return [Line(path, type(module).__name__, policy.name, _problem(module, policy))
+    return [Finding(path, type(module).__name__, policy.name, _problem(module, policy))
             for policy in policies for path, module in model.named_modules()
             if policy.base_of(type(module))]
 

@@ -58,9 +58,9 @@ ranks of "shard", which have the same part and other rows of the batch.
 
 **Not covered, and what that costs**: norms and the residual stream are computed and kept whole on
 each rank (no sequence parallelism). `full_params` and `model.save` have this rank's parts; use
-`zero3.save`, or `restore`. The model must have values, so it cannot be on the meta device. All
-ranks of the dimension must have the same batch and the same random numbers; they compare both in
-the first forward pass, and not again.
+`zero3.save`, or `restore`. All ranks of the dimension must have the same batch and the same random
+numbers; they compare both in the first forward pass, and not again. A model on the meta device gets
+the values of the plain model from `wrap`; `Deferred` layers stay whole.
 """
 
 import zlib
@@ -77,7 +77,7 @@ from torch.nn import functional as F
 
 from zero3.groups.mesh import Group
 from zero3.guards.options import expect
-from zero3.guards.parts import Part
+from zero3.guards.parts import WeightPart
 from zero3.inject.replace import Replacement
 
 
@@ -170,7 +170,8 @@ class Line:
             expect(theirs == every[0], "tensor_parallel", "the same model on all ranks",
                    f"other parameters on rank {rank}", "build it alike on all ranks")
         for _, tensor in tensors:
-            self.broadcast(tensor.detach(), 0)
+            if not tensor.is_meta:
+                self.broadcast(tensor.detach(), 0)
 
     def broadcast(self, tensor: torch.Tensor, place: int) -> None:
         """
@@ -255,7 +256,7 @@ class _Gather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, line: Line, part: Part) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, line: Line, part: WeightPart) -> torch.Tensor:
         ctx.part = part
         longest = -(-part.size // line.size)
         rows = line.all_gather(F.pad(x, (0, longest - x.shape[-1])))
@@ -334,8 +335,6 @@ class Split(Replacement):
                 return f"its `{name}` would draw another mask on each rank"
         for child, by, dims in cls.pattern.parts(module):
             told = f"its {type(child).__name__}"
-            if any(param.is_meta for param in child._parameters.values() if param is not None):
-                return "it has no values yet, on the meta device"
             for name, (dim, blocks) in dims.items():
                 size = child._parameters[name].shape[dim] // blocks
                 if by in (Column, Row) and size % cls.line.size:
@@ -395,7 +394,7 @@ class Weights(Replacement):
         self.parts = {}
         for name, (dim, blocks) in dims.items():
             whole = self._parameters[name]
-            part = Part.of(whole.shape, dim, line.place, line.size, blocks)
+            part = WeightPart.of(whole.shape, dim, line.place, line.size, blocks)
             shape = [*whole.shape]
             shape[dim] = (part.end - part.begin) * blocks
             self.parts[name] = part
@@ -413,7 +412,7 @@ class Weights(Replacement):
                 self._parameters[name], lambda p=part, n=name: self._whole(p, self._parameters[n]))
         del self.line, self.parts
 
-    def _whole(self: Any, part: Part, own: torch.Tensor) -> torch.Tensor:
+    def _whole(self: Any, part: WeightPart, own: torch.Tensor) -> torch.Tensor:
         """
         #### A whole weight, of the parts of all ranks
         """
