@@ -374,6 +374,17 @@ def llama_with_dropout():
     return HuggingFace("Llama", attention_dropout=0.1)
 
 
+class Adapted(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + x
+
+
+def adapted():
+    model = FeedForward(WIDTH, WIDTH, 0.0)
+    model.layer2 = Adapted(WIDTH, WIDTH)
+    return model
+
+
 def tied_to_a_whole_layer():
     model = nn.ModuleList([labml_model(), nn.Linear(WIDTH, 12)])
     model[1].weight = model[0].layers[1].layer.feed_forward.layer1.weight
@@ -390,6 +401,7 @@ def injected_before():
 
 
 UNFIT = {
+    "adapted": "its Adapted has a `forward` of its own",
     "one_head": "query.heads` is 1, for 2 ranks", "llama_with_dropout": "another mask",
     "other_on_each_rank": "parameters on rank 1",
     "tied_to_a_whole_layer": "`1.1.weight`, which is tied", "injected_before": "replaced already"}

@@ -40,6 +40,11 @@ place 0 come first. With two places of two ranks:
 So the file of a shard at place $p$ has a number that is larger by $pN$ than in the formula above.
 Without a pipeline there is place 0 alone.
 
+**Split for tensor parallelism**, a parameter has a part at each place, and the manifest says which
+(see `guards/parts.py`). The reader puts the parts together, so that everybody else sees parameters
+with the names and shapes of the plain model. A load into a split model reads the whole rows that
+this rank has a part of.
+
 **All or nothing.** A save writes into a folder with a name that ends in `.partial`. When all files
 are on the disk, rank 0 writes the manifest under a temporary name, forces it to the disk and
 renames it. The checkpoint exists from this rename on, because a file system either completes a

@@ -24,6 +24,8 @@ $$\underbrace{T V}_{\text{at once}} \qquad \underbrace{C V}_{\text{in chunks}}$$
 
 elements.
 
+`tensor_parallel` is of another kind: it splits layers over ranks. `tensor.py` explains it.
+
 **Left out**: a single matrix product for queries, keys and values, and one for gate and values. It
 multiplies the same numbers, and keeps the same input. On a CPU it took the same time, so it is
 neither faster nor smaller.

@@ -158,21 +158,8 @@ def inject(model: nn.Module, policies: Iterable[Policy], strict: bool = True) ->
     does not fit, and `RuntimeError` if the model is sharded already. The model is unchanged then.
     """
     policies = sorted(policies, key=lambda policy: policy.by.all_or_none)
-    names = [policy.name for policy in policies]
-    expect(len({*names}) == len(names), "inject", "each policy once", names, "pass one policy, "
-           "with all of its classes")
     lines = report(model, policies)
-    always = {policy.name for policy in policies if policy.by.all_or_none}
-    unfit = [f"{line}" for line in lines if line.problem and (strict or line.policy in always)]
-    expect(not unfit, "inject", "modules that fit their policies",
-           f"{'; '.join(unfit[:5])}, {len(unfit)} in all", "pass `strict=False` to leave these as "
-           "they are, or leave the policy out")
-    for policy in policies:
-        found = any(line.policy == policy.name for line in lines)
-        kinds = ", ".join(_told(kind) for kind in policy.replaces)
-        expect(found, f"inject: the policy `{policy.name}`", f"modules of {kinds}",
-               f"none in this {type(model).__name__}", "leave the policy out, or pass it the class "
-               "that has the same forward")
+    _check(model, policies, lines, strict)
     modules = {policy: [model.get_submodule(line.path) for line in lines
                         if line.policy == policy.name and not line.problem] for policy in policies}
     for policy in policies:
@@ -188,6 +175,26 @@ def inject(model: nn.Module, policies: Iterable[Policy], strict: bool = True) ->
             module.__class__ = classes[kind]
             policy.by.begin(module)  # type: ignore[arg-type]
     return model
+
+
+def _check(model: nn.Module, policies: list[Policy], lines: list[Finding], strict: bool) -> None:
+    """
+    #### Refuse policies that do not fit the model, before anything changes
+    """
+    names = [policy.name for policy in policies]
+    expect(len({*names}) == len(names), "inject", "each policy once", names, "pass one policy, "
+           "with all of its classes")
+    always = {policy.name for policy in policies if policy.by.all_or_none}
+    unfit = [f"{line}" for line in lines if line.problem and (strict or line.policy in always)]
+    expect(not unfit, "inject", "modules that fit their policies",
+           f"{'; '.join(unfit[:5])}, {len(unfit)} in all", "pass `strict=False` to leave these as "
+           "they are, or leave the policy out")
+    for policy in policies:
+        found = any(line.policy == policy.name for line in lines)
+        kinds = ", ".join(_told(kind) for kind in policy.replaces)
+        expect(found, f"inject: the policy `{policy.name}`", f"modules of {kinds}",
+               f"none in this {type(model).__name__}", "leave the policy out, or pass it the class "
+               "that has the same forward")
 
 
 def report(model: nn.Module, policies: Iterable[Policy]) -> list[Finding]:

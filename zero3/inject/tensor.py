@@ -335,6 +335,10 @@ class Split(Replacement):
                 return f"its `{name}` would draw another mask on each rank"
         for child, by, dims in cls.pattern.parts(module):
             told = f"its {type(child).__name__}"
+            plain = by.stands_for.forward  # type: ignore[attr-defined]
+            if "forward" in vars(child) or (type(child).forward is not plain
+                                            and not _is_transposed(child)):
+                return f"{told} has a `forward` of its own"
             for name, (dim, blocks) in dims.items():
                 size = child._parameters[name].shape[dim] // blocks
                 if by in (Column, Row) and size % cls.line.size:
@@ -352,6 +356,8 @@ class Split(Replacement):
                 self.whole_values[name] = value
                 _set_attribute(self, name, value // self.line.size)
         for child, by, dims in self.pattern.parts(self):
+            expect(not isinstance(child, Replacement), "tensor_parallel", "plain layers",
+                   f"a {type(child).__name__}", "leave the other policy out", RuntimeError)
             child.__class__ = type(f"{by.__name__}({type(child).__name__})", (by, type(child)), {})
             child.split(self.line, dims)
         for name, dim in self.pattern.dropouts:
@@ -383,6 +389,10 @@ class Weights(Replacement):
     """
     ## A layer that has parts of its weights
     """
+
+    all_or_none = True
+    # The class whose forward this one knows.
+    stands_for: type[nn.Module] = nn.Linear
 
     def split(self: Any, line: Line, dims: dict[str, tuple[int, int]]) -> None:
         """
@@ -456,6 +466,8 @@ class VocabularyEmbedding(Weights):
     It looks up its own tokens, and zeros for those of other ranks; $g$ adds them up.
     """
 
+    stands_for = nn.Embedding
+
     def forward(self: Any, ids: torch.Tensor) -> torch.Tensor:
         part = self.parts["weight"]
         is_token = ((ids >= 0) & (ids < part.size)).all()
@@ -491,6 +503,8 @@ class SharedConvolution(Weights):
     Each rank applies it to its own heads, so the gradient of the weight is a sum over ranks.
     """
 
+    stands_for = nn.Conv1d
+
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         weight, bias = (None if p is None else _Enter.apply(p, self.line)
                         for p in (self.weight, self.bias))
@@ -521,8 +535,9 @@ class SplitDropout(Replacement):
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    # Hugging Face's `Conv1D`.
-    return hasattr(module, "nf")
+    # Hugging Face's `Conv1D`, or a replaced one.
+    return any(f"{kind.__module__}.{kind.__name__}" == "transformers.pytorch_utils.Conv1D"
+               for kind in type(module).__mro__)
 
 
 def _attribute(module: Any, path: str) -> Any:
