@@ -53,7 +53,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -65,6 +65,7 @@ from zero3.checkpoint.reader import CheckpointReader, Param, decode, encode
 from zero3.checkpoint.tensor_files import TYPES, Broken, type_name
 from zero3.flat import FlatParameter, Slot
 from zero3.guards.options import fail
+from zero3.guards.parts import WeightPart, connect, part_of
 from zero3.guards.version import __version__
 from zero3.layer import Zero3Layer
 from zero3.offload import InFile
@@ -165,6 +166,7 @@ class Entries:
         Raises `RuntimeError` if the model has no sharded layers, if it trains parameters outside of
         them, or if the optimizer was built on another model.
         """
+        connect(model)
         self.model = model
         self.optimizer = optimizer
         paths = plain_names(model)
@@ -278,6 +280,12 @@ class Entries:
         tied = self.model.tied if isinstance(self.model, Zero3Model) else {}
         return own + [name for name, p in tied.items() if p is slot.param and name not in own]
 
+    def part(self, flat: Flat, slot: Slot) -> WeightPart | None:
+        """
+        ### Which part of a parameter the ranks of a shard have; none, if all of it
+        """
+        return part_of(flat.layer.module, slot.names[0])
+
     # --------------------------------------------------------------------------------------- save
 
     def describe(self) -> list[dict[str, Any]]:
@@ -308,7 +316,8 @@ class Entries:
                 "numel": numel, "padding": len(flat.parameter.full) - numel,
                 "keys": keys, "states": states,
                 "params": [{"names": self.names(flat, slot), "shape": [*slot.view.shape],
-                            "offset": slot.offset, "param_group": index}
+                            "offset": slot.offset, "param_group": index,
+                            **_told_part(self.part(flat, slot))}
                            for slot, index in zip(slots, flat.indices, strict=True)]})
         return described
 
@@ -487,7 +496,8 @@ class Entries:
         flat.states = []
         for slot in flat.parameter.slots:
             names = self.names(flat, slot)
-            shape = tuple(slot.view.shape)
+            part = self.part(flat, slot)
+            shape = part.shape if part else tuple(slot.view.shape)
             param = checkpoint.find(names)
             if param is None or param.shape != shape:
                 there = f"of {param.shape}" if param else "missing"
@@ -636,7 +646,10 @@ class Entries:
             begin = max(slot.offset, first)
             end = min(slot.end, last)
             if begin < end and key in ("param", *states["moments"]):
-                values = checkpoint.read(param, key, begin - slot.offset, end - slot.offset)
+                read = partial(checkpoint.read, param, key)
+                place = (begin - slot.offset, end - slot.offset)
+                part = self.part(flat, slot)
+                values = part.read(*place, read) if part else read(*place)
                 if found is None:
                     found = torch.zeros(last - first, dtype=values.dtype)
                 found[begin - first : end - first] = values
@@ -715,6 +728,13 @@ class Entries:
                 # This run chose a fixed scale or none, and keeps it; a dynamic one is resumed.
                 if key != "loss_scale" or self.optimizer.dynamic:
                     setattr(self.optimizer, key, value)
+
+
+def _told_part(part: WeightPart | None) -> dict[str, Any]:
+    """
+    #### The manifest's entry for a part of a parameter
+    """
+    return {"part": asdict(part)} if part else {}
 
 
 def _expect(good: bool, problem: str) -> None:

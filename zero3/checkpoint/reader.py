@@ -40,6 +40,11 @@ place 0 come first. With two places of two ranks:
 So the file of a shard at place $p$ has a number that is larger by $pN$ than in the formula above.
 Without a pipeline there is place 0 alone.
 
+**Split for tensor parallelism**, a parameter has a part at each place, and the manifest says which
+(see `guards/parts.py`). The reader puts the parts together, so that everybody else sees parameters
+with the names and shapes of the plain model. A load into a split model reads the whole rows that
+this rank has a part of.
+
 **All or nothing.** A save writes into a folder with a name that ends in `.partial`. When all files
 are on the disk, rank 0 writes the manifest under a temporary name, forces it to the disk and
 renames it. The checkpoint exists from this rename on, because a file system either completes a
@@ -81,7 +86,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +94,7 @@ import torch
 
 from zero3.checkpoint.tensor_files import TYPES, Broken, TensorFile, fsync_folder, type_name
 from zero3.guards.options import one_line
+from zero3.guards.parts import WeightPart
 
 FORMAT = "zero3 checkpoint"
 # Format 1 has no pipelines.
@@ -341,14 +347,28 @@ class Param:
     flat: int
     # From the manifest: names, shape, offset in the flat parameter, param group.
     entry: dict[str, Any]
+    # If ranks split it, all of its parts. Its names are those of the first one.
+    parts: list["Param"] = field(default_factory=list)
 
     @property
     def name(self) -> str:
         return self.entry["names"][0]
 
     @property
+    def part(self) -> WeightPart | None:
+        """
+        ### Which elements of the parameter these are; none, if all of them
+        """
+        told = self.entry.get("part")
+        return WeightPart(**{**told, "shape": tuple(told["shape"])}) if told else None
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.entry["shape"])
+        """
+        ### The shape in the plain model, and that of a part
+        """
+        part = self.parts[0].part if self.parts else None
+        return part.shape if part else tuple(self.entry["shape"])
 
     @property
     def numel(self) -> int:
@@ -382,8 +402,8 @@ class CheckpointReader:
             self.files = [
                 TensorFile(folder / file_name(i, self.places * self.world_size), i, recent, **file)
                 for i, file in enumerate(self.manifest["files"])]
-            self.params = [Param(i, entry) for i, flat in enumerate(self.flats)
-                           for entry in flat["params"]]
+            self.params = merge_parts([Param(i, entry) for i, flat in enumerate(self.flats)
+                                       for entry in flat["params"]])
             for flat in self.flats:
                 self._check(flat)
         except (OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
@@ -436,6 +456,8 @@ class CheckpointReader:
         Returns `(end - begin,)` in the data type of the file. Reads only the blocks with these
         elements. Raises `Broken` with the parameter, the file and its rank.
         """
+        if param.parts:
+            return self._read_parts(param.parts, key, begin, end)
         flat = self.flats[param.flat]
         shard_numel = self._shard_numel(flat)
         files = self.files_at(flat["place"])
@@ -450,6 +472,35 @@ class CheckpointReader:
                 values[done : done + last - first] = part
                 done += last - first
         return values
+
+    def _read_parts(self, parts: list[Param], key: str, begin: int, end: int) -> torch.Tensor:
+        """
+        #### Read elements of a parameter that ranks have split
+
+        It reads the rows with these elements from each part, and puts them together. If there is
+        one row, the parts follow each other.
+        """
+        like: Any = parts[0].part
+        numel = like.size * like.width
+        if like.rows == 1:
+            found = []
+            for each in parts:
+                part: Any = each.part
+                offset = part.begin * part.width
+                first = max(begin, offset) - offset
+                last = min(end, part.end * part.width) - offset
+                if first < last:
+                    found.append(self.read(each, key, first, last))
+            return torch.cat(found)
+        first = begin // numel
+        last = -(-end // numel)
+        dtype = TYPES[self.flats[parts[0].flat]["keys"][key]]
+        rows = torch.empty((last - first) * numel, dtype=dtype)
+        for each in parts:
+            part = each.part
+            own = (part.end - part.begin) * part.width
+            part.put(rows, self.read(each, key, first * own, last * own))
+        return rows[begin - first * numel : end - first * numel]
 
     def read_whole(self, param: Param, key: str = "param") -> torch.Tensor:
         """
@@ -496,6 +547,33 @@ class CheckpointReader:
                     and index in states.get("params", (index,))):
                 return states
         return {"moments": [], "scalars": {}}
+
+
+def merge_parts(params: list[Param]) -> list[Param]:
+    """
+    ## Put the parts of a parameter together
+
+    A parameter that each of several ranks has whole is kept once.
+
+    Raises `ValueError` if the parts do not make up the parameter.
+    """
+    found: dict[str, Param] = {}
+    for param in params:
+        first = found.get(param.name)
+        if first is None:
+            found[param.name] = first = Param(param.flat, param.entry)
+        if param.part:
+            first.parts.append(param)
+    for param in found.values():
+        parts: list[Any] = [each.part for each in param.parts]
+        ends = [0, *(part.end for part in parts)]
+        fits = all(part.shape == parts[0].shape and part.begin == begin
+                   and math.prod(each.entry["shape"]) * part.size
+                   == math.prod(part.shape) * (part.end - part.begin)
+                   for each, part, begin in zip(param.parts, parts, ends, strict=False))
+        if parts and not (fits and ends[-1] == parts[0].size):
+            raise ValueError(f"the parts of `{param.name}` do not add up")
+    return [*found.values()]
 
 
 @contextmanager

@@ -78,6 +78,8 @@ class Group:
     rank: int  # this rank's place in `ranks`
     # torch's handle. `None` is its own group, of all ranks.
     process_group: dist.ProcessGroup | None = field(default=None, compare=False)
+    # Whether its ranks have parts of the same layers, and not other layers (see `parts.py`).
+    same_layers: bool = False
 
     @property
     def size(self) -> int:

@@ -43,6 +43,7 @@ from torch import nn
 from torch.linalg import vector_norm
 
 from zero3.guards.contents import is_sharded
+from zero3.guards.parts import connect, counted
 
 # Elements whose squares fp32 adds up at once; the blocks' sums are added afterwards. One sum over
 # millions is too large to notice its next term.
@@ -235,6 +236,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     Raises `RuntimeError` if parameters are not sharded, or a gradient does not rest in its shard:
     with master weights elsewhere, or with a loss scale, `Zero3Optimizer(clip_grad_norm=)` clips.
     """
+    connect(model)
     layers: list[Any] = [m for m in model.modules() if is_sharded(m)]
     flats = [flat for layer in layers for flat in layer.flats if flat.shard.requires_grad]
     # In a pipeline, all layers of this stage may be frozen.
@@ -252,7 +254,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
             continue
         part = plain_part(grad)
         grads.append(part)
-        norms.append(norm_of(part, norm_type).double())
+        norms.append(norm_of_parts(part, counted(flat.owner(), flat), norm_type).double())
     norms = norms or [torch.zeros((), dtype=torch.double)]
     mine = torch.stack([norm.to(first.device) for norm in norms])  # (shards,) fp64, device
     # Replicas have the same gradients, so count those of the first one.
@@ -314,6 +316,20 @@ def norm_of(grad: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:
     if whole < len(grad):
         norms.append(vector_norm(grad[whole:], norm_type, dtype=wide).view(1))
     return vector_norm(torch.cat(norms), norm_type)
+
+
+def norm_of_parts(grad: torch.Tensor, counted: list[slice] | None, norm_type: float = 2.0
+                  ) -> torch.Tensor:
+    """
+    ## The norm of those elements of a gradient that count, `(n,)` to `()`
+
+    * `counted` are the ranges of these; `None` stands for all
+    """
+    if counted is None:
+        return norm_of(grad, norm_type)
+    zero = grad.new_zeros((), dtype=torch.promote_types(grad.dtype, torch.float32))
+    norms = [norm_of(grad[where], norm_type) for where in counted]
+    return vector_norm(torch.stack([zero, *norms]), norm_type)
 
 
 # ---------------------------------------------------------------------------------------- helpers

@@ -103,6 +103,7 @@ from zero3.estimate.predict import Prediction, predict
 from zero3.flat import FlatParameter
 from zero3.guards.gradients import GradientElsewhere, grad_of, set_grad
 from zero3.guards.options import fail
+from zero3.guards.parts import connect, counted
 from zero3.layer import Zero3Layer
 from zero3.offload import Offload
 from zero3.optimizer.buckets import Bucket, PlannedBucket
@@ -177,6 +178,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         an argument is out of range, or if there is not enough memory. ZeRO, section 3.1. Keeps the
         invariants I1, I2 and I5 to I8.
         """
+        connect(model)
         paths = {module: path for path, module in model.named_modules()
                  if isinstance(module, Zero3Layer)}
         self.model = model
@@ -297,7 +299,8 @@ class Zero3Optimizer(torch.optim.Optimizer):
                     dtype = self._set_grad_dtype(layer, flat)
                     indices = self._group_indices(flat, plain[layer], options)
                     spans = self._spans(flat)
-                    found.append(ShardStates(layer, name, flat, dtype, indices, spans))
+                    found.append(ShardStates(layer, name, flat, dtype, indices, spans,
+                                             counted(layer, flat)))
         return found
 
     def _options_of_stages(self, plain: dict[nn.Module, str]) -> list[dict[str, Any]]:

@@ -61,7 +61,7 @@ from zero3.guards.gradients import (
     GradientElsewhere,
     elsewhere,
     grad_of,
-    norm_of,
+    norm_of_parts,
     plain_part,
     set_grad,
 )
@@ -109,6 +109,7 @@ class ShardStates:
     grad_dtype: torch.dtype
     group_indices: list[int]  # the param group of each parameter in the flat one
     spans: list[slice]  # where in the shard each of these is; padding belongs to the one before it
+    counted: list[slice] | None = None  # the ranges that count in the norm; `None` stands for all
     pieces: list[Piece] = field(default_factory=list)
     # (shard_numel,), fp32 or wider, in memory; `None` while it rests in a file.
     master: Any = None
@@ -302,7 +303,7 @@ class ShardStates:
         file was taken in backward, so nothing is read here.
         """
         grad = self.grad
-        return self.file_grad_norm if grad is None else norm_of(grad)
+        return self.file_grad_norm if grad is None else norm_of_parts(grad, self.counted)
 
     @torch.no_grad()
     def add_grad(self, total: torch.Tensor, names: Names = ()) -> None:
@@ -339,7 +340,7 @@ class ShardStates:
         else:
             grad = in_file.wait("grad")["grad"].add_(total.cpu())
         # Take the norm while the gradient is in memory, or the step would have to read it twice.
-        self.file_grad_norm = norm_of(grad)
+        self.file_grad_norm = norm_of_parts(grad, self.counted)
         in_file.write_async("grad")
         for states in self.prefetch:
             # Everything but the gradient, which has not arrived yet.

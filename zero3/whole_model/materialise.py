@@ -60,6 +60,7 @@ from torch import nn
 
 from zero3.comm import Communicator
 from zero3.flat import own_modules
+from zero3.guards.parts import WeightPart, part_of, whole_values
 
 _INDEX = "model.safetensors.index.json"
 
@@ -215,7 +216,7 @@ class Source:
         if self.init is None and own is None:
             return f"`{at}`, a {type(module).__name__} without `reset_parameters`"
         try:
-            with self._seeded(at):
+            with self._seeded(at), whole_values(module):
                 if self.init is not None:
                     self.init(module)
                 else:
@@ -234,10 +235,12 @@ class Source:
           this may be its name in another layer
         """
         places: dict[torch.Tensor, list[str]] = {}
+        parts: dict[torch.Tensor, WeightPart | None] = {}
         for at, module in modules.items():
             for name, t in (*module._parameters.items(), *module._buffers.items()):
                 if t is not None and name not in module._non_persistent_buffers_set:
                     places.setdefault(t, []).append(_join(at, name))
+                    parts[t] = part_of(module, name)
         try:
             for t, own in places.items():
                 name = next((name for name in (*own, *more(t)) if name in self.files), "")
@@ -245,9 +248,12 @@ class Source:
                     return f"no `{own[0]}` in {self.checkpoint}"
                 with safe_open(self.files[name], framework="pt") as file:
                     shape = tuple(file.get_slice(name).get_shape())
-                    if shape != tuple(t.shape):
-                        return f"`{name}` of {shape} there, and {tuple(t.shape)} here"
-                    t.copy_(file.get_tensor(name))
+                    part = parts[t]
+                    wanted = part.shape if part else tuple(t.shape)
+                    if shape != wanted:
+                        return f"`{name}` of {shape} there, and {wanted} here"
+                    whole = file.get_tensor(name)
+                    t.copy_(part.take(whole).view_as(t) if part else whole)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             return f"{self.checkpoint}: {error!r}"
         return ""

@@ -66,6 +66,7 @@ from zero3.flat import Slot, own_modules
 from zero3.groups.mesh import Group
 from zero3.guards.contents import Known, uncompiled
 from zero3.guards.options import MOST, expect, fail, whole
+from zero3.guards.parts import connect
 from zero3.layer import Zero3Layer
 from zero3.measure.ledger import Ledger
 from zero3.nodes.links import Links, communicator
@@ -111,6 +112,7 @@ class Zero3Model(ShardedModel):
         if can_share(self.comm):
             self.order.bucket_numel = bucket_numel
         self._stop_counting = self._count_steps()
+        connect(self)
         self.known = Known([self])
 
     def _number_units(self) -> None:
@@ -309,6 +311,9 @@ class Zero3Model(ShardedModel):
         """
         ### Write the weights as safetensors, one unit at a time: see `materialise.save`
         """
+        self.expect(not self.comm.stages.same_layers, "cannot be saved like this", "whole weights",
+                    "parts of them, split over ranks", "call `zero3.save`, and convert the "
+                    "checkpoint; or `restore(model.destroy())`")
         save(self, Path(folder))
 
     @torch.no_grad()

@@ -1,0 +1,522 @@
+"""
+# Tensor parallelism: ranks that compute one layer together
+
+The oracle is the plain model on the global batch, in fp64.
+"""
+
+import copy
+from dataclasses import asdict
+
+import pytest
+import torch
+import torch.distributed as dist
+from labml_nn.transformers import MultiHeadAttention, TransformerLayer
+from labml_nn.transformers.feed_forward import FeedForward
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zero3
+from tests.ranks import run
+from tests.test_inject import LENGTH, TOKENS, WIDTH, HuggingFace, Masked, Model, farthest, ids_of
+from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
+from zero3.checkpoint.convert import export
+from zero3.checkpoint.reader import Param, merge_parts, newest
+from zero3.guards.parts import WeightPart, part_of
+from zero3.inject import inject, policies, restore
+from zero3.measure.ledger import Ledger
+from zero3.pipeline import Pipeline
+from zero3.train.gpt import GPTConfig, gpt_layers
+
+NAMES = ("tensor", "shard")
+
+
+def labml_model(dropout=0.0, gated=False):
+    """labml's layer with a gate, and the main job's, whose heads share a convolution."""
+    layer = TransformerLayer(
+        d_model=WIDTH, self_attn=MultiHeadAttention(2, WIDTH, dropout),
+        feed_forward=FeedForward(WIDTH, 12, dropout, nn.SiLU(), is_gated=True),
+        dropout_prob=dropout)
+    first, block, last = gpt_layers(GPTConfig(TOKENS, LENGTH, WIDTH, 2, 1, 12, dropout))
+    if gated:
+        block.layer.feed_forward = copy.deepcopy(layer.feed_forward)
+    return Model([first, Masked(layer), block, last])
+
+
+def with_dropout():
+    return labml_model(0.25)
+
+
+def tied():
+    model = labml_model()
+    model.layers[-1].generator.projection.weight = model.layers[0].embed.linear.weight
+    return model
+
+
+class Bert(nn.Module):
+    """A masked language model, of which the layers are split"""
+
+    def __init__(self):
+        import transformers
+
+        super().__init__()
+        config = transformers.BertConfig(
+            vocab_size=TOKENS, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2,
+            intermediate_size=12, max_position_embeddings=8, hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0)
+        self.model = transformers.BertForMaskedLM(config)
+        self.layer_classes = (type(self.model.bert.encoder.layer[0]),)
+
+    def forward(self, ids):
+        return self.model(ids, labels=ids).loss
+
+
+MODELS = {
+    "labml": labml_model, "gated": lambda: labml_model(gated=True), "dropout": with_dropout,
+    "tied": tied, "bert": Bert,
+    "gpt2": lambda: HuggingFace("GPT2"), "qwen2": lambda: HuggingFace("Qwen2"),
+    "llama": lambda: HuggingFace("Llama", tie_word_embeddings=True)}
+# Hugging Face computes the loss in fp32, and Llama's norms.
+TOLERANCE = {"gpt2": 1e-5, "qwen2": 1e-5, "llama": 1e-5, "bert": 1e-5}
+
+
+def make(which, seed=0):
+    torch.manual_seed(seed)
+    return MODELS[which]().double()
+
+
+def adam(params):
+    return torch.optim.AdamW(params, lr=1e-2, eps=1e-2)
+
+
+def train(model, optimizer, rows, steps=3):
+    """Losses of a few steps, each with masks of its own."""
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        loss = model(rows(step))
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+# ----------------------------------------------------------------------------------- without shards
+
+
+def split_alone(which, more):
+    """The largest difference after training, and of what `restore` gives back."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tensor",))
+    plain = make(which)
+    # The first rank's values count.
+    model = make(which, seed=rank)
+    classes = [type(module) for module in model.modules()]
+    listed = [policies.tensor_parallel(mesh), *(getattr(policies, name)() for name in more)]
+    inject(model, listed)
+    numel = [sum(p.numel() for p in each.parameters()) for each in (plain, model)]
+    expected = train(plain, adam(plain.parameters()), lambda step: ids_of(3, step))
+    found = train(model, adam(model.parameters()), lambda step: ids_of(3, step))
+    worst = max(abs(a - b) for a, b in zip(found, expected, strict=True))
+    restore(model)
+    assert [type(module) for module in model.modules()] == classes
+    assert not any({"line", "parts", "whole_values"} & vars(m).keys() for m in model.modules())
+    pair = [dict(each.named_parameters()) for each in (plain, model)]
+    assert [p.shape for p in pair[0].values()] == [p.shape for p in pair[1].values()]
+    # As good as plain: one more step.
+    train(plain, adam(plain.parameters()), lambda step: ids_of(3, 9), 1)
+    train(model, adam(model.parameters()), lambda step: ids_of(3, 9), 1)
+    return max(worst, farthest(*pair)) / TOLERANCE.get(which, 1e-10), numel[1] / numel[0]
+
+
+@pytest.mark.parametrize("which, more", [
+    ("labml", ()), ("tied", ()), ("dropout", ()), ("gated", ("attention", "swiglu")),
+    ("gpt2", ()), ("llama", ()), ("qwen2", ()), ("bert", ()), ("gpt2", ("cross_entropy",)),
+    ("llama", ("cross_entropy", "rms_norm", "swiglu"))])
+def test_two_ranks_train_the_weights_of_the_plain_model(which, more):
+    """
+    Weights and losses after three steps, and one more after `restore`, in fp64. A vocabulary of 13
+    tokens on two ranks, tied embeddings, weights of three blocks, convolutions that heads share,
+    dropout with the masks of the plain model, biases; alone and with other policies. Each rank
+    keeps little more than half of the weights.
+    Proves I1, `tensor_parallel`, `Line`, `Line.prepare`, `Line.all_reduce`, `Line.all_gather`,
+    `Line.broadcast`, `Line.twin`, `Pattern`, `Pattern.parts`, `Split`, `Split.forward`,
+    `Weights`, `Weights.split`, `Weights.end`, `Weights._whole`, `Column`, `Row`,
+    `VocabularyEmbedding`, `VocabularyHead`, `SharedConvolution`, `SplitDropout`, `_Enter`,
+    `_Leave`, `_Gather`, `_over_ranks`, `_attribute`.
+    """
+    for worst, share in run(split_alone, 2, which, more):
+        assert worst < 1 and share < (0.8 if which == "bert" else 0.75), (worst, share)
+
+
+# -------------------------------------------------------------------------------------- with shards
+
+
+def rows_of(mesh, step):
+    """The global batch, and the rows of this rank: the same on all tensor ranks."""
+    count, place = mesh["shard"].size(), mesh["shard"].get_local_rank()
+    ids = ids_of(2 * count, step)
+    return ids, ids[2 * place : 2 * place + 2]
+
+
+def build_split(which, mesh, chain=False, seed=0):
+    model = inject(make(which, seed), [policies.tensor_parallel(mesh["tensor"])])
+    if chain:
+        return Zero3Sequential([Zero3Layer(layer, mesh=mesh["shard"]) for layer in model.layers])
+    return wrap(model, model.layer_classes, mesh=mesh["shard"])
+
+
+def loss_of(model, ids):
+    return Model.loss(model(ids), ids) if isinstance(model, Zero3Sequential) else model(ids)
+
+
+def weights_of(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def split_and_sharded(which, shape, folder, ours, chain, offload=None):
+    """The largest difference of losses, norms and weights, with a checkpoint in between."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES)
+    plain = make(which)
+    model = build_split(which, mesh, chain, seed=dist.get_rank())
+    clip = {"clip_grad_norm": 0.1} if ours else {}
+    optimizer = (Zero3Optimizer(model, torch.optim.AdamW, lr=1e-2, eps=1e-2, offload=offload,
+                                **clip) if ours else adam(model.get_trainable_chunk()))
+    other = adam(plain.parameters())
+    worst = []
+    for step in range(4):
+        ids, mine = rows_of(mesh, step)
+        torch.manual_seed(step)
+        expected = loss_of(plain, ids)
+        expected.backward()
+        torch.manual_seed(step)
+        loss = loss_of(model, mine)
+        loss.backward()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        worst.append(abs(mean / mesh.size() - expected).item())
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        found = None if ours else model.clip_grad_norm_(0.1)
+        found = optimizer.step() if ours else (optimizer.step(), found)[1]
+        worst.append(abs(float(found) - float(norm)))
+        other.step()
+        for each in (optimizer, other):
+            each.zero_grad()
+        if step == 1:
+            zero3.save(folder, model, optimizer, step=step)
+            for shard in model.get_trainable_chunk():
+                shard.detach().zero_()
+            zero3.load(folder, model, optimizer)
+    zero3.save(folder, model, optimizer, step=4)
+    if chain:
+        worst.append(farthest(parts_of(plain, model), full(model)))
+    else:
+        worst.append(farthest(weights_of(plain), weights_of(restore(model.destroy()))))
+    return max(worst) / TOLERANCE.get(which, 1e-10), weights_of(plain)
+
+
+def full(model, shaped=False):
+    with model.full_params() as params:
+        found = {name: p.detach().clone() for name, p in params.items()}
+    return found if shaped else {name: p.flatten() for name, p in found.items()}
+
+
+def parts_of(plain, model):
+    """What this rank of a chain should have of each weight."""
+    found = {}
+    for name, p in plain.layers.named_parameters():
+        i, _, rest = name.partition(".")
+        part = part_of(model.module_list[int(i)].module, rest)
+        found[name] = part.take(p.detach()) if part else p.detach().flatten()
+    return found
+
+
+def loaded(which, shape, folder):
+    """The weights of a checkpoint, in a model that is split in another way, or not at all."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES)
+    if shape[0] == 1:
+        plain = make(which, seed=7)
+        model = wrap(plain, plain.layer_classes, mesh=mesh["shard"])
+    else:
+        model = build_split(which, mesh, seed=7)
+    optimizer = Zero3Optimizer(model, torch.optim.AdamW, lr=1e-2, eps=1e-2)
+    zero3.load(folder, model, optimizer)
+    return weights_of(restore(model.destroy()))
+
+
+@pytest.mark.parametrize("which, ours, chain", [
+    ("labml", True, False), ("tied", True, False), ("labml", False, True), ("gpt2", True, False)])
+def test_split_layers_are_sharded_again(which, ours, chain, tmp_path):
+    """
+    Tensor 2 x shard 2: losses, clipped norms, and weights after four steps, with a checkpoint and a
+    load in between; by `wrap` and as a chain, by our optimizer and torch's. The checkpoint loads at
+    tensor 1 x shard 1, x shard 3, and at tensor 2 without shards, with the plain names and shapes.
+    Proves I1, `Zero3Optimizer._squares`, `connect`, `counted`, `part_of`, `norm_of_parts`,
+    `clip_grad_norm_`, `save_load.save`, `load`, `Entries.part`, `CheckpointReader._read_parts`,
+    `Param.part`, `Param.shape`, `_told_part`.
+    """
+    folder = str(tmp_path)
+    (worst, expected), *others = run(split_and_sharded, 4, which, (2, 2), folder, ours, chain)
+    assert max(worst, *(each for each, _ in others)) < 1
+    if chain:
+        return
+    # In plain PyTorch, from a file of safetensors. It has a tied weight once.
+    export(newest(folder), tmp_path / "out")
+    plain = load_file(tmp_path / "out" / "model.safetensors")
+    assert farthest(plain, {name: expected[name] for name in plain}) < TOLERANCE.get(which, 1e-10)
+    for shape in ((1, 1), (1, 3), (2, 1)):
+        for found in run(loaded, shape[0] * shape[1], which, shape, folder):
+            assert farthest(found, expected) < TOLERANCE.get(which, 1e-10)
+
+
+def measured(shape):
+    """Bytes that a step of a chain sends, beside the formulas; and tokens that go on a text."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES)
+    model = build_split("labml", mesh, chain=True)
+    optimizer = Zero3Optimizer(model, torch.optim.AdamW, lr=1e-2)
+    predicted = optimizer.predict()
+    _, ids = rows_of(mesh, 0)
+    for _ in range(2):
+        with Ledger(model, optimizer) as tape:
+            loss_of(model, ids).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    sent = sum(event.sent_bytes for event in tape.events if event.layer == "tensor ranks")
+    t = mesh["tensor"].size()
+    positions = ids.numel()
+    # Two layers with four sums each, and one of the embedding and of the head. Logits are gathered.
+    sums = (2 * 4 + 2) * positions * WIDTH
+    # Three convolutions of the main job's block, whose gradients are summed.
+    convolutions = 3 * (WIDTH // 2) * 4
+    expected = 8 * (2 * (t - 1) * (sums + convolutions) // t
+                    + (t - 1) * positions * -(-TOKENS // t))
+    return sent, expected, tape.sent_bytes - sent, predicted.sent_bytes
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (2, 2), (1, 2)])
+def test_a_step_sends_what_the_formulas_say(shape):
+    """
+    Activations by the formula of the head, and weights, gradients and norms as `predict` says for
+    the parts that a rank shards. The norm over tensor ranks is 8 bytes more.
+    Proves I4, `Line.all_reduce`, `Line.all_gather`, `connect`.
+    """
+    tensor = shape[0]
+    for sent, expected, rest, predicted in run(measured, shape[0] * shape[1], shape):
+        assert sent == expected
+        assert rest == predicted + 8 * (tensor - 1)
+
+
+def generated(which, shape):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES)
+    plain = make(which).model
+    model = build_split(which, mesh)
+    prompt = ids_of(2)[:, :3]
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    prompts = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+    inner = wrap(inject(make(which).model, [policies.tensor_parallel(mesh["tensor"])]),
+                 model.layer_classes, mesh=mesh["shard"])
+    return torch.equal(plain.generate(**prompts, **options), inner.generate(**prompts, **options))
+
+
+@pytest.mark.parametrize("which", ["gpt2", "llama"])
+def test_split_models_generate_the_tokens_of_the_plain_one(which):
+    """
+    With their caches of keys and values, each rank for its heads, at tensor 2 x shard 2.
+    Proves `tensor_parallel`, `Zero3Model.generate`.
+    """
+    assert all(run(generated, 4, which, (2, 2)))
+
+
+def made(which, shape, folder):
+    """Whether a split model from the meta device gets the values of a plain one, drawn and read."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES)
+    found = []
+    for split in (False, True):
+        for checkpoint in (None, folder):
+            with torch.device("meta"):
+                model = MODELS[which]()
+            if split:
+                inject(model, [policies.tensor_parallel(mesh["tensor"])])
+            model = wrap(model, model.layer_classes, mesh=mesh["shard"], seed=3, device="cpu",
+                         init=draw, checkpoint=checkpoint)
+            if not split and checkpoint is None and dist.get_rank() == 0:
+                save_file(full(model, shaped=True), f"{folder}/model.safetensors")
+            dist.barrier()
+            found.append(weights_of(restore(model.destroy())))
+    return [all(torch.equal(found[0][name], p) for name, p in each.items()) for each in found]
+
+
+def draw(module):
+    for p in module._parameters.values():
+        if p is not None:
+            nn.init.normal_(p, std=0.1)
+
+
+@pytest.mark.parametrize("which", ["labml", "tied"])
+def test_split_models_from_the_meta_device_get_the_values_of_the_plain_one(which, tmp_path):
+    """
+    Drawn by name, and read from a file of safetensors: the parts have the bits of the plain model,
+    and ranks have different parts. Proves `whole_values`, `Source._draw`, `Source._read`.
+    """
+    for found in run(made, 2, which, (2, 1), str(tmp_path)):
+        assert all(found), found
+
+
+# -------------------------------------------------------------------------------- what does not fit
+
+
+def one_head():
+    return MultiHeadAttention(1, WIDTH, 0.0)
+
+
+def llama_with_dropout():
+    return HuggingFace("Llama", attention_dropout=0.1)
+
+
+class Adapted(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + x
+
+
+def adapted():
+    model = FeedForward(WIDTH, WIDTH, 0.0)
+    model.layer2 = Adapted(WIDTH, WIDTH)
+    return model
+
+
+def tied_to_a_whole_layer():
+    model = nn.ModuleList([labml_model(), nn.Linear(WIDTH, 12)])
+    model[1].weight = model[0].layers[1].layer.feed_forward.layer1.weight
+    return model
+
+
+def other_on_each_rank():
+    return FeedForward(WIDTH, 12 + 2 * dist.get_rank(), 0.0)
+
+
+def injected_before():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return inject(FeedForward(WIDTH, 12, 0.0), [policies.tensor_parallel(mesh)])
+
+
+UNFIT = {
+    "adapted": "its Adapted has a `forward` of its own",
+    "one_head": "query.heads` is 1, for 2 ranks", "llama_with_dropout": "another mask",
+    "other_on_each_rank": "parameters on rank 1",
+    "tied_to_a_whole_layer": "`1.1.weight`, which is tied", "injected_before": "replaced already"}
+
+
+def refused(name):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.ModuleList([FeedForward(WIDTH, 12, 0.0), globals()[name]()])
+    classes = [type(module) for module in model.modules()]
+    shapes = [p.shape for p in model.parameters()]
+    try:
+        inject(model, [policies.tensor_parallel(mesh)], strict=False)
+    except ValueError as error:
+        assert [type(module) for module in model.modules()] == classes
+        assert [p.shape for p in model.parameters()] == shapes
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_model_that_cannot_be_split_is_refused_and_stays_as_it_was(name):
+    """
+    Also with `strict=False`: a model of which half is split computes something else.
+    Proves `tensor_parallel`, `Line.prepare`.
+    """
+    for text in run(refused, 2, name):
+        assert UNFIT[name] in text, text
+
+
+def networks(mesh):
+    """Two networks whose parts have the same shapes on all ranks."""
+    model = nn.Sequential(FeedForward(WIDTH, 12, 0.0), FeedForward(WIDTH, 12, 0.0))
+    return inject(model, [policies.tensor_parallel(mesh["tensor"])])
+
+
+def after_the_split():
+    """What is refused later: other inputs or random numbers, another policy, unknown tokens."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)
+    said = []
+    for does in ("inputs", "random numbers", "policy", "tokens", "layer", "wrap", "save",
+                 "pipeline"):
+        model = inject(labml_model(), [policies.tensor_parallel(mesh["tensor"])])
+        ids = ids_of(2, dist.get_rank() if does == "inputs" else 0)
+        torch.manual_seed(dist.get_rank() if does == "random numbers" else 0)
+        with pytest.raises((ValueError, IndexError, RuntimeError)) as error:
+            if does == "policy":
+                inject(model, [policies.attention()])
+            elif does == "layer":
+                Zero3Optimizer(Zero3Layer(model.layers[0], mesh=mesh["shard"]))
+            elif does == "wrap":
+                wrap(networks(mesh), FeedForward)
+            elif does == "save":
+                wrap(model, model.layer_classes, mesh=mesh["shard"]).save("nowhere")
+            elif does == "pipeline":
+                lines = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pipeline", "shard"))
+                pipeline = Pipeline([*networks(mesh)], lines, loss_fn=Model.loss)
+                Zero3Optimizer(pipeline)
+            else:
+                model(ids + TOKENS * (does == "tokens"))
+        said.append(str(error.value))
+    return said
+
+
+def test_ranks_with_other_inputs_and_late_changes_are_refused():
+    """
+    The first forward pass compares inputs and random numbers, because ranks with other ones would
+    add up results that have nothing to do with each other.
+    Proves `Line.compare_once`, `connect`, `Zero3Model.save`, `VocabularyEmbedding`.
+    """
+    for said in run(after_the_split, 2):
+        expected = ("the inputs of rank 1 differ", "the random numbers of rank 1 differ",
+                    "inject both policies in one call", "tokens from 0 to 12",
+                    "put it in a chain", "ranks [0, 1] in both meshes", "parts of them",
+                    "stages of a pipeline")
+        for text, part in zip(said, expected, strict=True):
+            assert part in text, text
+
+
+# -------------------------------------------------------------------------------------------- parts
+
+
+def test_a_part_is_taken_read_and_put_back():
+    """
+    The four weights of the head of `parts.py`, and every range of a part read from the whole.
+    Proves `WeightPart`, `WeightPart.of`, `WeightPart.take`, `WeightPart.put`, `WeightPart.read`.
+    """
+    whole = torch.arange(8).view(2, 4)
+    taken = [[WeightPart.of((2, 4), dim, place, 2, blocks).take(whole).tolist() for place in (0, 1)]
+             for dim, blocks in ((0, 1), (1, 1), (1, 2))]
+    assert taken == [[[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1, 4, 5], [2, 3, 6, 7]],
+                     [[0, 2, 4, 6], [1, 3, 5, 7]]]
+    whole = torch.arange(5 * 6 * 2).view(5, 6, 2)
+    for dim, count, blocks in ((0, 2, 1), (0, 5, 1), (1, 4, 1), (1, 2, 3), (2, 2, 1), (1, 3, 2)):
+        found = torch.zeros_like(whole)
+        for place in range(count):
+            part = WeightPart.of(whole.shape, dim, place, count, blocks)
+            values = part.take(whole)
+            part.put(found, values)
+            for begin in range(len(values)):
+                for end in range(begin + 1, len(values) + 1):
+                    read = part.read(begin, end, lambda i, j: whole.flatten()[i:j])
+                    assert torch.equal(read, values[begin:end])
+        assert torch.equal(found, whole)
+
+
+def test_a_checkpoint_with_parts_that_do_not_add_up_is_refused():
+    """
+    A part is missing, or two have the same place.
+    Proves `merge_parts`.
+    """
+    def param(place):
+        part = asdict(WeightPart.of((2, 4), 0, place, 2))
+        return Param(place, {"names": ["w"], "shape": [1, 4], "offset": 0, "part": part})
+
+    assert [p.shape for p in merge_parts([param(0), param(1)])] == [(2, 4)]
+    for places in ((0,), (1,), (0, 0), (1, 0)):
+        with pytest.raises(ValueError, match="parts of `w` do not add up"):
+            merge_parts([param(place) for place in places])

@@ -1,0 +1,198 @@
+r"""
+# Parts of a weight
+
+A `WeightPart` says which elements of a weight a rank has, if ranks split the weight between them.
+
+A sharded weight is cut into ranges of its elements, wherever they fall. A weight that is split for
+tensor parallelism is cut along one of its dimensions, because each rank computes with its own part.
+Take a weight of two rows and four columns, on two ranks:
+
+| | rank 0 | rank 1 |
+|---|---|---|
+| the weight | 0 1 2 3 | 4 5 6 7 |
+| split by rows | 0 1 2 3 | 4 5 6 7 |
+| split by columns | 0 1 and 4 5 | 2 3 and 6 7 |
+| split by columns, in two blocks | 0 2 and 4 6 | 1 3 and 5 7 |
+
+The last row is for weights that were put together of several: a weight for queries, keys and values
+has three blocks, and each rank needs its part of each. In every case the elements of the whole
+weight form a box of three dimensions, and a part is a range of the middle one:
+
+$$(\text{rows}, \text{size}, \text{width}) \to (\text{rows}, \text{end} - \text{begin},
+\text{width})$$
+
+So the four weights above have the boxes $(1, 2, 4)$ for rows, $(2, 4, 1)$ for columns, and
+$(4, 2, 1)$ for columns in two blocks.
+
+**Run this**: `python -m pytest tests/test_tensor_parallel.py -k part`.
+
+**Not covered, and what that costs**: a weight is split along one dimension only.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class WeightPart:
+    """
+    ## The elements of a weight that one rank has
+    """
+
+    shape: tuple[int, ...]  # of the whole weight
+    rows: int
+    size: int
+    width: int
+    begin: int
+    end: int
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], dim: int, place: int, count: int, blocks: int = 1
+           ) -> WeightPart:
+        """
+        ### The part of one rank
+
+        * `shape` is that of the whole weight, `dim` the dimension that is split
+        * `place` is the number of this rank among `count`
+        * `blocks` is how many weights were put together along that dimension
+        """
+        size = shape[dim] // blocks
+        return cls(tuple(shape), math.prod(shape[:dim]) * blocks, size, math.prod(shape[dim + 1 :]),
+                   size * place // count, size * (place + 1) // count)
+
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        """
+        ### This part of a weight, a copy in one dimension
+
+        * `whole` has the elements of the weight, or of some of its rows
+        """
+        box = whole.reshape(-1, self.size, self.width)
+        return box[:, self.begin : self.end].flatten().clone()
+
+    def put(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        """
+        ### Write this part into a weight; the opposite of `take`
+
+        * `whole` is contiguous
+        """
+        box = whole.view(-1, self.size, self.width)[:, self.begin : self.end]
+        box.copy_(part.reshape(box.shape))
+
+    def read(self, begin: int, end: int, read: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
+        """
+        ### Elements of the part, read from the whole weight
+
+        * `read(begin, end)` reads elements of the whole weight
+        """
+        if self.rows == 1:
+            # The part is a range of the whole weight.
+            offset = self.begin * self.width
+            return read(offset + begin, offset + end)
+        own = (self.end - self.begin) * self.width
+        first = begin // own
+        last = -(-end // own)
+        numel = self.size * self.width
+        rows = self.take(read(first * numel, last * numel))
+        return rows[begin - first * own : end - first * own]
+
+
+def part_of(module: nn.Module, name: str) -> WeightPart | None:
+    """
+    ## Which part of a parameter a rank has; none, if it has all of it
+
+    * `name` is the parameter's in this module
+    """
+    path, _, last = name.rpartition(".")
+    return vars(module.get_submodule(path)).get("parts", {}).get(last)
+
+
+@contextmanager
+def whole_values(module: nn.Module) -> Iterator[None]:
+    """
+    ## Give a module whole weights for a while, and keep this rank's parts of their values
+
+    Whoever draws initial values does it inside. A rank then draws what the plain module would have
+    drawn, and takes its part of it. A module that is not split stays as it is.
+    """
+    parts = {name: part for name, part in vars(module).get("parts", {}).items()
+             if name in module._parameters}
+    own: Any = {name: module._parameters[name] for name in parts}
+    try:
+        for name, part in parts.items():
+            # NaN, so that values which nobody draws are noticed.
+            whole = own[name].detach().new_full(part.shape, torch.nan)
+            module._parameters[name] = nn.Parameter(whole, own[name].requires_grad)
+        yield
+        for name, part in parts.items():
+            values: Any = module._parameters[name]
+            own[name].detach().copy_(part.take(values.detach()).view_as(own[name]))
+    finally:
+        module._parameters.update(own)
+
+
+def connect(model: nn.Module) -> None:
+    """
+    ## Tell the layers of a sharded model who has the other parts of its weights
+
+    `wrap`, optimizers and checkpoints call it before they use a model. All ranks must call it
+    (all-gather of the ranks, the first time). A model that is not split stays as it is.
+
+    Raises `RuntimeError` if the model is sharded over ranks that have other parts of it, if it is a
+    pipeline, or a single layer.
+    """
+    modules = [*model.modules()]
+    lines = {vars(module)["line"] for module in modules if "line" in vars(module)}
+    layers: list[Any] = [module for module in modules if getattr(module, "flats", ())]
+    if not lines or not layers or layers[0].comm.stages.same_layers:
+        return
+    (line,) = lines
+    first = layers[0]
+    both = {*line.group.ranks} & {*first.comm.ranks}
+    first.expect(both == {first.comm.global_rank}, "is sharded over ranks that have other parts of "
+                 "it", "ranks with the same parts", f"ranks {sorted(both)} in both meshes",
+                 "wrap it with `mesh=mesh[\"shard\"]`, and split it over `mesh[\"tensor\"]`")
+    first.expect(first.comm.stages.size == 1, "has split weights", "a model without a pipeline",
+                 "stages of a pipeline", "leave one of the two out")
+    # A chain, or the model that `wrap` returned.
+    owner: Any = next(m for m in modules if hasattr(m, "get_trainable_chunk"))
+    first.expect(owner is not first, "has split weights", "a `Zero3Sequential`, or `wrap`",
+                 "a layer that is in no chain", "put it in a chain, also if it is the only one")
+    first.comm.stages = line.group
+    # For what concerns all ranks at once: the same, with these among its groups.
+    owner.comm = copy.copy(first.comm)
+    owner.comm.groups = (*first.comm.groups, line.group)
+    stages = first.comm.gather_stages(first.comm.ranks)
+    owner.comm.ranks = tuple(rank for stage in stages for rank in stage)
+    line.model = owner
+
+
+def counted(layer: Any, flat: Any) -> list[slice] | None:
+    """
+    ## The ranges of a shard that count in the norm of the whole model; none, if all of it counts
+
+    * `layer` has the flat parameter `flat`
+
+    All ranks that split the weights have the same biases and norms, say. Those of the first rank
+    count.
+    """
+    stages = layer.comm.stages
+    if not stages.same_layers or stages.rank == 0:
+        return None
+    numel = len(flat.shard)
+    first = layer.comm.rank * numel
+    found = []
+    for slot in flat.slots:
+        begin = max(slot.offset - first, 0)
+        end = min(slot.end - first, numel)
+        if begin < end and part_of(layer.module, slot.names[0]) is not None:
+            found.append(slice(begin, end))
+    return found

@@ -1,0 +1,142 @@
+r"""
+# Cross entropy in chunks: a loss that never has all logits
+
+`chunked_cross_entropy` computes the head of a language model and its loss for a few positions at a
+time, and the gradients along with them.
+
+The head multiplies each position's vector with the vector of each token of the vocabulary. The
+result, the logits, is often the largest tensor of a training step. With 512 positions and a
+vocabulary of 50,257 tokens it has 26 million elements, 103 MB in fp32. Plain PyTorch has it three
+times at the peak: the logits, their log-softmax, and the gradient.
+
+**Two positions, three tokens.** In forward we already know the gradient of the loss with respect to
+the logits. It is the softmax, minus one at the target:
+
+| | logits | softmax | target | gradient, for a mean over two |
+|---|---|---|---|---|
+| position 0 | 0 0 0 | .33 .33 .33 | token 1 | .17 -.33 .17 |
+| position 1 | 0 .69 0 | .25 .5 .25 | token 1 | .13 -.25 .13 |
+
+So a chunk of positions is finished in one go: its logits, its loss, and its part of both gradients.
+Then its logits can be overwritten by those of the next chunk. With hidden states $h_i$, head $W$,
+targets $y_i$ and $T$ positions
+
+$$L = \frac{1}{T} \sum_{i=1}^{T} \Big( \log \sum_v e^{W_v \cdot h_i} - W_{y_i} \cdot h_i \Big)
+\qquad
+\frac{\partial L}{\partial W_v \cdot h_i} = \frac{1}{T} \big( \text{softmax}(W h_i)_v -
+[v = y_i] \big)$$
+
+Backward only multiplies the two finished gradients by the gradient that comes in.
+
+**Run this**: `python -m zero3.inject`.
+
+**Not covered, and what that costs**: the gradient of the head's weight exists from forward to
+backward, as large as the weight. Class weights and label smoothing are not here.
+"""
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from zero3.guards.parts import WeightPart
+
+
+def chunked_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor,
+                          bias: torch.Tensor | None = None, *, rows: int = 1024,
+                          ignore_index: int = -100, count: Any = None, split: Any = None,
+                          own: WeightPart | None = None) -> torch.Tensor:
+    """
+    ## `cross_entropy(linear(hidden, weight, bias), targets)`, a chunk at a time
+
+    * `hidden` is `(positions, features)`
+    * `weight` is `(tokens, features)`, and `bias` `(tokens,)`
+    * `targets` is `(positions,)` int64; those of `ignore_index` do not count
+    * `rows` is the number of positions in a chunk
+    * `count` divides the sum of losses; left out, it is the number of targets that count
+    * `split` are the ranks that split the weight by tokens, if they do: a `Line`. `own` is the part
+      that this rank has
+
+    Returns the mean loss, `()`, in fp32 or wider. Sums of gradients are in that data type too.
+    """
+    if count is None:
+        count = (targets != ignore_index).sum()
+    grads = torch.is_grad_enabled()
+    first = own.begin if own else 0
+    return _Chunked.apply(hidden, weight, bias, targets, rows, ignore_index, count, grads, split,
+                          first)
+
+
+class _Chunked(torch.autograd.Function):
+    """
+    #### The loss and its gradients, in forward
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+                targets: torch.Tensor, rows: int, ignore_index: int, count: Any, grads: bool,
+                split: Any, first: int) -> torch.Tensor:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        inputs = (hidden, weight, bias)
+        sums = [torch.zeros_like(t, dtype=wide) if grads and t is not None and t.requires_grad
+                else None for t in inputs]
+        loss = torch.zeros((), dtype=wide, device=hidden.device)
+        for begin in range(0, len(hidden), rows):
+            part = slice(begin, begin + rows)
+            logits = F.linear(hidden[part], weight, bias).to(wide)  # (rows, tokens)
+            counts = (targets[part] != ignore_index)[:, None]  # (rows, 1)
+            target = targets[part, None].where(counts, 0) - first
+            # Whether this rank has the target's logit.
+            is_here = (target >= 0) & (target < len(weight))
+            target = target.where(is_here, 0)
+            total, of_target = _over_ranks(split, logits.logsumexp(1, keepdim=True),
+                                           logits.gather(1, target) * is_here)
+            loss += ((total - of_target) * counts).sum()
+            if any(total is not None for total in sums):
+                # In place: the softmax, minus one at the target.
+                grad = logits.sub_(total).exp_()
+                grad.scatter_add_(1, target, -is_here.to(wide))
+                _add(sums, part, grad.mul_(counts).div_(count).to(hidden.dtype), hidden, weight)
+        if split is not None and sums[0] is not None:
+            # The conjugate of the exchanges above: hidden states are the same on all ranks.
+            sums[0] = split.all_reduce(sums[0])
+        ctx.save_for_backward(*sums)
+        ctx.dtypes = [hidden.dtype, weight.dtype, weight.dtype]
+        return loss / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+        found = [None if total is None else (total * grad).to(dtype)
+                 for total, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
+        return (*found, *[None] * (10 - len(found)))
+
+
+def _over_ranks(split: Any, total: torch.Tensor, of_target: torch.Tensor
+                ) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    #### Logarithms of sums and logits of targets, `(rows, 1)` each, over all tokens
+
+    A rank sends $t-1$ times the bytes of both, if the ranks have split the tokens.
+    """
+    if split is None:
+        return total, of_target
+    found = split.all_gather(torch.cat([total, of_target], 1))  # (ranks, rows, 2)
+    return found[..., :1].logsumexp(0), found[..., 1:].sum(0)
+
+
+def _add(sums: list[torch.Tensor | None], part: slice, grad: torch.Tensor, hidden: torch.Tensor,
+         weight: torch.Tensor) -> None:
+    """
+    #### Add a chunk's part of the gradients of hidden states, weight and bias
+
+    * `grad` is that of the chunk's logits, `(rows, tokens)`
+    """
+    of_hidden, of_weight, of_bias = sums
+    if of_hidden is not None:
+        of_hidden[part] = grad @ weight
+    if of_weight is not None:
+        of_weight += grad.t() @ hidden[part]
+    if of_bias is not None:
+        of_bias += grad.sum(0)

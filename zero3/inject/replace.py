@@ -1,0 +1,269 @@
+r"""
+# Module injection: the same model with other forwards
+
+`inject` gives the modules of a model a better forward, chosen by policies, and `restore` takes it
+back.
+
+A library's model is often written to be read, and not to be fast: it writes out its attention step
+by step, and keeps every intermediate result for backward. DeepSpeed's `module_inject` replaces such
+modules by others. The difficult part is what the replaced modules had: parameters, their names in
+checkpoints, hooks, and references that other modules hold. So we leave each module object where it
+is, with all that it has, and change its class:
+
+| | the plain module | injected | restored |
+|---|---|---|---|
+| class | `LlamaRMSNorm` | `rms_norm(LlamaRMSNorm)` | `LlamaRMSNorm` |
+| made of | | `RMSNorm`, `LlamaRMSNorm` | |
+| forward | written out | that of `RMSNorm` | written out |
+| parameters | `weight` | the same object, the same name | the same object |
+
+The new class is a subclass of the old one, so `isinstance` says the same as before, and `wrap`
+finds its layers by their classes. Parameters keep their names and shapes, and with them every
+checkpoint keeps its format.
+
+**A policy** is a name, the classes that it replaces, and the class that has the new forward, its
+*replacement*. The replacement looks at each module first, and says why it does not fit, if it does
+not. If a single module does not fit, `inject` raises an error before anything changes:
+
+| module | policy `attention` | because |
+|---|---|---|
+| `MultiHeadAttention`, without dropout | replaces it | |
+| a subclass of it with another `get_scores` | refuses it | the new forward would not call that |
+| the same with a dropout of 0.1 | refuses it | it would draw another mask |
+
+With several policies for one class, the later ones go around the earlier ones. For the policies
+$p_1, p_2$ and the class $c$ the new class has the base classes
+
+$$\text{class} = p_2\big(p_1(c)\big)$$
+
+and `restore` takes them off again, the last one first.
+
+    model = inject(model, [policies.attention(), policies.rms_norm()])
+    model = wrap(model, Block)
+    ...
+    restore(model.destroy())
+
+**Run this**: `python -m pytest tests/test_inject.py`.
+
+**Not covered, and what that costs**: inject before `wrap`; afterwards it is an error. A module's
+new class exists in this process only, so an injected model has a `state_dict` and can be copied,
+but it cannot be pickled. `Deferred` layers have no modules yet: inject inside their factory. A
+forward that was compiled before is not recompiled.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from zero3.guards.contents import is_sharded
+from zero3.guards.options import expect
+
+
+class Replacement:
+    """
+    ## What a module of another class gets: a forward, and a mapping of its weights
+
+    A subclass has the new `forward`. It is called with the arguments of the old one, and finds the
+    module's attributes, parameters and children as they were.
+    """
+
+    # Whether the model would compute something else if a module that does not fit were left as it
+    # is. Such a replacement goes around the others, and none can be added later.
+    all_or_none = False
+
+    @classmethod
+    def problem(cls, module: nn.Module) -> str:
+        """
+        ### Why a module does not fit, or an empty string
+
+        * `module` still has its own class. The options of the policy are attributes of `cls`
+        """
+        return ""
+
+    def begin(self) -> None:
+        """
+        ### Map the weights to those of the new forward; called once, by `inject`
+
+        Most replacements compute with the weights as they are.
+        """
+
+    def end(self) -> None:
+        """
+        ### Map the weights back; called once, by `restore`
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class Policy:
+    """
+    ## Which classes get which replacement
+
+    * `replaces` has classes, or their full names, so that no library has to be imported for it.
+      Each comes with the options for modules of this class: attributes of the new class
+    """
+
+    name: str
+    by: type[Replacement]
+    replaces: Mapping[str | type, Mapping[str, Any]]
+    # Called before anything changes, with the model, and the new classes by their modules.
+    prepare: Callable[[nn.Module, dict[nn.Module, type]], None] | None = None
+
+    def base_of(self, kind: type) -> type | None:
+        """
+        ### The class that a module's class is or inherits from, of those that this policy replaces
+        """
+        return next((base for base in kind.__mro__
+                     if base in self.replaces or _full_name(base) in self.replaces), None)
+
+    def new_class(self, kind: type) -> type:
+        """
+        ### The class of a replaced module: the methods of the replacement, in front of its own
+
+        * `kind` is the class that it has now
+        """
+        base: Any = self.base_of(kind)
+        options = self.replaces[base if base in self.replaces else _full_name(base)]
+        return type(f"{self.name}({kind.__name__})", (self.by, kind), {**options})
+
+
+class Finding(NamedTuple):
+    """
+    ## One line of a report
+
+    A model of two norms, of which one is a `GemmaRMSNorm`, has two lines.
+    """
+
+    path: str  # the module's name in the model
+    kind: str  # the name of its class
+    policy: str
+    problem: str  # why it is not replaced, or an empty string
+
+    def __str__(self) -> str:
+        how = f"not by {self.policy}: {self.problem}" if self.problem else f"by {self.policy}"
+        return f"`{self.path}` ({self.kind}) {how}"
+
+
+def inject(model: nn.Module, policies: Iterable[Policy], strict: bool = True) -> nn.Module:
+    """
+    ## Replace modules of a model, in place
+
+    Call it before `wrap`. The model may be on the meta device.
+
+    * `policies` are applied one after the other, `tensor_parallel` last
+    * `strict=False` leaves modules as they are if a policy does not fit them; `report` lists them
+
+    Returns the model. Raises `ValueError` if a policy finds no module of its classes, or one that
+    does not fit, and `RuntimeError` if the model is sharded already. The model is unchanged then.
+    """
+    policies = sorted(policies, key=lambda policy: policy.by.all_or_none)
+    lines = report(model, policies)
+    _check(model, policies, lines, strict)
+    modules = {policy: [model.get_submodule(line.path) for line in lines
+                        if line.policy == policy.name and not line.problem] for policy in policies}
+    for policy in policies:
+        if policy.prepare:
+            policy.prepare(model, {m: policy.new_class(type(m)) for m in modules[policy]})
+    for policy in policies:
+        # Modules of one class share the new one, as they shared the old one.
+        classes: dict[type, type] = {}
+        for module in modules[policy]:
+            kind = type(module)
+            if kind not in classes:
+                classes[kind] = policy.new_class(kind)
+            module.__class__ = classes[kind]
+            policy.by.begin(module)  # type: ignore[arg-type]
+    return model
+
+
+def _check(model: nn.Module, policies: list[Policy], lines: list[Finding], strict: bool) -> None:
+    """
+    #### Refuse policies that do not fit the model, before anything changes
+    """
+    names = [policy.name for policy in policies]
+    expect(len({*names}) == len(names), "inject", "each policy once", names, "pass one policy, "
+           "with all of its classes")
+    always = {policy.name for policy in policies if policy.by.all_or_none}
+    unfit = [f"{line}" for line in lines if line.problem and (strict or line.policy in always)]
+    expect(not unfit, "inject", "modules that fit their policies",
+           f"{'; '.join(unfit[:5])}, {len(unfit)} in all", "pass `strict=False` to leave these as "
+           "they are, or leave the policy out")
+    for policy in policies:
+        found = any(line.policy == policy.name for line in lines)
+        kinds = ", ".join(_told(kind) for kind in policy.replaces)
+        expect(found, f"inject: the policy `{policy.name}`", f"modules of {kinds}",
+               f"none in this {type(model).__name__}", "leave the policy out, or pass it the class "
+               "that has the same forward")
+
+
+def report(model: nn.Module, policies: Iterable[Policy]) -> list[Finding]:
+    """
+    ## What `inject` would replace, and what it would not and why
+
+    Nothing changes. There is a line for each module and policy that have to do with each other. A
+    module that is registered several times has one line, under its first name.
+    """
+    sharded = [path for path, module in model.named_modules() if is_sharded(module)]
+    expect(not sharded, "inject", "a plain model", f"`{sharded[:1]}` is sharded", "inject before "
+           "`wrap`; `destroy()` gives a plain model back", RuntimeError)
+    return [Finding(path, type(module).__name__, policy.name, _problem(module, policy))
+            for policy in policies for path, module in model.named_modules()
+            if policy.base_of(type(module))]
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """
+    ## Give all modules of a model their own classes back, with the trained weights
+
+    * `model` is plain: what `destroy` returned, or a model that was never wrapped
+
+    Returns the model. Raises `RuntimeError` if it is still sharded.
+    """
+    report(model, ())
+    for module in model.modules():
+        for new in _replacements(type(module)):
+            by, kind = new.__bases__
+            by.end(module)  # type: ignore[attr-defined]
+            module.__class__ = kind
+    return model
+
+
+def _problem(module: nn.Module, policy: Policy) -> str:
+    """
+    #### Why a policy does not fit a module, or an empty string
+    """
+    kind = type(module)
+    for new in _replacements(kind):
+        by: Any = new.__bases__[0]
+        if by is policy.by:
+            return "it is replaced already"
+        if by.all_or_none:
+            return f"it is a {kind.__name__} already; inject both policies in one call"
+    base: Any = policy.base_of(kind)
+    # Methods of the replaced class, which the new forward stands for.
+    methods = {name for name, value in vars(base).items() if callable(value)} - {"__init__"}
+    subclasses = [c for c in kind.__mro__ if issubclass(c, base) and c is not base
+                  and not issubclass(c, Replacement)]
+    for owner, names in [*((c.__name__, vars(c)) for c in subclasses), ("this one", vars(module))]:
+        if other := methods & {*names}:
+            return f"{owner} has a `{min(other)}` of its own"
+    options: Any = policy.new_class(kind)
+    return options.problem(module)
+
+
+def _replacements(kind: type) -> Iterator[type]:
+    """
+    #### The classes that `inject` has made around a module's own, the last one first
+    """
+    while issubclass(kind, Replacement):
+        yield kind
+        kind = kind.__bases__[1]
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _told(kind: str | type) -> str:
+    return kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__
