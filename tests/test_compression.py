@@ -198,7 +198,8 @@ def test_the_smallest_elements_are_pruned_and_of_equal_ones_the_earlier():
     The keys of the head, exactly as many as the sparsity says, and no gradient for them. Breaks if
     ties are pruned together, or if a pruned element is trained.
     Proves `Pruned`, `Pruned.forward`, `Pruned.kept`, `Pruned.keys`, `Pruned.count`, `Pruned.units`,
-    `Pruned.ranked`, `Pruned.share`, `Method`.
+    `Pruned.ranked`, `Pruned.share`, `Pruned.attach`, `Pruned.original`,
+    `Method`.
     """
     layer = nn.Linear(2, 2, bias=False)
     with torch.no_grad():
@@ -208,7 +209,7 @@ def test_the_smallest_elements_are_pruned_and_of_equal_ones_the_earlier():
     layer(torch.ones(1, 2)).sum().backward()
     assert layer.parametrizations.weight.original.grad.tolist() == [[0, 1], [1, 1]]
     (method,) = layer.parametrizations.weight
-    keys = method.keys(method.ranked(layer.parametrizations.weight.original).view(-1))
+    keys = method.keys(method.ranked.view(-1))
     assert (method.units, method.count) == (4, 1) and keys.argsort().tolist() == [0, 3, 2, 1]
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         values = torch.randn(4096, dtype=dtype)
@@ -269,7 +270,7 @@ def test_a_learnt_score_gets_the_gradient_of_its_mask(kind):
     stored = layer.parametrizations.weight.original
     x = torch.randn(3, 6)
     (layer(x) + 1).square().sum().backward()
-    kept = pruned.kept(stored)
+    kept = pruned.kept()
     mask = kept.float().requires_grad_()
     bias = layer.parametrizations.bias.original if kind == "row" else layer.bias
     rows_kept = mask.view(-1) if kind == "row" else 1

@@ -233,7 +233,6 @@ class Compression:
         if not groups:
             return
         layer = self._layer()
-        stored = {method: place.stored for place in self.places for method in place.methods}
 
         def total(counts: torch.Tensor) -> torch.Tensor:
             if layer is None:
@@ -242,9 +241,8 @@ class Compression:
             rows = layer.comm.numbers(layer, counts)[: layer.comm.world_size]
             return layer.comm.over_stages(layer, rows.sum(dim=0)).sum(dim=0)
 
-        keys = [torch.cat([_own_keys(pruned, stored[pruned]) for pruned in group])
-                for group in groups]
-        bits = max(8 * pruned.ranked(stored[pruned].original).dtype.itemsize + pruned.place_bits
+        keys = [torch.cat([_own_keys(pruned) for pruned in group]) for group in groups]
+        bits = max(8 * pruned.ranked.dtype.itemsize + pruned.place_bits
                    for group in groups for pruned in group)
         found = kth_keys(keys, [group[0].count for group in groups], bits, total)
         for group, threshold in zip(groups, found, strict=True):
@@ -281,11 +279,11 @@ def layer_of(param: Any) -> Any:
     return type(param).owner() if isinstance(param, FreedParameter) else None
 
 
-def _own_keys(pruned: Pruned, stored: Any) -> torch.Tensor:
+def _own_keys(pruned: Pruned) -> torch.Tensor:
     """
     #### The keys of the elements that this rank has: `(n,)` int64
     """
-    param = pruned.ranked(stored.original)
+    param = pruned.ranked
     layer = layer_of(param)
     if layer is None:
         return pruned.keys(param.detach().reshape(-1))
@@ -370,9 +368,11 @@ def _add(name: str, module: Any, rules: list[Any]) -> Place:
             method = (Pruned if isinstance(rule, Prune) else Quantised)(rule, weight)
             parametrize.register_parametrization(module, "weight", method, unsafe=True)
             place.stored = module.parametrizations.weight
-        if isinstance(rule, Prune) and rule.kind == "row" and module.bias is not None:
-            follower = PrunedBias(method, place.stored)  # type: ignore[arg-type]
-            parametrize.register_parametrization(module, "bias", follower, unsafe=True)
+        if isinstance(method, Pruned):
+            method.attach(place.stored)
+            if rule.kind == "row" and module.bias is not None:
+                follower = PrunedBias(method)
+                parametrize.register_parametrization(module, "bias", follower, unsafe=True)
         place.methods.append(method)
     return place
 

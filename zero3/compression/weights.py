@@ -115,14 +115,32 @@ class Pruned(Method):
         """
         ### Prune a weight
 
-        `share` says later which other weights share its threshold.
+        `attach` says later where the stored weight is, and `share` which other weights share its
+        threshold.
         """
         super().__init__(rule, weight.device)
         self.shape = weight.shape
+        self._stored: tuple[Any, ...] = ()
         self.share(0, weight.numel())
         if rule.score == "learnt":
             # It begins as the magnitude.
             self.score = nn.Parameter(self._magnitudes(weight).to(weight.dtype))
+
+    def attach(self, stored: Any) -> None:
+        """
+        ### Say which list of parametrizations has the stored weight, `original`
+
+        Masks are made from it, whatever other rules make of the weight.
+        """
+        # In a tuple, because a module inside would be registered twice.
+        self._stored = (stored,)
+
+    @property
+    def original(self) -> torch.Tensor:
+        """
+        ### The stored weight
+        """
+        return self._stored[0].original
 
     @property
     def units(self) -> int:
@@ -145,7 +163,7 @@ class Pruned(Method):
         """
         if not self.count:
             return weight
-        kept = self.kept(weight)
+        kept = self.kept()
         if self.rule.score == "magnitude":
             return torch.where(kept, weight, 0)
         score = self._spread(self.score)
@@ -153,18 +171,19 @@ class Pruned(Method):
         return weight * (kept + (score - score.detach()))
 
     @torch.no_grad()
-    def kept(self, weight: torch.Tensor) -> torch.Tensor:
+    def kept(self) -> torch.Tensor:
         """
         ### Which elements are left: bool, of the weight's shape or one that expands to it
         """
+        weight = self.original
         if self.rule.kind == "2:4":
             order = weight.abs().view(-1, 4).argsort(dim=1, descending=True, stable=True)
             kept = torch.ones_like(order, dtype=torch.bool)
             return kept.scatter_(1, order[:, 2:], False).view(weight.shape)
         if self.rule.kind == "element":
-            keys = self.keys(self.ranked(weight).reshape(-1))
+            keys = self.keys(self.ranked.reshape(-1))
             return (keys > self.threshold).view(weight.shape)
-        return self._spread(self.kept_units(weight))
+        return self._spread(self.kept_units())
 
     def _spread(self, units: torch.Tensor) -> torch.Tensor:
         """
@@ -179,12 +198,14 @@ class Pruned(Method):
             return units.view(-1, 1, *ones)
         return units.repeat_interleave(self.shape[1] // self.units).view(1, -1, *ones)
 
-    def kept_units(self, weight: torch.Tensor) -> torch.Tensor:
+    @torch.no_grad()
+    def kept_units(self) -> torch.Tensor:
         """
         ### Which rows, channels or heads are left: `(units,)` bool
         """
-        scores = self.score if self.rule.score == "learnt" else self._magnitudes(weight)
-        kept = torch.ones(self.units, dtype=torch.bool, device=weight.device)
+        is_learnt = self.rule.score == "learnt"
+        scores = self.score if is_learnt else self._magnitudes(self.original)
+        kept = torch.ones(self.units, dtype=torch.bool, device=scores.device)
         kept[scores.view(-1).argsort(stable=True)[:self.count]] = False
         return kept
 
@@ -200,11 +221,12 @@ class Pruned(Method):
         parts = sizes if self.rule.kind == "row" else sizes.transpose(0, 1)
         return parts.reshape(self.units, -1).sum(dim=1, dtype=torch.float64)
 
-    def ranked(self, weight: torch.Tensor) -> torch.Tensor:
+    @property
+    def ranked(self) -> torch.Tensor:
         """
-        ### What elements are ranked by: the learnt score, or the weight
+        ### What elements are ranked by: the learnt score, or the stored weight
         """
-        return self.score if self.rule.score == "learnt" else weight
+        return self.score if self.rule.score == "learnt" else self.original
 
     # ---------------------------------------------------------------------------------------- keys
 
@@ -243,24 +265,22 @@ class PrunedBias(nn.Module):
     ## The bias of a layer with pruned rows: zero where they are
     """
 
-    def __init__(self, pruned: Pruned, stored: Any):
+    def __init__(self, pruned: Pruned):
         """
         ### Follow a pruned weight
-
-        * `stored` is the list of parametrizations that has the stored weight, `original`
         """
         super().__init__()
         # In a tuple, because a module inside would be registered twice.
-        self.follows = (pruned, stored)
+        self.follows = (pruned,)
 
     def forward(self, bias: torch.Tensor) -> torch.Tensor:
         """
         ### The bias with zeros
         """
-        pruned, stored = self.follows
+        (pruned,) = self.follows
         if not pruned.count:
             return bias
-        kept = pruned.kept_units(stored.original)
+        kept = pruned.kept_units()
         if pruned.rule.score == "magnitude":
             return torch.where(kept, bias, 0)
         return bias * (kept + (pruned.score - pruned.score.detach()))
@@ -328,10 +348,16 @@ def signs(rows: torch.Tensor) -> torch.Tensor:
     Of the elements that are not pruned, as in [XNOR-Net](https://arxiv.org/abs/1603.05279), section
     3.1. torch has no operation for it.
     """
-    left = (rows != 0).sum(dim=1, keepdim=True).clamp(min=1)
-    value = rows.detach().sign() * (rows.detach().abs().sum(dim=1, keepdim=True) / left)
+    value = rows.detach().sign() * mean_sizes(rows)[:, None]
     # The value of the signs, with the gradient of the weight.
     return value + (rows - rows.detach())
+
+
+def mean_sizes(rows: torch.Tensor) -> torch.Tensor:
+    """
+    ## The mean magnitude of the elements of each row that are not zero, `(rows,)`
+    """
+    return rows.detach().abs().sum(dim=1) / (rows != 0).sum(dim=1).clamp(min=1)
 
 
 class QuantisedInput(Method):
