@@ -24,7 +24,7 @@ def dense(path):
     """All weights of a file, with torch and safetensors alone"""
     tensors = load_file(path)
     with safe_open(path, "pt") as file:
-        about = {k: json.loads(v) for k, v in file.metadata().items() if k != "format"}
+        about = json.loads(file.metadata()["weights"])
     found = {name: t for name, t in tensors.items() if name.rpartition(".")[0] not in about}
     for name, known in about.items():
         shape, bits = torch.Size(known["shape"]), known["bits"]

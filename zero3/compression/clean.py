@@ -308,19 +308,20 @@ def write(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
     ## Write a cleaned model as safetensors, which any reader of that format loads
 
     A stored weight `0.weight` becomes `0.weight.codes`, `.mask`, `.scales` and `.zeros`, as far as
-    it has them, and a line of JSON in the metadata: see `stored.py`. Everything else has its name
-    in the plain model.
+    it has them. What `stored.py` says about it is in the file's metadata, under `weights`, in JSON.
+    Everything else has its name in the plain model.
     """
     tensors: dict[str, torch.Tensor] = {}
-    about: dict[str, str] = {}
+    about: dict[str, dict[str, Any]] = {}
     for prefix, module in named_modules(model).items():
         if isinstance(module, Stored):
             name = prefix.replace(".parametrizations.", ".").rpartition(".")[0]
-            about[name] = json.dumps(module.about())
+            about[name] = module.about()
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and key not in module._non_persistent_buffers_set:
                 tensors[_file_name(prefix, key)] = tensor.detach().clone().contiguous()
-    save_file(tensors, path, metadata={"format": "pt", **about})
+    # One entry, because several would be written in any order.
+    save_file(tensors, path, metadata={"weights": json.dumps(about)})
 
 
 def _file_name(prefix: str, key: str) -> str:

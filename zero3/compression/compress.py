@@ -57,7 +57,7 @@ from torch.nn.utils import parametrize
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zero3.compression.rules import Prune, Quantize
-from zero3.compression.thresholds import kth_keys
+from zero3.compression.thresholds import DIGIT, kth_keys
 from zero3.compression.weights import Method, Pruned, PrunedBias, Quantised, QuantisedInput
 from zero3.guards.freed import FreedParameter
 from zero3.guards.options import expect
@@ -229,7 +229,7 @@ class Compression:
 
         Gathers counts of all groups together: see `kth_keys`. All ranks must call this.
         """
-        groups = [group for group in self.groups if group[0].count]
+        groups = self._active()
         if not groups:
             return
         layer = self._layer()
@@ -242,12 +242,27 @@ class Compression:
             return layer.comm.over_stages(layer, rows.sum(dim=0)).sum(dim=0)
 
         keys = [torch.cat([_own_keys(pruned) for pruned in group]) for group in groups]
-        bits = max(8 * pruned.ranked.dtype.itemsize + pruned.place_bits
-                   for group in groups for pruned in group)
+        bits = _key_bits(groups)
         found = kth_keys(keys, [group[0].count for group in groups], bits, total)
         for group, threshold in zip(groups, found, strict=True):
             for pruned in group:
                 pruned.state[1] = threshold
+
+    def _active(self) -> list[list[Pruned]]:
+        """
+        #### The groups that prune something now
+        """
+        return [group for group in self.groups if group[0].count]
+
+    def counting_bytes(self, ranks: int) -> int:
+        """
+        ### What a rank sends in a step to find thresholds: the formula of `thresholds.py`
+
+        * `ranks` are all that have this model, replicas too
+        """
+        groups = self._active()
+        rounds = -(-_key_bits(groups) // DIGIT) if groups else 0
+        return rounds * (1 << DIGIT) * 8 * len(groups) * (ranks - 1)
 
     def _move_ranges(self) -> None:
         """
@@ -277,6 +292,14 @@ def layer_of(param: Any) -> Any:
     The class of a freed parameter knows it.
     """
     return type(param).owner() if isinstance(param, FreedParameter) else None
+
+
+def _key_bits(groups: list[list[Pruned]]) -> int:
+    """
+    #### The bits of the longest key
+    """
+    return max(8 * pruned.ranked.dtype.itemsize + pruned.place_bits
+               for group in groups for pruned in group)
 
 
 def _own_keys(pruned: Pruned) -> torch.Tensor:

@@ -23,8 +23,9 @@ and one more for each scale if codes are not symmetric, for the zero points. Wit
 `codes` are the elements themselves. The values are those that training computed with, bit for bit,
 because $s (c - z)$ is what `fake_quantize` computes too. `clean` compares them.
 
-**Reading the file without this package.** Each weight has a line in the file's metadata, with
-`shape`, `dtype`, `bits` and `least`, the code that zero stands for. In a symmetric 4-bit weight:
+**Reading the file without this package.** The file's metadata say of each weight its `shape`,
+`dtype` and `bits`, and which value the smallest code stands for, `least`. A symmetric weight of 4
+bits, none of it pruned, is
 
     byte = tensors["0.weight.codes"]
     codes = torch.stack([byte & 15, byte >> 4], dim=1).view(-1)[:numel] + least
