@@ -329,8 +329,9 @@ def test_the_example_of_the_head_finds_the_second_smallest():
         messages.append(counts.nbytes)
         return counts.view(2, -1).sum(0).repeat(2)
 
-    keys = [torch.tensor([42, 17]), torch.tensor([13, 45])]
-    assert kth_keys(keys, [2, 2], 6, total).tolist() == [17, 17]
+    keys = torch.tensor([42, 17, 13, 45])
+    of_ranks = torch.tensor([0, 0, 1, 1])
+    assert kth_keys(keys, of_ranks, [2, 2], 6, total).tolist() == [17, 17]
     assert messages == [2 * 256 * 8]
 
 
@@ -351,7 +352,8 @@ def exact(size, k):
         dist.all_reduce(counts)
         return counts
 
-    found = kth_keys(mine, [k] * 3, 46, total)
+    lists = torch.arange(3).repeat_interleave(torch.tensor([len(each) for each in mine]))
+    found = kth_keys(torch.cat(mine), lists, [k] * 3, 46, total)
     return [(keys.sort().values[k - 1].item(), each) for keys, each
             in zip(every, found.tolist(), strict=True)]
 

@@ -242,8 +242,10 @@ class Compression:
             return layer.comm.over_stages(layer, rows.sum(dim=0)).sum(dim=0)
 
         keys = [torch.cat([_own_keys(pruned) for pruned in group]) for group in groups]
-        bits = _key_bits(groups)
-        found = kth_keys(keys, [group[0].count for group in groups], bits, total)
+        sizes = torch.tensor([len(each) for each in keys], device=keys[0].device)
+        lists = torch.arange(len(keys), device=sizes.device).repeat_interleave(sizes)
+        found = kth_keys(torch.cat(keys), lists, [group[0].count for group in groups],
+                         _key_bits(groups), total)
         for group, threshold in zip(groups, found, strict=True):
             for pruned in group:
                 pruned.state[1] = threshold

@@ -49,11 +49,13 @@ DIGIT = 8
 Total = Callable[[torch.Tensor], torch.Tensor]
 
 
-def kth_keys(keys: list[torch.Tensor], ks: list[int], bits: int, total: Total) -> torch.Tensor:
+def kth_keys(keys: torch.Tensor, lists: torch.Tensor, ks: list[int], bits: int, total: Total
+             ) -> torch.Tensor:
     """
     ## The k-th smallest key, in several lists at once
 
-    * `keys` are this rank's keys, `(n,)` int64, one tensor for each list; it may have none
+    * `keys` are this rank's keys of all lists, `(n,)` int64; there may be none
+    * `lists` says which list each of them belongs to, `(n,)` int64
     * `ks` are how many keys of each list, over all ranks, are not greater than the result, at least
       one
     * `bits` are those of the longest key
@@ -61,17 +63,21 @@ def kth_keys(keys: list[torch.Tensor], ks: list[int], bits: int, total: Total) -
 
     Returns `(lists,)` int64, the same on all ranks.
     """
-    device = keys[0].device
-    left = torch.tensor(ks, device=device)
+    base = 1 << DIGIT
+    left = torch.tensor(ks, device=keys.device)
     found = torch.zeros_like(left)
     for shift in reversed(range(0, bits, DIGIT)):
-        digits = [(key >> shift) % (1 << DIGIT) for key in keys]
-        counts = torch.stack([digit.bincount(minlength=1 << DIGIT) for digit in digits])
-        counts = total(counts.view(-1)).view(len(keys), -1)  # (lists, 256), of all ranks
+        digits = (keys >> shift) & (base - 1)
+        # One histogram for all lists, side by side.
+        counts = (lists * base + digits).bincount(minlength=len(ks) * base)
+        counts = total(counts).view(-1, base)  # (lists, 256), of all ranks
         upto = counts.cumsum(dim=1)
         # The first digit up to which there are enough.
-        chosen = (upto < left[:, None]).sum(dim=1, keepdim=True)
-        left -= (upto - counts).gather(1, chosen)[:, 0]
-        found = (found << DIGIT) | chosen[:, 0]
-        keys = [key[digit == one] for key, digit, one in zip(keys, digits, chosen, strict=True)]
+        chosen = (upto < left[:, None]).sum(dim=1)
+        left -= (upto - counts).gather(1, chosen[:, None])[:, 0]
+        found = (found << DIGIT) | chosen
+        # Those with another digit are smaller or greater than the result.
+        follows = digits == chosen[lists]
+        keys = keys[follows]
+        lists = lists[follows]
     return found
