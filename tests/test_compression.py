@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import run
 from zero3 import Int8, Links, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save, wrap
@@ -208,7 +209,7 @@ def test_the_smallest_elements_are_pruned_and_of_equal_ones_the_earlier():
     assert layer.weight.tolist() == [[0, -7], [4, 1]]
     layer(torch.ones(1, 2)).sum().backward()
     assert layer.parametrizations.weight.original.grad.tolist() == [[0, 1], [1, 1]]
-    (method,) = layer.parametrizations.weight
+    (method,) = layer.parametrizations.weight[0]
     keys = method.keys(method.ranked.view(-1))
     assert (method.units, method.count) == (4, 1) and keys.argsort().tolist() == [0, 3, 2, 1]
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -266,7 +267,7 @@ def test_a_learnt_score_gets_the_gradient_of_its_mask(kind):
     layer = nn.Linear(6, 4)
     compress([layer], {"0": [Prune(0.5, kind, heads=2 if kind == "head" else None,
                                    score="learnt")]})
-    pruned = layer.parametrizations.weight[0]
+    pruned = layer.parametrizations.weight[0][0]
     stored = layer.parametrizations.weight.original
     x = torch.randn(3, 6)
     (layer(x) + 1).square().sum().backward()
@@ -525,8 +526,8 @@ def test_a_copy_follows_its_own_optimizer_and_hooks_go_with_the_model():
     x = batches(1)[0]
     step(twin, torch.optim.SGD(twin.parameters(), lr=0.1), x)
     assert [m.steps for m in compression.methods()] == [0, 0, 0]
-    assert twin[2].parametrizations.weight[0].steps == 1
-    assert twin[2].parametrizations.weight[0].compression is not compression
+    assert twin[2].parametrizations.weight[0][0].steps == 1
+    assert twin[2].parametrizations.weight[0][0].compression is not compression
     assert len(torchs._global_optimizer_post_hooks) == before + 2
     del plain, twin, compression
     gc.collect()
@@ -659,3 +660,80 @@ def test_a_quantised_weight_has_a_width():
     Proves `Quantised`.
     """
     assert Quantised(Quantize(4, group=2), torch.ones(3, 4)).width == 2
+
+
+# ---------------------------------------------------------------------------------------- freeing
+
+
+def test_a_compressed_weight_is_freed_between_forward_and_backward():
+    """
+    What autograd has saved has no memory then, nor after backward; the gradients are those of a
+    weight that stays. Before a rule starts, the stored weight itself is computed with, and is left
+    alone. Breaks if each layer keeps its compressed weight until backward.
+    Proves `Compressed`, `Compressed.forward`, `Compressed.value`, `before_forward`,
+    `after_forward`, `drop_hooks`.
+    """
+    torch.manual_seed(0)
+    layer = nn.Linear(6, 5)
+    compress([layer], {"0": [Prune(0.5), Quantize(4, start=1)]})
+    stored = layer.parametrizations.weight.original
+    x = torch.randn(3, 6, requires_grad=True)
+    for twice in (False, True):
+        out = layer(x)
+        other = layer(2 * x) if twice else out
+        expected = F.linear(x, layer.weight, layer.bias)
+        more = F.linear(2 * x, layer.weight, layer.bias) if twice else expected
+        saved = [each.grad_fn._saved_mat2 for each in (out, other)]
+        assert all(each.untyped_storage().nbytes() == 0 for each in saved)
+        loss = (out + other).square().sum()
+        found = torch.autograd.grad(loss, [stored, x], retain_graph=True)
+        assert all(each.untyped_storage().nbytes() == 0 for each in saved)
+        again = torch.autograd.grad(loss, [stored, x])
+        right = torch.autograd.grad((expected + more).square().sum(), [stored, x])
+        for a, b, c in zip(found, again, right, strict=True):
+            assert torch.equal(a, c) and torch.equal(b, c)
+    assert torch.equal(out, expected)
+    late = nn.Linear(6, 5)
+    compress([late], {"0": [Prune(0.5, start=1)]})
+    late(x).sum().backward()
+    assert torch.equal(late.weight, late.parametrizations.weight.original)
+
+
+class Checkpointed(nn.Module):
+    """A layer that is computed again in backward"""
+
+    def __init__(self, layer, use_reentrant):
+        super().__init__()
+        self.layer = layer
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        if not x.requires_grad:
+            x = x.clone().requires_grad_()
+        return checkpoint(self.layer, x, use_reentrant=self.use_reentrant)
+
+
+def checkpointed(kind):
+    """Gradients of shards, with activation checkpointing or without"""
+    plain = layers()
+    compress(plain, EVERYTHING)
+    if kind is not None:
+        plain = [Checkpointed(layer, kind) for layer in plain]
+    model = sharded(plain)
+    optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.1)
+    for x in batches(4):
+        step(model, optimizer, rows(x))
+    with model.full_params() as params:
+        return [p.detach().clone() for p in params.values()]
+
+
+def test_activation_checkpointing_and_freeing_agree():
+    """
+    Both kinds, around compressed layers that are sharded: the same weights, to the bit. Breaks if
+    the weight that a recomputation has made is freed before its backward.
+    Proves `after_forward`.
+    """
+    expected = run(checkpointed, 2, None)[0]
+    for kind in (True, False):
+        for found in run(checkpointed, 2, kind):
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

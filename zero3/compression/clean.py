@@ -54,6 +54,7 @@ from torch.nn.utils import parametrize
 from torch.utils.flop_counter import FlopCounterMode
 
 from zero3.compression.compress import named_modules
+from zero3.compression.freeing import drop_hooks
 from zero3.compression.stored import Stored
 from zero3.compression.weights import Pruned, Quantised, grid, mean_sizes
 from zero3.guards.options import expect
@@ -127,7 +128,7 @@ class Plan:
         ### Look at a compressed weight, before anything is cut
         """
         self.module = module
-        self.methods = [*module.parametrizations.weight]
+        self.methods = [*module.parametrizations.weight[0]]
         self.weight = module.weight.detach().clone()
         self.kept: torch.Tensor | None = None
         stored = module.parametrizations.weight.original
@@ -171,6 +172,7 @@ class Plan:
         """
         for name in [*self.module.parametrizations]:
             parametrize.remove_parametrizations(self.module, name)
+        drop_hooks(self.module)
 
     def cut(self, name: str, rows: torch.Tensor | None, columns: torch.Tensor | None) -> None:
         """
@@ -234,7 +236,7 @@ def _cuts(modules: dict[str, nn.Module]) -> dict[str, Cut]:
         if not parametrize.is_parametrized(module, "weight"):
             continue
         found: Any = module.parametrizations
-        for method in found.weight:
+        for method in found.weight[0]:
             if not (isinstance(method, Pruned) and method.rule.follows and method.count):
                 continue
             own = 0 if method.rule.kind == "row" else 1

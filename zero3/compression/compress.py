@@ -56,6 +56,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from zero3.compression.freeing import Compressed, after_forward, before_forward
 from zero3.compression.rules import Prune, Quantize
 from zero3.compression.thresholds import DIGIT, kth_keys
 from zero3.compression.weights import Method, Pruned, PrunedBias, Quantised, QuantisedInput
@@ -64,6 +65,8 @@ from zero3.guards.options import expect
 from zero3.optimizer.buckets import Bucket
 from zero3.optimizer.stage3 import Zero3Optimizer
 
+# By `_order`.
+_METHODS: tuple[Any, ...] = (Pruned, Pruned, Quantised, QuantisedInput)
 Rules = dict[str, list[Prune | Quantize]]
 # Magnitude and place of an element are a key of at most 63 bits.
 MOST_SHARED = 2**31 - 1
@@ -383,22 +386,25 @@ def _add(name: str, module: Any, rules: list[Any]) -> Place:
     #### Put rules on one layer
     """
     weight = module.weight
-    place = Place(name, module, None, [])
-    for rule in sorted(rules, key=_order):
-        if _order(rule) == 3:
-            method: Method = QuantisedInput(rule, weight.device)
-            module.compressed_input = method
-            module.register_forward_pre_hook(_round_input)
-        else:
-            method = (Pruned if isinstance(rule, Prune) else Quantised)(rule, weight)
-            parametrize.register_parametrization(module, "weight", method, unsafe=True)
-            place.stored = module.parametrizations.weight
+    rules = sorted(rules, key=_order)
+    methods: list[Method] = [_METHODS[_order(rule)](rule, weight) for rule in rules]
+    of_weight = [method for method in methods if not isinstance(method, QuantisedInput)]
+    place = Place(name, module, None, methods)
+    if len(of_weight) < len(methods):
+        module.compressed_input = methods[-1]
+        module.register_forward_pre_hook(_round_input)
+    if not of_weight:
+        return place
+    parametrize.register_parametrization(module, "weight", Compressed(of_weight), unsafe=True)
+    module.register_forward_pre_hook(before_forward)
+    module.register_forward_hook(after_forward)
+    place.stored = module.parametrizations.weight
+    for method in of_weight:
         if isinstance(method, Pruned):
             method.attach(place.stored)
-            if rule.kind == "row" and module.bias is not None:
+            if method.rule.kind == "row" and module.bias is not None:
                 follower = PrunedBias(method)
                 parametrize.register_parametrization(module, "bias", follower, unsafe=True)
-        place.methods.append(method)
     return place
 
 

@@ -39,9 +39,7 @@ gradient that the mask would have, $\frac{\partial L}{\partial m_i} = w_i \frac{
 
 **Run this**: `python -m pytest tests/test_compression.py -k fake`.
 
-**Not covered, and what that costs**: autograd keeps the compressed weight, a new tensor, from
-forward to backward, although the layer frees the stored one. `torch.utils.checkpoint` around the
-layer avoids that, for one more forward pass. Making a mask takes 8 bytes for each element of a
+**Not covered, and what that costs**: making a mask takes 8 bytes for each element of a
 weight while its layer computes. Weights of fp64 have no keys, because magnitude and place have more
 than 63 bits.
 """
@@ -372,9 +370,9 @@ class QuantisedInput(Method):
     bounds: torch.Tensor
     seen: torch.Tensor
 
-    def __init__(self, rule: Quantize, device: torch.device):
-        super().__init__(rule, device)
-        nothing = torch.tensor([math.inf, -math.inf], device=device)
+    def __init__(self, rule: Quantize, weight: torch.Tensor):
+        super().__init__(rule, weight.device)
+        nothing = torch.tensor([math.inf, -math.inf], device=weight.device)
         self.register_buffer("bounds", nothing)
         # The range of this rank's inputs since the last step.
         self.register_buffer("seen", nothing.clone(), persistent=False)
