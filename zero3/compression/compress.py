@@ -28,6 +28,10 @@ as soon as it has gathered the four weights:
 
 $$0.1,\; -0.7,\; 0.4,\; -0.2 \quad\to\quad 0,\; -0.7,\; 0.4,\; 0$$
 
+**Fewer bytes between ranks.** A weight that is rounded to 8 bits need not be gathered in 32. With
+`Zero3Layer(layer, mesh=Links(weights=Int8()))` the layer is quantised before the gather too, in
+blocks of its flat parameter, and an all-gather sends 1.03 bytes for an element in place of 4.
+
 **At rest** a compressed model has what it had before, 16 bytes for each rule and weight on each
 rank, and learnt scores in shards. There are no masks: a threshold takes less than bits would.
 
@@ -244,7 +248,8 @@ class Compression:
             rows = layer.comm.numbers(layer, counts)[: layer.comm.world_size]
             return layer.comm.over_stages(layer, rows.sum(dim=0)).sum(dim=0)
 
-        keys = [torch.cat([_own_keys(pruned) for pruned in group]) for group in groups]
+        own = _own_keys([pruned for group in groups for pruned in group])
+        keys = [torch.cat([own[pruned] for pruned in group]) for group in groups]
         sizes = torch.tensor([len(each) for each in keys], device=keys[0].device)
         lists = torch.arange(len(keys), device=sizes.device).repeat_interleave(sizes)
         found = kth_keys(torch.cat(keys), lists, [group[0].count for group in groups],
@@ -307,29 +312,42 @@ def _key_bits(groups: list[list[Pruned]]) -> int:
                for group in groups for pruned in group)
 
 
-def _own_keys(pruned: Pruned) -> torch.Tensor:
+def _own_keys(prunings: list[Pruned]) -> dict[Pruned, torch.Tensor]:
     """
-    #### The keys of the elements that this rank has: `(n,)` int64
+    #### The keys of the elements that this rank has: `(n,)` int64 of each weight
+
+    A shard that rests in a file is read once.
     """
-    param = pruned.ranked
-    layer = layer_of(param)
-    if layer is None:
-        return pruned.keys(param.detach().reshape(-1))
-    layer.expect(not getattr(layer.comm.links, "weights", None), "cannot prune elements", "weights "
-                 "that are gathered as they are", f"{layer.comm.links}", "prune rows, channels, "
-                 "heads or 2:4; or leave `weights` out of `Links`")
-    for flat in layer.flats:
-        for slot in flat.slots:
-            if slot.param is param:
-                begin = layer.comm.rank * len(flat.shard)
+    by_param = {id(pruned.ranked): pruned for pruned in prunings}
+    found = {}
+    layers: dict[Any, None] = {}
+    for pruned in prunings:
+        layer = layer_of(pruned.ranked)
+        if layer is None:
+            found[pruned] = pruned.keys(pruned.ranked.detach().reshape(-1))
+        else:
+            layers[layer] = None
+            # It stays empty if another stage of a pipeline has the weight.
+            found[pruned] = torch.empty(0, dtype=torch.int64, device=layer.device)
+    for layer in layers:
+        layer.expect(not getattr(layer.comm.links, "weights", None), "cannot prune elements",
+                     "weights that are gathered as they are", f"{layer.comm.links}", "prune rows, "
+                     "channels, heads or 2:4; or leave `weights` out of `Links`")
+        for flat in layer.flats:
+            slots = [slot for slot in flat.slots if id(slot.param) in by_param]
+            if not slots:
+                continue
+            begin = layer.comm.rank * len(flat.shard)
+            shard = flat.storage.load()
+            for slot in slots:
+                # The part of this weight that is in this rank's shard.
                 first = min(max(begin, slot.offset), slot.end)
-                last = max(min(begin + len(flat.shard), slot.end), first)
-                values = flat.storage.load()[first - begin : last - begin]
-                keys = pruned.keys(values, first - slot.offset)
-                flat.storage.release()
-                return keys
-    # Another stage of a pipeline has it.
-    return torch.empty(0, dtype=torch.int64, device=layer.device)
+                last = max(min(begin + len(shard), slot.end), first)
+                pruned = by_param[id(slot.param)]
+                values = shard[first - begin : last - begin].to(layer.device)
+                found[pruned] = pruned.keys(values, first - slot.offset)
+            flat.storage.release()
+    return found
 
 
 # ------------------------------------------------------------------------------------ put in place

@@ -24,12 +24,12 @@ $$001\,00 = 4 \qquad 111\,01 = 29 \qquad 100\,10 = 18 \qquad 001\,11 = 7$$
 No two keys are equal, so exactly one threshold prunes two of four: all keys up to 7. Where the
 magnitudes are equal, the earlier element goes first. So a mask need not be stored, nor sent with
 the weight. A rank that has the weight and the threshold has the mask, after a resume and on any
-number of ranks. `thresholds.py` finds the threshold without a rank ever having the whole weight. A
-floating number that is not negative has the same order as its bits, read as an integer; that is why
-the bits will do.
+number of ranks. `thresholds.py` finds the threshold without gathering the weight. The bits of a
+magnitude are taken as they are in memory: floats that are not negative have the same order as their
+bits, read as integers.
 
-Rows, channels, heads and 2:4 need no threshold. Each rank ranks those of the gathered weight by
-itself.
+Rows, channels, heads and 2:4 need no threshold, because each rank compares those of the gathered
+weight by itself.
 
 **Gradients.** A pruned element gets no gradient. The rounding of a quantised one is left out of the
 gradient, as if it were not there: the *straight-through* estimator, of
@@ -39,9 +39,8 @@ gradient that the mask would have, $\frac{\partial L}{\partial m_i} = w_i \frac{
 
 **Run this**: `python -m pytest tests/test_compression.py -k fake`.
 
-**Not covered, and what that costs**: making a mask takes 8 bytes for each element of a
-weight while its layer computes. Weights of fp64 have no keys, because magnitude and place have more
-than 63 bits.
+**Not covered, and what that costs**: making a mask takes 8 bytes for each element of a weight, for
+a moment. Weights of fp64 have no keys, because magnitude and place have more than 63 bits.
 """
 
 import math
@@ -51,6 +50,7 @@ import torch
 from torch import nn
 
 from zero3.compression.rules import Prune, Quantize
+from zero3.guards.options import expect
 
 # The integers with as many bits as a floating number.
 _INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -382,6 +382,8 @@ class QuantisedInput(Method):
         ### The input, rounded
         """
         rule = self.rule
+        expect(x.is_floating_point(), "an input cannot be quantised", "floats", x.dtype,
+               "leave this layer out of `Quantize(of=\"input\")`", TypeError)
         low, high = x.detach().aminmax()
         if rule.moving is not None:
             if self.training:

@@ -7,11 +7,11 @@ the small model, and evaluates it.
 | `--compress` | weights | when, in parts of the run |
 |---|---|---|
 | `8` | 8 bits | from 0.4 on |
-| `4-half` | half of them pruned, the rest in 4 bits, 64 to a scale | 0.2 to 0.6; 0.4 to 0.6 |
-| `rows-heads` | 8 bits; half of the heads and of the hidden features gone | 0.2 to 0.6 |
+| `4-half` | half of them pruned, the rest in 4 bits, 64 to a scale | 0.1 to 0.4 |
+| `rows-heads` | 8 bits; half of the heads and of the hidden features gone | 0.1 to 0.4 |
 
-A run of 1,000 steps with `4-half` begins to prune at step 200. Half of the elements are gone at
-step 600, and by then the bits have fallen from 8 to 4. In the 400 steps that follow, the elements
+A run of 1,000 steps with `4-half` begins to prune at step 100. Half of the elements are gone at
+step 400, and by then the bits have fallen from 8 to 4. In the 600 steps that follow, the elements
 that are left learn to do without the others. A weight of 128 by 128 then takes
 
 $$\underbrace{\tfrac{128^2}{8}}_{\text{mask}} + \underbrace{\tfrac{128^2}{2} \cdot
@@ -58,10 +58,11 @@ def rules_4_half(steps: int, config: gpt.GPTConfig) -> Rules:
     """
     ## 4 bits, and half of the elements pruned
     """
-    prune = Prune(0.5, start=steps // 5, end=3 * steps // 5)
+    when: dict[str, Any] = {"start": steps // 10, "end": 2 * steps // 5}
     # A row that is no multiple of 64 has one scale.
     group = None if config.d_model % 64 else 64
-    quantize = Quantize(4, group=group, start=2 * steps // 5, end=3 * steps // 5, start_bits=8)
+    prune = Prune(0.5, scope="global", **when)
+    quantize = Quantize(4, group=group, start_bits=8, **when)
     return {name: [prune, quantize] for name in MATRICES}
 
 
@@ -69,7 +70,7 @@ def rules_rows_heads(steps: int, config: gpt.GPTConfig) -> Rules:
     """
     ## 8 bits, and half of the heads and hidden features gone
     """
-    when: dict[str, Any] = {"start": steps // 5, "end": 3 * steps // 5}
+    when: dict[str, Any] = {"start": steps // 10, "end": 2 * steps // 5}
     three = ("query.0", "key.0", "value.0")
     rules = rules_8(steps, config)
     del rules["*.layer[12]"]
