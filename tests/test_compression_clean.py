@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks import run
 from tests.test_compression import EVERYTHING, batches, layers, rows, sharded, step
@@ -18,6 +19,7 @@ from zero3 import Zero3Optimizer, wrap
 from zero3.compression import Prune, Quantize, clean, compress
 from zero3.compression.clean import measure, table, write
 from zero3.compression.stored import Stored, pack, unpack
+from zero3.pipeline import Pipeline
 
 
 def dense(path):
@@ -205,6 +207,31 @@ def test_a_model_without_cut_shapes_has_the_same_outputs_to_the_bit():
     clean(plain)
     assert torch.equal(whole(x), expected)
     assert isinstance(plain[0][0].parametrizations.weight[0], Stored)
+
+
+def mistaken():
+    plain = layers()
+    compress(plain, {"*": [Prune(0.5)]})
+    model = sharded(plain)
+    for rules in ({"*": [Prune(0.4)]}, {"2": [Prune(0.5)]}):
+        fresh = layers()
+        compress(fresh, rules)
+        with pytest.raises(ValueError, match=r"compress.*same rules|the rule of"):
+            clean(fresh, trained=model)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pipeline", "shard"))
+    plain = layers()
+    compress(plain, {"*": [Prune(0.5)]})
+    stages = Pipeline(plain, mesh, loss_fn=lambda out, y: out.mean(), stages=[1, 2])
+    with pytest.raises(ValueError, match=r"a pipeline.*What to do"):
+        clean(fresh, trained=stages)
+
+
+def test_other_rules_and_pipelines_are_refused():
+    """
+    Breaks if a model is cleaned by rules that it was not trained with.
+    Proves `clean`.
+    """
+    run(mistaken, 2)
 
 
 def cleaned(use):

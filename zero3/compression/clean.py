@@ -59,7 +59,7 @@ from zero3.compression.stored import Stored
 from zero3.compression.weights import Pruned, Quantised, grid, mean_sizes
 from zero3.guards.options import expect
 from zero3.optimizer.stage3 import plain_paths
-from zero3.sharded import ShardedModel
+from zero3.sharded import ShardedModel, comm_of
 
 # The attributes of modules that repeat the shape of the weight.
 _ROWS = ("out_features", "out_channels")
@@ -102,11 +102,17 @@ def _take_over(modules: dict[str, nn.Module], trained: ShardedModel) -> None:
     """
     #### Copy the parameters and buffers of a sharded model
     """
+    expect(comm_of(trained).stages.size == 1, "clean: `trained`", "a model with all layers on each "
+           "rank", "a pipeline", "save it, and load it into a model without stages")
     paths = plain_paths(trained)
+    rules = {path: getattr(module, "rule", None) for module, path in paths.items()}
     theirs = {f"{path}.{name}".strip("."): b for module, path in paths.items()
               for name, b in module._buffers.items() if b is not None}
     with trained.full_params() as params:
         for prefix, module in modules.items():
+            expect(getattr(module, "rule", None) == rules.get(prefix), f"clean: `{prefix}`",
+                   f"the rule of `trained`, {rules.get(prefix)}", getattr(module, "rule", None),
+                   "call `compress` on both with the same rules")
             for name, mine in (*module._parameters.items(), *module._buffers.items()):
                 full = f"{prefix}.{name}".strip(".")
                 found = params.get(full, theirs.get(full))
