@@ -221,8 +221,8 @@ assert found["half pruned, 4 bits"]["nbytes"] < found["as it is"]["nbytes"] / 5
 
 # %% [markdown]
 # **Measured**: a mask takes a bit for each element, a code four for each that is left, and a row
-# has a scale of four bytes. The biases and the last layer are as they were. The outputs of the cleaned
-# network are those of the sharded one, to the bit.
+# has a scale of four bytes. The biases and the last layer are as they were. The outputs of the
+# cleaned network are those of the sharded one, to the bit.
 #
 # **Answer**: the ranks count. A threshold is one number, and each rank makes the mask from it when
 # it has gathered the weight. So masks are neither stored nor sent.

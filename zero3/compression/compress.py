@@ -10,8 +10,8 @@ always.
     optimizer = Zero3Optimizer(model, torch.optim.AdamW, lr=1e-3)
 
 Names are those of `nn.Sequential(*layers)`, and a pattern is that of a shell: `*` stands for any
-part of a name. Each pattern has a list of rules, which apply to every layer with a `weight` that it
-matches.
+part of a name, and `*.first|*.second` for names of either kind. Each pattern has a list of rules,
+which apply to every layer with a `weight` that it matches.
 
 **After each step** of an optimizer that trains one of these weights, the schedule advances by one:
 
@@ -98,8 +98,8 @@ def compress(model: nn.Module | Iterable[nn.Module], rules: Rules) -> "Compressi
     places: list[Place] = []
     groups: list[list[Pruned]] = []
     for pattern, methods in rules.items():
-        matched = {name: module for name, module in found.items()
-                   if fnmatchcase(name, pattern) and _has_weight(module)}
+        matched = {name: module for name, module in found.items() if _has_weight(module)
+                   and any(fnmatchcase(name, each) for each in pattern.split("|"))}
         expect(bool(matched), f"compress: the pattern `{pattern}`", "a layer with a weight of two "
                "dimensions or more", "none, or one that another pattern has compressed",
                f"look at the names, {[*found][:20]}")

@@ -51,7 +51,7 @@ def rules_8(steps: int, config: gpt.GPTConfig) -> Rules:
     """
     ## 8 bits
     """
-    return {name: [Quantize(8, start=2 * steps // 5)] for name in MATRICES}
+    return {"|".join(MATRICES): [Quantize(8, start=2 * steps // 5)]}
 
 
 def rules_4_half(steps: int, config: gpt.GPTConfig) -> Rules:
@@ -63,7 +63,8 @@ def rules_4_half(steps: int, config: gpt.GPTConfig) -> Rules:
     group = None if config.d_model % 64 else 64
     prune = Prune(0.5, scope="global", **when)
     quantize = Quantize(4, group=group, start_bits=8, **when)
-    return {name: [prune, quantize] for name in MATRICES}
+    # All matrices share a threshold, so some lose more than half, and some less.
+    return {"|".join(MATRICES): [prune, quantize]}
 
 
 def rules_rows_heads(steps: int, config: gpt.GPTConfig) -> Rules:
@@ -72,10 +73,8 @@ def rules_rows_heads(steps: int, config: gpt.GPTConfig) -> Rules:
     """
     when: dict[str, Any] = {"start": steps // 10, "end": 2 * steps // 5}
     three = ("query.0", "key.0", "value.0")
-    rules = rules_8(steps, config)
-    del rules["*.layer[12]"]
+    rules: Rules = {"*.linear|*.projection|*.layer2": [Quantize(8)]}
     rules["*.layer1"] = [Prune(0.5, "row", follows=("layer2",), **when), Quantize(8)]
-    rules["*.layer2"] = [Quantize(8)]
     rules["*.output"] = [
         Prune(0.5, "head", heads=config.n_heads, follows=tuple(f"{name}.linear" for name in three),
               counts=("heads", *(f"{name}.heads" for name in three)), **when), Quantize(8)]
