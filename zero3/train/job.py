@@ -41,9 +41,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from zero3.checkpoint.save_load import load
+from zero3.compression.compress import Compression
 from zero3.estimate.formulas import describe
 from zero3.estimate.predict import data_parallel
 from zero3.groups.encodings import Encoding, Int4, Int8
@@ -64,7 +66,7 @@ from zero3.measure.ledger import Ledger, exponents
 from zero3.nodes.links import Links
 from zero3.offload import TIERS, Offload, room
 from zero3.optimizer.stage3 import Zero3Optimizer
-from zero3.train import gpt
+from zero3.train import compressed, gpt
 from zero3.train.run import (
     Ranks,
     Run,
@@ -146,6 +148,8 @@ OTHERS: dict[str, dict[str, Any]] = {
                     "help": "bits of a gradient between ranks; if not given, all"},
     "secondary": {"action": "store_true", "help": "keep a copy of each layer inside its node from "
                   "forward to backward; needs --nodes"},
+    "compress": {"choices": [*compressed.RECIPES], "help": "train a model that becomes smaller, "
+                 "and write it at the end; if not given, it stays as it is"},
     "table": {"action": "store_true", "help": "first print the bytes that each rank will hold"},
     "text": {"metavar": "FILE", "help": "text to train on; if not given, Python's own reference"},
     "out": {"default": "runs/train", "help": "folder for pictures and figures"},
@@ -274,6 +278,11 @@ def check_options(args: argparse.Namespace, ranks: Ranks) -> None:
            f"--replicas {args.replicas} --nodes {args.nodes}", "change one of these numbers")
     expect(args.nodes > 1 or not args.secondary, "there are no nodes for --secondary",
            "--nodes beside it", "one node", "pass --nodes, or leave --secondary out")
+    expect(args.compress != "4-half" or not args.gather_bits, "elements cannot be pruned",
+           "weights that are gathered as they are", f"--gather-bits {args.gather_bits}",
+           "leave it out, or pass --compress 8")
+    expect(args.compress != "rows-heads" or args.heads > 1, "there is no head to prune",
+           "at least 2 heads", f"--heads {args.heads}", "raise it, or pass --compress 8")
     expect(bool(args.prompt), "there is nothing to continue", "a prompt of at least one byte",
            "an empty one", "pass --prompt")
     # An empty path would mean the current folder.
@@ -362,6 +371,8 @@ class Job:
     held_out: torch.Tensor
     run: Run = dataclasses.field(default_factory=Run)
     model: Zero3Sequential = dataclasses.field(init=False)
+    # What `--compress` does to it.
+    compression: Compression | None = None
     optimizer: Zero3Optimizer = dataclasses.field(init=False)
 
     def train_and_finish(self) -> int:
@@ -440,10 +451,16 @@ class Job:
         dtype = DTYPES[self.args.dtype]
         params_in = self.offload(self.args.offload_params)
         links = self.links()
+        modules = gpt.gpt_layers(self.config)
+        if self.args.compress:
+            # In their data type, because thresholds are those of the numbers that are trained.
+            modules = [module.to(dtype) for module in modules]
+            self.compression = compressed.compress_layers(
+                modules, self.args.compress, self.args.steps, self.config)
         layers = [
             Zero3Layer(module.to(self.ranks.device, dtype), device=self.ranks.device, dtype=dtype,
                        offload=params_in, mesh=links)
-            for module in gpt.gpt_layers(self.config)
+            for module in modules
         ]
         self.model = Zero3Sequential(layers)
         self.optimizer = Zero3Optimizer(
@@ -537,17 +554,23 @@ class Job:
         return total
 
     @torch.no_grad()
-    def evaluate(self, show: Callable[..., None]) -> None:
+    def held_out_loss(self, model: nn.Module) -> float:
         """
         ### Bits per byte on text that no step has seen, as a mean over ranks
         """
-        self.model.eval()
+        model.eval()
         losses = []
         for i in range(EVAL_BATCHES):
             batch = gpt.global_batch(self.held_out, i, self.args.batch, self.args.seq_len)
-            losses.append(gpt.next_byte_loss(self.model, self.ranks.rows(batch)))
-        self.model.train()
-        held_out = sum(self.ranks.mean(losses)) / EVAL_BATCHES * BITS
+            losses.append(gpt.next_byte_loss(model, self.ranks.rows(batch)))
+        model.train()
+        return sum(self.ranks.mean(losses)) / EVAL_BATCHES * BITS
+
+    def evaluate(self, show: Callable[..., None]) -> None:
+        """
+        ### Evaluate the model, and show how it goes
+        """
+        held_out = self.held_out_loss(self.model)
         step = len(self.run.losses)
         recent = self.run.losses[self.run.held_out[-1][0] if self.run.held_out else 0 :]
         self.run.held_out.append((step, held_out))
@@ -577,7 +600,14 @@ class Job:
         sample = gpt.sample(self.model, prompt, self.args.sample, self.args.seq_len, 0.5, generator,
                             self.ranks.device).decode(errors="replace")
         # Predictions differ by a few bytes, because param groups cut each rank's shards elsewhere.
-        predicted = self.ranks.gather(self.optimizer.predict(self.args.accumulate))
+        mine = self.optimizer.predict(self.args.accumulate)
+        small = ""
+        if self.compression is not None:
+            mine = compressed.with_counts(mine, self.compression, self.ranks.world_size)
+            small = compressed.finish(
+                self.model, self.config, self.args.compress, self.args.steps, self.held_out_loss,
+                None if self.ranks.rank else Path(self.args.out))
+        predicted = self.ranks.gather(mine)
         plain = data_parallel(describe(self.model), self.ranks.world_size, mixed=True)
         measured = self.ranks.gather(self.run.measured)
         tapes = self.ranks.gather(self.run.events)
@@ -589,6 +619,8 @@ class Job:
 
         self.ranks.say(f"\n{sample}\n")
         self.ranks.say(report.table(predicted, plain, measured))
+        if small:
+            self.ranks.say(f"\nthe model in {compressed.FILE}, and before\n{small}")
         metrics = self.metrics(report.device_name(self.ranks.device)) | {
             "sample": sample,
             "measured": measured,

@@ -45,7 +45,8 @@ from zero3.train.launch import is_consequence
 
 # Two runs with the same values of these are the same run, and resume each other's checkpoints.
 OPTIONS = ("d_model", "layers", "heads", "seq_len", "batch", "accumulate", "steps", "lr", "seed",
-           "dtype", "reduce_dtype", "loss_scale", "clip", "text", "gather_bits", "reduce_bits")
+           "dtype", "reduce_dtype", "loss_scale", "clip", "text", "gather_bits", "reduce_bits",
+           "compress")
 # Seconds for which a rank that lost the others waits, so that one of them prints the cause first.
 CAUSE_S = 2
 

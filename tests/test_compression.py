@@ -1,0 +1,785 @@
+"""
+# Compression: rules, masks, grids and thresholds
+
+The oracle is torch's own operation, a sort of the whole weight, or plain PyTorch on the global
+batch.
+"""
+
+import copy
+import gc
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.ranks import run
+from zero3 import (
+    Int8,
+    Links,
+    Offload,
+    Zero3Layer,
+    Zero3Optimizer,
+    Zero3Sequential,
+    load,
+    save,
+    wrap,
+)
+from zero3.compression import Prune, Quantize, compress
+from zero3.compression.compress import named_modules
+from zero3.compression.rules import progress
+from zero3.compression.thresholds import kth_keys
+from zero3.compression.weights import Pruned, Quantised, QuantisedInput, grid
+from zero3.measure.ledger import Ledger
+from zero3.pipeline import Pipeline
+
+
+def layers(dtype=torch.float32):
+    """Three layers with sizes that no number of ranks divides"""
+    torch.manual_seed(1)
+    return [nn.Sequential(nn.Linear(6, 11), nn.ReLU()).to(dtype),
+            nn.Sequential(nn.Linear(11, 8), nn.ReLU()).to(dtype),
+            nn.Linear(8, 5).to(dtype)]
+
+
+def batches(steps, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(12, 6, generator=generator).to(dtype) for _ in range(steps)]
+
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size():
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rows(x):
+    return x.chunk(world_size())[rank()]
+
+
+def sharded(plain, **options):
+    return Zero3Sequential([Zero3Layer(layer, **options) for layer in plain])
+
+
+def step(model, optimizer, x):
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def computed(model):
+    """The weights and biases that the linear layers compute with"""
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            found += [(f"{name}.weight", module.weight), (f"{name}.bias", module.bias)]
+    return {name.replace("module_list.", "").replace("module.", ""): t.detach().clone()
+            for name, t in found}
+
+
+def seen(model):
+    """The same of a sharded model"""
+    with model.full_params():
+        return computed(model)
+
+
+# ----------------------------------------------------------------------------------------- rules
+
+
+def test_a_schedule_rises_by_a_cubic_and_bits_fall_in_equal_parts():
+    """
+    The numbers of the head, and what is before the start and after the end. Breaks if a schedule
+    is off by a step.
+    Proves `progress`, `Quantize.bits_at`, `Prune.sparsity_at`.
+    """
+    rule = Prune(0.5, end=4)
+    assert [round(rule.sparsity_at(t), 2) for t in range(6)] == [0, 0.29, 0.44, 0.49, 0.5, 0.5]
+    assert [Prune(0.5, start=3).sparsity_at(t) for t in (2, 3, 4)] == [0, 0.5, 0.5]
+    falling = Quantize(4, start_bits=8, start=2, end=6)
+    assert [falling.bits_at(t) for t in range(8)] == [None, None, 8, 7, 6, 5, 4, 4]
+    assert progress(7, 5, 9) == 0.5
+
+
+@pytest.mark.parametrize("make, word", [
+    (partial(Quantize, 3), "bits"), (partial(Quantize, True), "bits"),
+    (partial(Quantize, 1, symmetric=False), "symmetric"), (partial(Quantize, of="bias"), "of"),
+    (partial(Quantize, group=0), "group"), (partial(Quantize, 4, start_bits=8), "start_bits"),
+    (partial(Quantize, moving=0.9), "moving"), (partial(Quantize, start=5, end=3), "start"),
+    (partial(Quantize, 4, of="input"), "bits"), (partial(Prune, 1.0), "sparsity"),
+    (partial(Prune, float("nan")), "sparsity"), (partial(Prune, 0.5, "column"), "kind"),
+    (partial(Prune, 0.3, "2:4"), "sparsity"), (partial(Prune, 0.5, "row", scope="global"), "scope"),
+    (partial(Prune, score="best"), "score"), (partial(Prune, 0.5, "head"), "heads"),
+    (partial(Prune, follows=("a",)), "follows"), (partial(Prune, 0.5, "row", follows="a"),
+                                                  "follows"),
+])
+def test_a_wrong_rule_is_refused(make, word):
+    """
+    Before anything is built, and with the option's name. Breaks if a typo means another rule.
+    Proves `Quantize`, `Prune`.
+    """
+    with pytest.raises(ValueError, match=f"`{word}`.*What to do"):
+        make()
+
+
+# --------------------------------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize("bits, group, symmetric", [
+    (8, None, True), (8, None, False), (4, 3, True), (4, 2, False), (2, None, True), (2, 3, False)])
+def test_a_fake_quantised_weight_and_its_gradient_are_those_of_torch(bits, group, symmetric):
+    """
+    `torch.fake_quantize_per_channel_affine`, with the scales of the formula. Breaks if a row gets
+    the scale of another one, or if rounding changes the gradient.
+    Proves `Quantised`, `Quantised.forward`, `grid`.
+    """
+    torch.manual_seed(0)
+    layer = nn.Linear(6, 5)
+    plain = copy.deepcopy(layer)
+    compress([layer], {"0": [Quantize(bits, group=group, symmetric=symmetric)]})
+    x = torch.randn(4, 6)
+    layer(x).square().sum().backward()
+
+    parts = plain.weight.reshape(-1, group or 6)
+    if symmetric:
+        most = 2 ** (bits - 1) - 1
+        least = -most
+        scale = parts.detach().abs().amax(1) / most
+        zero = torch.zeros(len(parts), dtype=torch.int32)
+    else:
+        least, most = 0, 2**bits - 1
+        low = parts.detach().amin(1).clamp(max=0)
+        scale = (parts.detach().amax(1).clamp(min=0) - low) / most
+        zero = (-low / scale).round().int()
+    expected = torch.fake_quantize_per_channel_affine(parts, scale, zero, 0, least, most)
+    expected = expected.view_as(plain.weight)
+    F.linear(x, expected, plain.bias).square().sum().backward()
+    assert torch.equal(layer.weight, expected)
+    assert torch.equal(layer.parametrizations.weight.original.grad, plain.weight.grad)
+    assert not torch.equal(layer.weight, plain.weight)
+    found = grid(parts.detach().amin(1), parts.detach().amax(1), bits, symmetric)
+    assert torch.equal(found[0], scale) and torch.equal(found[1], zero)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_data_types_stay_what_they_are(dtype):
+    """
+    Breaks if a layer of bf16 computes with a weight of fp32.
+    """
+    layer = nn.Linear(8, 4, dtype=dtype)
+    compress([layer], {"0": [Quantize(8)]})
+    layer(torch.randn(2, 8, dtype=dtype)).sum().backward()
+    assert layer.weight.dtype == layer.parametrizations.weight.original.grad.dtype == dtype
+
+
+def test_one_bit_is_the_sign_times_the_mean_of_those_that_are_left():
+    """
+    And the gradient passes through. Breaks if pruned elements lower the mean, or get a sign.
+    Proves `signs`.
+    """
+    layer = nn.Linear(4, 2, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[1.0, -3, 0.5, -0.25], [2, 2, -2, 4]]))
+    compress([layer], {"0": [Prune(0.25), Quantize(1)]})
+    assert layer.weight.tolist() == [[2, -2, 0, 0], [2.5, 2.5, -2.5, 2.5]]
+    layer(torch.tensor([[1.0, 2, 3, 4]])).sum().backward()
+    assert layer.parametrizations.weight.original.grad.tolist() == [[1, 2, 0, 0], [1, 2, 3, 4]]
+
+
+def test_a_row_of_zeros_stays_zero():
+    """
+    Breaks if its scale is zero, and the row NaN.
+    """
+    for symmetric in (True, False):
+        layer = nn.Linear(4, 2)
+        nn.init.zeros_(layer.weight)
+        compress([layer], {"0": [Quantize(8, symmetric=symmetric)]})
+        assert torch.equal(layer.weight, torch.zeros(2, 4))
+
+
+def test_the_smallest_elements_are_pruned_and_of_equal_ones_the_earlier():
+    """
+    The keys of the head, exactly as many as the sparsity says, and no gradient for them. Breaks if
+    ties are pruned together, or if a pruned element is trained.
+    Proves `Pruned`, `Pruned.forward`, `Pruned.kept`, `Pruned.keys`, `Pruned.count`, `Pruned.units`,
+    `Pruned.ranked`, `Pruned.share`, `Pruned.attach`, `Pruned.original`,
+    `Method`.
+    """
+    layer = nn.Linear(2, 2, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[1.0, -7], [4, 1]]))
+    compress([layer], {"0": [Prune(0.25)]})
+    assert layer.weight.tolist() == [[0, -7], [4, 1]]
+    layer(torch.ones(1, 2)).sum().backward()
+    assert layer.parametrizations.weight.original.grad.tolist() == [[0, 1], [1, 1]]
+    (method,) = layer.parametrizations.weight[0]
+    keys = method.keys(method.ranked.view(-1))
+    assert (method.units, method.count) == (4, 1) and keys.argsort().tolist() == [0, 3, 2, 1]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        values = torch.randn(4096, dtype=dtype)
+        values[::7] = 0
+        pruned = Pruned(Prune(0.5), values.view(64, 64))
+        order = pruned.keys(values).argsort()
+        assert torch.equal(order, values.abs().argsort(stable=True))
+        learnt = Pruned(Prune(0.5, score="learnt"), values.view(64, 64))
+        assert torch.equal(learnt.keys(values + 0.0).argsort(), values.argsort(stable=True))
+        assert pruned.keys(values).unique().numel() == 4096 and pruned.keys(values).min() >= 0
+
+
+def test_two_of_four_neighbours_stay():
+    """
+    The larger two of each four along a row. Breaks if fours cross rows, or a tie keeps three.
+    """
+    layer = nn.Linear(8, 2, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[1.0, -2, 3, 0, 5, 5, 5, 5], [4, 3, 2, 1, -1, 2, -3, 4]]))
+    compress([layer], {"0": [Prune(0.5, "2:4")]})
+    assert layer.weight.tolist() == [[0, -2, 3, 0, 5, 5, 0, 0], [4, 3, 0, 0, 0, 0, -3, 4]]
+
+
+def test_rows_with_their_biases_channels_and_heads_are_pruned_whole():
+    """
+    By the sum of their magnitudes. Breaks if a bias of a pruned row still speaks.
+    Proves `Pruned.kept_units`, `PrunedBias`, `PrunedBias.forward`.
+    """
+    weight = torch.arange(1.0, 25).view(4, 6)
+    masks = {"row": torch.tensor([[0.0], [0], [1], [1]]),
+             "channel": torch.tensor([0.0, 0, 0, 1, 1, 1]),
+             "head": torch.tensor([0.0, 0, 1, 1, 1, 1])}
+    for kind, mask in masks.items():
+        layer = nn.Linear(6, 4)
+        with torch.no_grad():
+            layer.weight.copy_(weight)
+        bias = layer.bias.clone()
+        heads = 3 if kind == "head" else None
+        compress([layer], {"0": [Prune(1 / 3 if heads else 0.5, kind, heads=heads)]})
+        assert torch.equal(layer.weight, weight * mask)
+        assert torch.equal(layer.bias, bias * mask[:, 0] if kind == "row" else bias)
+    convolution = nn.Conv2d(4, 2, 3)
+    compress([convolution], {"0": [Prune(0.5, "channel")]})
+    assert (convolution.weight.abs().sum((0, 2, 3)) == 0).sum() == 2
+
+
+@pytest.mark.parametrize("kind", ["element", "row", "head"])
+def test_a_learnt_score_gets_the_gradient_of_its_mask(kind):
+    """
+    It is that of the mask as a number, for what is pruned too. Breaks if a pruned element could
+    never come back.
+    """
+    torch.manual_seed(0)
+    layer = nn.Linear(6, 4)
+    compress([layer], {"0": [Prune(0.5, kind, heads=2 if kind == "head" else None,
+                                   score="learnt")]})
+    pruned = layer.parametrizations.weight[0][0]
+    stored = layer.parametrizations.weight.original
+    x = torch.randn(3, 6)
+    (layer(x) + 1).square().sum().backward()
+    kept = pruned.kept()
+    mask = kept.float().requires_grad_()
+    bias = layer.parametrizations.bias.original if kind == "row" else layer.bias
+    rows_kept = mask.view(-1) if kind == "row" else 1
+    out = F.linear(x, stored.detach() * mask, bias.detach() * rows_kept)
+    (out + 1).square().sum().backward()
+    expected = mask.grad if kind != "head" else mask.grad.view(2, 3).sum(1)
+    assert torch.allclose(pruned.score.grad.view(-1), expected.view(-1), rtol=1e-5)
+    units = kept.view(-1)[:: 3 if kind == "head" else 1]
+    assert pruned.score.grad.view(-1)[~units].abs().min() > 0
+
+
+def test_inputs_are_rounded_to_their_batch_or_to_a_moving_range():
+    """
+    The same as `torch.fake_quantize_per_tensor_affine`; a moving range is taken over at the step.
+    Breaks if the range of this batch is used where that of the last ones should be.
+    Proves `QuantisedInput`, `QuantisedInput.forward`, `QuantisedInput.move`.
+    """
+    torch.manual_seed(0)
+    x, y = torch.randn(5, 6), 2 * torch.randn(5, 6)
+
+    def rounded(x, low, high):
+        scale = (high - low) / 255
+        zero = (-low / scale).round().int()
+        return torch.fake_quantize_per_tensor_affine(x, scale, zero, 0, 255)
+
+    layer = nn.Linear(6, 3)
+    compress([layer], {"0": [Quantize(of="input", symmetric=False)]})
+    assert torch.equal(layer(x), F.linear(rounded(x, *x.aminmax()), layer.weight, layer.bias))
+
+    layer = nn.Linear(6, 3)
+    compression = compress([layer], {"0": [Quantize(of="input", moving=0.75, symmetric=False)]})
+    (method,) = compression.methods(QuantisedInput)
+    assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
+    compression.advance()
+    low, high = x.aminmax()
+    assert torch.equal(layer(y), F.linear(rounded(y, low, high), layer.weight, layer.bias))
+    compression.advance()
+    low, high = 0.75 * low + 0.25 * y.min(), 0.75 * high + 0.25 * y.max()
+    assert torch.equal(method.bounds, torch.stack([low, high]))
+    layer.eval()(10 * x)
+    compression.advance()
+    assert torch.equal(method.bounds, torch.stack([low, high]))
+    with pytest.raises(TypeError, match=r"floats.*What to do"):
+        layer(x.int())
+
+
+# ------------------------------------------------------------------------------------ thresholds
+
+
+def test_the_example_of_the_head_finds_the_second_smallest():
+    """
+    Two ranks in one process: each list is a rank's. Breaks if ranks disagree on a digit.
+    Proves `kth_keys`.
+    """
+    messages = []
+
+    def total(counts):
+        messages.append(counts.nbytes)
+        return counts.view(2, -1).sum(0).repeat(2)
+
+    keys = torch.tensor([42, 17, 13, 45])
+    of_ranks = torch.tensor([0, 0, 1, 1])
+    assert kth_keys(keys, of_ranks, [2, 2], 6, total).tolist() == [17, 17]
+    assert messages == [2 * 256 * 8]
+
+
+def exact(size, k):
+    """Thresholds of random keys, of many equal first digits, and of a rank without any"""
+    generator = torch.Generator().manual_seed(size)
+    every = [torch.randperm(4000, generator=generator)[:size] + base for base in (0, 2**45, 77)]
+    mine = [keys.tensor_split(world_size())[rank()] for keys in every]
+    if rank() == 1:
+        # The last list is all on rank 0.
+        mine[2] = mine[2][:0]
+    if rank() == 0:
+        mine[2] = every[2]
+    if rank() == 2:
+        mine[2] = mine[2][:0]
+
+    def total(counts):
+        dist.all_reduce(counts)
+        return counts
+
+    lists = torch.arange(3).repeat_interleave(torch.tensor([len(each) for each in mine]))
+    found = kth_keys(torch.cat(mine), lists, [k] * 3, 46, total)
+    return [(keys.sort().values[k - 1].item(), each) for keys, each
+            in zip(every, found.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_threshold_is_that_of_a_sort_on_all_ranks(ranks):
+    """
+    The k-th of the sorted whole. Breaks if one element is counted twice, or on no rank.
+    Proves `kth_keys`.
+    """
+    for size, k in ((1, 1), (50, 7), (1000, 1000)):
+        for found in run(exact, ranks, size, k):
+            assert all(expected == each for expected, each in found)
+
+
+def masks(dtype, scope, steps, across, offload=None):
+    """What pruning leaves after a few steps, and the bytes of counting"""
+    plain = layers(dtype)
+    rule = Prune(0.5, end=3, scope=scope)
+    compression = compress(plain, {"*": [rule]})
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(across, "shard")) if across else None
+    offload = Offload("nvme", folder=offload) if offload else None
+    model = sharded(plain, mesh=mesh, offload=offload)
+    optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.1, offload=offload)
+    with Ledger(model, optimizer) as tape:
+        for x in batches(steps, dtype):
+            step(model, optimizer, rows(x))
+    counts = [e.sent_bytes for e in tape.events if e.event == "norm" and e.layer != "the optimizer"]
+    with model.full_params() as params:
+        stored = {name: p.clone() for name, p in params.items()}
+        weights = computed(model)
+    return weights, stored, [m.threshold for m in compression.methods()], counts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scope", ["layer", "global"])
+def test_masks_on_ranks_are_exact_and_those_of_one_process(dtype, scope):
+    """
+    A stable sort of the whole weights, by magnitude, leaves the same elements; bf16 has many equal
+    ones. Thresholds are the same on all ranks, and the bytes are those of the formula. Breaks if a
+    threshold is approximate, or if a rank forgets the place of its shard.
+    Proves `compress`, `Compression`, `Compression.find_thresholds`, `Compression.advance`,
+    `Compression.methods`, `layer_of`, `named_modules`, `Method.steps`, `Method.threshold`.
+    """
+    for ranks, across in ((1, ""), (2, ""), (3, ""), (4, "replicate"), (4, "nodes")):
+        found = run(masks, ranks, dtype, scope, 3, across)
+        weights, stored, thresholds, counts = found[0]
+        assert all(each[2] == thresholds for each in found)
+        names = [name for name in stored if name.endswith("original")]
+        sizes = [stored[name].numel() for name in names]
+        whole = torch.cat([stored[name].view(-1) for name in names])
+        parts = [whole] if scope == "global" else whole.split(sizes)
+        kept = []
+        for part in parts:
+            mask = torch.ones(len(part), dtype=torch.bool)
+            mask[part.abs().argsort(stable=True)[: round(len(part) / 2)]] = False
+            kept.append(torch.where(mask, part, 0))
+        for name, expected in zip(names, torch.cat(kept).split(sizes), strict=True):
+            plain = name.replace("parametrizations.weight.original", "weight")
+            assert torch.equal(weights[plain].view(-1), expected), (ranks, name)
+        # Three steps, each with so many messages of so many bytes to each other rank.
+        bits = 8 * dtype.itemsize + max(map(len, parts)).bit_length()
+        assert sum(counts) == 3 * -(-bits // 8) * 256 * 8 * len(parts) * (ranks - 1)
+
+
+def test_shards_in_files_have_the_same_masks(tmp_path):
+    """
+    Breaks if counting reads another shard than the one that was stepped.
+    """
+    inside = run(masks, 2, torch.bfloat16, "layer", 3, "")
+    in_files = run(masks, 2, torch.bfloat16, "layer", 3, "", tmp_path)
+    assert inside[0][2] == in_files[0][2]
+    for name, weight in inside[0][0].items():
+        assert torch.equal(weight, in_files[0][0][name])
+
+
+# -------------------------------------------------------------------------------------- training
+
+
+EVERYTHING = {
+    "0.0": [Prune(0.6, start=1, end=4), Quantize(8, of="input", moving=0.9)],
+    "1.0": [Prune(0.5, "row", start=2), Quantize(4, group=11, start_bits=8, start=1, end=5)],
+    "2": [Prune(0.5, score="learnt"), Prune(0.5, "head", heads=4), Quantize(8, symmetric=False)],
+}
+
+
+def train(steps, rules, use="chain"):
+    """Train sharded, or plain on the global batch in one process"""
+    plain = layers()
+    compression = compress(plain, rules)
+    if use == "plain":
+        model = nn.Sequential(*plain)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    else:
+        model = sharded(plain) if use != "wrap" else wrap(nn.Sequential(*plain), nn.Linear)
+        make = torch.optim.SGD if use == "torch" else None
+        optimizer = make(model.get_trainable_chunk(), lr=0.1, momentum=0.9) if make else \
+            Zero3Optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+    found = []
+    for x in batches(steps):
+        step(model, optimizer, x if use == "plain" else rows(x))
+        weights = computed(model) if use == "plain" else seen(model)
+        states = [m.state.tolist() for m in compression.methods(Pruned)]
+        bounds = [m.bounds.tolist() for m in compression.methods(QuantisedInput)]
+        found.append((weights, states, bounds))
+    return found
+
+
+@pytest.mark.parametrize("use", ["chain", "torch", "wrap"])
+def test_training_on_ranks_is_that_of_one_process(use):
+    """
+    All rules together: masks and thresholds to the bit, in every step, and all weights up to the
+    order in which gradients are added. Breaks if ranks advance at different steps, or if an
+    optimizer inside of another one advances a schedule too.
+    Proves `Compression.is_trained_by`, `Place`, `Place.params`.
+    """
+    expected = train(7, EVERYTHING, "plain")
+    for ranks in (1, 2, 3):
+        for found in run(train, ranks, 7, EVERYTHING, use):
+            for (weights, states, bounds), (plain, plain_states, plain_bounds) in zip(
+                    found, expected, strict=True):
+                assert [s[0] for s in states] == [s[0] for s in plain_states]
+                assert torch.allclose(torch.tensor(bounds), torch.tensor(plain_bounds), rtol=1e-4)
+                for (name, mine), theirs in zip(sorted(weights.items()),
+                                                dict(sorted(plain.items())).values(), strict=True):
+                    assert torch.equal(mine == 0, theirs == 0), name
+                    # A gradient is a mean over ranks, in another order. A weight that lies between
+                    # two codes may round to the other one.
+                    assert (mine - theirs).abs().max() < 0.02, name
+            if ranks == 1:
+                assert [f[1] for f in found] == [e[1] for e in expected]
+    zeros = [sum(int((t == 0).sum()) for t in weights.values()) for weights, _, _ in expected]
+    assert zeros[0] < zeros[-1]
+
+
+def once(use_closure):
+    """A closure, and a loss scale that skips"""
+    plain = layers()
+    compression = compress(plain, {"*": [Prune(0.5)]})
+    model = sharded(plain)
+    optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.1)
+    other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    x = rows(batches(1)[0])
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        optimizer.backward(loss)
+        return loss
+
+    if use_closure:
+        optimizer.step(closure)
+    else:
+        closure()
+        optimizer.step()
+    other.step()
+    return [m.steps for m in compression.methods()]
+
+
+def test_a_step_advances_a_schedule_once():
+    """
+    With a closure too, which makes a step of a step, and not if another model is stepped. Breaks if
+    a schedule runs at twice the speed.
+    Proves `Compression.is_trained_by`.
+    """
+    for use_closure in (True, False):
+        assert run(once, 2, use_closure) == [[1, 1, 1]] * 2
+
+
+def test_a_copy_follows_its_own_optimizer_and_hooks_go_with_the_model():
+    """
+    Breaks if training a copy advances the original, or if a model that is gone leaves a hook.
+    """
+    from torch.optim import optimizer as torchs
+    gc.collect()
+    before = len(torchs._global_optimizer_post_hooks)
+    plain = nn.Sequential(*layers())
+    compression = compress(plain, {"*": [Prune(0.5)]})
+    twin = copy.deepcopy(plain)
+    x = batches(1)[0]
+    step(twin, torch.optim.SGD(twin.parameters(), lr=0.1), x)
+    assert [m.steps for m in compression.methods()] == [0, 0, 0]
+    assert twin[2].parametrizations.weight[0][0].steps == 1
+    assert twin[2].parametrizations.weight[0][0].compression is not compression
+    assert len(torchs._global_optimizer_post_hooks) == before + 2
+    del plain, twin, compression
+    gc.collect()
+    assert len(torchs._global_optimizer_post_hooks) == before
+
+
+def staged(scope):
+    """A pipeline of two stages, whose weights share a threshold or not"""
+    plain = layers()
+    rules = [Prune(0.5, scope=scope), Quantize(of="input", moving=0.5)]
+    compression = compress(plain, {"*": rules})
+    mesh = init_device_mesh("cpu", (2, world_size() // 2), mesh_dim_names=("pipeline", "shard"))
+    model = Pipeline(plain, mesh, loss_fn=lambda out, y: out.square().mean(), micro_batches=2,
+                     stages=[1, 2])
+    optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.1)
+    for x in batches(3):
+        mine = x.chunk(world_size() // 2)[dist.get_rank() % (world_size() // 2)]
+        model.train_batch(mine, mine, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    with model.full_params() as params:
+        stored = {name: p.detach().clone() for name, p in params.items()}
+    return [m.threshold for m in compression.methods(Pruned)], stored
+
+
+@pytest.mark.parametrize("scope", ["layer", "global"])
+def test_the_stages_of_a_pipeline_share_thresholds(scope):
+    """
+    The threshold is that of one process with the same weights, on the ranks of every stage. Breaks
+    if a stage counts only what it has.
+    Proves `Compression.find_thresholds`.
+    """
+    for ranks in (2, 4):
+        found = run(staged, ranks, scope)
+        stored = found[0][1]
+        plain = layers()
+        compression = compress(plain, {"*": [Prune(0.5, scope=scope)]})
+        with torch.no_grad():
+            for name, p in nn.Sequential(*plain).named_parameters():
+                p.copy_(stored[name])
+        compression.find_thresholds()
+        expected = [m.threshold for m in compression.methods(Pruned)]
+        assert all(thresholds == expected for thresholds, _ in found)
+
+
+def resumed(folder, begin, end, rules):
+    """Train from one step to another, out of a checkpoint and into one"""
+    plain = layers()
+    compression = compress(plain, rules)
+    model = sharded(plain)
+    optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+    if begin:
+        load(folder, model, optimizer)
+    found = []
+    for x in batches(end)[begin:]:
+        step(model, optimizer, rows(x))
+        found.append((seen(model), [m.state.tolist() for m in compression.methods(Pruned)],
+                      [m.bounds.tolist() for m in compression.methods(QuantisedInput)]))
+    if not begin:
+        save(folder, model, optimizer, step=end)
+    return found
+
+
+def test_a_run_resumes_in_the_middle_of_a_schedule(tmp_path):
+    """
+    On as many ranks to the bit, on another number to the same masks. Breaks if steps, thresholds,
+    scores or ranges are not in a checkpoint.
+    Proves `compress`.
+    """
+    straight = run(resumed, 2, tmp_path / "none", 0, 7, EVERYTHING)[0]
+    run(resumed, 2, tmp_path / "half", 0, 3, EVERYTHING)
+    for ranks in (1, 2, 3):
+        found = run(resumed, ranks, tmp_path / "half", 3, 7, EVERYTHING)[0]
+        for (weights, states, bounds), (expected, their_states, their_bounds) in zip(
+                found, straight[3:], strict=True):
+            assert [s[0] for s in states] == [s[0] for s in their_states]
+            for name, weight in weights.items():
+                assert torch.equal(weight == 0, expected[name] == 0)
+                assert (weight - expected[name]).abs().max() < 0.02
+                if ranks == 2:
+                    assert torch.equal(weight, expected[name]) and bounds == their_bounds
+                    assert states == their_states
+
+
+# --------------------------------------------------------------------------------------- refusals
+
+
+def test_a_wrong_call_is_refused():
+    """
+    Each with what to do. Breaks if a rule is silently not applied.
+    Proves `compress`, `named_modules`.
+    """
+    assert [*named_modules([nn.Linear(2, 2)])] == ["", "0"]
+    tied = layers()
+    tied.append(nn.Linear(8, 5))
+    tied[3].weight = tied[2].weight
+    wrong = [
+        (layers(), {"*.1": [Prune()]}, "pattern"), (layers(), {"2": []}, "a list"),
+        (layers(), {"2": ["prune"]}, "a list"), (layers(), {"2": [Prune(), Prune(0.2)]}, "one of"),
+        (layers(), {"2": [Prune()], "*": [Prune()], "2*": [Prune()]}, "another pattern"),
+        (layers(), {"2": [Quantize(4, group=3)]}, "splits"),
+        (layers(), {"2": [Prune(0.5, "head", heads=3)]}, "splits"),
+        (layers(), {"1.0": [Prune(0.5, "2:4")]}, "splits"),
+        (layers(torch.float64), {"2": [Prune()]}, "32 bits"), (tied, {"3": [Prune()]}, "alone"),
+        ([nn.Linear(2, 2, device="meta")], {"0": [Prune()]}, "meta"),
+    ]
+    for model, rules, word in wrong:
+        with pytest.raises((ValueError, TypeError), match=f"{word}.*What to do"):
+            compress(model, rules)
+
+
+def encoded():
+    plain = layers()
+    compress(plain, {"*": [Prune(0.5)]})
+    model = sharded(plain, mesh=Links(weights=Int8()))
+    optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.1)
+    with pytest.raises(RuntimeError, match=r"cannot prune elements.*What to do"):
+        step(model, optimizer, rows(batches(1)[0]))
+
+
+def test_weights_that_are_gathered_in_codes_cannot_be_counted():
+    """
+    Breaks if ranks mask by other numbers than they compute with.
+    """
+    run(encoded, 2)
+
+
+def gathered(encoding):
+    """Train with weights in 8 bits, and say what the gathers have sent"""
+    plain = layers()
+    compress(plain, {"*": [Quantize(8)]})
+    model = sharded(plain, mesh=Links(weights=encoding) if encoding else None)
+    optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.1)
+    with Ledger(model, optimizer) as tape:
+        losses = [step(model, optimizer, rows(x)) for x in batches(4)]
+    return losses, sum(event.sent_bytes for event in tape.events if event.event == "fetch")
+
+
+def test_weights_of_eight_bits_may_be_gathered_in_eight_bits():
+    """
+    The encoding of the chapter on groups sends a quarter of the bytes, and what it rounds away is
+    less than the grid does. Breaks if a grid needs the exact weights.
+    Proves `Quantised.forward`.
+    """
+    (exact_losses, exact_bytes), _ = run(gathered, 2, None)
+    (losses, nbytes), _ = run(gathered, 2, Int8(block=8))
+    assert nbytes < 0.4 * exact_bytes
+    assert torch.allclose(torch.tensor(losses), torch.tensor(exact_losses), rtol=0.02)
+
+
+def test_a_quantised_weight_has_a_width():
+    """
+    Proves `Quantised`.
+    """
+    assert Quantised(Quantize(4, group=2), torch.ones(3, 4)).width == 2
+
+
+# ---------------------------------------------------------------------------------------- freeing
+
+
+def test_a_compressed_weight_is_freed_between_forward_and_backward():
+    """
+    What autograd has saved has no memory then, nor after backward; the gradients are those of a
+    weight that stays. Before a rule starts, the stored weight itself is computed with, and is left
+    alone. Breaks if each layer keeps its compressed weight until backward.
+    Proves `Compressed`, `Compressed.forward`, `Compressed.value`, `before_forward`,
+    `after_forward`, `drop_hooks`.
+    """
+    torch.manual_seed(0)
+    layer = nn.Linear(6, 5)
+    compress([layer], {"0": [Prune(0.5), Quantize(4, start=1)]})
+    stored = layer.parametrizations.weight.original
+    x = torch.randn(3, 6, requires_grad=True)
+    for twice in (False, True):
+        out = layer(x)
+        other = layer(2 * x) if twice else out
+        expected = F.linear(x, layer.weight, layer.bias)
+        more = F.linear(2 * x, layer.weight, layer.bias) if twice else expected
+        saved = [each.grad_fn._saved_mat2 for each in (out, other)]
+        assert all(each.untyped_storage().nbytes() == 0 for each in saved)
+        loss = (out + other).square().sum()
+        found = torch.autograd.grad(loss, [stored, x], retain_graph=True)
+        assert all(each.untyped_storage().nbytes() == 0 for each in saved)
+        again = torch.autograd.grad(loss, [stored, x])
+        right = torch.autograd.grad((expected + more).square().sum(), [stored, x])
+        for a, b, c in zip(found, again, right, strict=True):
+            assert torch.equal(a, c) and torch.equal(b, c)
+    assert torch.equal(out, expected)
+    late = nn.Linear(6, 5)
+    compress([late], {"0": [Prune(0.5, start=1)]})
+    late(x).sum().backward()
+    assert torch.equal(late.weight, late.parametrizations.weight.original)
+
+
+class Checkpointed(nn.Module):
+    """A layer that is computed again in backward"""
+
+    def __init__(self, layer, use_reentrant):
+        super().__init__()
+        self.layer = layer
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        if not x.requires_grad:
+            x = x.clone().requires_grad_()
+        return checkpoint(self.layer, x, use_reentrant=self.use_reentrant)
+
+
+def checkpointed(kind):
+    """Gradients of shards, with activation checkpointing or without"""
+    plain = layers()
+    compress(plain, EVERYTHING)
+    if kind is not None:
+        plain = [Checkpointed(layer, kind) for layer in plain]
+    model = sharded(plain)
+    optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.1)
+    for x in batches(4):
+        step(model, optimizer, rows(x))
+    with model.full_params() as params:
+        return [p.detach().clone() for p in params.values()]
+
+
+def test_activation_checkpointing_and_freeing_agree():
+    """
+    Both kinds, around compressed layers that are sharded: the same weights, to the bit. Breaks if
+    the weight that a recomputation has made is freed before its backward.
+    Proves `after_forward`.
+    """
+    expected = run(checkpointed, 2, None)[0]
+    for kind in (True, False):
+        for found in run(checkpointed, 2, kind):
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

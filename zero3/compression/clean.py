@@ -1,0 +1,391 @@
+r"""
+# Clean: a model that really is smaller
+
+`clean` makes compression permanent. Pruned rows and heads disappear from the shapes, and weights
+are stored in their bits.
+
+    plain = [Block() for _ in range(4)]
+    compress(plain, rules)              # the same rules
+    clean(plain, trained=model)         # with the weights of the sharded model
+    write(plain, "small.safetensors")
+
+Until then nothing is smaller. A pruned row is a row of zeros, and its zeros are multiplied by the
+next layer. **Take two layers of 4 by 4**, and prune two rows of the first. Two outputs are always
+zero, so two columns of the second layer never matter. Both go:
+
+| | parameters | multiply-adds for an input |
+|---|---|---|
+| before | 4 · 4 + 4 · 4 = 32 | 32 |
+| after | 2 · 4 + 4 · 2 = 16 | 16 |
+
+In general, if a part $s$ of the rows is pruned, both layers have $1 - s$ of their parameters and
+multiply-adds. Single elements save bytes and no multiply-adds, because a matrix with holes is
+multiplied as if it were full.
+
+| pruned | goes from this layer | and from the layers that `follows` names |
+|---|---|---|
+| row | rows, and elements of the bias | columns |
+| channel, head | columns | rows, and elements of the bias |
+
+Without `follows` the zeros stay. Rows may go if zero stays zero on the way to the next layer, as it
+does in a ReLU, a GELU or a dropout, and not in a sigmoid or a norm. Columns may always go.
+
+The outputs of the cleaned model are those of the compressed one. Weights have the same bits, so a
+model without pruned rows and heads has the same outputs to the bit. With them, sums have fewer
+terms, all zeros gone, and kernels may add the others in another order.
+
+**Run this**: `python -m pytest tests/test_compression_clean.py`.
+
+**Not covered, and what that costs**: pipelines; save a checkpoint, and load it into a model without
+stages. Each rank has the whole model while it cleans it. Inputs in 8 bits are still rounded, and
+then multiplied as floats.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.utils.flop_counter import FlopCounterMode
+
+from zero3.compression.compress import named_modules
+from zero3.compression.freeing import drop_hooks
+from zero3.compression.stored import Stored
+from zero3.compression.weights import Pruned, Quantised, grid, mean_sizes
+from zero3.guards.options import expect
+from zero3.optimizer.stage3 import plain_paths
+from zero3.sharded import ShardedModel, comm_of
+
+# The attributes of modules that repeat the shape of the weight.
+_ROWS = ("out_features", "out_channels")
+_COLUMNS = ("in_features", "in_channels")
+
+
+@torch.no_grad()
+def clean(model: nn.Module | Iterable[nn.Module], trained: ShardedModel | None = None) -> None:
+    """
+    ## Make the compression of a plain model permanent, in place
+
+    * `model` is a plain model or a list of layers, as `compress` left it
+    * `trained` is a sharded model that was compressed by the same rules. Its weights, steps and
+      thresholds are taken over first (all-gather; all ranks call it)
+
+    Raises `ValueError` if nothing is compressed, if a layer in `follows` does not exist or has
+    another shape, or if columns are removed from the middle of a group of a scale.
+    """
+    modules = named_modules(model)
+    if trained is not None:
+        _take_over(modules, trained)
+    layers = {name: module for name, module in modules.items()
+              if parametrize.is_parametrized(module, "weight")}
+    expect(bool(layers), "clean", "a model with compressed weights", "none",
+           "call `compress` with the rules that it was trained with")
+    # Look at all weights before one changes, because the others are cut along with it.
+    plans = {name: Plan(module) for name, module in layers.items()}
+    cuts = _cuts(modules)
+    for name, module in modules.items():
+        if name in plans:
+            plans[name].release()
+        if name in cuts:
+            rows, columns = cuts[name]
+            _cut(name, module, rows, columns, plans.get(name))
+    for name, plan in plans.items():
+        plan.store(name)
+
+
+def _take_over(modules: dict[str, nn.Module], trained: ShardedModel) -> None:
+    """
+    #### Copy the parameters and buffers of a sharded model
+    """
+    expect(comm_of(trained).stages.size == 1, "clean: `trained`", "a model with all layers on each "
+           "rank", "a pipeline", "save it, and load it into a model without stages")
+    paths = plain_paths(trained)
+    rules = {path: getattr(module, "rule", None) for module, path in paths.items()}
+    theirs = {f"{path}.{name}".strip("."): b for module, path in paths.items()
+              for name, b in module._buffers.items() if b is not None}
+    with trained.full_params() as params:
+        for prefix, module in modules.items():
+            expect(getattr(module, "rule", None) == rules.get(prefix), f"clean: `{prefix}`",
+                   f"the rule of `trained`, {rules.get(prefix)}", getattr(module, "rule", None),
+                   "call `compress` on both with the same rules")
+            for name, mine in (*module._parameters.items(), *module._buffers.items()):
+                full = f"{prefix}.{name}".strip(".")
+                found = params.get(full, theirs.get(full))
+                expect(mine is None or (found is not None and found.shape == mine.shape),
+                       "clean: `trained`", "a sharded model of the same layers, compressed by the "
+                       f"same rules, with `{full}`", "none" if found is None else
+                       f"{tuple(found.shape)}", "call `compress` on both with the same rules")
+                if mine is not None and found is not None:
+                    mine.copy_(found)
+
+
+class Plan:
+    """
+    ## What becomes of one compressed weight
+    """
+
+    def __init__(self, module: Any):
+        """
+        ### Look at a compressed weight, before anything is cut
+        """
+        self.module = module
+        self.methods = [*module.parametrizations.weight[0]]
+        self.weight = module.weight.detach().clone()
+        self.kept: torch.Tensor | None = None
+        stored = module.parametrizations.weight.original
+        for method in self.methods:
+            if isinstance(method, Pruned) and method.rule.kind in ("element", "2:4") \
+                    and method.count:
+                self.kept = method.kept()
+        self._look_at_grid(stored)
+
+    def _look_at_grid(self, stored: torch.Tensor) -> None:
+        """
+        #### The scales that training rounds with now: `(rows, groups)`
+        """
+        self.bits = None
+        self.least = 0
+        self.scales = self.zeros = None
+        value = stored
+        for method in self.methods:
+            bits = method.rule.bits_at(method.steps) if isinstance(method, Quantised) else None
+            if bits is None:
+                value = method(value)
+                continue
+            # Codes of 3 bits are stored in 4.
+            self.bits = next(each for each in (1, 2, 4, 8) if each >= bits)
+            rows = value.reshape(-1, method.width)
+            if bits == 1:
+                scales = mean_sizes(rows)
+                # A sign of zero has no code.
+                if bool((value == 0).any()):
+                    self.kept = value != 0
+            else:
+                scales, zeros, self.least, _ = grid(rows.amin(dim=1), rows.amax(dim=1), bits,
+                                                    method.rule.symmetric)
+                if not method.rule.symmetric:
+                    self.zeros = zeros.to(torch.uint8).view(len(value), -1)
+            self.scales = scales.float().view(len(value), -1)
+
+    def release(self) -> None:
+        """
+        ### Make the weight, and the bias, plain parameters
+        """
+        for name in [*self.module.parametrizations]:
+            parametrize.remove_parametrizations(self.module, name)
+        drop_hooks(self.module)
+
+    def cut(self, name: str, rows: torch.Tensor | None, columns: torch.Tensor | None) -> None:
+        """
+        ### Cut what belongs to the weight: its mask and its scales
+
+        * `rows` and `columns` say which are left, bool
+        """
+        if self.kept is not None:
+            self.kept = _select(self.kept, rows, columns)
+        if self.scales is None:
+            return
+        groups = None
+        if columns is not None and self.scales.shape[1] > 1:
+            # (groups, neighbours); a group stays or goes as a whole.
+            wide = columns.repeat_interleave(self.weight[0, 0].numel())
+            blocks = wide.view(self.scales.shape[1], -1)
+            expect(bool((blocks.all(dim=1) == blocks.any(dim=1)).all()), f"clean: `{name}`",
+                   "columns that go together with all that share a scale", "some of a group",
+                   "leave `group` out, or let it divide the width of a head")
+            groups = blocks.all(dim=1)
+        self.scales = _select(self.scales, rows, groups)
+        if self.zeros is not None:
+            self.zeros = _select(self.zeros, rows, groups)
+
+    def store(self, name: str) -> None:
+        """
+        ### Store the weight in its bits, if that is less
+        """
+        if self.bits is None and self.kept is None:
+            return
+        weight = self.module.weight.detach()
+        if self.bits is None and self.kept is not None:
+            # Zero everywhere else already.
+            weight = torch.where(self.kept, weight, 0)
+        stored = Stored(weight.shape, weight.dtype, self.bits, self.least)
+        if self.scales is not None:
+            stored.scales = self.scales.reshape(-1, 1)
+        if self.zeros is not None:
+            stored.zeros = self.zeros.reshape(-1, 1)
+        codes = stored.encode(weight, self.kept)
+        expect(torch.equal(stored(codes), weight), f"clean: `{name}`", "codes of the weight that "
+               f"was trained, {weight.dtype}", "others", "convert the model to fp32 first",
+               RuntimeError)
+        del self.module.weight
+        self.module.register_buffer("weight", codes)
+        parametrize.register_parametrization(self.module, "weight", stored, unsafe=True)
+
+
+# ------------------------------------------------------------------------------ rows and columns
+
+# Which rows and which columns of a weight are left, bool; `None` for all.
+Cut = list[Any]
+
+
+def _cuts(modules: dict[str, nn.Module]) -> dict[str, Cut]:
+    """
+    #### The rows and columns that go, of each layer by its name
+    """
+    cuts: dict[str, Cut] = {}
+    for name, module in modules.items():
+        if not parametrize.is_parametrized(module, "weight"):
+            continue
+        found: Any = module.parametrizations
+        for method in found.weight[0]:
+            if not (isinstance(method, Pruned) and method.rule.follows and method.count):
+                continue
+            own = 0 if method.rule.kind == "row" else 1
+            kept = method.kept().reshape(-1)
+            parent = name.rpartition(".")[0]
+            _add_cut(cuts, modules, name, own, kept)
+            for other in method.rule.follows:
+                _add_cut(cuts, modules, f"{parent}.{other}".strip("."), 1 - own, kept)
+            heads = int(method.kept_units().sum())
+            for count in method.rule.counts:
+                path, _, attribute = f"{parent}.{count}".strip(".").rpartition(".")
+                expect(isinstance(getattr(modules.get(path), attribute, None), int),
+                       f"clean: `{count}`, beside `{name}`", "an attribute with the number of "
+                       "heads", path, "look at the names")
+                setattr(modules[path], attribute, heads)
+    return cuts
+
+
+def _add_cut(cuts: dict[str, Cut], modules: dict[str, nn.Module], name: str, along: int,
+             kept: torch.Tensor) -> None:
+    """
+    #### Cut the rows of a layer, or its columns
+
+    * `along` is 0 for rows, and 1 for columns
+    """
+    layer: Any = modules.get(name)
+    weight = getattr(layer, "weight", None)
+    kind = ("rows", "columns")[along]
+    fits = weight is not None and weight.dim() >= 2 and weight.shape[along] == len(kept)
+    expect(fits and getattr(layer, "groups", 1) == 1, f"clean: the {kind} of `{name}`",
+           f"a layer with {len(kept)} of them, and without groups",
+           None if weight is None else f"a weight of {tuple(weight.shape)}",
+           "look at `follows`, at the names and at the shapes")
+    cut = cuts.setdefault(name, [None, None])
+    expect(cut[along] is None, f"clean: the {kind} of `{name}`", "one rule that removes them",
+           "two", "leave one of the rules out")
+    cut[along] = kept
+
+
+def _select(weight: torch.Tensor, rows: torch.Tensor | None, columns: torch.Tensor | None
+            ) -> torch.Tensor:
+    """
+    #### The rows and columns that are left
+    """
+    weight = weight if rows is None else weight[rows]
+    return weight if columns is None else weight[:, columns]
+
+
+def _cut(name: str, module: Any, rows: torch.Tensor | None, columns: torch.Tensor | None,
+         plan: Plan | None) -> None:
+    """
+    #### Cut a layer, whose weight is a plain parameter now
+    """
+    if plan is not None:
+        plan.cut(name, rows, columns)
+    trains = module.weight.requires_grad
+    module.weight = nn.Parameter(_select(module.weight.detach(), rows, columns), trains)
+    if rows is not None and getattr(module, "bias", None) is not None:
+        module.bias = nn.Parameter(module.bias.detach()[rows], trains)
+    for size, attributes in zip(module.weight.shape, (_ROWS, _COLUMNS), strict=False):
+        for attribute in attributes:
+            if hasattr(module, attribute):
+                setattr(module, attribute, size)
+
+
+# ---------------------------------------------------------------------------------- file and table
+
+
+def write(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
+    """
+    ## Write a cleaned model as safetensors, which any reader of that format loads
+
+    A stored weight `0.weight` becomes `0.weight.codes`, `.mask`, `.scales` and `.zeros`, as far as
+    it has them. What `stored.py` says about it is in the file's metadata, under `weights`, in JSON.
+    Everything else has its name in the plain model.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    about: dict[str, dict[str, Any]] = {}
+    for prefix, module in named_modules(model).items():
+        if isinstance(module, Stored):
+            name = prefix.replace(".parametrizations.", ".").rpartition(".")[0]
+            about[name] = module.about()
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and key not in module._non_persistent_buffers_set:
+                tensors[_file_name(prefix, key)] = tensor.detach().clone().contiguous()
+    # One entry, because several would be written in any order.
+    save_file(tensors, path, metadata={"weights": json.dumps(about)})
+
+
+def _file_name(prefix: str, key: str) -> str:
+    """
+    #### `0.parametrizations.weight.0` and `scales` are `0.weight.scales`
+    """
+    before, is_stored, after = prefix.partition("parametrizations.")
+    if not is_stored:
+        return f"{prefix}.{key}".strip(".")
+    return f"{before}{after.partition('.')[0]}.{'codes' if key == 'original' else key}"
+
+
+@dataclass(frozen=True)
+class Size:
+    """
+    ## How large a model is, and how good
+    """
+
+    nbytes: int  # of all parameters and buffers
+    parameters: int  # elements of weights and biases that are left
+    multiply_adds: int  # of a forward pass of the example
+    loss: float  # held-out
+
+
+@torch.no_grad()
+def measure(model: nn.Module, example: torch.Tensor, loss: float) -> Size:
+    """
+    ## Measure a plain model
+
+    * `example` is an input; torch's own `FlopCounterMode` counts its matrix products and
+      convolutions
+    * `loss` is whatever the caller has measured
+    """
+    with FlopCounterMode(display=False) as counter:
+        model(example)
+    tensors = [*model.parameters(), *model.buffers()]
+    left = 0
+    for module in model.modules():
+        left += sum(p.numel() for p in module._parameters.values() if p is not None)
+        if isinstance(module, Stored):
+            kept = module.shape.numel()
+            if module.mask is not None:
+                # A byte has up to eight bits that are set.
+                kept = int(sum((module.mask >> bit & 1).sum() for bit in range(8)))
+            left += kept
+    return Size(sum(t.nbytes for t in tensors), left, counter.get_total_flops() // 2, loss)
+
+
+def table(before: Size, after: Size) -> str:
+    """
+    ## A table of a model before and after
+    """
+    lines = [f"{'':14} {'before':>14} {'after':>14} {'ratio':>7}"]
+    for name in ("nbytes", "parameters", "multiply_adds", "loss"):
+        old, new = getattr(before, name), getattr(after, name)
+        form = ".4f" if name == "loss" else ","
+        lines.append(f"{name.replace('_', '-').replace('nb', 'b'):14} {old:14{form}} "
+                     f"{new:14{form}} {new / old:7.3f}")
+    return "\n".join(lines)

@@ -1,0 +1,451 @@
+r"""
+# Compress: rules for weights, which advance with the optimizer
+
+`compress` puts rules on the layers of a plain model. Then the model is wrapped and trained as
+always.
+
+    layers = [Block() for _ in range(4)]
+    compress(layers, {"*.linear": [Prune(0.5, start=100, end=500), Quantize(4, start=300)]})
+    model = Zero3Sequential([Zero3Layer(layer) for layer in layers])
+    optimizer = Zero3Optimizer(model, torch.optim.AdamW, lr=1e-3)
+
+Names are those of `nn.Sequential(*layers)`, and a pattern is that of a shell: `*` stands for any
+part of a name, and `*.first|*.second` for names of either kind. Each pattern has a list of rules,
+which apply to every layer with a `weight` that it matches.
+
+**After each step** of an optimizer that trains one of these weights, the schedule advances by one:
+
+| | on each rank | between ranks |
+|---|---|---|
+| steps | one more | |
+| thresholds of elements | count the keys of its own shards | counts, `thresholds.py` |
+| ranges of inputs | the least and the greatest since the last step | 8 bytes for each input |
+| everything else | made from the gathered weight | |
+
+Take the weights 0.1, −0.7 on rank 0 and 0.4, −0.2 on rank 1, with the sparsity one half. Both
+ranks count, both learn that the threshold is the key of −0.2, and each of them makes the same mask
+as soon as it has gathered the four weights:
+
+$$0.1,\; -0.7,\; 0.4,\; -0.2 \quad\to\quad 0,\; -0.7,\; 0.4,\; 0$$
+
+**Fewer bytes between ranks.** A weight that is rounded to 8 bits need not be gathered in 32. With
+`Zero3Layer(layer, mesh=Links(weights=Int8()))` the layer is quantised before the gather too, in
+blocks of its flat parameter, and an all-gather sends 1.03 bytes for an element in place of 4.
+
+**At rest** a compressed model has what it had before, 16 bytes for each rule and weight on each
+rank, and learnt scores in shards. There are no masks: a threshold takes less than bits would.
+
+**Resume.** Steps and thresholds are buffers, and scores are parameters, so `zero3.save` saves
+them. A run that resumes goes on with the same masks, on another number of ranks too. It has to
+call `compress` with the same rules before it loads.
+
+**Run this**: `python -m pytest tests/test_compression.py -k ranks`.
+
+**Not covered, and what that costs**: the names of a checkpoint. A compressed weight is called
+`...parametrizations.weight.original`, so a checkpoint of the uncompressed model does not load; load
+plain weights before `compress`. A model on the meta device. A weight with two names. Encodings of
+gathered weights (`Links(weights=...)`) beside pruned elements, because the ranks would count other
+numbers than they compute with. A step that a loss scale skips counts as one.
+"""
+
+import copy
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from zero3.compression.freeing import Compressed, after_forward, before_forward
+from zero3.compression.rules import Prune, Quantize
+from zero3.compression.thresholds import DIGIT, kth_keys
+from zero3.compression.weights import Method, Pruned, PrunedBias, Quantised, QuantisedInput
+from zero3.guards.freed import FreedParameter
+from zero3.guards.options import expect
+from zero3.optimizer.buckets import Bucket
+from zero3.optimizer.stage3 import Zero3Optimizer
+
+# By `_order`.
+_METHODS: tuple[Any, ...] = (Pruned, Pruned, Quantised, QuantisedInput)
+Rules = dict[str, list[Prune | Quantize]]
+# Magnitude and place of an element are a key of at most 63 bits.
+MOST_SHARED = 2**31 - 1
+
+
+def compress(model: nn.Module | Iterable[nn.Module], rules: Rules) -> "Compression":
+    """
+    ## Put rules on the weights of a plain model, in place
+
+    All ranks call it alike, before wrapping.
+
+    * `model` is a module, or a list of layers
+    * `rules` has a list of `Prune` and `Quantize` for each pattern of names. Of those that one
+      weight has, elements are pruned first, then rows, channels and heads; then it is quantised
+
+    Returns the record of what is compressed. Raises `TypeError` for anything that is no rule, and
+    `ValueError` if a pattern matches no weight, if a weight is matched twice or is tied, or if a
+    rule does not fit the weight's shape.
+    """
+    found = named_modules(model)
+    uses: dict[Any, int] = {}
+    for module in dict.fromkeys(found.values()):
+        for p in module._parameters.values():
+            uses[p] = uses.get(p, 0) + 1
+    places: list[Place] = []
+    groups: list[list[Pruned]] = []
+    for pattern, methods in rules.items():
+        matched = {name: module for name, module in found.items() if _has_weight(module)
+                   and any(fnmatchcase(name, each) for each in pattern.split("|"))}
+        expect(bool(matched), f"compress: the pattern `{pattern}`", "a layer with a weight of two "
+               "dimensions or more", "none, or one that another pattern has compressed",
+               f"look at the names, {[*found][:20]}")
+        for name, module in matched.items():
+            _check(name, module, methods, uses)
+        added = [_add(name, module, methods) for name, module in matched.items()]
+        groups += _groups(added)
+        places += added
+    compression = Compression(places, groups)
+    # What is pruned from the start on.
+    compression.find_thresholds()
+    return compression
+
+
+def named_modules(model: nn.Module | Iterable[nn.Module]) -> dict[str, nn.Module]:
+    """
+    ## The modules of a model or of a list of layers, by their names in the plain model
+    """
+    whole = model if isinstance(model, nn.Module) else nn.Sequential(*model)
+    return dict(whole.named_modules())
+
+
+@dataclass(eq=False)
+class Place:
+    """
+    ## One compressed layer
+
+    `stored` has the weight that is trained, `stored.original`.
+    """
+
+    name: str
+    module: Any
+    stored: Any
+    methods: list[Method]
+
+    def params(self) -> Iterator[Any]:
+        """
+        ### The stored weight and its learnt scores
+        """
+        yield getattr(self.stored, "original", None)
+        for method in self.methods:
+            yield getattr(method, "score", None)
+
+
+class Compression:
+    """
+    ## The record of a call of `compress`
+
+    The compressed layers share it. It follows the steps of optimizers as long as one of them lives.
+    """
+
+    def __init__(self, places: list[Place], groups: list[list[Pruned]]):
+        """
+        ### Follow the steps of optimizers
+
+        * `groups` are the prunings whose elements share a threshold
+        """
+        self.places = places
+        self.groups = groups
+        for place in places:
+            for method in place.methods:
+                method.compression = self
+        ours = weakref.ref(self)
+
+        def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+            compression = ours()
+            # `step(closure)` of a `Zero3Optimizer` calls `step()`, which has been counted.
+            closure = [*args[1:], kwargs.get("closure")]
+            is_twice = isinstance(optimizer, Zero3Optimizer) and any(closure)
+            if compression is not None and not is_twice and compression.is_trained_by(optimizer):
+                compression.advance()
+
+        weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Compression":
+        # The copy of a model follows its own optimizer.
+        new = Compression.__new__(Compression)
+        memo[id(self)] = new
+        Compression.__init__(new, copy.deepcopy(self.places, memo),
+                             copy.deepcopy(self.groups, memo))
+        return new
+
+    def methods(self, kind: Any = Method) -> Iterator[Any]:
+        """
+        ### What the rules do, weight by weight
+        """
+        for place in self.places:
+            yield from (method for method in place.methods if isinstance(method, kind))
+
+    def is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        """
+        ### Whether an optimizer trains one of these weights, or its shard
+
+        A `Zero3Optimizer` steps its shards by an optimizer inside of it, which does not count.
+        """
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for place in self.places:
+            for param in place.params():
+                layer = layer_of(param)
+                if layer is None:
+                    found = id(param) in stepped
+                elif isinstance(optimizer, Zero3Optimizer):
+                    found = layer.reducer in optimizer.buckets
+                else:
+                    found = (not isinstance(layer.reducer, Bucket)
+                             and any(id(flat.shard) in stepped for flat in layer.flats))
+                if found:
+                    return True
+        return False
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """
+        ### One more step: find thresholds and ranges anew
+
+        All ranks call it together, because the step of the optimizer does.
+        """
+        for method in self.methods():
+            method.state[0] += 1
+        self.find_thresholds()
+        self._move_ranges()
+
+    def _layer(self) -> Any:
+        """
+        #### One of the sharded layers, which sends for all of them; or none in a plain model
+        """
+        layers = (layer_of(param) for place in self.places for param in place.params())
+        return next((layer for layer in layers if layer is not None), None)
+
+    @torch.no_grad()
+    def find_thresholds(self) -> None:
+        """
+        ### Find the threshold of each group of elements, over all ranks
+
+        Gathers counts of all groups together: see `kth_keys`. All ranks must call this.
+        """
+        groups = self._active()
+        if not groups:
+            return
+        layer = self._layer()
+
+        def total(counts: torch.Tensor) -> torch.Tensor:
+            if layer is None:
+                return counts
+            # The other rows are those of replicas, which have the same shards.
+            rows = layer.comm.numbers(layer, counts)[: layer.comm.world_size]
+            return layer.comm.over_stages(layer, rows.sum(dim=0)).sum(dim=0)
+
+        own = _own_keys([pruned for group in groups for pruned in group])
+        keys = [torch.cat([own[pruned] for pruned in group]) for group in groups]
+        sizes = torch.tensor([len(each) for each in keys], device=keys[0].device)
+        lists = torch.arange(len(keys), device=sizes.device).repeat_interleave(sizes)
+        found = kth_keys(torch.cat(keys), lists, [group[0].count for group in groups],
+                         _key_bits(groups), total)
+        for group, threshold in zip(groups, found, strict=True):
+            for pruned in group:
+                pruned.state[1] = threshold
+
+    def _active(self) -> list[list[Pruned]]:
+        """
+        #### The groups that prune something now
+        """
+        return [group for group in self.groups if group[0].count]
+
+    def counting_bytes(self, ranks: int) -> int:
+        """
+        ### What a rank sends in a step to find thresholds: the formula of `thresholds.py`
+
+        * `ranks` are all that have this model, replicas too
+        """
+        groups = self._active()
+        rounds = -(-_key_bits(groups) // DIGIT) if groups else 0
+        return rounds * (1 << DIGIT) * 8 * len(groups) * (ranks - 1)
+
+    def _move_ranges(self) -> None:
+        """
+        #### Move the ranges of inputs towards those that all ranks have seen since the last step
+
+        All-gather of two numbers for each input. The least and the greatest of all ranks do not
+        depend on how the batch was split.
+        """
+        inputs = [each for each in self.methods(QuantisedInput) if each.rule.moving is not None]
+        if not inputs:
+            return
+        seen = torch.stack([each.seen for each in inputs])  # (inputs, 2)
+        seen[:, 0].neg_()
+        layer = self._layer()
+        if layer is not None:
+            rows = layer.comm.numbers(layer, seen.view(-1)).amax(dim=0)
+            seen = layer.comm.over_stages(layer, rows).amax(dim=0).view_as(seen)
+        seen[:, 0].neg_()
+        for each, new in zip(inputs, seen, strict=True):
+            each.move(new)
+
+
+def layer_of(param: Any) -> Any:
+    """
+    ## The sharded layer that has a parameter, or `None`
+
+    The class of a freed parameter knows it.
+    """
+    return type(param).owner() if isinstance(param, FreedParameter) else None
+
+
+def _key_bits(groups: list[list[Pruned]]) -> int:
+    """
+    #### The bits of the longest key
+    """
+    return max(8 * pruned.ranked.dtype.itemsize + pruned.place_bits
+               for group in groups for pruned in group)
+
+
+def _own_keys(prunings: list[Pruned]) -> dict[Pruned, torch.Tensor]:
+    """
+    #### The keys of the elements that this rank has: `(n,)` int64 of each weight
+
+    A shard that rests in a file is read once.
+    """
+    by_param = {id(pruned.ranked): pruned for pruned in prunings}
+    found = {}
+    layers: dict[Any, None] = {}
+    for pruned in prunings:
+        layer = layer_of(pruned.ranked)
+        if layer is None:
+            found[pruned] = pruned.keys(pruned.ranked.detach().reshape(-1))
+        else:
+            layers[layer] = None
+            # It stays empty if another stage of a pipeline has the weight.
+            found[pruned] = torch.empty(0, dtype=torch.int64, device=layer.device)
+    for layer in layers:
+        layer.expect(not getattr(layer.comm.links, "weights", None), "cannot prune elements",
+                     "weights that are gathered as they are", f"{layer.comm.links}", "prune rows, "
+                     "channels, heads or 2:4; or leave `weights` out of `Links`")
+        for flat in layer.flats:
+            slots = [slot for slot in flat.slots if id(slot.param) in by_param]
+            if not slots:
+                continue
+            begin = layer.comm.rank * len(flat.shard)
+            shard = flat.storage.load()
+            for slot in slots:
+                # The part of this weight that is in this rank's shard.
+                first = min(max(begin, slot.offset), slot.end)
+                last = max(min(begin + len(shard), slot.end), first)
+                pruned = by_param[id(slot.param)]
+                values = shard[first - begin : last - begin].to(layer.device)
+                found[pruned] = pruned.keys(values, first - slot.offset)
+            flat.storage.release()
+    return found
+
+
+# ------------------------------------------------------------------------------------ put in place
+
+
+def _has_weight(module: nn.Module) -> bool:
+    """
+    #### Whether a module has a weight that can be compressed
+    """
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.dim() >= 2
+
+
+def _check(name: str, module: Any, methods: list[Any], uses: dict[Any, int]) -> None:
+    """
+    #### Refuse rules that do not fit a weight, before anything changes
+    """
+    expect(isinstance(methods, (list, tuple)) and len(methods) > 0
+           and all(isinstance(rule, (Prune, Quantize)) for rule in methods),
+           f"compress: the rules of `{name}`", "a list of `Prune` and `Quantize`", repr(methods),
+           "pass one", TypeError)
+    kinds = [_order(rule) for rule in methods]
+    expect(len({*kinds}) == len(kinds), f"compress: the rules of `{name}`", "one of each kind",
+           methods, "leave one of them out")
+    weight = module.weight
+    expect(not weight.is_meta, f"compress: `{name}`", "a weight with values", "one on the meta "
+           "device", "build the layer first")
+    expect(uses[weight] == 1, f"compress: `{name}`", "a weight of this layer alone",
+           "one that another layer has too", "give each of them its own")
+    for rule in methods:
+        fits = True
+        if isinstance(rule, Prune):
+            width = {"2:4": 4, "head": rule.heads}.get(rule.kind, 1)
+            along = weight.shape[1] if rule.kind == "head" else weight[0].numel()
+            fits = along % width == 0 and (rule.kind != "element" or weight.element_size() <= 4)
+        elif rule.group:
+            fits = weight[0].numel() % rule.group == 0
+        expect(fits, f"compress: `{name}` of {tuple(weight.shape)}, {weight.dtype}", "a weight "
+               "that splits into such groups or heads; for elements, of at most 32 bits", rule,
+               "pass other numbers, or match other layers")
+
+
+def _order(rule: Prune | Quantize) -> int:
+    """
+    #### The place of a rule among those of a layer
+    """
+    if isinstance(rule, Prune):
+        return 0 if rule.kind in ("element", "2:4") else 1
+    return 2 if rule.of == "weight" else 3
+
+
+def _add(name: str, module: Any, rules: list[Any]) -> Place:
+    """
+    #### Put rules on one layer
+    """
+    weight = module.weight
+    rules = sorted(rules, key=_order)
+    methods: list[Method] = [_METHODS[_order(rule)](rule, weight) for rule in rules]
+    of_weight = [method for method in methods if not isinstance(method, QuantisedInput)]
+    place = Place(name, module, None, methods)
+    if len(of_weight) < len(methods):
+        module.compressed_input = methods[-1]
+        module.register_forward_pre_hook(_round_input)
+    if not of_weight:
+        return place
+    parametrize.register_parametrization(module, "weight", Compressed(of_weight), unsafe=True)
+    module.register_forward_pre_hook(before_forward)
+    module.register_forward_hook(after_forward)
+    place.stored = module.parametrizations.weight
+    for method in of_weight:
+        if isinstance(method, Pruned):
+            method.attach(place.stored)
+            if method.rule.kind == "row" and module.bias is not None:
+                follower = PrunedBias(method)
+                parametrize.register_parametrization(module, "bias", follower, unsafe=True)
+    return place
+
+
+def _round_input(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """
+    #### A hook before the forward pass of a layer
+    """
+    return (module.compressed_input(args[0]), *args[1:])
+
+
+def _groups(places: list[Place]) -> list[list[Pruned]]:
+    """
+    #### The prunings of one pattern whose elements share a threshold
+    """
+    pruned: list[Any] = [method for place in places for method in place.methods
+                         if method.rule.__class__ is Prune and method.rule.kind == "element"]
+    if not pruned or pruned[0].rule.scope == "layer":
+        return [[each] for each in pruned]
+    numel = sum(each.shape.numel() for each in pruned)
+    expect(numel <= MOST_SHARED, "compress: a global threshold", f"at most {MOST_SHARED:,} "
+           "elements", f"{numel:,}", "use several patterns, or `scope=\"layer\"`")
+    first = 0
+    for each in pruned:
+        each.share(first, numel)
+        first += each.shape.numel()
+    return [pruned]

@@ -1,0 +1,192 @@
+r"""
+# Distill: fewer layers, taught by all of them
+
+`distill` starts a small model, the *student*, from some layers of a trained one, the *teacher*, and
+makes the loss by which the student learns the teacher's outputs.
+
+A text says which byte came next, and nothing about the others. The teacher's probabilities say how
+likely each of them was, which is much more to learn from. **Three bytes**, of which `a` came next:
+
+| | a | b | c |
+|---|---|---|---|
+| the text says | 1 | 0 | 0 |
+| the teacher says | 0.70 | 0.25 | 0.05 |
+| the teacher at temperature 2 | 0.54 | 0.32 | 0.14 |
+
+A temperature $T$ divides the logits, and so lifts the small probabilities. The loss has three
+parts: the task's own loss, the distance of the probabilities, and that of the outputs of layers
+that correspond:
+
+$$L = (1 - \alpha)\, L_{\text{task}} + \alpha\, T^2\, \mathrm{KL}\left(p^T_{\text{teacher}} \,\|\,
+p^T_{\text{student}}\right) + \beta \, \frac{1}{n} \sum_i \lVert h_i - h'_{k_i} \rVert^2 / d$$
+
+The gradient of the second part shrinks with $T^2$, so it is multiplied by that. It is from
+[Distilling the Knowledge in a Neural Network](https://arxiv.org/abs/1503.02531), section 2; the
+third part is from [TinyBERT](https://arxiv.org/abs/1909.10351), section 3.
+
+    teacher = Zero3Sequential([...])                # six layers, trained
+    student = Zero3Sequential([...])                # four layers, new
+    teaching = distill(student, teacher, keep=[0, 1, 4, 5])
+    optimizer = Zero3Optimizer(student, torch.optim.AdamW, lr=1e-3)
+    optimizer.backward(teaching(x, lambda logits: F.cross_entropy(logits, y)))
+
+**Both are sharded.** The teacher has no gradients and no optimizer. It keeps $\frac{1}{N}$ of its
+weights on each rank, and one or two of its layers are whole while it computes. In each step it
+sends a third of what training it would, for the one gather of a forward pass.
+
+**Run this**: `python -m pytest tests/test_compression_distill.py`.
+
+**Not covered, and what that costs**: models that are not chains; layers whose width differs, which
+would need a matrix between them. All outputs of the teacher's layers that are compared stay in
+memory until the loss is there.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from zero3.compression.weights import Method
+from zero3.guards.options import expect, whole
+from zero3.layer import Zero3Sequential
+
+Chain = Zero3Sequential | nn.Sequential
+
+
+def distill(student: Chain, teacher: Chain, keep: list[int], *, logits: float = 0.5,
+            hidden: float = 0.0, temperature: float = 2.0) -> "Distillation":
+    r"""
+    ## Start a student from layers of its teacher
+
+    All ranks call it alike, before the optimizer is built. Both models are chains, sharded or
+    plain. The student's layers get the weights of those that they correspond to, one layer at a
+    time; a compressed layer takes over plain weights too. The teacher is frozen, and set to
+    `eval()`.
+
+    * `keep` has the index of the teacher's layer for each layer of the student
+    * `logits` is $\alpha$, from 0 to 1, and `hidden` is $\beta$
+    * `temperature` is $T$
+
+    Returns the loss, a function. Raises `TypeError` for models that are no chains, and `ValueError`
+    for impossible numbers, or if layers do not have the same parameters.
+    """
+    for model in (student, teacher):
+        expect(isinstance(model, (Zero3Sequential, nn.Sequential)), "distill", "two chains, each "
+               "`Zero3Sequential` or `nn.Sequential`", type(model), "pass such models", TypeError)
+    mine, theirs = _layers(student), _layers(teacher)
+    good = isinstance(keep, list) and all(whole(i, 0, len(theirs) - 1) for i in keep)
+    expect(good and len(keep) == len(mine), "distill: `keep`", f"{len(mine)} indices of layers, "
+           f"from 0 to {len(theirs) - 1}", repr(keep), "pass one for each layer of the student")
+    expect(0 <= logits <= 1 and hidden >= 0 and temperature > 0, "distill", "`logits` from 0 to 1, "
+           "`hidden` of at least 0, and a positive `temperature`",
+           f"{logits}, {hidden} and {temperature}", "pass such numbers")
+    for layer, index in zip(mine, keep, strict=True):
+        _copy(layer, theirs[index])
+    compressions = {m.compression: None for m in student.modules() if isinstance(m, Method)}
+    for compression in compressions:
+        # The thresholds were those of other weights.
+        compression.find_thresholds()
+    teacher.requires_grad_(False)
+    teacher.eval()
+    return Distillation(student, teacher, keep, logits, hidden, temperature)
+
+
+class Distillation:
+    """
+    ## The loss of a student
+    """
+
+    def __init__(self, student: Chain, teacher: Chain, keep: list[int], logits: float,
+                 hidden: float, temperature: float):
+        self.student = student
+        self.teacher = teacher
+        self.keep = keep
+        self.logits = logits
+        self.hidden = hidden
+        self.temperature = temperature
+
+    def __call__(self, x: torch.Tensor, task: Callable[[torch.Tensor], torch.Tensor]
+                 ) -> torch.Tensor:
+        """
+        ### Compute both models, and the loss of the student
+
+        * `x` is this rank's batch
+        * `task` is the loss of the student's outputs, `(..., classes)`
+
+        All ranks call it together.
+        """
+        with torch.no_grad():
+            theirs = [*outputs(self.teacher, x)]
+        mine = [*outputs(self.student, x)]
+        loss = (1 - self.logits) * task(mine[-1])
+        # Both are logits of probabilities, `(positions, classes)`.
+        learnt, taught = ((each[-1].flatten(0, -2).float() / self.temperature).log_softmax(dim=-1)
+                          for each in (mine, theirs))
+        distance = F.kl_div(learnt, taught, log_target=True, reduction="batchmean")
+        loss = loss + self.logits * self.temperature**2 * distance
+        if self.hidden:
+            pairs = list(zip(mine[:-1], [theirs[i] for i in self.keep[:-1]], strict=True))
+            apart = sum(F.mse_loss(a, b) for a, b in pairs)
+            loss = loss + self.hidden * apart / max(1, len(pairs))
+        return loss
+
+
+def outputs(model: Chain, x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """
+    ## The outputs of the layers of a chain, one after the other
+
+    A sharded chain gathers each layer while the one before it computes.
+    """
+    for layer in model.walk() if isinstance(model, Zero3Sequential) else model:
+        x = layer(x)
+        yield x
+
+
+def _layers(model: Any) -> list[Any]:
+    """
+    #### The layers of a chain
+    """
+    return [*getattr(model, "module_list", model)]
+
+
+@torch.no_grad()
+def _copy(layer: Any, teacher: Any) -> None:
+    """
+    #### Copy the weights and buffers of a teacher's layer into one of the student's
+
+    Gathers both layers, and scatters the student's.
+    """
+    with _whole(teacher) as theirs, _whole(layer, writeback=True) as mine:
+        plain = {name.replace("parametrizations.", "").removesuffix(".original"): p
+                 for name, p in mine.items()}
+        wanted = {name: p for name, p in plain.items() if not name.endswith(".score")}
+        fits = {name: p.shape for name, p in theirs.items()} == {
+            name: p.shape for name, p in wanted.items()}
+        expect(fits, "distill", "layers that have the same parameters",
+               f"{[*wanted]} of the student, {[*theirs]} of the teacher",
+               "look at `keep`; compress the student only")
+        for name, p in wanted.items():
+            p.copy_(theirs[name])
+    buffers = dict(_plain(teacher).named_buffers())
+    for name, buffer in _plain(layer).named_buffers():
+        if name in buffers:
+            buffer.copy_(buffers[name])
+
+
+def _plain(layer: Any) -> Any:
+    """
+    #### The module inside a sharded layer
+    """
+    return layer.module if hasattr(layer, "full_params") else layer
+
+
+def _whole(layer: Any, **options: Any) -> Any:
+    """
+    #### The parameters of a layer, whole while the block runs
+    """
+    if hasattr(layer, "full_params"):
+        return layer.full_params(**options)
+    return nullcontext(dict(layer.named_parameters()))

@@ -1,0 +1,182 @@
+r"""
+# Rules: which compression, and when
+
+`Quantize` and `Prune` say what becomes of a weight, and from which optimizer step to which.
+
+A trained weight needs neither all of its bits nor all of its elements. But a model that loses them
+at once loses accuracy too. So it loses them *while it trains*, little by little, and the elements
+that stay learn to do without the rest. Take four weights, half of them pruned and the others in 4
+bits:
+
+| | | | | | in a file |
+|---|---|---|---|---|---|
+| the weight | 0.1 | −0.7 | 0.4 | −0.2 | 16 bytes |
+| pruned: the two smallest are zero | 0 | −0.7 | 0.4 | 0 | |
+| quantised: multiples of 0.1, from −7 to 7 | 0 | −0.7 | 0.4 | 0 | |
+| stored: which are left, and their codes | 0 1 1 0 | −7 | 4 | | 2 bytes, and the scale |
+
+**Sparsity rises by a cubic.** Between the steps $t_0$ and $t_1$ the pruned part $s$ of a weight
+rises to $s_1$, fast at first, while many elements hardly matter, and slowly in the end:
+
+$$s(t) = s_1 \left(1 - \left(1 - \frac{t - t_0}{t_1 - t_0}\right)^3\right)$$
+
+This is equation 1 of [To Prune, or Not to Prune](https://arxiv.org/abs/1710.01878). With $s_1 =
+\frac12$, $t_0 = 0$ and $t_1 = 4$ it is 0, 0.29, 0.44, 0.49, 0.5.
+
+**Bits fall in equal parts.** From 8 to 4 bits in four steps they are 8, 7, 6, 5, 4.
+
+**Run this**: `python -m pytest tests/test_compression.py -k schedule`.
+
+**Not covered, and what that costs**: a schedule that looks at the loss. Choose the end early
+enough, so that training goes on for a while with the final sparsity and the final bits.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from zero3.guards.options import MOST, expect, whole
+
+KINDS = ("element", "2:4", "row", "channel", "head")
+
+
+def progress(step: int, start: int, end: int | None) -> float:
+    """
+    ## How much of a schedule is behind, from 0 to 1
+
+    * `step` is how many steps the optimizer has taken
+    * `start` and `end` are those of the rule; without an end, everything happens at the start
+    """
+    if end is None or end == start:
+        return float(step >= start)
+    return min(max((step - start) / (end - start), 0.0), 1.0)
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """
+    ## Compute with fewer bits
+
+    * `bits` of a weight are 8, 4, 2 or 1; those of an input are 8
+    * `group` is how many neighbours of a row share a scale; left out, a whole row does, which is an
+      output channel
+    * `symmetric` values are multiples of a scale on both sides of zero. Otherwise the smallest
+      value may be closer to zero than the largest, as after a ReLU
+    * `start` is how many steps the optimizer takes before, and at `end` the bits have fallen from
+      `start_bits` to `bits`; left out, they are the same all the time
+    * `of` is "weight" or "input"
+    * `moving` is for inputs: how much of the old range stays at each step, from 0 to 1. Left out,
+      each batch has a range of its own
+
+    Raises `ValueError` for anything else.
+    """
+
+    bits: int = 8
+    group: int | None = None
+    symmetric: bool = True
+    start: int = 0
+    end: int | None = None
+    start_bits: int | None = None
+    of: str = "weight"
+    moving: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_steps("Quantize", self.start, self.end)
+        is_input = self.of == "input"
+        expect(self.of in ("weight", "input"), "Quantize: `of`", "weight or input", repr(self.of),
+               "pass one of the two")
+        expect(whole(self.bits, 1, 8) and self.bits in ((8,) if is_input else (8, 4, 2, 1)),
+               "Quantize: `bits`", "8 for inputs; 8, 4, 2 or 1 for weights", repr(self.bits),
+               "pass one of these")
+        expect(self.group is None or (whole(self.group, 1) and not is_input), "Quantize: `group`",
+               "a number of neighbours in a row of a weight", repr(self.group),
+               "pass such a number, or leave it out")
+        expect(self.symmetric or self.bits > 1, "Quantize: `symmetric`", "True for 1 bit, which "
+               "is a sign", self.symmetric, "pass `symmetric=True`, or more bits")
+        falls = self.start_bits is not None
+        expect(not falls or (whole(self.start_bits, self.bits, 8) and self.end is not None),
+               "Quantize: `start_bits`", f"from {self.bits} to 8, and an `end`",
+               f"{self.start_bits!r} and the end {self.end}", "pass both, or leave both out")
+        expect(self.moving is None or (is_input and 0 <= self.moving < 1), "Quantize: `moving`",
+               "from 0 to below 1, for inputs", repr(self.moving), "pass 0.9, or leave it out")
+
+    def bits_at(self, step: int) -> int | None:
+        """
+        ### The bits after so many steps of the optimizer, or `None` before the start
+        """
+        if step < self.start:
+            return None
+        more = 0 if self.start_bits is None else self.start_bits - self.bits
+        return self.bits + math.ceil(more * (1 - progress(step, self.start, self.end)))
+
+
+@dataclass(frozen=True)
+class Prune:
+    """
+    ## Compute with fewer elements
+
+    * `sparsity` is the part that is pruned, from 0 to below 1
+    * `kind` is "element"; "2:4", the two smaller ones of each four neighbours; "row", an output of
+      the layer with its bias; "channel", an input; or "head", a block of inputs
+    * `start` is how many steps the optimizer takes before, and at `end` the sparsity is reached;
+      left out, it is reached at the start
+    * `scope` is "layer", or "global": then all weights of the rule share one threshold. For
+      elements only
+    * `score` is "magnitude"; or "learnt": a number for each element, row, channel or head, which is
+      trained with the weights
+    * `heads` is how many heads the inputs are made of
+    * `follows` are other layers that `clean` makes smaller too, by their names beside this one: for
+      rows, those that read them; for channels and heads, those that write them
+    * `counts` are attributes that have the number of heads, by their names beside this layer
+
+    Raises `ValueError` for anything else.
+    """
+
+    sparsity: float = 0.5
+    kind: str = "element"
+    start: int = 0
+    end: int | None = None
+    scope: str = "layer"
+    score: str = "magnitude"
+    heads: int | None = None
+    follows: tuple[str, ...] = ()
+    counts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_steps("Prune", self.start, self.end)
+        number = isinstance(self.sparsity, (int, float)) and not isinstance(self.sparsity, bool)
+        expect(number and 0 <= self.sparsity < 1, "Prune: `sparsity`", "from 0 to below 1",
+               repr(self.sparsity), "pass the part to prune")
+        expect(self.kind in KINDS, "Prune: `kind`", f"one of {KINDS}", repr(self.kind),
+               "pass one of these")
+        expect(self.kind != "2:4" or self.sparsity == 0.5, "Prune: `sparsity`", "0.5 for 2:4",
+               self.sparsity, "leave it out")
+        expect(self.scope == "layer" or (self.scope == "global" and self.kind == "element"),
+               "Prune: `scope`", '"layer", or "global" for elements', repr(self.scope),
+               "pass one of these")
+        expect(self.score == "magnitude" or (self.score == "learnt" and self.kind != "2:4"),
+               "Prune: `score`", '"magnitude", or "learnt" for all kinds but 2:4',
+               repr(self.score), "pass one of these")
+        heads = self.heads
+        expect(whole(heads, 2) if self.kind == "head" else heads is None, "Prune: `heads`",
+               "how many there are, for heads only", repr(heads), "pass it with that kind")
+        for name in ("follows", "counts"):
+            expect(isinstance(getattr(self, name), tuple), f"Prune: `{name}`", "a tuple of names",
+                   repr(getattr(self, name)), 'pass one, `("second",)` for instance')
+        expect(not self.follows or self.kind in ("row", "channel", "head"), "Prune: `follows`",
+               "layers that follow rows, channels or heads", self.follows, "leave it out")
+
+    def sparsity_at(self, step: int) -> float:
+        """
+        ### The sparsity after so many steps of the optimizer
+        """
+        return self.sparsity * (1 - (1 - progress(step, self.start, self.end)) ** 3)
+
+
+def _check_steps(who: str, start: Any, end: Any) -> None:
+    """
+    #### Refuse a schedule that ends before it starts
+    """
+    expect(whole(start, 0, MOST) and (end is None or whole(end, start, MOST)), f"{who}: `start` "
+           "and `end`", "whole numbers of steps, the end not before the start",
+           f"{start!r} and {end!r}", "pass such numbers, or leave `end` out")

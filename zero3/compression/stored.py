@@ -1,0 +1,152 @@
+r"""
+# Stored weights: codes in their bits
+
+`Stored` keeps a weight as it is in the file, in codes of 8, 4, 2 or 1 bits, and makes the weight
+from them whenever its module computes.
+
+A fake-quantised weight is fp32 all the time, so training with it saves nothing. It saves once the
+codes alone are kept. **Four weights**, two of them pruned, the others in 4 bits:
+
+| | | bytes |
+|---|---|---|
+| the weight, 0 −0.7 0.4 0 in fp32 | | 16 |
+| `mask`: which are left, a bit for each | 0 1 1 0 | 1 |
+| `codes`: of those that are left, 4 bits for each, 7 added | 0 11 | 1 |
+| `scales`: one for a row | 0.1 | 4 |
+
+With a weight of $n$ elements of which $m$ are left, in $b$ bits, with $g$ neighbours to a scale:
+
+$$\underbrace{\lceil n / 8 \rceil}_{\text{mask, if pruned}} + \lceil m b / 8 \rceil +
+4\, \frac{n}{g} \quad \text{bytes}$$
+
+and one more for each scale if codes are not symmetric, for the zero points. Without quantisation,
+`codes` are the elements themselves. The values are those that training computed with, bit for bit,
+because $s (c - z)$ is what `fake_quantize` computes too. `clean` compares them.
+
+**Reading the file without this package.** The file's metadata say of each weight its `shape`,
+`dtype` and `bits`, and which value the smallest code stands for, `least`. A symmetric weight of 4
+bits, none of it pruned, is
+
+    byte = tensors["0.weight.codes"]
+    codes = torch.stack([byte & 15, byte >> 4], dim=1).view(-1)[:numel] + least
+    weight = (codes.view(rows, -1) * tensors["0.weight.scales"]).view(shape)
+
+The tests read all kinds of files like this.
+
+**Run this**: `python -m pytest tests/test_compression_clean.py -k bytes`.
+
+**Not covered, and what that costs**: kernels that compute with codes. The weight is made in full
+for each forward pass, and multiplied as it was, so the cleaned model is small at rest and not fast.
+The library torchao has such kernels. This package does not depend on it. Scales are fp32 and are
+not compressed themselves.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Stored(nn.Module):
+    """
+    ## A weight from its codes
+
+    A parametrization too: `parametrizations.weight.original` has the codes.
+    """
+
+    mask: torch.Tensor | None
+    scales: torch.Tensor | None
+    zeros: torch.Tensor | None
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, bits: int | None, least: int):
+        """
+        ### Prepare for a weight
+
+        * `bits` are those of a code; without, the codes are the elements themselves
+        * `least` is what the code zero stands for
+        """
+        super().__init__()
+        self.shape = shape
+        self.dtype = dtype
+        self.bits = bits
+        self.least = least
+        # (numel / 8,) uint8; (rows, 1) fp32; (rows, 1) uint8
+        for name in ("mask", "scales", "zeros"):
+            self.register_buffer(name, None)
+
+    def encode(self, weight: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+        """
+        ### The codes of a weight, `(bytes,)` uint8 or elements
+
+        * `kept` says which elements are left, of the weight's shape; left out, all
+
+        The scales have been set before.
+        """
+        codes = weight
+        if self.scales is not None:
+            rows = weight.reshape(len(self.scales), -1)
+            zeros = 0 if self.zeros is None else self.zeros.float()
+            if self.bits == 1:
+                codes = (rows > 0).to(torch.uint8)
+            else:
+                codes = ((rows / self.scales).round() + zeros - self.least).to(torch.uint8)
+        codes = codes.reshape(-1)
+        if kept is not None:
+            self.mask = pack(kept.reshape(-1).to(torch.uint8), 1)
+            codes = codes[kept.reshape(-1)]
+        return codes.clone() if self.bits is None else pack(codes, self.bits)
+
+    def forward(self, codes: torch.Tensor) -> torch.Tensor:
+        """
+        ### The weight
+        """
+        numel = self.shape.numel()
+        kept = slice(None)
+        if self.mask is not None:
+            kept = unpack(self.mask, 1)[:numel].bool()  # type: ignore[assignment]
+        # Training rounds weights of 16 bits in fp32, and those of fp64 in fp64.
+        wide = torch.promote_types(self.dtype, torch.float32)
+        values = torch.zeros(numel, dtype=wide, device=codes.device)
+        if self.scales is None:
+            values[kept] = codes.to(wide)
+            return values.view(self.shape).to(self.dtype)
+        assert self.bits is not None
+        count = numel if self.mask is None else int(values[kept].numel())
+        numbers = unpack(codes, self.bits)[:count].to(wide)
+        zeros = torch.zeros_like(self.scales) if self.zeros is None else self.zeros.float()
+        each = numel // len(self.scales)
+        # What zero stands for, and the scale, for each element that is left.
+        zeros = zeros.expand(-1, each).reshape(-1)[kept]
+        scales = self.scales.expand(-1, each).reshape(-1)[kept]
+        if self.bits == 1:
+            values[kept] = (2 * numbers - 1) * scales
+        else:
+            values[kept] = (numbers + self.least - zeros) * scales
+        return values.view(self.shape).to(self.dtype)
+
+    def about(self) -> dict[str, Any]:
+        """
+        ### What a reader of the file needs besides the tensors
+        """
+        return {"shape": [*self.shape], "dtype": str(self.dtype).removeprefix("torch."),
+                "bits": self.bits, "least": self.least}
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """
+    ## Several codes to a byte, the first one in its lowest bits
+
+    * `codes` are `(n,)` uint8, each below `2**bits`
+    """
+    each = 8 // bits
+    padded = torch.cat([codes, codes.new_zeros(-len(codes) % each)]).view(-1, each)
+    shifts = torch.arange(0, 8, bits, device=codes.device)
+    return (padded.long() << shifts).sum(dim=1).to(torch.uint8)
+
+
+def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """
+    ## The codes, `(n,)` uint8, with those that pad the last byte
+    """
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    return (packed[:, None] >> shifts & (2**bits - 1)).view(-1)

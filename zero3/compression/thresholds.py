@@ -1,0 +1,83 @@
+r"""
+# Thresholds: the k-th smallest number of all ranks
+
+`kth_keys` finds the number that exactly $k$ of all numbers do not exceed, without any rank having
+all of them.
+
+A global sparsity of one half means: prune the smaller half of *all* elements. No rank has all of
+them, and gathering them to sort them would send the whole model. But ranks can *count*. They agree
+on the number digit by digit, and the greatest digit comes first.
+
+**Four numbers on two ranks.** The second smallest of 42, 17, 13 and 45 is wanted. Rank 0 has 42
+and 17, rank 1 has 13 and 45:
+
+| | rank 0 counts | rank 1 counts | together | so |
+|---|---|---|---|---|
+| first digits | one 4, one 1 | one 1, one 4 | two 1, two 4 | it is the second with a 1 |
+| second digits, of those with a 1 | one 7 | one 3 | one 3, one 7 | it is 17 |
+
+Each rank sends two rows of ten counts, however many numbers it has. The digits here have 8 bits. A
+row has $2^8$ counts of 8 bytes, and for keys of $b$ bits, $n$ thresholds and $N$ ranks, a rank
+sends
+
+$$\left\lceil \frac{b}{8} \right\rceil \cdot 2^8 \cdot 8 \cdot n \cdot (N - 1) \quad
+\text{bytes}$$
+
+in $\lceil b / 8 \rceil$ messages to each other rank. An fp32 weight of 128 by 128 has keys of 47
+bits. On two ranks these are 12,288 bytes in a step, where a gather of the weight is 32,768. One
+global threshold for a model of a billion elements has keys of 62 bits, which is 16,384 bytes.
+Counting is exact, and sums of whole numbers do not depend on their order. So the threshold has the
+same bits on all ranks, and on any number of ranks.
+
+This is a radix sort that only follows the one bucket it needs; see Cormen et al., *Introduction to
+Algorithms*, sections 8.3 and 9.2.
+
+**Run this**: `python -m pytest tests/test_compression.py -k threshold`.
+
+**Not covered, and what that costs**: masks that are kept for a while. The threshold is found anew
+after each step of the optimizer, because the weights have changed, and an element that has become
+small may take the place of one that has become large.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+# The bits of a digit.
+DIGIT = 8
+# Adds up counts over all ranks: `(n,)` int64 to the same shape.
+Total = Callable[[torch.Tensor], torch.Tensor]
+
+
+def kth_keys(keys: torch.Tensor, lists: torch.Tensor, ks: list[int], bits: int, total: Total
+             ) -> torch.Tensor:
+    """
+    ## The k-th smallest key, in several lists at once
+
+    * `keys` are this rank's keys of all lists, `(n,)` int64; there may be none
+    * `lists` says which list each of them belongs to, `(n,)` int64
+    * `ks` are how many keys of each list, over all ranks, are not greater than the result, at least
+      one
+    * `bits` are those of the longest key
+    * `total` adds up counts over ranks; all ranks must call this with as many lists
+
+    Returns `(lists,)` int64, the same on all ranks.
+    """
+    base = 1 << DIGIT
+    left = torch.tensor(ks, device=keys.device)
+    found = torch.zeros_like(left)
+    for shift in reversed(range(0, bits, DIGIT)):
+        digits = (keys >> shift) & (base - 1)
+        # One histogram for all lists, side by side.
+        counts = (lists * base + digits).bincount(minlength=len(ks) * base)
+        counts = total(counts).view(-1, base)  # (lists, 256), of all ranks
+        upto = counts.cumsum(dim=1)
+        # The first digit up to which there are enough.
+        chosen = (upto < left[:, None]).sum(dim=1)
+        left -= (upto - counts).gather(1, chosen[:, None])[:, 0]
+        found = (found << DIGIT) | chosen
+        # Those with another digit are smaller or greater than the result.
+        follows = digits == chosen[lists]
+        keys = keys[follows]
+        lists = lists[follows]
+    return found

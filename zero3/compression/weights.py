@@ -1,0 +1,413 @@
+r"""
+# Compressed weights: masks and grids
+
+`Pruned` and `Quantised` stand between a weight and the module that computes with it. They are
+parametrizations of torch's own `torch.nn.utils.parametrize`: the module asks for its `weight`, and
+gets what they make of the stored one.
+
+| the module's `weight` | from the stored weight $w$ |
+|---|---|
+| pruned | $w$ where the mask is one, and zero elsewhere |
+| quantised | the nearest multiple of a scale |
+
+**Inside a sharded layer nothing changes.** The layer shards, gathers and frees the stored weight,
+whose name is now `parametrizations.weight.original`. The module computes with the gathered weight,
+so masks and scales are made from it after the gather, by each rank, to the same bits. Nothing else
+has to be sent.
+
+**A mask is one number.** Give each element of a weight a *key*: the bits of its magnitude, followed
+by the bits of its place. With magnitudes of three bits and places of two, the weights 1, −7, 4, 1
+have the keys
+
+$$001\,00 = 4 \qquad 111\,01 = 29 \qquad 100\,10 = 18 \qquad 001\,11 = 7$$
+
+No two keys are equal, so exactly one threshold prunes two of four: all keys up to 7. Where the
+magnitudes are equal, the earlier element goes first. So a mask need not be stored, nor sent with
+the weight. A rank that has the weight and the threshold has the mask, after a resume and on any
+number of ranks. `thresholds.py` finds the threshold without gathering the weight. The bits of a
+magnitude are taken as they are in memory: floats that are not negative have the same order as their
+bits, read as integers.
+
+Rows, channels, heads and 2:4 need no threshold, because each rank compares those of the gathered
+weight by itself.
+
+**Gradients.** A pruned element gets no gradient. The rounding of a quantised one is left out of the
+gradient, as if it were not there: the *straight-through* estimator, of
+[Estimating or Propagating Gradients](https://arxiv.org/abs/1308.3432). A learnt score gets the
+gradient that the mask would have, $\frac{\partial L}{\partial m_i} = w_i \frac{\partial L}{\partial
+(m_i w_i)}$, as in [Movement Pruning](https://arxiv.org/abs/2005.07683), section 3.
+
+**Run this**: `python -m pytest tests/test_compression.py -k fake`.
+
+**Not covered, and what that costs**: making a mask takes 8 bytes for each element of a weight, for
+a moment. Weights of fp64 have no keys, because magnitude and place have more than 63 bits.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero3.compression.rules import Prune, Quantize
+from zero3.guards.options import expect
+
+# The integers with as many bits as a floating number.
+_INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+# The threshold below all keys, which prunes nothing.
+NOTHING = -1
+
+
+class Method(nn.Module):
+    """
+    ## What a rule does to one weight or input, and how far its schedule is
+
+    `state` has the number of the optimizer's steps, and the threshold. It is a buffer, so every
+    checkpoint has it, and each rank has the same.
+    """
+
+    state: torch.Tensor
+    # The record that all methods of one call of `compress` share.
+    compression: Any
+
+    def __init__(self, rule: Any, device: torch.device):
+        super().__init__()
+        self.rule = rule
+        self.register_buffer("state", torch.tensor([0, NOTHING], device=device))
+        # Its two numbers as Python's, and the version of the buffer that they are from. So reading
+        # them waits for the device once in a step.
+        self._numbers = [0, NOTHING]
+        self._version = -1
+
+    def _read(self) -> list[int]:
+        """
+        #### The two numbers of the state
+        """
+        # Loading a checkpoint writes to the buffer, and so raises its version.
+        if self._version != self.state._version:
+            self._version = self.state._version
+            self._numbers = self.state.tolist()
+        return self._numbers
+
+    @property
+    def steps(self) -> int:
+        """
+        ### The steps that the optimizer has taken
+        """
+        return self._read()[0]
+
+    @property
+    def threshold(self) -> int:
+        """
+        ### The greatest key that is pruned, or `NOTHING`
+        """
+        return self._read()[1]
+
+
+class Pruned(Method):
+    """
+    ## A weight without its least important parts
+    """
+
+    def __init__(self, rule: Prune, weight: torch.Tensor):
+        """
+        ### Prune a weight
+
+        `attach` says later where the stored weight is, and `share` which other weights share its
+        threshold.
+        """
+        super().__init__(rule, weight.device)
+        self.shape = weight.shape
+        self._stored: tuple[Any, ...] = ()
+        self.share(0, weight.numel())
+        if rule.score == "learnt":
+            # It begins as the magnitude.
+            self.score = nn.Parameter(self._magnitudes(weight).to(weight.dtype))
+
+    def attach(self, stored: Any) -> None:
+        """
+        ### Say which list of parametrizations has the stored weight, `original`
+
+        Masks are made from it, whatever other rules make of the weight.
+        """
+        # In a tuple, because a module inside would be registered twice.
+        self._stored = (stored,)
+
+    @property
+    def original(self) -> torch.Tensor:
+        """
+        ### The stored weight
+        """
+        return self._stored[0].original
+
+    @property
+    def units(self) -> int:
+        """
+        ### How many parts there are: elements that share the threshold, rows, channels or heads
+        """
+        along = {"row": self.shape[0], "channel": self.shape[1], "head": self.rule.heads}
+        return along.get(self.rule.kind, self.shared_numel)
+
+    @property
+    def count(self) -> int:
+        """
+        ### How many of them are pruned now
+        """
+        return round(self.rule.sparsity_at(self.steps) * self.units)
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        """
+        ### The weight with zeros
+        """
+        if not self.count:
+            return weight
+        kept = self.kept()
+        if self.rule.score == "magnitude":
+            return torch.where(kept, weight, 0)
+        score = self._spread(self.score)
+        # The value of `kept`, with the gradient of the score.
+        return weight * (kept + (score - score.detach()))
+
+    @torch.no_grad()
+    def kept(self) -> torch.Tensor:
+        """
+        ### Which elements are left: bool, of the weight's shape or one that expands to it
+        """
+        weight = self.original
+        if self.rule.kind == "2:4":
+            order = weight.abs().view(-1, 4).argsort(dim=1, descending=True, stable=True)
+            kept = torch.ones_like(order, dtype=torch.bool)
+            return kept.scatter_(1, order[:, 2:], False).view(weight.shape)
+        if self.rule.kind == "element":
+            keys = self.keys(self.ranked.reshape(-1))
+            return (keys > self.threshold).view(weight.shape)
+        return self._spread(self.kept_units())
+
+    def _spread(self, units: torch.Tensor) -> torch.Tensor:
+        """
+        #### Numbers of rows, channels or heads, so that they expand to the weight's shape
+
+        * `units` is `(units,)`; numbers of elements stay as they are
+        """
+        ones = [1] * (len(self.shape) - 2)
+        if self.rule.kind == "element":
+            return units
+        if self.rule.kind == "row":
+            return units.view(-1, 1, *ones)
+        return units.repeat_interleave(self.shape[1] // self.units).view(1, -1, *ones)
+
+    @torch.no_grad()
+    def kept_units(self) -> torch.Tensor:
+        """
+        ### Which rows, channels or heads are left: `(units,)` bool
+        """
+        is_learnt = self.rule.score == "learnt"
+        scores = self.score if is_learnt else self._magnitudes(self.original)
+        kept = torch.ones(self.units, dtype=torch.bool, device=scores.device)
+        kept[scores.view(-1).argsort(stable=True)[:self.count]] = False
+        return kept
+
+    def _magnitudes(self, weight: torch.Tensor) -> torch.Tensor:
+        """
+        #### How large each part is: an element's magnitude, or the sum of them
+
+        The sum is taken in fp64, so it hardly depends on the order.
+        """
+        sizes = weight.detach().abs()
+        if self.rule.kind == "element":
+            return sizes
+        parts = sizes if self.rule.kind == "row" else sizes.transpose(0, 1)
+        return parts.reshape(self.units, -1).sum(dim=1, dtype=torch.float64)
+
+    @property
+    def ranked(self) -> torch.Tensor:
+        """
+        ### What elements are ranked by: the learnt score, or the stored weight
+        """
+        return self.score if self.rule.score == "learnt" else self.original
+
+    # ---------------------------------------------------------------------------------------- keys
+
+    def share(self, first: int, numel: int) -> None:
+        """
+        ### Number the elements, among all those that share a threshold
+
+        * `first` is the place of this weight's first element, and `numel` how many there are
+        """
+        self.first = first
+        self.shared_numel = numel
+        self.place_bits = numel.bit_length()
+
+    def keys(self, values: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """
+        ### Numbers in the order in which elements are pruned: `(n,)` int64, none twice
+
+        * `values` are `(n,)`, a part of what `ranked` returns
+        * `first` is the place of the first of them in this weight
+        """
+        first += self.first
+        integer = _INTEGERS[values.dtype]
+        bits = values.detach().contiguous().view(integer).long()
+        most = torch.iinfo(integer).max
+        if self.rule.score == "learnt":
+            # The bits of negative scores have the opposite order, and come before all others.
+            bits = torch.where(bits < 0, most - (bits & most), bits + most + 1)
+        else:
+            bits = bits & most  # without the sign
+        places = torch.arange(first, first + len(bits), device=bits.device)
+        return (bits << self.place_bits) | places
+
+
+class PrunedBias(nn.Module):
+    """
+    ## The bias of a layer with pruned rows: zero where they are
+    """
+
+    def __init__(self, pruned: Pruned):
+        """
+        ### Follow a pruned weight
+        """
+        super().__init__()
+        # In a tuple, because a module inside would be registered twice.
+        self.follows = (pruned,)
+
+    def forward(self, bias: torch.Tensor) -> torch.Tensor:
+        """
+        ### The bias with zeros
+        """
+        (pruned,) = self.follows
+        if not pruned.count:
+            return bias
+        kept = pruned.kept_units()
+        if pruned.rule.score == "magnitude":
+            return torch.where(kept, bias, 0)
+        return bias * (kept + (pruned.score - pruned.score.detach()))
+
+
+class Quantised(Method):
+    """
+    ## A weight in few bits
+    """
+
+    def __init__(self, rule: Quantize, weight: torch.Tensor):
+        super().__init__(rule, weight.device)
+        # How many neighbours share a scale.
+        self.width = rule.group or weight[0].numel()
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        """
+        ### The weight, rounded
+        """
+        bits = self.rule.bits_at(self.steps)
+        if bits is None:
+            return weight
+        rows = weight.reshape(-1, self.width)
+        if bits == 1:
+            return signs(rows).view(weight.shape)
+        scale, zero, least, most = grid(rows.amin(dim=1), rows.amax(dim=1), bits,
+                                        self.rule.symmetric)
+        return torch.fake_quantize_per_channel_affine(
+            rows, scale, zero, 0, least, most).view(weight.shape)
+
+
+@torch.no_grad()
+def grid(low: torch.Tensor, high: torch.Tensor, bits: int, symmetric: bool
+         ) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    r"""
+    ## The multiples of a scale that cover a range
+
+    * `low` and `high` are the least and the greatest values, `(n,)`
+
+    Returns the scales, `(n,)` fp32, the zero points, `(n,)` int32, and the least and the greatest
+    code. A code $c$ stands for $s (c - z)$. Of $b$ bits, symmetric codes use one less than there
+    are, so that zero is in the middle:
+
+    $$s = \frac{\max |w|}{2^{b-1} - 1} \qquad \text{or} \qquad
+    s = \frac{\max(w, 0) - \min(w, 0)}{2^b - 1}, \quad z = -\frac{\min(w, 0)}{s}$$
+
+    Zero is always one of the values, so that what was pruned stays zero.
+    """
+    if symmetric:
+        most = 2 ** (bits - 1) - 1
+        largest = torch.maximum(low.abs(), high.abs()).float()
+        # A row of zeros takes any scale but zero.
+        scale = (largest / most).clamp(min=torch.finfo(torch.float32).tiny)
+        return scale, torch.zeros_like(scale, dtype=torch.int32), -most, most
+    most = 2**bits - 1
+    low = low.float().clamp(max=0)
+    scale = ((high.float().clamp(min=0) - low) / most).clamp(min=torch.finfo(torch.float32).tiny)
+    return scale, (-low / scale).round().int(), 0, most
+
+
+def signs(rows: torch.Tensor) -> torch.Tensor:
+    r"""
+    ## One bit: the sign, times the mean magnitude of the row
+
+    Of the elements that are not pruned, as in [XNOR-Net](https://arxiv.org/abs/1603.05279), section
+    3.1. torch has no operation for it.
+    """
+    value = rows.detach().sign() * mean_sizes(rows)[:, None]
+    # The value of the signs, with the gradient of the weight.
+    return value + (rows - rows.detach())
+
+
+def mean_sizes(rows: torch.Tensor) -> torch.Tensor:
+    """
+    ## The mean magnitude of the elements of each row that are not zero, `(rows,)`
+    """
+    return rows.detach().abs().sum(dim=1) / (rows != 0).sum(dim=1).clamp(min=1)
+
+
+class QuantisedInput(Method):
+    """
+    ## The input of a layer in 8 bits
+
+    It runs before the layer's forward. With a moving range, all ranks use the same one: it is that
+    of the batches of all ranks, up to the step before. In the first step there is none, and the
+    input stays as it is.
+    """
+
+    bounds: torch.Tensor
+    seen: torch.Tensor
+
+    def __init__(self, rule: Quantize, weight: torch.Tensor):
+        super().__init__(rule, weight.device)
+        nothing = torch.tensor([math.inf, -math.inf], device=weight.device)
+        self.register_buffer("bounds", nothing)
+        # The range of this rank's inputs since the last step.
+        self.register_buffer("seen", nothing.clone(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """
+        ### The input, rounded
+        """
+        rule = self.rule
+        expect(x.is_floating_point(), "an input cannot be quantised", "floats", x.dtype,
+               "leave this layer out of `Quantize(of=\"input\")`", TypeError)
+        low, high = x.detach().aminmax()
+        if rule.moving is not None:
+            if self.training:
+                self.seen[0].clamp_(max=low)
+                self.seen[1].clamp_(min=high)
+            low, high = self.bounds
+        is_known = rule.moving is None or self.threshold != NOTHING
+        if rule.bits_at(self.steps) is None or not is_known:
+            return x
+        scale, zero, least, most = grid(low.view(1), high.view(1), rule.bits, rule.symmetric)
+        return torch.fake_quantize_per_tensor_affine(x, scale[0], zero[0], least, most)
+
+    def move(self, seen: torch.Tensor) -> None:
+        """
+        ### Move the range towards a new one
+
+        * `seen` are the least and the greatest value of all ranks since the last step, `(2,)`
+        """
+        self.seen[0] = math.inf
+        self.seen[1] = -math.inf
+        if seen[0] > seen[1]:
+            # No input has come.
+            return
+        stays = 0.0 if self.threshold == NOTHING else self.rule.moving
+        self.bounds.copy_(seen if stays == 0 else self.bounds * stays + seen * (1 - stays))
+        # There is a range now.
+        self.state[1] = 0
