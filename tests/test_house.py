@@ -33,7 +33,7 @@ ROWS = (
     {"layer"},
     {"measure", "estimate"},
     {"optimizer"},
-    {"whole_model", "pipeline"},
+    {"whole_model", "pipeline", "inject", "compression"},
     {"compiler"},
     {"checkpoint"},
     {"train"},

@@ -16,7 +16,7 @@
 # learns, round the others to 4 bits, and [clean](../zero3/compression/clean.py) it at the end.
 
 # %% tags=["varies"]
-# %%writefile worker_11.py
+# %%writefile worker_12.py
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -152,7 +152,7 @@ print("the second smallest:", int(kth_keys(keys, of_one_list, [2], 8, lambda cou
 # or less than it sends to gather the weights?
 
 # %%
-ranks = run("worker_11:train", 2, 0.5, 4)
+ranks = run("worker_12:train", 2, 0.5, 4)
 first = ranks[0]
 rounds = -(-(32 + 13) // DIGIT)
 predicted = rounds * 2 * 2**DIGIT * 8
@@ -204,7 +204,7 @@ plt.show()
 # %%
 cases = {"as it is": (0, 0), "8 bits": (0, 8), "4 bits": (0, 4), "half pruned": (0.5, 0),
          "half pruned, 4 bits": (0.5, 4), "half pruned, 2 bits": (0.5, 2)}
-found = {name: run("worker_11:train", 2, *case)[0] for name, case in cases.items()}
+found = {name: run("worker_12:train", 2, *case)[0] for name, case in cases.items()}
 print(f"{'':22}{'bytes':>8}{'held-out error':>17}")
 for name, each in found.items():
     print(f"{name:22}{each['nbytes']:8,}{each['held_out']:17.3f}")
