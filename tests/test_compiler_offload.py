@@ -88,7 +88,7 @@ def test_the_bytes_of_the_example_are_those_of_the_text():
     """
     The table at the head of `room.py`, row by row. Breaks if a tensor is counted twice, or freed at
     another operation.
-    Proves `held_bytes`, `LayerBytes`, `Room`, `offload_states`.
+    Proves `room.held_bytes`, `LayerBytes`, `Room`, `offload_states`.
     """
     forward, backward, kept = planned(2)
     room = room_of([32, 32], 240)
@@ -521,7 +521,7 @@ def test_each_operation_takes_the_bytes_that_the_pass_has_counted(dtype, limited
     """
     Every allocation of the device is counted, of the graph's operations, of the layers' and of the
     optimizer's. Breaks if the pass misses a tensor, or takes one for freed that somebody holds.
-    Proves I3, `held_bytes`, `_activation_bytes`, `_gradient_bytes`, `_storages_of_caller`,
+    Proves I3, `room.held_bytes`, `_activation_bytes`, `_gradient_bytes`, `_storages_of_caller`,
     `room_for`, `layer_bytes`.
     """
     shape = (4, 8, 16, True, dtype)

@@ -1056,7 +1056,8 @@ def test_a_wrapped_model_is_asked_like_the_plain_one():
 def test_a_model_is_wrapped_once():
     """
     The second time it says so; after `destroy` it may be wrapped anew.
-    Proves `wrap`, `_Wrapping._check`, `Zero3Model.forward`, `Zero3Model.destroy`.
+    Proves `wrap`, `_Wrapping._check`, `Zero3Model.forward`, `Zero3Model.check`,
+    `Zero3Model.destroy`.
     """
     model = Plain()
     wrapped = wrap(model, Layer)

@@ -342,7 +342,7 @@ def test_files_take_their_space_at_once_and_belong_to_their_owner_alone(tmp_path
     """
     A disk that is too small says so before training. Breaks where a file is made without space, is
     readable by others, or has a name that outlives its run.
-    Proves `File.__init__`, `whole_blocks`, `aligned`, `Offload.memory`.
+    Proves `File.__init__`, `whole_blocks`, `disk.aligned`, `Offload.memory`.
     """
     offload = Offload("nvme", tmp_path)
     layer = Zero3Layer(nn.Linear(100, 100), offload=offload)
