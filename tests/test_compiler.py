@@ -188,8 +188,8 @@ def order(model, optimizer):
         with torch.inference_mode():
             found.append(model(rows(5)).sum().item())
         model.train()
-        two.backward(retain_graph=True)
         one.backward()
+        two.backward(retain_graph=True)
         two.backward()
         (model(rows(2)) + model(rows(3))).mean().backward()
         optimizer.step()
@@ -203,8 +203,12 @@ def freeze(model, optimizer):
     found = []
     for step in range(4):
         model.requires_grad_(True)
-        model.units[step].requires_grad_(False)
-        found += train(model, optimizer, 1)
+        model.units[step].chunk.requires_grad_(False)
+        value = model(rows(step)).square().mean()
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(value.item())
     model.requires_grad_(False)
     x = rows(0).requires_grad_()
     model(x).square().mean().backward()
@@ -302,7 +306,7 @@ def placed(folder):
 
     cases = {
         "cpu": {"offload": "cpu"},
-        "nvme": {"offload": Offload("nvme", f"{folder}/{dist.get_rank()}")},
+        "nvme": {"offload": Offload("nvme", folder)},
         "alone": {"bucket_bytes": 0}, "tight": {"limit": 98}, "roomy": {"limit": 10**6},
         "halves": {"make": halves}, "replicas": {"mesh": mesh},
         "weights": {"mesh": Links(weights=Int8())},
@@ -339,7 +343,7 @@ def saved(folder):
     batch = tokens(dist.get_rank(), ROWS)
     for model, optimizer, path in ((hooks, one, "hooks"), (graphs, two, "graphs")):
         train(model, optimizer, 2, batch=lambda _: batch)
-        save(f"{folder}/{path}", model, optimizer)
+        save(f"{folder}/{path}", model, optimizer, step=2)
     found = {}
     for source in ("hooks", "graphs"):
         for model, optimizer in ((hooks, one), (graphs, two)):
@@ -597,6 +601,13 @@ class Watching(Ledger):
             self.full[phase] = max(self.full[phase], full)
 
 
+LIMITS = ((96, 0), (150, 0), (1000, 0), (1000, 500), (260, 500))
+
+
+def sent_within():
+    return [sent(*each) for each in LIMITS]
+
+
 def sent(limit, bucket_bytes):
     torch.manual_seed(0)
     model = compile(Stack(), Block, backend="aot_eager", limit_numel=limit,
@@ -616,25 +627,23 @@ def sent(limit, bucket_bytes):
     formula = (3 * total - kept) * others // (others + 1) * 4
     counted = [max(full_numel(graphs.forward, model.numel)),
                max(full_numel(graphs.backward, model.numel, graphs.kept))]
-    return measured, predicted, tape.sent_bytes, formula, counted, tape.full, model.numel
+    return measured, predicted, tape.sent_bytes, formula, counted, tape.full
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize(("limit", "bucket_bytes"),
-                         [(96, 0), (150, 0), (1000, 0), (1000, 500), (260, 500)])
-def test_a_step_sends_what_its_graphs_say(world_size, limit, bucket_bytes):
+def test_a_step_sends_what_its_graphs_say(world_size):
     """
     Order and bytes of each collective, read from the graphs and measured by a ledger; their sum, by
     the formula of the chapter; and full elements, counted and measured.
     Proves I4, I7, `communication`, `Sent`, `CompiledUnit.gather`, `CompiledUnit.release`,
     `CompiledUnit.begin_reduce`, `CompiledUnit.finish_reduce`, `Graphs`.
     """
-    for found in run(sent, world_size, limit, bucket_bytes):
-        measured, predicted, total, formula, counted, full, numel = found
-        assert measured == predicted and total == formula
-        assert full["forward"] == counted[0] <= limit
-        assert full["backward"] <= counted[1] <= limit
-        assert len({*numel.values()}) == 2
+    for several in run(sent_within, world_size):
+        for (limit, _), found in zip(LIMITS, several, strict=True):
+            measured, predicted, total, formula, counted, full = found
+            assert measured == predicted and total == formula
+            assert full["forward"] == counted[0] <= limit
+            assert full["backward"] <= counted[1] <= limit
 
 
 # ------------------------------------------------------------------------------------------ errors
@@ -687,8 +696,7 @@ def mistakes():
     return said, good
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_an_error_is_said_and_training_goes_on(world_size):
+def test_an_error_is_said_and_training_goes_on():
     """
     A step between forward and backward, exceptions in forward and in backward, double backward, and
     backward inside `full_params` of a forward outside. Breaks if a layer stays full after an
@@ -697,7 +705,7 @@ def test_an_error_is_said_and_training_goes_on(world_size):
     `CompiledUnit.refuse_old`, `CompiledUnit.settle`.
     """
     assert remember().tolist() == [] and refuse_old(remember()) is None
-    for said, good in run(mistakes, world_size):
+    for said, good in run(mistakes, 2):
         assert "cannot go backward. Expected: the weights of its forward pass" in said["step"]
         assert "does not currently support double backward" in said["double"]
         assert all(good) and len(good) == 6
@@ -743,7 +751,8 @@ def test_models_that_cannot_be_right_are_errors():
                 said = raised(lambda model=model: model(rows(0)))
             assert "a write to `blocks.0.linear.weight` in forward" in said
     model = compile(Returns(), Block, backend="aot_eager")
-    assert "a view of `blocks.0.linear.weight`" in raised(lambda: model(rows(0)))
+    said = raised(lambda: model(rows(0)))
+    assert "a view of a parameter of `blocks.0`, which the graph is about to free" in said
     model = compile(Sparse(), Block, backend="aot_eager")
     said = raised(model(torch.arange(3)).sum().backward)
     assert "cannot reduce a gradient" in said and "`table.weight`" in said
