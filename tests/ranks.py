@@ -211,8 +211,11 @@ def _left(before: dict[str, Any]) -> Iterator[str]:
             yield f"{what}, {before[what]} and then {after[what]}"
     for (owner, name), value in before["names"].items():
         now = after["names"].get((owner, name))
-        # Torch itself wraps `step` of each class of optimizers, once.
-        if now is not value and not getattr(now, "hooked", False):
+        # Torch itself wraps `step` of each class of optimizers, once; its compiler, two methods of
+        # `Module`.
+        wrapped = getattr(now, "hooked", False) or getattr(
+            now, "__module__", "") == "torch._dynamo.mutation_guard"
+        if now is not value and not wrapped:
             yield f"{owner}.{name}"
 
 

@@ -167,7 +167,10 @@ class Backend:
             return compile_forward()
 
         def compile_forward(*_: Any) -> Callable:
-            refuse_writes(places)
+            metadata: Any = TracingContext.get().fw_metadata
+            refuse_writes(metadata.input_info, places)
+            # Without a list, a second backward pass is refused too.
+            metadata.bw_donated_idxs = []
             return self.engine.compile(graphs.forward)
 
         # A donated buffer forbids a second backward pass through the same graph.
@@ -245,14 +248,16 @@ def refuse_views(graph: fx.Graph, places: Sequence[Place | None]) -> None:
 
     The graph frees the memory of the parameter before it returns.
     """
-    names = {_storage(node): place.name for node, place in zip(inputs_of(graph), places,
-                                                               strict=True) if place}
+    # The parameters of a layer are views of one flat parameter.
+    layers = {_storage(node): place.layer for node, place in zip(inputs_of(graph), places,
+                                                                 strict=True) if place}
     for node in output_of(graph).all_input_nodes:
-        name = names.get(_storage(node))
-        expect(name is None or _storage(node) is None, "the model cannot be compiled",
-               "tensors of their own as results of a graph",
-               f"a view of `{name}`, which the graph is about to free", "clone it; or compute it "
-               "where it is needed, if the graph ends early in between", RuntimeError)
+        storage = _storage(node)
+        layer = layers.get(storage)
+        expect(storage is None or layer is None, "the model cannot be compiled",
+               "tensors of their own as results of a graph", f"a view of a parameter of `{layer}`, "
+               "which the graph is about to free", "clone it; or compute it where it is needed, if "
+               "the graph ends early in between", RuntimeError)
 
 
 def _storage(node: fx.Node) -> Any:
@@ -265,16 +270,15 @@ def _storage(node: fx.Node) -> Any:
     return value.untyped_storage()._cdata
 
 
-def refuse_writes(places: Sequence[Place | None]) -> None:
+def refuse_writes(inputs: Sequence[Any], places: Sequence[Place | None]) -> None:
     """
     ## Refuse a model that writes to a parameter
 
-    * `places` are the places of the inputs of the graph that AOTAutograd is tracing
+    * `inputs` is what AOTAutograd knows of the inputs of a graph, and `places` are their places
 
     The parameter is freed, and the shard would keep its value.
     """
-    metadata: Any = TracingContext.get().fw_metadata
-    for place, known in zip(places, metadata.input_info, strict=False):
+    for place, known in zip(places, inputs, strict=False):
         written = place is not None and (known.mutates_data or known.mutates_metadata)
         expect(not written, "the model cannot be compiled", "parameters that only an optimizer "
                "changes", f"a write to `{place and place.name}` in forward", "write to the shards "
