@@ -55,15 +55,31 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | compiler | `compiler/engines.py` | engines: who computes between two communications |
 | compiler | `compiler/away.py` | optimizer states on their way to CPU memory and back |
 | compiler | `compiler/model.py` | `compile`: a sharded model that runs as graphs |
+| module injection | `inject/replace.py` | `inject` and `restore`: the same model with other forwards |
+| module injection | `inject/policies.py` | policies: which modules, and which forwards |
+| module injection | `inject/cross_entropy.py` | a loss that never has all logits |
+| module injection | `inject/tensor.py` | tensor parallelism: ranks that compute one layer together |
+| module injection | `inject/__init__.py` | `inject`, `restore`, `report`, imported when used first |
+| compression | `compression/rules.py` | rules: which compression, and when |
+| compression | `compression/weights.py` | compressed weights: masks and grids |
+| compression | `compression/thresholds.py` | the k-th smallest number of all ranks |
+| compression | `compression/compress.py` | `compress`: rules that advance with the optimizer |
+| compression | `compression/freeing.py` | compressed weights live only while a module computes |
+| compression | `compression/distill.py` | `distill`: a student from some layers of a teacher |
+| compression | `compression/clean.py` | `clean`: a model that really is smaller |
+| compression | `compression/stored.py` | weights that are stored in their bits |
+| compression | `compression/__init__.py` | its names, imported when they are used first |
 | guards | `guards/freed.py` | a freed parameter, which reports every use |
 | guards | `guards/placement.py` | the same parameters on every rank, on the right device |
 | guards | `guards/contents.py` | modules and libraries around a sharded model |
 | guards | `guards/gradients.py` | gradients of shards, and clipping by the norm of the whole |
+| guards | `guards/parts.py` | which part of a weight a rank has |
 | guards | `guards/options.py` | checks of arguments |
 | guards | `guards/version.py` | version and commit |
 | a training job | `train/job.py` | the main job, `make train` |
 | a training job | `train/gpt.py` | a byte-level GPT, as a list of layers |
 | a training job | `train/run.py` | its ranks and its checkpoints |
+| a training job | `train/compressed.py` | the same job, compressed while it trains |
 | a training job | `train/report.py` | its table and pictures |
 | a training job | `train/launch.py` | ranks started from Python, for notebooks and tests |
 
