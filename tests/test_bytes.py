@@ -199,8 +199,8 @@ def test_the_ledger_sees_every_tensor_that_is_alive():
     At each event, what the ledger adds up and what the garbage collector finds differ by the
     activations alone: one row of 64 for each of three layers, where a layer or a gradient has 4160
     elements. Breaks with a buffer that the ledger does not know of.
-    Proves `Ledger`, `Ledger.__init__`, `Ledger.record`, `ledger.held_bytes`, `Sharded.held_tensors`,
-    `Reducer.held_tensors`, `Zero3Optimizer.held_tensors`.
+    Proves `Ledger`, `Ledger.__init__`, `Ledger.record`, `ledger.held_bytes`,
+    `Sharded.held_tensors`, `Reducer.held_tensors`, `Zero3Optimizer.held_tensors`.
     """
     for seen in run(witness, 2):
         for event, unseen_bytes in seen:
