@@ -172,7 +172,7 @@ def run_small(peer, args):
 
 def measure_small(peer, args):
     """
-    ## What one rank of one peer measures
+    ## What one rank measures with many small layers
     """
     use_cache(peer, args)
     torch.manual_seed(0)
@@ -199,7 +199,7 @@ def measure_small(peer, args):
 
 def build_small(peer, layers):
     """
-    ## A peer's model and its optimizer
+    ## A peer's model of small layers
     """
     whole = nn.Sequential(*layers)
     if peer == "compile-eager":

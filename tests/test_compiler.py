@@ -534,7 +534,7 @@ def test_any_chain_computes_the_same_within_any_limit(chain, numels, room, bucke
     A layer is NaN before its wait and after its release. What is full, counted while the graph
     runs, is what was counted before, and never more than the limit.
     Proves `improve`, `linked`, `full_numel`, `gather`, `wait`, `release`, `collect`, `reduce`,
-    `finish`, `GraphLayer`.
+    `graph.finish`, `GraphLayer`.
     """
     sizes = {name: numel for name, numel in zip("abcde", numels, strict=True) if name in chain}
     least = max(max(full_numel(insert(graph), sizes)) for graph in chain_graphs(chain))
@@ -635,7 +635,7 @@ def test_a_step_sends_what_its_graphs_say(world_size):
     """
     Order and bytes of each collective, read from the graphs and measured by a ledger; their sum, by
     the formula of the chapter; and full elements, counted and measured.
-    Proves I4, I7, `communication`, `Sent`, `CompiledUnit.gather`, `CompiledUnit.release`,
+    Proves I4, I7, `communication`, `model.Sent`, `CompiledUnit.gather`, `CompiledUnit.release`,
     `CompiledUnit.begin_reduce`, `CompiledUnit.finish_reduce`, `Graphs`.
     """
     for several in run(sent_within, world_size):
@@ -742,7 +742,7 @@ def test_models_that_cannot_be_right_are_errors():
     """
     A write to a parameter would be lost; a view that leaves a graph is freed memory; a sparse
     gradient has no place in the flat one. With hooks, a write through `.data` is lost in silence.
-    Proves `refuse_writes`, `refuse_views`, `_storage`, `Place`.
+    Proves `refuse_writes`, `refuse_views`, `_storage`, `trace.Place`.
     """
     for make in (lambda: Stack(Writes), lambda: Stack(Silently)):
         model = compile(make(), Block, backend="aot_eager")

@@ -99,7 +99,7 @@ class Inductor(Eager):
 
     def compile(self, graph: fx.Graph) -> Callable:
         """
-        ### A function that takes a list of arguments, and empties it
+        ### Compile the regions, and return such a function
         """
         return super().compile(self.fused(graph))
 
