@@ -117,6 +117,7 @@ def test_a_schedule_rises_by_a_cubic_and_bits_fall_in_equal_parts():
     (partial(Prune, float("nan")), "sparsity"), (partial(Prune, 0.5, "column"), "kind"),
     (partial(Prune, 0.3, "2:4"), "sparsity"), (partial(Prune, 0.5, "row", scope="global"), "scope"),
     (partial(Prune, score="best"), "score"), (partial(Prune, 0.5, "head"), "heads"),
+    (partial(Prune, score="learnt", regrow=True), "regrow"),
     (partial(Prune, follows=("a",)), "follows"), (partial(Prune, 0.5, "row", follows="a"),
                                                   "follows"),
 ])
@@ -293,6 +294,27 @@ def test_a_learnt_score_gets_the_gradient_of_its_mask(kind):
     assert pruned.score.grad.view(-1)[~units].abs().min() > 0
 
 
+@pytest.mark.parametrize("kind", ["element", "row"])
+def test_pruned_elements_may_be_trained_to_come_back(kind):
+    """
+    With `regrow` they get the gradient of a weight that has zeros in their places. Breaks if the
+    value of a pruned element leaks into the output.
+    Proves `Pruned.masked`.
+    """
+    torch.manual_seed(0)
+    layer = nn.Linear(6, 4)
+    compress([layer], {"0": [Prune(0.5, kind, regrow=True)]})
+    x = torch.randn(3, 6)
+    (layer(x) + 1).square().sum().backward()
+    weight = layer.weight.detach().clone().requires_grad_()
+    bias = layer.bias.detach().clone().requires_grad_()
+    (F.linear(x, weight, bias) + 1).square().sum().backward()
+    assert int((weight == 0).sum()) == 12
+    assert torch.equal(layer.parametrizations.weight.original.grad, weight.grad)
+    if kind == "row":
+        assert torch.equal(layer.parametrizations.bias.original.grad, bias.grad)
+
+
 def test_inputs_are_rounded_to_their_batch_or_to_a_moving_range():
     """
     The same as `torch.fake_quantize_per_tensor_affine`; a moving range is taken over at the step.
@@ -448,7 +470,8 @@ def test_shards_in_files_have_the_same_masks(tmp_path):
 
 EVERYTHING = {
     "0.0": [Prune(0.6, start=1, end=4), Quantize(8, of="input", moving=0.9)],
-    "1.0": [Prune(0.5, "row", start=2), Quantize(4, group=11, start_bits=8, start=1, end=5)],
+    "1.0": [Prune(0.5, "row", start=2, regrow=True),
+            Quantize(4, group=11, start_bits=8, start=1, end=5)],
     "2": [Prune(0.5, score="learnt"), Prune(0.5, "head", heads=4), Quantize(8, symmetric=False)],
 }
 

@@ -124,6 +124,9 @@ class Prune:
       elements only
     * `score` is "magnitude"; or "learnt": a number for each element, row, channel or head, which is
       trained with the weights
+    * `regrow` trains pruned elements too, by the gradient that they would have if they were left.
+      So they may grow and come back. Otherwise their gradient is zero. For magnitudes only, because
+      learnt scores bring elements back by themselves
     * `heads` is how many heads the inputs are made of
     * `follows` are other layers that `clean` makes smaller too, by their names beside this one: for
       rows, those that read them; for channels and heads, those that write them
@@ -138,6 +141,7 @@ class Prune:
     end: int | None = None
     scope: str = "layer"
     score: str = "magnitude"
+    regrow: bool = False
     heads: int | None = None
     follows: tuple[str, ...] = ()
     counts: tuple[str, ...] = ()
@@ -157,6 +161,9 @@ class Prune:
         expect(self.score == "magnitude" or (self.score == "learnt" and self.kind != "2:4"),
                "Prune: `score`", '"magnitude", or "learnt" for all kinds but 2:4',
                repr(self.score), "pass one of these")
+        expect(self.regrow in (True, False) and not (self.regrow and self.score == "learnt"),
+               "Prune: `regrow`", "True or False, and False for learnt scores", repr(self.regrow),
+               "leave it out")
         heads = self.heads
         expect(whole(heads, 2) if self.kind == "head" else heads is None, "Prune: `heads`",
                "how many there are, for heads only", repr(heads), "pass it with that kind")

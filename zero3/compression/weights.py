@@ -31,11 +31,13 @@ bits, read as integers.
 Rows, channels, heads and 2:4 need no threshold, because each rank compares those of the gathered
 weight by itself.
 
-**Gradients.** A pruned element gets no gradient. The rounding of a quantised one is left out of the
-gradient, as if it were not there: the *straight-through* estimator, of
-[Estimating or Propagating Gradients](https://arxiv.org/abs/1308.3432). A learnt score gets the
-gradient that the mask would have, $\frac{\partial L}{\partial m_i} = w_i \frac{\partial L}{\partial
-(m_i w_i)}$, as in [Movement Pruning](https://arxiv.org/abs/2005.07683), section 3.
+**Gradients.** A pruned element gets no gradient. With `regrow` it gets the one that it would have
+if it were left, so it may grow and come back, as in [Learning N:M Fine-grained Structured Sparse
+Neural Networks](https://arxiv.org/abs/2102.04010). The rounding of a quantised element is left out
+of the gradient, as if it were not there: the *straight-through* estimator, of [Estimating or
+Propagating Gradients](https://arxiv.org/abs/1308.3432). A learnt score gets the gradient that the
+mask would have, $\frac{\partial L}{\partial m_i} = w_i \frac{\partial L}{\partial (m_i w_i)}$, as
+in [Movement Pruning](https://arxiv.org/abs/2005.07683), section 3.
 
 **Run this**: `python -m pytest tests/test_compression.py -k fake`.
 
@@ -161,12 +163,22 @@ class Pruned(Method):
         """
         if not self.count:
             return weight
-        kept = self.kept()
-        if self.rule.score == "magnitude":
-            return torch.where(kept, weight, 0)
-        score = self._spread(self.score)
-        # The value of `kept`, with the gradient of the score.
-        return weight * (kept + (score - score.detach()))
+        return self.masked(weight, self.kept(), self._spread)
+
+    def masked(self, values: torch.Tensor, kept: torch.Tensor, spread: Any) -> torch.Tensor:
+        """
+        ### Zeros where a part is pruned, with the gradient that the rule asks for
+
+        * `values` are the weight, or the bias
+        * `kept` says what is left of them, and `spread` brings learnt scores to its shape
+        """
+        if self.rule.score == "learnt":
+            score = spread(self.score)
+            # The value of `kept`, with the gradient of the score.
+            return values * (kept + (score - score.detach()))
+        found = torch.where(kept, values, 0)
+        # With `regrow`, the value of `found` and the gradient of all values.
+        return found.detach() + (values - values.detach()) if self.rule.regrow else found
 
     @torch.no_grad()
     def kept(self) -> torch.Tensor:
@@ -278,10 +290,7 @@ class PrunedBias(nn.Module):
         (pruned,) = self.follows
         if not pruned.count:
             return bias
-        kept = pruned.kept_units()
-        if pruned.rule.score == "magnitude":
-            return torch.where(kept, bias, 0)
-        return bias * (kept + (pruned.score - pruned.score.detach()))
+        return pruned.masked(bias, pruned.kept_units(), lambda score: score)
 
 
 class Quantised(Method):

@@ -61,7 +61,7 @@ def rules_4_half(steps: int, config: gpt.GPTConfig) -> Rules:
     when: dict[str, Any] = {"start": steps // 10, "end": 2 * steps // 5}
     # A row that is no multiple of 64 has one scale.
     group = None if config.d_model % 64 else 64
-    prune = Prune(0.5, scope="global", **when)
+    prune = Prune(0.5, scope="global", regrow=True, **when)
     quantize = Quantize(4, group=group, start_bits=8, **when)
     # All matrices share a threshold, so some lose more than half, and some less.
     return {"|".join(MATRICES): [prune, quantize]}
