@@ -217,9 +217,9 @@ FURTHER = (
         ("zero3/compiler/__main__.py", "its command line"),
         ("notebooks/11_compiler.ipynb", "How many gathers does a step really need?")),
     chapter(
-        "Module injection",
+        "Injection",
         "other forwards for a model's modules, and layers that several ranks compute",
-        ("zero3/inject/replace.py", "`inject` and `restore`: the same model with other forwards"),
+        ("zero3/inject/replace.py", "`inject` and `restore`: other forwards, same model"),
         ("zero3/inject/policies.py", "policies: which modules, and which forwards"),
         ("zero3/inject/cross_entropy.py", "a loss that never has all logits"),
         ("zero3/inject/tensor.py", "tensor parallelism: ranks that compute one layer together"),

@@ -55,11 +55,11 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | compiler | `compiler/engines.py` | engines: who computes between two communications |
 | compiler | `compiler/away.py` | optimizer states on their way to CPU memory and back |
 | compiler | `compiler/model.py` | `compile`: a sharded model that runs as graphs |
-| module injection | `inject/replace.py` | `inject` and `restore`: the same model with other forwards |
-| module injection | `inject/policies.py` | policies: which modules, and which forwards |
-| module injection | `inject/cross_entropy.py` | a loss that never has all logits |
-| module injection | `inject/tensor.py` | tensor parallelism: ranks that compute one layer together |
-| module injection | `inject/__init__.py` | `inject`, `restore`, `report`, imported when used first |
+| injection | `inject/replace.py` | `inject` and `restore`: other forwards, same model |
+| injection | `inject/policies.py` | policies: which modules, and which forwards |
+| injection | `inject/cross_entropy.py` | a loss that never has all logits |
+| injection | `inject/tensor.py` | tensor parallelism: ranks that compute one layer together |
+| injection | `inject/__init__.py` | `inject`, `restore`, `report`, imported when used first |
 | compression | `compression/rules.py` | rules: which compression, and when |
 | compression | `compression/weights.py` | compressed weights: masks and grids |
 | compression | `compression/thresholds.py` | the k-th smallest number of all ranks |
