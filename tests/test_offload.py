@@ -942,7 +942,7 @@ def test_what_the_cache_gave_is_not_reported_as_the_disks(direct, tmp_path):
     """
     Memory that looks like a disk has no speed here. On a disk there is a figure, and the system
     says that all the bytes came from it.
-    Proves `measure`, `Speed`, `_disk_bytes`.
+    Proves `bench.measure`, `Speed`, `_disk_bytes`.
     """
     if Path("/dev/shm").is_dir():
         speed = measure(Path("/dev/shm"), 8 << 20, direct, 1 << 20, 2)

@@ -190,7 +190,7 @@ def test_uneven_and_frozen_stages_train_like_plain_pytorch(frozen, options):
     """
     A stage may be much larger than another one. The first or the last stage may be frozen: no
     gradient is sent to a stage whose outputs need none, and its rank has no optimizer states.
-    Proves I1, `Plan`, `Plan.own`, `Plan.per_rank`, `Zero3Optimizer._squares`.
+    Proves I1, `stages.Plan`, `Plan.own`, `Plan.per_rank`, `Zero3Optimizer._squares`.
     """
     same([(gpt, (2, 1), 4, NAMES, frozen, torch.double, 3, options),
           (chain, (2, 1), 4, NAMES, frozen[:1], torch.double, 3,
@@ -261,7 +261,7 @@ def test_bf16_layers_with_masters_have_the_bits_of_a_single_stage():
 def test_layers_are_cut_so_that_the_largest_stage_is_small():
     """
     The example of the head; and every way to cut, for small lists.
-    Proves `balanced`, `names_of`, `layer_of`.
+    Proves `balanced`, `names_of`, `stages.layer_of`.
     """
     def of(sizes):
         return [nn.Linear(n, 1, bias=False) for n in sizes]

@@ -186,8 +186,8 @@ def test_every_number_of_a_step_is_predicted(shape):
     and what rests. With all schedules and choices, buckets, frozen layers, tied weights, bf16 with
     gradients in fp32, param groups and CPU memory. Breaks with a layer that is gathered once more,
     and with a buffer that lives longer.
-    Proves I3, I4, `predict_step`, `StepBytes`, `outputs`, `Output`, `_Replay`, `_Replay.play`,
-    `_Replay._numbers`, `_Replay._backward`, `_Replay._forward`, `_Replay._reduce`,
+    Proves I3, I4, `predict_step`, `StepBytes`, `costs.outputs`, `Output`, `_Replay`,
+    `_Replay.play`, `_Replay._numbers`, `_Replay._backward`, `_Replay._forward`, `_Replay._reduce`,
     `_Replay._send_tied_gradient`, `_states_of`, `_named`, `StepLayer.of`, `Step.collect`,
     `Step.end`, `InTurn`, `InTurn.stays_full`, `Borrowed.held_tensors`, `Pipeline.held_tensors`,
     `ShardedModel.held_tensors`, `channels.Sent`, `Counted`.
@@ -488,7 +488,7 @@ def test_what_cannot_be_predicted_is_refused(tmp_path):
     """
     With the reason, and never a wrong number. Breaks if the replay guesses what autograd does
     first.
-    Proves `_check`, `_states_of`, `predict_step`.
+    Proves `costs._check`, `_states_of`, `predict_step`.
     """
     (found,) = run(refused, 1, tmp_path)
     parts = ("Got: files or an encoding", "Got: 1 and 1", "Got: 2 and 2",
@@ -501,7 +501,7 @@ def test_a_micro_batch_tells_what_each_layer_returns():
     """
     Nested tensors, those that need no gradient, and those that only pass through. The random
     numbers are as before.
-    Proves `outputs`, `Output`.
+    Proves `costs.outputs`, `Output`.
     """
     embedding = Embedding()
     layers = [embedding, Block(), nn.Dropout(), Head(embedding)]

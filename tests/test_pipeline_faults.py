@@ -178,7 +178,7 @@ def refused():
 
 def test_what_cannot_be_a_pipeline_is_refused():
     """
-    Proves `Plan`, `Plan._check_counts`, `Plan._check_weights`, `balanced`, `Pipeline`,
+    Proves `stages.Plan`, `Plan._check_counts`, `Plan._check_weights`, `balanced`, `Pipeline`,
     `Pipeline.forward`, `Pipeline.train_batch`.
     """
     for told in run(refused, 2):

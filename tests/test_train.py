@@ -98,7 +98,7 @@ def finished(tmp_path_factory):
 def test_each_rank_holds_and_sends_exactly_what_was_predicted(finished):
     """
     The promise of the main job, to the byte. Breaks where `predict.py` and `layer.py` drift apart.
-    Proves I2, I3, I4, `Prediction.rest_bytes`, `Run.take`, `Ranks.gather`, `table`.
+    Proves I2, I3, I4, `Prediction.rest_bytes`, `Run.take`, `Ranks.gather`, `report.table`.
     """
     run, _, metrics = finished
     assert [row["rank"] for row in metrics["measured"]] == [0, 1]
@@ -150,7 +150,7 @@ def test_a_run_leaves_pictures_and_figures(finished):
 def test_a_pipe_gets_plain_lines_from_rank_0_alone(finished):
     """
     Breaks where labml's screen writes escape codes into a file, or every rank prints.
-    Proves `progress`, `Ranks.say`, `Ranks.connect`.
+    Proves `run.progress`, `Ranks.say`, `Ranks.connect`.
     """
     run, _, _ = finished
     assert "\x1b" not in run.stdout and "\r" not in run.stdout
