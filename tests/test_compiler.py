@@ -5,6 +5,7 @@ The oracle of `aot_eager` is `wrap`, to the bit. Passes are tried on graphs of l
 NaN when they are released.
 """
 
+import runpy
 import warnings
 
 import pytest
@@ -97,8 +98,9 @@ def test_whole_models_are_those_of_hooks_to_the_bit(world_size, names):
     need, and a model of Hugging Face's. Breaks if a traced constant is lost, if a layer that has
     reduced frees what the graph still needs, and if ranks trace what depends on their data.
     Proves I1, `compile`, `CompiledUnit`, `CompiledModel`, `CompiledUnit.forward`, `Backend`,
-    `Backend.__call__`, `save_no_parameters`, `marked_inputs`, `marked_gradients`, `Eager`,
-    `Eager.compile`, `CompiledUnit.leave`, `_without_parameters`, `_number_units`, `_lower`.
+    `Backend.__init__`, `inputs_of`, `output_of`, `gathered`, `Backend.__call__`,
+    `save_no_parameters`, `marked_inputs`, `marked_gradients`, `Eager`, `Eager.compile`,
+    `CompiledUnit.leave`, `CompiledUnit.reduce`, `_without_parameters`, `_number_units`, `_lower`.
     """
     for found in run(wholes, world_size, names):
         assert found == dict.fromkeys(names, "")
@@ -379,7 +381,8 @@ def test_inductor_computes_the_same_within_rounding():
     rounds elsewhere: in fp32 the difference after three steps is within a few units in the last
     place of weights around 1. Equal layers have equal regions, so there are fewer functions than
     regions.
-    Proves `Inductor`, `Inductor.compile`, `Inductor.fused`, `Region`, `regions_of`, `alone`.
+    Proves `Inductor`, `Inductor.__init__`, `Inductor.compile`, `Inductor.fused`, `Region`,
+    `regions_of`, `alone`.
     """
     torch.manual_seed(0)
     (hooks, one), (graphs, two) = pair_of(Stack(), Block, backend="inductor")
@@ -812,7 +815,7 @@ def test_ranks_that_take_other_branches_get_an_error_on_all_ranks():
 
 def test_arguments_that_cannot_be_are_errors():
     """
-    Proves `engine_named`, `compile`.
+    Proves `engine_named`, `Eager.missing`, `compile`.
     """
     for error, options in ((ValueError, {"limit_numel": 0}), (ValueError, {"bucket_bytes": -1}),
                            (ValueError, {"backend": "hooks"}), (TypeError, {"debug": True}),
@@ -843,3 +846,17 @@ def test_new_shapes_are_compiled_again_and_counted():
     assert sum(bool(graphs.broken) for graphs in model.graphs) == 2
     assert "ended early" in model.report() and "Tensor.item" in model.report()
     torch.compiler.reset()
+
+
+def test_the_command_prints_the_graphs_after_each_pass(monkeypatch, capsys):
+    """
+    With a limit of two layers five gathers are left of eight; each pass has a heading. Breaks if a
+    pass has no name, or if the command counts other gathers than the graphs have.
+    Proves `__main__.main`.
+    """
+    monkeypatch.setattr("sys.argv", ["zero3.compiler", "--layers", "4", "--limit", "8"])
+    runpy.run_module("zero3.compiler", run_name="__main__")
+    text = capsys.readouterr().out
+    for name in ("traced", "insert", "keep", "prefetch", "sink"):
+        assert f"{name}, forward" in text and f"{name}, backward" in text
+    assert text.endswith("5 gathers, 4 reduces, at most 8 full elements\n")

@@ -324,6 +324,8 @@ def test_training_with_states_away_is_training_without_to_the_bit(ranks, dtype, 
     evaluation in between, a look at the states and a load while they are away, an exception in
     backward, and micro-batches. Breaks if a step does not bring the states back first.
     Proves I1, `StatesAway.leave`, `StatesAway.vacate`, `StatesAway.reload`, `StatesAway.back`,
+    `StatesAway.optimizer`, `StatesAway.shard_states`, `away.Part`, `away.Place`, `away.aligned`,
+    `states.Away`, `graph.offload`, `graph.vacate`, `graph.reload`,
     `ShardStates.bring_back`, `ShardStates.put_master`, `CompiledUnit.offload_states`,
     `CompiledUnit.vacate_states`, `CompiledUnit.reload_states`.
     """

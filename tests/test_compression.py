@@ -98,7 +98,7 @@ def test_a_schedule_rises_by_a_cubic_and_bits_fall_in_equal_parts():
     """
     The numbers of the head, and what is before the start and after the end. Breaks if a schedule
     is off by a step.
-    Proves `progress`, `Quantize.bits_at`, `Prune.sparsity_at`.
+    Proves `rules.progress`, `Quantize.bits_at`, `Prune.sparsity_at`.
     """
     rule = Prune(0.5, end=4)
     assert [round(rule.sparsity_at(t), 2) for t in range(6)] == [0, 0.29, 0.44, 0.49, 0.5, 0.5]
@@ -209,9 +209,9 @@ def test_the_smallest_elements_are_pruned_and_of_equal_ones_the_earlier():
     """
     The keys of the head, exactly as many as the sparsity says, and no gradient for them. Breaks if
     ties are pruned together, or if a pruned element is trained.
-    Proves `Pruned`, `Pruned.forward`, `Pruned.kept`, `Pruned.keys`, `Pruned.count`, `Pruned.units`,
-    `Pruned.ranked`, `Pruned.share`, `Pruned.attach`, `Pruned.original`,
-    `Method`.
+    Proves `Pruned`, `Pruned.__init__`, `Pruned.forward`, `Pruned.kept`, `Pruned.keys`,
+    `Pruned.count`, `Pruned.units`, `Pruned.ranked`, `Pruned.share`, `Pruned.attach`,
+    `Pruned.original`, `Method`.
     """
     layer = nn.Linear(2, 2, bias=False)
     with torch.no_grad():
@@ -248,7 +248,7 @@ def test_two_of_four_neighbours_stay():
 def test_rows_with_their_biases_channels_and_heads_are_pruned_whole():
     """
     By the sum of their magnitudes. Breaks if a bias of a pruned row still speaks.
-    Proves `Pruned.kept_units`, `PrunedBias`, `PrunedBias.forward`.
+    Proves `Pruned.kept_units`, `PrunedBias`, `PrunedBias.__init__`, `PrunedBias.forward`.
     """
     weight = torch.arange(1.0, 25).view(4, 6)
     masks = {"row": torch.tensor([[0.0], [0], [1], [1]]),
@@ -431,8 +431,9 @@ def test_masks_on_ranks_are_exact_and_those_of_one_process(dtype, scope, places)
     A stable sort of the whole weights, by magnitude, leaves the same elements; bf16 has many equal
     ones. Thresholds are the same on all ranks, and the bytes are those of the formula. Breaks if a
     threshold is approximate, or if a rank forgets the place of its shard.
-    Proves `compress`, `Compression`, `Compression.find_thresholds`, `Compression.advance`,
-    `Compression.methods`, `layer_of`, `named_modules`, `Method.steps`, `Method.threshold`.
+    Proves `compress`, `Compression`, `Compression.__init__`, `Compression.find_thresholds`,
+    `Compression.advance`, `Compression.methods`, `compress.layer_of`, `named_modules`,
+    `Method.steps`, `Method.threshold`.
     """
     for ranks, across in places:
         found = run(masks, ranks, dtype, scope, 3, across)
@@ -505,7 +506,7 @@ def test_training_on_ranks_is_that_of_one_process(use):
     All rules together: masks and thresholds to the bit, in every step, and all weights up to the
     order in which gradients are added. Breaks if ranks advance at different steps, or if an
     optimizer inside of another one advances a schedule too.
-    Proves `Compression.is_trained_by`, `Place`, `Place.params`.
+    Proves `Compression.is_trained_by`, `compress.Place`, `Place.params`.
     """
     expected = train(7, EVERYTHING, "plain")
     for ranks in (1, 2, 3):

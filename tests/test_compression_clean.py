@@ -71,8 +71,8 @@ def test_a_file_is_as_small_as_the_bits_say_and_gives_the_same_weights(pruned, q
     To the byte beside the header; a reader of the format finds the weights that training computed
     with, to the bit, and so does the cleaned model. Breaks if a code is off by one, or if a pruned
     element is stored.
-    Proves `write`, `Stored`, `Stored.encode`, `Stored.forward`, `Stored.about`, `Plan`,
-    `Plan.store`, `Plan.release`, `mean_sizes`.
+    Proves `write`, `Stored`, `Stored.__init__`, `clean.Plan.__init__`, `Stored.encode`,
+    `Stored.forward`, `Stored.about`, `clean.Plan`, `Plan.store`, `Plan.release`, `mean_sizes`.
     """
     if pruned is None and quantised is None:
         return
@@ -164,7 +164,7 @@ def test_pruned_rows_and_heads_are_gone_from_the_shapes():
     """
     Of the layers that follow too; the outputs are the same up to the order of sums with fewer
     terms. Breaks if a neighbour keeps a column that nobody writes.
-    Proves `clean`, `Plan.cut`, `measure`, `Size`, `table`.
+    Proves `clean`, `Plan.cut`, `clean.measure`, `Size`, `clean.table`.
     """
     torch.manual_seed(0)
     plain = [Block(), Block()]

@@ -44,7 +44,7 @@ def test_the_job_ends_with_a_small_model_that_is_as_good(recipe, folder):
     that of the trained one; the file has its weights, without this package. Breaks if the job
     cleans another step than it trained.
     Proves `rules_8`, `rules_4_half`, `rules_rows_heads`, `compress_layers`, `with_counts`,
-    `finish`, `Compression.counting_bytes`, `Job.held_out_loss`, `write`.
+    `compressed.finish`, `Compression.counting_bytes`, `Job.held_out_loss`, `write`.
     """
     out = folder / recipe
     run = run_job(out, *STEPS, "--compress", recipe, "--save-every", "8")

@@ -454,7 +454,7 @@ def test_the_loss_in_chunks_is_that_of_all_logits():
     """
     Chunks of each size, targets that do not count, with a bias and without; frozen weights.
     Breaks if a chunk counts twice.
-    Proves `chunked_cross_entropy`, `_Chunked`, `_add`.
+    Proves `chunked_cross_entropy`, `_Chunked`, `cross_entropy._add`.
     """
     for dtype, tolerance in ((torch.double, 1e-13), (torch.float32, 1e-6)):
         for rows in (1, 2, 7, 100):

@@ -261,20 +261,25 @@ def full_numel(graph: fx.Graph, numel: dict[str, int], kept: Iterable[str] = ())
 
     It is the formula of the head. A packed buffer counts from its `gather` to the last `wait`.
     """
-    whole = list(kept)
-    packed: list[list[str]] = []
+    whole = set(kept)
+    full = sum(numel[layer] for layer in whole)
+    # The elements of each packed buffer, by the layer that is the last one to wait for it.
+    packed: dict[str, int] = {}
     found = []
     for node in graph.nodes:
         layers = layers_of(node)
         if node.target is gather and len(layers) > 1:
-            packed.append(layers)
+            packed[layers[-1]] = sum(numel[layer] for layer in layers)
+            full += packed[layers[-1]]
         elif layers and node.target in (gather, wait) and layers[0] not in whole:
-            whole.append(layers[0])
-        found.append(sum(numel[layer] for group in (whole, *packed) for layer in group))
+            whole.add(layers[0])
+            full += numel[layers[0]]
+        found.append(full)
         if node.target is wait:
-            packed = [group for group in packed if group[-1] != layers[0]]
+            full -= packed.pop(layers[0], 0)
         if node.target is release:
             whole.remove(layers[0])
+            full -= numel[layers[0]]
     return found
 
 

@@ -11,8 +11,9 @@ a layer:
 | pass | order of the operations | gathers in flight beside computation |
 |---|---|---|
 | `insert` | gather a, wait a, \|a, release a, gather b, wait b, \|b, release b, ... | 0 |
-| `prefetch` | gather a, gather b, wait a, \|a, release a, gather c, wait b, \|b, ... | 3 |
-| `bucket`, with a limit of 50 | gather a b c d, wait a, \|a, release a, wait b, \|b, ... | 1 |
+| then `prefetch` | gather a, gather b, wait a, \|a, release a, gather c, wait b, \|b, ... | 3 |
+| or `bucket`, of 20 elements | gather a b, wait a, \|a, release a, wait b, \|b, release b, ... | 0 |
+| and `prefetch`, with a limit of 50 | gather a b, gather c d, wait a, \|a, release a, wait b, ... | 1 |
 
 `prefetch` moves each gather up as far as the limit admits. So the all-gather of b overlaps the
 computation of a. The limit holds at every operation:
@@ -21,14 +22,15 @@ $$\max_t \text{full}(t) \;\le\; \text{limit}$$
 
 `keep` uses the same room for something else. Backward begins with the layers that forward ends
 with, so the last ones need not be freed in between. With a limit of 20, c and d stay, and backward
-gathers a and b alone: six all-gathers in a step instead of eight.
+gathers a and b alone: six all-gathers in a step instead of eight. If the input of a needs no
+gradient, there are five, because backward does not read the weights of a.
 
 | pass | what it does | the papers' name |
 |---|---|---|
 | `insert` | gathers before the first use, releases after the last one, reduces | |
 | `keep` | spares a release in forward and a gather in backward | selective unsharding |
-| `prefetch` | gathers earlier | proactive prefetching |
 | `bucket` | one all-gather for several small layers, and one reduce-scatter | bucketing |
+| `prefetch` | gathers earlier | proactive prefetching |
 | `sink` | waits for a reduce later | reordering |
 | `offload_states`, in `room.py` | has optimizer states leave | adaptive offloading |
 
@@ -87,13 +89,14 @@ def improve(forward: fx.Graph, backward: fx.Graph | None, numel: dict[str, int],
     if backward is not None and gathered(forward) == {name for name in numel if numel[name]}:
         forward, backward, kept = keep(forward, backward, numel, limit)
         steps.append(("keep", forward, backward))
-    forward = prefetch(forward, numel, limit, [])
-    backward = backward and prefetch(backward, numel, limit, kept)
-    steps.append(("prefetch", forward, backward))
     if bucket_numel:
         forward = bucket(forward, numel, bucket_numel, limit, [])
         backward = backward and bucket(backward, numel, bucket_numel, limit, kept)
         steps.append(("bucket", forward, backward))
+    # After `bucket`, because gathers that have moved up leave no room for a packed buffer.
+    forward = prefetch(forward, numel, limit, [])
+    backward = backward and prefetch(backward, numel, limit, kept)
+    steps.append(("prefetch", forward, backward))
     if backward is not None:
         backward = sink(backward)
         steps.append(("sink", forward, backward))
@@ -217,29 +220,6 @@ def keep(forward: fx.Graph, backward: fx.Graph, numel: dict[str, int], limit: in
     return forward, backward, kept
 
 
-def prefetch(graph: fx.Graph, numel: dict[str, int], limit: int, kept: list[str]) -> fx.Graph:
-    """
-    ## Move each gather up, as far as the limit admits
-
-    * `kept` are the layers that are whole before the graph begins
-
-    The gathers stay in their order, so the first layer that is needed is the first to arrive.
-    """
-    graph = copied(graph)
-    first = 0
-    for node in find(graph, gather):
-        nodes = [*graph.nodes]
-        full = full_numel(graph, numel, kept)
-        at = nodes.index(node)
-        more = sum(numel[layer] for layer in layers_of(node))
-        while at > first and nodes[at - 1].op != "placeholder" and full[at - 1] + more <= limit:
-            at -= 1
-        if nodes[at] is not node:
-            nodes[at].prepend(node)
-        first = at + 1
-    return graph
-
-
 def bucket(graph: fx.Graph, numel: dict[str, int], bucket_numel: int, limit: int, kept: list[str]
            ) -> fx.Graph:
     """
@@ -293,6 +273,29 @@ def _merge_reduces(graph: fx.Graph, numel: dict[str, int], bucket_numel: int) ->
                 ends[together].args = together
                 node.args = together
         before = node
+
+
+def prefetch(graph: fx.Graph, numel: dict[str, int], limit: int, kept: list[str]) -> fx.Graph:
+    """
+    ## Move each gather up, as far as the limit admits
+
+    * `kept` are the layers that are whole before the graph begins
+
+    The gathers stay in their order, so the first layer that is needed is the first to arrive.
+    """
+    graph = copied(graph)
+    first = 0
+    for node in find(graph, gather):
+        nodes = [*graph.nodes]
+        full = full_numel(graph, numel, kept)
+        at = nodes.index(node)
+        more = sum(numel[layer] for layer in layers_of(node))
+        while at > first and nodes[at - 1].op != "placeholder" and full[at - 1] + more <= limit:
+            at -= 1
+        if nodes[at] is not node:
+            nodes[at].prepend(node)
+        first = at + 1
+    return graph
 
 
 def sink(graph: fx.Graph) -> fx.Graph:
