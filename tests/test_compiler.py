@@ -852,7 +852,7 @@ def test_the_command_prints_the_graphs_after_each_pass(monkeypatch, capsys):
     """
     With a limit of two layers five gathers are left of eight; each pass has a heading. Breaks if a
     pass has no name, or if the command counts other gathers than the graphs have.
-    Proves `__main__.main`.
+    Proves `model.main`.
     """
     monkeypatch.setattr("sys.argv", ["zero3.compiler", "--layers", "4", "--limit", "8"])
     runpy.run_module("zero3.compiler", run_name="__main__")

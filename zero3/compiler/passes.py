@@ -6,9 +6,9 @@ the others move it to where it costs less.
 
 Take four layers of 10 elements each, a to d, and a limit of 20. A traced forward graph computes
 them one after the other. After each pass it begins like this, and `|` stands for the computation of
-a layer:
+a layer. The last column is the number of gathers that overlap computation:
 
-| pass | order of the operations | gathers in flight beside computation |
+| pass | order of the operations | overlap |
 |---|---|---|
 | `insert` | gather a, wait a, \|a, release a, gather b, wait b, \|b, release b, ... | 0 |
 | then `prefetch` | gather a, gather b, wait a, \|a, release a, gather c, wait b, \|b, ... | 3 |
