@@ -895,7 +895,8 @@ class Zero3Optimizer(torch.optim.Optimizer):
                                           for key, value in self.state[piece.param].items()}
         found = self.inner.state_dict()
         params = [param for group in self.param_groups for param in group["params"]]
-        found["state"] = {i: known[params[i]] for i in found["state"]}
+        # In the order of the params, whichever of them was stepped first.
+        found["state"] = {i: known[params[i]] for i in sorted(found["state"])}
         return {**found, "masters": masters,
                 "cuts": [states.piece_numbers() for states in self.shard_states],
                 "loss_scale": self.loss_scale, "good_steps": self.good_steps,
