@@ -211,11 +211,12 @@ def _left(before: dict[str, Any]) -> Iterator[str]:
             yield f"{what}, {before[what]} and then {after[what]}"
     for (owner, name), value in before["names"].items():
         now = after["names"].get((owner, name))
+        if now is value:
+            continue
         # Torch itself wraps `step` of each class of optimizers, once; its compiler, two methods of
         # `Module`.
-        wrapped = getattr(now, "hooked", False) or getattr(
-            now, "__module__", "") == "torch._dynamo.mutation_guard"
-        if now is not value and not wrapped:
+        by_compiler = getattr(now, "__module__", "") == "torch._dynamo.mutation_guard"
+        if not (getattr(now, "hooked", False) or by_compiler):
             yield f"{owner}.{name}"
 
 
