@@ -495,7 +495,7 @@ def on_device(device, shape, limited, watched=False, steps=3):
     pair = (graphs.forward, graphs.backward)
     found = [{}, {}]
     if watched:
-        run_them = [Watch(graph, model._layers(), device, each)
+        run_them = [Watch(graph, model.engine.layers, device, each)
                     for graph, each in zip(pair, found, strict=True)]
     else:
         run_them = [model.engine.compile(graph) for graph in pair]

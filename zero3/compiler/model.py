@@ -9,7 +9,8 @@ model has no say. While Dynamo traces, a unit is the module that it stands for, 
 comes out gathers and frees all units. Everything else is the same: the shards and the tiers that
 they rest in, the buffers that they are gathered into, the optimizer, the checkpoints.
 
-Take a model of four layers with 10 elements each, on two ranks, with room for 30 full elements:
+Take a model of four layers with 10 elements each, on two ranks, with room for 30 full elements. Its
+input needs a gradient, so backward reads the weights of all layers:
 
 | | wrapped | compiled |
 |---|---|---|
@@ -381,7 +382,7 @@ class CompiledModel(Zero3Model):
 
         The arguments are those of `compile`.
         """
-        layers = self._layers()
+        layers: dict[str, Any] = {unit.path or "root": unit for unit in self.units}
         self.numel = {name: unit.numel for name, unit in layers.items()}
         itemsize = max(flat.full.itemsize for unit in self.units for flat in unit.flats)
         if can_share(self.comm):
@@ -405,15 +406,13 @@ class CompiledModel(Zero3Model):
         #### Have the next forward pass trace the model, and compile it
         """
         self.graphs: list[Graphs] = []
+        layers = self.engine.layers
         places = {id(slot.param): Place(name, i, unit.full_name(slot.names[0]))
-                  for name, unit in self._layers().items() for i, slot in enumerate(unit.slots())}
+                  for name, unit in layers.items() for i, slot in enumerate(unit.slots())}
         # With a limit of bytes, each shape has graphs of its own, because it takes other bytes.
         dynamic = None if self.limit_bytes is None else False
         self.run = torch.compile(self.module.__call__, dynamic=dynamic,
                                  backend=Backend(places, self._lower, self.engine))
-
-    def _layers(self) -> dict[str, Any]:
-        return {unit.path or "root": unit for unit in self.units}
 
     def _limit_of_device(self, limit_bytes: int | None) -> int | None:
         """
@@ -431,7 +430,7 @@ class CompiledModel(Zero3Model):
         #### Compile again if the states of the optimizer take other bytes than before
         """
         if self.limit_bytes is not None:
-            room = room_for(self._layers(), self.limit_bytes)
+            room = room_for(self.engine.layers, self.limit_bytes)
             if self.room not in (None, room):
                 self._compile()
             self.room = room
@@ -480,11 +479,12 @@ class CompiledModel(Zero3Model):
         pair = offload_states(graphs.forward, graphs.backward, graphs.kept, room)
         graphs.steps.append(("offload", *pair))
         held = held_bytes([graph for graph in pair if graph is not None], graphs.kept, room)
-        most = max(room.step_bytes if trains else 0, *(max(column) for column in held))
+        held_most = max(max(column) for column in held)
+        most = max(room.step_bytes if trains else 0, held_most)
         states_bytes = sum(each.states for each in room.layers.values())
         self.expect(most <= room.limit_bytes, "does not fit", f"at most {room.limit_bytes:,} "
                     f"bytes on the device, as `limit_bytes` says", f"{most:,}: "
-                    f"{max(max(column) for column in held):,} during an operation of this graph, "
+                    f"{held_most:,} during an operation of this graph, "
                     f"although states leave; {room.step_bytes:,} in the optimizer's step, "
                     f"{states_bytes:,} of them its states", "raise the limit, take more ranks or "
                     "smaller batches, or pass `offload=\"cpu\"` to the optimizer")
@@ -544,11 +544,11 @@ class CompiledModel(Zero3Model):
             flats = [flat for name in layers for flat in self.engine.layers[name].flats]
             if node.target is gather:
                 sent_bytes = sum(others * flat.shard.nbytes for flat in flats)
+                found.append(Sent("gather", layers, sent_bytes))
             else:
                 sent_bytes = sum(others * len(flat.shard) * flat.shard.grad_dtype.itemsize
                                  for flat in flats if flat.trains)
-            action = "gather" if node.target is gather else "reduce"
-            found.append(Sent(action, layers, sent_bytes))
+                found.append(Sent("reduce", layers, sent_bytes))
         return found
 
     def _warn_of_breaks(self) -> None:
