@@ -535,6 +535,59 @@ def test_a_parameter_that_is_touched_outside_of_forward_raises_by_name():
     run(touch_outside, 2)
 
 
+class Looks(nn.Module):
+    """Returns a view of another module's weight beside its input"""
+
+    def __init__(self, other):
+        super().__init__()
+        # In a list, or it would be a submodule.
+        self.other = [other]
+
+    def forward(self, x):
+        return x, self.other[0].weight.t()
+
+
+class HandsOut(nn.Module):
+    """A view of a unit's weight is a result of the root, or of another unit; or one of the rest"""
+
+    def __init__(self, whose):
+        super().__init__()
+        self.one, self.two = Layer(), Layer()
+        self.rest = nn.Linear(WIDTH, WIDTH)
+        self.whose = whose
+        self.looks = Looks(self.rest if whose == "rest" else self.one.up)
+
+    def forward(self, x):
+        x = self.two(self.one(x))
+        if self.whose == "inside":
+            return x, self.one.up.weight.t()
+        x, view = self.looks(x)
+        return x, view.sum()
+
+
+@pytest.mark.parametrize("whose", ["inside", "external", "rest"])
+def test_a_view_of_another_unit_is_refused_unless_that_unit_stays_full(whose):
+    """
+    A unit that the root calls is free when the root returns. A read of the view would end the
+    process, without an error. The rest stays full until then, so a unit may return a view of it.
+    Proves `Sharded.lenders`, `Unit.lenders`, `Sharded.refuse_freed_outputs`.
+    """
+    model = wrap(HandsOut(whose), (Layer, Looks))
+    x = torch.ones(2, WIDTH)
+    for _ in range(2):
+        if whose == "rest":
+            _, total = model(x)
+            torch.testing.assert_close(total, full_sum(model, "rest.weight"))
+            continue
+        with pytest.raises(RuntimeError, match=r"puts out freed memory.*a view of a parameter"):
+            model(x)
+
+
+def full_sum(model, name):
+    with model.full_params() as params:
+        return params[name].detach().sum()
+
+
 # --------------------------------------------------------------------------------- leaves, ranks
 
 

@@ -294,14 +294,25 @@ class Sharded(nn.Module):
         ### Refuse an output that is a view of a parameter, because its memory is about to be freed
 
         The layer checks this after forward. A module that returns `self.weight[0]`, for instance,
-        would hand out a tensor whose memory is gone a moment later.
+        would hand out a tensor whose memory is gone a moment later. Whoever read it would crash the
+        process.
         """
-        ours = {flat.full.untyped_storage().data_ptr() for flat in self.flats if len(flat.full)}
+        # The address of a layer that is freed already is 0, as that of a view of it.
+        lent = {flat.full.untyped_storage().data_ptr() for layer in self.lenders()
+                for flat in layer.flats if len(flat.full)}
         for tensor in tensors:
-            dense = tensor.layout == torch.strided
-            self.expect(not dense or tensor.untyped_storage().data_ptr() not in ours,
+            has_memory = tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta
+            self.expect(not has_memory or tensor.untyped_storage().data_ptr() not in lent,
                         "puts out freed memory", "a tensor of its own",
                         f"a view of a parameter, {tensor.shape}", "clone it")
+
+    def lenders(self) -> "Iterator[Sharded]":
+        """
+        ### The layers whose parameters the module can read while it computes
+
+        `Unit` overrides this, because a unit may read those of other units.
+        """
+        yield self
 
     def refuse_double_backward(self) -> None:
         """

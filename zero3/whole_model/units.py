@@ -307,6 +307,18 @@ class Unit(Zero3Layer):
                 if self is self.order.root:
                     self.order.end_forward()
 
+    def lenders(self) -> Iterator[Sharded]:
+        """
+        ### The units that it can read and that may be freed now: itself, those inside, external ones
+
+        A unit that another one still uses stays full. So a block may return a view of the root's
+        parameters, because the root frees them last.
+        """
+        yield self
+        for unit in (*self.inside, *self.externals):
+            if not unit.users - {self}:
+                yield unit
+
     def leave(self) -> None:
         """
         ### Stop using parameters, its own and those of other units
