@@ -5,8 +5,11 @@ The oracle of `aot_eager` is `wrap`, to the bit. Passes are tried on graphs of l
 NaN when they are released.
 """
 
+import gc
 import runpy
 import warnings
+import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -41,7 +44,7 @@ from tests.compiled import (
 )
 from tests.ranks import run
 from tests.wholes import ROWS, WHOLES, tokens
-from zero3 import Offload, compile
+from zero3 import Offload, Zero3Optimizer, compile, wrap
 from zero3.checkpoint.save_load import load, save
 from zero3.compiler import graph as graphs_
 from zero3.compiler.graph import (
@@ -152,7 +155,8 @@ def test_models_that_break_graphs_are_those_of_hooks_to_the_bit():
     class, if it traces the communication, if a layer is freed before code outside of graphs has
     gone backward, and if `unsafe_chunk` is no view.
     Proves I1, `guard_parameters`, `CompiledUnit._forward_with_hooks`,
-    `CompiledUnit.fetch_for_others`, `CompiledUnit._release`, `is_view`.
+    `CompiledUnit.fetch_for_others`, `CompiledUnit.users_of_parameters`, `CompiledUnit._release`,
+    `is_view`.
     """
     for found in run(models, 2, tuple(MODELS)):
         assert found == dict.fromkeys(MODELS, "")
@@ -655,6 +659,130 @@ def test_a_step_sends_what_its_graphs_say():
             assert measured == predicted and total == formula
             assert full["forward"] == counted[0] <= limit
             assert full["backward"] <= counted[1] <= limit
+
+
+def many_small():
+    """100 layers of 64 x 64: units, collectives of a step, elements that a rank sends."""
+    found = []
+    for bucket_bytes in (0, 1 << 20):
+        torch.manual_seed(0)
+        model = compile(nn.Sequential(*(nn.Linear(64, 64) for _ in range(100))),
+                        backend="aot_eager", bucket_bytes=bucket_bytes)
+        with Ledger(model) as tape:
+            model(torch.ones(1, 64)).sum().backward()
+        sent = [e for e in tape.events if e.event in ("fetch", "reduce")]
+        units = [unit.label for unit in model.units if unit.flats]
+        found.append((len(units), units[-1], len(sent), tape.sent_bytes // 4))
+        torch.compiler.reset()
+    return found
+
+
+def test_small_neighbours_share_a_unit():
+    """
+    The numbers in the head of `model.py`. Breaks if the layers of a unit are gathered one by one.
+    Proves `CompiledModel.__init__`, `CompiledModel.layers_together`, `Zero3Model.layers_together`,
+    `_units_together`.
+    """
+    for alone, together in run(many_small, 2):
+        assert alone == (100, "layer 100 (99)", 298, 619_840)
+        assert together == (2, "layer 2 (63 to 99)", 4, 416_000)
+
+
+class Mixed(nn.Module):
+    """Layers that may share a unit, and others that may not."""
+
+    def __init__(self):
+        super().__init__()
+        self.small = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+        self.other = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 40),
+                                    nn.Linear(40, WIDTH)])
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.tied = nn.Linear(WIDTH, WIDTH)
+        self.tied.weight = self.head.weight
+        self.small[1].requires_grad_(False)
+
+    def forward(self, x):
+        for layer in (*self.small, *self.other, self.head, self.tied):
+            x = torch.tanh(layer(x))
+        return x
+
+
+def named_alike(folder):
+    """Units of several layers: their names everywhere, and errors that name them."""
+    torch.manual_seed(0)
+    plain = Mixed()
+    pair = pair_of(plain, nn.Linear, limit=2000, bucket_bytes=4 * 42 * 4)
+    (hooks, _), (model, _) = pair
+    titles = [unit.title for unit in model.units if unit.flats]
+    different = [compare(pair)]
+    with hooks.full_params() as expected, model.full_params() as got:
+        same_names = {*expected} == {*got}
+    hooks.save(folder / "hooks")
+    model.save(folder / "graphs")
+    for name in ("hooks", "graphs"):
+        with torch.device("meta"):
+            empty = Mixed()
+        again = compile(empty, nn.Linear, backend="aot_eager", checkpoint=folder / name,
+                        device="cpu")
+        with again.full_params() as got, model.full_params() as expected:
+            different += [key for key, p in expected.items() if not torch.equal(p, got[key])]
+    # A model on the meta device draws the values that it would draw with a unit for each layer.
+    drawn = []
+    for make in (wrap, partial(compile, backend="aot_eager")):
+        with torch.device("meta"):
+            empty = Mixed()
+        drawn.append(make(empty, nn.Linear, device="cpu"))
+    with drawn[0].full_params() as expected, drawn[1].full_params() as got:
+        different += [key for key, p in expected.items() if not torch.equal(p, got[key])]
+    groups = Zero3Optimizer(drawn[1], group_by=lambda name, p: {"weight_decay": p.dim() - 1.0})
+    decays = [group["weight_decay"] for group in groups.param_groups]
+    said = raised(lambda: model.small[0].weight.sum())
+    reports = model.memory_report()
+    restored = model.destroy()
+    kinds = {type(layer) for layer in restored.small} | {type(restored)}
+    different += [key for key, p in hooks.destroy().named_parameters()
+                  if not torch.equal(p, restored.get_parameter(key))]
+    return titles, same_names, different, decays, said, reports, kinds
+
+
+def test_layers_that_share_a_unit_keep_their_names(tmp_path):
+    """
+    Frozen ones too. A tied layer, one that is too large, and one that is alone have a unit each.
+    Breaks if a name begins with that of the unit, or if a unit hides a layer from a checkpoint.
+    Proves `neighbours`, `Together`, `Together.__init__`, `LayerPlace`, `Unit.title`, `plain_names`.
+    """
+    for found in run(named_alike, 2, tmp_path):
+        titles, same_names, different, decays, said, reports, kinds = found
+        assert titles == ["small.0 to 3", "small.4", "other.0", "other.1", "other.2", "head",
+                          "tied"]
+        assert same_names and not any(different) and sorted(decays) == [0.0, 1.0]
+        assert "layer 1 (small.0 to 3) freed `0.weight`" in said
+        assert "layer 1 (small.0 to 3)" in reports
+        assert kinds == {nn.Linear, Mixed}
+
+
+def dropped():
+    model = compile(Stack(), Block, backend="aot_eager")
+    optimizer = adam(model)
+    train(model, optimizer, 2)
+    layer = model.units[1]
+    return weakref.ref(model), weakref.ref(layer), weakref.ref(layer.flats[0].shard)
+
+
+def dropped_on_ranks():
+    found = dropped()
+    gc.collect()
+    return [each() is None for each in found]
+
+
+def test_a_model_that_is_dropped_is_freed():
+    """
+    The compiler keeps its graphs. Breaks if a graph has strong references to the layers: the shards
+    would stay in memory as long as the process.
+    Proves `linked`.
+    """
+    for found in run(dropped_on_ranks, 2):
+        assert found == [True, True, True]
 
 
 # ------------------------------------------------------------------------------------------ errors

@@ -31,6 +31,7 @@ a little later, within the limit, and communication overlaps the next region onl
 import operator
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import fx
@@ -52,7 +53,8 @@ class Eager:
     partition: Any = staticmethod(default_partition)
 
     def __init__(self, layers: dict[str, Any]):
-        self.layers = layers
+        # The compiler keeps the engine when the model is gone.
+        self.layers: Any = WeakValueDictionary(layers)
 
     @classmethod
     def missing(cls, device: torch.device) -> str:

@@ -51,7 +51,8 @@ gets another graph, which is traced when that happens.
 """
 
 import operator
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -78,6 +79,10 @@ class GraphLayer(Protocol):
 
 # ---------------------------------------------------------------------------------- operations
 
+# How a graph that runs refers to a layer: weakly, because the compiler keeps its graphs when the
+# model is gone.
+Reference = Callable[[], GraphLayer]
+
 
 def parameter(layer: str, place: int) -> torch.Tensor:
     """
@@ -90,62 +95,62 @@ def parameter(layer: str, place: int) -> torch.Tensor:
     raise AssertionError(f"parameter {place} of {layer} was not gathered")
 
 
-def gather(*layers: GraphLayer) -> None:
+def gather(*layers: Reference) -> None:
     """
     ## Start one all-gather for some layers, and return at once
 
     All ranks call it. A rank sends $N-1$ times the bytes of their shards.
     """
-    first, *others = layers
+    first, *others = [layer() for layer in layers]
     first.gather(others)
 
 
-def wait(layer: GraphLayer) -> list[torch.Tensor]:
+def wait(layer: Reference) -> list[torch.Tensor]:
     """
     ## Wait for the all-gather of a layer, and return its parameters
     """
-    return layer.wait()
+    return layer().wait()
 
 
-def release(layer: GraphLayer) -> None:
+def release(layer: Reference) -> None:
     """
     ## Free the full parameters of a layer
     """
-    layer.release()
+    layer().release()
 
 
-def collect(layer: GraphLayer, place: int, grad: torch.Tensor) -> None:
+def collect(layer: Reference, place: int, grad: torch.Tensor) -> None:
     """
     ## Add the gradient of one parameter to the layer's flat gradient
     """
-    layer.collect(place, grad)
+    layer().collect(place, grad)
 
 
-def reduce(*layers: GraphLayer) -> None:
+def reduce(*layers: Reference) -> None:
     """
     ## Start one reduce-scatter for the flat gradients of some layers
 
     All ranks call it. A rank sends $N-1$ times the bytes of their shards.
     """
-    first, *others = layers
+    first, *others = [layer() for layer in layers]
     first.begin_reduce(others)
 
 
-def finish(*layers: GraphLayer) -> None:
+def finish(*layers: Reference) -> None:
     """
     ## Wait for the reduce-scatter of some layers
     """
-    layers[0].finish_reduce()
+    layers[0]().finish_reduce()
 
 
-def remember(*layers: GraphLayer) -> torch.Tensor:
+def remember(*layers: Reference) -> torch.Tensor:
     """
     ## How often the shards have been written to, for the backward pass: int64, CPU
     """
-    return torch.tensor([n for layer in layers for n in layer.versions()], dtype=torch.int64)
+    return torch.tensor([n for layer in layers for n in layer().versions()], dtype=torch.int64)
 
 
-def refuse_old(versions: torch.Tensor, *layers: GraphLayer) -> None:
+def refuse_old(versions: torch.Tensor, *layers: Reference) -> None:
     """
     ## Refuse to go backward if the shards have been written to since forward
 
@@ -155,32 +160,32 @@ def refuse_old(versions: torch.Tensor, *layers: GraphLayer) -> None:
     """
     left = versions.tolist()
     for layer in layers:
-        count = len(layer.versions())
-        layer.refuse_old(left[:count])
+        count = len(layer().versions())
+        layer().refuse_old(left[:count])
         left = left[count:]
 
 
-def offload(layer: GraphLayer) -> None:
+def offload(layer: Reference) -> None:
     """
     ## Start to copy the optimizer states of a layer to CPU memory, and return at once
     """
-    layer.offload_states()
+    layer().offload_states()
 
 
-def vacate(layer: GraphLayer) -> None:
+def vacate(layer: Reference) -> None:
     """
     ## Wait for that copy, and free the memory of the states on the device
     """
-    layer.vacate_states()
+    layer().vacate_states()
 
 
-def reload(layer: GraphLayer) -> None:
+def reload(layer: Reference) -> None:
     """
     ## Start to copy the optimizer states of a layer back to the device, and return at once
 
     The optimizer waits for the copy when it steps the layer.
     """
-    layer.reload_states()
+    layer().reload_states()
 
 
 OPERATIONS = (parameter, gather, wait, release, collect, reduce, finish, remember, refuse_old,
@@ -300,8 +305,7 @@ def linked(graph: fx.Graph, layers: dict[str, GraphLayer]) -> fx.GraphModule:
         for layer in layers_of(node):
             if layer not in nodes:
                 name = f"layer_{len(nodes)}"
-                # Not as a submodule, because the graph has no parameters of its own.
-                vars(root)[name] = layers[layer]
+                vars(root)[name] = weakref.ref(layers[layer])
                 with graph.inserting_before(start):
                     nodes[layer] = graph.create_node("get_attr", name)
         node.args = tuple(nodes[arg] if isinstance(arg, str) else arg for arg in node.args)

@@ -23,9 +23,25 @@ With $K$ the layers that stay full from forward to backward, a step sends
 
 $$\Big(3\Psi - \sum_{\ell \in K} P_\ell\Big)\,\frac{N-1}{N} \quad \text{elements per rank}$$
 
+**Small layers.** A layer costs two or three collectives, and what Python does for each of its
+operations, however small it is. So neighbours that are small share a unit: they have one flat
+parameter, one all-gather and one reduce-scatter, and their parameters keep their names. Take 100
+linear layers of 64 x 64 weights and a bias on two ranks. Each has 16,640 bytes, so 63 of them fit
+into the 1 MiB of `bucket_bytes`:
+
+| | alone, `bucket_bytes=0` | together |
+|---|---|---|
+| units with parameters | 100 | 2 |
+| collectives in a step | 298 | 4 |
+| elements that a rank sends | 619,840 | 416,000 |
+
+Alone, two layers are full at once, as for hooks. Together there is room for all of them, and
+backward gathers nothing again.
+
 **Graph breaks.** Dynamo cannot trace everything: printing a value, or a branch that depends on one.
 Then it ends the graph, Python runs that line, and the next line begins another graph. Each graph
-frees what it has gathered. A layer that Dynamo cannot trace at all runs with its hooks, as in a
+frees what it has gathered, so layers that share a unit are gathered in each of these graphs. A
+layer that Dynamo cannot trace at all runs with its hooks, as in a
 wrapped model; `report()` says which one, and why.
 
 **Run this**: `python -m zero3.compiler` prints the graphs of a small model; `make bench
@@ -39,6 +55,7 @@ frees them. A model that returns one of its weights raises an error when the res
 import argparse
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -60,7 +77,13 @@ from zero3.guards.freed import FreedParameter
 from zero3.guards.options import expect, whole
 from zero3.optimizer.buckets import PlannedBucket
 from zero3.watch import Call, in_backward
-from zero3.whole_model.together import can_share, fetch_together
+from zero3.whole_model.together import (
+    LayerPlace,
+    Together,
+    can_share,
+    fetch_together,
+    neighbours,
+)
 from zero3.whole_model.units import Unit
 from zero3.whole_model.wrap import Classes, Zero3Model, wrap
 
@@ -119,6 +142,9 @@ class CompiledUnit(Unit):
         #### Forward pass of a layer that Dynamo cannot trace
         """
         self.by_hooks = True
+        for unit in self.externals:
+            # It has this layer's parameters, and those of its neighbours.
+            unit.by_hooks = unit.by_hooks or isinstance(unit.module, Together)
         return super().forward(*args, **kwargs)
 
     @property
@@ -198,7 +224,6 @@ class CompiledUnit(Unit):
 
         * `place` is the index of the parameter
         """
-        self._settle_at_end_of_backward()
         flat, slot = self.flat_slots[place]
         self.refuse_sparse(grad, slot.names[0])
         if flat.grad is None:
@@ -275,7 +300,10 @@ class CompiledUnit(Unit):
     def refuse_old(self, versions: list[int]) -> None:
         """
         ### Refuse backward through weights that have changed since forward
+
+        Each backward graph begins with it, for all of its layers.
         """
+        self._settle_at_end_of_backward()
         call = Call()
         call.versions = tuple(versions)
         self.refuse_old_calls(call)
@@ -292,11 +320,21 @@ class CompiledUnit(Unit):
             return super().fetch_for_others()
         self.on_demand = True
         self.by_hooks = True
-        # The root's hooks would run the whole model without graphs.
-        self.untraceable = self is not self.root
+        for unit in self.users_of_parameters():
+            # The root's hooks would run the whole model without graphs.
+            unit.untraceable = unit is not self.root
         self.fetch_params()
         self._wait_params()
         return True
+
+    def users_of_parameters(self) -> list["CompiledUnit"]:
+        """
+        ### This layer; or the layers that share this unit, if there are several
+        """
+        if not isinstance(self.module, Together):
+            return [self]
+        units: Any = self.order.units
+        return [unit for unit in units if self in unit.externals]
 
     # ------------------------------------------------------------------------- end of backward
 
@@ -359,6 +397,7 @@ class CompiledModel(Zero3Model):
     """
 
     unit_class = CompiledUnit
+    bucket_bytes = 0
     bucket_numel = 0
     limit_numel = 0
     limit_bytes: int | None = None
@@ -366,32 +405,64 @@ class CompiledModel(Zero3Model):
     room: Room | None = None
     run: Callable[..., Any]
 
+    def __init__(self, *args: Any, bucket_bytes: int, limit_numel: int | None, is_chain: bool):
+        """
+        ### Make the units; `plan` compiles them
+
+        * `bucket_bytes` and `limit_numel` are those of `compile`, and the rest is from `wrap`
+        * `is_chain` says that each module of a chain is a layer. They are leaves then, only so that
+          nothing inside of them becomes a unit
+        """
+        self.is_chain = is_chain
+        self.bucket_bytes = bucket_bytes
+        self.has_limit = limit_numel is not None
+        self.limit_numel = limit_numel or 0
+        super().__init__(*args)
+
+    def layers_together(self, places: list[LayerPlace], rest_numel: int
+                        ) -> list[list[LayerPlace]]:
+        """
+        ### Small neighbours, up to `bucket_bytes`
+
+        They share an all-gather and a reduce-scatter, as in a bucket. And all that Python does for
+        a layer, it does once for all of them.
+        """
+        if not can_share(self.comm):
+            return []
+        # Room for those that compute, and for the next ones.
+        most_numel = (self.limit_numel - rest_numel) / 2 if self.has_limit else float("inf")
+        traced = [place for place in places if self.is_chain or not place.is_leaf]
+        return neighbours(traced, self.bucket_bytes, most_numel)
+
     def _number_units(self) -> None:
         """
         #### Number the units, and give them a bucket that graphs send
         """
         super()._number_units()
         reducer = PlannedBucket(self.comm)
-        for unit in self.units:
+        units: Any = self.units
+        for unit in units:
             unit.reducer = reducer
+            # Ranks may compute other parts of a leaf, which would be other graphs.
+            unit.untraceable = unit.leaf and not self.is_chain
 
-    def plan(self, backend: str, limit_numel: int | None, bucket_bytes: int,
-             limit_bytes: int | None) -> None:
+    def plan(self, backend: str, limit_bytes: int | None) -> None:
         """
         ### Choose how to compile
 
         The arguments are those of `compile`.
         """
-        layers: dict[str, Any] = {unit.path or "root": unit for unit in self.units}
+        layers: dict[str, Any] = {"root": self.units[0]}
+        layers |= {unit.title: unit for unit in self.units[1:]}
         self.numel = {name: unit.numel for name, unit in layers.items()}
         itemsize = max(flat.full.itemsize for unit in self.units for flat in unit.flats)
         if can_share(self.comm):
-            self.bucket_numel = bucket_bytes // itemsize
+            self.bucket_numel = self.bucket_bytes // itemsize
         largest_numel = max(unit.numel for unit in self.units[1:])
         # A layer and the next one; or a bucket that is packed, its layers, and the next bucket.
         room_numel = max(2 * largest_numel, 3 * self.bucket_numel)
-        self.has_limit = limit_numel is not None
-        self.limit_numel = limit_numel or self.numel["root"] + room_numel
+        if not self.has_limit:
+            self.limit_numel = self.numel["root"] + room_numel
         self.limit_bytes = self._limit_of_device(limit_bytes)
         self.told: set[str] = set()
         self.earlier_breaks = breaks()
@@ -642,8 +713,10 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *, backend: 
     * `limit_numel` is how many elements of full parameters there are at once, at most. Left out,
       these are the elements of the rest and of two layers, as hooks need; of two buckets, if they
       are larger; and more if an operation needs more
-    * `bucket_bytes` of small layers share an all-gather, and a reduce-scatter. With 0, or where
-      `wrap` would share none, each layer has its own
+    * `bucket_bytes` of small layers share an all-gather, and a reduce-scatter. Neighbours in the
+      same module share a unit, and with it a shard; others share a bucket (see `together.py`). With
+      0, or where `wrap` would share none, each layer has its own. The fused loop of AdamW rounds
+      the last elements of a shard in another way, so with other shards the last place may differ
     * `limit_bytes` is how many bytes model, optimizer and activations may take on an accelerator.
       If a step would take more, optimizer states rest in CPU memory meanwhile (`room.py`). It
       demands a `Zero3Optimizer` that is built before the first step, and a model that is traced
@@ -671,12 +744,11 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *, backend: 
         expect(is_chain, "compile: `layer_classes`", "the classes of the model's layers", "none",
                "pass them; only an `nn.Sequential` can do without")
         options["leaf_classes"] = tuple({type(child) for child in model.children()})
-    compiled: Any = wrap(model, layer_classes or (), max_live_numel=limit_numel,
-                         kind=CompiledModel, **options)
-    for unit in compiled.units:
-        # Ranks may compute other parts of it, which would be other graphs.
-        unit.untraceable = unit.leaf and layer_classes is not None
-    compiled.plan(backend, limit_numel, bucket_bytes, limit_bytes)
+    kind = partial(CompiledModel, bucket_bytes=bucket_bytes, limit_numel=limit_numel,
+                   is_chain=layer_classes is None)
+    compiled: Any = wrap(model, layer_classes or (), max_live_numel=limit_numel, kind=kind,
+                         **options)
+    compiled.plan(backend, limit_bytes)
     return compiled
 
 

@@ -37,6 +37,7 @@ the freed parameter, and its first use raises an error.
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakMethod
 
 import torch
 from torch import fx
@@ -131,11 +132,12 @@ class Backend:
         ### Choose the parts
 
         * `places` has the place of each parameter, by its `id`
-        * `lower` runs the passes: it adds to the steps of the graphs
+        * `lower` is a method that runs the passes: it adds to the steps of the graphs
         * `engine` partitions the joint graph, and makes a function of each of the two
         """
         self.places = places
-        self.lower = lower
+        # The compiler keeps the backend when the model is gone.
+        self.lower: Any = WeakMethod(lower)
         self.engine = engine
 
     def __call__(self, traced: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
@@ -158,12 +160,12 @@ class Backend:
             save_versions(forward.graph, backward.graph, num_fwd_outputs, places)
             graphs.steps.append(("traced", marked_inputs(forward.graph, places),
                                  marked_gradients(backward.graph, places)))
-            self.lower(graphs)
+            self.lower()(graphs)
             return forward, backward
 
         def infer(module: fx.GraphModule, _: Any) -> Callable:
             graphs.steps.append(("traced", marked_inputs(module.graph, places), None))
-            self.lower(graphs)
+            self.lower()(graphs)
             return compile_forward()
 
         def compile_forward(*_: Any) -> Callable:

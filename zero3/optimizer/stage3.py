@@ -108,7 +108,7 @@ from zero3.layer import Zero3Layer
 from zero3.offload import Offload
 from zero3.optimizer.buckets import Bucket, PlannedBucket
 from zero3.optimizer.states import Piece, ShardStates, moments_of
-from zero3.sharded import check_groups
+from zero3.sharded import ShardedModel, check_groups
 
 # torch optimizers that cannot step a flat, dense shard.
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
@@ -1046,6 +1046,10 @@ def plain_names(model: nn.Module) -> dict[nn.Module, list[str]]:
             owner = owner._modules[part]  # type: ignore[assignment]
         else:
             found.setdefault(module, []).append(".".join(parts))
+    # A layer that several modules share is no module of the plain model. The model knows its name.
+    for owner in [module for module in found if isinstance(module, ShardedModel)]:
+        for prefix, layer in owner.named_layers():
+            found.setdefault(layer, [f"{found[owner][0]}.{prefix}".strip(".")])
     return found
 
 

@@ -83,7 +83,7 @@ from zero3.nodes.links import Links
 from zero3.offload import Offload
 from zero3.sharded import Sharded
 from zero3.watch import Call, in_backward
-from zero3.whole_model.together import Packed, fetch_together
+from zero3.whole_model.together import Packed, Together, fetch_together
 
 
 class Trace:
@@ -277,6 +277,15 @@ class Unit(Zero3Layer):
         """
         return any(layer is unit for unit in self.order.units)
 
+    @property
+    def title(self) -> str:
+        """
+        ### The name that errors and reports give to it
+        """
+        if isinstance(self.module, Together):
+            return self.module.title
+        return self.path or "the rest"
+
     def full_name(self, name: str) -> str:
         """
         ### The name of one of its parameters in the plain model
@@ -309,7 +318,7 @@ class Unit(Zero3Layer):
 
     def lenders(self) -> Iterator[Sharded]:
         """
-        ### The units that it can read and that may be freed now: itself, those inside, external ones
+        ### The units whose parameters it can read, and that may be freed now
 
         A unit that another one still uses stays full. So a block may return a view of the root's
         parameters, because the root frees them last.

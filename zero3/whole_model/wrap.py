@@ -74,7 +74,7 @@ from zero3.offload import Offload
 from zero3.sharded import Sharded, ShardedModel
 from zero3.watch import tensors_in
 from zero3.whole_model.materialise import Deferred, Source, save
-from zero3.whole_model.together import can_share
+from zero3.whole_model.together import LayerPlace, Together, can_share
 from zero3.whole_model.units import TracedOrder, Unit
 
 Classes = type | Iterable[type]
@@ -100,6 +100,9 @@ class Zero3Model(ShardedModel):
         self.order = TracedOrder(debug)
         wrapping = _Wrapping(self, model, source, offload, mesh)
         self.units = wrapping.units_of(layer_classes, leaf_classes)
+        # Units that stand for no module. They are registered here, so that the model has their
+        # shards.
+        self.beside = nn.ModuleList(wrapping.together)
         self.order.units = self.units
         self.sharded_layers = tuple(self.units)
         self.tied = wrapping.tied_by_name()  # parameters with several names, by these
@@ -115,6 +118,18 @@ class Zero3Model(ShardedModel):
         connect(self)
         self.known = Known([self])
 
+    def layers_together(self, places: list[LayerPlace], rest_numel: int
+                        ) -> list[list[LayerPlace]]:
+        """
+        ### The layers that share a unit: none, unless a later chapter overrides this
+
+        * `places` are those of the layers that may, in the order of the model's modules
+        * `rest_numel` is what the model has outside its layers
+
+        Returns lists of places with the same parent.
+        """
+        return []
+
     def _number_units(self) -> None:
         """
         #### Give each unit its number, its neighbours in the tree, and the model's communicator
@@ -127,7 +142,7 @@ class Zero3Model(ShardedModel):
         reducer = Reducer(self.comm)
         for i, unit in enumerate(self.units):
             unit.layer_idx = i
-            unit.label = f"layer {i} ({unit.path or 'the rest'})"
+            unit.label = f"layer {i} ({unit.title})"
             unit.comm = self.comm
             unit.reducer = reducer
             self.comm.labels[i] = unit.label
@@ -285,7 +300,7 @@ class Zero3Model(ShardedModel):
         """
         if self.known.has_changed():
             extra = [name for name, p in self.named_parameters()
-                     if p.requires_grad and not name.startswith("module.")]
+                     if p.requires_grad and not name.startswith(("module.", "beside."))]
             self.expect(not extra, "has new parameters", "those that it was wrapped with", extra,
                         Unit.cure_for_new)
 
@@ -438,7 +453,7 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
          device: torch.device | str | None = None, seed: int = 0,
          init: Callable[[nn.Module], Any] | None = None, checkpoint: str | Path | None = None,
          mesh: DeviceMesh | Links | None = None, debug: bool = False,
-         kind: type[Zero3Model] = Zero3Model) -> Zero3Model:
+         kind: Callable[..., Zero3Model] = Zero3Model) -> Zero3Model:
     """
     ## Shard a whole model, in place
 
@@ -522,6 +537,8 @@ class _Wrapping:
         self.tied: list[tuple[torch.Tensor, Unit, nn.Module, str]] = []
         # Parameters outside all layers.
         self.at_root: set[torch.Tensor] = set()
+        # Units that have the parameters of several layers.
+        self.together: list[Unit] = []
 
     def units_of(self, layers: tuple[type, ...], leaves: tuple[type, ...]) -> list[Unit]:
         """
@@ -535,19 +552,46 @@ class _Wrapping:
         self._check((*layers, *leaves), len(places))
         for name, param in self.model.named_parameters(remove_duplicate=False):
             self.names.setdefault(param, []).append(name)
-        inside = {m for _, _, layer, _ in places for m in layer.modules()}
+        inside = {m for place in places for m in place.layer.modules()}
         self.at_root = {p for m in self.model.modules() if m not in inside
                         for p in m._parameters.values() if p is not None}
+        self.together = self._units_together(places)
         units: dict[nn.Module, Unit] = {}
-        for parent, name, layer, path in places:
+        for place in places:
+            layer = place.layer
             if layer not in units:
-                units[layer] = self._unit(layer, path, isinstance(layer, leaves))
-            parent._modules[name] = units[layer]
+                units[layer] = self._unit(layer, place.path, place.is_leaf)
+            place.parent._modules[place.name] = units[layer]
         root = self._unit(self.model, "", leaf=False)
         for tied, user, module, name in self.tied:
             vars(module)[name] = self.made.get(tied, tied)
             user.externals.append(self.owners[tied])
-        return [root, *units.values()]
+        return [root, *self.together, *units.values()]
+
+    def _units_together(self, places: list[LayerPlace]) -> list[Unit]:
+        """
+        #### Make the units that have the parameters of several layers
+
+        * `places` are those of all layers
+
+        Each of their layers becomes a unit too, without parameters of its own: it uses those of
+        the unit that has them, as a tied weight is used. A layer that does not exist yet shares
+        none, and neither does one with units inside it, or with a tied weight.
+        """
+        layers = {place.layer for place in places}
+        may_share = []
+        for place in places:
+            tied = any(len(self.names[p]) > 1 for p in place.layer.parameters())
+            has_units = any(m in layers for m in place.layer.modules() if m is not place.layer)
+            if not (tied or has_units or isinstance(place.layer, Deferred)):
+                may_share.append(place)
+        units = []
+        rest_numel = sum(p.numel() for p in self.at_root)
+        for shared in self.owner.layers_together(may_share, rest_numel):
+            parent_path = shared[0].path.removesuffix(shared[0].name).removesuffix(".")
+            module = Together({place.name: place.layer for place in shared}, parent_path)
+            units.append(self._unit(module, parent_path, leaf=False))
+        return units
 
     def _check(self, classes: tuple[type, ...], found: int) -> None:
         """
@@ -692,9 +736,9 @@ def _row(cells: list[int]) -> str:
 
 
 def _places(module: nn.Module, path: str, layers: tuple[type, ...], leaves: tuple[type, ...]
-            ) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
+            ) -> Iterator[LayerPlace]:
     """
-    #### Where units will stand: in which module, by which name, what, by which path
+    #### Where units will stand
 
     What is inside of a unit comes before it.
     """
@@ -704,7 +748,7 @@ def _places(module: nn.Module, path: str, layers: tuple[type, ...], leaves: tupl
             if not isinstance(child, leaves):
                 yield from _places(child, at, layers, leaves)
             if isinstance(child, (*layers, *leaves)):
-                yield module, name, child, at
+                yield LayerPlace(module, name, child, at, isinstance(child, leaves))
 
 
 def classes_of(classes: Classes) -> tuple[type, ...]:
