@@ -80,7 +80,7 @@ def clean(model: nn.Module | Iterable[nn.Module], trained: ShardedModel | None =
     """
     modules = named_modules(model)
     if trained is not None:
-        _take_over(modules, trained)
+        take_over(modules, trained)
     layers = {name: module for name, module in modules.items()
               if parametrize.is_parametrized(module, "weight")}
     expect(bool(layers), "clean", "a model with compressed weights", "none",
@@ -98,9 +98,14 @@ def clean(model: nn.Module | Iterable[nn.Module], trained: ShardedModel | None =
         plan.store(name)
 
 
-def _take_over(modules: dict[str, nn.Module], trained: ShardedModel) -> None:
+@torch.no_grad()
+def take_over(modules: dict[str, nn.Module], trained: ShardedModel) -> None:
     """
-    #### Copy the parameters and buffers of a sharded model
+    ## Copy the parameters and buffers of a sharded model into a plain one
+
+    * `modules` are those of the plain model, by name
+
+    All-gather; all ranks call it. Raises `ValueError` if the two models differ.
     """
     expect(comm_of(trained).stages.size == 1, "clean: `trained`", "a model with all layers on each "
            "rank", "a pipeline", "save it, and load it into a model without stages")

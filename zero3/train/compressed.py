@@ -1,11 +1,12 @@
 r"""
 # The main job, compressed: train, prune and round, clean, evaluate
 
-`--compress` has the main job train a model that becomes smaller as it learns. At the end it writes
-the small model, and evaluates it.
+`--compress` has the main job train a model that becomes smaller as it learns. At the end the job
+writes the small model, and evaluates it.
 
 | `--compress` | weights | when, in parts of the run |
 |---|---|---|
+| `dense` | as they are | |
 | `8` | 8 bits | from 0.4 on |
 | `4-half` | half of them pruned, the rest in 4 bits, 64 to a scale | 0.1 to 0.4 |
 | `rows-heads` | 8 bits; half of the heads and of the hidden features gone | 0.1 to 0.4 |
@@ -18,31 +19,40 @@ $$\underbrace{\tfrac{128^2}{8}}_{\text{mask}} + \underbrace{\tfrac{128^2}{2} \cd
 \tfrac{4}{8}}_{\text{codes}} + \underbrace{\tfrac{128^2}{64} \cdot 4}_{\text{scales}} = 7168
 \quad \text{bytes in place of } 65536$$
 
-The file `small.safetensors` loads without this package; `compression/stored.py` says how. The table
-at the end compares the model before and after. Its first loss is that of the sharded model, whose
-weights are already pruned and rounded; its second one is that of the cleaned model, which computes
-with the same numbers. To see what compression costs, run the job without `--compress` too.
+**What compression costs** is the difference to a dense model that was trained from the same seed on
+the same batches. So `--compress` takes several recipes. The job trains a model by each of them, one
+after the other, and ends with a table of all models. The first one is the yardstick.
 
-**Run this**: `make train ARGS="--compress 4-half"`.
+The file `model.safetensors` loads without this package; `compression/stored.py` says how. The loss
+in the table is that of the cleaned model. The sharded model has the same one, because its weights
+are already pruned and rounded.
+
+**Run this**: `make train ARGS="--compress dense 8 4-half rows-heads"`. It writes a folder for each
+model, and the table as `compared.json`.
 
 **Not covered, and what that costs**: a student with fewer layers; `distill` makes one from Python.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from zero3.compression.clean import clean, measure, table, write
+from zero3.compression.clean import Size, clean, measure, named_modules, take_over, write
 from zero3.compression.compress import Compression, Rules, compress
 from zero3.compression.rules import Prune, Quantize
 from zero3.estimate.predict import Prediction
 from zero3.layer import Zero3Sequential
 from zero3.train import gpt
 
-FILE = "small.safetensors"
+FILE = "model.safetensors"
+COMPARED = "compared.json"
+# The recipe that changes nothing.
+DENSE = "dense"
 # All matrices of the model; its convolutions have three numbers in a row.
 MATRICES = ("*.linear", "*.output", "*.layer[12]", "*.projection")
 
@@ -82,7 +92,8 @@ def rules_rows_heads(steps: int, config: gpt.GPTConfig) -> Rules:
 
 
 RECIPES: dict[str, Callable[[int, gpt.GPTConfig], Rules]] = {
-    "8": rules_8, "4-half": rules_4_half, "rows-heads": rules_rows_heads}
+    DENSE: lambda steps, config: {}, "8": rules_8, "4-half": rules_4_half,
+    "rows-heads": rules_rows_heads}
 
 
 def compress_layers(layers: list[nn.Module], recipe: str, steps: int, config: gpt.GPTConfig
@@ -95,36 +106,76 @@ def compress_layers(layers: list[nn.Module], recipe: str, steps: int, config: gp
     return compress(layers, RECIPES[recipe](steps, config))
 
 
-def with_counts(prediction: Prediction, compression: Compression, ranks: int) -> Prediction:
+def with_counts(prediction: Prediction, compression: Compression) -> Prediction:
     """
-    ## A prediction, with the bytes that the ranks send to find thresholds
+    ## A prediction, with the messages that the ranks send to find thresholds
 
-    Those of the last step, which is the one that the job records. The number of messages is that
-    without them.
+    Those of the last step, which is the one that the job records.
     """
-    sent_bytes = prediction.sent_bytes + compression.counting_bytes(ranks)
-    return replace(prediction, sent_bytes=sent_bytes)
+    nbytes, messages = compression.counting()
+    return replace(prediction, sent_bytes=prediction.sent_bytes + nbytes,
+                   messages=prediction.messages + messages,
+                   # Four 8-byte numbers announce each message.
+                   order_bytes=prediction.order_bytes + 32 * messages)
 
 
 def finish(model: Zero3Sequential, config: gpt.GPTConfig, recipe: str, steps: int,
-           evaluate: Callable[[nn.Module], float], out: Path | None) -> str:
+           evaluate: Callable[[nn.Module], float], out: Path | None) -> tuple[Size, Size]:
     """
     ## Clean the model, evaluate it, and write it
 
     * `evaluate` returns the held-out loss of a model, in bits per byte, as a mean over ranks
     * `out` is where the file goes; `None` on the ranks that write none
 
-    All ranks call it. Returns the table.
+    All ranks call it. Returns how large and how good the model is, before and after.
     """
     device = model.sharded_layers[0].device
     dtype = next(model.parameters()).dtype
     layers = [layer.to(device, dtype) for layer in gpt.gpt_layers(config)]
-    whole = nn.Sequential(*layers)
-    example = gpt.global_batch(gpt.load_bytes(), 0, 1, config.seq_len)[:, :-1].to(device)
-    before = measure(whole, example, evaluate(model))
-    compress_layers(layers, recipe, steps, config)
-    clean(whole, trained=model)
-    after = measure(whole, example, evaluate(whole))
+    plain = nn.Sequential(*layers)
+    example = torch.zeros(1, config.seq_len, dtype=torch.long, device=device)
+    before = measure(plain, example, evaluate(model))
+    if recipe == DENSE:
+        take_over(named_modules(plain), model)
+    else:
+        compress_layers(layers, recipe, steps, config)
+        clean(plain, trained=model)
+    after = measure(plain, example, evaluate(plain))
     if out is not None:
-        write(whole, out / FILE)
-    return table(before, after)
+        write(plain, out / FILE)
+    return before, after
+
+
+def compare(folders: dict[str, Path]) -> dict[str, Any]:
+    """
+    ## The models of a run, from what it has written to their folders
+
+    * `folders` has the folder of each recipe
+    """
+    models = []
+    for recipe, folder in folders.items():
+        metrics = json.loads((folder / "metrics.json").read_text())
+        cleaned = metrics["cleaned"]
+        models.append({"recipe": recipe, "held_out": cleaned["loss"],
+                       "multiply_adds": cleaned["multiply_adds"],
+                       "file_bytes": (folder / FILE).stat().st_size})
+    options = metrics["options"]
+    about = {name: metrics[name] for name in ("ranks", "device", "torch", "commit")}
+    return about | {"steps": options["steps"], "seed": options["seed"], "models": models}
+
+
+def compared_rows(compared: dict[str, Any]) -> list[list[str]]:
+    """
+    ## The rows of the table of all models, the header first
+
+    * `compared` is what `compare` returns
+    """
+    first = compared["models"][0]
+    rows = [["", "bits per byte", f"against {first['recipe']}", "bytes of the file",
+             "multiply-adds"]]
+    for each in compared["models"]:
+        more = 100 * (each["held_out"] / first["held_out"] - 1)
+        rows.append([each["recipe"], f"{each['held_out']:.4f}",
+                     "" if each is first else f"{more:+.2f} %",
+                     f"{each['file_bytes']:,}", f"{each['multiply_adds']:,}"])
+    return rows

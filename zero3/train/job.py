@@ -45,6 +45,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from zero3.checkpoint.save_load import load
+from zero3.compression.clean import table
 from zero3.compression.compress import Compression
 from zero3.estimate.formulas import describe
 from zero3.estimate.predict import data_parallel
@@ -148,8 +149,9 @@ OTHERS: dict[str, dict[str, Any]] = {
                     "help": "bits of a gradient between ranks; if not given, all"},
     "secondary": {"action": "store_true", "help": "keep a copy of each layer inside its node from "
                   "forward to backward; needs --nodes"},
-    "compress": {"choices": [*compressed.RECIPES], "help": "train a model that becomes smaller, "
-                 "and write it at the end; if not given, it stays as it is"},
+    "compress": {"choices": [*compressed.RECIPES], "nargs": "+", "help": "train a model that "
+                 "becomes smaller, and write it at the end; with several of these, train one model "
+                 "by each, and compare them with the first"},
     "table": {"action": "store_true", "help": "first print the bytes that each rank will hold"},
     "text": {"metavar": "FILE", "help": "text to train on; if not given, Python's own reference"},
     "out": {"default": "runs/train", "help": "folder for pictures and figures"},
@@ -186,9 +188,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"zero3.train: {error}", file=sys.stderr, flush=True)
         return 1
     # If another rank fails, torchrun sends SIGTERM, and this one still has to print its line.
-    with signals() as job.run.came:
+    with signals() as came:
         try:
-            return job.train_and_finish()
+            return job.train_each(came)
         except Exception as error:
             return tell_failure(error, job.ranks, store)
 
@@ -278,11 +280,16 @@ def check_options(args: argparse.Namespace, ranks: Ranks) -> None:
            f"--replicas {args.replicas} --nodes {args.nodes}", "change one of these numbers")
     expect(args.nodes > 1 or not args.secondary, "there are no nodes for --secondary",
            "--nodes beside it", "one node", "pass --nodes, or leave --secondary out")
-    expect(args.compress != "4-half" or not args.gather_bits, "elements cannot be pruned",
+    recipes = args.compress or []
+    expect(len({*recipes}) == len(recipes), "a model would be trained twice", "different recipes",
+           f"--compress {' '.join(recipes)}", "pass each of them once")
+    expect("4-half" not in recipes or not args.gather_bits, "elements cannot be pruned",
            "weights that are gathered as they are", f"--gather-bits {args.gather_bits}",
            "leave it out, or pass --compress 8")
-    expect(args.compress != "rows-heads" or args.heads > 1, "there is no head to prune",
+    expect("rows-heads" not in recipes or args.heads > 1, "there is no head to prune",
            "at least 2 heads", f"--heads {args.heads}", "raise it, or pass --compress 8")
+    expect(len(recipes) < 2 or args.resume in ("auto", "no"), "several models cannot resume from "
+           "one checkpoint", "`auto` or `no`", f"--resume {args.resume}", "pass one recipe")
     expect(bool(args.prompt), "there is nothing to continue", "a prompt of at least one byte",
            "an empty one", "pass --prompt")
     # An empty path would mean the current folder.
@@ -370,10 +377,50 @@ class Job:
     text: torch.Tensor
     held_out: torch.Tensor
     run: Run = dataclasses.field(default_factory=Run)
+    # Whether other models follow. Then the same command must find this one again, to skip it.
+    saves_end: bool = False
     model: Zero3Sequential = dataclasses.field(init=False)
     # What `--compress` does to it.
     compression: Compression | None = None
     optimizer: Zero3Optimizer = dataclasses.field(init=False)
+
+    def train_each(self, came: list[int]) -> int:
+        """
+        ### Train one model, or one for each recipe of `--compress`
+
+        * `came` gets the signals to end the run
+
+        Several models have a folder each. All of them start from the same seed, and are compared at
+        the end. Returns the exit code.
+        """
+        recipes = self.args.compress or [None]
+        several = len(recipes) > 1
+        folders = {}
+        for recipe in recipes:
+            args = argparse.Namespace(**vars(self.args) | {"compress": recipe})
+            if several:
+                self.ranks.say(f"\n--compress {recipe}")
+                args.out = f"{self.args.out}/{recipe}"
+                Path(args.out).mkdir(exist_ok=True)
+                folders[recipe] = Path(args.out)
+            job = dataclasses.replace(self, args=args, run=Run(came=came), saves_end=several)
+            code = job.train_and_finish()
+            if code:
+                return code
+        if several and not self.ranks.rank:
+            self.compare(folders)
+        return 0
+
+    def compare(self, folders: dict[str, Path]) -> None:
+        """
+        ### Print and write the table of all models, on rank 0
+        """
+        from zero3.train import report
+
+        found = compressed.compare(folders)
+        out = Path(self.args.out, compressed.COMPARED)
+        out.write_text(json.dumps(found, indent=1) + "\n")
+        self.ranks.say(f"\n{report.columns(compressed.compared_rows(found))}\n\nwrote {out}")
 
     def train_and_finish(self) -> int:
         """
@@ -396,7 +443,7 @@ class Job:
                 self.train(show)
             if self.run.measured:
                 self.finish()
-                if self.args.save_every or begun:
+                if self.args.save_every or begun or self.saves_end:
                     where = save_run(self.model, self.optimizer, self.args, self.run)
                     self.ranks.say(f"saved {where}, the end of this run")
             elif len(self.run.losses) < self.args.steps:
@@ -601,10 +648,10 @@ class Job:
                             self.ranks.device).decode(errors="replace")
         # Predictions differ by a few bytes, because param groups cut each rank's shards elsewhere.
         mine = self.optimizer.predict(self.args.accumulate)
-        small = ""
+        sizes = None
         if self.compression is not None:
-            mine = compressed.with_counts(mine, self.compression, self.ranks.world_size)
-            small = compressed.finish(
+            mine = compressed.with_counts(mine, self.compression)
+            sizes = compressed.finish(
                 self.model, self.config, self.args.compress, self.args.steps, self.held_out_loss,
                 None if self.ranks.rank else Path(self.args.out))
         predicted = self.ranks.gather(mine)
@@ -619,8 +666,8 @@ class Job:
 
         self.ranks.say(f"\n{sample}\n")
         self.ranks.say(report.table(predicted, plain, measured))
-        if small:
-            self.ranks.say(f"\nthe model in {compressed.FILE}, and before\n{small}")
+        if sizes:
+            self.ranks.say(f"\nthe model in {compressed.FILE}, and before\n{table(*sizes)}")
         metrics = self.metrics(report.device_name(self.ranks.device)) | {
             "sample": sample,
             "measured": measured,
@@ -628,6 +675,8 @@ class Job:
             "predicted": [report.as_dict(p) for p in predicted],
             "data_parallel": report.as_dict(plain),
         }
+        if sizes:
+            metrics["cleaned"] = dataclasses.asdict(sizes[1])
         out = Path(self.args.out)
         (out / "metrics.json").write_text(json.dumps(metrics, indent=1))
         caption = "{ranks} ranks, {device}, torch {torch}, commit {commit}".format(**metrics)

@@ -89,6 +89,18 @@ def table(predicted: list[Prediction], plain: Prediction, measured: list[dict[st
     return "\n".join(f"{name:26}{''.join(cells)}".rstrip() for name, cells in rows)
 
 
+def columns(rows: list[list[str]]) -> str:
+    """
+    ## Rows as lines of text, the first column on the left and numbers on the right
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = [f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("   ".join([f"{first:{widths[0]}}", *cells]))
+    return "\n".join(lines)
+
+
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
