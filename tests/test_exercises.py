@@ -508,6 +508,60 @@ class NewestGoesBackFirst:
         return passes + [("backward", i) for i in range(count)]
 
 
+def kth_digits(numbers, k, bits, total, shifts=None, smaller=True, drops=True):
+    """The solution, with something left out"""
+    found = 0
+    for shift in shifts or [*reversed(range(0, bits, 8))]:
+        digits = (numbers >> shift) & 255
+        counts = total(digits.bincount(minlength=256))
+        upto = counts.cumsum(0)
+        digit = min(int((upto < k).sum()), 255)
+        k -= int(upto[digit] - counts[digit]) if smaller else 0
+        found |= digit << shift
+        numbers = numbers[digits == digit] if drops else numbers
+    return found
+
+
+class SortsItsOwn:
+    def kth_smallest(numbers, k, bits, total):
+        return sorted(numbers.tolist())[min(k, len(numbers)) - 1]
+
+
+class CountsEachValue:
+    def kth_smallest(numbers, k, bits, total):
+        return int((total(numbers.bincount(minlength=2**bits)).cumsum(0) < k).sum())
+
+
+class KeepsK:
+    def kth_smallest(numbers, k, bits, total):
+        return kth_digits(numbers, k, bits, total, smaller=False)
+
+
+class CountsThoseWithAnotherDigit:
+    def kth_smallest(numbers, k, bits, total):
+        return kth_digits(numbers, k, bits, total, drops=False)
+
+
+class LowestDigitFirst:
+    def kth_smallest(numbers, k, bits, total):
+        return kth_digits(numbers, k, bits, total, shifts=[*range(0, bits, 8)])
+
+
+class CountsEqualOnesOnce:
+    def kth_smallest(numbers, k, bits, total):
+        return kth_digits(numbers.unique(), k, bits, total)
+
+
+class ForgetsHighDigits:
+    def kth_smallest(numbers, k, bits, total):
+        return kth_digits(numbers, k, min(bits, 32), total)
+
+
+class NothingToCount:
+    def kth_smallest(numbers, k, bits, total):
+        return kth_digits(numbers, k, bits, total) if len(numbers) else 0
+
+
 WRONG = {
     1: {PadsWithWhatTheMemoryHeld: "I5", PadsByTheRemainder: "I2", PadsWhereNothingIsMissing: "I2",
         LosesTheDataType: "I1", ViewsWhatIsTransposed: "I1"},
@@ -528,6 +582,9 @@ WRONG = {
     8: {AllForwardsFirst: "kept", NothingAhead: "idle", OneTooFewAhead: "idle",
         OneTooManyAhead: "kept", AsFarAheadOnEachRank: "idle", AheadBeyondTheEnd: "I1",
         ForgetsTheLastBackwards: "I1", BackwardComesFirst: "I6", NewestGoesBackFirst: "idle"},
+    9: {SortsItsOwn: "I1", CountsEachValue: "sent", KeepsK: "I1", CountsThoseWithAnotherDigit: "I1",
+        LowestDigitFirst: "I1", CountsEqualOnesOnce: "I1", ForgetsHighDigits: "I1",
+        NothingToCount: "I6"},
 }
 
 

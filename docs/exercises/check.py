@@ -263,7 +263,8 @@ def meanings() -> dict[str, str]:
     return {name: f"{name}, {short}: {text}" for name, short, text in rows} | {
         "time": f"time: {right} communication no longer overlaps computation",
         "idle": f"idle: {right} ranks wait for each other longer than necessary",
-        "kept": f"kept: {right} a rank keeps more activations than necessary"}
+        "kept": f"kept: {right} a rank keeps more activations than necessary",
+        "sent": f"sent: {right} a rank sends more than necessary"}
 
 
 def report(number: int, name: str, verdicts: list[Verdict]) -> str:

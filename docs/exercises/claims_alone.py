@@ -1,5 +1,5 @@
 r"""
-# Claims about exercises 1, 2 and 7: functions on their own
+# Claims about exercises 1, 2, 7 and 9: functions on their own
 
 Each exercise has a list of claims. A claim is a statement about the answer, together with the
 invariant that breaks if the statement does not hold.
@@ -257,6 +257,83 @@ def resharded(case: Case, before: list[dict[str, int]], after: list[dict[str, in
                    f"{sum(reads)}")
 
 
+# ------------------------------------------------------------- 9: the k-th smallest of all ranks
+
+
+def kth(case: Case, every: list[list[int]], k: int, bits: int) -> list[int]:
+    """
+    ## Compare the answer with a sort; return how many counts it has sent, call by call
+
+    * `every` has the numbers of each rank
+    """
+    sent: list[int] = []
+
+    def together(what: str) -> list[str]:
+        # Ask first: if the ranks did different things, they would wait for each other forever.
+        all_do = [""] * dist.get_world_size()
+        dist.all_gather_object(all_do, what)
+        alike = {does.partition(" ")[0] for does in all_do}
+        expect(len(alike) == 1, "all ranks call `total` as often",
+               "; ".join(f"rank {rank} {does}" for rank, does in enumerate(all_do)))
+        return all_do
+
+    def total(counts: torch.Tensor) -> torch.Tensor:
+        expect(isinstance(counts, torch.Tensor) and counts.dtype == torch.int64,
+               "counts in int64", getattr(counts, "dtype", counts))
+        lengths = {*together(f"totals {len(counts)} counts")}
+        expect(len(lengths) == 1, "as many counts on all ranks", f"{sorted(lengths)}")
+        sent.append(len(counts))
+        whole = counts.clone()
+        dist.all_reduce(whole)
+        return whole
+
+    mine = torch.tensor(every[dist.get_rank()], dtype=torch.int64)
+    returned = together(f"returns {case.answer.kth_smallest(mine, k, bits, total)!r}")
+    wanted = sorted(number for numbers in every for number in numbers)[k - 1]
+    given = "; ".join(f"rank {rank} has {numbers[:6]}{' ...' * (len(numbers) > 6)}"
+                      for rank, numbers in enumerate(every))
+    expect({*returned} == {f"returns {wanted}"}, f"{wanted}, number {k} in order: {given}",
+           "; ".join(f"rank {rank} {got}" for rank, got in enumerate(returned)))
+    return sent
+
+
+def split(numbers: list[int]) -> list[list[int]]:
+    """
+    ## These numbers, dealt out to the ranks
+    """
+    return [numbers[rank :: dist.get_world_size()] for rank in range(dist.get_world_size())]
+
+
+def finds_each(case: Case) -> None:
+    # 42, 13, 17 and 45, with digits of 8 bits.
+    numbers = [4 * 256 + 2, 1 * 256 + 3, 1 * 256 + 7, 4 * 256 + 5]
+    for k in (2, 3, 1, 4):
+        kth(case, split(numbers), k, 16)
+
+
+def sends_few_counts(case: Case) -> None:
+    numbers = torch.randperm(2**16, generator=torch.Generator().manual_seed(0))[:3000].tolist()
+    sent = kth(case, split(numbers), 1500, 16)
+    expect(sum(sent) <= 2 * 256, "2 times 256 counts sent, for numbers of 16 bits", f"{sent}")
+
+
+def finds_equal_ones(case: Case) -> None:
+    for k in range(1, 8):
+        kth(case, split([70_000, 3, 70_000, 3, 3, 260, 70_000]), k, 24)
+
+
+def finds_long_ones(case: Case) -> None:
+    numbers = [2**40 - 1, 2**39, 2**39 + 2**20, 1, 2**32, 0]
+    for k in range(1, 7):
+        kth(case, split(numbers), k, 40)
+
+
+def a_rank_without_numbers(case: Case) -> None:
+    nothing: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    for k in (1, 3):
+        kth(case, [*nothing[1:], [500, 7, 300]], k, 16)
+
+
 EVEN = [{"a": 6, "b": 6}, {"c": 24}]
 ODD = [{"a": 3, "b": 4}, {"c": 5}, {"d": 1}]
 MERGED = [{"a": 3, "b": 4, "c": 5, "d": 1}]
@@ -296,5 +373,12 @@ CLAIMS: dict[int, tuple[Claim, ...]] = {
               lambda case: resharded(case, MERGED, [*reversed(ODD)], PAIRS)),
         Claim("I2", "a rank reads only the elements of its own shards",
               lambda case: resharded(case, ODD, MERGED, PAIRS, reads_too=True)),
+    ),
+    9: (
+        Claim("I1", "each of four numbers is found", finds_each),
+        Claim("sent", "a rank sends 256 counts for each digit", sends_few_counts),
+        Claim("I1", "equal numbers count as often as they are there", finds_equal_ones),
+        Claim("I1", "numbers of five digits are found", finds_long_ones),
+        Claim("I6", "a rank without numbers takes part", a_rank_without_numbers),
     ),
 }

@@ -46,7 +46,8 @@ class Claim(NamedTuple):
     ## A statement about an answer, and the invariant that breaks if it does not hold
     """
 
-    # I1 to I10; or "time", "idle" or "kept" if the numbers are right, but at too high a cost.
+    # I1 to I10; or "time", "idle", "kept" or "sent" if the numbers are right, but at too high a
+    # cost.
     invariant: str
     text: str
     check: Callable[["Case"], None]

@@ -29,6 +29,7 @@ from zero3 import Zero3Layer, Zero3Sequential
 from zero3.checkpoint.entries import Entries
 from zero3.checkpoint.reader import CheckpointReader
 from zero3.comm import Communicator
+from zero3.compression.thresholds import kth_keys
 from zero3.pipeline import schedules
 
 HERE = Path(__file__).parent
@@ -106,6 +107,25 @@ def one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[
     return passes
 
 
+def kth_smallest(numbers: torch.Tensor, k: int, bits: int,
+                 total: Callable[[torch.Tensor], torch.Tensor]) -> int:
+    """
+    ## Exercise 9: the k-th smallest number of all ranks
+    """
+    found = 0
+    for shift in reversed(range(0, bits, 8)):
+        digits = (numbers >> shift) & 255
+        counts = total(digits.bincount(minlength=256))
+        upto = counts.cumsum(0)
+        # The first digit up to which there are k numbers.
+        digit = int((upto < k).sum())
+        # So many have a smaller digit.
+        k -= int(upto[digit] - counts[digit])
+        found = 256 * found + digit
+        numbers = numbers[digits == digit]
+    return found
+
+
 @dataclass(frozen=True)
 class Exercise:
     """
@@ -149,6 +169,7 @@ EXERCISES = {number: Exercise(*fields) for number, fields in enumerate((
     ("ex7_reshard_a_checkpoint", None, (reshard,), (Entries.shard, CheckpointReader.read), (1,)),
     ("ex8_one_forward_one_backward", None, (one_forward_one_backward,),
      (schedules.one_forward_one_backward,)),
+    ("ex9_kth_smallest", None, (kth_smallest,), (kth_keys,)),
 ), start=1)}
 
 
