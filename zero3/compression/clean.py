@@ -56,7 +56,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from zero3.compression.compress import named_modules
 from zero3.compression.freeing import drop_hooks
 from zero3.compression.stored import Stored
-from zero3.compression.weights import Pruned, Quantised, grid, mean_sizes
+from zero3.compression.weights import PrunedElements, PrunedFours, PrunedParts, Quantised
 from zero3.guards.options import expect
 from zero3.optimizer.stage3 import plain_paths
 from zero3.sharded import ShardedModel, comm_of
@@ -139,43 +139,37 @@ class Plan:
         ### Look at a compressed weight, before anything is cut
         """
         self.module = module
-        self.methods = [*module.parametrizations.weight[0]]
-        self.weight = module.weight.detach().clone()
-        self.kept: torch.Tensor | None = None
-        stored = module.parametrizations.weight.original
-        for method in self.methods:
-            if isinstance(method, Pruned) and method.rule.kind in ("element", "2:4") \
-                    and method.count:
-                self.kept = method.kept()
-        self._look_at_grid(stored)
-
-    def _look_at_grid(self, stored: torch.Tensor) -> None:
-        """
-        #### The scales that training rounds with now: `(rows, groups)`
-        """
-        self.bits = None
+        self.kept: torch.Tensor | None = None  # which elements are stored; `None` for all
+        self.bits: int | None = None  # of a code; `None` if elements are stored as they are
         self.least = 0
-        self.scales = self.zeros = None
-        value = stored
-        for method in self.methods:
-            bits = method.rule.bits_at(method.steps) if isinstance(method, Quantised) else None
-            if bits is None:
-                value = method(value)
-                continue
-            # Codes of 3 bits are stored in 4.
-            self.bits = next(each for each in (1, 2, 4, 8) if each >= bits)
-            rows = value.reshape(-1, method.width)
-            if bits == 1:
-                scales = mean_sizes(rows)
-                # A sign of zero has no code.
-                if bool((value == 0).any()):
-                    self.kept = value != 0
-            else:
-                scales, zeros, self.least, _ = grid(rows.amin(dim=1), rows.amax(dim=1), bits,
-                                                    method.rule.symmetric)
-                if not method.rule.symmetric:
-                    self.zeros = zeros.to(torch.uint8).view(len(value), -1)
-            self.scales = scales.float().view(len(value), -1)
+        self.scales: torch.Tensor | None = None  # (rows, groups)
+        self.zeros: torch.Tensor | None = None
+        # The same steps as in training, because scales are those of the weight so far.
+        weight = module.parametrizations.weight.original
+        for method in module.parametrizations.weight[0]:
+            if isinstance(method, (PrunedElements, PrunedFours)) and method.count:
+                self.kept = method.kept()
+            if isinstance(method, Quantised):
+                self._look_at_grid(method, weight)
+            weight = method(weight)
+        self.column_numel = weight[0, 0].numel()
+
+    def _look_at_grid(self, method: Quantised, weight: torch.Tensor) -> None:
+        """
+        #### What the weight is rounded to
+        """
+        grid = method.grid(weight)
+        if grid is None:
+            return
+        # Codes of 3 bits are stored in 4.
+        self.bits = next(each for each in (1, 2, 4, 8) if each >= grid.bits)
+        self.least = grid.least
+        self.scales = grid.scales.float().view(len(weight), -1)
+        if not method.rule.symmetric:
+            self.zeros = grid.zeros.to(torch.uint8).view(len(weight), -1)
+        if grid.bits == 1 and bool((weight == 0).any()):
+            # A sign of zero has no code.
+            self.kept = weight != 0
 
     def release(self) -> None:
         """
@@ -197,16 +191,24 @@ class Plan:
             return
         groups = None
         if columns is not None and self.scales.shape[1] > 1:
-            # (groups, neighbours); a group stays or goes as a whole.
-            wide = columns.repeat_interleave(self.weight[0, 0].numel())
-            blocks = wide.view(self.scales.shape[1], -1)
-            expect(bool((blocks.all(dim=1) == blocks.any(dim=1)).all()), f"clean: `{name}`",
-                   "columns that go together with all that share a scale", "some of a group",
-                   "leave `group` out, or let it divide the width of a head")
-            groups = blocks.all(dim=1)
+            groups = self._groups(name, columns)
         self.scales = _select(self.scales, rows, groups)
         if self.zeros is not None:
             self.zeros = _select(self.zeros, rows, groups)
+
+    def _groups(self, name: str, columns: torch.Tensor) -> torch.Tensor:
+        """
+        #### Which groups of neighbours are left, `(groups,)`
+
+        A group has one scale, so it stays or goes as a whole.
+        """
+        assert self.scales is not None
+        elements = columns.repeat_interleave(self.column_numel)
+        groups = elements.view(self.scales.shape[1], -1)
+        expect(torch.equal(groups.all(dim=1), groups.any(dim=1)), f"clean: `{name}`",
+               "columns that go together with all that share a scale", "some of a group",
+               "leave `group` out, or let it divide the width of a head")
+        return groups.all(dim=1)
 
     def store(self, name: str) -> None:
         """
@@ -215,9 +217,6 @@ class Plan:
         if self.bits is None and self.kept is None:
             return
         weight = self.module.weight.detach()
-        if self.bits is None and self.kept is not None:
-            # Zero everywhere else already.
-            weight = torch.where(self.kept, weight, 0)
         stored = Stored(weight.shape, weight.dtype, self.bits, self.least)
         if self.scales is not None:
             stored.scales = self.scales.reshape(-1, 1)
@@ -244,26 +243,43 @@ def _cuts(modules: dict[str, nn.Module]) -> dict[str, Cut]:
     """
     cuts: dict[str, Cut] = {}
     for name, module in modules.items():
-        if not parametrize.is_parametrized(module, "weight"):
-            continue
-        found: Any = module.parametrizations
-        for method in found.weight[0]:
-            if not (isinstance(method, Pruned) and method.rule.follows and method.count):
-                continue
-            own = 0 if method.rule.kind == "row" else 1
+        for method in _cut_by(module):
+            along = 0 if method.rule.kind == "row" else 1
             kept = method.kept().reshape(-1)
-            parent = name.rpartition(".")[0]
-            _add_cut(cuts, modules, name, own, kept)
+            _add_cut(cuts, modules, name, along, kept)
             for other in method.rule.follows:
-                _add_cut(cuts, modules, f"{parent}.{other}".strip("."), 1 - own, kept)
-            heads = int(method.kept_units().sum())
+                _add_cut(cuts, modules, _beside(name, other), 1 - along, kept)
             for count in method.rule.counts:
-                path, _, attribute = f"{parent}.{count}".strip(".").rpartition(".")
-                expect(isinstance(getattr(modules.get(path), attribute, None), int),
-                       f"clean: `{count}`, beside `{name}`", "an attribute with the number of "
-                       "heads", path, "look at the names")
-                setattr(modules[path], attribute, heads)
+                _set_count(modules, name, count, int(method.kept_units().sum()))
     return cuts
+
+
+def _cut_by(module: Any) -> list[PrunedParts]:
+    """
+    #### The rules that remove rows or columns of a module's weight
+    """
+    if not parametrize.is_parametrized(module, "weight"):
+        return []
+    return [method for method in module.parametrizations.weight[0]
+            if isinstance(method, PrunedParts) and method.rule.follows and method.count]
+
+
+def _beside(name: str, other: str) -> str:
+    """
+    #### The whole name of a layer or attribute that a rule names beside its own layer
+    """
+    return f"{name.rpartition('.')[0]}.{other}".strip(".")
+
+
+def _set_count(modules: dict[str, nn.Module], name: str, count: str, heads: int) -> None:
+    """
+    #### Write the number of heads that are left to an attribute
+    """
+    path, _, attribute = _beside(name, count).rpartition(".")
+    expect(isinstance(getattr(modules.get(path), attribute, None), int),
+           f"clean: `{count}`, beside `{name}`", "an attribute with the number of heads", path,
+           "look at the names")
+    setattr(modules[path], attribute, heads)
 
 
 def _add_cut(cuts: dict[str, Cut], modules: dict[str, nn.Module], name: str, along: int,

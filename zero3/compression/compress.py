@@ -50,6 +50,7 @@ numbers than they compute with. A step that a loss scale skips counts as one.
 
 import copy
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -63,14 +64,21 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from zero3.compression.freeing import Compressed, after_forward, before_forward
 from zero3.compression.rules import Prune, Quantize
 from zero3.compression.thresholds import DIGIT, kth_keys
-from zero3.compression.weights import Method, Pruned, PrunedBias, Quantised, QuantisedInput
+from zero3.compression.weights import (
+    Method,
+    Pruned,
+    PrunedBias,
+    PrunedElements,
+    PrunedFours,
+    PrunedParts,
+    Quantised,
+    QuantisedInput,
+)
 from zero3.guards.freed import FreedParameter
 from zero3.guards.options import expect
 from zero3.optimizer.buckets import Bucket
 from zero3.optimizer.stage3 import Zero3Optimizer
 
-# By `_order`.
-_METHODS: tuple[Any, ...] = (Pruned, Pruned, Quantised, QuantisedInput)
 Rules = dict[str, list[Prune | Quantize]]
 # Magnitude and place of an element are a key of at most 63 bits.
 MOST_SHARED = 2**31 - 1
@@ -91,12 +99,10 @@ def compress(model: nn.Module | Iterable[nn.Module], rules: Rules) -> "Compressi
     rule does not fit the weight's shape.
     """
     found = named_modules(model)
-    uses: dict[Any, int] = {}
-    for module in dict.fromkeys(found.values()):
-        for p in module._parameters.values():
-            uses[p] = uses.get(p, 0) + 1
+    # A tied weight has several.
+    uses = Counter(p for module in found.values() for p in module._parameters.values())
     places: list[Place] = []
-    groups: list[list[Pruned]] = []
+    groups: list[list[PrunedElements]] = []
     for pattern, methods in rules.items():
         matched = {name: module for name, module in found.items() if _has_weight(module)
                    and any(fnmatchcase(name, each) for each in pattern.split("|"))}
@@ -105,7 +111,7 @@ def compress(model: nn.Module | Iterable[nn.Module], rules: Rules) -> "Compressi
                f"look at the names, {[*found][:20]}")
         for name, module in matched.items():
             _check(name, module, methods, uses)
-        added = [_add(name, module, methods) for name, module in matched.items()]
+        added = [_add(module, methods) for module in matched.values()]
         groups += _groups(added)
         places += added
     compression = Compression(places, groups)
@@ -127,11 +133,10 @@ class Place:
     """
     ## One compressed layer
 
-    `stored` has the weight that is trained, `stored.original`.
+    `stored` has the weight that is trained, `stored.original`; it is `None` if only inputs are
+    rounded.
     """
 
-    name: str
-    module: Any
     stored: Any
     methods: list[Method]
 
@@ -151,7 +156,7 @@ class Compression:
     The compressed layers share it. It follows the steps of optimizers as long as one of them lives.
     """
 
-    def __init__(self, places: list[Place], groups: list[list[Pruned]]):
+    def __init__(self, places: list[Place], groups: list[list[PrunedElements]]):
         """
         ### Follow the steps of optimizers
 
@@ -196,19 +201,8 @@ class Compression:
         A `Zero3Optimizer` steps its shards by an optimizer inside of it, which does not count.
         """
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for place in self.places:
-            for param in place.params():
-                layer = layer_of(param)
-                if layer is None:
-                    found = id(param) in stepped
-                elif isinstance(optimizer, Zero3Optimizer):
-                    found = layer.reducer in optimizer.buckets
-                else:
-                    found = (not isinstance(layer.reducer, Bucket)
-                             and any(id(flat.shard) in stepped for flat in layer.flats))
-                if found:
-                    return True
-        return False
+        return any(_is_stepped(param, optimizer, stepped)
+                   for place in self.places for param in place.params())
 
     @torch.no_grad()
     def advance(self) -> None:
@@ -258,7 +252,7 @@ class Compression:
             for pruned in group:
                 pruned.state[1] = threshold
 
-    def _active(self) -> list[list[Pruned]]:
+    def _active(self) -> list[list[PrunedElements]]:
         """
         #### The groups that prune something now
         """
@@ -305,6 +299,22 @@ class Compression:
             each.move(new)
 
 
+def _is_stepped(param: Any, optimizer: torch.optim.Optimizer, stepped: set[int]) -> bool:
+    """
+    #### Whether an optimizer trains a weight, or its shard
+
+    * `stepped` has the ids of what the optimizer steps
+    """
+    layer = layer_of(param)
+    if layer is None:
+        return id(param) in stepped
+    if isinstance(optimizer, Zero3Optimizer):
+        return layer.reducer in optimizer.buckets
+    # A layer of a `Zero3Optimizer` is stepped by the optimizer inside of it, too.
+    return (not isinstance(layer.reducer, Bucket)
+            and any(id(flat.shard) in stepped for flat in layer.flats))
+
+
 def layer_of(param: Any) -> Any:
     """
     ## The sharded layer that has a parameter, or `None`
@@ -314,7 +324,7 @@ def layer_of(param: Any) -> Any:
     return type(param).owner() if isinstance(param, FreedParameter) else None
 
 
-def _key_bits(groups: list[list[Pruned]]) -> int:
+def _key_bits(groups: list[list[PrunedElements]]) -> int:
     """
     #### The bits of the longest key
     """
@@ -322,41 +332,52 @@ def _key_bits(groups: list[list[Pruned]]) -> int:
                for group in groups for pruned in group)
 
 
-def _own_keys(prunings: list[Pruned]) -> dict[Pruned, torch.Tensor]:
+def _own_keys(prunings: list[PrunedElements]) -> dict[PrunedElements, torch.Tensor]:
     """
     #### The keys of the elements that this rank has: `(n,)` int64 of each weight
-
-    A shard that rests in a file is read once.
     """
-    by_param = {id(pruned.ranked): pruned for pruned in prunings}
     found = {}
-    layers: dict[Any, None] = {}
+    sharded: dict[Any, dict[int, PrunedElements]] = {}
     for pruned in prunings:
         layer = layer_of(pruned.ranked)
         if layer is None:
             found[pruned] = pruned.keys(pruned.ranked.detach().reshape(-1))
         else:
-            layers[layer] = None
-            # It stays empty if another stage of a pipeline has the weight.
-            found[pruned] = torch.empty(0, dtype=torch.int64, device=layer.device)
-    for layer in layers:
-        layer.expect(not getattr(layer.comm.links, "weights", None), "cannot prune elements",
-                     "weights that are gathered as they are", f"{layer.comm.links}", "prune rows, "
-                     "channels, heads or 2:4; or leave `weights` out of `Links`")
-        for flat in layer.flats:
-            slots = [slot for slot in flat.slots if id(slot.param) in by_param]
-            if not slots:
-                continue
-            begin = layer.comm.rank * len(flat.shard)
-            shard = flat.storage.load()
-            for slot in slots:
-                # The part of this weight that is in this rank's shard.
-                first = min(max(begin, slot.offset), slot.end)
-                last = max(min(begin + len(shard), slot.end), first)
-                pruned = by_param[id(slot.param)]
-                values = shard[first - begin : last - begin].to(layer.device)
-                found[pruned] = pruned.keys(values, first - slot.offset)
-            flat.storage.release()
+            sharded.setdefault(layer, {})[id(pruned.ranked)] = pruned
+    for layer, by_param in sharded.items():
+        found |= _keys_in_shards(layer, by_param)
+    return found
+
+
+def _keys_in_shards(layer: Any, by_param: dict[int, PrunedElements]
+                    ) -> dict[PrunedElements, torch.Tensor]:
+    """
+    #### The keys of the elements that are in this rank's shards of a layer
+
+    * `by_param` has what each weight is pruned by
+
+    A shard that rests in a file is read once.
+    """
+    layer.expect(not getattr(layer.comm.links, "weights", None), "cannot prune elements",
+                 "weights that are gathered as they are", f"{layer.comm.links}", "prune rows, "
+                 "channels, heads or 2:4; or leave `weights` out of `Links`")
+    # They stay empty if another stage of a pipeline has the layer.
+    nothing = torch.empty(0, dtype=torch.int64, device=layer.device)
+    found = dict.fromkeys(by_param.values(), nothing)
+    for flat in layer.flats:
+        slots = [slot for slot in flat.slots if id(slot.param) in by_param]
+        if not slots:
+            continue
+        begin = layer.comm.rank * len(flat.shard)
+        shard = flat.storage.load()
+        for slot in slots:
+            # The part of this weight that is in this rank's shard.
+            first = min(max(begin, slot.offset), slot.end)
+            last = max(min(begin + len(shard), slot.end), first)
+            values = shard[first - begin : last - begin].to(layer.device)
+            pruned = by_param[id(slot.param)]
+            found[pruned] = pruned.keys(values, first - slot.offset)
+        flat.storage.release()
     return found
 
 
@@ -371,7 +392,7 @@ def _has_weight(module: nn.Module) -> bool:
     return weight is not None and weight.dim() >= 2
 
 
-def _check(name: str, module: Any, methods: list[Any], uses: dict[Any, int]) -> None:
+def _check(name: str, module: Any, methods: list[Any], uses: Counter[Any]) -> None:
     """
     #### Refuse rules that do not fit a weight, before anything changes
     """
@@ -388,52 +409,70 @@ def _check(name: str, module: Any, methods: list[Any], uses: dict[Any, int]) -> 
     expect(uses[weight] == 1, f"compress: `{name}`", "a weight of this layer alone",
            "one that another layer has too", "give each of them its own")
     for rule in methods:
-        fits = True
-        if isinstance(rule, Prune):
-            width = {"2:4": 4, "head": rule.heads}.get(rule.kind, 1)
-            along = weight.shape[1] if rule.kind == "head" else weight[0].numel()
-            fits = along % width == 0 and (rule.kind != "element" or weight.element_size() <= 4)
-        elif rule.group:
-            fits = weight[0].numel() % rule.group == 0
-        expect(fits, f"compress: `{name}` of {tuple(weight.shape)}, {weight.dtype}", "a weight "
-               "that splits into such groups or heads; for elements, of at most 32 bits", rule,
-               "pass other numbers, or match other layers")
+        expect(_fits(rule, weight), f"compress: `{name}` of {tuple(weight.shape)}, {weight.dtype}",
+               "a weight that splits into such groups or heads; for elements, of at most 32 bits",
+               rule, "pass other numbers, or match other layers")
+
+
+def _fits(rule: Prune | Quantize, weight: torch.Tensor) -> bool:
+    """
+    #### Whether the shape and the data type of a weight allow a rule
+    """
+    row_numel = weight[0].numel()
+    if isinstance(rule, Quantize):
+        return row_numel % (rule.group or 1) == 0
+    if rule.kind == "element":
+        return weight.element_size() <= 4
+    if rule.kind == "2:4":
+        return row_numel % 4 == 0
+    return rule.heads is None or weight.shape[1] % rule.heads == 0
+
+
+def _class(rule: Prune | Quantize) -> Any:
+    """
+    #### The class that does what a rule says
+    """
+    if isinstance(rule, Prune):
+        return {"element": PrunedElements, "2:4": PrunedFours}.get(rule.kind, PrunedParts)
+    return Quantised if rule.of == "weight" else QuantisedInput
 
 
 def _order(rule: Prune | Quantize) -> int:
     """
-    #### The place of a rule among those of a layer
+    #### The place of a rule among those of a layer, which has one of each place
     """
-    if isinstance(rule, Prune):
-        return 0 if rule.kind in ("element", "2:4") else 1
-    return 2 if rule.of == "weight" else 3
+    places = {PrunedElements: 0, PrunedFours: 0, PrunedParts: 1, Quantised: 2, QuantisedInput: 3}
+    return places[_class(rule)]
 
 
-def _add(name: str, module: Any, rules: list[Any]) -> Place:
+def _add(module: Any, rules: list[Any]) -> Place:
     """
     #### Put rules on one layer
     """
     weight = module.weight
-    rules = sorted(rules, key=_order)
-    methods: list[Method] = [_METHODS[_order(rule)](rule, weight) for rule in rules]
+    methods: list[Method] = [_class(rule)(rule, weight) for rule in sorted(rules, key=_order)]
     of_weight = [method for method in methods if not isinstance(method, QuantisedInput)]
-    place = Place(name, module, None, methods)
     if len(of_weight) < len(methods):
         module.compressed_input = methods[-1]
         module.register_forward_pre_hook(_round_input)
-    if not of_weight:
-        return place
-    parametrize.register_parametrization(module, "weight", Compressed(of_weight), unsafe=True)
+    if of_weight:
+        _add_to_weight(module, of_weight)
+    return Place(module.parametrizations.weight if of_weight else None, methods)
+
+
+def _add_to_weight(module: Any, methods: list[Method]) -> None:
+    """
+    #### Compute with what these methods make of the weight
+    """
+    parametrize.register_parametrization(module, "weight", Compressed(methods), unsafe=True)
     module.register_forward_pre_hook(before_forward)
     module.register_forward_hook(after_forward)
-    place.stored = module.parametrizations.weight
-    for method in of_weight:
+    for method in methods:
         if isinstance(method, Pruned):
-            method.attach(place.stored)
-            if method.rule.kind == "row" and module.bias is not None:
-                follower = PrunedBias(method)
-                parametrize.register_parametrization(module, "bias", follower, unsafe=True)
-    return place
+            method.attach(module.parametrizations.weight)
+        if isinstance(method, PrunedParts) and method.rule.kind == "row" \
+                and module.bias is not None:
+            parametrize.register_parametrization(module, "bias", PrunedBias(method), unsafe=True)
 
 
 def _round_input(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -443,12 +482,12 @@ def _round_input(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (module.compressed_input(args[0]), *args[1:])
 
 
-def _groups(places: list[Place]) -> list[list[Pruned]]:
+def _groups(places: list[Place]) -> list[list[PrunedElements]]:
     """
     #### The prunings of one pattern whose elements share a threshold
     """
-    pruned: list[Any] = [method for place in places for method in place.methods
-                         if method.rule.__class__ is Prune and method.rule.kind == "element"]
+    pruned = [method for place in places for method in place.methods
+              if isinstance(method, PrunedElements)]
     if not pruned or pruned[0].rule.scope == "layer":
         return [[each] for each in pruned]
     numel = sum(each.shape.numel() for each in pruned)

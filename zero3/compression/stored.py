@@ -101,28 +101,30 @@ class Stored(nn.Module):
         ### The weight
         """
         numel = self.shape.numel()
-        kept = slice(None)
-        if self.mask is not None:
-            kept = unpack(self.mask, 1)[:numel].bool()  # type: ignore[assignment]
+        kept = None if self.mask is None else unpack(self.mask, 1)[:numel].bool()
         # Training rounds weights of 16 bits in fp32, and those of fp64 in fp64.
         wide = torch.promote_types(self.dtype, torch.float32)
-        values = torch.zeros(numel, dtype=wide, device=codes.device)
-        if self.scales is None:
-            values[kept] = codes.to(wide)
-            return values.view(self.shape).to(self.dtype)
-        assert self.bits is not None
-        count = numel if self.mask is None else int(values[kept].numel())
-        numbers = unpack(codes, self.bits)[:count].to(wide)
-        zeros = torch.zeros_like(self.scales) if self.zeros is None else self.zeros.float()
-        each = numel // len(self.scales)
-        # What zero stands for, and the scale, for each element that is left.
-        zeros = zeros.expand(-1, each).reshape(-1)[kept]
-        scales = self.scales.expand(-1, each).reshape(-1)[kept]
+        count = numel if kept is None else int(kept.sum())
+        numbers = (codes if self.bits is None else unpack(codes, self.bits))[:count].to(wide)
+        if kept is not None:
+            # Bring each to its place.
+            numbers = numbers.new_zeros(numel).masked_scatter(kept, numbers)
+        if self.scales is not None:
+            numbers = self._scaled(numbers.view(len(self.scales), -1)).view(-1)
+        if kept is not None:
+            # A code that is not there counts as zero, which stands for another number.
+            numbers = torch.where(kept, numbers, 0)
+        return numbers.view(self.shape).to(self.dtype)
+
+    def _scaled(self, codes: torch.Tensor) -> torch.Tensor:
+        """
+        #### The values of codes, `(rows, neighbours)`
+        """
+        assert self.scales is not None
         if self.bits == 1:
-            values[kept] = (2 * numbers - 1) * scales
-        else:
-            values[kept] = (numbers + self.least - zeros) * scales
-        return values.view(self.shape).to(self.dtype)
+            return (2 * codes - 1) * self.scales
+        zeros = 0 if self.zeros is None else self.zeros.float()
+        return (codes + self.least - zeros) * self.scales
 
     def about(self) -> dict[str, Any]:
         """

@@ -46,6 +46,7 @@ a moment. Weights of fp64 have no keys, because magnitude and place have more th
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -106,25 +107,32 @@ class Method(nn.Module):
         return self._read()[1]
 
 
+# ------------------------------------------------------------------------------------------- masks
+
+
 class Pruned(Method):
     """
     ## A weight without its least important parts
+
+    `PrunedElements`, `PrunedFours` and `PrunedParts` say which of them are left.
     """
+
+    # Learnt scores of the parts, if the rule asks for them.
+    score: nn.Parameter | None
 
     def __init__(self, rule: Prune, weight: torch.Tensor):
         """
         ### Prune a weight
 
-        `attach` says later where the stored weight is, and `share` which other weights share its
-        threshold.
+        `attach` says later where the stored weight is.
         """
         super().__init__(rule, weight.device)
         self.shape = weight.shape
         self._stored: tuple[Any, ...] = ()
-        self.share(0, weight.numel())
+        self.register_parameter("score", None)
         if rule.score == "learnt":
             # It begins as the magnitude.
-            self.score = nn.Parameter(self._magnitudes(weight).to(weight.dtype))
+            self.score = nn.Parameter(self.sizes(weight).to(weight.dtype))
 
     def attach(self, stored: Any) -> None:
         """
@@ -143,19 +151,35 @@ class Pruned(Method):
         return self._stored[0].original
 
     @property
-    def units(self) -> int:
-        """
-        ### How many parts there are: elements that share the threshold, rows, channels or heads
-        """
-        along = {"row": self.shape[0], "channel": self.shape[1], "head": self.rule.heads}
-        return along.get(self.rule.kind, self.shared_numel)
-
-    @property
     def count(self) -> int:
         """
-        ### How many of them are pruned now
+        ### How many parts are pruned now
         """
-        return round(self.rule.sparsity_at(self.steps) * self.units)
+        return round(self.rule.sparsity_at(self.steps) * self.units())
+
+    def units(self) -> int:
+        """
+        ### How many parts there are
+        """
+        return self.shape.numel()
+
+    def sizes(self, weight: torch.Tensor) -> torch.Tensor:
+        """
+        ### How large each part is
+        """
+        return weight.detach().abs()
+
+    def kept(self) -> torch.Tensor:
+        """
+        ### Which elements are left: bool, of the weight's shape or one that expands to it
+        """
+        raise NotImplementedError
+
+    def spread(self, parts: Any) -> Any:
+        """
+        ### A number for each part, so that they expand to the weight's shape
+        """
+        return parts
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         """
@@ -163,82 +187,38 @@ class Pruned(Method):
         """
         if not self.count:
             return weight
-        return self.masked(weight, self.kept(), self._spread)
+        score = None if self.score is None else self.spread(self.score)
+        return self.masked(weight, self.kept(), score)
 
-    def masked(self, values: torch.Tensor, kept: torch.Tensor, spread: Any) -> torch.Tensor:
+    def masked(self, values: torch.Tensor, kept: torch.Tensor, score: torch.Tensor | None
+               ) -> torch.Tensor:
         """
         ### Zeros where a part is pruned, with the gradient that the rule asks for
 
         * `values` are the weight, or the bias
-        * `kept` says what is left of them, and `spread` brings learnt scores to its shape
+        * `kept` says what is left of them, and `score` are their learnt scores, if there are any
         """
-        if self.rule.score == "learnt":
-            score = spread(self.score)
+        if score is not None:
             # The value of `kept`, with the gradient of the score.
             return values * (kept + (score - score.detach()))
         found = torch.where(kept, values, 0)
         # With `regrow`, the value of `found` and the gradient of all values.
         return found.detach() + (values - values.detach()) if self.rule.regrow else found
 
-    @torch.no_grad()
-    def kept(self) -> torch.Tensor:
-        """
-        ### Which elements are left: bool, of the weight's shape or one that expands to it
-        """
-        weight = self.original
-        if self.rule.kind == "2:4":
-            order = weight.abs().view(-1, 4).argsort(dim=1, descending=True, stable=True)
-            kept = torch.ones_like(order, dtype=torch.bool)
-            return kept.scatter_(1, order[:, 2:], False).view(weight.shape)
-        if self.rule.kind == "element":
-            keys = self.keys(self.ranked.reshape(-1))
-            return (keys > self.threshold).view(weight.shape)
-        return self._spread(self.kept_units())
 
-    def _spread(self, units: torch.Tensor) -> torch.Tensor:
-        """
-        #### Numbers of rows, channels or heads, so that they expand to the weight's shape
+class PrunedElements(Pruned):
+    """
+    ## Single elements: those up to a threshold are pruned
+    """
 
-        * `units` is `(units,)`; numbers of elements stay as they are
+    def __init__(self, rule: Prune, weight: torch.Tensor):
         """
-        ones = [1] * (len(self.shape) - 2)
-        if self.rule.kind == "element":
-            return units
-        if self.rule.kind == "row":
-            return units.view(-1, 1, *ones)
-        return units.repeat_interleave(self.shape[1] // self.units).view(1, -1, *ones)
+        ### Prune elements of a weight
 
-    @torch.no_grad()
-    def kept_units(self) -> torch.Tensor:
+        `share` says later which other weights share its threshold.
         """
-        ### Which rows, channels or heads are left: `(units,)` bool
-        """
-        is_learnt = self.rule.score == "learnt"
-        scores = self.score if is_learnt else self._magnitudes(self.original)
-        kept = torch.ones(self.units, dtype=torch.bool, device=scores.device)
-        kept[scores.view(-1).argsort(stable=True)[:self.count]] = False
-        return kept
-
-    def _magnitudes(self, weight: torch.Tensor) -> torch.Tensor:
-        """
-        #### How large each part is: an element's magnitude, or the sum of them
-
-        The sum is taken in fp64, so it hardly depends on the order.
-        """
-        sizes = weight.detach().abs()
-        if self.rule.kind == "element":
-            return sizes
-        parts = sizes if self.rule.kind == "row" else sizes.transpose(0, 1)
-        return parts.reshape(self.units, -1).sum(dim=1, dtype=torch.float64)
-
-    @property
-    def ranked(self) -> torch.Tensor:
-        """
-        ### What elements are ranked by: the learnt score, or the stored weight
-        """
-        return self.score if self.rule.score == "learnt" else self.original
-
-    # ---------------------------------------------------------------------------------------- keys
+        super().__init__(rule, weight)
+        self.share(0, weight.numel())
 
     def share(self, first: int, numel: int) -> None:
         """
@@ -249,6 +229,27 @@ class Pruned(Method):
         self.first = first
         self.shared_numel = numel
         self.place_bits = numel.bit_length()
+
+    def units(self) -> int:
+        """
+        ### How many elements share the threshold
+        """
+        return self.shared_numel
+
+    @property
+    def ranked(self) -> torch.Tensor:
+        """
+        ### What elements are ranked by: the learnt score, or the stored weight
+        """
+        return self.original if self.score is None else self.score
+
+    @torch.no_grad()
+    def kept(self) -> torch.Tensor:
+        """
+        ### Those above the threshold
+        """
+        keys = self.keys(self.ranked.reshape(-1))
+        return (keys > self.threshold).view(self.shape)
 
     def keys(self, values: torch.Tensor, first: int = 0) -> torch.Tensor:
         """
@@ -261,13 +262,75 @@ class Pruned(Method):
         integer = _INTEGERS[values.dtype]
         bits = values.detach().contiguous().view(integer).long()
         most = torch.iinfo(integer).max
-        if self.rule.score == "learnt":
+        if self.score is None:
+            bits = bits & most  # without the sign
+        else:
             # The bits of negative scores have the opposite order, and come before all others.
             bits = torch.where(bits < 0, most - (bits & most), bits + most + 1)
-        else:
-            bits = bits & most  # without the sign
         places = torch.arange(first, first + len(bits), device=bits.device)
         return (bits << self.place_bits) | places
+
+
+class PrunedFours(Pruned):
+    """
+    ## Two of each four neighbours
+    """
+
+    @torch.no_grad()
+    def kept(self) -> torch.Tensor:
+        """
+        ### The larger two
+        """
+        order = self.original.abs().view(-1, 4).argsort(dim=1, descending=True, stable=True)
+        kept = torch.ones_like(order, dtype=torch.bool)
+        return kept.scatter_(1, order[:, 2:], False).view(self.shape)
+
+
+class PrunedParts(Pruned):
+    """
+    ## Whole rows, channels or heads
+    """
+
+    def units(self) -> int:
+        """
+        ### How many rows, channels or heads there are
+        """
+        return {"row": self.shape[0], "channel": self.shape[1]}.get(self.rule.kind, self.rule.heads)
+
+    def sizes(self, weight: torch.Tensor) -> torch.Tensor:
+        """
+        ### The sum of magnitudes of each, `(units,)`
+
+        It is taken in fp64, so it hardly depends on the order.
+        """
+        sizes = weight.detach().abs()
+        parts = sizes if self.rule.kind == "row" else sizes.transpose(0, 1)
+        return parts.reshape(self.units(), -1).sum(dim=1, dtype=torch.float64)
+
+    @torch.no_grad()
+    def kept_units(self) -> torch.Tensor:
+        """
+        ### Which rows, channels or heads are left: `(units,)` bool
+        """
+        sizes = self.sizes(self.original) if self.score is None else self.score
+        kept = torch.ones_like(sizes, dtype=torch.bool)
+        kept[sizes.argsort(stable=True)[: self.count]] = False
+        return kept
+
+    def kept(self) -> torch.Tensor:
+        """
+        ### The elements of those that are left
+        """
+        return self.spread(self.kept_units())
+
+    def spread(self, parts: Any) -> Any:
+        """
+        ### `(units,)` to `(rows, 1, ...)` for rows, and `(1, columns, ...)` for the others
+        """
+        ones = [1] * (len(self.shape) - 2)
+        if self.rule.kind == "row":
+            return parts.view(-1, 1, *ones)
+        return parts.repeat_interleave(self.shape[1] // self.units()).view(1, -1, *ones)
 
 
 class PrunedBias(nn.Module):
@@ -275,7 +338,7 @@ class PrunedBias(nn.Module):
     ## The bias of a layer with pruned rows: zero where they are
     """
 
-    def __init__(self, pruned: Pruned):
+    def __init__(self, pruned: PrunedParts):
         """
         ### Follow a pruned weight
         """
@@ -288,9 +351,52 @@ class PrunedBias(nn.Module):
         ### The bias with zeros
         """
         (pruned,) = self.follows
-        if not pruned.count:
-            return bias
-        return pruned.masked(bias, pruned.kept_units(), lambda score: score)
+        return pruned.masked(bias, pruned.kept_units(), pruned.score) if pruned.count else bias
+
+
+# ------------------------------------------------------------------------------------------- grids
+
+
+@dataclass(frozen=True)
+class Grid:
+    r"""
+    ## The values that the rows of a weight are rounded to
+
+    A code $c$ of a row stands for $s (c - z)$. With 1 bit there are two values, $-s$ and $s$.
+    """
+
+    bits: int
+    scales: torch.Tensor  # (rows,) fp32, or the weight's data type for 1 bit
+    zeros: torch.Tensor  # (rows,) int32
+    least: int = 0
+    most: int = 1
+
+
+@torch.no_grad()
+def grid(low: torch.Tensor, high: torch.Tensor, bits: int, symmetric: bool) -> Grid:
+    r"""
+    ## The multiples of a scale that cover a range
+
+    * `low` and `high` are the least and the greatest values, `(rows,)`
+
+    Of $b$ bits, symmetric codes use one less than there are, so that zero is in the middle:
+
+    $$s = rac{\max |w|}{2^{b-1} - 1} \qquad 	ext{or} \qquad
+    s = rac{\max(w, 0) - \min(w, 0)}{2^b - 1}, \quad z = -rac{\min(w, 0)}{s}$$
+
+    Zero is always one of the values, so that what was pruned stays zero.
+    """
+    # A row of zeros takes any scale but zero.
+    tiny = torch.finfo(torch.float32).tiny
+    if symmetric:
+        most = 2 ** (bits - 1) - 1
+        largest = torch.maximum(low.abs(), high.abs()).float()
+        scales = (largest / most).clamp(min=tiny)
+        return Grid(bits, scales, torch.zeros_like(scales, dtype=torch.int32), -most, most)
+    most = 2**bits - 1
+    low = low.float().clamp(max=0)
+    scales = ((high.float().clamp(min=0) - low) / most).clamp(min=tiny)
+    return Grid(bits, scales, (-low / scales).round().int(), 0, most)
 
 
 class Quantised(Method):
@@ -303,68 +409,38 @@ class Quantised(Method):
         # How many neighbours share a scale.
         self.width = rule.group or weight[0].numel()
 
+    def grid(self, weight: torch.Tensor) -> Grid | None:
+        """
+        ### What the weight is rounded to now, or `None` before the start
+
+        With 1 bit the scale is the mean magnitude of the elements of the row that are not zero, as
+        in [XNOR-Net](https://arxiv.org/abs/1603.05279), section 3.1.
+        """
+        bits = self.rule.bits_at(self.steps)
+        if bits is None:
+            return None
+        rows = weight.detach().reshape(-1, self.width)
+        if bits > 1:
+            return grid(rows.amin(dim=1), rows.amax(dim=1), bits, self.rule.symmetric)
+        means = rows.abs().sum(dim=1) / (rows != 0).sum(dim=1).clamp(min=1)
+        return Grid(bits, means, torch.zeros_like(means, dtype=torch.int32))
+
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         """
         ### The weight, rounded
         """
-        bits = self.rule.bits_at(self.steps)
-        if bits is None:
+        to = self.grid(weight)
+        if to is None:
             return weight
         rows = weight.reshape(-1, self.width)
-        if bits == 1:
-            return signs(rows).view(weight.shape)
-        scale, zero, least, most = grid(rows.amin(dim=1), rows.amax(dim=1), bits,
-                                        self.rule.symmetric)
-        return torch.fake_quantize_per_channel_affine(
-            rows, scale, zero, 0, least, most).view(weight.shape)
-
-
-@torch.no_grad()
-def grid(low: torch.Tensor, high: torch.Tensor, bits: int, symmetric: bool
-         ) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    r"""
-    ## The multiples of a scale that cover a range
-
-    * `low` and `high` are the least and the greatest values, `(n,)`
-
-    Returns the scales, `(n,)` fp32, the zero points, `(n,)` int32, and the least and the greatest
-    code. A code $c$ stands for $s (c - z)$. Of $b$ bits, symmetric codes use one less than there
-    are, so that zero is in the middle:
-
-    $$s = \frac{\max |w|}{2^{b-1} - 1} \qquad \text{or} \qquad
-    s = \frac{\max(w, 0) - \min(w, 0)}{2^b - 1}, \quad z = -\frac{\min(w, 0)}{s}$$
-
-    Zero is always one of the values, so that what was pruned stays zero.
-    """
-    if symmetric:
-        most = 2 ** (bits - 1) - 1
-        largest = torch.maximum(low.abs(), high.abs()).float()
-        # A row of zeros takes any scale but zero.
-        scale = (largest / most).clamp(min=torch.finfo(torch.float32).tiny)
-        return scale, torch.zeros_like(scale, dtype=torch.int32), -most, most
-    most = 2**bits - 1
-    low = low.float().clamp(max=0)
-    scale = ((high.float().clamp(min=0) - low) / most).clamp(min=torch.finfo(torch.float32).tiny)
-    return scale, (-low / scale).round().int(), 0, most
-
-
-def signs(rows: torch.Tensor) -> torch.Tensor:
-    r"""
-    ## One bit: the sign, times the mean magnitude of the row
-
-    Of the elements that are not pruned, as in [XNOR-Net](https://arxiv.org/abs/1603.05279), section
-    3.1. torch has no operation for it.
-    """
-    value = rows.detach().sign() * mean_sizes(rows)[:, None]
-    # The value of the signs, with the gradient of the weight.
-    return value + (rows - rows.detach())
-
-
-def mean_sizes(rows: torch.Tensor) -> torch.Tensor:
-    """
-    ## The mean magnitude of the elements of each row that are not zero, `(rows,)`
-    """
-    return rows.detach().abs().sum(dim=1) / (rows != 0).sum(dim=1).clamp(min=1)
+        if to.bits == 1:
+            # torch has no operation for signs. Their value, with the gradient of the weight.
+            signs = rows.detach().sign() * to.scales[:, None]
+            rounded = signs + (rows - rows.detach())
+        else:
+            rounded = torch.fake_quantize_per_channel_affine(
+                rows, to.scales, to.zeros, 0, to.least, to.most)
+        return rounded.view(weight.shape)
 
 
 class QuantisedInput(Method):
@@ -402,8 +478,9 @@ class QuantisedInput(Method):
         is_known = rule.moving is None or self.threshold != NOTHING
         if rule.bits_at(self.steps) is None or not is_known:
             return x
-        scale, zero, least, most = grid(low.view(1), high.view(1), rule.bits, rule.symmetric)
-        return torch.fake_quantize_per_tensor_affine(x, scale[0], zero[0], least, most)
+        to = grid(low.view(1), high.view(1), rule.bits, rule.symmetric)
+        return torch.fake_quantize_per_tensor_affine(
+            x, to.scales[0], to.zeros[0], to.least, to.most)
 
     def move(self, seen: torch.Tensor) -> None:
         """
