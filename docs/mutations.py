@@ -308,6 +308,61 @@ MUTATIONS = [
         why="Each layer frees itself when it has computed, and gathers itself when it is needed, "
             "so the weights are right. But a step sends the weights of a stage twice for each "
             "micro-batch, and not once."),
+    Mutation(
+        "place", "compression/compress.py", "_keys_in_shards",
+        title="A rank forgets where its shard begins",
+        old="        begin = layer.comm.rank * len(flat.shard)\n",
+        new="        begin = 0\n",
+        breaks="I1", program="pruned",
+        healthy="pruned: 33 of 66",
+        symptom="pruned: 35 of 66",
+        why="Every rank counts the elements of its shard as if it had the first one. So some "
+            "elements are counted twice, some not at all, and biases count as weights. The ranks "
+            "still agree on a threshold, and the model trains with it."),
+    Mutation(
+        "same-k", "compression/thresholds.py", "kth_keys",
+        title="Elements with a smaller digit are counted again",
+        old="        left -= (upto - counts).gather(1, chosen[:, None])[:, 0]\n",
+        new="",
+        breaks="", program="pruned",
+        healthy="pruned: 33 of 66",
+        symptom="pruned: 54 of 66",
+        why="The elements with a smaller first digit are below the threshold already, so fewer "
+            "are looked for among the rest. Without this line the threshold is too high. All "
+            "ranks agree on it, so nothing but the number of zeros shows it."),
+    Mutation(
+        "ties", "compression/weights.py", "PrunedElements.keys",
+        title="Equal elements have equal keys",
+        old="        return (bits << self.place_bits) | places\n",
+        new="        return bits << self.place_bits\n",
+        breaks="", program="pruned",
+        healthy="pruned of equal ones: 6 of 12",
+        symptom="pruned of equal ones: 12 of 12",
+        why="All elements up to the threshold are pruned, and all that equal it. In fp32 hardly "
+            "two elements are equal, so the model trains as if nothing were wrong. In bf16 many "
+            "are, and a layer that begins with equal weights loses all of them."),
+    Mutation(
+        "one-bit", "compression/weights.py", "Quantised.forward",
+        title="The rounding is differentiated",
+        old="            rounded = signs + (rows - rows.detach())\n",
+        new="            rounded = signs + 0 * rows\n",
+        breaks="", program="pruned",
+        healthy="weights of one bit that 3 steps have changed: 66 of 66",
+        symptom="weights of one bit that 3 steps have changed: 0 of 66",
+        why="A sign is flat, so its gradient is zero wherever there is one. The second term is "
+            "zero, but it has a gradient: that of a weight which is not rounded. Without it the "
+            "weight never changes. The loss falls all the same, by the biases and other layers."),
+    Mutation(
+        "compressed-stays", "compression/freeing.py", "after_forward",
+        title="A compressed weight is not freed after forward",
+        old="        _free(place)\n",
+        new="",
+        breaks="I3", program="pruned",
+        healthy="compressed weights in the graph after forward: 0 of 2",
+        symptom="compressed weights in the graph after forward: 2 of 2",
+        why="The layer frees its gathered weight, and the compressed one is another tensor. "
+            "Autograd keeps it for backward. So after forward all compressed weights are whole on "
+            "every rank, and together they are as large as the model that was to be sharded."),
 ]
 
 

@@ -30,6 +30,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save
+from zero3.compression import Prune, Quantize, compress
 from zero3.estimate.formulas import describe
 from zero3.estimate.predict import predict
 from zero3.measure.ledger import Ledger, held_bytes
@@ -413,3 +414,31 @@ def stages() -> None:
     print(f"steps of the others: {min(moved.values()):.2f} to {max(moved.values()):.2f} times")
     fetches = sum(event.event == "fetch" for event in tape.events)
     print(f"gathers of three layers: {fetches}")
+
+
+def pruned() -> None:
+    """
+    ## Three steps of two layers: half of the first one's weights are pruned, the second has one bit
+    """
+    torch.manual_seed(0)
+    layers: list[Any] = [nn.Sequential(nn.Linear(WIDTH, 11), nn.Tanh()), nn.Linear(11, WIDTH)]
+    compress(layers, {"0.0": [Prune(0.5)], "1": [Quantize(1)]})
+    model = Zero3Sequential([Zero3Layer(layer) for layer in layers])
+    optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=RATE)
+    before = weights(model)
+    for i in range(3):
+        loss = loss_of(model, batch(i)[1].float().requires_grad_())
+        whole = whole_in_graph(loss)
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    with model.full_params():
+        zeros = layers[0][0].weight == 0
+    print(f"pruned: {int(zeros.sum())} of {zeros.numel()}")
+    print(f"compressed weights in the graph after forward: {whole} of {len(layers)}")
+    changed = (weights(model) != before)[-11 * WIDTH :]
+    print(f"weights of one bit that 3 steps have changed: {int(changed.sum())} of {len(changed)}")
+    equal = nn.Linear(4, 3)
+    nn.init.ones_(equal.weight)
+    compress([equal], {"0": [Prune(0.5)]})
+    print(f"pruned of equal ones: {int((equal.weight == 0).sum())} of {equal.weight.numel()}")
