@@ -381,8 +381,8 @@ def grid(low: torch.Tensor, high: torch.Tensor, bits: int, symmetric: bool) -> G
 
     Of $b$ bits, symmetric codes use one less than there are, so that zero is in the middle:
 
-    $$s = rac{\max |w|}{2^{b-1} - 1} \qquad 	ext{or} \qquad
-    s = rac{\max(w, 0) - \min(w, 0)}{2^b - 1}, \quad z = -rac{\min(w, 0)}{s}$$
+    $$s = \frac{\max |w|}{2^{b-1} - 1} \qquad \text{or} \qquad
+    s = \frac{\max(w, 0) - \min(w, 0)}{2^b - 1}, \quad z = -\frac{\min(w, 0)}{s}$$
 
     Zero is always one of the values, so that what was pruned stays zero.
     """
