@@ -49,7 +49,7 @@ from docs.exercises.solutions import EXERCISES, page
 from docs.mutations import all_with_lines
 from docs.svg import figure, origin
 from zero3.estimate.formulas import places, stages
-from zero3.train import launch
+from zero3.train import compressed, launch
 
 HERE = Path(__file__).parent
 # A number with one of these units was measured.
@@ -77,6 +77,7 @@ PLACED: tuple[tuple[str, str, str, str], ...] = (
     ("pipeline/schedules.py", "", "<th>slot</th>", "figure.1f1b"),
     ("pipeline/schedules.py", "", "go forward through a stage before the next", "figure.breadth"),
     *(("compiler/passes.py", name, "", f"figure.{name}") for name in compiled.CAPTIONS),
+    ("train/compressed.py", "", "is the yardstick", "figure.compressed"),
 )
 
 
@@ -125,6 +126,7 @@ class Figures:
             "figure.trace": lambda: layouts.trace(self.layouts),
             "figure.1f1b": lambda: lanes.figure(self.lanes, "1f1b"),
             "figure.breadth": lambda: lanes.figure(self.lanes, "breadth-first"),
+            "figure.compressed": compressed_table,
             **{f"figure.{name}": partial(compiled.figure, self.compiled, name)
                for name in compiled.CAPTIONS},
             "lanes.compared": rungs.html_table(lanes.compared(self.lanes), words=1),
@@ -297,6 +299,19 @@ class Figures:
         sent = ratio(told, "fsdp2", "wire_bytes")
         return (f"In the same runs a rank takes {peak} times as much memory as with FSDP2 at the "
                 f"peak, and {sent} times as many bytes cross the network.")
+
+
+def compressed_table() -> str:
+    """
+    ## The models of the recorded run of the compressed job
+
+    `make train ARGS="--compress dense 8 4-half rows-heads"` writes the file anew, in `runs/train`.
+    """
+    told = json.loads((HERE / "compression.json").read_text())
+    caption = (f"A recorded run of {told['steps']} steps from seed {told['seed']}: "
+               f"{origin(told, told['ranks'])}.")
+    table = rungs.html_table(compressed.compared_rows(told))
+    return f"<figure>{table}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
 def ratio(told: dict[str, Any], peer: str, what: str) -> str:

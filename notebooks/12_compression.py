@@ -255,5 +255,7 @@ else:
 #
 # **In the source**: [the rules](../zero3/compression/rules.py), [masks and
 # grids](../zero3/compression/weights.py), and [the main job,
-# compressed](../zero3/train/compressed.py): `make train ARGS="--compress 4-half"`. Back to [the
-# first notebook](01_where_the_memory_goes.ipynb).
+# compressed](../zero3/train/compressed.py): `make train ARGS="--compress dense 8 4-half
+# rows-heads"`. Write the search for the threshold yourself in [exercise
+# 9](../docs/exercises/ex9_kth_smallest.py). Back to [the first
+# notebook](01_where_the_memory_goes.ipynb).

@@ -32,7 +32,8 @@ same bits on all ranks, and on any number of ranks.
 This is a radix sort that only follows the one bucket it needs; see Cormen et al., *Introduction to
 Algorithms*, sections 8.3 and 9.2.
 
-**Run this**: `python -m pytest tests/test_compression.py -k threshold`.
+**Run this**: `make exercise N=9`, to write it yourself; or `python -m pytest
+tests/test_compression.py -k threshold`.
 
 **Not covered, and what that costs**: masks that are kept for a while. The threshold is found anew
 after each step of the optimizer, because the weights have changed, and an element that has become
