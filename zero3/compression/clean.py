@@ -111,22 +111,22 @@ def take_over(modules: dict[str, nn.Module], trained: ShardedModel) -> None:
            "rank", "a pipeline", "save it, and load it into a model without stages")
     paths = plain_paths(trained)
     rules = {path: getattr(module, "rule", None) for module, path in paths.items()}
-    theirs = {f"{path}.{name}".strip("."): b for module, path in paths.items()
-              for name, b in module._buffers.items() if b is not None}
+    again = "call `compress` on both with the same rules"
+    for name, module in modules.items():
+        mine = getattr(module, "rule", None)
+        expect(mine == rules.get(name), f"clean: `{name}`",
+               f"the rule of `trained`, {rules.get(name)}", mine, again)
+    plain = modules[""]
+    buffers = {f"{path}.{name}".strip("."): buffer for module, path in paths.items()
+               for name, buffer in module._buffers.items()}
     with trained.full_params() as params:
-        for prefix, module in modules.items():
-            expect(getattr(module, "rule", None) == rules.get(prefix), f"clean: `{prefix}`",
-                   f"the rule of `trained`, {rules.get(prefix)}", getattr(module, "rule", None),
-                   "call `compress` on both with the same rules")
-            for name, mine in (*module._parameters.items(), *module._buffers.items()):
-                full = f"{prefix}.{name}".strip(".")
-                found = params.get(full, theirs.get(full))
-                expect(mine is None or (found is not None and found.shape == mine.shape),
-                       "clean: `trained`", "a sharded model of the same layers, compressed by the "
-                       f"same rules, with `{full}`", "none" if found is None else
-                       f"{tuple(found.shape)}", "call `compress` on both with the same rules")
-                if mine is not None and found is not None:
-                    mine.copy_(found)
+        theirs: dict[str, Any] = buffers | dict(params)
+        for name, tensor in (*plain.named_parameters(), *plain.named_buffers()):
+            found = theirs.get(name)
+            shape = None if found is None else tuple(found.shape)
+            expect(shape == tuple(tensor.shape), "clean: `trained`", "a sharded model of the same "
+                   f"layers, with `{name}` of {tuple(tensor.shape)}", shape, again)
+            tensor.copy_(found)
 
 
 class Plan:
