@@ -120,9 +120,9 @@ def take_over(modules: dict[str, nn.Module], trained: ShardedModel) -> None:
     buffers = {f"{path}.{name}".strip("."): buffer for module, path in paths.items()
                for name, buffer in module._buffers.items()}
     with trained.full_params() as params:
-        theirs: dict[str, Any] = buffers | dict(params)
+        theirs = buffers | dict(params)
         for name, tensor in (*plain.named_parameters(), *plain.named_buffers()):
-            found = theirs.get(name)
+            found: Any = theirs.get(name)
             shape = None if found is None else tuple(found.shape)
             expect(shape == tuple(tensor.shape), "clean: `trained`", "a sharded model of the same "
                    f"layers, with `{name}` of {tuple(tensor.shape)}", shape, again)
