@@ -80,7 +80,7 @@ def clean(model: nn.Module | Iterable[nn.Module], trained: ShardedModel | None =
     """
     modules = named_modules(model)
     if trained is not None:
-        take_over(modules, trained)
+        take_over(modules[""], trained)
     layers = {name: module for name, module in modules.items()
               if parametrize.is_parametrized(module, "weight")}
     expect(bool(layers), "clean", "a model with compressed weights", "none",
@@ -99,11 +99,9 @@ def clean(model: nn.Module | Iterable[nn.Module], trained: ShardedModel | None =
 
 
 @torch.no_grad()
-def take_over(modules: dict[str, nn.Module], trained: ShardedModel) -> None:
+def take_over(plain: nn.Module, trained: ShardedModel) -> None:
     """
     ## Copy the parameters and buffers of a sharded model into a plain one
-
-    * `modules` are those of the plain model, by name
 
     All-gather; all ranks call it. Raises `ValueError` if the two models differ.
     """
@@ -112,11 +110,10 @@ def take_over(modules: dict[str, nn.Module], trained: ShardedModel) -> None:
     paths = plain_paths(trained)
     rules = {path: getattr(module, "rule", None) for module, path in paths.items()}
     again = "call `compress` on both with the same rules"
-    for name, module in modules.items():
+    for name, module in plain.named_modules():
         mine = getattr(module, "rule", None)
         expect(mine == rules.get(name), f"clean: `{name}`",
                f"the rule of `trained`, {rules.get(name)}", mine, again)
-    plain = modules[""]
     buffers = {f"{path}.{name}".strip("."): buffer for module, path in paths.items()
                for name, buffer in module._buffers.items()}
     with trained.full_params() as params:

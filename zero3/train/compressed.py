@@ -42,7 +42,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero3.compression.clean import Size, clean, measure, named_modules, take_over, write
+from zero3.compression.clean import Size, clean, measure, take_over, write
 from zero3.compression.compress import Compression, Rules, compress
 from zero3.compression.rules import Prune, Quantize
 from zero3.estimate.predict import Prediction
@@ -136,7 +136,7 @@ def finish(model: Zero3Sequential, config: gpt.GPTConfig, recipe: str, steps: in
     example = torch.zeros(1, config.seq_len, dtype=torch.long, device=device)
     before = measure(plain, example, evaluate(model))
     if recipe == DENSE:
-        take_over(named_modules(plain), model)
+        take_over(plain, model)
     else:
         compress_layers(layers, recipe, steps, config)
         clean(plain, trained=model)
