@@ -409,12 +409,12 @@ def _check(name: str, module: Any, methods: list[Any], uses: Counter[Any]) -> No
     expect(uses[weight] == 1, f"compress: `{name}`", "a weight of this layer alone",
            "one that another layer has too", "give each of them its own")
     for rule in methods:
-        expect(_fits(rule, weight), f"compress: `{name}` of {tuple(weight.shape)}, {weight.dtype}",
+        expect(_suits(rule, weight), f"compress: `{name}` of {tuple(weight.shape)}, {weight.dtype}",
                "a weight that splits into such groups or heads; for elements, of at most 32 bits",
                rule, "pass other numbers, or match other layers")
 
 
-def _fits(rule: Prune | Quantize, weight: torch.Tensor) -> bool:
+def _suits(rule: Prune | Quantize, weight: torch.Tensor) -> bool:
     """
     #### Whether the shape and the data type of a weight allow a rule
     """
