@@ -309,7 +309,7 @@ MUTATIONS = [
             "so the weights are right. But a step sends the weights of a stage twice for each "
             "micro-batch, and not once."),
     Mutation(
-        "place", "compression/compress.py", "_keys_in_shards",
+        "place", "compression/thresholds.py", "_keys_in_shards",
         title="A rank forgets where its shard begins",
         old="        begin = layer.comm.rank * len(flat.shard)\n",
         new="        begin = 0\n",

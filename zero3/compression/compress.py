@@ -63,7 +63,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zero3.compression.freeing import Compressed, after_forward, before_forward
 from zero3.compression.rules import Prune, Quantize
-from zero3.compression.thresholds import DIGIT, kth_keys
+from zero3.compression.thresholds import DIGIT, key_bits, kth_keys, layer_of, own_keys
 from zero3.compression.weights import (
     Method,
     Pruned,
@@ -74,7 +74,6 @@ from zero3.compression.weights import (
     Quantised,
     QuantisedInput,
 )
-from zero3.guards.freed import FreedParameter
 from zero3.guards.options import expect
 from zero3.optimizer.buckets import Bucket
 from zero3.optimizer.stage3 import Zero3Optimizer
@@ -242,12 +241,12 @@ class Compression:
             rows = layer.comm.numbers(layer, counts)[: layer.comm.world_size]
             return layer.comm.over_stages(layer, rows.sum(dim=0)).sum(dim=0)
 
-        own = _own_keys([pruned for group in groups for pruned in group])
+        own = own_keys([pruned for group in groups for pruned in group])
         keys = [torch.cat([own[pruned] for pruned in group]) for group in groups]
         sizes = torch.tensor([len(each) for each in keys], device=keys[0].device)
         lists = torch.arange(len(keys), device=sizes.device).repeat_interleave(sizes)
         found = kth_keys(torch.cat(keys), lists, [group[0].count for group in groups],
-                         _key_bits(groups), total)
+                         key_bits(groups), total)
         for group, threshold in zip(groups, found, strict=True):
             for pruned in group:
                 pruned.state[1] = threshold
@@ -269,7 +268,7 @@ class Compression:
         nbytes = 0
         messages = 0
         if groups and layer is not None:
-            rounds = -(-_key_bits(groups) // DIGIT)
+            rounds = -(-key_bits(groups) // DIGIT)
             round_bytes = len(groups) * (1 << DIGIT) * 8
             for group in layer.comm.groups:
                 nbytes += rounds * round_bytes * (group.size - 1)
@@ -313,72 +312,6 @@ def _is_stepped(param: Any, optimizer: torch.optim.Optimizer, stepped: set[int])
     # A layer of a `Zero3Optimizer` is stepped by the optimizer inside of it, too.
     return (not isinstance(layer.reducer, Bucket)
             and any(id(flat.shard) in stepped for flat in layer.flats))
-
-
-def layer_of(param: Any) -> Any:
-    """
-    ## The sharded layer that has a parameter, or `None`
-
-    The class of a freed parameter knows it.
-    """
-    return type(param).owner() if isinstance(param, FreedParameter) else None
-
-
-def _key_bits(groups: list[list[PrunedElements]]) -> int:
-    """
-    #### The bits of the longest key
-    """
-    return max(8 * pruned.ranked.dtype.itemsize + pruned.place_bits
-               for group in groups for pruned in group)
-
-
-def _own_keys(prunings: list[PrunedElements]) -> dict[PrunedElements, torch.Tensor]:
-    """
-    #### The keys of the elements that this rank has: `(n,)` int64 of each weight
-    """
-    found = {}
-    sharded: dict[Any, dict[int, PrunedElements]] = {}
-    for pruned in prunings:
-        layer = layer_of(pruned.ranked)
-        if layer is None:
-            found[pruned] = pruned.keys(pruned.ranked.detach().reshape(-1))
-        else:
-            sharded.setdefault(layer, {})[id(pruned.ranked)] = pruned
-    for layer, by_param in sharded.items():
-        found |= _keys_in_shards(layer, by_param)
-    return found
-
-
-def _keys_in_shards(layer: Any, by_param: dict[int, PrunedElements]
-                    ) -> dict[PrunedElements, torch.Tensor]:
-    """
-    #### The keys of the elements that are in this rank's shards of a layer
-
-    * `by_param` has what each weight is pruned by
-
-    A shard that rests in a file is read once.
-    """
-    layer.expect(not getattr(layer.comm.links, "weights", None), "cannot prune elements",
-                 "weights that are gathered as they are", f"{layer.comm.links}", "prune rows, "
-                 "channels, heads or 2:4; or leave `weights` out of `Links`")
-    # They stay empty if another stage of a pipeline has the layer.
-    nothing = torch.empty(0, dtype=torch.int64, device=layer.device)
-    found = dict.fromkeys(by_param.values(), nothing)
-    for flat in layer.flats:
-        slots = [slot for slot in flat.slots if id(slot.param) in by_param]
-        if not slots:
-            continue
-        begin = layer.comm.rank * len(flat.shard)
-        shard = flat.storage.load()
-        for slot in slots:
-            # The part of this weight that is in this rank's shard.
-            first = min(max(begin, slot.offset), slot.end)
-            last = max(min(begin + len(shard), slot.end), first)
-            values = shard[first - begin : last - begin].to(layer.device)
-            pruned = by_param[id(slot.param)]
-            found[pruned] = pruned.keys(values, first - slot.offset)
-        flat.storage.release()
-    return found
 
 
 # ------------------------------------------------------------------------------------ put in place

@@ -41,8 +41,12 @@ small may take the place of one that has become large.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+
+from zero3.compression.weights import PrunedElements
+from zero3.guards.freed import FreedParameter
 
 # The bits of a digit.
 DIGIT = 8
@@ -82,3 +86,72 @@ def kth_keys(keys: torch.Tensor, lists: torch.Tensor, ks: list[int], bits: int, 
         keys = keys[follows]
         lists = lists[follows]
     return found
+
+
+# ------------------------------------------------------------------------------- keys of the shards
+
+
+def own_keys(prunings: list[PrunedElements]) -> dict[PrunedElements, torch.Tensor]:
+    """
+    ## The keys of the elements that this rank has: `(n,)` int64 of each weight
+    """
+    found = {}
+    sharded: dict[Any, dict[int, PrunedElements]] = {}
+    for pruned in prunings:
+        layer = layer_of(pruned.ranked)
+        if layer is None:
+            found[pruned] = pruned.keys(pruned.ranked.detach().reshape(-1))
+        else:
+            sharded.setdefault(layer, {})[id(pruned.ranked)] = pruned
+    for layer, by_param in sharded.items():
+        found |= _keys_in_shards(layer, by_param)
+    return found
+
+
+def _keys_in_shards(layer: Any, by_param: dict[int, PrunedElements]
+                    ) -> dict[PrunedElements, torch.Tensor]:
+    """
+    #### The keys of the elements that are in this rank's shards of a layer
+
+    * `by_param` has what each weight is pruned by
+
+    A shard that rests in a file is read once.
+    """
+    layer.expect(not getattr(layer.comm.links, "weights", None), "cannot prune elements",
+                 "weights that are gathered as they are", f"{layer.comm.links}", "prune rows, "
+                 "channels, heads or 2:4; or leave `weights` out of `Links`")
+    # They stay empty if another stage of a pipeline has the layer.
+    nothing = torch.empty(0, dtype=torch.int64, device=layer.device)
+    found = dict.fromkeys(by_param.values(), nothing)
+    for flat in layer.flats:
+        slots = [slot for slot in flat.slots if id(slot.param) in by_param]
+        if not slots:
+            continue
+        begin = layer.comm.rank * len(flat.shard)
+        shard = flat.storage.load()
+        for slot in slots:
+            # The part of this weight that is in this rank's shard.
+            first = min(max(begin, slot.offset), slot.end)
+            last = max(min(begin + len(shard), slot.end), first)
+            values = shard[first - begin : last - begin].to(layer.device)
+            pruned = by_param[id(slot.param)]
+            found[pruned] = pruned.keys(values, first - slot.offset)
+        flat.storage.release()
+    return found
+
+
+def key_bits(groups: list[list[PrunedElements]]) -> int:
+    """
+    ## The bits of the longest key
+    """
+    return max(8 * pruned.ranked.dtype.itemsize + pruned.place_bits
+               for group in groups for pruned in group)
+
+
+def layer_of(param: Any) -> Any:
+    """
+    ## The sharded layer that has a parameter, or `None`
+
+    The class of a freed parameter knows it.
+    """
+    return type(param).owner() if isinstance(param, FreedParameter) else None
