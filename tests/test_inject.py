@@ -86,8 +86,8 @@ class HuggingFace(nn.Module):
         names = {"vocab_size": TOKENS, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
         if which == "GPT2":
             config = transformers.GPT2Config(
-                n_positions=16, n_embd=WIDTH, n_layer=2, n_head=2, attn_pdrop=0.0, embd_pdrop=0.0,
-                resid_pdrop=0.0, **names)
+                n_positions=16, n_embd=WIDTH, n_layer=2, n_head=2, attn_pdrop=0.0,
+                **{"embd_pdrop": 0.0, "resid_pdrop": 0.0, **more}, **names)
             self.model = transformers.GPT2LMHeadModel(config)
             self.layer_classes = (type(self.model.transformer.h[0]),)
         else:

@@ -10,8 +10,9 @@ from dataclasses import asdict
 import pytest
 import torch
 import torch.distributed as dist
-from labml_nn.transformers import MultiHeadAttention, TransformerLayer
+from labml_nn.transformers import Encoder, Generator, MultiHeadAttention, TransformerLayer
 from labml_nn.transformers.feed_forward import FeedForward
+from labml_nn.transformers.models import EmbeddingsWithPositionalEncoding
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -53,16 +54,35 @@ def tied():
     return model
 
 
+class Encoded(nn.Module):
+    """labml's encoder between an embedding and a head"""
+
+    layer_classes = (TransformerLayer,)
+
+    def __init__(self, dropout=0.25):
+        super().__init__()
+        self.embed = EmbeddingsWithPositionalEncoding(WIDTH, TOKENS)
+        self.encoder = Encoder(TransformerLayer(
+            d_model=WIDTH, self_attn=MultiHeadAttention(2, WIDTH, dropout),
+            feed_forward=FeedForward(WIDTH, 12, dropout), dropout_prob=dropout), 2)
+        self.generator = Generator(TOKENS, WIDTH)
+
+    def forward(self, ids):
+        mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()[..., None]
+        x = self.encoder(self.embed(ids.t()), mask)
+        return Model.loss(self.generator(x).transpose(0, 1), ids)
+
+
 class Bert(nn.Module):
     """A masked language model, of which the layers are split"""
 
-    def __init__(self):
+    def __init__(self, dropout=0.0):
         import transformers
 
         super().__init__()
         config = transformers.BertConfig(
             vocab_size=TOKENS, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2,
-            intermediate_size=12, max_position_embeddings=8, hidden_dropout_prob=0.0,
+            intermediate_size=12, max_position_embeddings=8, hidden_dropout_prob=dropout,
             attention_probs_dropout_prob=0.0)
         self.model = transformers.BertForMaskedLM(config)
         self.layer_classes = (type(self.model.bert.encoder.layer[0]),)
@@ -74,10 +94,12 @@ class Bert(nn.Module):
 MODELS = {
     "labml": labml_model, "gated": lambda: labml_model(gated=True), "dropout": with_dropout,
     "tied": tied, "bert": Bert,
+    "encoder": Encoded, "bert, dropout": lambda: Bert(0.25),
+    "gpt2, dropout": lambda: HuggingFace("GPT2", embd_pdrop=0.25, resid_pdrop=0.25),
     "gpt2": lambda: HuggingFace("GPT2"), "qwen2": lambda: HuggingFace("Qwen2"),
     "llama": lambda: HuggingFace("Llama", tie_word_embeddings=True)}
 # Hugging Face computes the loss in fp32, and Llama's norms.
-TOLERANCE = {"gpt2": 1e-5, "qwen2": 1e-5, "llama": 1e-5, "bert": 1e-5}
+TOLERANCE = dict.fromkeys(("gpt2", "gpt2, dropout", "qwen2", "llama", "bert", "bert, dropout"), 1e-5)
 
 
 def make(which, seed=0):
@@ -148,6 +170,37 @@ def test_two_ranks_train_the_weights_of_the_plain_model(which, more):
     """
     for worst, share in run(split_alone, 2, which, more):
         assert worst < 1 and share < (0.8 if which == "bert" else 0.75), (worst, share)
+
+
+def sequence_alone(which, more, length):
+    """The same with a stream of which each rank has some of the positions."""
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tensor",))
+    plain = make(which)
+    model = copy.deepcopy(plain)
+    classes = [type(module) for module in model.modules()]
+    inject(model, [policies.tensor_parallel(mesh, sequence=True),
+                   *(getattr(policies, name)() for name in more)])
+    # A copy is as good as the original.
+    model = copy.deepcopy(model)
+    pair = [train(each, adam(each.parameters()), lambda step: ids_of(3, step)[:, :length])
+            for each in (plain, model)]
+    worst = max(abs(a - b) for a, b in zip(*pair, strict=True))
+    restore(model)
+    assert [type(module) for module in model.modules()] == classes
+    assert not any("border" in vars(module) for module in model.modules())
+    return max(worst, farthest(weights_of(plain), weights_of(model))) / TOLERANCE.get(which, 1e-10)
+
+
+@pytest.mark.parametrize("which, more, length", [
+    ("encoder", (), 6), ("encoder", (), 5), ("gpt2, dropout", (), 5), ("bert, dropout", (), 6),
+    ("qwen2", (), 6), ("llama", ("cross_entropy", "rms_norm", "swiglu"), 5)])
+def test_ranks_with_some_of_the_positions_train_the_weights_of_the_plain_model(which, more, length):
+    """
+    Proves I1, `sequence`.
+    """
+    for worst in run(sequence_alone, 2, which, more, length):
+        assert worst < 1, worst
 
 
 # -------------------------------------------------------------------------------------- with shards

@@ -54,23 +54,21 @@ from zero3.groups.mesh import groups_of
 from zero3.guards.options import expect, whole
 from zero3.guards.parts import part_of
 from zero3.inject.cross_entropy import chunked_cross_entropy
+from zero3.inject.line import Line
+from zero3.inject.patterns import MODELS, NORMS, PATTERNS, STREAMS
 from zero3.inject.replace import Policy, Replacement
-from zero3.inject.tensor import Line, Pattern, Split
+from zero3.inject.tensor import Pattern, Split
 
-_MODELS = "transformers.models"
 _ATTENTION = ("labml_nn.transformers.mha.MultiHeadAttention",)
-_NORMS = tuple(f"{_MODELS}.{module}.modeling_{module}.{name}RMSNorm" for module, name in (
-    ("llama", "Llama"), ("mistral", "Mistral"), ("mixtral", "Mixtral"), ("qwen2", "Qwen2"),
-    ("qwen3", "Qwen3"), ("phi3", "Phi3")))
 # The linear layers of a gate, of the values that it gates, and of the output.
 _GATED: Mapping[str | type, Any] = {
     "labml_nn.transformers.feed_forward.FeedForward": {
         "linears": ("layer1", "linear_v", "layer2"), "activation_name": "activation"},
-    **{f"{_MODELS}.{module}.modeling_{module}.{name}MLP": {
+    **{f"{MODELS}.{module}.modeling_{module}.{name}MLP": {
         "linears": ("gate_proj", "up_proj", "down_proj"), "activation_name": "act_fn"}
        for module, name in (("llama", "Llama"), ("mistral", "Mistral"), ("qwen2", "Qwen2"),
                             ("qwen3", "Qwen3"))}}
-_LANGUAGE_MODELS = tuple(f"{_MODELS}.{module}.modeling_{module}.{name}" for module, name in (
+_LANGUAGE_MODELS = tuple(f"{MODELS}.{module}.modeling_{module}.{name}" for module, name in (
     ("gpt2", "GPT2LMHeadModel"), ("llama", "LlamaForCausalLM"), ("mistral", "MistralForCausalLM"),
     ("qwen2", "Qwen2ForCausalLM"), ("qwen3", "Qwen3ForCausalLM")))
 
@@ -120,7 +118,7 @@ def rms_norm(*more: type) -> Policy:
     `weight` and `variance_epsilon`. Within 1e-6 of the written-out one in fp32. That one computes
     fp64 in fp32; this does not.
     """
-    return Policy("rms_norm", RMSNorm, _all(*_NORMS, *more))
+    return Policy("rms_norm", RMSNorm, _all(*NORMS, *more))
 
 
 class RMSNorm(Replacement):
@@ -171,7 +169,7 @@ def swiglu(*more: type) -> Policy:
     For labml's `FeedForward` with a gate and `nn.SiLU`, and for Llama's and its copies; the classes
     `more` have the forward of Llama's. Same values in forward, and gradients within 1e-6 in fp32.
     """
-    like_llama = _GATED[f"{_MODELS}.llama.modeling_llama.LlamaMLP"]
+    like_llama = _GATED[f"{MODELS}.llama.modeling_llama.LlamaMLP"]
     return Policy("swiglu", SwiGLU, {**_GATED, **_all(*more, **like_llama)})
 
 
@@ -274,44 +272,8 @@ class CrossEntropy(Replacement):
             hidden_states=output.hidden_states, attentions=output.attentions)
 
 
-_LABML = "labml_nn.transformers"
-_QKV = ("query", "key", "value")
-# The linear layers of each class, by the pattern that they are in.
-_PATTERNS: Mapping[str | type, Pattern] = {
-    # `query` is a module with a `linear`, or in Primer EZ a list of this module and a convolution.
-    f"{_LABML}.mha.MultiHeadAttention": Pattern(
-        columns=tuple(f"{x}{of}linear" for x in _QKV for of in (".", ".0.")), rows=("output",),
-        divided=tuple(f"{x}{of}heads" for x in _QKV for of in (".", ".0.")),
-        shared=tuple(f"{x}.1.conv" for x in _QKV), dropouts=(("dropout", 3),)),
-    f"{_LABML}.feed_forward.FeedForward": Pattern(
-        columns=("layer1", "linear_v"), rows=("layer2",), dropouts=(("dropout", -1),)),
-    f"{_LABML}.models.EmbeddingsWithPositionalEncoding": Pattern(embeddings=("linear",)),
-    f"{_LABML}.models.EmbeddingsWithLearnedPositionalEncoding": Pattern(embeddings=("linear",)),
-    f"{_LABML}.models.Generator": Pattern(heads=("projection",)),
-    f"{_MODELS}.gpt2.modeling_gpt2.GPT2Attention": Pattern(
-        columns=("c_attn",), rows=("c_proj",), blocks=3, zero=("attn_dropout.p",),
-        divided=("num_heads", "split_size", "c_attn.nf")),
-    f"{_MODELS}.gpt2.modeling_gpt2.GPT2MLP": Pattern(
-        columns=("c_fc",), rows=("c_proj",), divided=("c_fc.nf",)),
-    f"{_MODELS}.gpt2.modeling_gpt2.GPT2LMHeadModel": Pattern(
-        embeddings=("transformer.wte",), heads=("lm_head",)),
-    f"{_MODELS}.bert.modeling_bert.BertSelfAttention": Pattern(
-        columns=_QKV, zero=("dropout.p",), divided=("num_attention_heads", "all_head_size")),
-    f"{_MODELS}.bert.modeling_bert.BertSelfOutput": Pattern(rows=("dense",)),
-    f"{_MODELS}.bert.modeling_bert.BertIntermediate": Pattern(columns=("dense",)),
-    f"{_MODELS}.bert.modeling_bert.BertOutput": Pattern(rows=("dense",)),
-    **{f"{_MODELS}.{module}.modeling_{module}.{name}{part}": pattern
-       for module, name in (("llama", "Llama"), ("mistral", "Mistral"), ("qwen2", "Qwen2"))
-       for part, pattern in (
-           ("Attention", Pattern(
-               columns=("q_proj", "k_proj", "v_proj"), rows=("o_proj",),
-               divisible=("config.num_attention_heads", "config.num_key_value_heads"),
-               zero=("attention_dropout",))),
-           ("MLP", Pattern(columns=("gate_proj", "up_proj"), rows=("down_proj",))),
-           ("ForCausalLM", Pattern(embeddings=("model.embed_tokens",), heads=("lm_head",))))}}
-
-
-def tensor_parallel(mesh: DeviceMesh, more: Mapping[str | type, Pattern] | None = None) -> Policy:
+def tensor_parallel(mesh: DeviceMesh, more: Mapping[str | type, Pattern] | None = None, *,
+                    sequence: bool = False) -> Policy:
     """
     ## Split the linear layers of a model over ranks
 
@@ -320,6 +282,8 @@ def tensor_parallel(mesh: DeviceMesh, more: Mapping[str | type, Pattern] | None 
 
     * `mesh` has one dimension: the ranks that split each layer
     * `more` are further classes with their patterns
+    * `sequence` splits norms, dropouts and the residual stream by positions, in Hugging Face's
+      models and labml's `Encoder`
 
     All ranks of the mesh inject alike (broadcast of all values): they get those of the first one.
     The model has to be wrapped on the other dimension of the mesh, or on none.
@@ -330,8 +294,8 @@ def tensor_parallel(mesh: DeviceMesh, more: Mapping[str | type, Pattern] | None 
     group, *others = groups_of(mesh)
     expect(not others, "policies.tensor_parallel", "a mesh of one dimension", f"{mesh}",
            "pass `mesh[\"tensor\"]`")
-    line = Line(group)
-    patterns = {**_PATTERNS, **(more or {})}
+    line = Line(group, sequence)
+    patterns = {**PATTERNS, **(STREAMS if sequence else {}), **(more or {})}
     replaces = {kind: {"pattern": each, "line": line} for kind, each in patterns.items()}
     return Policy("tensor_parallel", Split, replaces, line.prepare)
 

@@ -115,7 +115,7 @@ class Policy:
         ### The class that a module's class is or inherits from, of those that this policy replaces
         """
         return next((base for base in kind.__mro__
-                     if base in self.replaces or _full_name(base) in self.replaces), None)
+                     if base in self.replaces or full_name(base) in self.replaces), None)
 
     def new_class(self, kind: type) -> type:
         """
@@ -124,7 +124,7 @@ class Policy:
         * `kind` is the class that it has now
         """
         base: Any = self.base_of(kind)
-        options = self.replaces[base if base in self.replaces else _full_name(base)]
+        options = self.replaces[base if base in self.replaces else full_name(base)]
         return type(f"{self.name}({kind.__name__})", (self.by, kind), {**options})
 
 
@@ -261,7 +261,20 @@ def _replacements(kind: type) -> Iterator[type]:
         kind = kind.__bases__[1]
 
 
-def _full_name(kind: type) -> str:
+def own_class(module: nn.Module) -> type:
+    """
+    ## The class that a module has without policies
+    """
+    kind = type(module)
+    for new in _replacements(kind):
+        kind = new.__bases__[1]
+    return kind
+
+
+def full_name(kind: type) -> str:
+    """
+    ## The name of a class with its module's, as policies and patterns give it
+    """
     return f"{kind.__module__}.{kind.__qualname__}"
 
 

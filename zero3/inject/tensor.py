@@ -57,219 +57,26 @@ ranks of "shard", which have the same part and other rows of the batch.
 **Run this**: `python -m pytest tests/test_tensor_parallel.py`.
 
 **Not covered, and what that costs**: norms and the residual stream are computed and kept whole on
-each rank (no sequence parallelism). `full_params` and `model.save` have this rank's parts; use
-`zero3.save`, or `restore`. All ranks of the dimension must have the same batch and the same random
-numbers; they compare both in the first forward pass, and not again. A model on the meta device gets
-the values of the plain model from `wrap`; `Deferred` layers stay whole.
+each rank, unless `sequence=True` splits them by positions (see `sequence.py`). `full_params` and
+`model.save` have this rank's parts; use `zero3.save`, or `restore`. All ranks of the dimension must
+have the same batch and the same random numbers; they compare both in the first forward pass, and
+not again. A model on the meta device gets the values of the plain model from `wrap`; `Deferred`
+layers stay whole.
 """
 
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any, cast
-from weakref import ref
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from zero3.groups.mesh import Group
 from zero3.guards.options import expect
 from zero3.guards.parts import WeightPart
-from zero3.inject.replace import Replacement
-
-
-class Line:
-    """
-    ## The ranks that split a model, and their collectives
-
-    It stands for the sender of activations in a `Ledger`, under the name `tensor ranks`.
-    """
-
-    label = "tensor ranks"
-
-    def __init__(self, group: Group):
-        self.group = replace(group, same_layers=True)
-        # A `Ledger` asks for the rank here.
-        self.comm = self.group
-        # The sharded model, once there is one: `connect` sets it.
-        self.model: Any = None
-        self.sent_bytes = 0
-        self.compared = False
-        # By the id of a parameter: the parameter, and the one that replaced it.
-        self.twins: dict[int, tuple[Any, Any]] = {}
-
-    @property
-    def size(self) -> int:
-        return self.group.size
-
-    @property
-    def place(self) -> int:
-        return self.group.rank
-
-    def __deepcopy__(self, memo: Any) -> "Line":
-        # A copy of a model is split over the same ranks.
-        return self
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        r"""
-        ### The sum over the ranks, a new tensor with the same bits on all of them
-
-        A rank sends $2\frac{t-1}{t}$ times the bytes of `x`. All ranks must call it.
-        """
-        x = x.clone(memory_format=torch.contiguous_format)
-        if self.size > 1:
-            dist.all_reduce(x, group=self.group.process_group)
-            self._count("sum", x.nbytes, 2 * (self.size - 1) * x.nbytes // self.size)
-        return x
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """
-        ### The tensors of all ranks: `x.shape` to `(ranks, *x.shape)`
-
-        A rank sends $t-1$ times the bytes of `x`. All ranks must call it.
-        """
-        found = x.new_empty(self.size, *x.shape)
-        if self.size == 1:
-            return found.copy_(x)
-        dist.all_gather([*found], x.contiguous(), group=self.group.process_group)
-        self._count("gather", found.nbytes, (self.size - 1) * x.nbytes)
-        return found
-
-    def _count(self, event: str, nbytes: int, sent_bytes: int) -> None:
-        self.sent_bytes += sent_bytes
-        if self.model is not None:
-            sent = SimpleNamespace(sent_bytes=sent_bytes, between_bytes=0, messages=1,
-                                   order_bytes=0)
-            self.model.listener.record(self, event, nbytes, sent)
-
-    def prepare(self, model: nn.Module, classes: dict[nn.Module, Any]) -> None:
-        """
-        ### Give all ranks the first one's values, if their models are alike
-
-        All ranks must call it (all-gather of names, broadcast of values). Raises `ValueError` if a
-        weight is also used by a module that is not split, and on all ranks if the models differ.
-        """
-        new = {(child, name) for module, options in classes.items()
-               for child, _, names in options.pattern.parts(module) for name in names}
-        weights = {child._parameters[name] for child, name in new}
-        for path, module in model.named_modules():
-            for name, param in module._parameters.items():
-                expect(param is None or param not in weights or (module, name) in new,
-                       "tensor_parallel", "every use of a split weight to be split",
-                       f"`{path}.{name}`, which is tied to one",
-                       "untie it, or leave the policy out")
-        tensors = [*model.named_parameters(), *model.named_buffers()]
-        told = [(name, tuple(t.shape), f"{t.dtype}") for name, t in tensors]
-        every: list[Any] = [told] * self.size
-        if self.size > 1:
-            dist.all_gather_object(every, told, group=self.group.process_group)
-        for rank, theirs in zip(self.group.ranks, every, strict=True):
-            expect(theirs == every[0], "tensor_parallel", "the same model on all ranks",
-                   f"other parameters on rank {rank}", "build it alike on all ranks")
-        for _, tensor in tensors:
-            if not tensor.is_meta:
-                self.broadcast(tensor.detach(), 0)
-
-    def broadcast(self, tensor: torch.Tensor, place: int) -> None:
-        """
-        ### Give all ranks the values that one of them has; all ranks must call it
-        """
-        if self.size > 1 and tensor.numel():
-            whole = tensor.contiguous()
-            dist.broadcast(whole.view(-1).view(torch.uint8), group=self.group.process_group,
-                           group_src=place)
-            tensor.copy_(whole)
-
-    def twin(self, param: nn.Parameter, make: Any) -> nn.Parameter:
-        """
-        ### The parameter that replaces another one; the same one wherever it is tied
-        """
-        old, new = self.twins.get(id(param), (lambda: None, lambda: None))
-        found = new() if old() is param else None
-        if found is None:
-            found = nn.Parameter(make(), param.requires_grad)
-            self.twins[id(param)] = (ref(param), ref(found))
-        return found
-
-    def compare_once(self, tensors: list[torch.Tensor]) -> None:
-        """
-        ### Refuse ranks that were given other values, or have other random numbers
-
-        It looks at the first forward pass alone. All ranks must call it. Raises `ValueError`.
-        """
-        if self.compared or self.size == 1:
-            return
-        self.compared = True
-        raw = [t.detach().cpu().contiguous().view(-1).view(torch.uint8)
-               for t in (*tensors, torch.get_rng_state()) if t.numel()]
-        told = [zlib.crc32(each.numpy().tobytes()) for each in raw]
-        every: list[Any] = [told] * self.size
-        dist.all_gather_object(every, told, group=self.group.process_group)
-        for rank, theirs in zip(self.group.ranks, every, strict=True):
-            what = "the random numbers" if theirs[:-1] == every[0][:-1] else "the inputs"
-            expect(theirs == every[0], "tensor_parallel", "the same batch and the same random "
-                   f"numbers on ranks {self.group.ranks}", f"{what} of rank {rank} differ",
-                   "give all ranks of this mesh dimension the same rows, and the same "
-                   "`torch.manual_seed`")
-
-
-# -------------------------------------------------------------------------------- f, g and a gather
-
-
-class _Enter(torch.autograd.Function):
-    """
-    #### $f$: identity in forward, all-reduce of the gradient in backward
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, line: Line) -> torch.Tensor:
-        ctx.line = line
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
-        return ctx.line.all_reduce(grad), None
-
-
-class _Leave(torch.autograd.Function):
-    """
-    #### $g$: all-reduce in forward, identity in backward
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, line: Line) -> torch.Tensor:
-        return line.all_reduce(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
-        return grad, None
-
-
-class _Gather(torch.autograd.Function):
-    """
-    #### All-gather of the last dimension in forward; in backward each rank keeps its part
-
-    Parts that are shorter are padded while they travel.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, line: Line, part: WeightPart) -> torch.Tensor:
-        ctx.part = part
-        longest = -(-part.size // line.size)
-        rows = line.all_gather(F.pad(x, (0, longest - x.shape[-1])))
-        ends = [part.size * place // line.size for place in range(line.size + 1)]
-        return torch.cat([row[..., : end - begin] for row, begin, end
-                          in zip(rows, ends, ends[1:], strict=False)], -1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
-        return grad[..., ctx.part.begin : ctx.part.end], None, None
-
-
-# ------------------------------------------------------------------------------------ split modules
+from zero3.inject.line import Border, Line
+from zero3.inject.replace import Replacement, full_name
+from zero3.inject.sequence import Stream, exchanged, mask_of_part
 
 
 @dataclass(frozen=True)
@@ -291,6 +98,9 @@ class Pattern:
     divided: tuple[str, ...] = ()
     divisible: tuple[str, ...] = ()
     zero: tuple[str, ...] = ()
+    # With `sequence=True`: modules behind the last split layer, and the stream in this module.
+    after: tuple[str, ...] = ()
+    stream: Stream | None = None
 
     def parts(self, module: nn.Module
               ) -> Iterator[tuple[Any, type["Weights"], dict[str, tuple[int, int]]]]:
@@ -309,7 +119,7 @@ class Pattern:
                 dims = {}
                 blocks = self.blocks if by is Column else 1
                 if dim is not None:
-                    dims["weight"] = (1 - dim if _is_transposed(child) else dim, blocks)
+                    dims["weight"] = (1 - dim if _conv1d(child) else dim, blocks)
                 if dim == 0 and getattr(child, "bias", None) is not None:
                     dims["bias"] = (0, blocks)
                 yield child, by, dims
@@ -335,9 +145,8 @@ class Split(Replacement):
                 return f"its `{name}` would draw another mask on each rank"
         for child, by, dims in cls.pattern.parts(module):
             told = f"its {type(child).__name__}"
-            plain = by.stands_for.forward  # type: ignore[attr-defined]
-            if "forward" in vars(child) or (type(child).forward is not plain
-                                            and not _is_transposed(child)):
+            plain: Any = _conv1d(child) or by.stands_for  # type: ignore[attr-defined]
+            if "forward" in vars(child) or type(child).forward is not plain.forward:
                 return f"{told} has a `forward` of its own"
             for name, (dim, blocks) in dims.items():
                 size = child._parameters[name].shape[dim] // blocks
@@ -349,6 +158,9 @@ class Split(Replacement):
         return ""
 
     def begin(self: Any) -> None:
+        if self.pattern.stream:
+            self.pattern.stream.begin(self, self.line)
+        self.border = self.line.border_of(self)
         self.whole_values = {}
         for name in self.pattern.divided:
             value = _attribute(self, name)
@@ -359,7 +171,7 @@ class Split(Replacement):
             expect(not isinstance(child, Replacement), "tensor_parallel", "plain layers",
                    f"a {type(child).__name__}", "leave the other policy out", RuntimeError)
             child.__class__ = type(f"{by.__name__}({type(child).__name__})", (by, type(child)), {})
-            child.split(self.line, dims)
+            child.split(self.line, dims, self.border)
         for name, dim in self.pattern.dropouts:
             dropout = self.get_submodule(name)
             dropout.__class__ = type("SplitDropout", (SplitDropout, type(dropout)),
@@ -368,20 +180,20 @@ class Split(Replacement):
     def end(self: Any) -> None:
         for name, value in self.whole_values.items():
             _set_attribute(self, name, value)
-        del self.whole_values
+        del self.whole_values, self.border
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """
-        ### $f$ for every input with a gradient, then the module's own forward
+        ### $f$ for its inputs, then the module's own forward
         """
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
         self.line.compare_once(tensors)
         if not self.pattern.columns:
             return cast(Any, super()).forward(*args, **kwargs)
         # One tensor may be query, key and value, and is one summand of the gradient then.
-        entered = {id(t): _Enter.apply(t, self.line) for t in tensors if t.requires_grad}
-        args = tuple(entered.get(id(arg), arg) for arg in args)
-        kwargs = {name: entered.get(id(arg), arg) for name, arg in kwargs.items()}
+        states = {id(t): t for t in self.border.states(args, kwargs)}
+        entered = {name: self.border.enter(t) for name, t in states.items()}
+        args, kwargs = exchanged(args, kwargs, entered)
         return cast(Any, super()).forward(*args, **kwargs)
 
 
@@ -394,13 +206,15 @@ class Weights(Replacement):
     # The class whose forward this one knows.
     stands_for: type[nn.Module] = nn.Linear
 
-    def split(self: Any, line: Line, dims: dict[str, tuple[int, int]]) -> None:
+    def split(self: Any, line: Line, dims: dict[str, tuple[int, int]], border: Border) -> None:
         """
         ### Keep this rank's part of each of these parameters
 
         * `dims` has for each parameter the dimension, and the number of blocks
+        * `border` is that of the module that this layer is in
         """
         self.line = line
+        self.border = border
         self.parts = {}
         for name, (dim, blocks) in dims.items():
             whole = self._parameters[name]
@@ -420,7 +234,7 @@ class Weights(Replacement):
         for name, part in self.parts.items():
             self._parameters[name] = line.twin(
                 self._parameters[name], lambda p=part, n=name: self._whole(p, self._parameters[n]))
-        del self.line, self.parts
+        del self.line, self.border, self.parts
 
     def _whole(self: Any, part: WeightPart, own: torch.Tensor) -> torch.Tensor:
         """
@@ -454,9 +268,9 @@ class Row(Weights):
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         # Hugging Face's `Conv1D` keeps the transposed weight.
-        weight = self.weight if _is_transposed(self) else self.weight.t()
-        out = _Leave.apply(x @ weight, self.line)
-        return out if self.bias is None else out + self.bias
+        weight = self.weight if _conv1d(self) else self.weight.t()
+        out = self.border.leave(x @ weight)
+        return out if self.bias is None else out + self.border.weight(self.bias)
 
 
 class VocabularyEmbedding(Weights):
@@ -483,7 +297,7 @@ class VocabularyEmbedding(Weights):
         if padding is not None:
             padding = padding - part.begin if part.begin <= padding < part.end else None
         found = F.embedding(own, self.weight, padding) * is_here[..., None]
-        return _Leave.apply(found, self.line)
+        return self.border.leave(found)
 
 
 class VocabularyHead(Weights):
@@ -492,8 +306,29 @@ class VocabularyHead(Weights):
     """
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        own = F.linear(_Enter.apply(x, self.line), self.weight, self.bias)
+        own = F.linear(self.border.enter(x), self.weight, self.bias)
         return _Gather.apply(own, self.line, self.parts["weight"])
+
+
+class _Gather(torch.autograd.Function):
+    """
+    #### All-gather of the last dimension in forward; in backward each rank keeps its part
+
+    Parts that are shorter are padded while they travel.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, line: Line, part: WeightPart) -> torch.Tensor:
+        ctx.part = part
+        longest = -(-part.size // line.size)
+        rows = line.all_gather(F.pad(x, (0, longest - x.shape[-1])))
+        ends = [part.size * place // line.size for place in range(line.size + 1)]
+        return torch.cat([row[..., : end - begin] for row, begin, end
+                          in zip(rows, ends, ends[1:], strict=False)], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+        return grad[..., ctx.part.begin : ctx.part.end], None, None
 
 
 class SharedConvolution(Weights):
@@ -506,7 +341,7 @@ class SharedConvolution(Weights):
     stands_for = nn.Conv1d
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = (None if p is None else _Enter.apply(p, self.line)
+        weight, bias = (None if p is None else self.line.border.enter(p)
                         for p in (self.weight, self.bias))
         return self._conv_forward(x, weight, bias)
 
@@ -524,20 +359,17 @@ class SplitDropout(Replacement):
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         if not self.training or not self.p:
             return x
-        shape = [*x.shape]
-        shape[self.dim] *= self.line.size
-        # A mask is drawn in the order of memory, so the whole mask has the order that `x` has.
-        order = sorted(range(x.dim()), key=x.stride, reverse=True)
-        ones = x.detach().new_ones([shape[dim] for dim in order])
-        mask = F.dropout(ones, self.p).permute([order.index(dim) for dim in range(x.dim())])
         count = x.shape[self.dim]
-        return x * mask.narrow(self.dim, self.line.place * count, count)
+        whole = count * self.line.size
+        return x * mask_of_part(x, self.p, self.dim, whole, self.line.place * count, count)
 
 
-def _is_transposed(module: nn.Module) -> bool:
-    # Hugging Face's `Conv1D`, or a replaced one.
-    return any(f"{kind.__module__}.{kind.__name__}" == "transformers.pytorch_utils.Conv1D"
-               for kind in type(module).__mro__)
+def _conv1d(module: nn.Module) -> type | None:
+    """
+    #### Hugging Face's `Conv1D`, which keeps the transposed weight, if a module is one
+    """
+    return next((kind for kind in type(module).__mro__
+                 if full_name(kind) == "transformers.pytorch_utils.Conv1D"), None)
 
 
 def _attribute(module: Any, path: str) -> Any:

@@ -1,0 +1,316 @@
+r"""
+# Lines: the ranks that split a model, and what they exchange
+
+A `Line` is the ranks of the mesh dimension "tensor". A `Border` says what they exchange where the
+split layers begin and end.
+
+Take the sum of a row-split layer with two outputs, for one position on two ranks. Each rank has a
+summand, and both need the sum:
+
+| | rank 0 | rank 1 |
+|---|---|---|
+| summands | 1 2 | 3 4 |
+| all-reduce | 4 6 | 4 6 |
+
+A ring all-reduce is a reduce-scatter and an all-gather. With $t$ ranks and a tensor of $n$ bytes, a
+rank sends
+
+$$\underbrace{\frac{t-1}{t}\,n}_{\text{reduce-scatter}} +
+\underbrace{\frac{t-1}{t}\,n}_{\text{all-gather}} = 2\,\frac{t-1}{t}\,n$$
+
+bytes. `sequence.py` uses the two halves at two places.
+
+**Run this**: `python -m pytest tests/test_tensor_parallel.py`.
+
+**Not covered, and what that costs**: a collective is not started ahead, so no communication of
+activations overlaps computation.
+"""
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero3.comm import all_to_all_single, reduce_scatter_single
+from zero3.groups.mesh import Group
+from zero3.guards.options import expect
+
+
+class Line:
+    """
+    ## The ranks that split a model, and their collectives
+
+    It stands for the sender of activations in a `Ledger`, under the name `tensor ranks`.
+    """
+
+    label = "tensor ranks"
+
+    def __init__(self, group: Group, sequence: bool = False):
+        """
+        * `sequence` says that there must be streams of which each rank has some positions
+        """
+        self.group = replace(group, same_layers=True)
+        self.sequence = sequence
+        # A `Ledger` asks for the rank here.
+        self.comm = self.group
+        # The sharded model, once there is one: `connect` sets it.
+        self.model: Any = None
+        self.sent_bytes = 0
+        self.compared = False
+        # By the id of a parameter: the parameter, and the one that replaced it.
+        self.twins: dict[int, tuple[Any, Any]] = {}
+        self.patterns: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # of split modules
+        self.border = Border(self)
+        # The modules of streams have another one.
+        self.borders: WeakKeyDictionary[nn.Module, Border] = WeakKeyDictionary()
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+    @property
+    def place(self) -> int:
+        return self.group.rank
+
+    def __deepcopy__(self, memo: Any) -> "Line":
+        # A copy of a model is split over the same ranks.
+        return self
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        r"""
+        ### The sum over the ranks, a new tensor with the same bits on all of them
+
+        A rank sends $2\frac{t-1}{t}$ times the bytes of `x`. All ranks must call it.
+        """
+        x = x.clone(memory_format=torch.contiguous_format)
+        if self.size > 1:
+            dist.all_reduce(x, group=self.group.process_group)
+            self._count("sum", x.nbytes, 2 * (self.size - 1) * x.nbytes // self.size)
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """
+        ### The tensors of all ranks: `x.shape` to `(ranks, *x.shape)`
+
+        A rank sends $t-1$ times the bytes of `x`. All ranks must call it.
+        """
+        found = x.new_empty(self.size, *x.shape)
+        if self.size == 1:
+            return found.copy_(x)
+        dist.all_gather([*found], x.contiguous(), group=self.group.process_group)
+        self._count("gather", found.nbytes, (self.size - 1) * x.nbytes)
+        return found
+
+    def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
+        r"""
+        ### The sum over the ranks of the row for this rank: `(ranks, *shape)` to `shape`
+
+        A rank sends $\frac{t-1}{t}$ times the bytes of `rows`. All ranks must call it.
+        """
+        if self.size == 1:
+            return rows[0]
+        group = self.group.process_group
+        if rows.device.type == "cpu":
+            # gloo's own reduce-scatter sends as much as an all-reduce.
+            found = torch.empty_like(rows)
+            all_to_all_single(found, rows, group=group)
+            total = found.sum(0)
+        else:
+            total = torch.empty_like(rows[0])
+            reduce_scatter_single(total, rows, group=group)
+        self._count("reduce", rows.nbytes, (self.size - 1) * total.nbytes)
+        return total
+
+    def _count(self, event: str, nbytes: int, sent_bytes: int) -> None:
+        self.sent_bytes += sent_bytes
+        if self.model is not None:
+            sent = SimpleNamespace(sent_bytes=sent_bytes, between_bytes=0, messages=1,
+                                   order_bytes=0)
+            self.model.listener.record(self, event, nbytes, sent)
+
+    def border_of(self, module: nn.Module) -> "Border":
+        """
+        ### What is exchanged where the split layers of a module begin and end
+        """
+        return self.borders.get(module, self.border)
+
+    def prepare(self, model: nn.Module, classes: dict[nn.Module, Any]) -> None:
+        """
+        ### Give all ranks the first one's values, if their models are alike
+
+        * `classes` are those that split modules will have
+
+        All ranks must call it (all-gather of names, broadcast of values). Raises `ValueError` if a
+        weight is also used by a module that is not split, and on all ranks if the models differ.
+        """
+        patterns = {module: options.pattern for module, options in classes.items()}
+        _check_ties(model, patterns)
+        self.patterns.update(patterns)
+        self._find_streams(model)
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        told = [(name, tuple(t.shape), f"{t.dtype}") for name, t in tensors]
+        every: list[Any] = [told] * self.size
+        if self.size > 1:
+            dist.all_gather_object(every, told, group=self.group.process_group)
+        for rank, theirs in zip(self.group.ranks, every, strict=True):
+            expect(theirs == every[0], "tensor_parallel", "the same model on all ranks",
+                   f"other parameters on rank {rank}", "build it alike on all ranks")
+        for _, tensor in tensors:
+            if not tensor.is_meta:
+                self.broadcast(tensor.detach(), 0)
+
+    def _find_streams(self, model: nn.Module) -> None:
+        """
+        #### Note which modules compute with some of the positions only
+        """
+        streams = {module: pattern.stream for module, pattern in self.patterns.items()
+                   if pattern.stream}
+        expect(bool(streams) or not self.sequence, "tensor_parallel: `sequence=True`",
+               "a model with a known stream", f"none in this {type(model).__name__}",
+               "leave `sequence` out, or pass a pattern with a `stream`")
+        for module, stream in streams.items():
+            problem = stream.problem(module, self.patterns)
+            expect(not problem, "tensor_parallel: `sequence=True`", "modules that treat each "
+                   f"position by itself in `{type(module).__name__}`", problem,
+                   "leave `sequence` out")
+            inside = [*stream.inside(module, self.patterns)]
+            self.borders.update(dict.fromkeys(inside, stream.border(self)))
+
+    def broadcast(self, tensor: torch.Tensor, place: int) -> None:
+        """
+        ### Give all ranks the values that one of them has; all ranks must call it
+        """
+        if self.size > 1 and tensor.numel():
+            whole = tensor.contiguous()
+            dist.broadcast(whole.view(-1).view(torch.uint8), group=self.group.process_group,
+                           group_src=place)
+            tensor.copy_(whole)
+
+    def twin(self, param: nn.Parameter, make: Any) -> nn.Parameter:
+        """
+        ### The parameter that replaces another one; the same one wherever it is tied
+        """
+        old, new = self.twins.get(id(param), (lambda: None, lambda: None))
+        found = new() if old() is param else None
+        if found is None:
+            found = nn.Parameter(make(), param.requires_grad)
+            self.twins[id(param)] = (ref(param), ref(found))
+        return found
+
+    def compare_once(self, tensors: list[torch.Tensor]) -> None:
+        """
+        ### Refuse ranks that were given other values, or have other random numbers
+
+        It looks at the first forward pass alone. All ranks must call it. Raises `ValueError`.
+        """
+        if self.compared or self.size == 1:
+            return
+        self.compared = True
+        raw = [t.detach().cpu().contiguous().view(-1).view(torch.uint8)
+               for t in (*tensors, torch.get_rng_state()) if t.numel()]
+        told = [zlib.crc32(each.numpy().tobytes()) for each in raw]
+        every: list[Any] = [told] * self.size
+        dist.all_gather_object(every, told, group=self.group.process_group)
+        for rank, theirs in zip(self.group.ranks, every, strict=True):
+            what = "the random numbers" if theirs[:-1] == every[0][:-1] else "the inputs"
+            expect(theirs == every[0], "tensor_parallel", "the same batch and the same random "
+                   f"numbers on ranks {self.group.ranks}", f"{what} of rank {rank} differ",
+                   "give all ranks of this mesh dimension the same rows, and the same "
+                   "`torch.manual_seed`")
+
+
+def _check_ties(model: nn.Module, patterns: dict[nn.Module, Any]) -> None:
+    """
+    #### Refuse weights that a split module shares with a module that is not split
+    """
+    new = {(child, name) for module, pattern in patterns.items()
+           for child, _, names in pattern.parts(module) for name in names}
+    weights = {child._parameters[name] for child, name in new}
+    for path, module in model.named_modules():
+        for name, param in module._parameters.items():
+            expect(param is None or param not in weights or (module, name) in new,
+                   "tensor_parallel", "every use of a split weight to be split",
+                   f"`{path}.{name}`, which is tied to one", "untie it, or leave the policy out")
+
+
+class Border:
+    """
+    ## What is exchanged where the split layers begin and end: $f$ and $g$
+
+    This one is for activations that are whole on each rank. `SequenceBorder` has only some of the
+    positions on each.
+    """
+
+    def __init__(self, line: Line):
+        self.line = line
+
+    def __deepcopy__(self, memo: Any) -> "Border":
+        return self
+
+    def states(self, args: tuple, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """
+        ### The arguments of a split module that `enter` is for: those with a gradient
+        """
+        return [value for value in (*args, *kwargs.values())
+                if isinstance(value, torch.Tensor) and value.requires_grad]
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """
+        ### $f$, where the split layers begin
+
+        All ranks must call it and its backward (all-reduce of the gradient).
+        """
+        return _Enter.apply(x, self.line)
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        """
+        ### $g$, where they end
+
+        * `x` is this rank's summand
+
+        All ranks must call it (all-reduce).
+        """
+        return _Leave.apply(x, self.line)
+
+    def weight(self, param: torch.Tensor) -> torch.Tensor:
+        """
+        ### A weight that all ranks have, where they compute with it between the split layers
+
+        Here they all compute the same, so each has the whole gradient.
+        """
+        return param
+
+
+class _Enter(torch.autograd.Function):
+    """
+    #### $f$: identity in forward, all-reduce of the gradient in backward
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, line: Line) -> torch.Tensor:
+        ctx.line = line
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+        return ctx.line.all_reduce(grad), None
+
+
+class _Leave(torch.autograd.Function):
+    """
+    #### $g$: all-reduce in forward, identity in backward
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, line: Line) -> torch.Tensor:
+        return line.all_reduce(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+        return grad, None

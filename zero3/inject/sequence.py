@@ -1,0 +1,399 @@
+r"""
+# Sequence parallelism: norms and the residual stream on some of the positions
+
+With `tensor_parallel(mesh, sequence=True)` each rank keeps only some of the positions of a sequence
+between the split layers.
+
+After an all-reduce, all ranks have the same vectors. Norms, dropouts and the residual stream then
+compute and keep the same on each of them. But they treat each position by itself, so each rank can
+do this for some of the positions. Take four positions $x_0 \ldots x_3$ on two ranks:
+
+| | rank 0 | rank 1 |
+|---|---|---|
+| residual stream and norm | $x_0\; x_1$ | $x_2\; x_3$ |
+| $f$: all-gather | $x_0\; x_1\; x_2\; x_3$ | $x_0\; x_1\; x_2\; x_3$ |
+| split layers: a summand for each position | $a_0\; a_1\; a_2\; a_3$ | $b_0\; b_1\; b_2\; b_3$ |
+| $g$: reduce-scatter | $a_0 + b_0$, $a_1 + b_1$ | $a_2 + b_2$, $a_3 + b_3$ |
+| added to the residual stream | two positions | two positions |
+
+**Conjugate communication.** In backward each of the two becomes the other one:
+
+| | forward | backward |
+|---|---|---|
+| $f$, where the split begins | all-gather | reduce-scatter |
+| $g$, where it ends | reduce-scatter | all-gather |
+| the stream begins | keep the own positions | all-gather |
+| the stream ends | all-gather | keep the own positions |
+
+A reduce-scatter and an all-gather together send as much as the all-reduce that they replace. So
+with $T$ positions of $d$ features with $b$ bytes, on $t$ ranks, a rank sends for $L$ layers
+
+$$\underbrace{8 L\,\frac{t-1}{t}\,T d b}_{\text{as before}} +
+\underbrace{2\,\frac{t-1}{t}\,T d b}_{\text{both ends of the stream}}$$
+
+bytes, and keeps $t$ times fewer activations of the stream. The all-gathers at the ends are new.
+Section 4.2.2 of [Korthikanti et al.](https://arxiv.org/abs/2205.05198) has $f$ and $g$ there too.
+
+**Weights of norms.** A rank computes the gradient of a norm's weight from its own positions, so the
+whole gradient is the sum over the ranks. The same holds for biases that are added after $g$. Both
+are all-reduced in backward, $2\frac{t-1}{t}$ times their bytes.
+
+**Dropout.** Each rank draws the mask of all positions and takes its part of it. The masks are those
+of the plain model, at the price of random numbers that are not used.
+
+**Other lengths.** Five positions on two ranks are two and three; a single one, as in generation, is
+none and one. Shorter parts are padded while they travel.
+
+**Run this**: `python -m pytest tests/test_tensor_parallel.py -k sequence`.
+
+**Not covered, and what that costs**: the gathered inputs of split layers are kept for backward.
+Megatron-LM gathers them again, which sends more and keeps less. Embeddings, their dropout, and all
+that comes after the final norm are computed on whole sequences. Hidden states of single layers
+(`output_hidden_states`) have the positions of this rank. Between a forward and its backward with
+checkpointed activations, no pass of another length may run; it is an error. Known streams are those
+of `patterns.py`; a model of labml's layers without an `Encoder` has none, and is refused.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from zero3.guards.options import expect
+from zero3.inject.line import Border, Line
+from zero3.inject.replace import Replacement, full_name, own_class
+
+# How the classes of known streams name the states that they are called with.
+_STATES = ("hidden_states", "x", "query", "key", "value")
+# Modules that treat each position by itself.
+_POSITIONWISE = (nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """
+    ## The part of a model in which each rank has some of the positions
+
+    It begins with the first of the `blocks` and ends with the module `last`, or with the last
+    block. The names are relative to the module that the pattern is for.
+    """
+
+    blocks: str
+    last: str = ""
+    dim: int = 1  # the dimension of positions
+    # The full names of the classes of blocks, of containers inside them, and of norms.
+    classes: tuple[str, ...] = ()
+    # Modules that use other sequences. Blocks must not have them.
+    absent: tuple[str, ...] = ("crossattention", "src_attn")
+
+    def ends(self, module: nn.Module) -> tuple[nn.Module, nn.Module]:
+        """
+        ### The module that the stream begins with, and the one that it ends with
+        """
+        blocks: Any = module.get_submodule(self.blocks)
+        last = module.get_submodule(self.last) if self.last else blocks[-1]
+        return blocks[0], last
+
+    def inside(self, module: nn.Module, split: Mapping[nn.Module, Any]) -> Iterator[nn.Module]:
+        """
+        ### The modules that compute with some of the positions, and the split ones
+
+        * `split` has the patterns of split modules. What is inside of such a module has all
+          positions, unless it comes after the last split layer
+        """
+        blocks: Any = module.get_submodule(self.blocks)
+        waiting = [*blocks, *([module.get_submodule(self.last)] if self.last else ())]
+        while waiting:
+            each = waiting.pop()
+            yield each
+            pattern = split.get(each)
+            if pattern is None:
+                waiting += each.children()
+            else:
+                waiting += [each.get_submodule(name) for name in pattern.after]
+
+    def problem(self, module: nn.Module, split: Mapping[nn.Module, Any]) -> str:
+        """
+        ### Why the stream cannot be split, or an empty string
+        """
+        for each in self.inside(module, split):
+            kind = own_class(each)
+            for name in self.absent:
+                if getattr(each, name, None) is not None:
+                    return f"its {kind.__name__} has a `{name}`"
+            known = kind in _POSITIONWISE or full_name(kind) in self.classes
+            if each not in split and not known:
+                return f"its {kind.__name__} may need all positions"
+            if "forward" in vars(each):
+                return f"its {kind.__name__} has a `forward` of its own"
+        return ""
+
+    def border(self, line: Line) -> "SequenceBorder":
+        return SequenceBorder(line, self.dim)
+
+    def begin(self, module: nn.Module, line: Line) -> None:
+        """
+        ### Give the modules of the stream their new classes
+        """
+        first, last = self.ends(module)
+        border: Any = line.border_of(first)
+        for each in [*self.inside(module, line.patterns)]:
+            if isinstance(each, nn.Dropout):
+                _replace(each, StreamDropout, border)
+            elif each not in line.patterns and any(True for _ in each.parameters(recurse=False)):
+                _replace(each, SummedWeights, border)
+        _replace(first, StreamBegin, border)
+        _replace(last, StreamEnd, border)
+
+
+def _replace(module: nn.Module, by: type, border: "SequenceBorder") -> None:
+    kind = type(module)
+    module.__class__ = type(f"{by.__name__}({kind.__name__})", (by, kind), {"border": border})
+
+
+class SequenceBorder(Border):
+    """
+    ## $f$ and $g$ between some of the positions and all of them
+    """
+
+    def __init__(self, line: Line, dim: int):
+        super().__init__(line)
+        self.dim = dim
+        # Positions in the sequences of the current pass.
+        self.length = 0
+
+    def states(self, args: tuple, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """
+        ### The arguments that are parts of sequences: the first one, or those with a known name
+
+        Masks and positions are whole.
+        """
+        return [*args[:1], *(kwargs[name] for name in _STATES if name in kwargs)]
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        return _Enter.apply(x, self)
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        return _Leave.apply(x, self)
+
+    def weight(self, param: torch.Tensor) -> torch.Tensor:
+        """
+        ### A weight that each rank uses for its own positions: the gradients are summed
+        """
+        return self.line.border.enter(param) if param.requires_grad else param
+
+    @property
+    def longest(self) -> int:
+        """
+        ### The positions of the rank that has the most of them
+        """
+        return -(-self.length // self.line.size)
+
+    def range(self, place: int) -> tuple[int, int]:
+        """
+        ### The first position of a rank, and the number of its positions
+        """
+        begin = self.length * place // self.line.size
+        return begin, self.length * (place + 1) // self.line.size - begin
+
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        """
+        ### This rank's positions, a copy
+        """
+        return whole.narrow(self.dim, *self.range(self.line.place)).clone(
+            memory_format=torch.contiguous_format)
+
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        r"""
+        ### All positions of the sequence (all-gather)
+
+        A rank sends $t-1$ times the bytes of the longest part. All ranks must call it. Raises
+        `RuntimeError` if `x` is of a sequence of another length.
+        """
+        _, count = self.range(self.line.place)
+        expect(x.shape[self.dim] == count, "sequence parallelism", f"{count} of {self.length} "
+               "positions on this rank", f"{x.shape[self.dim]} positions", "run no pass of another "
+               "length between forward and backward", RuntimeError)
+        rows = self.line.all_gather(self._padded(x))
+        parts = [row.narrow(self.dim, 0, self.range(place)[1]) for place, row in enumerate(rows)]
+        return torch.cat(parts, self.dim)
+
+    def summed(self, x: torch.Tensor) -> torch.Tensor:
+        r"""
+        ### The sum over ranks, of this rank's positions (reduce-scatter)
+
+        * `x` has a summand for all positions
+
+        A rank sends $t-1$ times the bytes of the longest part. All ranks must call it.
+        """
+        rows = [self._padded(x.narrow(self.dim, *self.range(place)))
+                for place in range(self.line.size)]
+        total = self.line.reduce_scatter(torch.stack(rows))
+        _, count = self.range(self.line.place)
+        return total.narrow(self.dim, 0, count).contiguous()
+
+    def _padded(self, x: torch.Tensor) -> torch.Tensor:
+        # Padding is given from the last dimension on, in front and behind.
+        behind = (0, 0) * (x.dim() - 1 - self.dim)
+        return F.pad(x, (*behind, 0, self.longest - x.shape[self.dim]))
+
+
+# --------------------------------------------------------------------------- the four operations
+
+
+class _Enter(torch.autograd.Function):
+    """
+    #### $f$: all-gather in forward, reduce-scatter in backward
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, border: SequenceBorder) -> torch.Tensor:
+        ctx.border = border
+        return border.gathered(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+        return ctx.border.summed(grad), None
+
+
+class _Leave(torch.autograd.Function):
+    """
+    #### $g$: reduce-scatter in forward, all-gather in backward
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, border: SequenceBorder) -> torch.Tensor:
+        ctx.border = border
+        return border.summed(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+        return ctx.border.gathered(grad), None
+
+
+class _Begin(torch.autograd.Function):
+    """
+    #### The own positions in forward, all-gather in backward
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, border: SequenceBorder) -> torch.Tensor:
+        ctx.border = border
+        return border.own(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+        return ctx.border.gathered(grad), None
+
+
+class _End(torch.autograd.Function):
+    """
+    #### All-gather in forward, the own positions in backward
+
+    Whatever comes after it is the same on all ranks, so each has the whole gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, border: SequenceBorder) -> torch.Tensor:
+        ctx.border = border
+        return border.gathered(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+        return ctx.border.own(grad), None
+
+
+# --------------------------------------------------------------------------- modules of a stream
+
+
+class InStream(Replacement):
+    """
+    ## A module that computes with some of the positions
+    """
+
+    all_or_none = True
+    border: SequenceBorder
+
+
+class StreamBegin(InStream):
+    """
+    ## The first block, which keeps its rank's positions
+    """
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        whole, *_ = self.border.states(args, kwargs)
+        self.border.length = whole.shape[self.border.dim]
+        args, kwargs = exchanged(args, kwargs, {id(whole): _Begin.apply(whole, self.border)})
+        return cast(Any, super()).forward(*args, **kwargs)
+
+
+class StreamEnd(InStream):
+    """
+    ## The last module, whose output has all positions again
+    """
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _End.apply(cast(Any, super()).forward(*args, **kwargs), self.border)
+
+
+class SummedWeights(InStream):
+    """
+    ## A norm of some of the positions, with gradients that are summed over the ranks
+    """
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        own = {**self._parameters}
+        try:
+            for name, param in own.items():
+                if param is not None:
+                    self._parameters[name] = self.border.weight(param)
+            return cast(Any, super()).forward(*args, **kwargs)
+        finally:
+            self._parameters.update(own)
+
+
+class StreamDropout(InStream):
+    """
+    ## Dropout of some of the positions, with the mask of the plain model
+    """
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if not self.training or not self.p:
+            return x
+        border = self.border
+        own = border.range(border.line.place)
+        return x * mask_of_part(x, self.p, border.dim, border.length, *own)
+
+
+def mask_of_part(x: torch.Tensor, p: float, dim: int, size: int, begin: int, count: int
+                 ) -> torch.Tensor:
+    """
+    ## The part of a dropout mask that is for this rank
+
+    * `x` is the part of a tensor with `size` elements along `dim`; it begins at `begin`, with
+      `count` elements
+    * `p` is the probability of a zero; other elements are $1 / (1 - p)$
+
+    Each rank draws the whole mask, in the same order as the plain model.
+    """
+    shape = [*x.shape]
+    shape[dim] = size
+    # A mask is drawn in the order of memory, so the whole mask has the order that `x` has.
+    order = sorted(range(x.dim()), key=x.stride, reverse=True)
+    ones = x.detach().new_ones([shape[each] for each in order])
+    mask = F.dropout(ones, p).permute([order.index(each) for each in range(x.dim())])
+    return mask.narrow(dim, begin, count)
+
+
+def exchanged(args: tuple, kwargs: Mapping[str, Any], found: Mapping[int, Any]
+              ) -> tuple[tuple, dict[str, Any]]:
+    """
+    ## Arguments of a call, with other tensors for some of them
+
+    * `found` has the new ones, by the `id` of the old ones. One tensor may be several arguments
+    """
+    return (tuple(found.get(id(arg), arg) for arg in args),
+            {name: found.get(id(arg), arg) for name, arg in kwargs.items()})
