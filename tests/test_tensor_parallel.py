@@ -19,12 +19,27 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zero3
 from tests.ranks import run
-from tests.test_inject import LENGTH, TOKENS, WIDTH, HuggingFace, Masked, Model, farthest, ids_of
+from tests.test_inject import (
+    LENGTH,
+    TOKENS,
+    WIDTH,
+    HuggingFace,
+    Masked,
+    Model,
+    farthest,
+    ids_of,
+    kept,
+)
 from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
 from zero3.checkpoint.convert import export
 from zero3.checkpoint.reader import Param, merge_parts, newest
+from zero3.estimate.predict import predict
+from zero3.estimate.tensor import Transformer
+from zero3.groups.mesh import Group
 from zero3.guards.parts import WeightPart, part_of
 from zero3.inject import inject, policies, restore
+from zero3.inject.line import Line
+from zero3.inject.sequence import SequenceBorder
 from zero3.measure.ledger import Ledger
 from zero3.pipeline import Pipeline
 from zero3.train.gpt import GPTConfig, gpt_layers
@@ -94,12 +109,14 @@ class Bert(nn.Module):
 MODELS = {
     "labml": labml_model, "gated": lambda: labml_model(gated=True), "dropout": with_dropout,
     "tied": tied, "bert": Bert,
-    "encoder": Encoded, "bert, dropout": lambda: Bert(0.25),
+    "encoder": lambda: Encoded(0.0), "encoder, dropout": Encoded,
+    "bert, dropout": lambda: Bert(0.25),
     "gpt2, dropout": lambda: HuggingFace("GPT2", embd_pdrop=0.25, resid_pdrop=0.25),
     "gpt2": lambda: HuggingFace("GPT2"), "qwen2": lambda: HuggingFace("Qwen2"),
     "llama": lambda: HuggingFace("Llama", tie_word_embeddings=True)}
 # Hugging Face computes the loss in fp32, and Llama's norms.
-TOLERANCE = dict.fromkeys(("gpt2", "gpt2, dropout", "qwen2", "llama", "bert", "bert, dropout"), 1e-5)
+TOLERANCE = dict.fromkeys(
+    ("gpt2", "gpt2, dropout", "qwen2", "llama", "bert", "bert, dropout"), 1e-5)
 
 
 def make(which, seed=0):
@@ -172,10 +189,12 @@ def test_two_ranks_train_the_weights_of_the_plain_model(which, more):
         assert worst < 1 and share < (0.8 if which == "bert" else 0.75), (worst, share)
 
 
+# --------------------------------------------------------------------------- some of the positions
+
+
 def sequence_alone(which, more, length):
     """The same with a stream of which each rank has some of the positions."""
-    size = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tensor",))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))
     plain = make(which)
     model = copy.deepcopy(plain)
     classes = [type(module) for module in model.modules()]
@@ -193,14 +212,75 @@ def sequence_alone(which, more, length):
 
 
 @pytest.mark.parametrize("which, more, length", [
-    ("encoder", (), 6), ("encoder", (), 5), ("gpt2, dropout", (), 5), ("bert, dropout", (), 6),
+    ("encoder, dropout", (), 6), ("encoder, dropout", (), 5), ("gpt2, dropout", (), 5),
+    ("bert, dropout", (), 6),
     ("qwen2", (), 6), ("llama", ("cross_entropy", "rms_norm", "swiglu"), 5)])
 def test_ranks_with_some_of_the_positions_train_the_weights_of_the_plain_model(which, more, length):
     """
-    Proves I1, `sequence`.
+    Losses and weights after three steps, with dropout in the stream and before it, norms in front
+    of and behind the split layers, biases after the reduce-scatter, and five positions on two
+    ranks. Breaks if the gradients of norms or of these biases are not summed, or a mask is drawn
+    for the own positions alone.
+    Proves I1, `tensor_parallel`, `Stream`, `Stream.begin`, `Stream.ends`, `Stream.border`,
+    `Stream.inside`, `SequenceBorder`, `SequenceBorder.states`, `SequenceBorder.enter`,
+    `SequenceBorder.leave`, `SequenceBorder.weight`, `SequenceBorder.range`, `SequenceBorder.own`,
+    `SequenceBorder.gathered`, `SequenceBorder.summed`, `SequenceBorder.longest`, `InStream`,
+    `StreamBegin`, `StreamEnd`, `SummedWeights`, `StreamDropout`, `mask_of_part`, `exchanged`,
+    `own_class`, `Line.reduce_scatter`, `Line.border_of`.
     """
     for worst in run(sequence_alone, 2, which, more, length):
         assert worst < 1, worst
+
+
+def sequence_measured(length):
+    """Bytes that a step sends and keeps, whole and by positions, beside the formulas."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=NAMES)
+    t = mesh["tensor"].size()
+    ids = ids_of(3)[:, :length]
+    found = []
+    for sequence in (False, True):
+        torch.manual_seed(0)
+        model = inject(Encoded(0.0).double(), [
+            policies.tensor_parallel(mesh["tensor"], sequence=sequence)])
+        kept_bytes, _ = kept(model, ids)
+        model = wrap(model, model.layer_classes, mesh=mesh["shard"])
+        with Ledger(model) as tape:
+            model(ids).backward()
+        sent = sum(event.sent_bytes for event in tape.events if event.layer == "tensor ranks")
+        found.append((sent, kept_bytes))
+    whole, split = found
+    sizes = Transformer(2, WIDTH, 12, TOKENS)
+    more = [sizes.activation_bytes(t, *ids.shape, 8, sequence=each) for each in (False, True)]
+    # Each norm keeps its input, a mean and a deviation.
+    fewer = 8 * 5 * 3 * (length - (length * (dist.get_rank() + 1) // t
+                                   - length * dist.get_rank() // t)) * (WIDTH + 2)
+    return [whole[0], split[0], whole[1] - split[1]], [*more, fewer]
+
+
+@pytest.mark.parametrize("length", [6, 5])
+def test_a_sequence_in_parts_sends_and_keeps_what_the_formulas_say(length):
+    """
+    An all-reduce is a reduce-scatter and an all-gather, so only the ends of the stream and the
+    gradients of its weights are new. Norms keep this rank's positions. Five positions are padded to
+    six while they travel.
+    Breaks if a collective is sent twice, or a norm keeps all positions.
+    Proves I4, `Line.reduce_scatter`, `SequenceBorder.gathered`, `SequenceBorder.summed`.
+    """
+    for found, expected in run(sequence_measured, 2, length):
+        assert found == expected
+
+
+def test_a_sequence_of_another_length_is_an_error():
+    """
+    A block that is computed again in backward, after a pass of another length, would gather the
+    wrong positions.
+    Proves `SequenceBorder.gathered`.
+    """
+    border = SequenceBorder(Line(Group((0,), 0)), 1)
+    border.length = 4
+    assert border.gathered(torch.ones(2, 4, 3)).shape == (2, 4, 3)
+    with pytest.raises(RuntimeError, match=r"4 of 4 positions.*3 positions.*another length"):
+        border.gathered(torch.ones(2, 3, 3))
 
 
 # -------------------------------------------------------------------------------------- with shards
@@ -214,7 +294,9 @@ def rows_of(mesh, step):
 
 
 def build_split(which, mesh, chain=False, seed=0):
-    model = inject(make(which, seed), [policies.tensor_parallel(mesh["tensor"])])
+    sequence = which == "encoder"
+    model = inject(make(which, seed), [
+        policies.tensor_parallel(mesh["tensor"], sequence=sequence)])
     if chain:
         return Zero3Sequential([Zero3Layer(layer, mesh=mesh["shard"]) for layer in model.layers])
     return wrap(model, model.layer_classes, mesh=mesh["shard"])
@@ -299,12 +381,14 @@ def loaded(which, shape, folder):
 
 
 @pytest.mark.parametrize("which, ours, chain", [
-    ("labml", True, False), ("tied", True, False), ("labml", False, True), ("gpt2", True, False)])
+    ("encoder", True, False), ("tied", True, False), ("labml", False, True),
+    ("gpt2", True, False)])
 def test_split_layers_are_sharded_again(which, ours, chain, tmp_path):
     """
     Tensor 2 x shard 2: losses, clipped norms, and weights after four steps, with a checkpoint and a
-    load in between; by `wrap` and as a chain, by our optimizer and torch's. The checkpoint loads at
-    tensor 1 x shard 1, x shard 3, and at tensor 2 without shards, with the plain names and shapes.
+    load in between; by `wrap` and as a chain, by our optimizer and torch's; one of them with some
+    of the positions on each rank. The checkpoint loads at tensor 1 x shard 1, x shard 3, and at
+    tensor 2 without shards, with the plain names and shapes.
     Proves I1, `Zero3Optimizer._squares`, `connect`, `counted`, `part_of`, `norm_of_parts`,
     `clip_grad_norm_`, `save_load.save`, `load`, `Entries.part`, `CheckpointReader._read_parts`,
     `Param.part`, `Param.shape`, `_told_part`.
@@ -314,21 +398,30 @@ def test_split_layers_are_sharded_again(which, ours, chain, tmp_path):
     assert max(worst, *(each for each, _ in others)) < 1
     if chain:
         return
-    # In plain PyTorch, from a file of safetensors. It has a tied weight once.
+    # In plain PyTorch, from a file of safetensors. It has a tied weight once, and buffers.
     export(newest(folder), tmp_path / "out")
     plain = load_file(tmp_path / "out" / "model.safetensors")
-    assert farthest(plain, {name: expected[name] for name in plain}) < TOLERANCE.get(which, 1e-10)
+    plain = {name: plain[name] for name in expected}
+    assert farthest(plain, expected) < TOLERANCE.get(which, 1e-10)
     for shape in ((1, 1), (1, 3), (2, 1)):
         for found in run(loaded, shape[0] * shape[1], which, shape, folder):
             assert farthest(found, expected) < TOLERANCE.get(which, 1e-10)
 
 
 def measured(shape):
-    """Bytes that a step of a chain sends, beside the formulas; and tokens that go on a text."""
+    """Bytes that a chain keeps, and that its step sends, beside the estimate from sizes alone."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES)
-    model = build_split("labml", mesh, chain=True)
+    t, n = shape
+    sizes = Transformer(2, WIDTH, 12, TOKENS, positions=LENGTH, gated=True, head_bias=True)
+    layers = [Masked(TransformerLayer(
+        d_model=WIDTH, self_attn=MultiHeadAttention(2, WIDTH, 0.0),
+        feed_forward=FeedForward(WIDTH, 12, 0.0, nn.SiLU(), True),
+        dropout_prob=0.0)) for _ in range(2)]
+    first, _, last = gpt_layers(GPTConfig(TOKENS, LENGTH, WIDTH, 2, 1, 12))
+    model = inject(Model([first, *layers, last]).double(), [
+        policies.tensor_parallel(mesh["tensor"])])
+    model = Zero3Sequential([Zero3Layer(layer, mesh=mesh["shard"]) for layer in model.layers])
     optimizer = Zero3Optimizer(model, torch.optim.AdamW, lr=1e-2)
-    predicted = optimizer.predict()
     _, ids = rows_of(mesh, 0)
     for _ in range(2):
         with Ledger(model, optimizer) as tape:
@@ -336,46 +429,49 @@ def measured(shape):
             optimizer.step()
             optimizer.zero_grad()
     sent = sum(event.sent_bytes for event in tape.events if event.layer == "tensor ranks")
-    t = mesh["tensor"].size()
-    positions = ids.numel()
-    # Two layers with four sums each, and one of the embedding and of the head. Logits are gathered.
-    sums = (2 * 4 + 2) * positions * WIDTH
-    # Three convolutions of the main job's block, whose gradients are summed.
-    convolutions = 3 * (WIDTH // 2) * 4
-    expected = 8 * (2 * (t - 1) * (sums + convolutions) // t
-                    + (t - 1) * positions * -(-TOKENS // t))
-    return sent, expected, tape.sent_bytes - sent, predicted.sent_bytes
+    activations = sizes.activation_bytes(t, *ids.shape, 8)
+    place = mesh["tensor"].get_local_rank()
+    found = predict(sizes.specs(t, place, 8), n, stage3=True)
+    shards = sum(shard.nbytes for shard in model.get_trainable_chunk())
+    # The norm over tensor ranks is 8 bytes more.
+    return ((sent, tape.sent_bytes - sent, shards),
+            (activations, found.sent_bytes + 8 * (t - 1), found.param_bytes))
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (2, 2), (1, 2)])
-def test_a_step_sends_what_the_formulas_say(shape):
+def test_a_step_sends_and_keeps_what_the_estimate_says(shape):
     """
-    Activations by the formula of the head, and weights, gradients and norms as `predict` says for
-    the parts that a rank shards. The norm over tensor ranks is 8 bytes more.
-    Proves I4, `Line.all_reduce`, `Line.all_gather`, `connect`.
+    Activations by the formula, and weights, gradients and norms as `predict` says for what a rank
+    has, of the sizes alone: 13 tokens on two ranks are six and seven.
+    Breaks if a sum is sent twice, or a part has another size.
+    Proves I4, `Line.all_reduce`, `Line.all_gather`, `connect`, `Transformer`, `Transformer.specs`,
+    `Transformer.activation_bytes`, `Transformer.whole_numel`, `Transformer.split_numel`,
+    `Transformer.norm_numel`.
     """
-    tensor = shape[0]
-    for sent, expected, rest, predicted in run(measured, shape[0] * shape[1], shape):
-        assert sent == expected
-        assert rest == predicted + 8 * (tensor - 1)
+    for measured_bytes, estimated in run(measured, shape[0] * shape[1], shape):
+        assert measured_bytes == estimated
 
 
 def generated(which, shape):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES)
-    plain = make(which).model
-    model = build_split(which, mesh)
     prompt = ids_of(2)[:, :3]
-    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    prompts = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
-    inner = wrap(inject(make(which).model, [policies.tensor_parallel(mesh["tensor"])]),
-                 model.layer_classes, mesh=mesh["shard"])
-    return torch.equal(plain.generate(**prompts, **options), inner.generate(**prompts, **options))
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "input_ids": prompt,
+               "attention_mask": torch.ones_like(prompt)}
+    plain = make(which)
+    expected = plain.model.generate(**options)
+    found = []
+    for sequence in (False, True):
+        model = inject(make(which).model, [
+            policies.tensor_parallel(mesh["tensor"], sequence=sequence)])
+        found.append(wrap(model, plain.layer_classes, mesh=mesh["shard"]).generate(**options))
+    return all(torch.equal(tokens, expected) for tokens in found)
 
 
 @pytest.mark.parametrize("which", ["gpt2", "llama"])
 def test_split_models_generate_the_tokens_of_the_plain_one(which):
     """
-    With their caches of keys and values, each rank for its heads, at tensor 2 x shard 2.
+    With their caches of keys and values, each rank for its heads, at tensor 2 x shard 2. Split by
+    positions, a rank has none of a single new token.
     Proves `tensor_parallel`, `Zero3Model.generate`.
     """
     assert all(run(generated, 4, which, (2, 2)))
@@ -453,35 +549,63 @@ def injected_before():
     return inject(FeedForward(WIDTH, 12, 0.0), [policies.tensor_parallel(mesh)])
 
 
+def other_conv1d():
+    model = HuggingFace("GPT2")
+    plain = model.model.transformer.h[0].mlp
+    kind = type(plain.c_fc)
+    plain.c_fc.__class__ = type("Scaled", (kind,), {"forward": lambda self, x: 2 * x})
+    return model
+
+
+def other_sequences():
+    model = Encoded()
+    model.encoder.layers[1].src_attn = MultiHeadAttention(2, WIDTH, 0.0)
+    return model
+
+
+def across_positions():
+    model = Encoded()
+    model.encoder.layers[1].norm_ff = nn.Conv1d(WIDTH, WIDTH, 1)
+    return model
+
+
 UNFIT = {
     "adapted": "its Adapted has a `forward` of its own",
+    "other_conv1d": "its Scaled has a `forward` of its own",
     "one_head": "query.heads` is 1, for 2 ranks", "llama_with_dropout": "another mask",
     "other_on_each_rank": "parameters on rank 1",
     "tied_to_a_whole_layer": "`1.1.weight`, which is tied", "injected_before": "replaced already"}
+UNFIT_SEQUENCES = {
+    "labml_model": "a model with a known stream", "other_sequences": "has a `src_attn`",
+    "across_positions": "its Conv1d may need all positions"}
 
 
-def refused(name):
+def refused():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = nn.ModuleList([FeedForward(WIDTH, 12, 0.0), globals()[name]()])
-    classes = [type(module) for module in model.modules()]
-    shapes = [p.shape for p in model.parameters()]
-    try:
-        inject(model, [policies.tensor_parallel(mesh)], strict=False)
-    except ValueError as error:
+    said = {}
+    for name in (*UNFIT, *UNFIT_SEQUENCES):
+        model = nn.ModuleList([FeedForward(WIDTH, 12, 0.0), globals()[name]()])
+        classes = [type(module) for module in model.modules()]
+        shapes = [p.shape for p in model.parameters()]
+        with pytest.raises(ValueError) as error:
+            inject(model, [policies.tensor_parallel(mesh, sequence=name in UNFIT_SEQUENCES)],
+                   strict=False)
         assert [type(module) for module in model.modules()] == classes
         assert [p.shape for p in model.parameters()] == shapes
-        return str(error)
-    return ""
+        said[name] = str(error.value)
+    return said
 
 
-@pytest.mark.parametrize("name", UNFIT)
-def test_a_model_that_cannot_be_split_is_refused_and_stays_as_it_was(name):
+def test_a_model_that_cannot_be_split_is_refused_and_stays_as_it_was():
     """
-    Also with `strict=False`: a model of which half is split computes something else.
-    Proves `tensor_parallel`, `Line.prepare`.
+    Also with `strict=False`: a model of which half is split computes something else. Layers with
+    another forward, heads and weights that cannot be divided, and modules of a stream that may need
+    all positions.
+    Proves `tensor_parallel`, `Line.prepare`, `_check_ties`, `Stream.problem`, `Split.problem`.
     """
-    for text in run(refused, 2, name):
-        assert UNFIT[name] in text, text
+    for said in run(refused, 2):
+        for name, text in (UNFIT | UNFIT_SEQUENCES).items():
+            assert text in said[name], (name, said[name])
 
 
 def networks(mesh):

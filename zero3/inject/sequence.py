@@ -143,15 +143,17 @@ class Stream:
         for each in [*self.inside(module, line.patterns)]:
             if isinstance(each, nn.Dropout):
                 _replace(each, StreamDropout, border)
-            elif each not in line.patterns and any(True for _ in each.parameters(recurse=False)):
-                _replace(each, SummedWeights, border)
+            elif each not in line.patterns:
+                names = tuple(name for name, p in each._parameters.items() if p is not None)
+                _replace(each, SummedWeights, border, names=names)
         _replace(first, StreamBegin, border)
         _replace(last, StreamEnd, border)
 
 
-def _replace(module: nn.Module, by: type, border: "SequenceBorder") -> None:
+def _replace(module: nn.Module, by: type, border: "SequenceBorder", **options: Any) -> None:
     kind = type(module)
-    module.__class__ = type(f"{by.__name__}({kind.__name__})", (by, kind), {"border": border})
+    module.__class__ = type(f"{by.__name__}({kind.__name__})", (by, kind),
+                            {"border": border, **options})
 
 
 class SequenceBorder(Border):
@@ -344,15 +346,21 @@ class SummedWeights(InStream):
     ## A norm of some of the positions, with gradients that are summed over the ranks
     """
 
+    names: tuple[str, ...]  # of its weights
+
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own = {**self._parameters}
+        # A plain module has its weights among its parameters, and a sharded one among its
+        # attributes. Attributes are found first.
+        attributes = vars(self)
+        before = {name: attributes[name] for name in self.names if name in attributes}
         try:
-            for name, param in own.items():
-                if param is not None:
-                    self._parameters[name] = self.border.weight(param)
+            attributes.update({name: self.border.weight(getattr(self, name))
+                               for name in self.names})
             return cast(Any, super()).forward(*args, **kwargs)
         finally:
-            self._parameters.update(own)
+            for name in self.names:
+                attributes.pop(name, None)
+            attributes.update(before)
 
 
 class StreamDropout(InStream):
