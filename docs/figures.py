@@ -76,6 +76,8 @@ PLACED: tuple[tuple[str, str, str, str], ...] = (
     ("whole_model/units.py", "", "A pass that goes another way", "figure.trace"),
     ("pipeline/schedules.py", "", "<th>slot</th>", "figure.1f1b"),
     ("pipeline/schedules.py", "", "go forward through a stage before the next", "figure.breadth"),
+    ("inject/policies.py", "", "<strong>Run this", "bench.inject"),
+    ("inject/tensor.py", "", "<strong>Run this", "bench.tensor"),
     *(("compiler/passes.py", name, "", f"figure.{name}") for name in compiled.CAPTIONS),
     ("train/compressed.py", "", "is the yardstick", "figure.compressed"),
 )
@@ -132,6 +134,7 @@ class Figures:
             "lanes.compared": rungs.html_table(lanes.compared(self.lanes), words=1),
             "mutations": self.all_mutations, "exercises": self.exercises,
             "bench.sentence": self.speed, "bench.memory": self.memory,
+            "bench.inject": self.injected, "bench.tensor": self.split,
             "heart.lines": str(code_lines([HERE.parent / "zero3/layer.py"])),
             "core.lines": f"{code_lines(core_files()):,}",
             "fsdp2.lines": f"{code_lines(fsdp2_files()):,}",
@@ -275,12 +278,7 @@ class Figures:
 
         It is a problem if the code has changed since it was timed.
         """
-        told = json.loads((HERE / "bench.json").read_text())
-        changed = [name for name, digest in told["code"].items()
-                   if Source(HERE.parent / name).digest() != digest]
-        if changed:
-            self.problems.append(f"bench.json: {', '.join(changed)} changed since it was timed; "
-                                 '`make bench ARGS="--out docs/bench.json"`')
+        told = self.timed("bench.json", 'make bench ARGS="--out docs/bench.json"')
         machine = told["machine"]
         fsdp2 = ratio(told, "fsdp2", "tokens_per_s")
         ddp = ratio(told, "ddp", "tokens_per_s")
@@ -289,6 +287,46 @@ class Figures:
                 f"({told['settings']['ranks']} ranks, {machine['gpu'] or machine['cpu']}, torch "
                 f"{machine['torch']}, commit {machine['commit']}; median, minimum and "
                 f"maximum of {told['settings']['rounds']} rounds).")
+
+    def timed(self, name: str, again: str) -> dict[str, Any]:
+        """
+        ### The results of a benchmark, from their file
+
+        * `again` is the command that times them again, if code has changed since
+        """
+        told = json.loads((HERE / name).read_text())
+        changed = [path for path, digest in told["code"].items()
+                   if Source(HERE.parent / path).digest() != digest]
+        if changed:
+            self.problems.append(f"{name}: {', '.join(changed)} changed since it was timed; "
+                                 f"`{again}`")
+        return told
+
+    def injected(self) -> str:
+        """
+        ### What each policy saves, as a table
+        """
+        told = self.timed("inject.json", "python -m tests.bench_inject --out docs/inject.json")
+        rows = [["policy or model", "ms", "injected", "ratio of times", "kept MB", "injected",
+                 "peak MB", "injected", "tokens/s", "injected"]]
+        for name, row in told["rows"].items():
+            speeds = [f"{each:,.0f}" for each in row.get("tokens_per_s", ())] or ["", ""]
+            rows.append([name, *(f"{ms:.1f}" for ms in row["ms"]), middle(row["ratio"]),
+                         *(f"{nbytes / 1e6:.1f}" for what in ("kept_bytes", "peak_bytes")
+                           for nbytes in row[what]), *speeds])
+        return rungs.html_table(rows) + timed_on(told, f"{told['settings']['rounds']} runs by "
+                                                 "turns, on one core")
+
+    def split(self) -> str:
+        """
+        ### A step of a split Llama beside torch's own, as a table
+        """
+        told = self.timed("tensor.json", "python -m tests.bench_tensor --out docs/tensor.json")
+        rows = [["split by", "ms", "ratio to torch", "tokens/s", "peak MB"]]
+        rows += [[name, f"{row['ms']:.0f}", middle(row["ratio"]), f"{row['tokens_per_s']:,.0f}",
+                  f"{row['peak_bytes'] / 1e6:.1f}"] for name, row in told["rows"].items()]
+        return rungs.html_table(rows) + timed_on(told, f"{told['settings']['steps']} steps by "
+                                                 "turns, on two ranks")
 
     def memory(self) -> str:
         """
@@ -312,6 +350,26 @@ def compressed_table() -> str:
                f"{origin(told, told['ranks'])}.")
     table = rungs.html_table(compressed.compared_rows(told))
     return f"<figure>{table}<figcaption>{escape(caption)}</figcaption></figure>"
+
+
+def middle(values: list[float]) -> str:
+    """
+    ## A median with the middle half of the values
+    """
+    median, least, most = values
+    return f"{median:.2f} ({least:.2f} to {most:.2f})"
+
+
+def timed_on(told: dict[str, Any], how: str) -> str:
+    """
+    ## The caption of a table of timings
+
+    * `how` says what was timed
+    """
+    machine = told["machine"]
+    return (f"<p><small>Measured: {escape(how)}; medians, and the middle half of the ratios. "
+            f"{escape(machine['cpu'])}, torch {machine['torch']}, commit {machine['commit']}."
+            "</small></p>")
 
 
 def ratio(told: dict[str, Any], peer: str, what: str) -> str:

@@ -1,36 +1,49 @@
 r"""
 # Benchmark of policies: each beside the plain forward
 
-Runs a module forward and backward, plain and injected by turns, on one core in fp32.
+Runs a module forward and backward, plain and injected by turns, on one core in fp32. The last two
+rows train whole models, with a step of AdamW: the main job's GPT with the sizes of `tests.bench`,
+and a small Llama, with all policies that fit them.
 
 Ratios are of neighbouring runs, because a machine that slows down slows both; the range has the
 middle half of them. Memory is measured in a run of its own, as torch's `MemTracker` counts it: all
-tensors that exist after forward, and the most that exist at once, above those before. The last two
-rows are whole models.
+tensors that exist after forward, and the most that exist at once, above those before. Both models
+of a pair must have the same loss.
 
-**Run this**: `python -m tests.bench_inject`.
+**Run this**: `python -m tests.bench_inject --out docs/inject.json` writes what the chapter's table
+is made of.
 
 **Not covered, and what that costs**: one thread on a CPU. On a GPU a policy saves launches, too.
+The GPT of `tests.bench` itself computes its attention in one operation already, so no policy finds
+anything to replace in it.
 """
 
 import argparse
 import copy
+import json
 import statistics
 import sys
 import time
+from pathlib import Path
 
 import torch
-from labml_nn.transformers import MultiHeadAttention, TransformerLayer
-from labml_nn.transformers.feed_forward import FeedForward
+from labml_nn.transformers import MultiHeadAttention
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.nn import functional as F
 
+from docs.annotate import Source
+from tests.bench import machine
 from zero3.inject import inject, policies
 from zero3.train import gpt
 
 # labml_nn's attention runs with what that module gives to labml.
 assert gpt.tracker.debug
 sys.modules.setdefault("torchvision", None)
+
+ROOT = Path(__file__).parents[1]
+# What of the package the figures are of.
+TIMED = [f"zero3/inject/{name}.py" for name in ("policies", "cross_entropy")]
 
 
 class SelfAttention(nn.Module):
@@ -73,23 +86,18 @@ class Loss(nn.Module):
         return self.model(ids, labels=ids).loss
 
 
-class Layers(nn.Module):
+class GPT(nn.Module):
     """
-    ## Layers of labml's transformer, with the causal mask
+    ## The main job's GPT, with the sizes of `tests.bench`, and its loss
     """
 
-    def __init__(self, width, count):
+    def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(
-            TransformerLayer(d_model=width, self_attn=MultiHeadAttention(4, width, 0.0),
-                             feed_forward=FeedForward(width, 3 * width, 0.0, nn.SiLU(), True),
-                             dropout_prob=0.0) for _ in range(count))
+        self.layers = nn.Sequential(*gpt.gpt_layers(gpt.GPTConfig(
+            seq_len=256, d_model=384, n_heads=6, n_layers=6, d_ff=1536)))
 
-    def forward(self, x):
-        mask = torch.ones(len(x), len(x), dtype=torch.bool).tril()[..., None]
-        for layer in self.layers:
-            x = layer(x=x, mask=mask)
-        return x.square().mean()
+    def forward(self, ids):
+        return F.cross_entropy(self.layers(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
 def llama(vocabulary, layers):
@@ -118,67 +126,104 @@ def cases():
     for rows in (128, 512):
         yield (f"cross_entropy, 512 positions, rows={rows}", Loss(model),
                [policies.cross_entropy(rows=rows)], ids)
-    yield ("labml, 4 layers", Layers(256, 4), [policies.attention(), policies.swiglu()],
-           torch.randn(256, 4, 256, requires_grad=True))
-    yield ("Llama, 2 layers", Loss(model), [
-        policies.rms_norm(), policies.swiglu(), policies.cross_entropy(rows=128)], ids)
+    yield "GPT, trained", GPT(), [policies.attention()], torch.randint(256, (4, 256))
+    yield "Llama, trained", Loss(model), [
+        policies.rms_norm(), policies.swiglu(), policies.cross_entropy(rows=128)], ids
 
 
-def step_time_ms(model, x):
+class Timed:
     """
-    ## Time of one forward and backward
+    ## One of a pair: a module, and its optimizer if it trains
     """
-    model.zero_grad()
-    begin = time.perf_counter()
-    model(x).backward()
-    return 1000 * (time.perf_counter() - begin)
+
+    def __init__(self, module, trains):
+        self.module = module
+        self.optimizer = None
+        if trains:
+            self.optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
+
+    def step_ms(self, x):
+        """
+        ### Time of forward and backward, and of the optimizer's step if there is one
+        """
+        self.module.zero_grad()
+        begin = time.perf_counter()
+        self.loss = self.module(x)
+        self.loss.backward()
+        if self.optimizer:
+            self.optimizer.step()
+        return 1000 * (time.perf_counter() - begin)
+
+    def memory_bytes(self, x):
+        """
+        ### What is kept from forward to backward, and the peak; both above the bytes before
+        """
+        self.module.zero_grad()
+        tracker = MemTracker()
+        with tracker:
+            loss = self.module(x)
+            kept = tracker.get_tracker_snapshot("current")
+            loss.backward()
+            peak = tracker.get_tracker_snapshot("peak")
+        return [sum(each["Total"] for each in found.values()) for found in (kept, peak)]
 
 
-def memory_bytes(model, x):
+def measure(module, listed, x, rounds, trains):
     """
-    ## What is kept from forward to backward, and the peak; both above the bytes before
+    ## A row: times, ratios and memory, each of the plain module and of the injected one
     """
-    model.zero_grad()
-    tracker = MemTracker()
-    with tracker:
-        loss = model(x)
-        kept = tracker.get_tracker_snapshot("current")
-        loss.backward()
-        peak = tracker.get_tracker_snapshot("peak")
-    return [sum(each["Total"] for each in found.values()) for found in (kept, peak)]
-
-
-def measure(module, listed, x, rounds):
-    """
-    ## Medians of plain and injected times, sorted ratios, and the memory of both
-    """
-    pair = [module, inject(copy.deepcopy(module), listed)]
-    for each in pair:
-        step_time_ms(each, x)
-    times = [[step_time_ms(each, x) for each in pair] for _ in range(rounds)]
-    plain, injected = (statistics.median(column) for column in zip(*times, strict=True))
+    pair = [Timed(module, trains), Timed(inject(copy.deepcopy(module), listed), trains)]
+    times = []
+    for _ in range(rounds + 1):
+        times.append([each.step_ms(x) for each in pair])
+        off = abs(pair[0].loss.item() - pair[1].loss.item())
+        assert off < 1e-3, (type(module).__name__, off)
+    times = times[1:]
     ratios = sorted(after / before for before, after in times)
-    return plain, injected, ratios, [memory_bytes(each, x) for each in pair]
+    quarter = len(ratios) // 4
+    row = {"ms": [statistics.median(column) for column in zip(*times, strict=True)],
+           "ratio": [statistics.median(ratios), ratios[quarter], ratios[-1 - quarter]]}
+    row["kept_bytes"], row["peak_bytes"] = zip(*(each.memory_bytes(x) for each in pair),
+                                               strict=True)
+    if trains:
+        row["tokens_per_s"] = [1000 * x.numel() / ms for ms in row["ms"]]
+    return row
+
+
+def cells(name, row):
+    """
+    ## The cells of a row
+    """
+    median, least, most = row["ratio"]
+    return [name, *(f"{ms:.1f}" for ms in row["ms"]), f"{median:.2f} ({least:.2f}-{most:.2f})",
+            *(f"{nbytes / 1e6:.1f}" for what in ("kept_bytes", "peak_bytes")
+              for nbytes in row[what]),
+            *(f"{each:,.0f}" for each in row.get("tokens_per_s", ()))]
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", default="")
+    """
+    ## The command line
+    """
+    parser = argparse.ArgumentParser(prog="python -m tests.bench_inject")
+    parser.add_argument("--rounds", type=int, default=11, help="runs of each of a pair")
+    parser.add_argument("--only", default="", help="rows with these words")
+    parser.add_argument("--out", type=Path, default=Path("runs/inject.json"), help="results file")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    print("| | ms | injected | ratio | kept MB | injected | peak MB | injected |")
-    print("|---" * 8 + "|")
+    rows = {}
+    print("| | ms | injected | ratio | kept MB | injected | peak MB | injected | tokens/s | "
+          "injected |")
+    print("|---" * 10 + "|")
     for name, module, listed, x in cases():
         if args.only in name:
-            plain, injected, ratios, memory = measure(module, listed, x, args.rounds)
-            quarter = len(ratios) // 4
-            (kept, peak), (kept_by_ours, peak_of_ours) = [
-                [nbytes / 1e6 for nbytes in each] for each in memory]
-            print(f"| {name} | {plain:.1f} | {injected:.1f} | {statistics.median(ratios):.2f} "
-                  f"({ratios[quarter]:.2f}-{ratios[-1 - quarter]:.2f}) | {kept:.1f} | "
-                  f"{kept_by_ours:.1f} | {peak:.1f} | {peak_of_ours:.1f} |", flush=True)
+            rows[name] = measure(module, listed, x, args.rounds, "trained" in name)
+            print(f"| {' | '.join(cells(name, rows[name]))} |", flush=True)
+    results = {"machine": machine(argparse.Namespace(gpu=False)), "settings": vars(args),
+               "code": {path: Source(ROOT / path).digest() for path in TIMED}, "rows": rows}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(results, indent=1, default=str))
 
 
 if __name__ == "__main__":

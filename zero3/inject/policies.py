@@ -104,10 +104,19 @@ class Attention(Replacement):
             # (queries, keys, batch, 1) to (batch, 1, queries, keys)
             mask = self.prepare_mask(mask, query.shape, key.shape).permute(2, 3, 0, 1) != 0
         # (positions, batch, heads, d_k) to (batch, heads, positions, d_k)
-        q, k, v = (project(x).permute(1, 2, 0, 3) for project, x in (
+        q, k, v = (_side_by_side(project(x).permute(1, 2, 0, 3)) for project, x in (
             (self.query, query), (self.key, key), (self.value, value)))
         x = F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale)
         return self.output(x.permute(2, 0, 1, 3).flatten(2))
+
+
+def _side_by_side(x: torch.Tensor) -> torch.Tensor:
+    """
+    #### The same tensor with the features of a head next to each other in memory
+
+    Otherwise torch writes out its attention, too. Primer EZ's convolutions leave them apart.
+    """
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def rms_norm(*more: type) -> Policy:
