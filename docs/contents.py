@@ -187,6 +187,7 @@ FURTHER = (
         ("zero3/estimate/formulas.py", "the papers' formulas; `python -m zero3.estimate`"),
         ("zero3/estimate/layouts.py", "`Layout`: groups of ranks, and encodings between them"),
         ("zero3/estimate/between.py", "which layout sends the fewest bytes between nodes"),
+        ("zero3/estimate/tensor.py", "what layers that ranks split keep and send"),
         ("zero3/estimate/__main__.py", "its command line")),
     chapter(
         "Pipelines",
@@ -223,7 +224,11 @@ FURTHER = (
         ("zero3/inject/policies.py", "policies: which modules, and which forwards"),
         ("zero3/inject/cross_entropy.py", "a loss that never has all logits"),
         ("zero3/inject/tensor.py", "tensor parallelism: ranks that compute one layer together"),
-        ("zero3/inject/__init__.py", "`inject`, `restore`, `report`, imported when used first")),
+        ("zero3/inject/line.py", "the ranks that split a model, and what they exchange"),
+        ("zero3/inject/sequence.py", "norms and the residual stream on some of the positions"),
+        ("zero3/inject/patterns.py", "patterns: how known models are split"),
+        ("zero3/inject/__init__.py", "`inject`, `restore`, `report`, imported when used first"),
+        ("notebooks/13_tensor_parallel.ipynb", "How few bytes let two ranks compute one layer?")),
     chapter(
         "Compression",
         "fewer bits and fewer elements, while the model trains",

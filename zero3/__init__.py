@@ -41,6 +41,7 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | measuring | `estimate/formulas.py` | the papers' formulas; `python -m zero3.estimate` |
 | measuring | `estimate/layouts.py` | `Layout`: groups of ranks, and encodings between them |
 | measuring | `estimate/between.py` | which layout sends the fewest bytes between nodes |
+| measuring | `estimate/tensor.py` | what layers that ranks split keep and send |
 | pipelines | `pipeline/schedules.py` | a pipeline's step as a list of actions |
 | pipelines | `pipeline/timeline.py` | what a schedule costs, before it runs |
 | pipelines | `pipeline/stages.py` | stages: layers that stay whole as long as the schedule says |
@@ -59,6 +60,9 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | injection | `inject/policies.py` | policies: which modules, and which forwards |
 | injection | `inject/cross_entropy.py` | a loss that never has all logits |
 | injection | `inject/tensor.py` | tensor parallelism: ranks that compute one layer together |
+| injection | `inject/line.py` | the ranks that split a model, and what they exchange |
+| injection | `inject/sequence.py` | norms and the residual stream on some of the positions |
+| injection | `inject/patterns.py` | patterns: how known models are split |
 | injection | `inject/__init__.py` | `inject`, `restore`, `report`, imported when used first |
 | compression | `compression/rules.py` | rules: which compression, and when |
 | compression | `compression/weights.py` | compressed weights: masks and grids |
