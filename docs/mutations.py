@@ -363,6 +363,60 @@ MUTATIONS = [
         why="The layer frees its gathered weight, and the compressed one is another tensor. "
             "Autograd keeps it for backward. So after forward all compressed weights are whole on "
             "every rank, and together they are as large as the model that was to be sharded."),
+    Mutation(
+        "conjugate", "inject/line.py", "_Enter.backward",
+        title="The gradient at the beginning of a split is not summed",
+        old="        return ctx.line.all_reduce(grad), None\n",
+        new="        return grad, None\n",
+        breaks="I1", program="split",
+        healthy="whole: gradient of first.weight: 0% off",
+        symptom="rank 0 prints: whole: gradient of first.weight: 48% off",
+        why="Each rank has the gradient through its own half of the layer. The outputs and the "
+            "gradients of the split weights themselves are right, so the loss falls for a while. "
+            "But all layers below learn from a part, and another one on each rank."),
+    Mutation(
+        "bias", "inject/tensor.py", "Row.forward",
+        title="The bias is added before the sum over ranks",
+        old="        out = self.border.leave(x @ weight)\n",
+        new="        out = self.border.leave(x @ weight + self.bias)\n"
+            "        return out\n",
+        breaks="I1", program="split",
+        healthy="whole: outputs that differ from plain PyTorch: 0",
+        symptom="whole: outputs that differ from plain PyTorch: 120",
+        why="Each rank has the whole bias. Whatever all ranks add before the all-reduce, it adds "
+            "once for each of them."),
+    Mutation(
+        "norms", "inject/sequence.py", "SequenceBorder.weight",
+        title="The gradient of a norm is that of half of the positions",
+        old="        return self.line.border.enter(param) if param.requires_grad else param\n",
+        new="        return param\n",
+        breaks="I1", program="split",
+        healthy="by positions: gradient of blocks.0.norm.weight: 0% off",
+        symptom="rank 0 prints: by positions: gradient of blocks.0.norm.weight: 64% off",
+        why="A rank has some of the positions, and their gradient. The copies of the weight on "
+            "both ranks drift apart, and no output shows it in the first step."),
+    Mutation(
+        "mask", "inject/sequence.py", "StreamDropout.forward",
+        title="Each rank draws a mask for its own positions",
+        old="        return x * mask_of_part(x, self.p, border.dim, border.length, *own)\n",
+        new="        return F.dropout(x, self.p)\n",
+        breaks="I1", program="split",
+        healthy="by positions: outputs that differ from plain PyTorch: 0",
+        symptom="by positions: outputs that differ from plain PyTorch: 120",
+        why="Ranks with the same random numbers draw the same mask, so the first positions of each "
+            "part drop the same elements. The training works, with less random masks, and is that "
+            "of the plain model no more."),
+    Mutation(
+        "ignored", "inject/cross_entropy.py", "_Chunked.forward",
+        title="Positions that do not count have a gradient",
+        old="                grad = grad.mul_(counts).div_(count).to(hidden.dtype)\n",
+        new="                grad = grad.div_(count).to(hidden.dtype)\n",
+        breaks="I1", program="chunks",
+        healthy="gradient of hidden states: 0% off",
+        symptom="gradient of hidden states: 99% off",
+        why="The loss is right, because its sum leaves these positions out. Its gradient is "
+            "computed beside it, and has to leave them out again. Padding would learn to predict "
+            "token 0."),
 ]
 
 

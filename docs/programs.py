@@ -33,6 +33,11 @@ from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, sa
 from zero3.compression import Prune, Quantize, compress
 from zero3.estimate.formulas import describe
 from zero3.estimate.predict import predict
+from zero3.inject import inject, policies, restore
+from zero3.inject.cross_entropy import chunked_cross_entropy
+from zero3.inject.replace import full_name
+from zero3.inject.sequence import Stream
+from zero3.inject.tensor import Pattern
 from zero3.measure.ledger import Ledger, held_bytes
 from zero3.pipeline import Pipeline
 
@@ -442,3 +447,98 @@ def pruned() -> None:
     nn.init.ones_(equal.weight)
     compress([equal], {"0": [Prune(0.5)]})
     print(f"pruned of equal ones: {int((equal.weight == 0).sum())} of {equal.weight.numel()}")
+
+
+class Network(nn.Module):
+    """
+    ## A feed-forward network that two ranks split
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 8)
+        self.down = nn.Linear(8, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).tanh())
+
+
+class Block(nn.Module):
+    """
+    ## A norm, a network, dropout, and the residual stream
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.network = Network()
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.network(self.norm(x)))
+
+
+class Blocks(nn.Module):
+    """
+    ## Two blocks and a last norm
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+def split() -> None:
+    """
+    ## A step of layers that both ranks compute, whole and by positions
+    """
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+    network = Pattern(columns=("up",), rows=("down",))
+    stream = Pattern(stream=Stream("blocks", "norm", classes=(full_name(Block),)))
+    for name, patterns in (("whole", {Network: network}),
+                           ("by positions", {Network: network, Blocks: stream})):
+        torch.manual_seed(0)
+        plain = Blocks().double()
+        model = inject(copy.deepcopy(plain), [
+            policies.tensor_parallel(mesh, patterns, sequence=Blocks in patterns)])
+        x = torch.randn(ROWS, 5, WIDTH, dtype=torch.float64)
+        losses = []
+        for each in (plain, model):
+            torch.manual_seed(1)
+            output = each(x)
+            losses.append(output)
+            (output * x).sum().backward()
+        different = int(((losses[0] - losses[1]).abs() > 1e-12).sum())
+        print(f"{name}: outputs that differ from plain PyTorch: {different}")
+        for param in ("first.weight", "blocks.0.norm.weight", "blocks.0.network.down.bias"):
+            ours, theirs = (each.get_parameter(param).grad for each in (model, plain))
+            off = float((ours - theirs).norm() / theirs.norm())  # type: ignore[operator]
+            print(f"{name}: gradient of {param}: {off:.0%} off")
+        restore(model)
+
+
+def chunks() -> None:
+    """
+    ## A loss that is computed in chunks of positions, of which some do not count
+    """
+    torch.manual_seed(0)
+    hidden = torch.randn(9, WIDTH, dtype=torch.float64, requires_grad=True)
+    head = torch.randn(7, WIDTH, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([0, 6, -100, 3, 3, -100, 1, 2, -100])
+    plain = nn.functional.cross_entropy(hidden @ head.t(), targets)
+    expected = torch.autograd.grad(plain, [hidden, head])
+    loss = chunked_cross_entropy(hidden, head, targets, rows=4)
+    print(f"the loss: {loss.item() / plain.item():.2f} times that of plain PyTorch")
+    for name, ours, theirs in zip(("hidden states", "the head"),
+                                  torch.autograd.grad(loss, [hidden, head]), expected,
+                                  strict=True):
+        off = float((ours - theirs).norm() / theirs.norm())
+        print(f"gradient of {name}: {off:.0%} off")

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from labml_nn.transformers import MultiHeadAttention, TransformerLayer
 from labml_nn.transformers.feed_forward import FeedForward
+from labml_nn.transformers.primer_ez import MultiDConvHeadAttention
 from labml_nn.transformers.xl.relative_mha import RelativeMultiHeadAttention
 from torch import nn
 from torch.nn import functional as F
@@ -369,7 +370,7 @@ def test_what_is_kept_for_backward_is_as_the_table_says():
     """
     The elements that autograd keeps, plain minus injected, by the formulas of the table.
     Breaks if a forward keeps more.
-    Proves `_GatedProduct`, `_Norm`, `Attention.forward`.
+    Proves `_GatedProduct`, `_Norm`, `Attention.forward`, `_side_by_side`.
     """
     import transformers
 
@@ -384,9 +385,10 @@ def test_what_is_kept_for_backward_is_as_the_table_says():
         (norm, policies.rms_norm, lambda module: module(x), rows * width),
         (network, policies.swiglu, lambda module: module(x), rows * 24),
         # The plain forward copies the mask, too, and the injected one may reorder its inputs.
-        (attention, policies.attention,
-         lambda module: module(query=x, key=x, value=x, mask=mask),
-         rows * (heads * positions - heads - 3 * width))]
+        *((module, policies.attention,
+           lambda module: module(query=x, key=x, value=x, mask=mask),
+           rows * (heads * positions - heads - 3 * width))
+          for module in (attention, MultiDConvHeadAttention(heads, width, 0.0)))]
     for module, policy, forward, at_least in cases:
         before, _ = kept(forward, module)
         after, _ = kept(forward, inject(module, [policy()]))

@@ -202,6 +202,8 @@ def sequence_alone(which, more, length):
                    *(getattr(policies, name)() for name in more)])
     # A copy is as good as the original.
     model = copy.deepcopy(model)
+    if which == "qwen2":
+        model.model.gradient_checkpointing_enable()
     pair = [train(each, adam(each.parameters()), lambda step: ids_of(3, step)[:, :length])
             for each in (plain, model)]
     worst = max(abs(a - b) for a, b in zip(*pair, strict=True))
@@ -218,9 +220,10 @@ def sequence_alone(which, more, length):
 def test_ranks_with_some_of_the_positions_train_the_weights_of_the_plain_model(which, more, length):
     """
     Losses and weights after three steps, with dropout in the stream and before it, norms in front
-    of and behind the split layers, biases after the reduce-scatter, and five positions on two
-    ranks. Breaks if the gradients of norms or of these biases are not summed, or a mask is drawn
-    for the own positions alone.
+    of and behind the split layers, biases after the reduce-scatter, five positions on two ranks,
+    and activations that are computed again in backward.
+    Breaks if the gradients of norms or of these biases are not summed, or if a rank draws a mask
+    for its own positions alone.
     Proves I1, `tensor_parallel`, `Stream`, `Stream.begin`, `Stream.ends`, `Stream.border`,
     `Stream.inside`, `SequenceBorder`, `SequenceBorder.states`, `SequenceBorder.enter`,
     `SequenceBorder.leave`, `SequenceBorder.weight`, `SequenceBorder.range`, `SequenceBorder.own`,

@@ -79,8 +79,10 @@ class _Chunked(torch.autograd.Function):
                 split: Any, first: int) -> torch.Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         inputs = (hidden, weight, bias)
-        sums = [torch.zeros_like(t, dtype=wide) if grads and t is not None and t.requires_grad
-                else None for t in inputs]
+        wanted = [grads and t is not None and t.requires_grad for t in inputs]
+        # The gradients of the inputs, of all chunks so far.
+        sums = [torch.zeros_like(t, dtype=wide) if each else None  # type: ignore[arg-type]
+                for t, each in zip(inputs, wanted, strict=True)]
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         for begin in range(0, len(hidden), rows):
             part = slice(begin, begin + rows)
@@ -93,11 +95,12 @@ class _Chunked(torch.autograd.Function):
             total, of_target = _over_ranks(split, logits.logsumexp(1, keepdim=True),
                                            logits.gather(1, target) * is_here)
             loss += ((total - of_target) * counts).sum()
-            if any(total is not None for total in sums):
+            if any(wanted):
                 # In place: the softmax, minus one at the target.
                 grad = logits.sub_(total).exp_()
                 grad.scatter_add_(1, target, -is_here.to(wide))
-                _add(sums, part, grad.mul_(counts).div_(count).to(hidden.dtype), hidden, weight)
+                grad = grad.mul_(counts).div_(count).to(hidden.dtype)
+                _add(sums, part, grad, hidden, weight)
         if split is not None and sums[0] is not None:
             # The conjugate of the exchanges above: hidden states are the same on all ranks.
             sums[0] = split.all_reduce(sums[0])
