@@ -187,7 +187,7 @@ FURTHER = (
         ("zero3/estimate/formulas.py", "the papers' formulas; `python -m zero3.estimate`"),
         ("zero3/estimate/layouts.py", "`Layout`: groups of ranks, and encodings between them"),
         ("zero3/estimate/between.py", "which layout sends the fewest bytes between nodes"),
-        ("zero3/estimate/tensor.py", "what layers that ranks split keep and send"),
+        ("zero3/estimate/splitting.py", "what layers that ranks split keep and send"),
         ("zero3/estimate/__main__.py", "its command line")),
     chapter(
         "Pipelines",

@@ -127,11 +127,12 @@ def train(sequence):
 # %%
 import copy
 
-from worker_13 import HEADS, HIDDEN, LAYERS, LENGTH, ROWS, VOCABULARY, WIDTH, batch, kept_bytes, make
+import worker_13
+from worker_13 import HEADS, LAYERS, LENGTH, ROWS, WIDTH, batch, kept_bytes
 
 from zero3.inject import inject, policies, report, restore
 
-plain = make()
+plain = worker_13.make()
 model = inject(copy.deepcopy(plain), [policies.attention()])
 for line in report(plain, [policies.attention()]):
     print(line)
@@ -172,17 +173,17 @@ assert plain(ids) == model(ids)
 # forward and a backward? What share of the weights does it keep?
 
 # %%
-from zero3.estimate.tensor import Transformer
+from zero3.estimate.splitting import Transformer
 from zero3.train.launch import run
 
-sizes = Transformer(LAYERS, WIDTH, HIDDEN, VOCABULARY)
+sizes = Transformer(LAYERS, WIDTH, worker_13.HIDDEN, worker_13.VOCABULARY)
 whole = run("worker_13:train", 2, False)
 numel = sum(p.numel() for p in plain.parameters())
 
 tensor_bytes = ROWS * LENGTH * WIDTH * 4
 layers = LAYERS * 4 * tensor_bytes
 ends = 2 * tensor_bytes
-logits = ROWS * LENGTH * VOCABULARY // 2 * 4
+logits = ROWS * LENGTH * worker_13.VOCABULARY // 2 * 4
 for name, nbytes in (("four all-reduces of each layer", layers), ("embedding and head", ends),
                      ("logits, all-gathered", logits), ("together", layers + ends + logits)):
     print(f"{name:32}{nbytes:10,}")

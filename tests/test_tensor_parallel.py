@@ -33,8 +33,10 @@ from tests.test_inject import (
 from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
 from zero3.checkpoint.convert import export
 from zero3.checkpoint.reader import Param, merge_parts, newest
+from zero3.estimate.__main__ import main
+from zero3.estimate.formulas import LayerSpec, Part
 from zero3.estimate.predict import predict
-from zero3.estimate.tensor import Transformer
+from zero3.estimate.splitting import Transformer, splittings
 from zero3.groups.mesh import Group
 from zero3.guards.parts import WeightPart, part_of
 from zero3.inject import inject, policies, restore
@@ -182,8 +184,9 @@ def test_two_ranks_train_the_weights_of_the_plain_model(which, more):
     Proves I1, `tensor_parallel`, `Line`, `Line.prepare`, `Line.all_reduce`, `Line.all_gather`,
     `Line.broadcast`, `Line.twin`, `Pattern`, `Pattern.parts`, `Split`, `Split.forward`,
     `Weights`, `Weights.split`, `Weights.end`, `Weights._whole`, `Column`, `Row`,
-    `VocabularyEmbedding`, `VocabularyHead`, `SharedConvolution`, `SplitDropout`, `_Enter`,
-    `_Leave`, `_Gather`, `_over_ranks`, `_attribute`.
+    `VocabularyEmbedding`, `VocabularyHead`, `SharedConvolution`, `SplitDropout`, `Border`,
+    `Border.enter`, `Border.leave`, `Border.states`, `Border.weight`, `line._Enter`, `line._Leave`,
+    `_Gather`, `_over_ranks`, `_attribute`.
     """
     for worst, share in run(split_alone, 2, which, more):
         assert worst < 1 and share < (0.8 if which == "bert" else 0.75), (worst, share)
@@ -229,7 +232,8 @@ def test_ranks_with_some_of_the_positions_train_the_weights_of_the_plain_model(w
     `SequenceBorder.leave`, `SequenceBorder.weight`, `SequenceBorder.range`, `SequenceBorder.own`,
     `SequenceBorder.gathered`, `SequenceBorder.summed`, `SequenceBorder.longest`, `InStream`,
     `StreamBegin`, `StreamEnd`, `SummedWeights`, `StreamDropout`, `mask_of_part`, `exchanged`,
-    `own_class`, `Line.reduce_scatter`, `Line.border_of`.
+    `own_class`, `sequence._Enter`, `sequence._Leave`, `_Begin`, `_End`, `Line.reduce_scatter`,
+    `Line.border_of`.
     """
     for worst in run(sequence_alone, 2, which, more, length):
         assert worst < 1, worst
@@ -455,6 +459,35 @@ def test_a_step_sends_and_keeps_what_the_estimate_says(shape):
         assert measured_bytes == estimated
 
 
+def test_the_command_line_compares_tensor_sizes(capsys):
+    """
+    The rows are those of `splittings`: one for each size that divides the ranks. Tensor 1 is ZeRO-3
+    alone. Options that do not go with it are refused.
+    Proves `splittings`, `Splitting`, `show_tensor`, `check_tensor`.
+    """
+    command = ["--params", "7b", "--ranks", "12", "--tensor", "8", "--width", "4096"]
+    main(command)
+    said = capsys.readouterr().out
+    found = splittings(7e9, 12, 8, 4096)
+    assert [each.tensor for each in found] == [1, 2, 3, 4, 6]
+    assert all(each.tensor * each.shards == 12 for each in found)
+    for each in found:
+        # 8 (t - 1) / t for each layer, with t times the tokens, in two bytes.
+        assert each.activation_bytes == 32 * 8 * (each.tensor - 1) * 8192 * 4096 * 2
+        row = [f"{n / 1e9:,.2f}" for n in (each.rest_bytes, each.peak_bytes, each.weight_bytes,
+                                          each.activation_bytes)]
+        assert [f"{each.tensor}", f"{each.shards}", *row] in [
+            line.split()[:6] for line in said.splitlines()]
+    assert found[0].weight_bytes == predict(
+        [LayerSpec((Part(-(-7 * 10**9 // 32), 2, True),))] * 32, 12, stage3=True,
+        by_messages=False).sent_bytes
+    assert "Tensor 2 sends the fewest bytes" in said
+    for wrong in (command[:-2], [*command, "--nodes", "2"], [*command[:5], "13", *command[6:]]):
+        with pytest.raises(SystemExit):
+            main(wrong)
+    assert "--width" in capsys.readouterr().err
+
+
 def generated(which, shape):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES)
     prompt = ids_of(2)[:, :3]
@@ -604,7 +637,8 @@ def test_a_model_that_cannot_be_split_is_refused_and_stays_as_it_was():
     Also with `strict=False`: a model of which half is split computes something else. Layers with
     another forward, heads and weights that cannot be divided, and modules of a stream that may need
     all positions.
-    Proves `tensor_parallel`, `Line.prepare`, `_check_ties`, `Stream.problem`, `Split.problem`.
+    Proves `tensor_parallel`, `Line.prepare`, `_check_ties`, `Stream.problem`, `Split.problem`,
+    `Weights.unfit`.
     """
     for said in run(refused, 2):
         for name, text in (UNFIT | UNFIT_SEQUENCES).items():

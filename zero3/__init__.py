@@ -41,7 +41,7 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | measuring | `estimate/formulas.py` | the papers' formulas; `python -m zero3.estimate` |
 | measuring | `estimate/layouts.py` | `Layout`: groups of ranks, and encodings between them |
 | measuring | `estimate/between.py` | which layout sends the fewest bytes between nodes |
-| measuring | `estimate/tensor.py` | what layers that ranks split keep and send |
+| measuring | `estimate/splitting.py` | what layers that ranks split keep and send |
 | pipelines | `pipeline/schedules.py` | a pipeline's step as a list of actions |
 | pipelines | `pipeline/timeline.py` | what a schedule costs, before it runs |
 | pipelines | `pipeline/stages.py` | stages: layers that stay whole as long as the schedule says |

@@ -6,7 +6,7 @@ import argparse
 
 from zero3.estimate.between import show_layouts
 from zero3.estimate.formulas import number, show_places, show_stages
-from zero3.estimate.tensor import show_tensor
+from zero3.estimate.splitting import show_tensor
 from zero3.guards.options import Parser, expect, within
 
 # No model or machine is larger. Beyond this limit, products of options would overflow to infinity.

@@ -144,17 +144,9 @@ class Split(Replacement):
             if _attribute(module, name):
                 return f"its `{name}` would draw another mask on each rank"
         for child, by, dims in cls.pattern.parts(module):
-            told = f"its {type(child).__name__}"
-            plain: Any = _conv1d(child) or by.stands_for  # type: ignore[attr-defined]
-            if "forward" in vars(child) or type(child).forward is not plain.forward:
-                return f"{told} has a `forward` of its own"
-            for name, (dim, blocks) in dims.items():
-                size = child._parameters[name].shape[dim] // blocks
-                if by in (Column, Row) and size % cls.line.size:
-                    return f"{told} has {size} features, for {cls.line.size} ranks"
-            if isinstance(child, nn.Embedding) and (child.max_norm or child.sparse
-                                                    or child.scale_grad_by_freq):
-                return f"{told} is {child}"
+            problem = by.unfit(child, dims, cls.line.size)
+            if problem:
+                return f"its {type(child).__name__} {problem}"
         return ""
 
     def begin(self: Any) -> None:
@@ -205,6 +197,24 @@ class Weights(Replacement):
     all_or_none = True
     # The class whose forward this one knows.
     stands_for: type[nn.Module] = nn.Linear
+    # Whether ranks may have parts of different size.
+    uneven = False
+
+    @classmethod
+    def unfit(cls, module: Any, dims: dict[str, tuple[int, int]], ranks: int) -> str:
+        """
+        ### Why a layer cannot be split over so many ranks, or an empty string
+
+        * `dims` are as for `split`
+        """
+        plain: Any = _conv1d(module) or cls.stands_for
+        if "forward" in vars(module) or type(module).forward is not plain.forward:
+            return "has a `forward` of its own"
+        for name, (dim, blocks) in dims.items():
+            size = module._parameters[name].shape[dim] // blocks
+            if size % ranks and not cls.uneven:
+                return f"has {size} features, for {ranks} ranks"
+        return ""
 
     def split(self: Any, line: Line, dims: dict[str, tuple[int, int]], border: Border) -> None:
         """
@@ -281,6 +291,13 @@ class VocabularyEmbedding(Weights):
     """
 
     stands_for = nn.Embedding
+    uneven = True
+
+    @classmethod
+    def unfit(cls, module: Any, dims: dict[str, tuple[int, int]], ranks: int) -> str:
+        if module.max_norm or module.sparse or module.scale_grad_by_freq:
+            return f"is {module}"
+        return super().unfit(module, dims, ranks)
 
     def forward(self: Any, ids: torch.Tensor) -> torch.Tensor:
         part = self.parts["weight"]
@@ -304,6 +321,8 @@ class VocabularyHead(Weights):
     """
     ## A head of which this rank has some of the tokens, and which returns the logits of all
     """
+
+    uneven = True
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         own = F.linear(self.border.enter(x), self.weight, self.bias)

@@ -117,16 +117,16 @@ class Transformer:
         * `logits` says that the head's are gathered
         """
         others = tensor - 1
-        sent = (4 * self.layers + 2) * (2 * others * rows * length * self.width // tensor)
+        all_reduce = 2 * others * rows * length * self.width // tensor
+        # An all-gather or a reduce-scatter. Shorter parts are padded to the longest.
+        half = others * rows * -(-length // tensor) * self.width
+        stream = self.layers * self.whole_numel + self.norm_numel
+        # The embedding and the head have whole sequences in any case.
+        sent = 2 * all_reduce
         if sequence:
-            # Parts are padded to the longest. Both ends of the stream send it once more.
-            longest = -(-length // tensor)
-            once = others * rows * longest * self.width
-            sent = (4 * self.layers + 1) * 2 * once
-            # The embedding and the head have whole sequences.
-            sent += 2 * (2 * others * rows * length * self.width // tensor)
-            stream = self.layers * self.whole_numel + self.norm_numel
-            sent += 2 * others * stream // tensor
+            sent += 4 * self.layers * 2 * half + 2 * half + 2 * others * stream // tensor
+        else:
+            sent += 4 * self.layers * all_reduce
         if logits:
             sent += others * rows * length * -(-self.vocabulary // tensor)
         return sent * element_bytes
