@@ -599,6 +599,12 @@ def other_sequences():
     return model
 
 
+def repeated():
+    model = Encoded()
+    model.encoder.layers[1] = model.encoder.layers[0]
+    return model
+
+
 def across_positions():
     model = Encoded()
     model.encoder.layers[1].norm_ff = nn.Conv1d(WIDTH, WIDTH, 1)
@@ -613,7 +619,8 @@ UNFIT = {
     "tied_to_a_whole_layer": "`1.1.weight`, which is tied", "injected_before": "replaced already"}
 UNFIT_SEQUENCES = {
     "labml_model": "a model with a known stream", "other_sequences": "has a `src_attn`",
-    "across_positions": "its Conv1d may need all positions"}
+    "across_positions": "its Conv1d may need all positions",
+    "repeated": "a TransformerLayer that it uses several times"}
 
 
 def refused():

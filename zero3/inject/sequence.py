@@ -119,6 +119,9 @@ class Stream:
         """
         ### Why the stream cannot be split, or an empty string
         """
+        blocks: Any = [*cast(Any, module.get_submodule(self.blocks))]
+        if len({*blocks}) < len(blocks):
+            return f"a {own_class(blocks[0]).__name__} that it uses several times"
         for each in self.inside(module, split):
             kind = own_class(each)
             for name in self.absent:
@@ -140,7 +143,7 @@ class Stream:
         """
         first, last = self.ends(module)
         border: Any = line.border_of(first)
-        for each in [*self.inside(module, line.patterns)]:
+        for each in dict.fromkeys(self.inside(module, line.patterns)):
             if isinstance(each, nn.Dropout):
                 _replace(each, StreamDropout, border)
             elif each not in line.patterns:
