@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zero3
+from tests import bench_inject
 from tests.ranks import run
 from zero3 import Zero3Optimizer, wrap
 from zero3.inject import inject, policies, report, restore
@@ -495,3 +496,28 @@ def test_language_models_with_labels_return_the_plain_loss(which):
     assert torch.allclose(model(ids).logits, twin(ids).logits, atol=1e-5)
     options = {"max_new_tokens": 4, "do_sample": False}
     assert torch.equal(model.generate(ids, **options), twin.generate(ids, **options))
+
+
+def test_the_benchmark_compares_pairs_with_the_same_loss():
+    """
+    A row that trains has tokens per second, and its memory is that of the plain module and of the
+    injected one. It says nothing of speed here.
+    Breaks if the pair trains on other numbers.
+    Proves `inject`.
+    """
+    class Small(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(*gpt_layers(GPTConfig(TOKENS, 64, WIDTH, 2, 1, 12)))
+
+        def forward(self, ids):
+            return Model.loss(self.layers(ids), ids)
+
+    ids = torch.randint(TOKENS, (2, 64))
+    row = bench_inject.measure(Small(), [policies.attention()], ids, 2, True)
+    assert len(row["ms"]) == len(row["tokens_per_s"]) == 2
+    assert row["kept_bytes"][1] < row["kept_bytes"][0]
+    assert row["peak_bytes"][1] < row["peak_bytes"][0]
+    row = bench_inject.measure(bench_inject.SelfAttention(WIDTH), [policies.attention()],
+                               torch.randn(4, 2, WIDTH, requires_grad=True), 1, False)
+    assert "tokens_per_s" not in row and len(bench_inject.cells("a row", row)) == 8

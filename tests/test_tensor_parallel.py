@@ -4,6 +4,7 @@
 The oracle is the plain model on the global batch, in fp64.
 """
 
+import argparse
 import copy
 from dataclasses import asdict
 
@@ -18,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero3
+from tests import bench_tensor
 from tests.ranks import run
 from tests.test_inject import (
     LENGTH,
@@ -546,6 +548,21 @@ def test_split_models_from_the_meta_device_get_the_values_of_the_plain_one(which
     """
     for found in run(made, 2, which, (2, 1), str(tmp_path)):
         assert all(found), found
+
+
+def test_the_benchmark_splits_all_peers_alike():
+    """
+    The losses of ours, whole, by positions and with other policies, are those of torch's own split.
+    It says nothing of speed here.
+    Breaks if a peer is split or trained in another way than its name says.
+    Proves `tensor_parallel`.
+    """
+    sizes = argparse.Namespace(steps=1, layers=1, width=16, batch=2, length=8, vocabulary=32)
+    measured = run(bench_tensor.measure, 2, sizes, fresh=True)[0]
+    rows = {name: bench_tensor.row_of(name, *measured, 16) for name in measured[0]}
+    assert [*rows] == ["torch", "zero3", "zero3, by positions", "zero3, with policies"]
+    assert all(row["tokens_per_s"] > 0 and row["peak_bytes"] > 0 for row in rows.values())
+    assert rows["torch"]["ratio"] == [1, 1, 1]
 
 
 # -------------------------------------------------------------------------------- what does not fit
