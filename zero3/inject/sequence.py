@@ -144,10 +144,10 @@ class Stream:
         first, last = self.ends(module)
         border: Any = line.border_of(first)
         for each in dict.fromkeys(self.inside(module, line.patterns)):
+            names = tuple(name for name, p in each._parameters.items() if p is not None)
             if isinstance(each, nn.Dropout):
                 _replace(each, StreamDropout, border)
-            elif each not in line.patterns:
-                names = tuple(name for name, p in each._parameters.items() if p is not None)
+            elif names and each not in line.patterns:
                 _replace(each, SummedWeights, border, names=names)
         _replace(first, StreamBegin, border)
         _replace(last, StreamEnd, border)
