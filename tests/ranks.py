@@ -17,6 +17,7 @@ end it. With `ZERO3_RANKS=1` in the environment and `pytest -s`, a rank that end
 
 import builtins
 import contextlib
+import functools
 import gc
 import inspect
 import os
@@ -32,6 +33,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from importlib.machinery import SourceFileLoader
 from typing import Any
 
 import numpy as np
@@ -40,11 +42,11 @@ import torch.distributed as dist
 from torch.optim import optimizer as torch_optimizer
 
 import zero3
+from zero3.checkpoint import reader
 from zero3.train import launch
 
-# What every rank imports, imported once.
-launch.preload("tests.cases", "tests.survivor", "tests.ranks")
-
+# Packages that tests' files import first of all, and the names of the files themselves.
+FIRST, FILES = ("pytest", "hypothesis"), "tests.test_"
 LIMITS = [value for name, value in vars(resource).items() if name.startswith("RLIMIT_")]
 OURS = ("tests", "zero3", "docs", "notebooks")
 # With modules and classes of ours, whatever tests replace something of.
@@ -67,6 +69,7 @@ def run(worker: Callable | str, world_size: int, *args: Any, fresh: bool = False
 
     The rest is as for `launch.run`.
     """
+    _preload()
     if fresh:
         return launch.run(worker, world_size, *args, device="cpu", timeout_s=timeout_s)
     ranks = _pool.first(world_size)
@@ -84,6 +87,18 @@ def run(worker: Callable | str, world_size: int, *args: Any, fresh: bool = False
     if not good:
         raise AssertionError("\n".join(text for each, text in answers if not each))
     return [result for _, result in answers]
+
+
+def _preload() -> None:
+    """
+    #### Import once, for all ranks, what the tests' files have imported here
+
+    The files themselves are not among it, because each call of a worker imports its file anew. Only
+    the first call has an effect: with it starts the process that ranks are forked from.
+    """
+    ours = [name for name in sys.modules
+            if name.startswith(("zero3.", "tests.")) and not name.startswith(FILES)]
+    launch.preload(*(name for name in FIRST if name in sys.modules), *ours)
 
 
 class Rank:
@@ -156,6 +171,11 @@ def _serve(pipe: Any) -> None:
     # Whatever is alive now stays: the collector need not look at it after each call.
     gc.collect()
     gc.freeze()
+    # Each call imports the worker's file anew. Where Python writes no bytecode, it would compile
+    # the file as often.
+    SourceFileLoader.source_to_code = functools.cache(  # type: ignore[method-assign]
+        SourceFileLoader.source_to_code)
+    before = _state()
     while True:
         try:
             call = pipe.recv_bytes()
@@ -164,12 +184,14 @@ def _serve(pipe: Any) -> None:
         torch.manual_seed(seed)
         random.seed()
         np.random.seed()
-        before = _state()
         pipe.send_bytes(_answer(call))
         # The others may still wait for messages of this rank's.
         pipe.recv_bytes()
-        left = ", ".join(_left(before))
+        kinds = _clear(before["modules"])
+        after = _state()
+        left = ", ".join((*kinds, *_left(before, after)))
         pipe.send_bytes(pickle.dumps((not left, left)))
+        before = after
         gc.freeze()
 
 
@@ -189,23 +211,32 @@ def _answer(call: bytes) -> bytes:
         return pickle.dumps((False, f"{where}:\n{traceback.format_exc()}"))
 
 
-def _left(before: dict[str, Any]) -> Iterator[str]:
+def _clear(modules: set[str]) -> list[str]:
     """
-    #### What a call left behind, after everything has gone that goes by itself
+    #### End what goes by itself, and name the kinds of what is alive nevertheless
+
+    * `modules` are the names of those that were imported before the call
     """
     if dist.is_initialized():
         dist.destroy_process_group()
+    # A process that has saved a checkpoint keeps the folder locked until it ends.
+    reader._drop_inherited_locks()
     # A test's file may keep state in its variables, and the next call of it shall find none.
-    for name in sys.modules.keys() - before["modules"]:
+    for name in sys.modules.keys() - modules:
         if name.partition(".")[0] in OURS:
             parent, _, child = name.rpartition(".")
             vars(sys.modules.get(parent, zero3)).pop(child, None)
             del sys.modules[name]
     gc.collect()
     kinds = (zero3.Zero3Layer, zero3.Zero3Optimizer, zero3.comm.Communicator)
-    for kept in {type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, kinds)}:
-        yield f"a {kept}"
-    after = _state()
+    alive = {type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, kinds)}
+    return [f"a {kind}" for kind in alive]
+
+
+def _left(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+    """
+    #### What a call has changed and not changed back
+    """
     for what in before.keys() - {"modules", "names"}:
         if before[what] != after[what]:
             yield f"{what}, {before[what]} and then {after[what]}"

@@ -72,13 +72,17 @@ def chains():
             "last": [freeze(line(7, 40)), freeze(line(40, 9)), line(9, 40)]}
 
 
-def shard(chain, layout, dtype=torch.float32, offload=None):
-    """The chain on the ranks of a layout."""
+def linked(layout):
+    """The ranks of a layout. All chains of a call share them, with their process groups."""
     mesh = None
     if layout.groups > 1 or layout.secondary:
         dims = ("replicate" if layout.replicas > 1 else "nodes", "shard")
         mesh = init_device_mesh("cpu", (layout.groups, layout.ranks), mesh_dim_names=dims)
-    links = Links(mesh, layout.weights, layout.gradients, layout.secondary)
+    return Links(mesh, layout.weights, layout.gradients, layout.secondary)
+
+
+def shard(chain, links, dtype=torch.float32, offload=None):
+    """The chain on the ranks of a layout."""
     torch.manual_seed(0)
     return Zero3Sequential([Zero3Layer(module.to(dtype), offload=offload, mesh=links)
                             for module in chains()[chain]])
@@ -87,8 +91,8 @@ def shard(chain, layout, dtype=torch.float32, offload=None):
 def train(model, optimizer, micro_batches=1, hold=False):
     """What the second step holds and sends; it has the moments that the first one made."""
     shards = model.get_trainable_chunk()
-    for _ in range(2):
-        with Ledger(model, optimizer) as tape:
+    for measured in (False, True):
+        with Ledger(model, optimizer) if measured else nullcontext() as tape:
             for i in range(micro_batches):
                 with optimizer.no_sync() if hold and i + 1 < micro_batches else nullcontext():
                     loss = model(torch.ones(4, 7, dtype=shards[0].dtype)).float().square().mean()
@@ -105,14 +109,17 @@ def told(p):
             p.order_bytes)
 
 
-def wrong_bytes(layout, ranks_per_node, chain_names, kinds, native=False):
-    """Where a `Ledger` measures another number than `predict` says, on this rank."""
-    found = []
+def wrong_bytes(layout, ranks_per_node, pairs, native=False):
+    """
+    Where a `Ledger` measures another number than `predict` says, on this rank. `pairs` are of a
+    chain and a kind of training.
+    """
+    found, links = [], linked(layout)
     where = mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(ranks_per_node))
     with where, collectives() if native else nullcontext():
-        for chain, kind in product(chain_names, kinds):
+        for chain, kind in pairs:
             if kind in PLAIN:
-                model = shard(chain, layout)
+                model = shard(chain, links)
                 optimizer_class, moments, step_bytes = PLAIN[kind]
                 got = train(model, optimizer_class(model.get_trainable_chunk()), 2)
                 rank = model.module_list[0].comm.global_rank
@@ -124,7 +131,7 @@ def wrong_bytes(layout, ranks_per_node, chain_names, kinds, native=False):
                 options = {**options}
                 frozen = options.pop("frozen", None)
                 offload = Offload(options.get("offload", "device"), frozen=frozen)
-                model = shard(chain, layout, dtype, offload)
+                model = shard(chain, links, dtype, offload)
                 optimizer = Zero3Optimizer(model, **options)
                 got = train(model, optimizer, micro_batches, hold)
                 p = optimizer.predict(micro_batches, hold)
@@ -143,10 +150,9 @@ def test_the_bytes_of_every_layout_are_predicted(name):
     `_Pack`, `Zero3Optimizer.predict`.
     """
     layout, ranks_per_node = LAYOUTS[name]
-    for chain, kinds in {"frozen": [*PLAIN, *ZERO3], "unequal": ["buckets", "held"]}.items():
-        for rank, found in enumerate(run(wrong_bytes, layout.divisor, layout, ranks_per_node,
-                                         [chain], kinds)):
-            assert found == [], rank
+    pairs = [*product(["frozen"], [*PLAIN, *ZERO3]), *product(["unequal"], ["buckets", "held"])]
+    for rank, found in enumerate(run(wrong_bytes, layout.divisor, layout, ranks_per_node, pairs)):
+        assert found == [], rank
 
 
 @pytest.mark.parametrize("name", ["flat, encoded", "hybrid 2x2", "nodes 2x2, gradients"])
@@ -156,9 +162,8 @@ def test_the_bytes_of_small_chains_are_predicted_too(name):
     Proves I2, I3, I4, `predict`.
     """
     layout, ranks_per_node = LAYOUTS[name]
-    for rank, found in enumerate(run(
-            wrong_bytes, layout.divisor, layout, ranks_per_node,
-            [*chains().keys() - {"frozen", "unequal"}], ["SGD", "buckets", "held"])):
+    pairs = [*product(chains().keys() - {"frozen", "unequal"}, ["SGD", "buckets", "held"])]
+    for rank, found in enumerate(run(wrong_bytes, layout.divisor, layout, ranks_per_node, pairs)):
         assert found == [], rank
 
 
@@ -171,8 +176,8 @@ def test_the_slices_that_a_node_keeps_are_predicted(name):
     """
     layout, ranks_per_node = SECONDARY[name]
     kinds = [kind for kind in (*PLAIN, *ZERO3) if kind != "held"]
-    for rank, found in enumerate(run(wrong_bytes, layout.divisor, layout, ranks_per_node,
-                                     ["padding", "unequal"], kinds)):
+    pairs = [*product(["padding", "unequal"], kinds)]
+    for rank, found in enumerate(run(wrong_bytes, layout.divisor, layout, ranks_per_node, pairs)):
         assert found == [], rank
 
 
@@ -184,8 +189,8 @@ def test_a_slice_that_backward_does_not_use_is_freed_at_its_end(name):
     Proves I2, I3, `predict`.
     """
     layout, ranks_per_node = SECONDARY[name]
-    for rank, found in enumerate(run(wrong_bytes, layout.divisor, layout, ranks_per_node,
-                                     ["frozen", "first", "last"], ["SGD", "buckets", "held"])):
+    pairs = [*product(["frozen", "first", "last"], ["SGD", "buckets", "held"])]
+    for rank, found in enumerate(run(wrong_bytes, layout.divisor, layout, ranks_per_node, pairs)):
         assert found == [], rank
 
 
@@ -200,20 +205,21 @@ def test_the_bytes_of_collectives_are_predicted(name):
     Proves I4, I9, `predict`, `Layout.placed`, `Group.next_is_far`, `Transfer.count`.
     """
     layout, ranks_per_node = (LAYOUTS | SECONDARY)[name]
-    for rank, found in enumerate(run(wrong_bytes, layout.divisor, layout, ranks_per_node,
-                                     ["padding"], ["SGD", "each alone", "buckets"], True)):
+    pairs = [*product(["padding"], ["SGD", "each alone", "buckets"])]
+    for rank, found in enumerate(run(wrong_bytes, layout.divisor, layout, ranks_per_node, pairs,
+                                     True)):
         assert found == [], rank
 
 
 def wrong_bytes_in_files(layout, folder):
     """The same with shards and states in files; what is read and written is predicted too."""
-    found = []
+    found, links = [], linked(layout)
     for chain, bucket_bytes in product(("frozen", "unequal"), (0, 900)):
         offload = Offload("nvme", folder=folder)
-        model = shard(chain, layout, torch.bfloat16, offload)
+        model = shard(chain, links, torch.bfloat16, offload)
         optimizer = Zero3Optimizer(model, bucket_bytes=bucket_bytes, offload=offload)
-        for _ in range(2):
-            with Ledger(model, optimizer) as tape:
+        for measured in (False, True):
+            with Ledger(model, optimizer) if measured else nullcontext() as tape:
                 optimizer.backward(model(torch.ones(4, 7).bfloat16()).float().square().mean())
                 optimizer.step()
                 optimizer.zero_grad()

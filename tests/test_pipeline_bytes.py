@@ -107,8 +107,8 @@ def step_of(mesh, name="plain", schedule="1f1b", m=3, per_rank=1, gathers="stage
     pipeline = Pipeline(layers, mesh, loss_fn=loss_fn, schedule=schedule, micro_batches=m,
                         stages=cut_of(mesh.shape[0] * per_rank), gathers=gathers, offload=offload)
     optimizer = Zero3Optimizer(pipeline, offload=offload, **options)
-    for _ in range(2):
-        with Ledger(pipeline, optimizer) as tape:
+    for is_measured in (False, True):
+        with Ledger(pipeline, optimizer) if is_measured else nullcontext() as tape:
             pipeline.train_batch(x, y, optimizer)
             optimizer.step()
             optimizer.zero_grad()

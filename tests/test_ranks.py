@@ -5,8 +5,10 @@
 import os
 import resource
 import signal
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.ranks import run
 from zero3 import Zero3Layer
+from zero3.checkpoint.reader import lock_folder
 from zero3.comm import Communicator
 
 CALLS: list[int] = []
@@ -30,7 +33,7 @@ def count():
 def test_ranks_live_on_and_each_call_finds_them_as_new():
     """
     The same processes answer for two ranks, for one, and again for two. Variables of a test's file
-    begin anew with each call, and so do random numbers. Breaks where `_left` keeps the modules that
+    begin anew with each call, and so do random numbers. Breaks where `_clear` keeps modules that
     a call has imported.
     """
     (zero, *first), (one, *second) = run(count, 2)
@@ -56,6 +59,8 @@ def leave(what):
         os.open("/dev/zero", os.O_RDONLY)
     elif what == "a folder":
         os.chdir("/")
+    elif what == "a locked folder":
+        lock_folder(Path(tempfile.gettempdir()))
     elif what == "a variable":
         os.environ["OF_A_TEST"] = "1"
     elif what == "a limit":
@@ -73,17 +78,19 @@ def leave(what):
 
 
 @pytest.mark.parametrize("what", [
-    "nothing", "a function", "a data type", "a mode", "threads", "a thread", "a file", "a folder",
-    "a variable", "a limit", "a signal", "a hook", "a layer", "a message"])
+    "nothing", "a locked folder", "a function", "a data type", "a mode", "threads", "a thread",
+    "a file", "a folder", "a variable", "a limit", "a signal", "a hook", "a layer", "a message"])
 def test_a_rank_that_is_not_as_it_was_ends(what):
     """
-    Whatever a worker changes and does not change back: the next call comes to a new process. Breaks
-    with any line of `_state` or `_left` left out.
+    Whatever a worker changes and does not change back: the next call comes to a new process. A
+    folder that it saved to is unlocked after the call. Breaks with any line of `_state`, `_clear`
+    or `_left` left out.
     """
     world_size = 2 if what == "a message" else 1
     before = run(leave, world_size, what)
     after = run(leave, world_size, "nothing")
-    assert before == after if what == "nothing" else {*before}.isdisjoint(after)
+    stays = what in ("nothing", "a locked folder")
+    assert before == after if stays else {*before}.isdisjoint(after)
 
 
 def fail(how):
