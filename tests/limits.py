@@ -1,7 +1,7 @@
 """
 # A rank that may have little memory
 
-In a module of its own, for what a process has imported counts.
+In a module of its own, because what a process has imported takes memory.
 """
 
 import ctypes
@@ -14,12 +14,13 @@ from torch import nn
 from zero3 import Offload, Zero3Optimizer, wrap
 
 WIDTH = 1000
-# For whole layers, buffers and the stacks of threads, beside what the interpreter and torch have.
+# What a rank may take for whole layers, buffers and the stacks of threads, beside what Python and
+# torch have taken before.
 ROOM_BYTES = 84 << 20
 
 
 def in_a_quarter(folder):
-    """Make, train and save a model whose parameters are four times what this process may have."""
+    """Make, train and save a model whose parameters are four times what this rank may take."""
 
     def kib(name):
         with open("/proc/self/status") as status:
@@ -31,7 +32,7 @@ def in_a_quarter(folder):
     ctypes.CDLL(None).mallopt(-3, 131072)
     limit_bytes = kib("VmData") + ROOM_BYTES
     layer_bytes = 4 * (WIDTH * WIDTH + WIDTH)
-    depth = -(-4 * limit_bytes // layer_bytes)
+    depth = -(-4 * ROOM_BYTES // layer_bytes)
     resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
     before_bytes, nvme = kib("RssAnon"), Offload("nvme", folder=folder, queue_depth=2)
     with torch.device("meta"):
@@ -42,4 +43,4 @@ def in_a_quarter(folder):
     optimizer.step()
     optimizer.zero_grad()
     model.save(folder)
-    return limit_bytes, depth * layer_bytes, kib("VmHWM") - kib("RssFile") - before_bytes
+    return depth * layer_bytes, kib("VmHWM") - kib("RssFile") - before_bytes

@@ -2,13 +2,12 @@
 # Which layout sends the fewest bytes between nodes: the formula, the prediction and the advice
 """
 
-import subprocess
-import sys
 from fractions import Fraction
 from itertools import product
 
 import pytest
 
+from tests.commands import python_m
 from zero3.estimate.between import ELEMENT_BYTES, best, between_bytes, choices, layouts
 from zero3.estimate.formulas import LayerSpec, Part
 from zero3.estimate.layouts import Layout
@@ -112,8 +111,7 @@ def test_the_fewest_bytes_that_fit_are_advised():
 
 
 def ask(*options):
-    command = [sys.executable, "-m", "zero3.estimate", "--params", "7b", "--ranks", "32"]
-    return subprocess.run([*command, *options], capture_output=True, text=True)
+    return python_m("zero3.estimate", "--params", "7b", "--ranks", "32", *options)
 
 
 def test_the_command_line_says_which_layout_to_take():

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.cases import freeze
+from tests.commands import python_m
 from tests.ranks import run
 from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential
 from zero3.estimate import predict as predict_module
@@ -370,5 +371,5 @@ def test_the_command_line_prints_the_three_stages_with_their_bases():
     for params, error in (
             ("-1", "invalid number value"),
             ("0", "--params is too small. Expected: at least 1. Got: 0.0.")):
-        wrong = subprocess.run([*command, params], capture_output=True, text=True)
+        wrong = python_m("zero3.estimate", "--ranks", "64", "--params", params)
         assert wrong.returncode == 2 and error in wrong.stderr

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.cases import CASES, WIDTH, freeze, train_both
+from tests.commands import python_m
 from tests.ranks import run
 from tests.test_bytes import models
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential
@@ -495,14 +496,20 @@ LIMITED = """
     states = 12 * depth * (WIDTH * WIDTH + WIDTH)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     before = kib("RssAnon")
-    offload = Offload(sys.argv[2], sys.argv[1] if sys.argv[2] == "nvme" else None)
-    optimizer = train(offload, 2)
-    print(states, limit, kib("VmHWM") - kib("RssFile") - before, optimizer.predict().peak_bytes)
+    if sys.argv[2:] == ["nvme"]:
+        optimizer = train(Offload("nvme", sys.argv[1]), 2)
+        print(states, limit, kib("VmHWM") - kib("RssFile") - before, optimizer.predict().peak_bytes)
+    else:
+        for tier in sys.argv[2:]:
+            try:
+                train(Offload(tier), 2)
+            except RuntimeError as error:
+                print(error)
 """
 
 
-def limited(folder, tier):
-    command = [sys.executable, "-c", textwrap.dedent(LIMITED), str(folder), tier]
+def limited(folder, *tiers):
+    command = [sys.executable, "-c", textwrap.dedent(LIMITED), str(folder), *tiers]
     return subprocess.run(command, capture_output=True, text=True, timeout=300,
                           env={**os.environ, "OMP_NUM_THREADS": "1",
                                # Freed layers go back to the system, and are not cut into pieces.
@@ -525,17 +532,19 @@ def test_a_model_of_three_times_the_memory_limit_trains_from_files(tmp_path):
     assert 2 * peak_bytes < limit_bytes
 
 
-@pytest.mark.parametrize("tier", ["device", "cpu"])
-def test_without_offload_the_same_model_fails_and_says_which_tier_would_do(tier, tmp_path):
+def test_without_offload_the_same_model_fails_and_says_which_tier_would_do(tmp_path):
     """
-    An error by name, with the bytes that are needed and left, before memory runs out.
+    On the device and in CPU memory: an error by name, with the bytes that are needed and left,
+    before memory runs out.
     Proves `Offload.check`, `room`.
     """
-    done = limited(tmp_path, tier)
-    assert done.returncode
-    error = done.stderr.splitlines()[-1]
-    assert "has no room for a step" in error and "bytes left" in error
-    assert "the nvme tier would do: `offload=Offload('nvme', folder=...)`" in error
+    done = limited(tmp_path, "device", "cpu")
+    assert done.returncode == 0, done.stderr
+    errors = done.stdout.splitlines()
+    assert len(errors) == 2
+    for error in errors:
+        assert "has no room for a step" in error and "bytes left" in error
+        assert "the nvme tier would do: `offload=Offload('nvme', folder=...)`" in error
 
 
 def test_masters_and_moments_that_do_not_fit_are_refused_before_they_are_made(monkeypatch):
@@ -553,18 +562,23 @@ def test_masters_and_moments_that_do_not_fit_are_refused_before_they_are_made(mo
     assert "the nvme tier would do" in str(caught.value)
 
 
+def rooms(limit):
+    """What there is, what a limit of 16 GiB leaves, and what 256 MiB take of that."""
+    cpu = torch.device("cpu")
+    most = room(cpu)
+    resource.setrlimit(limit, (1 << 34, 1 << 34))
+    less = room(cpu)
+    taken = torch.ones(1 << 26)
+    return most, less, less - room(cpu), len(taken)
+
+
 def test_room_is_the_least_of_what_limits_leave():
     """
     What `ulimit -d` and `ulimit -v` leave to this process, and not what the machine has.
     Proves `room`.
     """
-    code = ("import resource, torch; from zero3.offload import room; a = torch.device('cpu');"
-            "most = room(a); resource.setrlimit(resource.RLIMIT_{0}, (1 << 34, 1 << 34));"
-            "less = room(a); x = torch.ones(1 << 26); print(most, less, less - room(a))")
-    for name in ("AS", "DATA"):
-        done = subprocess.run([sys.executable, "-c", code.format(name)], capture_output=True,
-                              text=True, check=True)
-        most, less, taken = map(int, done.stdout.split())
+    for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+        ((most, less, taken, _),) = run(rooms, 1, limit)
         assert less < 1 << 34 and less <= most and taken >= 1 << 28
     assert 0 < room(torch.device("cpu")) < 1 << 50
 
@@ -914,23 +928,18 @@ def test_numbers_are_read_as_people_write_them(text, value):
     assert number(text) == value
 
 
-def ask(*arguments):
-    command = [sys.executable, "-m", *arguments]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
 def test_the_command_line_says_whether_it_fits_and_where():
     """
     The example of the documentation, and one that does not fit.
     Proves `estimate.main`, `show_places`, `advise`, `bandwidth_for`.
     """
-    told = ask("zero3.estimate", "--model", "8b", "--ranks", "1", "--gpu", "80GB", "--cpu", "128GB",
-               "--nvme", "1TB")
+    told = python_m("zero3.estimate", "--model", "8b", "--ranks", "1", "--gpu", "80GB", "--cpu",
+                    "128GB", "--nvme", "1TB")
     assert told.returncode == 0 and told.stderr == ""
     (row,) = [line for line in told.stdout.splitlines() if "<- the fastest that fits" in line]
     assert row.split()[:5] == ["device", "cpu", "17.5", "112.0", "0.0"]
     assert "A step moves 32.0 GB of a rank into its cpu tier and out." in told.stdout
-    told = ask("zero3.estimate", "--model", "1t", "--ranks", "1", "--gpu", "80GB")
+    told = python_m("zero3.estimate", "--model", "1t", "--ranks", "1", "--gpu", "80GB")
     assert "It does not fit" in told.stdout and "<-" not in told.stdout
 
 
@@ -977,14 +986,15 @@ def test_the_benchmark_prints_a_table_and_draws_it(tmp_path):
     Proves `bench.main`, `bench.sweep`, `show`, `bench.draw`, `check_picture`.
     """
     picture = tmp_path / "pictures" / "disk.png"
-    told = ask("zero3.offload", "bench", "--folder", str(tmp_path), "--mib", "64", "--rounds", "1",
-               "--out", str(picture))
+    command = [sys.executable, "-m", "zero3.offload", "bench", "--folder", str(tmp_path), "--mib",
+               "64", "--rounds", "1", "--out", str(picture)]
+    told = subprocess.run(command, capture_output=True, text=True)
     assert told.returncode == 0, told.stderr
     assert told.stdout.count("past the cache") == 6
     assert told.stdout.count("mapped into memory") == 6
     assert told.stderr.count("round 1 of 1: ") == told.stderr.count("\n") == 12
     assert picture.stat().st_size > 10_000
-    told = ask("zero3.offload", "bench", "--folder", str(tmp_path / "missing"))
+    told = python_m("zero3.offload", "bench", "--folder", str(tmp_path / "missing"))
     assert told.returncode == 2 and "Expected: a folder that takes files. Got: " in told.stderr
     assert told.stderr.count("\n") == 1
 

@@ -34,7 +34,7 @@ the number of ranks nor on the layers before. They differ from the values of a m
 in one go, which draws all of them from a single stream of random numbers.
 
 **Run this**: `python -m pytest tests/test_coordinator.py -k memory` makes, trains and saves a model
-of four times the memory limit.
+of four times the memory that each rank may take.
 
 **Not covered, and what that costs**: checkpoints are safetensors in Hugging Face's layout, a single
 file or several with an index. Their names have to be those of the plain model's `state_dict()`;
