@@ -7,6 +7,7 @@ what they recorded once.
 
 import contextlib
 import os
+import sys
 import time
 
 # A long file that begins last would keep one process busy while the others have nothing to do.
@@ -30,6 +31,15 @@ def pytest_collection_modifyitems(items):
         return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
     items.sort(key=place)
+
+
+def pytest_collection_finish():
+    """
+    ## Ranks import once what the files that have been collected import
+    """
+    # Tests without ranks need not import torch for it.
+    if "tests.ranks" in sys.modules:
+        sys.modules["tests.ranks"].preload()
 
 
 def pytest_configure(config):

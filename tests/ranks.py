@@ -45,6 +45,9 @@ import zero3
 from zero3.checkpoint import reader
 from zero3.train import launch
 
+# What every rank imports, imported once. `preload` adds what the tests that are to run need.
+launch.preload("tests.cases", "tests.survivor", "tests.ranks")
+
 # Packages that tests' files import first of all, and the names of the files themselves.
 FIRST, FILES = ("pytest", "hypothesis"), "tests.test_"
 LIMITS = [value for name, value in vars(resource).items() if name.startswith("RLIMIT_")]
@@ -60,6 +63,18 @@ HOOKS = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_op
          torch.nn.modules.module._global_backward_hooks)
 
 
+def preload() -> None:
+    """
+    ## Import once, for all ranks, what the tests' files have imported here
+
+    The files themselves are not among it, because each call of a worker imports its file anew. Call
+    it before the first rank starts, as `conftest.py` does once all files are imported.
+    """
+    ours = [name for name in sys.modules
+            if name.startswith(("zero3.", "tests.")) and not name.startswith(FILES)]
+    launch.preload(*(name for name in FIRST if name in sys.modules), *ours)
+
+
 def run(worker: Callable | str, world_size: int, *args: Any, fresh: bool = False,
         timeout_s: float = 120) -> list[Any]:
     """
@@ -69,7 +84,6 @@ def run(worker: Callable | str, world_size: int, *args: Any, fresh: bool = False
 
     The rest is as for `launch.run`.
     """
-    _preload()
     if fresh:
         return launch.run(worker, world_size, *args, device="cpu", timeout_s=timeout_s)
     ranks = _pool.first(world_size)
@@ -87,18 +101,6 @@ def run(worker: Callable | str, world_size: int, *args: Any, fresh: bool = False
     if not good:
         raise AssertionError("\n".join(text for each, text in answers if not each))
     return [result for _, result in answers]
-
-
-def _preload() -> None:
-    """
-    #### Import once, for all ranks, what the tests' files have imported here
-
-    The files themselves are not among it, because each call of a worker imports its file anew. Only
-    the first call has an effect: with it starts the process that ranks are forked from.
-    """
-    ours = [name for name in sys.modules
-            if name.startswith(("zero3.", "tests.")) and not name.startswith(FILES)]
-    launch.preload(*(name for name in FIRST if name in sys.modules), *ours)
 
 
 class Rank:
