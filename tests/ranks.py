@@ -48,8 +48,11 @@ from zero3.train import launch
 # What every rank imports, imported once. `preload` adds what the tests that are to run need.
 launch.preload("tests.cases", "tests.survivor", "tests.ranks")
 
-# Packages that tests' files import first of all, and the names of the files themselves.
-FIRST, FILES = ("pytest", "hypothesis"), "tests.test_"
+# Packages that tests' files import first of all; the beginnings of the names of what is imported
+# once for all ranks; and of the tests' files, which are not.
+FIRST = ("pytest", "hypothesis")
+PRELOADED = ("zero3.", "tests.", "docs.exercises.")
+FILES = "tests.test_"
 LIMITS = [value for name, value in vars(resource).items() if name.startswith("RLIMIT_")]
 OURS = ("tests", "zero3", "docs", "notebooks")
 # With modules and classes of ours, whatever tests replace something of.
@@ -70,9 +73,9 @@ def preload() -> None:
     The files themselves are not among it, because each call of a worker imports its file anew. Call
     it before the first rank starts, as `conftest.py` does once all files are imported.
     """
-    ours = [name for name in sys.modules
-            if name.startswith(("zero3.", "tests.")) and not name.startswith(FILES)]
-    launch.preload(*(name for name in FIRST if name in sys.modules), *ours)
+    first = [name for name in FIRST if name in sys.modules]
+    ours = [name for name in sys.modules if name.startswith(PRELOADED)]
+    launch.preload(*first, *(name for name in ours if not name.startswith(FILES)))
 
 
 def run(worker: Callable | str, world_size: int, *args: Any, fresh: bool = False,

@@ -3,6 +3,7 @@
 """
 
 import dataclasses
+import functools
 import os
 import re
 import shutil
@@ -16,6 +17,15 @@ from docs import build, contents, figures
 from docs.annotate import Names, Source
 
 WIDE, PHONE = (1280, 900), (375, 800)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def read_once():
+    """Several sites are made of the same sources, and to cut these up takes most of the time."""
+    source = functools.cache(lambda path: Source(build.ROOT / path, build.page_of(path)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build.Site, "source", lambda site, path: source(path))
+        yield
 
 
 @pytest.fixture(scope="module")
