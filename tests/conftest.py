@@ -14,7 +14,7 @@ import time
 # `test_trust_job` mostly waits, so it runs beside the file that computes most.
 LONGEST = ("test_compiler", "test_compiler_offload", "test_tensor_parallel", "test_compression",
            "test_together", "test_coordinator", "test_links_bytes", "test_trust_job",
-           "test_offload", "test_notebooks", "test_site", "test_inject",
+           "test_offload", "test_pipeline_bytes", "test_notebooks", "test_site", "test_inject",
            "test_train", "test_optimizer", "test_checkpoint", "test_survival", "test_bench",
            "test_streams", "test_equality", "test_exercises", "test_trust_gradients",
            "test_convert", "test_trust_inputs", "test_cases", "test_ladder", "test_mutations",

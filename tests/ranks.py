@@ -53,6 +53,8 @@ launch.preload("tests.cases", "tests.survivor", "tests.ranks")
 FIRST = ("pytest", "hypothesis")
 PRELOADED = ("zero3.", "tests.", "docs.exercises.")
 FILES = "tests.test_"
+# The cores that the tests may use; none where the system does not tell.
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 LIMITS = [value for name, value in vars(resource).items() if name.startswith("RLIMIT_")]
 OURS = ("tests", "zero3", "docs", "notebooks")
 # With modules and classes of ours, whatever tests replace something of.
@@ -208,12 +210,27 @@ def _answer(call: bytes) -> bytes:
     try:
         (rank, world_size, store), worker, args = pickle.loads(call)
         where = f"rank {rank}"
+        _keep_to_a_core(rank)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank,
                                 world_size=world_size, timeout=timedelta(seconds=60))
         with warnings.catch_warnings():
             return pickle.dumps((True, worker(*args)))
     except BaseException:
         return pickle.dumps((False, f"{where}:\n{traceback.format_exc()}"))
+
+
+def _keep_to_a_core(rank: int) -> None:
+    """
+    #### Let the threads of a rank share a core, if cores are few
+
+    A thread of gloo's that finds its connection locked asks again and again. On the core of the
+    thread that has the lock, it cannot run at the same time. Processes that run tests side by side
+    begin with different cores.
+    """
+    if 1 < len(CORES) <= 4:
+        beside = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+        # Threads that this one starts from now on inherit it.
+        os.sched_setaffinity(0, {CORES[(rank + beside) % len(CORES)]})
 
 
 def _clear(modules: set[str]) -> list[str]:
