@@ -225,12 +225,13 @@ def _keep_to_a_core(rank: int) -> None:
 
     A thread of gloo's that finds its connection locked asks again and again. On the core of the
     thread that has the lock, it cannot run at the same time. Processes that run tests side by side
-    begin with different cores.
+    begin with different cores. Benchmarks leave the cores to the system, as torchrun does.
     """
-    if 1 < len(CORES) <= 4:
-        beside = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    beside = os.environ.get("PYTEST_XDIST_WORKER")
+    if beside and 1 < len(CORES) <= 4:
         # Threads that this one starts from now on inherit it.
-        os.sched_setaffinity(0, {CORES[(rank + beside) % len(CORES)]})
+        core = (rank + int(beside.removeprefix("gw"))) % len(CORES)
+        os.sched_setaffinity(0, {CORES[core]})
 
 
 def _clear(modules: set[str]) -> list[str]:
