@@ -684,7 +684,7 @@ def test_small_neighbours_share_a_unit():
     `_units_together`.
     """
     for alone, together in run(many_small, 2):
-        assert alone == (100, "layer 100 (99)", 298, 619_840)
+        assert alone == (100, "layer 100 (99)", 297, 617_760)
         assert together == (2, "layer 2 (63 to 99)", 4, 416_000)
 
 
@@ -753,11 +753,11 @@ def test_layers_that_share_a_unit_keep_their_names(tmp_path):
     """
     for found in run(named_alike, 2, tmp_path):
         titles, same_names, different, decays, said, reports, kinds = found
-        assert titles == ["small.0 to 3", "small.4", "other.0", "other.1", "other.2", "head",
-                          "tied"]
+        assert titles == ["small.0 to small.3", "small.4 to other.0", "other.1", "other.2",
+                          "head", "tied"]
         assert same_names and not any(different) and sorted(decays) == [0.0, 1.0]
-        assert "layer 1 (small.0 to 3) freed `0.weight`" in said
-        assert "layer 1 (small.0 to 3)" in reports
+        assert "layer 1 (small.0 to small.3) freed `small.0.weight`" in said
+        assert "layer 1 (small.0 to small.3)" in reports
         assert kinds == {nn.Linear, Mixed}
 
 

@@ -32,8 +32,8 @@ into the 1 MiB of `bucket_bytes`:
 | | alone, `bucket_bytes=0` | together |
 |---|---|---|
 | units with parameters | 100 | 2 |
-| collectives in a step | 298 | 4 |
-| elements that a rank sends | 619,840 | 416,000 |
+| collectives in a step | 297 | 4 |
+| elements that a rank sends | 617,760 | 416,000 |
 
 Alone, two layers are full at once, as for hooks. Together there is room for all of them, and
 backward gathers nothing again.
@@ -713,10 +713,10 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *, backend: 
     * `limit_numel` is how many elements of full parameters there are at once, at most. Left out,
       these are the elements of the rest and of two layers, as hooks need; of two buckets, if they
       are larger; and more if an operation needs more
-    * `bucket_bytes` of small layers share an all-gather, and a reduce-scatter. Neighbours in the
-      same module share a unit, and with it a shard; others share a bucket (see `together.py`). With
-      0, or where `wrap` would share none, each layer has its own. The fused loop of AdamW rounds
-      the last elements of a shard in another way, so with other shards the last place may differ
+    * `bucket_bytes` of small layers share an all-gather, and a reduce-scatter. Neighbours
+      share a unit, and with it a shard; others share a bucket (see `together.py`). With 0, or where
+      `wrap` would share none, each layer has its own. The fused loop of AdamW rounds the last
+      elements of a shard in another way, so with other shards the last place may differ
     * `limit_bytes` is how many bytes model, optimizer and activations may take on an accelerator.
       If a step would take more, optimizer states rest in CPU memory meanwhile (`room.py`). It
       demands a `Zero3Optimizer` that is built before the first step, and a model that is traced

@@ -45,12 +45,12 @@ of $P$ elements in each bucket, the most is therefore $(2 k + 1)\, P$ elements.
 packed buffer and its units must fit beside what is full, so that every unit can take its
 parameters later without asking for room.
 
-**One unit for several layers.** `neighbours` finds small layers that follow each other in the same
-module, and `Together` holds them, so that one unit has all their parameters. Then nothing is
-packed: a and b of the example have one flat parameter from the beginning, 1 2 3 5 6 0, and one
-shard on each rank. Each layer still computes by itself, and uses the parameters of that unit as it
-would use a tied weight. `zero3.compile` does this. With hooks it would not pay, because each layer
-has hooks of its own either way.
+**One unit for several layers.** `neighbours` finds small layers that follow each other, and
+`Together` holds them, so that one unit has all their parameters. Then nothing is packed: a and b of
+the example have one flat parameter from the beginning, 1 2 3 5 6 0, and one shard on each rank.
+Each layer still computes by itself, and uses the parameters of that unit as it would use a tied
+weight. `zero3.compile` does this. With hooks it would not pay, because each layer has hooks of its
+own either way.
 
 **Run this**: `python -m pytest tests/test_together.py -k collectives`.
 
@@ -65,7 +65,6 @@ units, the error of each names its own set of units, and the set of the other ra
 
 import zlib
 from collections.abc import Iterable
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -90,21 +89,21 @@ class Together(nn.Module):
     """
     ## Layers that share a unit
 
-    It has the layers as children, by the names that they have in their parent, so the names of
-    their parameters are those of the plain model. Nobody calls it.
+    It has the layers as children, by their names in the model, so the names of their parameters are
+    those of the plain model. Nobody calls it.
     """
 
-    def __init__(self, layers: dict[str, nn.Module], path: str):
+    def __init__(self, places: list[LayerPlace]):
         super().__init__()
-        self._modules.update(layers)
-        first, *_, last = layers
-        self.title = f"{path}.{first} to {last}".strip(".")
+        # Not by `add_module`, because such a name may have dots.
+        self._modules.update({place.path: place.layer for place in places})
+        self.title = f"{places[0].path} to {places[-1].path}"
 
 
 def neighbours(places: Iterable[LayerPlace], most_bytes: int, most_numel: float
                ) -> list[list[LayerPlace]]:
     """
-    ## Layers that follow each other in the same module, and together are small
+    ## Layers that follow each other, and together are small
 
     * `places` are those of layers, in the order of the model's modules
     * `most_bytes` is what the layers of a unit may have together
@@ -112,22 +111,19 @@ def neighbours(places: Iterable[LayerPlace], most_bytes: int, most_numel: float
 
     Returns lists of at least two places.
     """
-    found: list[list[LayerPlace]] = []
-    for _, siblings in groupby(places, key=lambda place: id(place.parent)):
-        together: list[LayerPlace] = []
-        nbytes = 0
-        numel = 0
-        for place in siblings:
-            params = [*place.layer.parameters()]
-            nbytes += sum(p.nbytes for p in params)
-            numel += sum(p.numel() for p in params)
-            if nbytes > most_bytes or numel > most_numel:
-                found.append(together)
-                together = []
-                nbytes = sum(p.nbytes for p in params)
-                numel = sum(p.numel() for p in params)
-            together.append(place)
-        found.append(together)
+    found: list[list[LayerPlace]] = [[]]
+    nbytes = 0
+    numel = 0
+    for place in places:
+        own_bytes = sum(p.nbytes for p in place.layer.parameters())
+        own_numel = sum(p.numel() for p in place.layer.parameters())
+        nbytes += own_bytes
+        numel += own_numel
+        if nbytes > most_bytes or numel > most_numel:
+            found.append([])
+            nbytes = own_bytes
+            numel = own_numel
+        found[-1].append(place)
     return [each for each in found if len(each) > 1]
 
 

@@ -126,7 +126,7 @@ class Zero3Model(ShardedModel):
         * `places` are those of the layers that may, in the order of the model's modules
         * `rest_numel` is what the model has outside its layers
 
-        Returns lists of places with the same parent.
+        Returns lists of places.
         """
         return []
 
@@ -585,13 +585,9 @@ class _Wrapping:
             has_units = any(m in layers for m in place.layer.modules() if m is not place.layer)
             if not (tied or has_units or isinstance(place.layer, Deferred)):
                 may_share.append(place)
-        units = []
         rest_numel = sum(p.numel() for p in self.at_root)
-        for shared in self.owner.layers_together(may_share, rest_numel):
-            parent_path = shared[0].path.removesuffix(shared[0].name).removesuffix(".")
-            module = Together({place.name: place.layer for place in shared}, parent_path)
-            units.append(self._unit(module, parent_path, leaf=False))
-        return units
+        return [self._unit(Together(shared), "", leaf=False)
+                for shared in self.owner.layers_together(may_share, rest_numel)]
 
     def _check(self, classes: tuple[type, ...], found: int) -> None:
         """
