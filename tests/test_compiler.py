@@ -93,7 +93,7 @@ def wholes(names):
     (1, ("Tied", "TiedBetweenUnits", "Adapters", "GPT2")),
     (2, ("Tied", "ExternalSiblings", "RecomputedReentrant", "RecomputedInOne", "SharedModules",
          "Mixture")),
-    (3, ("Tied", "Recomputed"))])
+    (3, ("Tied", "Recomputed", "GPT2"))])
 def test_whole_models_are_those_of_hooks_to_the_bit(world_size, names):
     """
     Losses and weights after three steps: tied and frozen weights, weights that another layer uses,
@@ -147,7 +147,8 @@ def models(names):
     return found
 
 
-def test_models_that_break_graphs_are_those_of_hooks_to_the_bit():
+@pytest.mark.parametrize(("world_size", "names"), [(2, tuple(MODELS)), (3, ("chain", "breaks"))])
+def test_models_that_break_graphs_are_those_of_hooks_to_the_bit(world_size, names):
     """
     Graphs that end inside of a layer, between layers, and in a loop; layers that Dynamo cannot
     trace, or whose parameters code outside of graphs uses; random numbers, buffers, containers,
@@ -158,8 +159,8 @@ def test_models_that_break_graphs_are_those_of_hooks_to_the_bit():
     `CompiledUnit.fetch_for_others`, `CompiledUnit.users_of_parameters`, `CompiledUnit._release`,
     `is_view`.
     """
-    for found in run(models, 2, tuple(MODELS)):
-        assert found == dict.fromkeys(MODELS, "")
+    for found in run(models, world_size, names):
+        assert found == dict.fromkeys(names, "")
 
 
 # ------------------------------------------------------------------------- other orders of calls

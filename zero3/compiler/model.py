@@ -44,6 +44,10 @@ frees what it has gathered, so layers that share a unit are gathered in each of 
 layer that Dynamo cannot trace at all runs with its hooks, as in a
 wrapped model; `report()` says which one, and why.
 
+**What it gains.** On a CPU, matrix products take nearly all of a step, and Inductor calls the same
+ones as PyTorch. So a large layer gains bytes and memory, and little time. Small layers gain time,
+because a graph runs with less Python than hooks.
+
 **Run this**: `python -m zero3.compiler` prints the graphs of a small model; `make bench
 ARGS="--compile"` measures it beside hooks, and beside `fully_shard` with `torch.compile`.
 

@@ -140,7 +140,8 @@ def outputs(model: Chain, x: torch.Tensor) -> Iterator[torch.Tensor]:
 
     A sharded chain gathers each layer while the one before it computes.
     """
-    for layer in model.walk() if isinstance(model, Zero3Sequential) else model:
+    layers = model.walk() if isinstance(model, Zero3Sequential) else model
+    for layer in layers:
         x = layer(x)
         yield x
 

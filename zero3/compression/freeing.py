@@ -103,7 +103,9 @@ def after_forward(module: Any, args: Any, output: Any) -> None:
     made = compressed.made[:]
     compressed.made.clear()
     frees = isinstance(output, torch.Tensor) and output.requires_grad and not in_backward()
-    for weight in made if frees else ():
+    if not frees:
+        return
+    for weight in made:
         # Another tensor of the same storage: a hook that had `weight` would keep its graph alive.
         # Writing to it is no change of the saved one.
         place = weight.data

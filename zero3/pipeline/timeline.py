@@ -190,7 +190,8 @@ def drawn(found: list[list[Pass]], lists: list[list[Action]] | None = None) -> s
     for rank, passes in enumerate(found):
         line = _placed((round(each.start * scale), names[each]) for each in passes)
         lines.append(f"rank {rank}  {line}")
-        for stage, times in times_whole(passes, lists[rank]).items() if lists else ():
+        whole = times_whole(passes, lists[rank]) if lists else {}
+        for stage, times in whole.items():
             bars = [(round(begin * scale), round(end * scale)) for begin, end in times]
             line = _placed((begin, f"[{'=' * (end - begin - 2)}]") for begin, end in bars)
             letter = _letter(stage, ranks) if per_rank > 1 else ""
