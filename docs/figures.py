@@ -84,8 +84,8 @@ PLACED: tuple[tuple[str, str, str, str], ...] = (
 )
 
 # The options of the benchmark of compiled models.
-COMPILED = ("--compile --rounds 3 --peers compile fsdp2-compile compile-eager wrap wrap-bucket ddp "
-            "--out docs/compile.json")
+COMPILED = ("--compile --rounds 3 --peers compile fsdp2-compile compile-eager compile-units wrap "
+            "wrap-bucket ddp --out docs/compile.json")
 
 
 class Figures:

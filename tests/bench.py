@@ -68,8 +68,8 @@ from zero3.measure.ledger import Ledger
 PEERS = ("zero3", "wrap", "ddp", "fsdp2")
 NODE_PEERS = ("flat", "hybrid", "zero++", "fsdp2", "hsdp")
 STAGE_PEERS = ("zero3", "zero3-each", "zero3-step", "plain", "ddp", "fsdp2", "fsdp2-each")
-COMPILE_PEERS = ("zero3", "wrap", "wrap-bucket", "compile-eager", "compile", "fsdp2",
-                 "fsdp2-compile", "ddp")
+COMPILE_PEERS = ("zero3", "wrap", "wrap-bucket", "compile-eager", "compile-units", "compile",
+                 "fsdp2", "fsdp2-compile", "ddp")
 COMPILE_CASES = ("gpt", "small-layers")
 # What of the package a step goes through.
 TIMED = [f"zero3/{name}.py" for name in (

@@ -9,6 +9,7 @@ Trains the benchmark's model, and a model of many small layers, by `compile` and
 | wrap | the hooks of units | PyTorch |
 | wrap-bucket | the same, small units together | PyTorch |
 | compile-eager | graphs | PyTorch, operation by operation |
+| compile-units | the same, small layers in one unit | the same |
 | compile | graphs | Inductor |
 | fsdp2 | the hooks of `fully_shard` | PyTorch |
 | fsdp2-compile | the same | Inductor, for each block |
@@ -24,7 +25,8 @@ seconds for what a layer costs besides, a step of $L$ layers in $b$ buckets take
 
 $$3\, b\, t + L\, h$$
 
-With hooks, and without buckets, $b = L = 100$. With buckets of 1 MiB $b = 2$, and $h$ is left.
+With hooks, and without buckets, $b = L = 100$. With buckets of 1 MiB $b = 2$, and $h$ is left. In
+shared units, most of $h$ is spent once for each unit.
 
 Each peer has a folder of its own for what Inductor compiles. In the first round that folder is
 empty. The next rounds find there what the first one has compiled. So the results have the seconds
@@ -70,10 +72,11 @@ from zero3 import Zero3Optimizer
 ROWS = 16
 # Who takes part in each case. Inductor has nothing to fuse in a small layer.
 GPT_PEERS = ("zero3", "wrap", "compile-eager", "compile", "fsdp2", "fsdp2-compile", "ddp")
-SMALL_PEERS = ("wrap", "wrap-bucket", "compile-eager", "fsdp2", "ddp")
+SMALL_PEERS = ("wrap", "wrap-bucket", "compile-eager", "compile-units", "fsdp2", "ddp")
 PAIRS = (("compile", "fsdp2-compile"), ("compile", "compile-eager"), ("compile", "wrap"),
          ("compile", "ddp"), ("compile-eager", "wrap"), ("compile-eager", "wrap-bucket"),
-         ("compile-eager", "fsdp2"), ("compile-eager", "ddp"), ("wrap", "ddp"),
+         ("compile-eager", "fsdp2"), ("compile-eager", "ddp"), ("compile-units", "ddp"),
+         ("compile-units", "compile-eager"), ("wrap", "ddp"),
          ("wrap-bucket", "ddp"), ("wrap-bucket", "wrap"), ("fsdp2-compile", "fsdp2"),
          ("fsdp2", "ddp"))
 
@@ -147,8 +150,10 @@ def compiled(peer, whole, layer_classes):
     """
     ## Our compiled model and its optimizer
     """
-    backend = "aot_eager" if peer == "compile-eager" else "inductor"
-    model = zero3.compile(whole, layer_classes, backend=backend)
+    backend = "inductor" if peer == "compile" else "aot_eager"
+    # As many bytes as share a bucket.
+    unit_bytes = 1 << 20 if peer == "compile-units" else 0
+    model = zero3.compile(whole, layer_classes, backend=backend, unit_bytes=unit_bytes)
     return model, Zero3Optimizer(model, lr=1e-3, eps=1e-3)
 
 
@@ -202,7 +207,7 @@ def build_small(peer, layers):
     ## A peer's model of small layers
     """
     whole = nn.Sequential(*layers)
-    if peer == "compile-eager":
+    if peer.startswith("compile"):
         return compiled(peer, whole, (nn.Linear,))
     if peer.startswith("wrap"):
         # As many bytes as `compile` puts into a bucket.

@@ -172,21 +172,25 @@ def rows(step, count=4):
 
 
 def adam(model, **options):
-    """
-    AdamW, operation by operation.
+    return Zero3Optimizer(model, lr=0.05, **options)
 
-    Layers of a compiled model may share a shard. The fused loop takes the last elements of a shard
-    one by one, and rounds them in another way than those that it takes eight at a time.
+
+def unfused(model):
     """
-    return Zero3Optimizer(model, lr=0.05, fused=False, **options)
+    AdamW, operation by operation, for layers that share a shard.
+
+    The fused loop takes the last elements of a shard one by one, and rounds them in another way
+    than those that it takes eight at a time.
+    """
+    return adam(model, fused=False)
 
 
 def pair_of(plain, layers, make=adam, backend="aot_eager", limit=None, bucket_bytes=1 << 20,
-            **options):
+            unit_bytes=0, **options):
     """Hooks and graphs of the same model, each with its optimizer."""
     hooks = wrap(copy.deepcopy(plain), layers, **options)
     graphs = compile(copy.deepcopy(plain), layers, backend=backend, limit_numel=limit,
-                     bucket_bytes=bucket_bytes, **options)
+                     bucket_bytes=bucket_bytes, unit_bytes=unit_bytes, **options)
     return [(hooks, make(hooks)), (graphs, make(graphs))]
 
 

@@ -41,6 +41,7 @@ from tests.compiled import (
     raised,
     rows,
     train,
+    unfused,
 )
 from tests.ranks import run
 from tests.wholes import ROWS, WHOLES, tokens
@@ -71,7 +72,7 @@ from zero3.nodes.links import Links
 # ------------------------------------------------------------------------------- the same as hooks
 
 
-def whole(name):
+def whole(name, **options):
     """One of the whole models, hooks and graphs: what is different."""
     torch.manual_seed(0)
     plain = WHOLES[name]()
@@ -81,12 +82,12 @@ def whole(name):
     def batch(step):
         return tokens(step, ROWS * world_size)[rank * ROWS : (rank + 1) * ROWS]
 
-    pair = pair_of(plain, plain.layers, **plain.options)
+    pair = pair_of(plain, plain.layers, **plain.options, **options)
     return compare(pair, lambda *each: train(*each, batch=batch, loss=plain.loss))
 
 
-def wholes(names):
-    return {name: whole(name) for name in names}
+def wholes(names, **options):
+    return {name: whole(name, **options) for name in names}
 
 
 @pytest.mark.parametrize(("world_size", "names"), [
@@ -138,13 +139,31 @@ MODELS = {"chain": (lambda: nn.Sequential(*(Block() for _ in range(3)), nn.Linea
           "checkpoints": (Checkpoints, Block), "containers": (Contained, Containers)}
 
 
-def models(names):
+def models(names, **options):
     found = {}
     for name in names:
         torch.manual_seed(0)
         make, layers = MODELS[name]
-        found[name] = compare(pair_of(make(), layers), train)
+        found[name] = compare(pair_of(make(), layers, **options), train)
     return found
+
+
+SHARED = ("Tied", "ExternalSiblings", "RecomputedReentrant", "Mixture")
+
+
+def in_shared_units():
+    options = {"unit_bytes": 1 << 20, "make": unfused}
+    return models(tuple(MODELS), **options) | wholes(SHARED, **options)
+
+
+def test_layers_that_share_a_unit_are_those_of_hooks_to_the_bit():
+    """
+    All models of the test below, and whole ones. Breaks if a graph that ends early frees a unit
+    which another layer of it still needs, or if a gradient of one of its layers is lost.
+    Proves I1, `CompiledUnit.users_of_parameters`, `CompiledUnit._forward_with_hooks`.
+    """
+    for found in run(in_shared_units, 2):
+        assert found == dict.fromkeys((*MODELS, *SHARED), "")
 
 
 @pytest.mark.parametrize(("world_size", "names"), [(2, tuple(MODELS)), (3, ("chain", "breaks"))])
@@ -156,8 +175,7 @@ def test_models_that_break_graphs_are_those_of_hooks_to_the_bit(world_size, name
     class, if it traces the communication, if a layer is freed before code outside of graphs has
     gone backward, and if `unsafe_chunk` is no view.
     Proves I1, `guard_parameters`, `CompiledUnit._forward_with_hooks`,
-    `CompiledUnit.fetch_for_others`, `CompiledUnit.users_of_parameters`, `CompiledUnit._release`,
-    `is_view`.
+    `CompiledUnit.fetch_for_others`, `CompiledUnit._release`, `is_view`.
     """
     for found in run(models, world_size, names):
         assert found == dict.fromkeys(names, "")
@@ -352,10 +370,11 @@ def test_tiers_meshes_and_data_types_are_those_of_hooks_to_the_bit(tmp_path):
         assert found == dict.fromkeys(found, "")
 
 
-def saved(folder):
+def saved(folder, unit_bytes):
     """Checkpoints from hooks to graphs and back, `destroy`, and `generate`: what is different."""
     torch.manual_seed(0)
-    (hooks, one), (graphs, two) = pair_of(WHOLES["Tied"](), WHOLES["Tied"].layers)
+    (hooks, one), (graphs, two) = pair_of(WHOLES["Tied"](), WHOLES["Tied"].layers, unfused,
+                                          unit_bytes=unit_bytes)
     batch = tokens(dist.get_rank(), ROWS)
     for model, optimizer, path in ((hooks, one, "hooks"), (graphs, two, "graphs")):
         train(model, optimizer, 2, batch=lambda _: batch)
@@ -371,12 +390,13 @@ def saved(folder):
     return found
 
 
-def test_checkpoints_go_from_hooks_to_graphs_and_back(tmp_path):
+@pytest.mark.parametrize("unit_bytes", [0, 1 << 20])
+def test_checkpoints_go_from_hooks_to_graphs_and_back(tmp_path, unit_bytes):
     """
     Each loads what the other one has saved, with the optimizer's states, and trains on alike.
     Afterwards `generate` continues the same tokens, and `destroy` gives the same model back.
     """
-    for found in run(saved, 2, str(tmp_path)):
+    for found in run(saved, 2, str(tmp_path), unit_bytes):
         assert found == {"hooks": "", "graphs": "", "generate": True, "destroy": True}
 
 
@@ -665,10 +685,10 @@ def test_a_step_sends_what_its_graphs_say():
 def many_small():
     """100 layers of 64 x 64: units, collectives of a step, elements that a rank sends."""
     found = []
-    for bucket_bytes in (0, 1 << 20):
+    for unit_bytes in (0, 1 << 20):
         torch.manual_seed(0)
         model = compile(nn.Sequential(*(nn.Linear(64, 64) for _ in range(100))),
-                        backend="aot_eager", bucket_bytes=bucket_bytes)
+                        backend="aot_eager", bucket_bytes=0, unit_bytes=unit_bytes)
         with Ledger(model) as tape:
             model(torch.ones(1, 64)).sum().backward()
         sent = [e for e in tape.events if e.event in ("fetch", "reduce")]
@@ -712,7 +732,7 @@ def named_alike(folder):
     """Units of several layers: their names everywhere, and errors that name them."""
     torch.manual_seed(0)
     plain = Mixed()
-    pair = pair_of(plain, nn.Linear, limit=2000, bucket_bytes=4 * 42 * 4)
+    pair = pair_of(plain, nn.Linear, unfused, limit=2000, unit_bytes=4 * 42 * 4)
     (hooks, _), (model, _) = pair
     titles = [unit.title for unit in model.units if unit.flats]
     different = [compare(pair)]
@@ -724,12 +744,12 @@ def named_alike(folder):
         with torch.device("meta"):
             empty = Mixed()
         again = compile(empty, nn.Linear, backend="aot_eager", checkpoint=folder / name,
-                        device="cpu")
+                        device="cpu", unit_bytes=1 << 20)
         with again.full_params() as got, model.full_params() as expected:
             different += [key for key, p in expected.items() if not torch.equal(p, got[key])]
     # A model on the meta device draws the values that it would draw with a unit for each layer.
     drawn = []
-    for make in (wrap, partial(compile, backend="aot_eager")):
+    for make in (wrap, partial(compile, backend="aot_eager", unit_bytes=1 << 20)):
         with torch.device("meta"):
             empty = Mixed()
         drawn.append(make(empty, nn.Linear, device="cpu"))
@@ -737,7 +757,8 @@ def named_alike(folder):
         different += [key for key, p in expected.items() if not torch.equal(p, got[key])]
     groups = Zero3Optimizer(drawn[1], group_by=lambda name, p: {"weight_decay": p.dim() - 1.0})
     decays = [group["weight_decay"] for group in groups.param_groups]
-    said = raised(lambda: model.small[0].weight.sum())
+    said = (raised(lambda: model.small[0].weight.sum()),
+            raised(lambda: model.small[0].requires_grad_(False)))
     reports = model.memory_report()
     restored = model.destroy()
     kinds = {type(layer) for layer in restored.small} | {type(restored)}
@@ -750,14 +771,16 @@ def test_layers_that_share_a_unit_keep_their_names(tmp_path):
     """
     Frozen ones too. A tied layer, one that is too large, and one that is alone have a unit each.
     Breaks if a name begins with that of the unit, or if a unit hides a layer from a checkpoint.
-    Proves `neighbours`, `Together`, `Together.__init__`, `LayerPlace`, `Unit.title`, `plain_names`.
+    Proves `neighbours`, `Together`, `Together.__init__`, `LayerPlace`, `Unit.title`, `plain_names`,
+    `Unit.requires_grad_`, `Together.get_submodule`.
     """
     for found in run(named_alike, 2, tmp_path):
         titles, same_names, different, decays, said, reports, kinds = found
         assert titles == ["small.0 to small.3", "small.4 to other.0", "other.1", "other.2",
                           "head", "tied"]
         assert same_names and not any(different) and sorted(decays) == [0.0, 1.0]
-        assert "layer 1 (small.0 to small.3) freed `small.0.weight`" in said
+        assert "layer 1 (small.0 to small.3) freed `small.0.weight`" in said[0]
+        assert "(small.0) cannot be frozen by itself" in said[1] and "unit_bytes" in said[1]
         assert "layer 1 (small.0 to small.3)" in reports
         assert kinds == {nn.Linear, Mixed}
 

@@ -24,19 +24,21 @@ With $K$ the layers that stay full from forward to backward, a step sends
 $$\Big(3\Psi - \sum_{\ell \in K} P_\ell\Big)\,\frac{N-1}{N} \quad \text{elements per rank}$$
 
 **Small layers.** A layer costs two or three collectives, and what Python does for each of its
-operations, however small it is. So neighbours that are small share a unit: they have one flat
-parameter, one all-gather and one reduce-scatter, and their parameters keep their names. Take 100
-linear layers of 64 x 64 weights and a bias on two ranks. Each has 16,640 bytes, so 63 of them fit
-into the 1 MiB of `bucket_bytes`:
+operations, however small it is. With `unit_bytes`, neighbours that are small share a unit: they
+have one flat parameter, one all-gather and one reduce-scatter, and their parameters keep their
+names. Take 100 linear layers of 64 x 64 weights and a bias on two ranks. Each has 16,640 bytes, so
+63 of them fit into 1 MiB:
 
-| | alone, `bucket_bytes=0` | together |
+| | alone | together, `unit_bytes=1 << 20` |
 |---|---|---|
 | units with parameters | 100 | 2 |
 | collectives in a step | 297 | 4 |
 | elements that a rank sends | 617,760 | 416,000 |
 
-Alone, two layers are full at once, as for hooks. Together there is room for all of them, and
-backward gathers nothing again.
+Alone, and without buckets, two layers are full at once, as for hooks. Together there is room for
+all of them, and backward gathers nothing again. The price is that such layers are one for
+everything else, too. They cannot be frozen one by one after `compile`, and the parameters of one of
+them are not in its `parameters()`.
 
 **Graph breaks.** Dynamo cannot trace everything: printing a value, or a branch that depends on one.
 Then it ends the graph, Python runs that line, and the next line begins another graph. Each graph
@@ -403,22 +405,26 @@ class CompiledModel(Zero3Model):
     unit_class = CompiledUnit
     bucket_bytes = 0
     bucket_numel = 0
+    unit_bytes = 0
     limit_numel = 0
     limit_bytes: int | None = None
     # What a step takes of the device, if there is a limit, as of the last compilation.
     room: Room | None = None
     run: Callable[..., Any]
 
-    def __init__(self, *args: Any, bucket_bytes: int, limit_numel: int | None, is_chain: bool):
+    def __init__(self, *args: Any, bucket_bytes: int, unit_bytes: int, limit_numel: int | None,
+                 is_chain: bool):
         """
         ### Make the units; `plan` compiles them
 
-        * `bucket_bytes` and `limit_numel` are those of `compile`, and the rest is from `wrap`
+        * `bucket_bytes`, `unit_bytes` and `limit_numel` are those of `compile`, and `args` are from
+          `wrap`
         * `is_chain` says that each module of a chain is a layer. They are leaves then, only so that
           nothing inside of them becomes a unit
         """
         self.is_chain = is_chain
         self.bucket_bytes = bucket_bytes
+        self.unit_bytes = unit_bytes
         self.has_limit = limit_numel is not None
         self.limit_numel = limit_numel or 0
         super().__init__(*args)
@@ -426,7 +432,7 @@ class CompiledModel(Zero3Model):
     def layers_together(self, places: list[LayerPlace], rest_numel: int
                         ) -> list[list[LayerPlace]]:
         """
-        ### Small neighbours, up to `bucket_bytes`
+        ### Small neighbours, up to `unit_bytes`
 
         They share an all-gather and a reduce-scatter, as in a bucket. And all that Python does for
         a layer, it does once for all of them.
@@ -436,7 +442,7 @@ class CompiledModel(Zero3Model):
         # Room for those that compute, and for the next ones.
         most_numel = (self.limit_numel - rest_numel) / 2 if self.has_limit else float("inf")
         traced = [place for place in places if self.is_chain or not place.is_leaf]
-        return neighbours(traced, self.bucket_bytes, most_numel)
+        return neighbours(traced, self.unit_bytes, most_numel)
 
     def _number_units(self) -> None:
         """
@@ -700,7 +706,7 @@ def engine_named(name: str, comm: Communicator, device: torch.device) -> type[Ea
 
 
 def compile(model: nn.Module, layer_classes: Classes | None = None, *, backend: str = "inductor",
-            limit_numel: int | None = None, bucket_bytes: int = 1 << 20,
+            limit_numel: int | None = None, bucket_bytes: int = 1 << 20, unit_bytes: int = 0,
             limit_bytes: int | None = None, **options: Any) -> CompiledModel:
     """
     ## Shard a model in place, and compile its step
@@ -717,10 +723,11 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *, backend: 
     * `limit_numel` is how many elements of full parameters there are at once, at most. Left out,
       these are the elements of the rest and of two layers, as hooks need; of two buckets, if they
       are larger; and more if an operation needs more
-    * `bucket_bytes` of small layers share an all-gather, and a reduce-scatter. Neighbours
-      share a unit, and with it a shard; others share a bucket (see `together.py`). With 0, or where
-      `wrap` would share none, each layer has its own. The fused loop of AdamW rounds the last
-      elements of a shard in another way, so with other shards the last place may differ
+    * `bucket_bytes` of small layers share an all-gather, and a reduce-scatter. With 0, or where
+      `wrap` would share none, each layer has its own
+    * `unit_bytes` of layers that follow each other share a unit, and with it a shard, which costs
+      less than sharing a bucket (see `together.py`). The fused loop of AdamW rounds the last
+      elements of a shard in another way, so the last place may differ
     * `limit_bytes` is how many bytes model, optimizer and activations may take on an accelerator.
       If a step would take more, optimizer states rest in CPU memory meanwhile (`room.py`). It
       demands a `Zero3Optimizer` that is built before the first step, and a model that is traced
@@ -735,8 +742,8 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *, backend: 
     place of I3, and fewer gathers than I4 says.
     """
     for name, value, least in (("limit_numel", limit_numel, 1), ("bucket_bytes", bucket_bytes, 0),
-                               ("limit_bytes", limit_bytes, 1)):
-        left_out = value is None and name != "bucket_bytes"
+                               ("unit_bytes", unit_bytes, 0), ("limit_bytes", limit_bytes, 1)):
+        left_out = value is None and name in ("limit_numel", "limit_bytes")
         expect(left_out or whole(value, least), f"compile: `{name}`",
                f"a whole number of at least {least}", repr(value), "pass such a number")
     for name in options:
@@ -748,8 +755,8 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *, backend: 
         expect(is_chain, "compile: `layer_classes`", "the classes of the model's layers", "none",
                "pass them; only an `nn.Sequential` can do without")
         options["leaf_classes"] = tuple({type(child) for child in model.children()})
-    kind = partial(CompiledModel, bucket_bytes=bucket_bytes, limit_numel=limit_numel,
-                   is_chain=layer_classes is None)
+    kind = partial(CompiledModel, bucket_bytes=bucket_bytes, unit_bytes=unit_bytes,
+                   limit_numel=limit_numel, is_chain=layer_classes is None)
     compiled: Any = wrap(model, layer_classes or (), max_live_numel=limit_numel, kind=kind,
                          **options)
     compiled.plan(backend, limit_bytes)

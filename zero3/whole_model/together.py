@@ -49,8 +49,8 @@ parameters later without asking for room.
 `Together` holds them, so that one unit has all their parameters. Then nothing is packed: a and b of
 the example have one flat parameter from the beginning, 1 2 3 5 6 0, and one shard on each rank.
 Each layer still computes by itself, and uses the parameters of that unit as it would use a tied
-weight. `zero3.compile` does this. With hooks it would not pay, because each layer has hooks of its
-own either way.
+weight. `zero3.compile` does this, if it is asked to. With hooks it would not pay, because each
+layer has hooks of its own either way.
 
 **Run this**: `python -m pytest tests/test_together.py -k collectives`.
 
@@ -98,6 +98,15 @@ class Together(nn.Module):
         # Not by `add_module`, because such a name may have dots.
         self._modules.update({place.path: place.layer for place in places})
         self.title = f"{places[0].path} to {places[-1].path}"
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """
+        ### A module in one of the layers, by its name in the model
+        """
+        for path, layer in self._modules.items():
+            if layer is not None and f"{target}.".startswith(f"{path}."):
+                return layer.get_submodule(target[len(path) + 1 :])
+        return super().get_submodule(target)
 
 
 def neighbours(places: Iterable[LayerPlace], most_bytes: int, most_numel: float

@@ -286,6 +286,19 @@ class Unit(Zero3Layer):
             return self.module.title
         return self.path or "the rest"
 
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """
+        ### Freeze or unfreeze the unit
+
+        Raises `RuntimeError` for a layer that shares a unit, because its neighbours have the same
+        shard.
+        """
+        shared = [unit.title for unit in self.externals if isinstance(unit.module, Together)]
+        self.expect(not shared, "cannot be frozen by itself", "a layer with a shard of its own",
+                    f"one that is part of {shared}", "freeze it before `compile`, or leave "
+                    "`unit_bytes` out")
+        return super().requires_grad_(requires_grad)
+
     def full_name(self, name: str) -> str:
         """
         ### The name of one of its parameters in the plain model

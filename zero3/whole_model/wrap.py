@@ -109,6 +109,7 @@ class Zero3Model(ShardedModel):
         self.layout = wrapping.layout  # the names of the parameters that a plain module has
         self.module: Any = self.units[0]
         self.training = model.training
+        self.beside.train(model.training)
         self._number_units()
         self._limit_live(max_live_numel, prefetch_numel)
         self.mark_persistent_parameters(persist_below_numel)
