@@ -76,17 +76,11 @@ PLACED: tuple[tuple[str, str, str, str], ...] = (
     ("whole_model/units.py", "", "A pass that goes another way", "figure.trace"),
     ("pipeline/schedules.py", "", "<th>slot</th>", "figure.1f1b"),
     ("pipeline/schedules.py", "", "go forward through a stage before the next", "figure.breadth"),
-    ("compiler/model.py", "", "<strong>Run this", "bench.compile"),
     ("inject/policies.py", "", "<strong>Run this", "bench.inject"),
     ("inject/tensor.py", "", "<strong>Run this", "bench.tensor"),
     *(("compiler/passes.py", name, "", f"figure.{name}") for name in compiled.CAPTIONS),
     ("train/compressed.py", "", "is the yardstick", "figure.compressed"),
 )
-
-# The options of the benchmark of compiled models.
-COMPILED = ("--compile --rounds 3 --peers compile fsdp2-compile compile-eager compile-units wrap "
-            "wrap-bucket ddp --out docs/compile.json")
-
 
 class Figures:
     """
@@ -139,7 +133,6 @@ class Figures:
             "lanes.compared": rungs.html_table(lanes.compared(self.lanes), words=1),
             "mutations": self.all_mutations, "exercises": self.exercises,
             "bench.sentence": self.speed, "bench.memory": self.memory,
-            "bench.compile": self.compiled,
             "bench.inject": self.injected, "bench.tensor": self.split,
             "heart.lines": str(code_lines([HERE.parent / "zero3/layer.py"])),
             "core.lines": f"{code_lines(core_files()):,}",
@@ -308,23 +301,6 @@ class Figures:
                                  f"`{again}`")
         return told
 
-    def compiled(self) -> str:
-        """
-        ### A step of a compiled model beside its peers, as a table of ratios
-        """
-        told = self.timed("compile.json", f'make bench ARGS="{COMPILED}"')
-        rows = [["model", "pair", "time of a step", "processor time", "bytes sent", "peak memory"]]
-        for case, measured in told["cases"].items():
-            rows += [[case, pair.replace("/", " to "), middle(times(ratios)),
-                      *(middle(ratios[what]) if what in ratios else ""
-                        for what in ("cpu_s", "wire_bytes", "peak_bytes"))]
-                     for pair, ratios in measured["ratios"].items() if pair.startswith("compile")]
-        machine = told["machine"]
-        return rungs.html_table(rows) + (
-            f"<p><small>Measured: median, minimum and maximum of {told['settings']['rounds']} "
-            f"rounds, {told['settings']['ranks']} ranks, {escape(machine['cpu'])}, torch "
-            f"{machine['torch']}, commit {machine['commit']}.</small></p>")
-
     def injected(self) -> str:
         """
         ### What each policy saves, as a table
@@ -373,16 +349,6 @@ def compressed_table() -> str:
                f"{origin(told, told['ranks'])}.")
     table = rungs.html_table(compressed.compared_rows(told))
     return f"<figure>{table}<figcaption>{escape(caption)}</figcaption></figure>"
-
-
-def times(ratios: dict[str, list[float]]) -> list[float]:
-    """
-    ## The ratio of the times of a step: median, minimum and maximum
-    """
-    if "step_ms" in ratios:
-        return ratios["step_ms"]
-    median, least, most = ratios["tokens_per_s"]
-    return [1 / median, 1 / most, 1 / least]
 
 
 def middle(values: list[float]) -> str:
