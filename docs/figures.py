@@ -82,6 +82,7 @@ PLACED: tuple[tuple[str, str, str, str], ...] = (
     ("train/compressed.py", "", "is the yardstick", "figure.compressed"),
 )
 
+
 class Figures:
     """
     ## All measured figures, by name
