@@ -19,6 +19,7 @@ torch. Its version is in the caption.
 import ast
 import json
 import re
+import statistics
 from collections.abc import Callable
 from functools import partial
 from html import escape
@@ -78,9 +79,21 @@ PLACED: tuple[tuple[str, str, str, str], ...] = (
     ("pipeline/schedules.py", "", "go forward through a stage before the next", "figure.breadth"),
     ("inject/policies.py", "", "<strong>Run this", "bench.inject"),
     ("inject/tensor.py", "", "<strong>Run this", "bench.tensor"),
+    ("compiler/model.py", "", "<strong>Run this", "bench.compile"),
     *(("compiler/passes.py", name, "", f"figure.{name}") for name in compiled.CAPTIONS),
     ("train/compressed.py", "", "is the yardstick", "figure.compressed"),
 )
+# The models that are compiled, and the ways to train them, in words.
+MODELS = {"gpt": "GPT", "small-layers": "100 small layers"}
+WAYS = {
+    "compile": "compile",
+    "compile-eager": 'compile, backend="aot_eager"',
+    "compile-units": "the same, unit_bytes=1 << 20",
+    "wrap": "wrap",
+    "wrap-bucket": "wrap, bucket_numel=1 << 18",
+    "fsdp2-compile": "FSDP2, torch.compile for each block",
+    "ddp": "DDP",
+}
 
 
 class Figures:
@@ -135,6 +148,7 @@ class Figures:
             "mutations": self.all_mutations, "exercises": self.exercises,
             "bench.sentence": self.speed, "bench.memory": self.memory,
             "bench.inject": self.injected, "bench.tensor": self.split,
+            "bench.compile": self.compiled_steps,
             "heart.lines": str(code_lines([HERE.parent / "zero3/layer.py"])),
             "core.lines": f"{code_lines(core_files()):,}",
             "fsdp2.lines": f"{code_lines(fsdp2_files()):,}",
@@ -328,6 +342,25 @@ class Figures:
         return rungs.html_table(rows) + timed_on(told, f"{told['settings']['steps']} steps by "
                                                  "turns, on two ranks")
 
+    def compiled_steps(self) -> str:
+        """
+        ### A step of a compiled model beside the others, as a table
+        """
+        told = self.timed("compile.json", 'make bench ARGS="--compile --peers compile '
+                          'fsdp2-compile compile-eager compile-units wrap wrap-bucket ddp --out '
+                          'docs/compile.json"')
+        rows = [["model", "trained by", "times DDP's step", "peak MB", "sent MB"]]
+        for case, found in told["cases"].items():
+            for peer, row in found["medians"].items():
+                ratios = sorted(step_time(each[peer]) / step_time(each["ddp"])
+                                for each in found["rounds"])
+                times = middle([statistics.median(ratios), ratios[0], ratios[-1]])
+                megabytes = [f"{row[what] / 1e6:.1f}" if what in row else ""
+                             for what in ("peak_bytes", "wire_bytes")]
+                rows.append([MODELS[case], WAYS[peer], times, *megabytes])
+        return rungs.html_table(rows, words=2) + timed_on(
+            told, f"{told['settings']['rounds']} rounds on two ranks", "the range")
+
     def memory(self) -> str:
         """
         ### The measured memory and communication
@@ -360,14 +393,22 @@ def middle(values: list[float]) -> str:
     return f"{median:.2f} ({least:.2f} to {most:.2f})"
 
 
-def timed_on(told: dict[str, Any], how: str) -> str:
+def step_time(row: dict[str, float]) -> float:
+    """
+    ## The time of a step of one run, in a unit that all runs of a case share
+    """
+    return row["step_ms"] if "step_ms" in row else 1 / row["tokens_per_s"]
+
+
+def timed_on(told: dict[str, Any], how: str, ranges: str = "the middle half") -> str:
     """
     ## The caption of a table of timings
 
     * `how` says what was timed
+    * `ranges` says which part of the measured ratios the table gives
     """
     machine = told["machine"]
-    return (f"<p><small>Measured: {escape(how)}; medians, and the middle half of the ratios. "
+    return (f"<p><small>Measured: {escape(how)}; medians, and {ranges} of the ratios. "
             f"{escape(machine['cpu'])}, torch {machine['torch']}, commit {machine['commit']}."
             "</small></p>")
 

@@ -43,8 +43,8 @@ them are not in its `parameters()`.
 **Graph breaks.** Dynamo cannot trace everything: printing a value, or a branch that depends on one.
 Then it ends the graph, Python runs that line, and the next line begins another graph. Each graph
 frees what it has gathered, so layers that share a unit are gathered in each of these graphs. A
-layer that Dynamo cannot trace at all runs with its hooks, as in a
-wrapped model; `report()` says which one, and why.
+layer that Dynamo cannot trace at all runs with its hooks, as in a wrapped model; `report()` says
+which one, and why.
 
 **What it gains.** On a CPU, matrix products take nearly all of a step, and Inductor calls the same
 ones as PyTorch. So a large layer gains bytes and memory, and little time. Small layers gain time,
