@@ -79,7 +79,7 @@ PLACED: tuple[tuple[str, str, str, str], ...] = (
     ("pipeline/schedules.py", "", "go forward through a stage before the next", "figure.breadth"),
     ("inject/policies.py", "", "<strong>Run this", "bench.inject"),
     ("inject/tensor.py", "", "<strong>Run this", "bench.tensor"),
-    ("compiler/model.py", "", "<strong>Run this", "bench.compile"),
+    ("compiler/model.py", "", "<strong>What it gains", "bench.compile"),
     *(("compiler/passes.py", name, "", f"figure.{name}") for name in compiled.CAPTIONS),
     ("train/compressed.py", "", "is the yardstick", "figure.compressed"),
 )
@@ -88,7 +88,7 @@ MODELS = {"gpt": "GPT", "small-layers": "100 small layers"}
 WAYS = {
     "compile": "compile",
     "compile-eager": 'compile, backend="aot_eager"',
-    "compile-units": "the same, unit_bytes=1 << 20",
+    "compile-units": 'compile, backend="aot_eager", unit_bytes=1 << 20',
     "wrap": "wrap",
     "wrap-bucket": "wrap, bucket_numel=1 << 18",
     "fsdp2-compile": "FSDP2, torch.compile for each block",
@@ -417,8 +417,7 @@ def ratio(told: dict[str, Any], peer: str, what: str) -> str:
     """
     ## A ratio of two timed runs: median, minimum and maximum
     """
-    median, least, most = told["ratios"][f"zero3/{peer}"][what]
-    return f"{median:.2f} ({least:.2f} to {most:.2f})"
+    return middle(told["ratios"][f"zero3/{peer}"][what])
 
 
 def example() -> dict[str, str]:

@@ -47,8 +47,8 @@ layer that Dynamo cannot trace at all runs with its hooks, as in a wrapped model
 which one, and why.
 
 **What it gains.** On a CPU, matrix products take nearly all of a step, and Inductor calls the same
-ones as PyTorch. So a large layer gains bytes and memory, and little time. Small layers gain time,
-because a graph runs with less Python than hooks.
+ones as PyTorch. So large layers send less, gain little time, and take about the memory that they
+take with hooks. Small layers gain time, because a graph runs with less Python than hooks.
 
 **Run this**: `python -m zero3.compiler` prints the graphs of a small model; `make bench
 ARGS="--compile"` measures it beside hooks, and beside `fully_shard` with `torch.compile`.
