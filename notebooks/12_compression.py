@@ -159,6 +159,9 @@ predicted = rounds * 2 * 2**DIGIT * 8
 print(f"{rounds} rounds of 2 rows of {2**DIGIT} counts: {predicted:,} bytes to the other rank")
 print(f"measured: {first['counts']:,} bytes; gathers: {first['gathers']:,} bytes")
 assert first["counts"] == predicted
+
+# %% tags=["varies"]
+# Weights differ in their last bits from one kind of processor to another, and thresholds with them.
 assert ranks[0]["thresholds"] == ranks[1]["thresholds"]
 print("the thresholds of both ranks:", first["thresholds"])
 
@@ -205,9 +208,9 @@ plt.show()
 cases = {"as it is": (0, 0), "8 bits": (0, 8), "4 bits": (0, 4), "half pruned": (0.5, 0),
          "half pruned, 4 bits": (0.5, 4), "half pruned, 2 bits": (0.5, 2)}
 found = {name: run("worker_12:train", 2, *case)[0] for name, case in cases.items()}
-print(f"{'':22}{'bytes':>8}{'held-out error':>17}")
+print(f"{'':22}{'bytes':>8}")
 for name, each in found.items():
-    print(f"{name:22}{each['nbytes']:8,}{each['held_out']:17.3f}")
+    print(f"{name:22}{each['nbytes']:8,}")
     # The cleaned network computes with the same weights, to the bit.
     assert each["same"]
 
@@ -218,6 +221,12 @@ assert found["as it is"]["nbytes"] == 4 * first_two + others
 assert found["8 bits"]["nbytes"] == first_two + 4 * 128 + others
 assert found["half pruned, 4 bits"]["nbytes"] == first_two // 8 + left // 2 + 4 * 128 + others
 assert found["half pruned, 4 bits"]["nbytes"] < found["as it is"]["nbytes"] / 5
+
+# %% tags=["varies"]
+# The errors depend on the kind of processor, too.
+print(f"{'':22}{'held-out error':>14}")
+for name, each in found.items():
+    print(f"{name:22}{each['held_out']:14.3f}")
 
 # %% [markdown]
 # **Measured**: a mask takes a bit for each element, a code four for each that is left, and a row

@@ -192,6 +192,9 @@ for number, rank in enumerate(whole):
     assert rank["sent"] == layers + ends + logits
     assert rank["sent"] == sizes.activation_bytes(2, ROWS, LENGTH, 4)
 print(f"\na rank keeps {whole[0]['numel'] / numel:.1%} of the weights")
+
+# %% tags=["varies"]
+# One kind of processor rounds otherwise than another.
 print(f"largest difference from plain PyTorch after three steps: {whole[0]['off']:.0e}")
 assert all(rank["off"] < 1e-5 and rank["numel"] < 0.52 * numel for rank in whole)
 

@@ -6,7 +6,8 @@ Executes each notebook from its source, the `.py` file, and compares the output 
 
 The stored output of a notebook becomes wrong when the code changes. So each run reports the cells
 with a different text, and the cells that differ from the source. A picture has to exist, but its
-pixels are not compared. Cells whose output differs from run to run have the tag `varies`.
+pixels are not compared. Cells whose output differs from run to run, or from one kind of processor
+to another, have the tag `varies`.
 
 **Run this**: `make notebooks`; `make notebooks ARGS=--write` stores the new output.
 
