@@ -121,6 +121,7 @@ PATH = (
         "Communication",
         "collectives, streams, and the same order on all ranks",
         ("zero3/comm.py", "the communicator: collectives between ranks, and the reduce in flight"),
+        ("zero3/in_flight.py", "memory in flight: one owner, which alone may free it"),
         ("zero3/groups/mesh.py",
          "groups of ranks: a model on some of them, and replicas of a sharded model"),
         ("zero3/nodes/links.py",

@@ -7,9 +7,10 @@ A new process costs more than most workers do: it imports the test's file, start
 its first step. So ranks live on from call to call. What may not live on is made anew each time: the
 process group with its connections, the random numbers, and every module of ours that the call
 imported. After the call a rank looks for whatever else the worker left behind: a function that was
-replaced, a thread, an open file, a limit, an environment variable, a layer that is still alive. A
-rank that finds something ends, and so do all ranks of a call that failed. The next call starts new
-ones.
+replaced, a thread, an open file, a limit, an environment variable, a layer that is still alive, a
+message that was lost. A rank that finds something ends, and so do all ranks of a call that failed.
+The next call starts new ones. A call also fails if it frees memory that is in flight (see
+`in_flight.py`).
 
 `run(..., fresh=True)` starts new processes in any case, for workers that measure their process or
 end it. With `ZERO3_RANKS=1` in the environment and `pytest -s`, a rank that ends says why.
@@ -42,11 +43,13 @@ import torch.distributed as dist
 from torch.optim import optimizer as torch_optimizer
 
 import zero3
+from tests import in_flight
 from zero3.checkpoint import reader
+from zero3.in_flight import in_flight as owner_of_memory
 from zero3.train import launch
 
 # What every rank imports, imported once. `preload` adds what the tests that are to run need.
-launch.preload("tests.cases", "tests.survivor", "tests.ranks")
+launch.preload("tests.cases", "tests.survivor", "tests.in_flight", "tests.ranks")
 
 # Packages that tests' files import first of all; the beginnings of the names of what is imported
 # once for all ranks; and of the tests' files, which are not.
@@ -182,6 +185,7 @@ def _serve(pipe: Any) -> None:
     # the file as often.
     SourceFileLoader.source_to_code = functools.cache(  # type: ignore[method-assign]
         SourceFileLoader.source_to_code)
+    in_flight.watch()
     before = _state()
     while True:
         try:
@@ -214,7 +218,9 @@ def _answer(call: bytes) -> bytes:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank,
                                 world_size=world_size, timeout=timedelta(seconds=60))
         with warnings.catch_warnings():
-            return pickle.dumps((True, worker(*args)))
+            answer = worker(*args)
+        found = in_flight.violations()
+        return pickle.dumps((not found, "\n".join([where, *found]) if found else answer))
     except BaseException:
         return pickle.dumps((False, f"{where}:\n{traceback.format_exc()}"))
 
@@ -253,7 +259,9 @@ def _clear(modules: set[str]) -> list[str]:
     gc.collect()
     kinds = (zero3.Zero3Layer, zero3.Zero3Optimizer, zero3.comm.Communicator)
     alive = {type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, kinds)}
-    return [f"a {kind}" for kind in alive]
+    # The other ranks may still send to it.
+    lost = ["something lost in flight"] if owner_of_memory.lost else []
+    return [f"a {kind}" for kind in alive] + lost
 
 
 def _left(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:

@@ -644,7 +644,7 @@ def test_a_step_in_replicas_sends_what_the_formula_says(shape):
     exchanged at once. Breaks where a gather leaves the replica, and where the exchange is waited
     for at once.
     Proves I4, `LinkedCommunicator.exchange`, `Reducer.end_exchange`, `Ledger.record`,
-    `Transfer.started`.
+    `Transfer.start_message`.
     """
     replicas, ranks = shape
     numels = [sum(p.numel() for p in layer.parameters()) for layer in layers()]
@@ -730,7 +730,7 @@ def test_a_rank_that_diverges_is_an_error_in_every_replica():
     """
     Ranks 2 and 3 find it themselves, by their announcements. Each tells the other replica of its
     shard, which waits for its sums. Breaks where that rank waits until it gives up.
-    Proves I6, `Transfer._diverged`, `Transfer._spread`, `Communicator.announce_fault`.
+    Proves I6, `Transfer._diverged`, `Transfer._give_up`, `Communicator.announce_fault`.
     """
     said = run(diverging_replicas, 4)
     for rank, text in enumerate(said):

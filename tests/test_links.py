@@ -266,7 +266,8 @@ def test_a_step_on_nodes_sends_what_the_formulas_say(shape, options):
     a row enters a node twice, and where an encoding's scales are not counted.
     Proves I4, `LinkedCommunicator.all_gather`, `LinkedCommunicator.reduce_scatter`,
     `LinkedCommunicator.exchange`, `LinkedCommunicator.held_tensors`, `_all_to_all`, `_arrived`,
-    `Communicator.held_tensors`, `Communicator.gather_rows`, `Transfer.count`, `Transfer.started`,
+    `Communicator.held_tensors`, `Communicator.gather_rows`, `Transfer.start_message`,
+    `Transfer.count`,
     `Group.far`, `node_of`, `Encoding`.
     """
     nodes, ranks = shape
@@ -488,7 +489,7 @@ def test_a_rank_that_diverges_is_an_error_on_every_node(options):
     """
     Ranks 1 and 2 find it themselves, each in the group that it shares with rank 3. Rank 0 shares
     none with it, and hears of it from them.
-    Proves I6, `Transfer._diverged`, `Transfer._spread`, `Communicator.announce_fault`.
+    Proves I6, `Transfer._diverged`, `Transfer._give_up`, `Communicator.announce_fault`.
     """
     said = run(diverging_nodes, 4, options)
     for rank, text in enumerate(said):

@@ -21,6 +21,7 @@ from tests.ranks import run
 from tests.streams import Accelerator
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential
 from zero3.comm import Communicator, streams
+from zero3.in_flight import in_flight
 from zero3.measure.ledger import Ledger
 from zero3.train import launch
 
@@ -175,10 +176,10 @@ def fails_twice():
     for _ in range(2):
         with pytest.raises(RuntimeError, match="has a fault"):
             layer.comm.fail(layer, "has a fault", "none", "one", "look after it")
-        lost.append(len(layer.comm.lost))
+        lost.append(len(in_flight.lost))
     with pytest.raises(RuntimeError, match="has a fault"):
         layer(torch.ones(1, 4))
-    return lost, len(layer.comm.lost)
+    return lost, len(in_flight.lost)
 
 
 def test_a_fault_is_announced_once():
@@ -187,7 +188,7 @@ def test_a_fault_is_announced_once():
     a second announcement would wait for a receiver who never comes.
     Proves I6, `Communicator.fail`.
     """
-    assert run(fails_twice, 2) == [([1, 1], 2)] * 2
+    assert run(fails_twice, 2) == [([1, 1], 1)] * 2
 
 
 # ---------------------------------------------------------------------------------------- devices

@@ -14,6 +14,7 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | 4 | `schedule.py` | which layer is gathered next, and which stays full |
 | 4 | `sharded.py` | what a sharded layer offers its users: full parameters, clipping, errors |
 | 5 | `comm.py` | the communicator: collectives between ranks, and the reduce in flight |
+| 5 | `in_flight.py` | memory in flight: one owner, which alone may free it |
 | 5 | `groups/mesh.py` | groups of ranks: a model on some of them, and replicas of a sharded model |
 | 5 | `nodes/links.py` | `Links`: nodes, copies inside a node, and fewer bytes between nodes |
 | 5 | `groups/encodings.py` | `Int8` and `Int4`: the same numbers in fewer bytes |

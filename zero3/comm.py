@@ -89,6 +89,7 @@ from zero3.flat import GradientSink, Names
 from zero3.groups.mesh import Group, all_ranks, groups_of
 from zero3.guards.options import fail
 from zero3.guards.placement import check_device, check_params, compare_params
+from zero3.in_flight import in_flight
 
 # torch 2.13 renames these two; 2.11 has only the old names.
 _NEW = hasattr(dist, "all_gather_single")
@@ -154,9 +155,8 @@ class Communicator:
         self.ranks = self.group.ranks if mesh is None else tuple(mesh.mesh.flatten().tolist())
         # Names for the layer numbers that ranks announce, for error messages.
         self.labels: dict[int, str] = {}
-        # The reason why nothing can be sent any more, and the transfers that were in flight then.
+        # The reason why nothing can be sent any more.
         self.broken = ""
-        self.lost: list[Transfer] = []
         # The rank that has announced a fault, if one has.
         self.failed: int | None = None
         # The transfers of which some steps have not started.
@@ -215,8 +215,8 @@ class Communicator:
                 mine = self.rows(full)[self.rank]
                 mine.copy_(shard, non_blocking=True)
                 transfer.from_cpu |= shard.device != full.device
-                works = self.gather_rows(self.group, self.rows(full), transfer.tag())
-                transfer.started(self.group, works, mine.nbytes)
+                self.gather_rows(transfer, self.group, self.rows(full))
+                transfer.count(self.group, mine.nbytes)
             transfer.done.record()
         nbytes = sum(full.nbytes for full, _ in pairs)
         sender.listener.record(sender, "fetch", nbytes, transfer)
@@ -246,13 +246,11 @@ class Communicator:
                     # this rank. `total` adds them.
                     received = as_receive_buffer(buffer, grad)
                     transfer.pairs[i] = (grad, received)
-                    works = self.send(self.group, received.view_as(parts), parts, transfer.tag())
-                    transfer.started(self.group, works, mine.nbytes)
+                    self.send(transfer, self.group, received.view_as(parts), parts)
                 else:
                     # In place: the sum replaces this rank's own part.
-                    work = reduce_scatter_single(
-                        mine, grad, group=self.group.process_group, async_op=True)
-                    transfer.started(self.group, [work], mine.nbytes)
+                    transfer.start(self.group, reduce_scatter_single, mine, grad)
+                transfer.count(self.group, mine.nbytes)
         return transfer
 
     def total(self, grad: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
@@ -338,42 +336,42 @@ class Communicator:
         rows = mine.repeat(group.size, 1)
         with self.on(self.fetch_stream):
             transfer = self._begin([group], [sender], "norm", [(rows, mine)])
-            transfer.started(group, self.gather_rows(group, rows, transfer.tag()), mine.nbytes)
+            self.gather_rows(transfer, group, rows)
+            transfer.count(group, mine.nbytes)
             transfer.done.record()
         sender.listener.record(sender, "norm", rows.nbytes, transfer)
         transfer.wait()
         return rows
 
-    def gather_rows(self, group: Group, rows: torch.Tensor, tag: int) -> list[Any]:
+    def gather_rows(self, transfer: Transfer, group: Group, rows: torch.Tensor) -> None:
         """
         ### Start to gather the rows of a group, `(size, n)`, of which each rank has its own
-
-        * `tag` is that of the messages
         """
         mine = rows[group.rank]
         if self.by_messages:
             # Send this row to each other rank, and receive theirs.
-            return self.send(group, rows, [mine] * group.size, tag)
-        if group.size == 1:
-            return []
-        return [all_gather_single(rows.view(-1), mine, group=group.process_group, async_op=True)]
+            self.send(transfer, group, rows, [mine] * group.size)
+        elif group.size > 1:
+            transfer.start(group, all_gather_single, rows.view(-1), mine)
 
-    def send(self, group: Group, receive: Any, send: Any, tag: int) -> list[Any]:
+    def send(self, transfer: Transfer, group: Group, receive: Any, send: Any,
+             tag: int | None = None) -> None:
         """
         ### Start to send a row to each other rank of a group, and to receive one from each
 
         * `receive` and `send` have a row for each rank of the group, `(n,)`
+        * `tag` is that of the messages; left out, the transfer's next one
 
         Each rank begins with its right-hand neighbour, or all would queue at rank 0.
         """
         if not len(send[0]):
-            return []
+            return
+        tag = transfer.tag() if tag is None else tag
         peers = [(group.rank + k) % group.size for k in range(1, group.size)]
-        torchs = group.process_group
-        works = [dist.irecv(receive[peer], group=torchs, tag=tag, group_src=peer)
-                 for peer in peers]
-        return works + [dist.isend(send[peer], group=torchs, tag=tag, group_dst=peer)
-                        for peer in peers]
+        for peer in peers:
+            transfer.start_message(group, dist.irecv, receive[peer], tag=tag, group_src=peer)
+        for peer in peers:
+            transfer.start_message(group, dist.isend, send[peer], tag=tag, group_dst=peer)
 
     # ------------------------------------------------------------------------- streams and layout
 
@@ -426,7 +424,12 @@ class Communicator:
         #### Announce what this rank is about to send
 
         32 bytes to each other rank of these groups, ahead of the data and without waiting.
+
+        Raises `RuntimeError` if the ranks are lost to each other since an error: what is sent now
+        would meet what was sent then.
         """
+        if self.broken and action != "fault":
+            raise RuntimeError(self.broken)
         numbers = [sender.layer_idx for sender in senders]
         # The checksum tells two buckets apart that begin with the same layer and are as large.
         row = (numbers[0], _ACTIONS.index(action), sum(full.nbytes for full, _ in pairs),
@@ -439,11 +442,14 @@ class Communicator:
                 order = torch.empty(group.size, 4, dtype=torch.int64)
                 order[group.rank] = torch.tensor(row)
                 mine = [order[group.rank]] * group.size
-                transfer.order_works += self.send(group, order, mine, _ORDER_TAG)
+                self.send(transfer, group, order, mine, _ORDER_TAG)
             else:
                 order = self._announce(transfer, group)
             transfer.orders.append((group, order))
             transfer.order_bytes += _ORDER_BYTES * (group.size - 1)
+        # The announcements are waited for first.
+        transfer.order_works = transfer.works
+        transfer.works = []
         return transfer
 
     def _announce(self, transfer: Transfer, group: Group) -> torch.Tensor:
@@ -458,9 +464,7 @@ class Communicator:
         if row not in self._rows:
             self._rows[row] = torch.tensor(row, device=self.device)
         order = self._rows[row].new_empty(group.size, 4)
-        transfer.order_works.append(
-            all_gather_single(order.view(-1), self._rows[row], group=group.process_group,
-                              async_op=True))
+        transfer.start(group, all_gather_single, order.view(-1), self._rows[row])
         return order
 
     def told(self, row: list[int]) -> str:
@@ -539,11 +543,25 @@ class Communicator:
             fail(self.global_rank, sender.label, what, expected, got, cure)
         except RuntimeError as error:
             if not self.broken:
+                self.give_up(str(error))
                 # Announce a fault. The other ranks compare it with the transfer that they expect,
                 # and raise an error. Nobody waits for it here.
                 self.announce_fault(self.groups, sender)
-                self.broken = str(error)
             raise
+
+    def give_up(self, reason: str) -> None:
+        """
+        ### Send nothing new from now on
+
+        * `reason` is the text of the error that each later transfer raises
+
+        The messages no longer fit each other. What is in flight keeps its memory, because the other
+        ranks may still send to it, or wait for it (see `in_flight.py`).
+        """
+        self.broken = self.broken or reason
+        for user in list(in_flight.users):
+            if getattr(user, "comm", None) is self:
+                in_flight.lose(user)
 
     def announce_fault(self, groups: Iterable[Group], sender: Sender) -> None:
         """
@@ -552,14 +570,17 @@ class Communicator:
         They may be waiting for a later step of a transfer that this rank has begun. They get it, so
         that they go on to the announcement.
         """
-        for transfer in self.unfinished:
-            transfer.works += [work for step in transfer.later for work in step()]
-            self.lost.append(transfer)
+        unfinished = self.unfinished
         self.unfinished = []
+        for transfer in unfinished:
+            in_flight.lose(transfer)
+            for step in transfer.later:
+                # If that connection is gone too, they know.
+                with suppress(RuntimeError):
+                    step()
         for group in groups:
-            # If that connection is gone too, they know.
-            with suppress(RuntimeError, ValueError):
-                self.lost.append(self._begin([group], [sender], "fault", []))
+            with suppress(RuntimeError):
+                in_flight.lose(self._begin([group], [sender], "fault", []))
 
     def _together(self, group: Group, collective: Callable, *args: Any, **kwargs: Any) -> None:
         """
@@ -687,9 +708,8 @@ class Transfer:
     row: tuple[int, ...]  # what this rank has announced
     # Adds what has been received, for each pair; a gather has nothing to add.
     add: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    # What is sent when the data is here: each step returns what it has started. And what is done
-    # with it in the end.
-    later: list[Callable[[], list[Any]]] = field(default_factory=list)
+    # What is sent when the data is here, step by step. And what is done with it in the end.
+    later: list[Callable[[], None]] = field(default_factory=list)
     finish: Callable[[], None] | None = None
     # Memory that is in flight besides the pairs.
     buffers: list[torch.Tensor] = field(default_factory=list)
@@ -698,6 +718,7 @@ class Transfer:
     orders: list[tuple[Group, torch.Tensor]] = field(default_factory=list)
     order_works: list[Any] = field(default_factory=list)
     works: list[Any] = field(default_factory=list)
+    landed: int = 0  # how many of the works have been waited for
     sent_bytes: int = 0  # of parameters, gradients or norms, by this rank
     between_bytes: int = 0  # those to ranks on other nodes
     messages: int = 0
@@ -714,6 +735,28 @@ class Transfer:
 
         Raises `RuntimeError` if another rank is about to do something else (I6), or is gone.
         """
+        try:
+            totals = self._wait()
+        except BaseException:
+            # Something may still arrive.
+            in_flight.lose(self)
+            raise
+        if self.action.startswith("gather"):
+            nbytes = sum(full.nbytes for full, _ in self.pairs)
+            self.sender.listener.record(self.sender, "gathered", nbytes)
+        in_flight.end(self)
+        # Drop the works. They hold references to the buffers, also to those that are not resized.
+        self.works = []
+        self.order_works = []
+        self.pairs = []
+        self.buffers = []
+        self.finish = None
+        return totals
+
+    def _wait(self) -> list[torch.Tensor]:
+        """
+        #### Wait on the right stream, and add what a reduce has received
+        """
         totals: list[torch.Tensor] = []
         if self.add:
             # The backup stream adds, because it may copy the sums on to CPU memory.
@@ -729,50 +772,63 @@ class Transfer:
             # The host waits too, because an optimizer on the CPU writes to the shard in place. The
             # copy started one layer earlier, so it has normally ended.
             self.done.synchronize()
-        if self.action.startswith("gather"):
-            nbytes = sum(full.nbytes for full, _ in self.pairs)
-            self.sender.listener.record(self.sender, "gathered", nbytes)
-        # Drop the works. They hold references to the buffers, also to those that are not resized.
-        self.works = []
-        self.order_works = []
-        self.pairs = []
-        self.buffers = []
-        self.finish = None
         return totals
 
-    def started(self, group: Group, works: list[Any], nbytes: int, messages: int = 1) -> None:
+    def start(self, group: Group, collective: Callable, *tensors: torch.Tensor) -> None:
         """
-        ### Keep what has started, and count it
+        ### Start a collective of torch's, and keep it until the wait
+        """
+        self._start(lambda: collective(*tensors, group=group.process_group, async_op=True),
+                    *tensors)
 
-        * `nbytes` and `messages` go from this rank to each other rank of the group
+    def start_message(self, group: Group, does: Callable, row: torch.Tensor, **told: int) -> None:
         """
-        if works:
-            self.works += works
-            self.count(group, nbytes, messages)
+        ### Start to send a row to another rank, or to receive one, and keep it until the wait
+
+        * `does` is `dist.isend` or `dist.irecv`, and `told` its tag and the other rank
+        """
+        self._start(lambda: does(row, group=group.process_group, **told), row)
+
+    def _start(self, does: Callable, *tensors: torch.Tensor) -> None:
+        """
+        #### Start something, after saying which memory it uses
+
+        Raises `RuntimeError` if the connection is gone. What has started before keeps its memory.
+        """
+        in_flight.begin(self, *tensors)
+        try:
+            self.works.append(does())
+        # torch raises the latter for a process group that is gone.
+        except (RuntimeError, ValueError) as error:
+            in_flight.lose(self)
+            if not self.comm.broken:
+                self._give_up(self._problem(error))
+            raise RuntimeError(self.comm.broken) from error
 
     def count(self, group: Group, nbytes: int, messages: int = 1, in_ring: bool = True) -> None:
         """
         ### Count what goes to each other rank of a group
 
+        * `nbytes` and `messages` go from this rank to each of them
         * `in_ring` says that a collective sends everything to the next rank of the group, as NCCL's
           do. Messages go to each rank directly
         """
+        if not nbytes:
+            return
         others = group.size - 1
         self.sent_bytes += others * nbytes
         self.messages += others * messages
         in_ring = in_ring and not self.comm.by_messages
         self.between_bytes += nbytes * (others * group.next_is_far if in_ring else group.far)
 
-    def tag(self, started: int = 0) -> int:
+    def tag(self) -> int:
         """
-        ### The tag of its messages
-
-        * `started` is how many works have started besides those that it keeps already
+        ### The tag of its next messages
 
         Made of the layer, the action and the size, so a message only matches the same transfer on
         the other rank.
         """
-        name = f"{self.row} {len(self.works) + started}".encode()
+        name = f"{self.row} {len(self.works)}".encode()
         return _ORDER_TAG + 1 + zlib.crc32(name) % (1 << 30)
 
     def _arrive(self) -> None:
@@ -783,22 +839,21 @@ class Transfer:
         the CPU this thread waits instead.
         """
         if not self.comm.broken:
-            self.comm.broken = self._complete()
-            if self.comm.broken:
-                self._spread()
+            problem = self._complete()
+            if problem:
+                self._give_up(problem)
         # After the first error all others follow, because the messages no longer fit each other.
         if self.comm.broken:
-            # Keep a reference: dropping it would cancel messages that other ranks still wait for.
-            self.comm.lost.append(self)
             raise RuntimeError(self.comm.broken)
 
-    def _spread(self) -> None:
+    def _give_up(self, problem: str) -> None:
         """
-        #### Tell the ranks that share another group with this one
+        #### Send nothing new, and tell the ranks that share another group with this one
 
         If this transfer is in one group, all of its ranks have found the problem themselves. The
         other replicas, or the other ranks of this one, are about to wait for this rank.
         """
+        self.comm.give_up(problem)
         alone = self.orders[0][0] if len(self.orders) == 1 else None
         self.comm.announce_fault([group for group in self.comm.groups if group is not alone],
                                  self.sender)
@@ -810,31 +865,46 @@ class Transfer:
         It returns the problem and does not raise it, because `_arrive` has to remember it for all
         later transfers.
         """
-        where = f"rank {self.comm.global_rank}: {self.sender.label}"
         try:
             for work in self.order_works:
                 work.wait()
             # Compare before waiting for the data. If the ranks diverged, it may never come.
             for group, order in self.orders:
-                problem = self._diverged(where, group, order)
+                problem = self._diverged(group, order)
                 if problem:
                     return problem
-            for work in self.works:
-                work.wait()
+            self.wait_for_works()
             while self.later:
-                for work in self.later.pop(0)():
-                    work.wait()
+                self.later.pop(0)()
+                self.wait_for_works()
             if self.finish:
                 self.finish()
                 self.comm.unfinished.remove(self)
-        # torch raises the latter for a process group that is gone.
         except (RuntimeError, ValueError) as error:
-            return (f"{where}: the other ranks are lost. Expected: their part of a {self.action}. "
-                    f"Got: {error}. What to do: look for the first error on another rank, and "
-                    "start again.")
+            return self.comm.broken or self._problem(error)
         return ""
 
-    def _diverged(self, where: str, group: Group, order: torch.Tensor) -> str:
+    def wait_for_works(self) -> None:
+        """
+        ### Wait for everything that has started, so that the next step may begin
+        """
+        for work in self.works[self.landed:]:
+            work.wait()
+        self.landed = len(self.works)
+
+    @property
+    def where(self) -> str:
+        return f"rank {self.comm.global_rank}: {self.sender.label}"
+
+    def _problem(self, error: Exception) -> str:
+        """
+        #### The text for a connection that is gone, or for a wait that took too long
+        """
+        return (f"{self.where}: the other ranks are lost. Expected: their part of a {self.action}. "
+                f"Got: {error}. What to do: look for the first error on another rank, and "
+                "start again.")
+
+    def _diverged(self, group: Group, order: torch.Tensor) -> str:
         """
         #### Compare the announcements of all ranks of a group
 
@@ -842,20 +912,20 @@ class Transfer:
         the host would have to wait for it to look at them. So the device compares them itself.
         """
         if not self.comm.by_messages:
-            return self._assert_same(where, order, group.rank)
+            return self._assert_same(order, group.rank)
         rows = order.tolist()
         mine = rows[group.rank]
         for other, row in zip(group.ranks, rows, strict=True):
             if row != mine:
                 if _ACTIONS[row[1]] == "fault":
                     self.comm.failed = other
-                return (f"{where}: the ranks diverged. Expected: {self.comm.told(mine)}, on "
+                return (f"{self.where}: the ranks diverged. Expected: {self.comm.told(mine)}, on "
                         f"all ranks, as here. Got: {self.comm.told(row)}, on rank {other}. "
                         f"What to do: look for an error on rank {other}; without one, call the "
                         "same layers in the same order on all ranks. Start again.")
         return ""
 
-    def _assert_same(self, where: str, order: torch.Tensor, rank: int) -> str:
+    def _assert_same(self, order: torch.Tensor, rank: int) -> str:
         """
         #### Have the device compare the announcements
 
@@ -864,10 +934,11 @@ class Transfer:
         If they differ, an assertion fails on the device, and so does the next call that waits for
         it. Returns the problem if the assertion has failed already, as it does on the CPU.
         """
-        problem = (f"{where}: the ranks diverged. Expected: a {self.action} of this layer on all "
-                   "ranks, as here. Got: another transfer on another rank. What to do: look for an "
-                   "error on another rank; without one, call the same layers in the same order on "
-                   "all ranks: the same program on the CPU names both sides. Start again.")
+        problem = (f"{self.where}: the ranks diverged. Expected: a {self.action} of this layer on "
+                   "all ranks, as here. Got: another transfer on another rank. What to do: look "
+                   "for an error on another rank; without one, call the same layers in the same "
+                   "order on all ranks: the same program on the CPU names both sides. Start again."
+                   )
         try:
             torch._assert_async((order == order[rank]).all(), problem)
         except RuntimeError as error:
@@ -1040,6 +1111,7 @@ class Reducer:
         # The backup stream waits for the compute stream, because a single rank has no reduce, and
         # backward itself wrote `total`.
         with self.comm.on(self.comm.backup_stream):
+            in_flight.begin(self, total, arriving)
             arriving.copy_(total, non_blocking=True)
             event = self.comm.event()
             event.record()
@@ -1058,6 +1130,7 @@ class Reducer:
         if leaving is not None:
             # The host waits, because it reads the gradient next.
             leaving.copied.synchronize()
+            in_flight.end(self)
             leaving.sink.add_grad(leaving.arriving, leaving.names)
 
     def held_tensors(self) -> Iterator[torch.Tensor]:
@@ -1191,10 +1264,7 @@ def allocate(full: torch.Tensor) -> None:
     It resizes the storage and does not replace it. So the parameters, and the tensors that autograd
     has saved, view this memory again.
     """
-    storage = full.untyped_storage()
-    # Resizing to the same size would take the memory a second time.
-    if storage.nbytes() != full.nbytes:
-        storage.resize_(full.nbytes)
+    in_flight.resize(full, full.nbytes)
 
 
 def sum_of(group: Group, mine: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
@@ -1218,8 +1288,8 @@ def as_receive_buffer(buffer: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
     The gradient may be of another length and data type than the buffer.
     """
-    memory = buffer.untyped_storage().resize_(grad.nbytes)
-    return grad.new_empty(0).set_(memory, 0, grad.shape, (1,))
+    in_flight.resize(buffer, grad.nbytes)
+    return grad.new_empty(0).set_(buffer.untyped_storage(), 0, grad.shape, (1,))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

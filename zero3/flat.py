@@ -53,6 +53,7 @@ from torch import nn
 from zero3.guards.contents import is_sharded
 from zero3.guards.freed import FreedParameter, Owner
 from zero3.guards.gradients import mark
+from zero3.in_flight import in_flight
 
 # Each parameter once, with its names. It has several if the layer ties it to itself.
 NamedParams = dict[nn.Parameter, tuple[str, ...]]
@@ -246,7 +247,7 @@ class FlatParameter:
         It is not enough to drop the tensor. Autograd keeps views of it for backward, so every layer
         would stay in memory until then.
         """
-        self.full.untyped_storage().resize_(0)
+        in_flight.free(self.full)
 
     def look_at(self, full: torch.Tensor | None) -> None:
         """

@@ -108,6 +108,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero3.comm import ALONE, Listener, Reducer, Silence, Transfer
 from zero3.flat import FlatParameter, NamedParams, alike, find_params, hide_params, own_modules
 from zero3.guards.contents import Contents, Known, uncompiled
+from zero3.in_flight import in_flight
 from zero3.nodes.links import Links, communicator
 from zero3.offload import Offload
 from zero3.schedule import Alone, Chain, Schedule
@@ -340,16 +341,21 @@ class Zero3Layer(Sharded):
 
         Runs after forward, and in backward after the last gradient. On rank 0 of the example the
         memory of 1 2 3 0 is given back, and the shard 1 2 stays. An all-gather in flight is waited
-        for first, because it writes into that memory.
+        for first, because it writes into that memory. After an error on another rank nobody can
+        wait for it, and it keeps the memory (see `in_flight.py`).
         """
         self.kept_for = None
         if not self.is_fetched:
             return
-        self._wait_params()
-        self.is_fetched = False
-        for flat in self.flats:
-            flat.close()
-            flat.free()
+        try:
+            if not self.comm.broken:
+                self._wait_params()
+        finally:
+            self._gather = None
+            self.is_fetched = False
+            for flat in self.flats:
+                flat.close()
+                flat.free()
         self.listener.record(self, "free", sum(flat.full.nbytes for flat in self.flats))
 
     def _release(self, call: Call | None = None) -> None:
@@ -541,7 +547,7 @@ class Zero3Layer(Sharded):
         self.listener.record(self, "reduced", sum(total.nbytes for total in totals))
         for flat in flats:
             flat.drop_full_grad()
-            flat.receive_buffer.untyped_storage().resize_(0)
+            in_flight.free(flat.receive_buffer)
         # `None` stands for all the bytes that were freed since the last event.
         self.listener.record(self, "free", None)
 
@@ -571,9 +577,12 @@ class Zero3Layer(Sharded):
         flight. After an exception, gradients whose reduce has not started are dropped, and a reduce
         in flight is finished. Call `zero_grad()` before you go on.
         """
-        if raised and self.comm.broken:
-            return
         self.watch.reset()
+        if raised and self.comm.broken:
+            # Nothing can be finished any more.
+            self.drop_full_grads()
+            self._cleanup_params()
+            return
         if raised:
             self.reducer.drop(self)
             self.drop_full_grads()

@@ -41,6 +41,7 @@ import torch
 from zero3.files.disk import SPARE_FILES, File, aligned, allow_more_files, whole_blocks
 from zero3.files.memory import pinned
 from zero3.guards.freed import FreedParameter
+from zero3.in_flight import in_flight
 
 
 class Buffers:
@@ -252,6 +253,7 @@ class InFile:
         event = self.buffers.event()
         if stream is not None:
             event.record(stream)
+        assert in_flight.user_of(self.buffer) is None, "a buffer that is still read or written"
         self.buffers.free.append((self.buffer, event))
         self.buffers.borrowers.remove(self)
         self.buffer = None
@@ -361,6 +363,7 @@ class InFile:
         * `names` are tensors that lie side by side
         """
         assert self.buffer is not None
+        in_flight.begin(self, self.buffer)
         spans = [self.where[name][:2] for name in names]
         begin = spans[0][0]
         end = spans[-1][0] + whole_blocks(spans[-1][1])
@@ -391,4 +394,6 @@ class InFile:
                     f"{self.nbytes:,} bytes in {self.buffers.folder}", error,
                     "look after the disk, and start again")
         self.moving[event] = []
+        if not any(self.moving.values()):
+            in_flight.end(self)
         self.record({"read": "arrived", "write": "written"}[event], 0)

@@ -53,6 +53,7 @@ import torch
 from zero3.files.memory import copy_to
 from zero3.groups.encodings import Encoding
 from zero3.guards.freed import FreedParameter
+from zero3.in_flight import in_flight
 
 _SETS_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
 
@@ -188,7 +189,7 @@ class Encoded:
         """
         if self.decoded is not None:
             # The transfer in flight still refers to it, and ends one layer later.
-            self.decoded.untyped_storage().resize_(0)
+            in_flight.free(self.decoded)
         self.decoded = None
         if self.near is not self.code:
             self.near = None

@@ -58,11 +58,18 @@ other replicas take memory until they are added, $R$ times the shard.
 
 from __future__ import annotations
 
+import atexit
 import os
+import threading
+import weakref
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero3.guards.options import expect
@@ -76,10 +83,25 @@ class Group:
 
     ranks: tuple[int, ...]  # their global ranks
     rank: int  # this rank's place in `ranks`
-    # torch's handle. `None` is its own group, of all ranks.
-    process_group: dist.ProcessGroup | None = field(default=None, compare=False)
+    # torch's handle; without one, the group is torch's own, of all ranks. Weakly: gloo ends its
+    # threads when a group is destroyed, unless somebody still has a handle.
+    handle: weakref.ref[dist.ProcessGroup] | None = field(default=None, compare=False)
     # Whether its ranks have parts of the same layers, and not other layers (see `parts.py`).
     same_layers: bool = False
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """
+        ### What torch's collectives take as their `group`
+
+        Raises `ValueError` if it has been destroyed, as torch does.
+        """
+        if self.handle is None:
+            return None
+        found = self.handle()
+        if found is None:
+            raise ValueError(f"the process group of ranks {[*self.ranks]} has been destroyed")
+        return found
 
     @property
     def size(self) -> int:
@@ -177,4 +199,68 @@ def _along(mesh: DeviceMesh, dim: int) -> Group:
     where: list[Any] = [*mesh.get_coordinate()]  # type: ignore[misc]
     place = where[dim]
     where[dim] = slice(None)
-    return Group(tuple(mesh.mesh[tuple(where)].tolist()), place, mesh.get_group(dim))
+    process_group = mesh.get_group(dim)
+    wait_as_long(process_group)
+    _MESHES.add(mesh)
+    return Group(tuple(mesh.mesh[tuple(where)].tolist()), place, weakref.ref(process_group))
+
+
+def wait_as_long(process_group: dist.ProcessGroup) -> None:
+    """
+    ## Have a group of some ranks wait as long as that of all ranks
+
+    `init_process_group(timeout=)` sets the time after which a rank that does not answer is an
+    error. `init_device_mesh` forgets it, and its groups would wait for half an hour. A group that
+    was given another time than torch's own keeps it.
+    """
+    for device in process_group._device_types:
+        if timeout_of(process_group, device) == default_pg_timeout:
+            backend: Any = process_group._get_backend(device)
+            backend._set_default_timeout(timeout_of(dist.group.WORLD, device))
+
+
+def timeout_of(process_group: Any, device: torch.device) -> timedelta:
+    """
+    ## How long a group waits for a rank that does not answer
+
+    * `device` is the kind of device that its tensors are on
+
+    It is torch's own time if the group has no backend for this device.
+    """
+    try:
+        options = process_group._get_backend(device).options
+    except RuntimeError:
+        return default_pg_timeout
+    return getattr(options, "_timeout", default_pg_timeout)
+
+
+# ------------------------------------------------------------------------- the end of a program
+
+
+# The meshes that groups were taken from. torch keeps handles of groups in them.
+_MESHES: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
+# How long the end of a program waits for gloo's threads.
+LEAVE_S = 0.5
+
+
+@atexit.register
+def leave() -> None:
+    """
+    ## Have gloo end its threads before Python ends
+
+    A thread of gloo's may still have to drop a tensor, of `dist.all_gather_object` for instance.
+    It needs Python's lock for that, and if Python is ending already, the process aborts instead
+    (pytorch 190489). `dist.destroy_process_group()` waits for these threads. It is the right end of
+    a program, and this is the end of those that forget it. It runs after the program's own exit
+    functions, and waits half a second at most: a thread may itself wait for a rank that was
+    stopped. NCCL ends by itself, so groups of GPUs are left alone.
+    """
+    for mesh in _MESHES:
+        mesh._pg_registry.clear()
+    if not dist.is_initialized() or dist.get_backend() != "gloo":
+        return
+    ending = threading.Thread(target=dist.destroy_process_group, daemon=True)
+    # Some versions of Python start no thread at this point.
+    with suppress(RuntimeError):
+        ending.start()
+        ending.join(LEAVE_S)

@@ -292,10 +292,9 @@ class LinkedCommunicator(Communicator):
                 else:
                     self._put(shard, rows[-1][self.rank], encoding)
                 row_bytes = rows[-1][0].nbytes
-                if row_bytes and not near:
+                if not near:
                     transfer.count(self.across, row_bytes)
-                if row_bytes:
-                    transfer.count(self.group, self.across.size * row_bytes)
+                transfer.count(self.group, self.across.size * row_bytes)
                 if encoding:
                     transfer.buffers.append(rows[-1])
             across = partial(self._gather_all, transfer, self.across, [*map(self._slice, rows)])
@@ -351,14 +350,12 @@ class LinkedCommunicator(Communicator):
         """
         return rows.view(self.group.size, self.across.size, -1)[self.group.rank]
 
-    def _gather_all(self, transfer: Transfer, group: Group, rows: list[torch.Tensor]) -> list[Any]:
+    def _gather_all(self, transfer: Transfer, group: Group, rows: list[torch.Tensor]) -> None:
         """
         #### All-gather in one group, into rows of which each rank has its own: `(size, n)`
         """
-        works: list[Any] = []
         for each in rows:
-            works += self.gather_rows(group, each, transfer.tag(len(works)))
-        return works
+            self.gather_rows(transfer, group, each)
 
     def _arrived(self, transfer: Transfer, rows: list[torch.Tensor],
                  encodings: list[Encoding | None], keeps: bool) -> None:
@@ -372,7 +369,7 @@ class LinkedCommunicator(Communicator):
                 out = self.rows(full)
                 out.copy_(encoding.decode(each, out.shape[1]))
 
-    def _follow(self, transfer: Transfer, steps: list[Callable[[], list[Any]]],
+    def _follow(self, transfer: Transfer, steps: list[Callable[[], None]],
                 finish: Callable[[], None]) -> None:
         """
         #### Start the first step, and have each other one follow when the one before it has ended
@@ -382,14 +379,14 @@ class LinkedCommunicator(Communicator):
         one between nodes.
         """
         if self.by_messages:
-            transfer.works += steps[0]()
+            steps[0]()
             transfer.later = steps[1:]
             transfer.finish = finish
             self.unfinished.append(transfer)
             return
         for step in steps:
-            for work in step():
-                work.wait()
+            step()
+            transfer.wait_for_works()
         finish()
 
     # -------------------------------------------------------------------------------------- reduce
@@ -427,11 +424,9 @@ class LinkedCommunicator(Communicator):
         """
         parts = coded.view(group.size, -1)
         if self.by_messages:
-            works = self.send(group, received.view_as(parts), parts, transfer.tag())
+            self.send(transfer, group, received.view_as(parts), parts)
         else:
-            works = [comm.all_to_all_single(received.view(-1), coded.view(-1),
-                                            group=group.process_group, async_op=True)]
-        transfer.works += works
+            transfer.start(group, comm.all_to_all_single, received.view(-1), coded.view(-1))
         transfer.count(group, parts[0].nbytes, in_ring=False)
         # What is sent has to stay until it has left.
         transfer.buffers.append(coded)
@@ -517,12 +512,11 @@ class LinkedCommunicator(Communicator):
             return
         if self.by_messages:
             received = torch.empty_like(rows)
-            works = self.send(group, received, rows, transfer.tag())
             transfer.pairs[i] = (total, received)
+            self.send(transfer, group, received, rows)
         else:
-            works = [comm.reduce_scatter_single(total, sums, group=group.process_group,
-                                                async_op=True)]
-        transfer.started(group, works, total.nbytes)
+            transfer.start(group, comm.reduce_scatter_single, total, sums)
+        transfer.count(group, total.nbytes)
         transfer.buffers.append(sums)
 
     def _exchange_replicas(self, transfer: Transfer, i: int, total: torch.Tensor) -> None:
@@ -538,18 +532,18 @@ class LinkedCommunicator(Communicator):
         if encoding:
             coded = encoding.encode(total.view(1, -1))
             received = coded.repeat(group.size, 1)
-            works = self.gather_rows(group, received, transfer.tag())
-            transfer.started(group, works, coded.nbytes)
+            self.gather_rows(transfer, group, received)
+            transfer.count(group, coded.nbytes)
             transfer.pairs[i] = (total, received)
             transfer.add = self._add_replicas_decoded
         elif self.by_messages:
             received = total.new_empty(group.size, len(total))
-            works = self.send(group, received, [total] * group.size, transfer.tag())
-            transfer.started(group, works, total.nbytes)
+            self.send(transfer, group, received, [total] * group.size)
+            transfer.count(group, total.nbytes)
             transfer.pairs[i] = (total, received)
         else:
-            work = comm.all_reduce(total, group=group.process_group, async_op=True)
-            transfer.started(group, [work], 2 * total.nbytes // group.size, messages=2)
+            transfer.start(group, comm.all_reduce, total)
+            transfer.count(group, 2 * total.nbytes // group.size, messages=2)
 
     def _add_in(self, group: Group, total: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
         """

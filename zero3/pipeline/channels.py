@@ -44,6 +44,7 @@ the program ends.
 """
 
 import pickle
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -56,7 +57,8 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from zero3.groups.mesh import Group, node_of
+from zero3.groups.mesh import Group, node_of, timeout_of
+from zero3.in_flight import in_flight
 from zero3.pipeline.schedules import KINDS, Action
 
 # Numbers of 8 bytes in an announcement: kind, stage, micro-batch, description, its length.
@@ -69,8 +71,6 @@ _TOLD_TAG = 2
 _CAUSE_TAG = 4
 # A fault may be left from an earlier pipeline on the same mesh. Then there is no cause to wait for.
 _CAUSE_WAIT = timedelta(seconds=5)
-# What was on its way when a rank failed. Others still wait for it, even if the pipeline is gone.
-LOST: list[Any] = []
 
 
 class Fault(RuntimeError):
@@ -116,7 +116,6 @@ class Channels:
         self.line = line
         self.ranks = ranks
         self.device = device
-        self.timeout = _timeout_of(line, device)
         self.control = self._group(ranks, "gloo")
         self.data = self._data_groups(tied)
         # Descriptions that receivers know by their numbers, and those that senders have described.
@@ -127,19 +126,24 @@ class Channels:
         # The description that each action had in the last batch, and tensors that are asked for.
         self._usual: dict[Action, int] = {}
         self._asked: dict[tuple[int, bool, int], deque[_Asked]] = {}
-        # Messages under way, with the tensors that they read.
+        # Messages under way, with their tensors.
         self._leaving: deque[tuple[Any, torch.Tensor]] = deque()
 
-    def _group(self, ranks: tuple[int, ...], backend: str | None) -> Any:
+    def _group(self, ranks: tuple[int, ...], backend: str | None) -> Group:
         """
         #### A process group of these ranks alone, which all of them make
-        """
-        if len(ranks) == 1:
-            return None
-        return dist.new_group(ranks, timeout=self.timeout, backend=backend,
-                              use_local_synchronization=True)
 
-    def _data_groups(self, tied: list[tuple[int, int]]) -> dict[tuple[bool, int, int], Any]:
+        It waits as long for a rank as the group of all ranks does.
+        """
+        here = self.line.global_rank
+        if len(ranks) == 1:
+            return Group(ranks, 0)
+        timeout = timeout_of(dist.group.WORLD, self.device)
+        made = dist.new_group(ranks, timeout=timeout, backend=backend,
+                              use_local_synchronization=True)
+        return Group(ranks, ranks.index(here), weakref.ref(made))
+
+    def _data_groups(self, tied: list[tuple[int, int]]) -> dict[tuple[bool, int, int], Group]:
         """
         #### The process group of each kind, sender and receiver: whether of gradients, and places
 
@@ -164,11 +168,11 @@ class Channels:
         All ranks call it: an all-gather of 8 bytes by gloo. Returns the first problem of any rank,
         the same on all, or an empty text. Pipelines side by side may have different shapes.
         """
-        if self.control is None:
+        if self.control.size == 1:
             return problem
         mine = torch.tensor(-1 if problem else zlib.crc32(batch.encode()), device="cpu")
         every = [torch.empty_like(mine) for _ in self.ranks]
-        dist.all_gather(every, mine, group=self.control)
+        dist.all_gather(every, mine, group=self.control.process_group)
         # A process group has its ranks in ascending order.
         order = [sorted(self.ranks).index(rank) for rank in self.ranks]
         # One row for each stage, one column for each pipeline side by side.
@@ -176,7 +180,7 @@ class Channels:
         if bool((found >= 0).all() and (found == found[0]).all()):
             return ""
         told: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(told, (problem, batch), group=self.control)
+        dist.all_gather_object(told, (problem, batch), group=self.control.process_group)
         texts = [told[i] for i in order]
         beside = len(self.ranks) // self.line.size
         wrong = []
@@ -288,9 +292,10 @@ class Channels:
         cause = torch.frombuffer(bytearray(told), dtype=torch.uint8)
         for rank in {*self.ranks} - {self.line.global_rank}:
             for part in (torch.tensor([len(told)], device="cpu"), cause):
-                work = dist.isend(part, rank, self.control, tag=_CAUSE_TAG)
+                work = dist.isend(part, rank, self.control.process_group, tag=_CAUSE_TAG)
                 self._leaving.append((work, part))
-        LOST.extend([self._leaving, self._coming, self._asked])
+        # Others still wait for what is on its way, even if the pipeline is gone.
+        in_flight.lose(self)
 
     def cause_of(self, rank: int) -> str:
         """
@@ -305,8 +310,8 @@ class Channels:
         return ""
 
     def _cause(self, buffer: torch.Tensor, rank: int) -> None:
-        work: Any = dist.irecv(buffer, rank, self.control, tag=_CAUSE_TAG)
-        LOST.append((work, buffer))
+        work: Any = dist.irecv(buffer, rank, self.control.process_group, tag=_CAUSE_TAG)
+        self._leaving.append((work, buffer))
         work.wait(_CAUSE_WAIT)
 
     def end(self) -> None:
@@ -360,18 +365,18 @@ class Channels:
             self._isend(text, to, self.control, _TOLD_TAG + gradients)
         return 8 * _ROW + len(told)
 
-    def _isend(self, tensor: torch.Tensor, to: int, group: Any, tag: int) -> None:
+    def _isend(self, tensor: torch.Tensor, to: int, group: Group, tag: int) -> None:
         """
         #### Start to send a tensor, and keep it until it has been received
         """
         if tensor.numel():
             peer = self.line.ranks[to]
-            work = self._wait(lambda: dist.isend(tensor, peer, group, tag=tag))
+            work = self._wait(lambda: dist.isend(tensor, peer, group.process_group, tag=tag))
             self._leaving.append((work, tensor))
 
-    def _irecv(self, buffer: torch.Tensor, source: int, group: Any, tag: int) -> Any:
+    def _irecv(self, buffer: torch.Tensor, source: int, group: Group, tag: int) -> Any:
         peer = self.line.ranks[source]
-        return self._wait(lambda: dist.irecv(buffer, peer, group, tag=tag))
+        return self._wait(lambda: dist.irecv(buffer, peer, group.process_group, tag=tag))
 
     def _described(self, leaf: Any) -> Any:
         """
@@ -403,7 +408,8 @@ class Channels:
         """
         try:
             return does()
-        except RuntimeError as error:
+        # torch raises the latter for a process group that is gone.
+        except (RuntimeError, ValueError) as error:
             raise RuntimeError(
                 f"rank {self.line.global_rank}: another stage is lost. Expected: a rank that "
                 f"answers. Got: {error}. What to do: look for the first error on another rank, "
@@ -462,14 +468,6 @@ def _tag_of(number: int, gradients: bool) -> int:
     #### The tag of tensors with this description
     """
     return _CAUSE_TAG + 2 * (1 + number) + gradients
-
-
-def _timeout_of(line: Group, device: torch.device) -> Any:
-    """
-    #### How long the user's process group waits, for those that are made here
-    """
-    backend = line.process_group._get_backend(device) if line.process_group else None
-    return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 def _words(action: Action) -> str:

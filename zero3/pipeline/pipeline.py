@@ -67,7 +67,7 @@ from zero3.guards.freed import FreedParameter
 from zero3.guards.options import expect
 from zero3.offload import Offload
 from zero3.optimizer.stage3 import Zero3Optimizer
-from zero3.pipeline.channels import LOST, Channels, Fault, Sent
+from zero3.pipeline.channels import Channels, Fault, Sent
 from zero3.pipeline.schedules import PASSES, Action, actions
 from zero3.pipeline.stages import (
     Borrowed,
@@ -438,9 +438,7 @@ class Pipeline(ShardedModel):
                 self.channels.fail(cause)
             # If it has failed in a transfer of its stage, the ranks of that stage know already.
             comm.announce_fault((*(() if comm.broken else comm.groups), comm.stages), self)
-            # Layers stay as they are, because an all-gather may still write into them.
-            comm.broken = comm.broken or f"{error}"
-            LOST.append(comm.lost)
+            comm.give_up(f"{error}" or repr(error))
             if comm.failed is not None and not isinstance(error, Fault):
                 raise Fault(f"{error} That rank says: {cause}", cause) from error
             raise

@@ -105,8 +105,7 @@ class StageLayer(Zero3Layer):
         super().reshard()
 
     def _cleanup_params(self) -> None:
-        # After a fault in another stage, messages may still arrive in this layer's memory.
-        if not self.holders and not self.comm.broken:
+        if not self.holders:
             super()._cleanup_params()
 
 

@@ -581,8 +581,6 @@ class Unit(Zero3Layer):
         At the end of a backward pass, for each unit that it reached. When the root settles, the
         trace has seen the whole pass, and learns its order.
         """
-        if raised and self.comm.broken:
-            return
         if self is self.order.root:
             self.order.trace.end()
         self.leave()

@@ -1,0 +1,144 @@
+r"""
+# Memory in flight
+
+`InFlight` owns all memory that a message, a thread or a stream may still touch: whoever frees or
+resizes such memory asks it first.
+
+A gather writes into the flat parameter while something else computes. gloo's thread got an address
+and a length, and knows nothing of tensors. If the buffer is freed before the last row has arrived,
+the row is written into memory that somebody else has by then: the heap is corrupted, and the
+program crashes later, in another place, once in many runs. A rank that *sends* from freed memory
+sends wrong numbers, without any error.
+
+**Three ranks gather 1 2 3**, one element each, and rank 1 has an error in the same moment:
+
+| moment | rank 0 | its buffer |
+|---|---|---|
+| it starts the gather | waits for two rows | 1 . . |
+| rank 1 announces its error | raises it; the forward pass ends | 1 . . |
+| the layer is cleaned up | **would free 12 bytes** | 1 . . |
+| rank 2, which is late, sends its 3 | gloo writes 4 bytes at offset 8 | 1 . 3 |
+
+Waiting does not help in the third row, because rank 1 will never send. So there is one rule.
+Everything that starts something in flight says so before it starts, and names the memory. It says
+so again when its wait has succeeded. If it has failed, or if its start raised an error, it keeps
+the memory for good. Until then nobody else frees, resizes or reuses it:
+
+$$\text{freed} \cap \text{in flight} = \emptyset$$
+
+In the example the gather keeps its 12 bytes, and the layer's parameters are closed all the same.
+After an error nothing new is sent (`Communicator.give_up`), so these bytes are all that is lost.
+
+**Who frees or reuses memory, and why nobody uses it then:**
+
+| place | memory | nobody uses it, because |
+|---|---|---|
+| `FlatParameter.free` | the flat parameter | `_cleanup_params` has waited for the gather |
+| `allocate` | the same | it has no bytes before |
+| `as_receive_buffer` | the same, for gradients | the layer's backward is over |
+| `add_reduced` | the same | the wait for the reduce has succeeded |
+| `Packed.take` | a packed buffer | dropped, not resized: the transfer has a reference |
+| `Reducer.delivered` | a gradient in pinned memory | the host has waited for the copy |
+| `Encoded.release` | a decoded shard | it was copied, and the copy is sent |
+| `Buffers.borrow` | a buffer of files | its threads have ended, and so has the copy from it |
+| `Channels.end` | activations that were sent | dropped after the wait, and kept after an error |
+| `freeing.py` | a compressed weight | only the compute stream uses it |
+| `FreedParameter.of_shard` | memory that was never filled | nobody knows it |
+
+The rows of `FlatParameter`, `allocate`, `as_receive_buffer`, `add_reduced`, `Reducer` and `Buffers`
+ask here. With no error, a free of memory in flight is a mistake in this package, and an assertion:
+every rank of the tests looks for one by itself too, and has found none.
+
+A tensor that is *dropped* needs no owner. A message has a reference to it, and gives it back when
+gloo's thread has done with it. Only resizing frees memory under a reference.
+
+**Run this**: `python -m pytest tests/test_in_flight.py`.
+
+**Not covered, and what that costs**: on an accelerator the end of a wait means that the compute
+stream waits. Memory is then reused in the order of that stream, as torch's allocator does, and the
+table in `comm.py` says who waits for whom. What has failed is kept until the process ends.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+
+
+class InFlight:
+    """
+    ## The owner of memory in flight
+
+    There is one for the process, `in_flight`, because several communicators, files and streams may
+    touch the same memory, and because a message that was lost outlives its model.
+    """
+
+    def __init__(self) -> None:
+        # Whatever is in flight (a `Transfer`, an `InFile`, a `Reducer`) with the storages that it
+        # uses. Weakly: if nobody has it any more, its messages are gone too.
+        self.users: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
+        # What has failed. Others may still wait for its messages, and send theirs.
+        self.lost: list[Any] = []
+
+    def begin(self, user: Any, *tensors: torch.Tensor) -> None:
+        """
+        ### Something is about to use these tensors
+
+        * `user` is what is in flight; it may say so several times, with more tensors
+        """
+        self.users.setdefault(user, set()).update(_storage_of(tensor) for tensor in tensors)
+
+    def end(self, user: Any) -> None:
+        """
+        ### The wait for it has succeeded: it no longer uses anything
+        """
+        self.users.pop(user, None)
+
+    def lose(self, user: Any) -> None:
+        """
+        ### It has failed: it keeps its memory, and its messages, until the process ends
+        """
+        if not self.is_lost(user):
+            self.lost.append(user)
+
+    def is_lost(self, user: Any) -> bool:
+        return any(user is other for other in self.lost)
+
+    def user_of(self, tensor: torch.Tensor) -> Any:
+        """
+        ### What uses this tensor's memory, or `None`
+        """
+        storage = _storage_of(tensor)
+        return next((user for user, storages in self.users.items() if storage in storages), None)
+
+    def free(self, tensor: torch.Tensor) -> None:
+        """
+        ### Give the memory of a tensor back, unless something that was lost keeps it
+        """
+        self.resize(tensor, 0)
+
+    def resize(self, tensor: torch.Tensor, nbytes: int) -> None:
+        """
+        ### Give a tensor's storage another size
+
+        All views of the storage go on to exist. Resizing to the size that it has does nothing: it
+        would take the memory a second time.
+        """
+        storage = tensor.untyped_storage()
+        if storage.nbytes() == nbytes:
+            return
+        user = self.user_of(tensor)
+        if user is None:
+            storage.resize_(nbytes)
+            return
+        assert self.is_lost(user), f"{user} is in flight, and its memory is about to be resized"
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    """
+    #### The address of torch's object for a storage, which stays the same when it is resized
+    """
+    return tensor.untyped_storage()._cdata
+
+
+in_flight = InFlight()
