@@ -23,12 +23,14 @@ from tests.ranks import run
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(),
                     re.DOTALL)
+END = "dist.destroy_process_group()\n"
 
 
 def program(which, folder):
     """
     The first block, with lines of it replaced by another block as the text between them says; or
-    with the block about checkpoints in the end. Without two GPUs a CPU stands in for them.
+    with the block about checkpoints before its last line. Without two GPUs a CPU stands in for
+    them.
     """
     first, *others = BLOCKS
     if which == "compile":
@@ -49,7 +51,7 @@ def program(which, folder):
     mark = {"first": "save(", "wrap": "wrap(", "nvme": "Offload("}[which]
     (block,) = [block for block in others if mark in block]
     if which == "first":
-        return f"{first}{block}print(extra)\n"
+        return first.replace(END, f"{block}print(extra)\n{END}")
     assert len(lines) == (3 if which == "wrap" else 2)
     for line in lines[1:]:
         first = first.replace(f"{line}\n", "")
@@ -84,6 +86,7 @@ def test_a_program_of_the_readme_runs_on_two_ranks(which, tmp_path):
                              ('"nccl", device_id=device', '"gloo"')):
             assert text.count(theirs) == 1
             text = text.replace(theirs, ours)
+    assert text.endswith(END)
     (tmp_path / "mine.py").write_text(text)
     if which == "first" or "nccl" in text:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone",

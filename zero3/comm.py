@@ -502,7 +502,7 @@ class Communicator:
         for group in self.groups:
             if group.size > 1:
                 lists = [things] * group.size
-                self._together(group, dist.all_gather_object, lists, things)
+                group.together("small objects", dist.all_gather_object, lists, things)
                 things = [each for several in lists for each in several]
         return things
 
@@ -514,7 +514,7 @@ class Communicator:
         """
         things = [thing] * self.stages.size
         if self.stages.size > 1:
-            self._together(self.stages, dist.all_gather_object, things, thing)
+            self.stages.together("small objects", dist.all_gather_object, things, thing)
         return things
 
     def agree(self, sender: Named, what: str, expected: str, problem: str, cure: str) -> None:
@@ -582,22 +582,6 @@ class Communicator:
             with suppress(RuntimeError):
                 in_flight.lose(self._begin([group], [sender], "fault", []))
 
-    def _together(self, group: Group, collective: Callable, *args: Any, **kwargs: Any) -> None:
-        """
-        #### Call a blocking collective of a group, and explain the error if another rank does not
-
-        A rank that raised an error earlier ends its process and closes its connections. The backend
-        then reports a closed connection or a time-out, and knows nothing of the reason.
-        """
-        try:
-            collective(*args, group=group.process_group, **kwargs)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {self.global_rank}: another rank has ended, or does something else. "
-                f"Expected: all {group.size} ranks to call the same functions of zero3. Got: "
-                f"{error}. What to do: look for the first error on the other ranks, which is the "
-                "cause, and start again.") from error
-
     # -------------------------------------------------------------------- while a model is wrapped
 
     def open(self, sender: Sender, params: dict[nn.Parameter, tuple[str, ...]],
@@ -659,8 +643,8 @@ class Communicator:
             part.copy_(whole)
         elif len(part):
             parts = [_bytes(each) for each in whole.view(group.size, -1)]
-            self._together(group, dist.scatter, _bytes(part), parts if group.rank == 0 else None,
-                           group_src=0)
+            group.together("first values", dist.scatter, _bytes(part),
+                           parts if group.rank == 0 else None, group_src=0)
 
     def broadcast(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """
@@ -680,12 +664,12 @@ class Communicator:
         if tensor.layout != torch.strided:
             # A sparse tensor may have another number of elements on each rank.
             parts = [tensor.detach()]
-            self._together(group, dist.broadcast_object_list, parts, group_src=0)
+            group.together("first values", dist.broadcast_object_list, parts, group_src=0)
             with torch.no_grad():
                 tensor.copy_(parts[0])
             return
         whole = tensor.detach().contiguous()
-        self._together(group, dist.broadcast, _bytes(whole), group_src=0)
+        group.together("first values", dist.broadcast, _bytes(whole), group_src=0)
         tensor.detach().copy_(whole)
 
 
@@ -866,8 +850,7 @@ class Transfer:
         later transfers.
         """
         try:
-            for work in self.order_works:
-                work.wait()
+            self._wait_for(self.order_works)
             # Compare before waiting for the data. If the ranks diverged, it may never come.
             for group, order in self.orders:
                 problem = self._diverged(group, order)
@@ -888,9 +871,21 @@ class Transfer:
         """
         ### Wait for everything that has started, so that the next step may begin
         """
-        for work in self.works[self.landed:]:
-            work.wait()
+        self._wait_for(self.works[self.landed:])
         self.landed = len(self.works)
+
+    def _wait_for(self, works: list[Any]) -> None:
+        """
+        #### Wait for messages no longer than the group says, and have a stream wait for collectives
+
+        A message of gloo's would otherwise wait as long as the group was told when it was made. A
+        mesh makes groups that wait for half an hour.
+        """
+        for work in works:
+            if self.comm.by_messages:
+                work.wait(self.comm.group.timeout)
+            else:
+                work.wait()
 
     @property
     def where(self) -> str:

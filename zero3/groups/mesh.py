@@ -61,7 +61,9 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -69,6 +71,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Its functions have the group of all ranks as a default. torch's optimizers import it, and if there
+# is a group by then, these defaults would be handles of it until the program ends (see `leave`).
+import torch.distributed.nn.functional
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -104,6 +110,13 @@ class Group:
         return found
 
     @property
+    def timeout(self) -> timedelta:
+        """
+        ### How long to wait for a rank that does not answer
+        """
+        return timeout_of(self.process_group or dist.group.WORLD, torch.device("cpu"))
+
+    @property
     def size(self) -> int:
         return len(self.ranks)
 
@@ -127,6 +140,26 @@ class Group:
         """
         following = self.ranks[(self.rank + 1) % self.size]
         return node_of(following) != node_of(self.global_rank)
+
+    def together(self, what: str, collective: Callable, *args: Any, **kwargs: Any) -> None:
+        """
+        ### Call a blocking collective of torch's, and explain the error if another rank does not
+
+        * `what` the other ranks have to send, in words
+
+        All ranks must call it. A rank that raised an error earlier ends its process and closes its
+        connections. The backend then reports a closed connection or a time-out, and knows nothing
+        of the reason. Raises `RuntimeError`.
+        """
+        try:
+            collective(*args, group=self.process_group, **kwargs)
+        # torch raises the latter for a process group that is gone.
+        except (RuntimeError, ValueError) as error:
+            raise RuntimeError(
+                f"rank {self.global_rank}: another rank has ended, or does something else. "
+                f"Expected: {what} from all {self.size} ranks of {[*self.ranks]}, which call the "
+                f"same functions of zero3. Got: {error}. What to do: look for the first error on "
+                "the other ranks, which is the cause, and start again.") from error
 
     def only_this(self) -> Group:
         """
@@ -259,8 +292,13 @@ def leave() -> None:
         mesh._pg_registry.clear()
     if not dist.is_initialized() or dist.get_backend() != "gloo":
         return
+    everybody = weakref.ref(dist.group.WORLD)
     ending = threading.Thread(target=dist.destroy_process_group, daemon=True)
     # Some versions of Python start no thread at this point.
     with suppress(RuntimeError):
         ending.start()
         ending.join(LEAVE_S)
+    if everybody() is not None:
+        # Somebody else has a handle, so the threads go on. Give them a moment to drop what they
+        # hold.
+        time.sleep(LEAVE_S / 5)

@@ -90,7 +90,7 @@ class Line:
         """
         x = x.clone(memory_format=torch.contiguous_format)
         if self.size > 1:
-            dist.all_reduce(x, group=self.group.process_group)
+            self.group.together("parts of a sum", dist.all_reduce, x)
             self._count("sum", x.nbytes, 2 * (self.size - 1) * x.nbytes // self.size)
         return x
 
@@ -103,7 +103,7 @@ class Line:
         found = x.new_empty(self.size, *x.shape)
         if self.size == 1:
             return found.copy_(x)
-        dist.all_gather([*found], x.contiguous(), group=self.group.process_group)
+        self.group.together("activations", dist.all_gather, [*found], x.contiguous())
         self._count("gather", found.nbytes, (self.size - 1) * x.nbytes)
         return found
 
@@ -115,15 +115,14 @@ class Line:
         """
         if self.size == 1:
             return rows[0]
-        group = self.group.process_group
         if rows.device.type == "cpu":
             # gloo's own reduce-scatter sends as much as an all-reduce.
             found = torch.empty_like(rows)
-            all_to_all_single(found, rows, group=group)
+            self.group.together("parts of a sum", all_to_all_single, found, rows)
             total = found.sum(0)
         else:
             total = torch.empty_like(rows[0])
-            reduce_scatter_single(total, rows, group=group)
+            self.group.together("parts of a sum", reduce_scatter_single, total, rows)
         self._count("reduce", rows.nbytes, (self.size - 1) * total.nbytes)
         return total
 
@@ -157,7 +156,7 @@ class Line:
         told = [(name, tuple(t.shape), f"{t.dtype}") for name, t in tensors]
         every: list[Any] = [told] * self.size
         if self.size > 1:
-            dist.all_gather_object(every, told, group=self.group.process_group)
+            self.group.together("small objects", dist.all_gather_object, every, told)
         for rank, theirs in zip(self.group.ranks, every, strict=True):
             expect(theirs == every[0], "tensor_parallel", "the same model on all ranks",
                    f"other parameters on rank {rank}", "build it alike on all ranks")
@@ -188,8 +187,8 @@ class Line:
         """
         if self.size > 1 and tensor.numel():
             whole = tensor.contiguous()
-            dist.broadcast(whole.view(-1).view(torch.uint8), group=self.group.process_group,
-                           group_src=place)
+            self.group.together("first values", dist.broadcast, whole.view(-1).view(torch.uint8),
+                                group_src=place)
             tensor.copy_(whole)
 
     def twin(self, param: nn.Parameter, make: Any) -> nn.Parameter:
@@ -216,7 +215,7 @@ class Line:
                for t in (*tensors, torch.get_rng_state()) if t.numel()]
         told = [zlib.crc32(each.numpy().tobytes()) for each in raw]
         every: list[Any] = [told] * self.size
-        dist.all_gather_object(every, told, group=self.group.process_group)
+        self.group.together("small objects", dist.all_gather_object, every, told)
         for rank, theirs in zip(self.group.ranks, every, strict=True):
             what = "the random numbers" if theirs[:-1] == every[0][:-1] else "the inputs"
             expect(theirs == every[0], "tensor_parallel", "the same batch and the same random "

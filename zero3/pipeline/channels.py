@@ -172,7 +172,7 @@ class Channels:
             return problem
         mine = torch.tensor(-1 if problem else zlib.crc32(batch.encode()), device="cpu")
         every = [torch.empty_like(mine) for _ in self.ranks]
-        dist.all_gather(every, mine, group=self.control.process_group)
+        self.control.together("a checksum of the batch", dist.all_gather, every, mine)
         # A process group has its ranks in ascending order.
         order = [sorted(self.ranks).index(rank) for rank in self.ranks]
         # One row for each stage, one column for each pipeline side by side.
@@ -180,7 +180,7 @@ class Channels:
         if bool((found >= 0).all() and (found == found[0]).all()):
             return ""
         told: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(told, (problem, batch), group=self.control.process_group)
+        self.control.together("its batch", dist.all_gather_object, told, (problem, batch))
         texts = [told[i] for i in order]
         beside = len(self.ranks) // self.line.size
         wrong = []
@@ -247,13 +247,13 @@ class Channels:
         """
         expected, source, row, work = self._coming.popleft()
         assert expected == action
-        self._wait(work.wait)
+        self._land(work)
         kind, stage, micro_batch, number, length = row.tolist()
         told = b""
         if length:
             text = torch.empty(length, dtype=torch.uint8, device="cpu")
             tag = _TOLD_TAG + _is_gradient(action)
-            self._wait(self._irecv(text, source, self.control, tag).wait)
+            self._land(self._irecv(text, source, self.control, tag))
             told = text.numpy().tobytes()
         where = f"rank {self.line.global_rank}: {_words(action)}"
         if kind == _FAULT:
@@ -271,7 +271,7 @@ class Channels:
         self._usual[action] = number
         asked = self._ask(source, _is_gradient(action), number).popleft()
         for each in asked.works:
-            self._wait(each.wait)
+            self._land(each)
         self._ask_ahead()
         return asked.value
 
@@ -319,7 +319,7 @@ class Channels:
         ### Wait until everything that was sent has been received
         """
         while self._leaving:
-            self._wait(self._leaving.popleft()[0].wait)
+            self._land(self._leaving.popleft()[0])
 
     def _ask_ahead(self) -> None:
         """
@@ -371,12 +371,12 @@ class Channels:
         """
         if tensor.numel():
             peer = self.line.ranks[to]
-            work = self._wait(lambda: dist.isend(tensor, peer, group.process_group, tag=tag))
+            work = self._explained(lambda: dist.isend(tensor, peer, group.process_group, tag=tag))
             self._leaving.append((work, tensor))
 
     def _irecv(self, buffer: torch.Tensor, source: int, group: Group, tag: int) -> Any:
         peer = self.line.ranks[source]
-        return self._wait(lambda: dist.irecv(buffer, peer, group.process_group, tag=tag))
+        return self._explained(lambda: dist.irecv(buffer, peer, group.process_group, tag=tag))
 
     def _described(self, leaf: Any) -> Any:
         """
@@ -402,7 +402,15 @@ class Channels:
         while self._leaving and self._leaving[0][0].is_completed():
             self._leaving.popleft()
 
-    def _wait(self, does: Callable[[], Any]) -> Any:
+    def _land(self, work: Any) -> None:
+        """
+        #### Wait until a message has been sent or received
+
+        No longer than the group of all ranks would wait.
+        """
+        self._explained(lambda: work.wait(self.control.timeout))
+
+    def _explained(self, does: Callable[[], Any]) -> Any:
         """
         #### Explain the error if the connection to another rank is gone
         """

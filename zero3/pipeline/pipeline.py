@@ -280,8 +280,8 @@ class Pipeline(ShardedModel):
         """
         if self.ranks > 1 and value.numel():
             whole = value.detach().contiguous()
-            dist.broadcast(whole.view(-1).view(torch.uint8), group=self._comm.stages.process_group,
-                           group_src=owner)
+            self._comm.stages.together("tied weights", dist.broadcast,
+                                       whole.view(-1).view(torch.uint8), group_src=owner)
             value.detach().copy_(whole)
 
     def held_tensors(self) -> Iterator[torch.Tensor | None]:

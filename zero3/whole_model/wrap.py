@@ -694,7 +694,7 @@ def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 2
         left = (~done).any().int()
         for group in groups:
             if group.size > 1:
-                dist.all_reduce(left, dist.ReduceOp.MAX, group.process_group)
+                group.together("its state", dist.all_reduce, left, dist.ReduceOp.MAX)
         if not left:
             break
     return ids
