@@ -135,7 +135,7 @@ def interrupted():
     works = gather.works
 
     class Interrupted:
-        def wait(self):
+        def wait(self, timeout):
             raise KeyboardInterrupt
 
     gather.works = [Interrupted(), *works]
@@ -205,6 +205,7 @@ def test_memory_in_flight_is_freed_by_nobody():
     owner = InFlight()
     mine, other = torch.ones(4), torch.ones(4)
     user, nobody = Thing(), Thing()
+    owner.lose(nobody)
     owner.begin(user, mine[1:2])
     owner.begin(user, torch.ones(1))
     owner.free(other)

@@ -56,7 +56,8 @@ gloo's thread has done with it. Only resizing frees memory under a reference.
 
 **Not covered, and what that costs**: on an accelerator the end of a wait means that the compute
 stream waits. Memory is then reused in the order of that stream, as torch's allocator does, and the
-table in `comm.py` says who waits for whom. What has failed is kept until the process ends.
+table in `comm.py` says who waits for whom. What has failed is kept until the process ends, and its
+model with it.
 """
 
 import weakref
@@ -97,8 +98,10 @@ class InFlight:
     def lose(self, user: Any) -> None:
         """
         ### It has failed: it keeps its memory, and its messages, until the process ends
+
+        If it has not said that it uses anything, there is nothing to keep.
         """
-        if not self.is_lost(user):
+        if user in self.users and not self.is_lost(user):
             self.lost.append(user)
 
     def is_lost(self, user: Any) -> bool:

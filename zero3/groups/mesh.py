@@ -75,10 +75,13 @@ import torch.distributed as dist
 # Its functions have the group of all ranks as a default. torch's optimizers import it, and if there
 # is a group by then, these defaults would be handles of it until the program ends (see `leave`).
 import torch.distributed.nn.functional
-from torch.distributed.constants import default_pg_timeout
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero3.guards.options import expect
+
+# How long groups wait that were told nothing.
+TORCHS_TIMES = (default_pg_timeout, default_pg_nccl_timeout)
 
 
 @dataclass(frozen=True)
@@ -247,7 +250,7 @@ def wait_as_long(process_group: dist.ProcessGroup) -> None:
     was given another time than torch's own keeps it.
     """
     for device in process_group._device_types:
-        if timeout_of(process_group, device) == default_pg_timeout:
+        if timeout_of(process_group, device) in TORCHS_TIMES:
             backend: Any = process_group._get_backend(device)
             backend._set_default_timeout(timeout_of(dist.group.WORLD, device))
 
@@ -261,10 +264,10 @@ def timeout_of(process_group: Any, device: torch.device) -> timedelta:
     It is torch's own time if the group has no backend for this device.
     """
     try:
-        options = process_group._get_backend(device).options
+        backend = process_group._get_backend(device)
     except RuntimeError:
         return default_pg_timeout
-    return getattr(options, "_timeout", default_pg_timeout)
+    return getattr(getattr(backend, "options", None), "_timeout", default_pg_timeout)
 
 
 # ------------------------------------------------------------------------- the end of a program

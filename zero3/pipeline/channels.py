@@ -295,6 +295,7 @@ class Channels:
                 work = dist.isend(part, rank, self.control.process_group, tag=_CAUSE_TAG)
                 self._leaving.append((work, part))
         # Others still wait for what is on its way, even if the pipeline is gone.
+        in_flight.begin(self)
         in_flight.lose(self)
 
     def cause_of(self, rank: int) -> str:

@@ -437,8 +437,9 @@ class Pipeline(ShardedModel):
             with suppress(RuntimeError):
                 self.channels.fail(cause)
             # If it has failed in a transfer of its stage, the ranks of that stage know already.
-            comm.announce_fault((*(() if comm.broken else comm.groups), comm.stages), self)
+            groups = () if comm.broken else comm.groups
             comm.give_up(f"{error}" or repr(error))
+            comm.announce_fault((*groups, comm.stages), self)
             if comm.failed is not None and not isinstance(error, Fault):
                 raise Fault(f"{error} That rank says: {cause}", cause) from error
             raise

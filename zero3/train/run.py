@@ -324,8 +324,8 @@ def fails_first(store: dist.Store) -> bool:
     """
     ## Whether no other rank has failed before; if one has, wait until it has printed the cause
     """
-    first = True
-    # The store may have ended together with the rank that served it.
+    first = False
+    # If the store is gone, the rank that served it has failed before, and has ended since.
     with contextlib.suppress(RuntimeError):
         first = store.add("failures", 1) == 1
         if not first:
