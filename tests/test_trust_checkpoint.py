@@ -4,6 +4,7 @@
 
 import errno
 import fcntl
+import io
 import json
 import os
 import pickle
@@ -18,15 +19,16 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from tests.ranks import run
 from tests.test_checkpoint import plain, refused, rewrite, same, shard, train, weights
 from zero3 import Zero3Layer, Zero3Optimizer, load, save, wrap
 from zero3.checkpoint.convert import main
 from zero3.checkpoint.entries import Entries
-from zero3.checkpoint.formats import from_tensors
+from zero3.checkpoint.formats import _MetadataUnpickler, from_tensors
 from zero3.checkpoint.reader import _LOCKED, MANIFEST, file_name, newest
-from zero3.checkpoint.tensor_files import Broken, check_name, checksums
+from zero3.checkpoint.tensor_files import Broken, TensorFile, check_name, checksums
 from zero3.guards.options import one_line
 
 CLEAR = "\x1b[2J"  # clears a terminal's screen
@@ -132,6 +134,60 @@ def test_what_is_in_dcps_metadata_is_not_run(tmp_path, capsys):
         (folder / ".metadata").write_bytes(pickle.dumps(good))
         assert command("universal", folder, tmp_path / "out") == 1
     assert not touched.exists() and not (tmp_path / "out").exists()
+
+
+def test_dcps_metadata_changes_no_class_of_torchs(tmp_path):
+    """
+    A `.metadata` that sets an attribute on a class sets it on a stand-in. Breaks where
+    `find_class` hands out the class itself.
+    Proves `_MetadataUnpickler`, `_make`.
+    """
+    # The class, a state, and the operation that sets it.
+    parts = [pickle.dumps(each, protocol=0)[:-1] for each in (Metadata, (None, {"forged": 1}))]
+    told = _MetadataUnpickler(io.BytesIO(b"".join([*parts, b"b."]))).load()
+    assert told.forged == 1 and not hasattr(Metadata, "forged")
+    good = Metadata({"a": BytesStorageMetadata()})
+    again = _MetadataUnpickler(io.BytesIO(pickle.dumps(good))).load()
+    assert type(again) is Metadata and again == good
+
+
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, capsys):
+    """
+    A pipe in the place of a file, which nobody writes to. Breaks without `check_files`: the command
+    then waits for ever.
+    Proves `check_files`, `_read_manifest`.
+    """
+    for i, (command_name, name) in enumerate((
+            ("import", "model.safetensors"), ("universal", ".metadata"), ("inspect", MANIFEST),
+            ("universal", "latest_universal"), ("verify", MANIFEST))):
+        folder = tmp_path / f"{i}"
+        folder.mkdir()
+        os.mkfifo(folder / name)
+        told = [command_name, folder, tmp_path / "out"]
+        assert command(*told[: 3 if command_name in ("import", "universal") else 2]) == 1
+        assert "is neither a file nor a folder" in capsys.readouterr().err
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    assert command("import", tmp_path / "pipe.safetensors", tmp_path / "out") == 1
+    model, optimizer = shard(plain())
+    with pytest.raises(RuntimeError, match="is missing"):
+        load(tmp_path / "2", model, optimizer)
+
+
+def test_tensors_of_a_file_share_no_bytes(tmp_path):
+    """
+    The header of a file, forged so that one tensor begins inside of another, or leaves the file.
+    Proves `TensorFile.header`.
+    """
+    path = tmp_path / "file"
+    for offsets in ([[0, 8], [4, 12]], [[0, 8], [0, 8]], [[0, 8], [8, 800]], [[8, 4], [8, 12]]):
+        header = {name: {"dtype": "F32", "shape": [2], "data_offsets": each}
+                  for name, each in zip("ab", offsets, strict=True)}
+        text = json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
+        raw = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+        file = TensorFile(path, 0, {}, len(raw), checksums(raw))
+        with pytest.raises(Broken, match="overlaps another tensor, or leaves the file"):
+            file.read("a")
 
 
 def test_what_does_not_print_is_escaped(tmp_path, capsys):
@@ -257,6 +313,8 @@ def test_what_would_poison_the_optimizer_changes_nothing(tmp_path):
             step={"__tensor__": "0000c07f", "dtype": "F32", "shape": []}),
         lambda each: each.update(moments=[]), lambda each: each.update(scalars={}),
         lambda each: each["moments"].append("exp_avg_cubed"))]
+    cases += [(lambda told: [flat.update(states=[]) for flat in told["flats"]], None),
+              (option("weight_decay", 1 << 64), None)]
     cases += [(nothing, (b"MT19937", b"MT19936")),
               (nothing, (rb'\"python\": {\"__tuple__\": [3,', rb'\"python\": {\"__tuple__\": [9,')),
               (nothing, (rb'\"python\"', rb'\"pythom\"'))]

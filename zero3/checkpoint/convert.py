@@ -59,7 +59,14 @@ from zero3.checkpoint.reader import (
     newest,
     steps,
 )
-from zero3.checkpoint.tensor_files import BLOCK_BYTES, TYPES, Broken, Writer, check_name
+from zero3.checkpoint.tensor_files import (
+    BLOCK_BYTES,
+    TYPES,
+    Broken,
+    Writer,
+    check_files,
+    check_name,
+)
 from zero3.whole_model.materialise import Source
 
 # An exported tensor: data type, shape, and the parameter or the name of the buffer.
@@ -246,6 +253,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     try:
+        check_files(args.folder)
         if args.command == "inspect":
             inspect(_checkpoint_in(args.folder))
         elif args.command == "verify":

@@ -803,8 +803,10 @@ def _is_like(value: Any, here: Any) -> bool:
         return not isinstance(value, dict)
     if isinstance(here, (bool, str)) or isinstance(value, (bool, str)):
         return type(value) is type(here)
-    # Whole numbers and others may replace each other.
-    return isinstance(value, (int, float) if isinstance(here, (int, float)) else type(here))
+    # Whole numbers and others may replace each other. torch's kernels take 64 bits.
+    fits = not isinstance(value, int) or -(1 << 63) <= value < 1 << 63
+    return fits and isinstance(value, (int, float) if isinstance(here, (int, float))
+                               else type(here))
 
 
 def _merge_states(params: list[dict[str, Any]], states: dict[int, dict[str, Any]]

@@ -44,6 +44,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, TextIO
 
@@ -471,6 +472,15 @@ def _dcp_keys(metadata: dcp.Metadata) -> dict[tuple[str, str], str]:
     return found
 
 
+def _make(made: Any, cls: type, *args: Any) -> Any:
+    """
+    #### What a stand-in does in place of a class, or of a function
+
+    Without arguments a pickle wants an empty object, and fills it afterwards.
+    """
+    return made(*args) if args else made.__new__(made)
+
+
 class _DcpReader(dcp.FileSystemReader):
     """
     ## DCP's reader, with checks before it trusts the metadata
@@ -494,6 +504,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     A pickle names the functions and classes that build its objects, and Python's own unpickler
     calls any of them. This one looks each name up in a short list of records, sizes and data types.
+    A pickle may also set attributes on whatever it is given. So it is given stand-ins, which make
+    the same objects, and not torch's classes.
     """
 
     _ADMITTED = {
@@ -510,7 +522,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in self._ADMITTED.get(module, ()):
             # A path says where the folder used to be. `PurePath` can hold another system's path.
-            return PurePath if module == "pathlib" else super().find_class(module, name)
+            made = PurePath if module == "pathlib" else super().find_class(module, name)
+            return type(name, (), {"__new__": partial(_make, made)})
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise Broken(f"`.metadata` asks for `{module}.{name}`, which is none of DCP's records: "

@@ -429,6 +429,9 @@ class CheckpointReader:
             agreed.append(entry["offset"] >= end)
             end = entry["offset"] + math.prod(entry["shape"])
         agreed += [end == flat["numel"], (end + flat["padding"]) % self.world_size == 0]
+        # A state that is missing here would be missing in training, too.
+        moments = {key for states in flat["states"] for key in states["moments"]}
+        agreed.append({"param", *moments} == {*flat["keys"]})
         if not all(agreed):
             raise ValueError(f"layer `{flat['layer']}` does not add up")
 
@@ -596,7 +599,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
     The checksum finds damage. The schema finds manifests that another program wrote.
     """
-    if not path.exists():
+    if not path.is_file():
         raise Broken(f"{path} is missing: this is no checkpoint, nor a folder with checkpoints")
     raw = path.read_bytes()
     manifest = json.loads(raw)
