@@ -64,6 +64,7 @@ from zero3.compiler.graph import (
     refuse_old,
     remember,
 )
+from zero3.compiler.model import main
 from zero3.compiler.passes import bucket, gathered, improve, insert, keep, prefetch, sink
 from zero3.groups.encodings import Int8
 from zero3.measure.ledger import Ledger
@@ -1012,3 +1013,8 @@ def test_the_command_prints_the_graphs_after_each_pass(monkeypatch, capsys):
     for name in ("traced", "insert", "keep", "prefetch", "sink"):
         assert f"{name}, forward" in text and f"{name}, backward" in text
     assert text.endswith("5 gathers, 4 reduces, at most 8 full elements\n")
+    for wrong in (["--layers", "0"], ["--layers", "-1"], ["--layers", "100000"], ["--limit", "0"],
+                  ["--bucket", "-1"]):
+        with pytest.raises(SystemExit):
+            main(wrong)
+        assert f"{wrong[0]} is too" in capsys.readouterr().err

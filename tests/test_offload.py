@@ -1034,3 +1034,22 @@ def test_the_folder_of_the_tests_has_an_in_file_shard(tmp_path):
     """
     layer = Zero3Layer(nn.Linear(5, 5), offload=Offload("nvme", tmp_path))
     assert isinstance(layer.flats[0].storage, InFile) and layer.flats[0].storage.tier == "nvme"
+
+
+def test_states_that_an_optimizer_makes_at_once_go_to_their_file_at_once(tmp_path):
+    """
+    Adagrad makes its sums in its constructor, one for each element. They rest in the file before
+    the first step, with their values, so that a model that fits in files can begin. Breaks where
+    `offload` looks for states in the wrong case.
+    Proves `ShardStates.in_memory`.
+    """
+    nvme = Offload("nvme", folder=tmp_path)
+    layer = Zero3Layer(nn.Linear(8, 8), offload=nvme)
+    optimizer = Zero3Optimizer(layer, torch.optim.Adagrad, lr=0.1, offload=nvme,
+                               initial_accumulator_value=2.0)
+    (states,) = optimizer.shard_states
+    sums = [state["sum"] for state in optimizer.inner.state.values()]
+    assert [each.numel() for each in sums] == [0] * len(sums) and sums
+    with states.in_memory(optimizer.inner.state):
+        assert all(bool((state["sum"] == 2).all()) and state["sum"].numel()
+                   for state in optimizer.inner.state.values())

@@ -220,6 +220,7 @@ def test_the_command_draws_a_schedule_and_counts(capsys):
     told = capsys.readouterr().out
     assert "in flight" in told and max(map(len, told.splitlines())) <= 100
     for wrong in (["--shards", "0"], ["--per-rank", "0"], ["--stages", "3", "--per-rank", "2"],
+                  ["--stages", "0"], ["--stages", "100000"], ["--micro-batches", "100000"],
                   ["--stages", "2", "--schedule", "interleaved", "--micro-batches", "3"]):
         with pytest.raises(SystemExit):
             main(wrong)

@@ -58,7 +58,6 @@ full from forward to backward wait for that backward pass; if it never comes, th
 frees them. A model that returns one of its weights raises an error when the result is used.
 """
 
-import argparse
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -80,7 +79,7 @@ from zero3.compiler.trace import Backend, Graphs, Place
 from zero3.flat import FlatParameter, Slot
 from zero3.guards.contents import uncompiled
 from zero3.guards.freed import FreedParameter
-from zero3.guards.options import expect, whole
+from zero3.guards.options import MOST, Parser, expect, whole, within
 from zero3.optimizer.buckets import PlannedBucket
 from zero3.watch import Call, in_backward
 from zero3.whole_model.together import (
@@ -93,6 +92,8 @@ from zero3.whole_model.together import (
 from zero3.whole_model.units import Unit
 from zero3.whole_model.wrap import Classes, Zero3Model, wrap
 
+# A command line traces at most so many layers: each takes a few milliseconds, and a line.
+MOST_LAYERS = 256
 ENGINES: dict[str, type[Eager]] = {"aot_eager": Eager, "inductor": Inductor}
 # The options of `wrap` that are not about hooks.
 _OPTIONS = ("leaf_classes", "offload", "device", "seed", "init", "checkpoint", "mesh")
@@ -763,15 +764,21 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *, backend: 
     return compiled
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """
     ## Trace a chain of small layers, and print what each pass makes of its graphs
     """
-    parser = argparse.ArgumentParser(description="The graphs of a chain after each pass")
+    parser = Parser(prog="zero3.compiler", description="The graphs of a chain after each pass")
     parser.add_argument("--layers", type=int, default=4, help="each has a 2 x 2 weight")
     parser.add_argument("--limit", type=int, default=8, help="elements that may be full at once")
     parser.add_argument("--bucket", type=int, default=0, help="elements that share a collective")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    try:
+        within("--layers", args.layers, 1, MOST_LAYERS)
+        within("--limit", args.limit, 1, MOST)
+        within("--bucket", args.bucket, 0, MOST)
+    except ValueError as error:
+        parser.error(str(error))
 
     model = compile(nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(args.layers))),
                     backend="aot_eager")

@@ -38,7 +38,7 @@ from argparse import Namespace
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from zero3.guards.options import Parser, expect, within
+from zero3.guards.options import MOST, Parser, expect, within
 from zero3.pipeline.schedules import GATHERS, ORDERS, PASSES, Action, actions
 
 
@@ -236,9 +236,11 @@ def main(argv: list[str] | None = None) -> None:
     add("--shards", type=int, default=2, help="ranks that share each stage")
     args = parser.parse_args(argv)
     try:
-        for name, least in (("backward", 1), ("shards", 1), ("stage_mib", 0), ("activation_mib", 0),
-                            ("per_rank", 1)):
-            within(f"--{name.replace('_', '-')}", getattr(args, name), least, 1 << 20)
+        for name, least, most in (
+                ("stages", 1, 64), ("per_rank", 1, 64), ("micro_batches", 1, 256),
+                ("backward", 1, 16), ("shards", 1, MOST), ("stage_mib", 0, MOST),
+                ("activation_mib", 0, MOST)):
+            within(f"--{name.replace('_', '-')}", getattr(args, name), least, most)
         expect(args.stages % args.per_rank == 0, "--stages",
                f"a multiple of {args.per_rank}, the stages on a rank", args.stages,
                "pass another number")
