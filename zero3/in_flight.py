@@ -4,9 +4,9 @@ r"""
 `InFlight` owns all memory that a message, a thread or a stream may still touch: whoever frees or
 resizes such memory asks it first.
 
-A gather writes into the flat parameter while something else computes. gloo's thread got an address
+A gather writes into the flat parameter while something else computes. gloo's thread has an address
 and a length, and knows nothing of tensors. If the buffer is freed before the last row has arrived,
-the row is written into memory that somebody else has by then: the heap is corrupted, and the
+the row is written into memory that belongs to somebody else by then. The heap is corrupted, and the
 program crashes later, in another place, once in many runs. A rank that *sends* from freed memory
 sends wrong numbers, without any error.
 
@@ -20,14 +20,15 @@ sends wrong numbers, without any error.
 | rank 2, which is late, sends its 3 | gloo writes 4 bytes at offset 8 | 1 . 3 |
 
 Waiting does not help in the third row, because rank 1 will never send. So there is one rule.
-Everything that starts something in flight says so before it starts, and names the memory. It says
-so again when its wait has succeeded. If it has failed, or if its start raised an error, it keeps
-the memory for good. Until then nobody else frees, resizes or reuses it:
+Whoever starts something says so before, and names the memory (`begin`). After a wait that has
+succeeded, it says that too (`end`). In between nobody else frees, resizes or reuses this memory. If
+the wait fails, or if the start raises an error, the memory is kept for good (`lose`):
 
 $$\text{freed} \cap \text{in flight} = \emptyset$$
 
-In the example the gather keeps its 12 bytes, and the layer's parameters are closed all the same.
-After an error nothing new is sent (`Communicator.give_up`), so these bytes are all that is lost.
+In the example the gather keeps its 12 bytes, and the layer's parameters are closed all the same,
+so using them is an error. After an error nothing new is sent (`Communicator.give_up`), so no more
+than the buffers in flight are lost.
 
 **Who frees or reuses memory, and why nobody uses it then:**
 
@@ -45,12 +46,14 @@ After an error nothing new is sent (`Communicator.give_up`), so these bytes are 
 | `freeing.py` | a compressed weight | only the compute stream uses it |
 | `FreedParameter.of_shard` | memory that was never filled | nobody knows it |
 
-The rows of `FlatParameter`, `allocate`, `as_receive_buffer`, `add_reduced`, `Reducer` and `Buffers`
-ask here. With no error, a free of memory in flight is a mistake in this package, and an assertion:
-every rank of the tests looks for one by itself too, and has found none.
+`FlatParameter`, `allocate`, `as_receive_buffer`, `add_reduced` and `Encoded` free and resize
+through `in_flight`. Messages, threads that read and write files, and copies to pinned memory say
+there what they use. As long as no rank has failed, to free memory in flight is a mistake of this
+package, and an assertion. Every rank of the tests also looks for such a mistake without asking
+`in_flight`, and has found none.
 
-A tensor that is *dropped* needs no owner. A message has a reference to it, and gives it back when
-gloo's thread has done with it. Only resizing frees memory under a reference.
+A tensor that is *dropped* needs no owner: a message has a reference to it, and gives it back when
+gloo's thread has done with it. Only resizing frees memory that somebody still refers to.
 
 **Run this**: `python -m pytest tests/test_in_flight.py`.
 
