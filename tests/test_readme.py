@@ -55,7 +55,7 @@ def program(which, folder):
     assert len(lines) == (3 if which == "wrap" else 2)
     for line in lines[1:]:
         first = first.replace(f"{line}\n", "")
-    return first.replace(f"{lines[0]}\n", block.replace("/mnt/nvme", str(folder)))
+    return first.replace(f"{lines[0]}\n", block.replace("/tmp", str(folder)))
 
 
 def as_main(port, file):

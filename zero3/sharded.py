@@ -124,7 +124,8 @@ class Sharded(nn.Module):
         All ranks must enter and leave together. Inside, the layer may be read, called and written
         to. With `writeback=True` the values that rank 0 wrote are sharded at the end. If a rank
         raises an exception in the block, nothing is written, and the other ranks raise
-        `RuntimeError`. Afterwards the parameters are freed again: `clone` the values to keep.
+        `RuntimeError`. Without it, values that were written are lost, with a warning. Afterwards
+        the parameters are freed again: `clone` the values to keep.
         """
         self.reshard()
         # Into another buffer, so that a view of it stays valid if somebody keeps one.
@@ -148,10 +149,23 @@ class Sharded(nn.Module):
         else:
             if writeback:
                 self._write_back(fulls)
+            else:
+                self._warn_of_writes()
         finally:
             self.is_full_elsewhere = False
             for flat in self.flats:
                 flat.look_at(None)
+
+    def _warn_of_writes(self) -> None:
+        """
+        #### Warn that values which were written in the block are lost
+        """
+        written = [slot.names[0] for slot in self.slots() if slot.param._version != slot.version]
+        if written:
+            warnings.warn(
+                f"rank {self.comm.global_rank}: {self.label}: what was written to `{written[0]}` "
+                "inside `full_params()` is lost, because the shards have not changed. Pass "
+                "`writeback=True` to keep the values of rank 0.", stacklevel=4)
 
     @torch.no_grad()
     def _write_back(self, fulls: list[torch.Tensor]) -> None:

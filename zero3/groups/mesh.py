@@ -188,10 +188,17 @@ def all_ranks(rank: int | None = None, world_size: int | None = None) -> Group:
     * `rank` and `world_size` must be those of the process group, and default to them; without one,
       to 0 and 1
 
-    Raises `RuntimeError` if there is no process group of this rank and size.
+    Raises `RuntimeError` if there is no process group of this rank and size, or none at all
+    although torchrun has started several ranks.
     """
     has_group = dist.is_available() and dist.is_initialized()
     here = (dist.get_rank(), dist.get_world_size()) if has_group else (0, 1)
+    told = int(os.environ.get("WORLD_SIZE", 1))
+    if not has_group and told > 1:
+        raise RuntimeError(
+            f"rank {os.environ.get('RANK', '?')}: it would train alone. Expected: a process group "
+            f"of {told} ranks, as WORLD_SIZE says. Got: none. What to do: call "
+            "`torch.distributed.init_process_group()` before the first layer is wrapped.")
     rank = here[0] if rank is None else rank
     world_size = here[1] if world_size is None else world_size
     if (rank, world_size) != (here if world_size > 1 else (0, 1)):

@@ -199,6 +199,8 @@ class Zero3Optimizer(torch.optim.Optimizer):
         self.loss_scale: Any = loss_scale if self.scaled else 1.0
         if self.dynamic:
             self.loss_scale = max(_FIRST_SCALE, scale_floor)
+        # Whether `backward` was called since the last step.
+        self.has_scaled = False
         self.good_steps = 0
         self.skipped_steps = 0
         self._check_model(optimizer_class)
@@ -507,6 +509,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         infinite.
         """
         self._check_loss(loss)
+        self.has_scaled = True
         if self.scaled:
             loss = loss * self.loss_scale
         loss.backward()
@@ -587,18 +590,25 @@ class Zero3Optimizer(torch.optim.Optimizer):
             layer.reduce()
         for bucket in self.buckets:
             bucket.end()
+        self.has_scaled = False
         with self._more_threads():
             return self._step()
 
     def _check_ready(self) -> None:
         """
-        #### Refuse a step inside `no_sync()`, or of parameters that were frozen before
+        #### Refuse a step that cannot be right
 
-        The step calls it before it sends or changes anything. A parameter that was frozen when the
-        optimizer was built has no master, so it would be reduced and never stepped.
+        That is one inside `no_sync()`, of gradients without the loss scale, or of parameters that
+        were frozen before. The step calls it before it sends or changes anything. A parameter that
+        was frozen when the optimizer was built has no master, so it would be reduced and never
+        stepped.
         """
         self.expect(not any(bucket.holds for bucket in self.buckets), "cannot step", "gradients "
                     "that are reduced", "some that are held back", "leave `no_sync()` first")
+        has_scale = self.loss_scale != 1 and any(states.has_grad for states in self.shard_states)
+        self.expect(self.has_scaled or not has_scale, "cannot step", "gradients "
+                    f"of a loss times {self.loss_scale:g}", "gradients of `loss.backward()`, which "
+                    "has no scale", "call `optimizer.backward(loss)`; then `zero_grad()` and go on")
         known = {states.shard for states in self.shard_states}
         for layer in self.layers:
             trainable = {flat.shard for flat in layer.flats

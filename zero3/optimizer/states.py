@@ -533,8 +533,16 @@ class ShardStates:
         """
         #### Copy the shard into the master, if the caller has written into the shard
 
-        `full_params(writeback=True)` does so, for instance.
+        `full_params(writeback=True)` does so, for instance. `model.to("cpu:0")` gives the shard
+        other memory, and so does `model.half().float()`. If the shard is its own master, it gets
+        its memory back, with the new values. Otherwise the optimizer would step memory that nobody
+        gathers, and no weight would ever move again.
         """
+        if self.shard_is_master and self.in_file is None:
+            values = self.shard.detach()
+            if values.data_ptr() != master.data_ptr():
+                master.copy_(values)
+                self.shard.data = master
         if self.synced_version != self.shard._version and not self.shard_is_master:
             master.copy_(self.flat.storage.load())
             self.flat.storage.release()

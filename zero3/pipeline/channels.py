@@ -347,7 +347,9 @@ class Channels:
             def leaf(described: Any) -> Any:
                 if not isinstance(described, _Shape):
                     return described
-                found = torch.empty(described.shape, dtype=described.dtype, device=self.device)
+                # Asked for in an evaluation, it may be used in training.
+                with torch.inference_mode(False):
+                    found = torch.empty(described.shape, dtype=described.dtype, device=self.device)
                 if found.numel():
                     works.append(self._irecv(found, source, group, _tag_of(number, gradients)))
                 return found.requires_grad_(described.requires_grad)

@@ -341,6 +341,8 @@ class Pipeline(ShardedModel):
                 sent = batch.do(action)
                 self.listener.record(_Doer(self.comm, action), action.kind, 0, sent)
             if optimizer is not None:
+                # The last stage has scaled the loss, and so all gradients.
+                optimizer.has_scaled = True
                 for bucket in optimizer.buckets:
                     bucket.end()
             # This reports a fault of another rank. `end` would wait without noticing it.

@@ -302,7 +302,8 @@ def save(model: WholeModel, folder: Path) -> None:
 
     Writes safetensors, a file for each unit and an index, in Hugging Face's layout, which `Source`
     reads too. A parameter with several names is written once, under the first name in its unit. All
-    ranks must call it, because each unit is all-gathered; rank 0 writes.
+    ranks must call it, because each unit is all-gathered; rank 0 writes. A model of Hugging Face's
+    gets its `config.json` too, so that `from_pretrained` opens the folder.
 
     Raises `RuntimeError` on all ranks if rank 0 cannot write, so that no rank waits in vain for it
     (invariant I6).
@@ -324,10 +325,21 @@ def save(model: WholeModel, folder: Path) -> None:
                     if unit is model.units[-1]:
                         told = {"metadata": {"total_size": total_bytes}, "weight_map": index}
                         (folder / _INDEX).write_text(json.dumps(told, indent=1))
+                        _save_config(model.units[0].module, folder)
             except (OSError, ValueError, RuntimeError, SafetensorError) as error:
                 problem = f"{error}"
         unit.comm.agree(unit, f"cannot be saved to {folder}", "a folder with room to write to",
                         problem, "choose another, or make room")
+
+
+def _save_config(plain: nn.Module, folder: Path) -> None:
+    """
+    #### Write the configuration of a Hugging Face model, which `from_pretrained` asks for
+    """
+    config: Any = getattr(plain, "config", None)
+    if hasattr(config, "save_pretrained"):
+        config.architectures = config.architectures or [type(plain).__name__]
+        config.save_pretrained(folder)
 
 
 def _tensors_of(unit: Any, params: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
