@@ -896,8 +896,7 @@ class Transfer:
         #### The text for a connection that is gone, or for a wait that took too long
         """
         return (f"{self.where}: the other ranks are lost. Expected: their part of a {self.action}. "
-                f"Got: {error}. What to do: look for the first error on another rank, and "
-                "start again.")
+                f"Got: {error}. What to do: {self.comm.group.advice(error)}")
 
     def _diverged(self, group: Group, order: torch.Tensor) -> str:
         """

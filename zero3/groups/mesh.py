@@ -161,8 +161,24 @@ class Group:
             raise RuntimeError(
                 f"rank {self.global_rank}: another rank has ended, or does something else. "
                 f"Expected: {what} from all {self.size} ranks of {[*self.ranks]}, which call the "
-                f"same functions of zero3. Got: {error}. What to do: look for the first error on "
-                "the other ranks, which is the cause, and start again.") from error
+                f"same functions of zero3. Got: {error}. What to do: "
+                f"{self.advice(error)}") from error
+
+    def advice(self, error: Exception) -> str:
+        """
+        ### What to do about ranks that do not send their part
+
+        * `error` is torch's
+
+        After a time-out there need not be an error on another rank.
+        """
+        if "imed out" not in str(error):
+            return ("look for the first error on the other ranks, which is the cause, and start "
+                    "again.")
+        return (f"none of them has ended in {self.timeout.total_seconds():g} s, so look for a rank "
+                "that does something else: one that evaluates or saves alone, has fewer batches, "
+                "or was stopped. All ranks have to call the same functions. "
+                "`init_process_group(timeout=)` sets how long they wait.")
 
     def only_this(self) -> Group:
         """

@@ -59,9 +59,17 @@ def chunked_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: t
       that this rank has
 
     Returns the mean loss, `()`, in fp32 or wider. Sums of gradients are in that data type too.
+    Raises `RuntimeError` if a target is no token; on an accelerator, at the next operation that
+    waits for the device.
     """
+    tokens = own.size if own else len(weight)
+    counts = targets != ignore_index
+    # On an accelerator the device checks it, and nobody waits.
+    torch._assert_async((~counts | (targets >= 0) & (targets < tokens)).all(),
+                        f"cross_entropy: expected targets from 0 to {tokens - 1}, or "
+                        f"{ignore_index}. Got others. What to do: look at the labels.")
     if count is None:
-        count = (targets != ignore_index).sum()
+        count = counts.sum()
     grads = torch.is_grad_enabled()
     first = own.begin if own else 0
     return _Chunked.apply(hidden, weight, bias, targets, rows, ignore_index, count, grads, split,
@@ -99,8 +107,15 @@ class _Chunked(torch.autograd.Function):
                 # In place: the softmax, minus one at the target.
                 grad = logits.sub_(total).exp_()
                 grad.scatter_add_(1, target, -is_here.to(wide))
-                grad = grad.mul_(counts).div_(count).to(hidden.dtype)
+                # Divide the sums, and not this: in fp16 most of it would be rounded to zero.
+                grad = grad.mul_(counts).to(hidden.dtype)
                 _add(sums, part, grad, hidden, weight)
+        # If no target counts, the loss is NaN and the gradients are zero, as in torch.
+        divisor = torch.as_tensor(count, device=hidden.device)
+        divisor = divisor.where(divisor != 0, 1)
+        for summed in sums:
+            if summed is not None:
+                summed.div_(divisor)
         if split is not None and sums[0] is not None:
             # The conjugate of the exchanges above: hidden states are the same on all ranks.
             sums[0] = split.all_reduce(sums[0])

@@ -203,6 +203,10 @@ class Zero3Optimizer(torch.optim.Optimizer):
         self.has_scaled = False
         self.good_steps = 0
         self.skipped_steps = 0
+        # The options of a param group; empty if the class takes any.
+        known = inspect.signature(optimizer_class).parameters
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
+        self.takes = set() if takes_any else {*known} - {"params"}
         self._check_model(optimizer_class)
         self._check_arguments(bucket_bytes)
 
@@ -361,6 +365,9 @@ class Zero3Optimizer(torch.optim.Optimizer):
         for slot in flat.slots:
             name = f"{path}.{slot.names[0]}".strip(".")
             special = self.group_by(name, slot.param)
+            self.expect(not self.takes or special.keys() <= self.takes, "cannot use `group_by`",
+                        f"options of its class, {sorted(self.takes)}", f"{special}, for `{name}`",
+                        "correct the name of the option")
             if special not in options:
                 options.append(special)
             indices.append(options.index(special))
@@ -388,8 +395,10 @@ class Zero3Optimizer(torch.optim.Optimizer):
         """
         available = "fused" in inspect.signature(optimizer_class).parameters
         has_chosen = not kwargs.keys().isdisjoint({"fused", "foreach", "differentiable"})
+        # torch's fused SGD refuses a parameter that has no momentum yet beside others that have.
+        waits = optimizer_class is torch.optim.SGD and kwargs.get("momentum")
         is_real = not any(states.shard.dtype.is_complex for states in self.shard_states)
-        if available and is_real and not has_chosen:
+        if available and is_real and not has_chosen and not waits:
             kwargs["fused"] = True
 
     def _place_states(self, optimizer_class: Callable[..., torch.optim.Optimizer],

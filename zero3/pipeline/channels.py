@@ -423,8 +423,7 @@ class Channels:
         except (RuntimeError, ValueError) as error:
             raise RuntimeError(
                 f"rank {self.line.global_rank}: another stage is lost. Expected: a rank that "
-                f"answers. Got: {error}. What to do: look for the first error on another rank, "
-                "and start again.") from error
+                f"answers. Got: {error}. What to do: {self.control.advice(error)}") from error
 
 
 class _Coming(NamedTuple):

@@ -131,7 +131,7 @@ class Pipeline(ShardedModel):
         self.ends = plan.ends
         self.shapes = plan.shapes
         self.loss_fn = loss_fn
-        self.micro_batches = micro_batches
+        self._micro_batches = micro_batches
         self.compared = False  # whether the stages have been given the same batch once
         self.holds = gathers != "each"
         options = (schedule, self.ranks, micro_batches, plan.per_rank, gathers, plan.ends)
@@ -368,7 +368,9 @@ class Pipeline(ShardedModel):
 
         Raises `ValueError` on all ranks if they cannot be cut alike. Nothing has changed then.
         """
-        problem = ""
+        rows = {len(leaf) for leaf in pytree.tree_leaves((x, y))
+                if isinstance(leaf, torch.Tensor) and leaf.dim() > 0}
+        problem = f"tensors of {sorted(rows)} rows" if len(rows) > 1 else ""
         found: list[list[Any]] = []
         shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves((x, y))
                   if isinstance(leaf, torch.Tensor)]
@@ -395,7 +397,8 @@ class Pipeline(ShardedModel):
         expect(not wrong, f"rank {self.comm.global_rank}: the batch", "the same tensors in all "
                f"stages, in tuples, lists and dicts, with rows for {self.micro_batches} "
                "micro-batches", wrong, "give all ranks of a pipeline the same batch, with a "
-               "multiple of that many rows; or pass another `micro_batches=`")
+               "multiple of that many rows; or pass another `micro_batches=`. Expand a tensor "
+               "without rows, such as positions, to one row for each; or make it a buffer")
         self.compared = True
         return found
 
@@ -406,6 +409,15 @@ class Pipeline(ShardedModel):
         stages = self._comm.over_stages(self, loss.view(1))  # (ranks of the pipeline, 1) fp64
         last = stages[(self.count - 1) % self.ranks]
         return float(self._comm.numbers(self, last).mean())
+
+    @property
+    def micro_batches(self) -> int:
+        """
+        ### The number of parts of a batch
+
+        It is given when the pipeline is built, because the lists of actions are made of it.
+        """
+        return self._micro_batches
 
     @property
     def _first(self) -> Sharded:
