@@ -409,8 +409,8 @@ MUTATIONS = [
     Mutation(
         "ignored", "inject/cross_entropy.py", "_Chunked.forward",
         title="Positions that do not count have a gradient",
-        old="                grad = grad.mul_(counts).div_(count).to(hidden.dtype)\n",
-        new="                grad = grad.div_(count).to(hidden.dtype)\n",
+        old="                grad = grad.mul_(counts).to(hidden.dtype)\n",
+        new="                grad = grad.to(hidden.dtype)\n",
         breaks="I1", program="chunks",
         healthy="gradient of hidden states: 0% off",
         symptom="gradient of hidden states: 99% off",

@@ -347,15 +347,13 @@ class Zero3Layer(Sharded):
         self.kept_for = None
         if not self.is_fetched:
             return
-        try:
-            if not self.comm.broken:
-                self._wait_params()
-        finally:
-            self._gather = None
-            self.is_fetched = False
-            for flat in self.flats:
-                flat.close()
-                flat.free()
+        if not self.comm.broken:
+            self._wait_params()
+        self._gather = None
+        self.is_fetched = False
+        for flat in self.flats:
+            flat.close()
+            flat.free()
         self.listener.record(self, "free", sum(flat.full.nbytes for flat in self.flats))
 
     def _release(self, call: Call | None = None) -> None:
