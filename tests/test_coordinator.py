@@ -41,7 +41,7 @@ from tests.wholes import (
     train_both,
 )
 from zero3 import Deferred, Offload, Zero3Optimizer, wrap
-from zero3.comm import Communicator, Transfer
+from zero3.comm import Communicator
 from zero3.measure.ledger import Ledger, held_bytes
 from zero3.whole_model.units import Trace
 from zero3.whole_model.wrap import continue_tokens, main
@@ -326,55 +326,38 @@ def test_what_is_full_is_the_rest_one_unit_and_what_is_fetched_ahead(name):
         assert rest + max(layers) <= peak <= rest + max(layers) + ahead and off < 1e-10
 
 
-def slow_gathers(prefetch_numel):
-    """Seconds of a step in which each gather takes at least 20 ms, and each layer's work too."""
+def gathers_and_work(prefetch_numel):
+    """The gathers that one step starts, and the layers that compute, in order."""
+    events, start = [], Communicator.all_gather
 
-    class Slow(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            time.sleep(0.02)
-            return x.clone()
+    def noted(self, sender, pairs, exact=True):
+        events.append(("gather", sender.path))
+        return start(self, sender, pairs, exact)
 
-        @staticmethod
-        def backward(ctx, grad):
-            time.sleep(0.02)
-            return grad
-
-    start, wait = Communicator.all_gather, Transfer.wait
-
-    def late_start(self, layer, pairs, exact=True):
-        transfer = start(self, layer, pairs, exact)
-        transfer.ready_s = time.perf_counter() + 0.02
-        return transfer
-
-    def late_wait(self):
-        time.sleep(max(0.0, getattr(self, "ready_s", 0.0) - time.perf_counter()))
-        return wait(self)
-
-    Communicator.all_gather, Transfer.wait = late_start, late_wait
+    Communicator.all_gather = noted
     model = Plain(depth=8)
-    for layer in model.layers_:
-        layer.register_forward_hook(lambda module, args, out: Slow.apply(out))
-    model, step_s = wrap(model, Layer, prefetch_numel=prefetch_numel), []
-    for step in range(5):
-        ids = mine(tokens(step, ROWS * dist.get_world_size()))
-        dist.barrier()
-        start_s = time.perf_counter()
-        model(ids).square().mean().backward()
-        step_s.append(time.perf_counter() - start_s)
-    return sorted(step_s[1:])[1]
+    for i, layer in enumerate(model.layers_):
+        layer.register_forward_pre_hook(
+            lambda *_, path=f"layers_.{i}": events.append(("work", path)))
+    model = wrap(model, Layer, prefetch_numel=prefetch_numel)
+    for step in range(3):
+        # The first steps are for learning the order.
+        events.clear()
+        model(mine(tokens(step, ROWS * dist.get_world_size()))).square().mean().backward()
+    return events
 
 
-def test_a_prefetch_hides_the_time_that_a_gather_takes():
+def test_a_prefetch_starts_a_gather_before_the_layer_in_front_computes():
     """
-    20 ms are added to every gather, and every layer works for 20 ms, forward and backward. Without
-    a prefetch these follow each other, with one they run side by side. The delays are measured, not
-    the machine.
+    So the gather travels while that layer computes. Without a prefetch it starts afterwards.
     Proves `TracedOrder.fetch`, `TracedOrder._soon`.
     """
-    without, with_it = run(slow_gathers, 2, 0), run(slow_gathers, 2, None)
-    for slow_s, fast_s in zip(without, with_it, strict=True):
-        assert fast_s < 0.75 * slow_s, (fast_s, slow_s)
+    for prefetch_numel, ahead in ((0, False), (None, True)):
+        for events in run(gathers_and_work, 2, prefetch_numel):
+            for i in range(1, 8):
+                gather = events.index(("gather", f"layers_.{i}"))
+                work = events.index(("work", f"layers_.{i - 1}"))
+                assert (gather < work) == ahead, (i, events)
 
 
 # ------------------------------------------------------------------------------ what is at rest
