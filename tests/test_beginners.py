@@ -2,6 +2,7 @@
 # Mistakes of beginners: each is made right, or is an error or a warning that says what to do
 """
 
+import json
 import os
 import warnings
 from unittest import mock
@@ -269,3 +270,23 @@ def test_a_pipeline_cuts_tensors_with_as_many_rows_and_nothing_else():
     """
     for first, second in run(cuts, 2):
         assert "tensors of [2, 8] rows" in first and "tensors of [4, 8] rows" in second
+
+
+class Config:
+    """What a model of Hugging Face's has as its `config`"""
+
+    architectures = None
+
+    def save_pretrained(self, folder):
+        (folder / "config.json").write_text(json.dumps({"architectures": self.architectures}))
+
+
+def test_a_saved_model_of_hugging_faces_has_its_configuration(tmp_path):
+    """
+    `from_pretrained` asks for it, and for the class.
+    Proves `materialise.save`, `_save_config`.
+    """
+    model = plain()
+    model.config = Config()
+    wrap(model, nn.Linear).save(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text()) == {"architectures": ["Sequential"]}
