@@ -200,7 +200,7 @@ def test_memory_in_flight_is_freed_by_nobody():
     """
     Before its wait it is an assertion, after an error it is kept, afterwards it is freed. Other
     memory is not concerned, and what is gone has given its memory back.
-    Proves `InFlight.begin`, `InFlight.end`, `InFlight.resize`, `InFlight.user_of`.
+    Proves `InFlight`, `InFlight.begin`, `InFlight.end`, `InFlight.resize`, `InFlight.user_of`.
     """
     owner = InFlight()
     mine, other = torch.ones(4), torch.ones(4)

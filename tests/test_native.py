@@ -163,7 +163,7 @@ def account(bucket_bytes):
 def test_announcements_over_collectives_are_counted_and_predicted():
     """
     32 bytes to each other rank for each transfer, as by messages.
-    Proves I4, I6, `Communicator._announce`, `predict`.
+    Proves I4, I6, `Communicator._announce`, `Transfer.start`, `predict`.
     """
     for bucket_bytes in (0, 1 << 18):
         for counted, predicted in run(account, 2, bucket_bytes):

@@ -127,7 +127,7 @@ def dies_in_a_stage():
 def test_a_rank_that_dies_ends_the_others():
     """
     They raise an error that says what is lost, and wait for nothing.
-    Proves I10, `Channels._wait`, `Channels._isend`, `Channels._irecv`.
+    Proves I10, `Channels._land`, `Channels._isend`, `Channels._irecv`.
     """
     with pytest.raises(AssertionError) as error:
         run(dies_in_a_stage, 4, fresh=True)
@@ -320,7 +320,7 @@ def test_after_a_fault_a_new_pipeline_says_so():
     The first one leaves messages that nobody has received, and is gone. Breaks where the second one
     takes its activations for its own, or where a rank waits for a fault that went with the first.
     Proves I10, `Channels.fail`, `Channels.end`, `Channels._data_groups`, `Channels._group`,
-    `_timeout_of`, `Pipeline._run`.
+    `timeout_of`, `Pipeline._run`.
     """
     for rank, (told, then) in enumerate(run(broken_then_new, 2)):
         assert "a bad loss" in told and (rank or "That rank says" in told or "Fault" in told)
