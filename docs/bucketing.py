@@ -27,8 +27,8 @@ from torch import nn
 
 from docs import svg
 from docs.svg import Drawing
+from zero3.estimate.ledger import Ledger
 from zero3.layer import Zero3Layer, Zero3Sequential
-from zero3.measure.ledger import Ledger
 from zero3.optimizer.stage3 import Zero3Optimizer
 
 Json = dict[str, Any]

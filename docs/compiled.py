@@ -36,6 +36,7 @@ from torch import fx, nn
 from docs import svg
 from docs.lanes import legend, legend_rows
 from docs.svg import Drawing
+from zero3 import commit_name
 from zero3.compiler.graph import (
     OPERATIONS,
     collect,
@@ -52,7 +53,6 @@ from zero3.compiler.graph import (
 )
 from zero3.compiler.model import compile
 from zero3.compiler.passes import improve
-from zero3.guards.version import commit_name
 
 LIMIT = 20  # full elements, as in the example of `passes.py`
 BUCKET = 20  # elements that may share a collective

@@ -12,8 +12,8 @@ tests, and the source of the book itself.
 
 | kind | for example | in the tables as |
 |---|---|---|
-| chapter of the path | `zero3/comm.py` | 5 |
-| further chapter | `zero3/measure/ledger.py` | measuring |
+| chapter of the path | `zero3/comm/collectives.py` | 5 |
+| further chapter | `zero3/estimate/ledger.py` | measuring |
 | appendix | `docs/names.md` | |
 
 The minutes of a page are estimated from its length: a reader takes in 220 words of prose in a
@@ -120,24 +120,24 @@ PATH = (
     chapter(
         "Communication",
         "collectives, streams, and the same order on all ranks",
-        ("zero3/comm.py", "the communicator: collectives between ranks, and the reduce in flight"),
+        ("zero3/comm/collectives.py", "the communicator: collectives between ranks, and the reduce in flight"),
         ("zero3/in_flight.py", "memory in flight: one owner, which alone may free it"),
-        ("zero3/groups/mesh.py",
+        ("zero3/comm/mesh.py",
          "groups of ranks: a model on some of them, and replicas of a sharded model"),
-        ("zero3/nodes/links.py",
+        ("zero3/comm/links.py",
          "`Links`: nodes, copies inside a node, and fewer bytes between nodes"),
-        ("zero3/groups/encodings.py", "`Int8` and `Int4`: the same numbers in fewer bytes"),
+        ("zero3/comm/encodings.py", "`Int8` and `Int4`: the same numbers in fewer bytes"),
         ("notebooks/02_collectives.ipynb", "How much does each collective send?"),
         ("notebooks/09_groups_of_ranks.ipynb", "How few bytes have to cross a slow link?")),
     chapter(
         "Offload",
         "shards in CPU memory and in files",
-        ("zero3/offload.py", "`Offload`: shards on the device, in CPU memory or in files"),
-        ("zero3/groups/at_rest.py", "frozen weights that rest in 8 or 4 bits"),
-        ("zero3/files/in_file.py", "tensors in a file, read ahead into a few buffers"),
-        ("zero3/files/disk.py", "reads and writes past the page cache"),
-        ("zero3/files/memory.py", "pinned CPU memory, and how much memory is left"),
-        ("zero3/files/bench.py", "the speed of a disk"),
+        ("zero3/offload/tiers.py", "`Offload`: shards on the device, in CPU memory or in files"),
+        ("zero3/offload/encoded.py", "frozen weights that rest in 8 or 4 bits"),
+        ("zero3/offload/in_file.py", "tensors in a file, read ahead into a few buffers"),
+        ("zero3/offload/disk.py", "reads and writes past the page cache"),
+        ("zero3/offload/memory.py", "pinned CPU memory, and how much memory is left"),
+        ("zero3/offload/bench.py", "the speed of a disk"),
         ("notebooks/05_offload.ipynb", "How much do CPU memory and files save, and cost?")),
     chapter(
         "The optimizer",
@@ -182,7 +182,7 @@ FURTHER = (
     chapter(
         "Measuring",
         "predict bytes, and record them",
-        ("zero3/measure/ledger.py",
+        ("zero3/estimate/ledger.py",
          "`Ledger`: measured bytes that a rank sends, holds and reads"),
         ("zero3/estimate/predict.py", "`predict`: the same bytes, from shapes"),
         ("zero3/estimate/formulas.py", "the papers' formulas; `python -m zero3.estimate`"),
@@ -249,9 +249,9 @@ FURTHER = (
         ("zero3/guards/freed.py", "a freed parameter, which reports every use"),
         ("zero3/guards/placement.py", "the same parameters on every rank, on the right device"),
         ("zero3/guards/contents.py", "modules and libraries around a sharded model"),
-        ("zero3/guards/gradients.py",
+        ("zero3/gradients.py",
          "gradients of shards, and clipping by the norm of the whole"),
-        ("zero3/guards/parts.py", "which part of a weight a rank has"),
+        ("zero3/comm/parts.py", "which part of a weight a rank has"),
         ("zero3/guards/options.py", "checks of arguments"),
         ("zero3/guards/version.py", "version and commit")),
     chapter(

@@ -44,10 +44,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero3 import Offload, Zero3Layer, Zero3Optimizer, save
+from zero3 import Offload, Zero3Layer, Zero3Optimizer, commit_name, save
 from zero3.checkpoint.reader import CheckpointReader, newest
-from zero3.guards.version import commit_name
-from zero3.measure.ledger import held_bytes
+from zero3.estimate.ledger import held_bytes
 from zero3.train import launch
 from zero3.watch import in_backward
 

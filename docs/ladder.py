@@ -78,11 +78,11 @@ from zero3 import (
     Zero3Layer,
     Zero3Optimizer,
     Zero3Sequential,
+    commit_name,
     compile,
 )
-from zero3.comm import all_gather_single, reduce_scatter_single
-from zero3.guards.version import commit_name
-from zero3.measure.ledger import Ledger, disk_bytes, held_bytes
+from zero3.comm.collectives import all_gather_single, reduce_scatter_single
+from zero3.estimate.ledger import Ledger, disk_bytes, held_bytes
 from zero3.train import launch
 from zero3.train.gpt import GPTConfig, global_batch, gpt_layers, load_bytes, next_byte_loss
 

@@ -39,9 +39,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from docs import svg
 from docs.svg import Drawing
-from zero3 import Zero3Optimizer
-from zero3.guards.version import commit_name
-from zero3.measure.ledger import Ledger
+from zero3 import Zero3Optimizer, commit_name
+from zero3.estimate.ledger import Ledger
 from zero3.pipeline.pipeline import Pipeline
 from zero3.pipeline.schedules import KINDS, PASSES, Action, actions
 from zero3.pipeline.timeline import Pass, bubble, costs, timeline

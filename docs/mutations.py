@@ -250,7 +250,7 @@ MUTATIONS = [
             "rank 0 makes the step and rank 1 skips it. From then on their loss scales differ, "
             "and the reduce-scatter adds gradients of different scales."),
     Mutation(
-        "old-buffer", "files/in_file.py", "InFile.release",
+        "old-buffer", "offload/in_file.py", "InFile.release",
         title="A released buffer still counts as read",
         old="        self.held = False\n        self.present.clear()\n",
         new="        self.held = False\n",

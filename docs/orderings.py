@@ -31,9 +31,9 @@ from torch import nn
 from docs import svg
 from docs.svg import Drawing
 from tests.streams import Accelerator, Operation, before
+from zero3.estimate.ledger import Ledger
 from zero3.layer import Zero3Layer, Zero3Sequential
-from zero3.measure.ledger import Ledger
-from zero3.offload import Offload
+from zero3.offload.tiers import Offload
 
 Json = dict[str, Any]
 # What an operation is called, by the event that follows it, its stream and itself. An empty name

@@ -32,13 +32,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save
 from zero3.compression import Prune, Quantize, compress
 from zero3.estimate.formulas import describe
+from zero3.estimate.ledger import Ledger, held_bytes
 from zero3.estimate.predict import predict
 from zero3.inject import inject, policies, restore
 from zero3.inject.cross_entropy import chunked_cross_entropy
 from zero3.inject.replace import full_name
 from zero3.inject.sequence import Stream
 from zero3.inject.tensor import Pattern
-from zero3.measure.ledger import Ledger, held_bytes
 from zero3.pipeline import Pipeline
 
 ROWS = 4  # of each rank's batch

@@ -44,11 +44,11 @@ import zero3
 from docs.annotate import Source
 from docs.states import frames, moments, scenes, tell
 from docs.views import Json, chrome_trace, compared, data_files, staircase
+from zero3 import commit_name
 from zero3.estimate.formulas import describe
+from zero3.estimate.ledger import Ledger, held_bytes
 from zero3.estimate.predict import data_parallel, predict
-from zero3.guards.version import commit_name
 from zero3.layer import Zero3Layer, Zero3Sequential
-from zero3.measure.ledger import Ledger, held_bytes
 from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.train import gpt, launch
 

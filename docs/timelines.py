@@ -48,9 +48,9 @@ from docs import svg
 from docs.bucketing import bucketed
 from docs.orderings import on_streams, scales
 from docs.svg import Drawing
-from zero3.guards.version import commit_name
+from zero3 import commit_name
+from zero3.estimate.ledger import Ledger
 from zero3.layer import Zero3Layer, Zero3Sequential
-from zero3.measure.ledger import Ledger
 from zero3.train import launch
 
 Json = dict[str, Any]

@@ -34,7 +34,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from zero3.estimate.formulas import BASES, show_stages, stages
-from zero3.measure.ledger import held_bytes
+from zero3.estimate.ledger import held_bytes
 from zero3.train.launch import default_ranks, preload, run
 from zero3.train.report import COLORS
 
@@ -180,7 +180,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential
-from zero3.measure.ledger import held_bytes
+from zero3.estimate.ledger import held_bytes
 from zero3.train.launch import my_device
 
 
@@ -313,6 +313,6 @@ print([f"{nbytes / 1e9:,.0f} GB" for nbytes in stages(1e12, ranks)])
 # [`stages`](../zero3/estimate/formulas.py#zero-s-table-1-bytes-of-model-states-per-rank) computes
 # the table.
 # `held_bytes`
-# [adds](../zero3/measure/ledger.py#bytes-of-the-distinct-storages-that-modules-and-optimizers-hold)
+# [adds](../zero3/estimate/ledger.py#bytes-of-the-distinct-storages-that-modules-and-optimizers-hold)
 # up storages. [`Zero3Optimizer`](../zero3/optimizer/stage3.py#zero3-optimizer) keeps the masters
 # and moments of shards. Next: [the collectives](02_collectives.ipynb), one by one.

@@ -54,7 +54,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero3 import Zero3Layer
-from zero3.measure.ledger import Ledger
+from zero3.estimate.ledger import Ledger
 
 # The rows and the targets of rank 0 and of rank 1. Further ranks begin again with the first.
 BATCHES = (([[1, 0], [0, 1]], [2, 1]), ([[2, 0], [0, 1]], [3, 5]))
@@ -228,7 +228,7 @@ print("\nall weights in forward, and the same storage as before, on all ranks: T
 
 # %% [markdown]
 # `_backup_grads` does several things in one call. The
-# [`Ledger`](../zero3/measure/ledger.py#the-tape) shows them one by one. First the parameters are
+# [`Ledger`](../zero3/estimate/ledger.py#the-tape) shows them one by one. First the parameters are
 # freed. On the CPU the gradients of the other ranks then arrive in the memory that the parameters
 # used.
 

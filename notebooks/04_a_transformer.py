@@ -28,9 +28,9 @@ import textwrap
 
 import torch
 
+from zero3 import commit_name
 from zero3.estimate.formulas import describe
 from zero3.estimate.predict import data_parallel, predict
-from zero3.guards.version import commit_name
 from zero3.train.gpt import GPTConfig, gpt_layers
 from zero3.train.launch import default_ranks, preload, run
 from zero3.train.report import device_name, draw_tape, table
@@ -82,7 +82,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero3 import Zero3Layer, Zero3Sequential
-from zero3.measure.ledger import Ledger, held_bytes
+from zero3.estimate.ledger import Ledger, held_bytes
 from zero3.train.gpt import global_batch, gpt_layers, load_bytes, next_byte_loss
 from zero3.train.launch import my_device
 
@@ -268,7 +268,7 @@ for n_layers in (1, 2, 3, 6, 12):  # go on
 # chain; the [hook that begins
 # backward](../zero3/layer.py#the-gradient-of-an-output-is-here-this-layer-s-backward-begins); the
 # [predictions](../zero3/estimate/predict.py#predict-the-same-bytes-from-shapes) and the
-# [tape](../zero3/measure/ledger.py#the-tape); and the model,
+# [tape](../zero3/estimate/ledger.py#the-tape); and the model,
 # [`gpt.py`](../zero3/train/gpt.py#a-byte-level-gpt-as-a-list-of-layers). `make train` trains a
 # larger one for a few minutes, until it writes text. Next: [offload](05_offload.ipynb), for shards
 # that do not fit on the device.

@@ -14,7 +14,7 @@
 # A rank needs a shard of the parameters twice in a step, for the all-gathers of forward and
 # backward. It needs the shard's optimizer states once. In the meantime they can be stored
 # elsewhere, as long as they are back in time. Each such place is called a *tier*. The chapter is
-# [`offload.py`](../zero3/offload.py#offload-shards-in-cpu-memory-or-in-files). The [third
+# [`tiers.py`](../zero3/offload/tiers.py#offload-shards-in-cpu-memory-or-in-files). The [third
 # notebook](03_one_layer.ipynb) shows how a layer uses its shard.
 #
 # We train a chain of equal layers in bf16, with `Zero3Optimizer` and Adam. The parameters are
@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential
-from zero3.measure.ledger import Ledger, disk_bytes, held_bytes
+from zero3.estimate.ledger import Ledger, disk_bytes, held_bytes
 from zero3.train.launch import my_device
 
 WIDTH = 256
@@ -89,7 +89,7 @@ from torch import nn
 
 from zero3.estimate.formulas import describe, efficiency, places
 from zero3.estimate.predict import predict
-from zero3.offload import Offload
+from zero3.offload.tiers import Offload
 from zero3.train import report
 from zero3.train.launch import default_ranks, preload, run
 
@@ -139,7 +139,7 @@ assert left > 0.5
 # comparison leaves it out.
 #
 # And with eight layers most of the memory is still in use, although no shard is stored in it. It is
-# [buffers](../zero3/offload.py#the-buffers-for-one-purpose-at-least-number-of-them),
+# [buffers](../zero3/offload/tiers.py#the-buffers-for-one-purpose-at-least-number-of-them),
 # through which files are read and written:
 #
 # $$\text{buffers} = 2 \cdot \text{largest shard} \; + \; 5 \cdot \text{largest states of a shard}$$
@@ -260,7 +260,7 @@ assert told / numel == 34
 # The formula adds two parts. The shard is read twice and written once: $2 + 2 + 2$ bytes. Master,
 # moments and gradient are read and written once: $14 + 14$ bytes. The run differs in two ways. It
 # reads less, because the last layer is not gathered twice and [tensors that are still in a buffer
-# are not read again](../zero3/files/in_file.py#tensors-that-rest-in-a-file). It moves more if
+# are not read again](../zero3/offload/in_file.py#tensors-that-rest-in-a-file). It moves more if
 # shards are small, because files consist of whole blocks of 4096 bytes.
 #
 # Whether this slows training down depends on the amount of computation per byte. Let a rank process

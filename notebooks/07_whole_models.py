@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from zero3 import Zero3Optimizer, wrap
-from zero3.measure.ledger import Ledger
+from zero3.estimate.ledger import Ledger
 from zero3.train.launch import my_device
 
 WIDTH = 64

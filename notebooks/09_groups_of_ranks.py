@@ -12,8 +12,8 @@
 # link may be ten times slower than inside one. How few bytes have to cross it?
 #
 # Torch arranges the ranks in a *mesh*, a table whose dimensions have names. A mesh tells `zero3`
-# [which ranks share a model](../zero3/groups/mesh.py#groups-of-ranks), and
-# [`Links`](../zero3/nodes/links.py#links-a-mesh-and-how-layers-travel-over-it) says how layers
+# [which ranks share a model](../zero3/comm/mesh.py#groups-of-ranks), and
+# [`Links`](../zero3/comm/links.py#links-a-mesh-and-how-layers-travel-over-it) says how layers
 # travel over it.
 #
 # We use four ranks as two nodes of two. They all run on this machine. torchrun tells each rank with
@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from zero3 import Int4, Int8, Links, Zero3Layer, Zero3Optimizer, Zero3Sequential
-from zero3.measure.ledger import Ledger, held_bytes
+from zero3.estimate.ledger import Ledger, held_bytes
 from zero3.train.gpt import GPTConfig, global_batch, gpt_layers, load_bytes, next_byte_loss
 from zero3.train.launch import my_device
 
@@ -93,7 +93,7 @@ from zero3 import Int4, Int8
 from zero3.train.launch import preload, run
 from zero3.train.report import COLORS, NEUTRAL
 
-preload("zero3.nodes.links", "zero3.optimizer.stage3", "zero3.train.gpt")
+preload("zero3.comm.links", "zero3.optimizer.stage3", "zero3.train.gpt")
 ranks = run("worker_09:three_weights", 4, ["flat", "hybrid", "nodes"])
 held = {name: [rank[name] for rank in ranks] for name in ranks[0]}
 print(f"{'':17}" + "".join(f"rank {rank:<5}" for rank in range(4)).rstrip())
@@ -232,7 +232,7 @@ plt.show()
 #
 # ## What rounding does
 #
-# An [encoding](../zero3/groups/encodings.py#encodings-fewer-bytes-for-the-same-numbers) divides
+# An [encoding](../zero3/comm/encodings.py#encodings-fewer-bytes-for-the-same-numbers) divides
 # each block of 64 numbers by a scale, and rounds to integers. With $q$ positive ones, 127 or 7, a
 # number moves by at most
 #
@@ -368,7 +368,7 @@ else:
 # </details>
 #
 # **2.** Write an encoding that halves fp32: 16 bits for each element, as bfloat16. It needs [three
-# methods](../zero3/groups/encodings.py#encoding-how-rows-of-floats-become-bytes).
+# methods](../zero3/comm/encodings.py#encoding-how-rows-of-floats-become-bytes).
 
 # %%
 
@@ -413,7 +413,7 @@ else:
 # </details>
 #
 # **In the source**: [the gather in two
-# steps](../zero3/nodes/links.py#all-gather-across-the-nodes-first-then-inside-each-node), and [the
-# sums](../zero3/nodes/links.py#reduce-scatter-inside-the-node) inside a node and over nodes.
+# steps](../zero3/comm/links.py#all-gather-across-the-nodes-first-then-inside-each-node), and [the
+# sums](../zero3/comm/links.py#reduce-scatter-inside-the-node) inside a node and over nodes.
 #
 # Next: [how a model is cut into stages](10_pipeline.ipynb).

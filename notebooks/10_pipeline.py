@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from zero3 import Zero3Optimizer
-from zero3.measure.ledger import Ledger
+from zero3.estimate.ledger import Ledger
 from zero3.pipeline import Pipeline
 from zero3.pipeline.schedules import KINDS, Action
 from zero3.train.launch import my_device
@@ -104,7 +104,7 @@ from zero3.pipeline.timeline import bubble, costs, timeline
 from zero3.train.launch import preload, run
 from zero3.train.report import COLORS, NEUTRAL
 
-preload("zero3.pipeline.pipeline", "zero3.measure.ledger")
+preload("zero3.pipeline.pipeline", "zero3.estimate.ledger")
 M = 4
 ranks = run("worker_10:train", 4, "1f1b", M, 1, "stage")
 

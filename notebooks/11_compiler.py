@@ -33,7 +33,7 @@ from zero3.compiler.graph import (
     release,
     wait,
 )
-from zero3.measure.ledger import Ledger
+from zero3.estimate.ledger import Ledger
 from zero3.train.launch import my_device
 
 VOCAB, SEQ, WIDTH, BLOCKS = 256, 32, 64, 6
@@ -145,7 +145,7 @@ import matplotlib.pyplot as plt
 from zero3.train.launch import preload, run
 from zero3.train.report import COLORS
 
-preload("zero3.compiler.model", "zero3.measure.ledger", "torch._functorch.aot_autograd")
+preload("zero3.compiler.model", "zero3.estimate.ledger", "torch._functorch.aot_autograd")
 block = 49_984  # parameters of a block
 first, *others = run("worker_11:compiled", None, 2 * block)
 N = 1 + len(others)

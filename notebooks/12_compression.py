@@ -24,7 +24,7 @@ from torch import nn
 from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential
 from zero3.compression import Prune, Quantize, clean, compress
 from zero3.compression.weights import Pruned
-from zero3.measure.ledger import Ledger
+from zero3.estimate.ledger import Ledger
 from zero3.train.launch import my_device
 
 WIDTH = 64
@@ -114,7 +114,7 @@ from zero3.compression.thresholds import DIGIT, kth_keys
 from zero3.train.launch import preload, run
 from zero3.train.report import COLORS
 
-preload("zero3.compression.compress", "zero3.measure.ledger")
+preload("zero3.compression.compress", "zero3.estimate.ledger")
 
 on_rank = [torch.tensor([42, 17]), torch.tensor([13, 45])]
 prefix, wanted = "", 2

@@ -30,8 +30,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from zero3 import Zero3Optimizer, wrap
+from zero3.estimate.ledger import Ledger
 from zero3.inject import inject, policies, restore
-from zero3.measure.ledger import Ledger
 from zero3.train import gpt
 from zero3.train.launch import my_device
 

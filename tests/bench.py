@@ -57,13 +57,12 @@ from torch.nn import functional as F
 import zero3
 from docs.annotate import Source
 from tests.ranks import run
-from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, save
+from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, commit_name, save
 from zero3.checkpoint.reader import file_name
-from zero3.comm import all_gather_single, reduce_scatter_single
-from zero3.files import bench as disk_bench
-from zero3.files import disk
-from zero3.guards.version import commit_name
-from zero3.measure.ledger import Ledger
+from zero3.comm.collectives import all_gather_single, reduce_scatter_single
+from zero3.estimate.ledger import Ledger
+from zero3.offload import bench as disk_bench
+from zero3.offload import disk
 
 PEERS = ("zero3", "wrap", "ddp", "fsdp2")
 NODE_PEERS = ("flat", "hybrid", "zero++", "fsdp2", "hsdp")
@@ -73,11 +72,11 @@ COMPILE_PEERS = ("zero3", "wrap", "wrap-bucket", "compile-eager", "compile-units
 COMPILE_CASES = ("gpt", "small-layers")
 # What of the package a step goes through.
 TIMED = [f"zero3/{name}.py" for name in (
-    "layer", "flat", "watch", "comm", "groups/mesh", "sharded", "offload", "measure/ledger",
+    "layer", "flat", "watch", "comm/collectives", "comm/mesh", "sharded", "offload/tiers", "estimate/ledger",
     "optimizer/buckets", "optimizer/stage3", "optimizer/states", "whole_model/units",
     "whole_model/wrap")]
 # And with `--nodes`.
-NODES_TIMED = ["zero3/nodes/links.py", "zero3/groups/encodings.py"]
+NODES_TIMED = ["zero3/comm/links.py", "zero3/comm/encodings.py"]
 # And with `--pipeline`.
 STAGES_TIMED = [f"zero3/pipeline/{name}.py" for name in (
     "schedules", "channels", "stages", "pipeline")]

@@ -42,8 +42,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.bench import compare, measure_training, play, summarize, table, wrap
 from tests.nodes import between_nodes, nodes, why_not
-from zero3.groups.encodings import Int4, Int8
-from zero3.nodes.links import Links
+from zero3.comm.encodings import Int4, Int8
+from zero3.comm.links import Links
 
 # Each peer's form in `bench.py`, and the first name of its mesh if it has one.
 PEERS = {

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zero3 import Zero3Layer, Zero3Sequential
-from zero3.nodes.links import Links
+from zero3.comm.links import Links
 
 WIDTH = 6
 ROWS = 2  # of each rank

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero3 import comm
-from zero3.files import disk
+from zero3.comm import collectives
+from zero3.offload import disk
 
 MESSAGES = ("isend", "irecv")
 COLLECTIVES = ("all_gather_single", "reduce_scatter_single", "all_reduce", "all_to_all_single")
@@ -58,7 +58,7 @@ def watch() -> None:
     for name in MESSAGES:
         setattr(dist, name, _watched(getattr(dist, name), name, 1))
     for name in COLLECTIVES:
-        setattr(comm, name, _watched(getattr(comm, name), name, 2))
+        setattr(collectives, name, _watched(getattr(collectives, name), name, 2))
     disk.File.move = _moved(disk.File.move)  # type: ignore[method-assign]
     torch.UntypedStorage.resize_ = _resized(  # type: ignore[method-assign]
         torch.UntypedStorage.resize_)

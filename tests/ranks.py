@@ -257,7 +257,7 @@ def _clear(modules: set[str]) -> list[str]:
             vars(sys.modules.get(parent, zero3)).pop(child, None)
             del sys.modules[name]
     gc.collect()
-    kinds = (zero3.Zero3Layer, zero3.Zero3Optimizer, zero3.comm.Communicator)
+    kinds = (zero3.Zero3Layer, zero3.Zero3Optimizer, zero3.comm.collectives.Communicator)
     alive = {type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, kinds)}
     # The other ranks may still send to it.
     lost = ["something lost in flight"] if owner_of_memory.lost else []

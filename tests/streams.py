@@ -48,9 +48,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-import zero3.comm
+import zero3.comm.collectives
 from zero3.guards.freed import _METADATA, FreedParameter
-from zero3.offload import InFile
+from zero3.offload.tiers import InFile
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 # What makes a tensor without touching its memory.
@@ -411,7 +411,7 @@ class Accelerator:
             self.replace(torch, name, self.of_host(getattr(torch, name)))
         # Marks for a profiler, which a build without CUDA has not.
         self.replace(torch.cuda.nvtx, "range", contextlib.nullcontext)
-        comm: Any = zero3.comm
+        comm: Any = zero3.comm.collectives
         self.replace(torch, "get_device_module", lambda *_: self)
         self.replace(storage, "resize_", resized)
         self.replace(torch.autograd, "_engine_run_backward", run_backward)

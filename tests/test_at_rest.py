@@ -22,9 +22,9 @@ from tests.ranks import run
 from tests.streams import Accelerator, before
 from tests.test_encodings import Halves, any_rows
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save, wrap
-from zero3.groups.at_rest import Encoded
-from zero3.groups.encodings import Int4, Int8
-from zero3.measure.ledger import Ledger, held_bytes
+from zero3.comm.encodings import Int4, Int8
+from zero3.estimate.ledger import Ledger, held_bytes
+from zero3.offload.encoded import Encoded
 
 WIDTH = 7
 ROWS = 2
@@ -527,7 +527,7 @@ def test_a_half_that_rounds_up_to_infinity_is_an_error():
 
 
 def no_room():
-    with mock.patch("zero3.offload.room", lambda at: 1000 if at.type == "cpu" else 1 << 40):
+    with mock.patch("zero3.offload.tiers.room", lambda at: 1000 if at.type == "cpu" else 1 << 40):
         with Accelerator():
             return message(lambda: Zero3Layer(freeze(nn.Linear(100, 100)),
                                               offload=Offload("cpu", frozen=Int8())))

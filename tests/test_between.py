@@ -8,11 +8,11 @@ from itertools import product
 import pytest
 
 from tests.commands import python_m
+from zero3.comm.encodings import Int4, Int8
 from zero3.estimate.between import ELEMENT_BYTES, best, between_bytes, choices, layouts
 from zero3.estimate.formulas import LayerSpec, Part
 from zero3.estimate.layouts import Layout
 from zero3.estimate.predict import predict
-from zero3.groups.encodings import Int4, Int8
 
 
 def predicted(layout, nodes, numel, layers, by_messages, node=0):

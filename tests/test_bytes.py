@@ -29,8 +29,8 @@ from zero3.estimate.formulas import (
     stage_parts,
     stages,
 )
+from zero3.estimate.ledger import Ledger, held_bytes
 from zero3.estimate.predict import data_parallel, predict
-from zero3.measure.ledger import Ledger, held_bytes
 
 
 def models():

@@ -35,7 +35,7 @@ from zero3.checkpoint.reader import (
     steps,
 )
 from zero3.checkpoint.tensor_files import BLOCK_BYTES, Broken, TensorFile, Writer
-from zero3.files.disk import File
+from zero3.offload.disk import File
 
 FP64, FP32, BF16 = torch.double, torch.float32, torch.bfloat16
 ROWS = 12  # of a global batch: splits over 1, 2, 3 and 4 ranks

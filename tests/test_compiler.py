@@ -47,6 +47,8 @@ from tests.ranks import run
 from tests.wholes import ROWS, WHOLES, tokens
 from zero3 import Offload, Zero3Optimizer, compile, wrap
 from zero3.checkpoint.save_load import load, save
+from zero3.comm.encodings import Int8
+from zero3.comm.links import Links
 from zero3.compiler import graph as graphs_
 from zero3.compiler.graph import (
     copied,
@@ -66,9 +68,7 @@ from zero3.compiler.graph import (
 )
 from zero3.compiler.model import main
 from zero3.compiler.passes import bucket, gathered, improve, insert, keep, prefetch, sink
-from zero3.groups.encodings import Int8
-from zero3.measure.ledger import Ledger
-from zero3.nodes.links import Links
+from zero3.estimate.ledger import Ledger
 
 # ------------------------------------------------------------------------------- the same as hooks
 

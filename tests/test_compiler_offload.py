@@ -27,7 +27,7 @@ from zero3.compiler.model import CompiledUnit, compile
 from zero3.compiler.passes import improve
 from zero3.compiler.room import LayerBytes, Room, held_bytes, offload_states
 from zero3.compiler.trace import Graphs
-from zero3.measure.ledger import Ledger
+from zero3.estimate.ledger import Ledger
 from zero3.train import launch
 
 

@@ -40,7 +40,7 @@ from zero3.compression.weights import (
     QuantisedInput,
     grid,
 )
-from zero3.measure.ledger import Ledger
+from zero3.estimate.ledger import Ledger
 from zero3.pipeline import Pipeline
 
 

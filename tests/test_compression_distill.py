@@ -15,7 +15,7 @@ from zero3 import Zero3Optimizer
 from zero3.compression import Prune, compress, distill
 from zero3.compression.distill import outputs
 from zero3.compression.weights import Pruned
-from zero3.measure.ledger import Ledger
+from zero3.estimate.ledger import Ledger
 
 CLASSES = 7
 

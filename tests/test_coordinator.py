@@ -41,8 +41,8 @@ from tests.wholes import (
     train_both,
 )
 from zero3 import Deferred, Offload, Zero3Optimizer, wrap
-from zero3.comm import Communicator
-from zero3.measure.ledger import Ledger, held_bytes
+from zero3.comm.collectives import Communicator
+from zero3.estimate.ledger import Ledger, held_bytes
 from zero3.whole_model.units import Trace
 from zero3.whole_model.wrap import continue_tokens, main
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.streams import Accelerator
-from zero3.groups.encodings import Encoding, Int4, Int8, is_encoding
+from zero3.comm.encodings import Encoding, Int4, Int8, is_encoding
 
 ENCODINGS = (Int8(), Int4(), Int8(2), Int4(2), Int8(30), Int4(30), Int4(256))
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)

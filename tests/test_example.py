@@ -14,7 +14,7 @@ from torch import nn
 from docs import boxes, example
 from docs.boxes import STAGES, STRIPS, Layout, Picture, number
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, save
-from zero3.comm import Communicator
+from zero3.comm.collectives import Communicator
 from zero3.flat import FlatParameter
 from zero3.train import launch
 from zero3.train.report import COLORS

@@ -21,11 +21,11 @@ from tests.ranks import run
 from tests.streams import Accelerator
 from tests.test_native import collectives
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save, wrap
-from zero3.comm import Communicator
-from zero3.groups.mesh import Group, all_ranks
-from zero3.guards.gradients import clip_grad_norm_
-from zero3.measure.ledger import Ledger
-from zero3.nodes.links import LinkedCommunicator
+from zero3.comm.collectives import Communicator
+from zero3.comm.links import LinkedCommunicator
+from zero3.comm.mesh import Group, all_ranks
+from zero3.estimate.ledger import Ledger
+from zero3.gradients import clip_grad_norm_
 
 WIDTH = 6
 STEPS = 3

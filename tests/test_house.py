@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, wrap
-from zero3.comm import Listener, Named, Reducible, Sender
+from zero3.comm.collectives import Listener, Named, Reducible, Sender
+from zero3.estimate.ledger import Ledger
 from zero3.flat import GradientSink, Storage
 from zero3.guards.contents import ShardedLayer
 from zero3.guards.freed import Owner
-from zero3.measure.ledger import Ledger
 from zero3.schedule import Chain, Schedule
 from zero3.whole_model.materialise import WholeModel
 

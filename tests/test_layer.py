@@ -16,8 +16,8 @@ from tests.cases import ROWS, WIDTH, freeze, linear
 from tests.ranks import run
 from tests.test_cases import at_rest
 from zero3 import Zero3Layer, Zero3Sequential
+from zero3.estimate.ledger import Ledger
 from zero3.guards.freed import FreedParameter
-from zero3.measure.ledger import Ledger
 
 
 def three():

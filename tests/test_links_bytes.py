@@ -17,12 +17,12 @@ from tests.ranks import run
 from tests.test_bytes import models
 from tests.test_native import collectives
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential
+from zero3.comm.encodings import Int4, Int8
+from zero3.comm.links import Links
 from zero3.estimate.formulas import describe
 from zero3.estimate.layouts import Layout
+from zero3.estimate.ledger import Ledger, held_bytes
 from zero3.estimate.predict import predict
-from zero3.groups.encodings import Int4, Int8
-from zero3.measure.ledger import Ledger, held_bytes
-from zero3.nodes.links import Links
 
 ENCODED = {"weights": Int8(), "gradients": Int4(block=8)}
 # The layouts, each with the ranks of a node.

@@ -20,9 +20,9 @@ from tests import cases, wholes
 from tests.ranks import run
 from tests.streams import Accelerator
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential
-from zero3.comm import Communicator, streams
+from zero3.comm.collectives import Communicator, streams
+from zero3.estimate.ledger import Ledger
 from zero3.in_flight import in_flight
-from zero3.measure.ledger import Ledger
 from zero3.train import launch
 
 # Those take seconds to build, and train as the others do.

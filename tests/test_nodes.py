@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests import nodes
 from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential
-from zero3.groups.encodings import Int4, Int8
-from zero3.measure.ledger import Ledger
-from zero3.nodes.links import Links
+from zero3.comm.encodings import Int4, Int8
+from zero3.comm.links import Links
+from zero3.estimate.ledger import Ledger
 
 needs_nodes = pytest.mark.skipif(bool(nodes.why_not()), reason=nodes.why_not())
 WIDTH = 1024

@@ -37,12 +37,12 @@ from zero3.estimate.formulas import (
     number,
     places,
 )
+from zero3.estimate.ledger import Ledger, disk_bytes, exponents, held_bytes
 from zero3.estimate.predict import predict
-from zero3.files.bench import _disk_bytes, measure
-from zero3.files.disk import File, aligned
-from zero3.files.memory import room
-from zero3.measure.ledger import Ledger, disk_bytes, exponents, held_bytes
-from zero3.offload import InFile
+from zero3.offload.bench import _disk_bytes, measure
+from zero3.offload.disk import File, aligned
+from zero3.offload.memory import room
+from zero3.offload.tiers import InFile
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -330,7 +330,7 @@ def predictions(folder, chains):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_files_buffers_and_what_is_read_and_written_are_predicted_to_the_byte(world_size, tmp_path):
     """
-    Also memory at rest and at the peak, and traffic. Breaks where `predict.py` and `offload.py`
+    Also memory at rest and at the peak, and traffic. Breaks where `predict.py` and `tiers.py`
     drift apart, by one block.
     Proves I2, I3, I4, `_place`, `_pool_bytes`, `_Shard`, `_Shard.kept_bytes`,
     `InFile.share`, `InMemory.read_async`.
@@ -555,7 +555,7 @@ def test_masters_and_moments_that_do_not_fit_are_refused_before_they_are_made(mo
     model = Zero3Sequential([Zero3Layer(nn.Linear(300, 300)) for _ in range(3)])
     # Two moments and a gradient; an fp32 shard is its own master.
     need = 12 * 3 * (300 * 300 + 300)
-    monkeypatch.setattr("zero3.offload.room", lambda at: need - 1)
+    monkeypatch.setattr("zero3.offload.tiers.room", lambda at: need - 1)
     with pytest.raises(RuntimeError) as caught:
         Zero3Optimizer(model)
     assert f"masters, moments and gradients. Expected: {need:,} bytes" in str(caught.value)
@@ -986,7 +986,7 @@ def test_the_benchmark_prints_a_table_and_draws_it(tmp_path):
     Proves `bench.main`, `bench.sweep`, `show`, `bench.draw`, `check_picture`.
     """
     picture = tmp_path / "pictures" / "disk.png"
-    command = [sys.executable, "-m", "zero3.offload", "bench", "--folder", str(tmp_path), "--mib",
+    command = [sys.executable, "-m", "zero3.offload.tiers", "bench", "--folder", str(tmp_path), "--mib",
                "64", "--rounds", "1", "--out", str(picture)]
     told = subprocess.run(command, capture_output=True, text=True)
     assert told.returncode == 0, told.stderr
@@ -994,7 +994,7 @@ def test_the_benchmark_prints_a_table_and_draws_it(tmp_path):
     assert told.stdout.count("mapped into memory") == 6
     assert told.stderr.count("round 1 of 1: ") == told.stderr.count("\n") == 12
     assert picture.stat().st_size > 10_000
-    told = python_m("zero3.offload", "bench", "--folder", str(tmp_path / "missing"))
+    told = python_m("zero3.offload.tiers", "bench", "--folder", str(tmp_path / "missing"))
     assert told.returncode == 2 and "Expected: a folder that takes files. Got: " in told.stderr
     assert told.stderr.count("\n") == 1
 

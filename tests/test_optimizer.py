@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from tests.cases import CASES, WIDTH, PlainChain, difference, freeze, train_both
 from tests.ranks import run
 from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential
-from zero3.measure.ledger import Ledger, held_bytes
+from zero3.estimate.ledger import Ledger, held_bytes
 from zero3.train.gpt import GPTConfig, global_batch, gpt_layers, load_bytes, next_byte_loss
 
 BF16, FP32 = torch.bfloat16, torch.float32

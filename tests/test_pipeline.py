@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import run
 from zero3 import Offload, Zero3Optimizer
-from zero3.measure.ledger import Ledger
+from zero3.estimate.ledger import Ledger
 from zero3.pipeline import Pipeline
 from zero3.pipeline.stages import Plan, balanced, holder, layer_of, names_of
 

@@ -20,7 +20,7 @@ from tests.cases import freeze
 from tests.ranks import run
 from tests.test_native import collectives
 from zero3 import Offload, Zero3Optimizer
-from zero3.measure.ledger import Ledger, held_bytes
+from zero3.estimate.ledger import Ledger, held_bytes
 from zero3.pipeline import Pipeline
 from zero3.pipeline.costs import Output, outputs, predict_step
 from zero3.pipeline.schedules import GATHERS, PASSES, Action, actions

@@ -27,7 +27,7 @@ from zero3.checkpoint.convert import main
 from zero3.checkpoint.entries import Entries
 from zero3.checkpoint.reader import MANIFEST, CheckpointReader, file_name, newest
 from zero3.checkpoint.tensor_files import Broken
-from zero3.files.disk import File
+from zero3.offload.disk import File
 from zero3.pipeline import Pipeline
 from zero3.sharded import comm_of
 

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tests.ranks import run
 from zero3 import Zero3Layer
 from zero3.checkpoint.reader import lock_folder
-from zero3.comm import Communicator
+from zero3.comm.collectives import Communicator
 
 CALLS: list[int] = []
 

@@ -145,7 +145,7 @@ def test_the_path_leads_through_the_nine_chapters(site):
             assert linked((site / page).read_text(), "before") == seen[-2]
         page = after or page
     assert seen[1 : len(order) + 1] == order
-    assert order[3:8] == ["layer.html", "flat.html", "watch.html", "schedule.html", "comm.html"]
+    assert order[3:8] == ["layer.html", "flat.html", "watch.html", "schedule.html", "comm-collectives.html"]
     assert {build.page_of(path) for path in contents.sources()} - set(seen) == {
         build.page_of(item.path) for each in contents.PATH for item in each.more
         if item.path.endswith(".py")}
@@ -153,14 +153,14 @@ def test_the_path_leads_through_the_nine_chapters(site):
 
 def test_a_page_for_more_leads_through_its_chapter_and_on_to_the_next(site):
     """The other files of offload, its notebook, then the optimizer. Breaks in a circle."""
-    page = "groups-at_rest.html"
+    page = "offload-encoded.html"
     seen = []
     while page != "optimizer-stage3.html":
         seen.append(page)
         page = linked((site / page).read_text(), "after")
-    assert seen == ["groups-at_rest.html", "files-in_file.html", "files-disk.html",
-                    "files-memory.html", "files-bench.html", "05_offload.html"]
-    assert linked((site / "groups-at_rest.html").read_text(), "before") == "offload.html"
+    assert seen == ["offload-encoded.html", "offload-in_file.html", "offload-disk.html",
+                    "offload-memory.html", "offload-bench.html", "05_offload.html"]
+    assert linked((site / "offload-encoded.html").read_text(), "before") == "offload-tiers.html"
 
 
 def test_each_page_shows_its_place(site):
@@ -436,7 +436,7 @@ def test_links_lead_through_the_book(site, browser):
     target = link.get_attribute("href")
     browser.execute_script("arguments[0].click()", link)
     assert browser.current_url == target
-    assert target.endswith("comm.html#a-collective-in-flight")
+    assert target.endswith("comm-collectives.html#a-collective-in-flight")
     assert find(browser, ":target").is_displayed()
     browser.execute_script("scrollTo(0, document.documentElement.scrollHeight)")
     find(browser, "a[rel=before]").click()
@@ -553,13 +553,13 @@ def test_checks_are_folded_and_a_link_into_them_opens_them(site, browser):
     """
     look(browser, WIDE)
     browser.get((site / "index.html").as_uri())
-    browser.get((site / "comm.html").as_uri())
+    browser.get((site / "comm-collectives.html").as_uri())
     closed = browser.execute_script("""
         const parts = [...document.querySelectorAll('.folded')];
         return parts.filter((it) => !it.open).map((it) => it.querySelector('h3, h4').id);
     """)
     assert len(closed) >= 5
-    browser.get((site / "comm.html").as_uri() + f"#{closed[0]}")
+    browser.get((site / "comm-collectives.html").as_uri() + f"#{closed[0]}")
     browser.refresh()
     for i in (0, 1):
         browser.execute_script(f"location.hash = '{closed[i]}'")
@@ -889,7 +889,7 @@ def test_the_dock_may_be_closed_and_covers_nothing(site, browser, size):
         find(browser, "#dock .tape-toggle").click()
         time.sleep(0.1)
     find(browser, "#dock .tape-toggle").click()
-    visit(browser, site, "comm.html", size)
+    visit(browser, site, "comm-collectives.html", size)
     assert browser.execute_script(closed) == (size == WIDE)
     browser.execute_script("localStorage.removeItem('dock')")
 

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import zero3.comm
+import zero3.comm.collectives
 from tests import cases, wholes
 from tests.ranks import run
 from tests.streams import Accelerator, Event, Line, Work, before
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
-from zero3.comm import Communicator, Reducer, Transfer
-from zero3.offload import InFile
+from zero3.comm.collectives import Communicator, Reducer, Transfer
+from zero3.offload.tiers import InFile
 
 # ------------------------------------------------------------------------------------------ races
 
@@ -198,7 +198,7 @@ def release_at_once(storage, stream=None, real=InFile.release):
     real(storage)
 
 
-def keeps_nothing(total, *rest, real=zero3.comm._Leaving):
+def keeps_nothing(total, *rest, real=zero3.comm.collectives._Leaving):
     return real(None, *rest)
 
 
@@ -223,7 +223,7 @@ PLANTED = {
     "the next file is read into a buffer that is being copied":
         (2, "nvme", True, InFile, "release", release_at_once),
     "a gradient is freed that is being copied":
-        (1, "cpu", False, zero3.comm, "_Leaving", keeps_nothing),
+        (1, "cpu", False, zero3.comm.collectives, "_Leaving", keeps_nothing),
 }
 
 

@@ -35,16 +35,16 @@ from tests.test_inject import (
 from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
 from zero3.checkpoint.convert import export
 from zero3.checkpoint.reader import Param, merge_parts, newest
+from zero3.comm.mesh import Group
+from zero3.comm.parts import WeightPart, part_of
 from zero3.estimate.__main__ import main
 from zero3.estimate.formulas import LayerSpec, Part
+from zero3.estimate.ledger import Ledger
 from zero3.estimate.predict import predict
 from zero3.estimate.splitting import Transformer, splittings
-from zero3.groups.mesh import Group
-from zero3.guards.parts import WeightPart, part_of
 from zero3.inject import inject, policies, restore
 from zero3.inject.line import Line
 from zero3.inject.sequence import SequenceBorder
-from zero3.measure.ledger import Ledger
 from zero3.pipeline import Pipeline
 from zero3.train.gpt import GPTConfig, gpt_layers
 

@@ -20,9 +20,9 @@ from tests.streams import Accelerator
 from tests.test_native import collectives
 from tests.wholes import ROWS, WHOLES, build, difference, optimizers, tokens, train_both
 from zero3 import Offload, Zero3Optimizer, wrap
-from zero3.groups.encodings import Int8
-from zero3.measure.ledger import Ledger, held_bytes
-from zero3.nodes.links import Links
+from zero3.comm.encodings import Int8
+from zero3.comm.links import Links
+from zero3.estimate.ledger import Ledger, held_bytes
 from zero3.whole_model.together import fetch_together
 
 ALL = 10**9

@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import run as run_on_ranks
-from zero3 import Zero3Layer, Zero3Sequential, save
-from zero3.guards.version import commit_name
-from zero3.measure.ledger import Event
+from zero3 import Zero3Layer, Zero3Sequential, commit_name, save
+from zero3.estimate.ledger import Event
 from zero3.train.gpt import lr_at
 from zero3.train.job import Ranks, main, parse_args
 from zero3.train.report import spans

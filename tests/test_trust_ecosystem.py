@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.ranks import run
 from tests.wholes import build, tokens
 from zero3 import Deferred, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
-from zero3.comm import Communicator
-from zero3.measure.ledger import Ledger
+from zero3.comm.collectives import Communicator
+from zero3.estimate.ledger import Ledger
 from zero3.whole_model.units import Unit
 
 

@@ -19,8 +19,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from tests.cases import WIDTH, linear, train_both
 from tests.ranks import run
 from tests.test_layer import message
-from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, comm, load, save, wrap
-from zero3.measure.ledger import Ledger, held_bytes
+from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save, wrap
+from zero3.comm import collectives
+from zero3.estimate.ledger import Ledger, held_bytes
 
 # ------------------------------------------------------------------------ writes to parameters
 
@@ -351,14 +352,14 @@ def test_a_module_with_two_names_sees_its_parameters_and_has_both_names():
 
 def aligned(folder):
     """Everything as on an accelerator, as far as places in flat parameters go."""
-    real = comm.Communicator.open
+    real = collectives.Communicator.open
 
     def open_as_on_an_accelerator(self, *args):
         device = real(self, *args)
         self.align_bytes = comm.ALIGN_BYTES
         return device
 
-    comm.Communicator.open = open_as_on_an_accelerator
+    collectives.Communicator.open = open_as_on_an_accelerator
     told = {name: train_both(name) for name in ("Chain", "Adapters", "Tiny", "DataTypes")}
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(7, 3), nn.Linear(3, 7)).bfloat16() for _ in range(3)]
@@ -384,7 +385,7 @@ def aligned(folder):
     told["padding"] = max(float(part.abs().max()) for part in padding if len(part))
     # And back, into layers that are packed without padding between parameters.
     save(folder, model, optimizer, step=2)
-    comm.Communicator.open = real
+    collectives.Communicator.open = real
     packed = Zero3Sequential([Zero3Layer(copy.deepcopy(plain)) for plain in
                               [nn.Sequential(nn.Linear(7, 3), nn.Linear(3, 7)).bfloat16()] * 3])
     load(folder, packed, Zero3Optimizer(packed, lr=0.1))

@@ -20,8 +20,8 @@ from torch import nn
 from tests.ranks import run
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
 from zero3.estimate import __main__ as estimate
-from zero3.files import bench as disk
 from zero3.guards.options import APP
+from zero3.offload import bench as disk
 from zero3.train import gpt
 from zero3.train import job as train
 
@@ -396,7 +396,7 @@ def test_the_library_imports_nothing_of_the_applications(tmp_path):
         assert re.findall(r'"([a-z-]+)', declared) == [p.replace("_", "-") for p in packages]
     done = without(tmp_path, "-m", "zero3.train", "--steps=2")
     assert "`pip install 'zero3[app]'`" in one_error(done.returncode, done.stderr)
-    bench = ["-m", "zero3.offload", "bench", f"--folder={tmp_path}"]
+    bench = ["-m", "zero3.offload.tiers", "bench", f"--folder={tmp_path}"]
     done = without(tmp_path, *bench, "--picture=x.png")
     assert "`pip install 'zero3[app]'`" in one_error(done.returncode, done.stderr)
 

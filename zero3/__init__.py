@@ -13,17 +13,17 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | 4 | `watch.py` | when the backward pass of a layer begins and ends |
 | 4 | `schedule.py` | which layer is gathered next, and which stays full |
 | 4 | `sharded.py` | what a sharded layer offers its users: full parameters, clipping, errors |
-| 5 | `comm.py` | the communicator: collectives between ranks, and the reduce in flight |
+| 5 | `collectives.py` | the communicator: collectives between ranks, and the reduce in flight |
 | 5 | `in_flight.py` | memory in flight: one owner, which alone may free it |
-| 5 | `groups/mesh.py` | groups of ranks: a model on some of them, and replicas of a sharded model |
-| 5 | `nodes/links.py` | `Links`: nodes, copies inside a node, and fewer bytes between nodes |
-| 5 | `groups/encodings.py` | `Int8` and `Int4`: the same numbers in fewer bytes |
-| 6 | `offload.py` | `Offload`: shards on the device, in CPU memory or in files |
-| 6 | `groups/at_rest.py` | frozen weights that rest in 8 or 4 bits |
-| 6 | `files/in_file.py` | tensors in a file, read ahead into a few buffers |
-| 6 | `files/disk.py` | reads and writes past the page cache |
-| 6 | `files/memory.py` | pinned CPU memory, and how much memory is left |
-| 6 | `files/bench.py` | the speed of a disk |
+| 5 | `comm/mesh.py` | groups of ranks: a model on some of them, and replicas of a sharded model |
+| 5 | `comm/links.py` | `Links`: nodes, copies inside a node, and fewer bytes between nodes |
+| 5 | `comm/encodings.py` | `Int8` and `Int4`: the same numbers in fewer bytes |
+| 6 | `tiers.py` | `Offload`: shards on the device, in CPU memory or in files |
+| 6 | `offload/encoded.py` | frozen weights that rest in 8 or 4 bits |
+| 6 | `offload/in_file.py` | tensors in a file, read ahead into a few buffers |
+| 6 | `offload/disk.py` | reads and writes past the page cache |
+| 6 | `offload/memory.py` | pinned CPU memory, and how much memory is left |
+| 6 | `offload/bench.py` | the speed of a disk |
 | 7 | `optimizer/stage3.py` | `Zero3Optimizer`: loss scale, clipping, micro-batches, the step |
 | 7 | `optimizer/buckets.py` | small layers share a reduce-scatter |
 | 7 | `optimizer/states.py` | masters, moments and gradients of a shard, in any tier |
@@ -37,7 +37,7 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | 9 | `checkpoint/tensor_files.py` | files of tensors: streamed writes, reads of ranges, checksums |
 | 9 | `checkpoint/formats.py` | formats of other libraries |
 | 9 | `checkpoint/convert.py` | converting between them |
-| measuring | `measure/ledger.py` | `Ledger`: measured bytes that a rank sends, holds and reads |
+| measuring | `estimate/ledger.py` | `Ledger`: measured bytes that a rank sends, holds and reads |
 | measuring | `estimate/predict.py` | `predict`: the same bytes, from shapes |
 | measuring | `estimate/formulas.py` | the papers' formulas; `python -m zero3.estimate` |
 | measuring | `estimate/layouts.py` | `Layout`: groups of ranks, and encodings between them |
@@ -77,8 +77,8 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | guards | `guards/freed.py` | a freed parameter, which reports every use |
 | guards | `guards/placement.py` | the same parameters on every rank, on the right device |
 | guards | `guards/contents.py` | modules and libraries around a sharded model |
-| guards | `guards/gradients.py` | gradients of shards, and clipping by the norm of the whole |
-| guards | `guards/parts.py` | which part of a weight a rank has |
+| guards | `gradients.py` | gradients of shards, and clipping by the norm of the whole |
+| guards | `comm/parts.py` | which part of a weight a rank has |
 | guards | `guards/options.py` | checks of arguments |
 | guards | `guards/version.py` | version and commit |
 | a training job | `train/job.py` | the main job, `make train` |
@@ -113,18 +113,21 @@ Code, tests and the main job go through the same three steps: predict the bytes 
 measure them (`Ledger`), compare.
 """
 
+import shutil
+import subprocess
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-from zero3.guards.version import __version__ as __version__
+__version__ = "0.1.0"
 
 _PUBLIC = {
     "Zero3Layer": "layer",
     "Zero3Sequential": "layer",
-    "Offload": "offload",
-    "Links": "nodes.links",
-    "Int8": "groups.encodings",
-    "Int4": "groups.encodings",
+    "Offload": "offload.tiers",
+    "Links": "comm.links",
+    "Int8": "comm.encodings",
+    "Int4": "comm.encodings",
     "Zero3Optimizer": "optimizer.stage3",
     "Zero3Model": "whole_model.wrap",
     "wrap": "whole_model.wrap",
@@ -141,3 +144,16 @@ def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         return getattr(import_module(f"zero3.{_PUBLIC[name]}"), name)
     raise AttributeError(f"module `zero3` has no attribute `{name}`")
+
+
+def commit_name() -> str:
+    """
+    ## The current commit, with `-dirty` if files differ from it
+
+    A figure names the commit that it was measured with. Returns "unknown" outside a git repository.
+    """
+    if shutil.which("git") is None:
+        return "unknown"
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    done = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"

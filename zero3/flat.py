@@ -50,9 +50,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from zero3.gradients import mark
 from zero3.guards.contents import is_sharded
 from zero3.guards.freed import FreedParameter, Owner
-from zero3.guards.gradients import mark
 from zero3.in_flight import in_flight
 
 # Each parameter once, with its names. It has several if the layer ties it to itself.
@@ -65,7 +65,7 @@ class Storage(Protocol):
     """
     ## Storage: where a shard rests
 
-    On the device, in CPU memory or in a file: see `offload.py`. A frozen shard may rest encoded.
+    On the device, in CPU memory or in a file: see `tiers.py`. A frozen shard may rest encoded.
     """
 
     param: nn.Parameter  # (shard_numel,), for the optimizer

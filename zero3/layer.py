@@ -53,9 +53,9 @@ backward, reduce. In four methods a call of `_settle_at_end_of_backward` asks au
 layer once more when the pass ends; the last section says why. Method names follow [labml.ai's
 annotated implementation](https://nn.labml.ai/scaling/zero3/index.html), and the heading of each
 method gives the standard term. The files beside this one have the parts that it uses: `flat.py` has
-the buffer that the parameters are views of, `comm.py` the collectives, and `watch.py` the hooks
+the buffer that the parameters are views of, `collectives.py` the collectives, and `watch.py` the hooks
 that tell when a layer's backward begins and ends. `schedule.py` says which layer comes next, and
-`offload.py` where a shard rests. `sharded.py` has the checks, and whatever users call outside the
+`tiers.py` where a shard rests. `sharded.py` has the checks, and whatever users call outside the
 training step. The folders are later chapters. Each can replace one of five parts of a layer, its
 *seams*:
 
@@ -105,12 +105,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero3.comm import ALONE, Listener, Reducer, Silence, Transfer
+from zero3.comm.collectives import ALONE, Listener, Reducer, Silence, Transfer
+from zero3.comm.links import Links, communicator
 from zero3.flat import FlatParameter, NamedParams, alike, find_params, hide_params, own_modules
 from zero3.guards.contents import Contents, Known, uncompiled
 from zero3.in_flight import in_flight
-from zero3.nodes.links import Links, communicator
-from zero3.offload import Offload
+from zero3.offload.tiers import Offload
 from zero3.schedule import Alone, Chain, Schedule
 from zero3.sharded import Sharded, ShardedModel, check_arguments, check_chain
 from zero3.watch import Call, Watch, at_end_of_backward, in_backward, tensors_in

@@ -34,12 +34,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero3.comm import ALONE, Communicator, Listener, Reducer, Silence
+from zero3.comm.collectives import ALONE, Communicator, Listener, Reducer, Silence
 from zero3.flat import FlatParameter, Slot
+from zero3.gradients import clip_grad_norm_
 from zero3.guards.contents import Contents, Known
-from zero3.guards.gradients import clip_grad_norm_
 from zero3.guards.options import expect, fail, whole
-from zero3.offload import Offload
+from zero3.offload.tiers import Offload
 from zero3.watch import Call, Watch
 
 

@@ -37,8 +37,8 @@ from docs.exercises.oracle import (
     modules,
 )
 from zero3 import Zero3Layer, Zero3Sequential
+from zero3.estimate.ledger import Ledger, held_bytes
 from zero3.guards.freed import FreedParameter
-from zero3.measure.ledger import Ledger, held_bytes
 
 
 def first_of(model: Zero3Sequential) -> tuple[Any, Any]:

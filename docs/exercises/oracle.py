@@ -25,8 +25,8 @@ from torch import nn
 
 from zero3 import Zero3Layer, Zero3Sequential
 from zero3.estimate.formulas import describe
+from zero3.estimate.ledger import Ledger, held_bytes
 from zero3.estimate.predict import Prediction, predict
-from zero3.measure.ledger import Ledger, held_bytes
 
 ROWS = 2  # of each rank's batch
 TOLERANCE = 1e-12  # in float64, for another order of the sum over ranks

@@ -28,7 +28,7 @@ from docs.exercises.layout import Layout
 from zero3 import Zero3Layer, Zero3Sequential
 from zero3.checkpoint.entries import Entries
 from zero3.checkpoint.reader import CheckpointReader
-from zero3.comm import Communicator
+from zero3.comm.collectives import Communicator
 from zero3.compression.thresholds import kth_keys
 from zero3.pipeline import schedules
 

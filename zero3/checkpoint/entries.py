@@ -61,14 +61,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from zero3 import __version__
 from zero3.checkpoint.reader import CheckpointReader, Param, decode, encode
 from zero3.checkpoint.tensor_files import TYPES, Broken, type_name
+from zero3.comm.parts import WeightPart, connect, part_of
 from zero3.flat import FlatParameter, Slot
 from zero3.guards.options import fail
-from zero3.guards.parts import WeightPart, connect, part_of
-from zero3.guards.version import __version__
 from zero3.layer import Zero3Layer
-from zero3.offload import InFile
+from zero3.offload.tiers import InFile
 from zero3.optimizer.stage3 import Zero3Optimizer, plain_names
 from zero3.optimizer.states import Piece, ShardStates, moments_of
 from zero3.sharded import check_groups, comm_of

@@ -56,6 +56,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from zero3 import __version__
 from zero3.checkpoint.reader import (
     CheckpointReader,
     commit_checkpoint,
@@ -67,7 +68,6 @@ from zero3.checkpoint.reader import (
 )
 from zero3.checkpoint.tensor_files import TYPES, Broken, Writer, check_name, type_name
 from zero3.guards.options import one_line
-from zero3.guards.version import __version__
 
 # DeepSpeed's name of the master. The moments have the names of torch's Adam.
 _FP32 = "fp32"

@@ -41,7 +41,7 @@ So the file of a shard at place $p$ has a number that is larger by $pN$ than in 
 Without a pipeline there is place 0 alone.
 
 **Split for tensor parallelism**, a parameter has a part at each place, and the manifest says which
-(see `guards/parts.py`). The reader puts the parts together, so that everybody else sees parameters
+(see `comm/parts.py`). The reader puts the parts together, so that everybody else sees parameters
 with the names and shapes of the plain model. A load into a split model reads the whole rows that
 this rank has a part of.
 
@@ -93,8 +93,8 @@ from typing import Any
 import torch
 
 from zero3.checkpoint.tensor_files import TYPES, Broken, TensorFile, fsync_folder, type_name
+from zero3.comm.parts import WeightPart
 from zero3.guards.options import one_line
-from zero3.guards.parts import WeightPart
 
 FORMAT = "zero3 checkpoint"
 # Format 1 has no pipelines.

@@ -103,7 +103,7 @@ from zero3.checkpoint.reader import (
     steps,
 )
 from zero3.checkpoint.tensor_files import Broken, Writer
-from zero3.comm import Communicator
+from zero3.comm.collectives import Communicator
 from zero3.guards.options import one_line
 from zero3.sharded import comm_of
 

@@ -46,8 +46,8 @@ from typing import Any
 
 import torch
 
-from zero3.files.disk import File, aligned, whole_blocks
 from zero3.guards.options import one_line
+from zero3.offload.disk import File, aligned, whole_blocks
 
 # Each block of so many bytes has a checksum.
 BLOCK_BYTES = 1 << 20

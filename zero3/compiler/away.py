@@ -53,9 +53,9 @@ from typing import Any
 
 import torch
 
-from zero3.comm import ALIGN_BYTES
+from zero3.comm.collectives import ALIGN_BYTES
 from zero3.compiler.room import LayerBytes, Room
-from zero3.files.memory import pinned
+from zero3.offload.memory import pinned
 from zero3.optimizer.states import ShardStates
 
 # The optimizer trains with these tensors, also if a forward pass in inference mode moves them.

@@ -69,7 +69,7 @@ from torch._dynamo import config as dynamo
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.utils import counters
 
-from zero3.comm import Communicator
+from zero3.comm.collectives import Communicator
 from zero3.compiler.away import StatesAway, optimizer_of, room_for
 from zero3.compiler.engines import Eager, Inductor
 from zero3.compiler.graph import find, full_numel, gather, layers_of, picture, reduce

@@ -57,10 +57,10 @@ ranks, all layers the same size, and a step one micro-batch.
 import argparse
 from dataclasses import dataclass
 
+from zero3.comm.encodings import Int4, Int8
 from zero3.estimate.formulas import LayerSpec, Part
 from zero3.estimate.layouts import Layout
 from zero3.estimate.predict import predict
-from zero3.groups.encodings import Int4, Int8
 
 # Of an element in half precision.
 ELEMENT_BYTES = 2

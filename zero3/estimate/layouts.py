@@ -32,7 +32,7 @@ knows a mesh on some of the ranks.
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zero3.groups.encodings import Encoding
+from zero3.comm.encodings import Encoding
 from zero3.guards.options import expect
 
 

@@ -72,11 +72,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from zero3.comm.encodings import Encoding
 from zero3.estimate.formulas import LayerSpec, Part
 from zero3.estimate.layouts import Layout, Peers
-from zero3.files.disk import ALIGN_BYTES, whole_blocks
-from zero3.groups.encodings import Encoding
-from zero3.offload import Offload
+from zero3.offload.disk import ALIGN_BYTES, whole_blocks
+from zero3.offload.tiers import Offload
 
 
 @dataclass(frozen=True)
@@ -480,7 +480,7 @@ class Step:
     """
     ### Replay a step: bytes above rest, and bytes that are sent
 
-    The order of the lines is the order of events in `layer.py` and `comm.py`. `pipeline/costs.py`
+    The order of the lines is the order of events in `layer.py` and `collectives.py`. `pipeline/costs.py`
     calls the methods in another order, that of a pipeline's list.
     """
 

@@ -40,7 +40,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from zero3.guards.parts import WeightPart
+from zero3.comm.parts import WeightPart
 
 
 def chunked_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor,

@@ -37,8 +37,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero3.comm import all_to_all_single, reduce_scatter_single
-from zero3.groups.mesh import Group
+from zero3.comm.collectives import all_to_all_single, reduce_scatter_single
+from zero3.comm.mesh import Group
 from zero3.guards.options import expect
 
 

@@ -50,9 +50,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from zero3.groups.mesh import groups_of
+from zero3.comm.mesh import groups_of
+from zero3.comm.parts import part_of
 from zero3.guards.options import expect, whole
-from zero3.guards.parts import part_of
 from zero3.inject.cross_entropy import chunked_cross_entropy
 from zero3.inject.line import Line
 from zero3.inject.patterns import MODELS, NORMS, PATTERNS, STREAMS

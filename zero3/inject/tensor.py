@@ -72,8 +72,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from zero3.comm.parts import WeightPart
 from zero3.guards.options import expect
-from zero3.guards.parts import WeightPart
 from zero3.inject.line import Border, Line
 from zero3.inject.replace import Replacement, full_name
 from zero3.inject.sequence import Stream, exchanged, mask_of_part

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero3.comm import Communicator, Pairs, Reducer, Reducible
+from zero3.comm.collectives import Communicator, Pairs, Reducer, Reducible
 
 
 class Bucket(Reducer):

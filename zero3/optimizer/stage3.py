@@ -96,16 +96,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero3.comm import Communicator, Listener, Silence
+from zero3.comm.collectives import Communicator, Listener, Silence
+from zero3.comm.parts import connect, counted
 from zero3.estimate.formulas import describe
 from zero3.estimate.layouts import Layout
 from zero3.estimate.predict import Prediction, predict
 from zero3.flat import FlatParameter
-from zero3.guards.gradients import GradientElsewhere, grad_of, set_grad
+from zero3.gradients import GradientElsewhere, grad_of, set_grad
 from zero3.guards.options import fail
-from zero3.guards.parts import connect, counted
 from zero3.layer import Zero3Layer
-from zero3.offload import Offload
+from zero3.offload.tiers import Offload
 from zero3.optimizer.buckets import Bucket, PlannedBucket
 from zero3.optimizer.states import Piece, ShardStates, moments_of
 from zero3.sharded import ShardedModel, check_groups

@@ -57,7 +57,7 @@ import torch
 from torch import nn
 
 from zero3.flat import FlatParameter, Names
-from zero3.guards.gradients import (
+from zero3.gradients import (
     GradientElsewhere,
     elsewhere,
     grad_of,
@@ -66,7 +66,7 @@ from zero3.guards.gradients import (
     set_grad,
 )
 from zero3.layer import Zero3Layer
-from zero3.offload import InFile, Offload, copy_to
+from zero3.offload.tiers import InFile, Offload, copy_to
 
 # An optimizer's states: for each parameter, its moments and counters by name.
 State = MutableMapping[torch.Tensor, dict[str, Any]]

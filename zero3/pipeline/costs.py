@@ -74,10 +74,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from zero3.comm.mesh import node_of
 from zero3.estimate.formulas import describe
 from zero3.estimate.layouts import Layout, Peers
 from zero3.estimate.predict import Prediction, Step, StepLayer, predict
-from zero3.groups.mesh import node_of
 from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.optimizer.states import moments_of
 from zero3.pipeline.pipeline import Pipeline

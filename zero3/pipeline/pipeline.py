@@ -61,11 +61,11 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from zero3.comm import ALONE, Communicator
-from zero3.groups.mesh import Group
+from zero3.comm.collectives import ALONE, Communicator
+from zero3.comm.mesh import Group
 from zero3.guards.freed import FreedParameter
 from zero3.guards.options import expect
-from zero3.offload import Offload
+from zero3.offload.tiers import Offload
 from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.pipeline.channels import Channels, Fault, Sent
 from zero3.pipeline.schedules import PASSES, Action, actions

@@ -48,7 +48,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero3.comm import Communicator
+from zero3.comm.collectives import Communicator
 from zero3.guards.options import expect
 from zero3.layer import Zero3Layer, Zero3Sequential
 from zero3.optimizer.buckets import Bucket

@@ -44,12 +44,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from zero3 import commit_name
 from zero3.checkpoint.save_load import load
+from zero3.comm.encodings import Encoding, Int4, Int8
+from zero3.comm.links import Links
 from zero3.compression.clean import table
 from zero3.compression.compress import Compression
 from zero3.estimate.formulas import describe
+from zero3.estimate.ledger import Ledger, exponents
 from zero3.estimate.predict import data_parallel
-from zero3.groups.encodings import Encoding, Int4, Int8
 from zero3.guards.options import (
     APP,
     INSTALL,
@@ -61,11 +64,8 @@ from zero3.guards.options import (
     one_line,
     within,
 )
-from zero3.guards.version import commit_name
 from zero3.layer import Zero3Layer, Zero3Sequential
-from zero3.measure.ledger import Ledger, exponents
-from zero3.nodes.links import Links
-from zero3.offload import TIERS, Offload, room
+from zero3.offload.tiers import TIERS, Offload, room
 from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.train import compressed, gpt
 from zero3.train.run import (

@@ -29,8 +29,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from zero3.estimate.ledger import Event
 from zero3.estimate.predict import Prediction
-from zero3.measure.ledger import Event
 
 MIB = 2**20
 # The same colours as in the figures of the book, for the same things.

@@ -58,9 +58,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from zero3.comm import Communicator
+from zero3.comm.collectives import Communicator
+from zero3.comm.parts import WeightPart, part_of, whole_values
 from zero3.flat import own_modules
-from zero3.guards.parts import WeightPart, part_of, whole_values
 
 _INDEX = "model.safetensors.index.json"
 

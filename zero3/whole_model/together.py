@@ -70,7 +70,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zero3.comm import Communicator, Listener, Transfer, allocate
+from zero3.comm.collectives import Communicator, Listener, Transfer, allocate
 
 
 class LayerPlace(NamedTuple):

@@ -77,10 +77,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zero3.comm.links import Links
 from zero3.guards.contents import uncompiled
 from zero3.layer import Zero3Layer
-from zero3.nodes.links import Links
-from zero3.offload import Offload
+from zero3.offload.tiers import Offload
 from zero3.sharded import Sharded
 from zero3.watch import Call, in_backward
 from zero3.whole_model.together import Packed, Together, fetch_together

@@ -35,9 +35,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero3.files.disk import File, aligned
+from zero3 import commit_name
 from zero3.guards.options import INSTALL, Parser, expect, folder, missing, whole, within
-from zero3.guards.version import commit_name
+from zero3.offload.disk import File, aligned
 
 # Past the cache or not, bytes of a request, and how many are with the disk at once.
 WAYS = [(direct, mib << 20, depth) for direct in (True, False)
@@ -117,7 +117,7 @@ def sweep(folder: Path, nbytes: int, rounds: int) -> Iterator[tuple[int, Speed]]
 
 def main(argv: list[str] | None = None) -> None:
     """
-    ## The command line, of `zero3.offload`
+    ## The command line, of `zero3.offload.tiers`
     """
     parser = Parser(prog="python -m zero3.offload")
     bench = parser.add_subparsers(required=True, metavar="bench").add_parser(

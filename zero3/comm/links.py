@@ -95,10 +95,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero3 import comm
-from zero3.comm import Communicator, Pairs, Sender, Transfer
-from zero3.groups.encodings import Encoding, is_encoding
-from zero3.groups.mesh import Group
+from zero3.comm import collectives
+from zero3.comm.collectives import Communicator, Pairs, Sender, Transfer
+from zero3.comm.encodings import Encoding, is_encoding
+from zero3.comm.mesh import Group
 from zero3.guards.options import expect
 from zero3.watch import in_backward
 
@@ -284,7 +284,7 @@ class LinkedCommunicator(Communicator):
             encodings = [None if exact else _fits(self.links.weights, full) for full, _ in pairs]
             for (full, shard), encoding in zip(pairs, encodings, strict=True):
                 self._check_shard(sender, full, shard)
-                comm.allocate(full)
+                collectives.allocate(full)
                 transfer.from_cpu |= shard.device != full.device
                 rows.append(self._rows_of(full, encoding))
                 if near:
@@ -410,7 +410,7 @@ class LinkedCommunicator(Communicator):
             transfer.add = self._add_decoded
             for i, (grad, buffer) in enumerate(pairs):
                 coded = encoding.encode(self.rows(grad))  # (world_size, n) uint8
-                received = comm.as_receive_buffer(buffer, coded.view(-1))
+                received = collectives.as_receive_buffer(buffer, coded.view(-1))
                 transfer.pairs[i] = (grad, received)
                 self._all_to_all(transfer, self.group, coded, received)
         return transfer
@@ -426,7 +426,7 @@ class LinkedCommunicator(Communicator):
         if self.by_messages:
             self.send(transfer, group, received.view_as(parts), parts)
         else:
-            transfer.start(group, comm.all_to_all_single, received.view(-1), coded.view(-1))
+            transfer.start(group, collectives.all_to_all_single, received.view(-1), coded.view(-1))
         transfer.count(group, parts[0].nbytes, in_ring=False)
         # What is sent has to stay until it has left.
         transfer.buffers.append(coded)
@@ -515,7 +515,7 @@ class LinkedCommunicator(Communicator):
             transfer.pairs[i] = (total, received)
             self.send(transfer, group, received, rows)
         else:
-            transfer.start(group, comm.reduce_scatter_single, total, sums)
+            transfer.start(group, collectives.reduce_scatter_single, total, sums)
         transfer.count(group, total.nbytes)
         transfer.buffers.append(sums)
 
@@ -542,7 +542,7 @@ class LinkedCommunicator(Communicator):
             transfer.count(group, total.nbytes)
             transfer.pairs[i] = (total, received)
         else:
-            transfer.start(group, comm.all_reduce, total)
+            transfer.start(group, collectives.all_reduce, total)
             transfer.count(group, 2 * total.nbytes // group.size, messages=2)
 
     def _add_in(self, group: Group, total: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
@@ -555,7 +555,7 @@ class LinkedCommunicator(Communicator):
         """
         if not self.by_messages:
             return total
-        return total.copy_(comm.sum_of(group, total, received))
+        return total.copy_(collectives.sum_of(group, total, received))
 
     def _add_nodes_decoded(self, total: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
         """

@@ -50,10 +50,10 @@ from typing import Any
 
 import torch
 
-from zero3.files.memory import copy_to
-from zero3.groups.encodings import Encoding
+from zero3.comm.encodings import Encoding
 from zero3.guards.freed import FreedParameter
 from zero3.in_flight import in_flight
+from zero3.offload.memory import copy_to
 
 _SETS_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
 

@@ -42,8 +42,8 @@ import torch
 from torch import nn
 from torch.linalg import vector_norm
 
+from zero3.comm.parts import connect, counted
 from zero3.guards.contents import is_sharded
-from zero3.guards.parts import connect, counted
 
 # Elements whose squares fp32 adds up at once; the blocks' sums are added afterwards. One sum over
 # millions is too large to notice its next term.
@@ -75,7 +75,7 @@ _METADATA = {
 }
 _CURE = ("clip with `model.clip_grad_norm_(...)`, or `Zero3Optimizer(..., clip_grad_norm=...)`; "
          "without a `Zero3Sequential` or `wrap`, with "
-         "`zero3.guards.gradients.clip_grad_norm_(model, ...)`; to look at this rank's part take "
+         "`zero3.gradients.clip_grad_norm_(model, ...)`; to look at this rank's part take "
          "`.as_subclass(torch.Tensor)` of the gradient")
 
 

@@ -85,8 +85,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zero3.comm.mesh import Group, all_ranks, groups_of
 from zero3.flat import GradientSink, Names
-from zero3.groups.mesh import Group, all_ranks, groups_of
 from zero3.guards.options import fail
 from zero3.guards.placement import check_device, check_params, compare_params
 from zero3.in_flight import in_flight

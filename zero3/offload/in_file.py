@@ -38,10 +38,10 @@ from typing import Any
 
 import torch
 
-from zero3.files.disk import SPARE_FILES, File, aligned, allow_more_files, whole_blocks
-from zero3.files.memory import pinned
 from zero3.guards.freed import FreedParameter
 from zero3.in_flight import in_flight
+from zero3.offload.disk import SPARE_FILES, File, aligned, allow_more_files, whole_blocks
+from zero3.offload.memory import pinned
 
 
 class Buffers:

@@ -9,7 +9,7 @@ move such memory. *Pinned* memory stays where it is, so the copy overlaps comput
 
 $$\text{room} = \min(\text{available},\; \text{limits} - \text{used})$$
 
-**Run this**: `python -c "import torch; from zero3.files.memory import room;
+**Run this**: `python -c "import torch; from zero3.offload.memory import room;
 print(room(torch.device('cpu')))"`.
 
 **Not covered, and what that costs**: `room` looks at this process alone. Ranks that share a machine

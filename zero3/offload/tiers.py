@@ -39,7 +39,7 @@ call.
 
 **Frozen shards in few bytes.** With `Offload(frozen=Int8())`, a frozen shard rests in 8 bits for
 each element, on the device or in CPU memory, and is decoded whenever its layer is gathered.
-`Encoded`, in `at_rest.py`, does that.
+`Encoded`, in `encoded.py`, does that.
 
 **Run this**: `python -m zero3.offload bench --folder DIR` measures a disk both ways; `make train
 ARGS="--offload-params nvme --offload-optimizer nvme"` trains from files.
@@ -62,12 +62,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero3.files.disk import ALIGN_BYTES
-from zero3.files.in_file import Buffers, InFile
-from zero3.files.memory import copy_to, room
-from zero3.groups.at_rest import Encoded
-from zero3.groups.encodings import Encoding, is_encoding
+from zero3.comm.encodings import Encoding, is_encoding
 from zero3.guards.options import expect, whole
+from zero3.offload.disk import ALIGN_BYTES
+from zero3.offload.encoded import Encoded
+from zero3.offload.in_file import Buffers, InFile
+from zero3.offload.memory import copy_to, room
 
 TIERS = ("device", "cpu", "nvme")
 
@@ -317,10 +317,3 @@ class InMemory:
         """
         ### Nothing to give back
         """
-
-
-if __name__ == "__main__":
-    # Imported here: a training run has no use for the command line.
-    from zero3.files.bench import main
-
-    main()
