@@ -120,7 +120,8 @@ PATH = (
     chapter(
         "Communication",
         "collectives, streams, and the same order on all ranks",
-        ("zero3/comm/collectives.py", "the communicator: collectives between ranks, and the reduce in flight"),
+        ("zero3/comm/collectives.py",
+         "the communicator: collectives, and the reduce in flight"),
         ("zero3/in_flight.py", "memory in flight: one owner, which alone may free it"),
         ("zero3/comm/mesh.py",
          "groups of ranks: a model on some of them, and replicas of a sharded model"),
@@ -252,8 +253,7 @@ FURTHER = (
         ("zero3/gradients.py",
          "gradients of shards, and clipping by the norm of the whole"),
         ("zero3/comm/parts.py", "which part of a weight a rank has"),
-        ("zero3/guards/options.py", "checks of arguments"),
-        ("zero3/guards/version.py", "version and commit")),
+        ("zero3/guards/options.py", "checks of arguments")),
     chapter(
         "A training job",
         "the main job and its parts",

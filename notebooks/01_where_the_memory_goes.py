@@ -312,7 +312,6 @@ print([f"{nbytes / 1e9:,.0f} GB" for nbytes in stages(1e12, ranks)])
 # **In the source**:
 # [`stages`](../zero3/estimate/formulas.py#zero-s-table-1-bytes-of-model-states-per-rank) computes
 # the table.
-# `held_bytes`
-# [adds](../zero3/estimate/ledger.py#bytes-of-the-distinct-storages-that-modules-and-optimizers-hold)
-# up storages. [`Zero3Optimizer`](../zero3/optimizer/stage3.py#zero3-optimizer) keeps the masters
-# and moments of shards. Next: [the collectives](02_collectives.ipynb), one by one.
+# `held_bytes` of the [ledger](../zero3/estimate/ledger.py) adds up storages.
+# [`Zero3Optimizer`](../zero3/optimizer/stage3.py#zero3-optimizer) keeps the masters and moments of
+# shards. Next: [the collectives](02_collectives.ipynb), one by one.

@@ -22,8 +22,8 @@
 # twice and reduces the gradients once. A step of data parallel training reduces the gradients once
 # and gathers nothing. How much more does ZeRO-3 send?
 #
-# This notebook belongs to [`collectives.py`](../zero3/comm/collectives.py#the-communicator), which does all
-# communication between ranks.
+# This notebook belongs to [`collectives.py`](../zero3/comm/collectives.py#the-communicator),
+# which does all communication between ranks.
 
 # %%
 # %matplotlib inline
@@ -322,8 +322,9 @@ if seen:
 # layer [saves](04_a_transformer.ipynb) its second all-gather.
 #
 # The kernel also counts the headers of messages and the 32 bytes with which each transfer
-# [announces itself](../zero3/comm/collectives.py#announce-what-this-rank-is-about-to-send). Both are too
-# small to show in these digits. The announcements let diverging ranks raise an error, because
+# [announces itself](../zero3/comm/collectives.py#announce-what-this-rank-is-about-to-send). Both
+# are too small to show in these digits. The announcements let diverging ranks raise an error,
+# because
 # otherwise they would receive the wrong data. On GPUs NCCL runs the collectives, and its
 # reduce-scatter sends only what it has to. Transfers are announced there too, and compared on the
 # device.
@@ -359,7 +360,7 @@ if seen:
 # </details>
 #
 # **In the source**:
-# [gather](../zero3/comm/collectives.py#all-gather-start-to-gather-each-shard-into-its-flat-parameter),
-# [reduce](../zero3/comm/collectives.py#reduce-scatter-start-to-sum-each-flat-gradient-over-the-ranks), and the
+# the [communicator](../zero3/comm/collectives.py#a-group-of-ranks-and-the-collectives-between-them)
+# gathers and reduces, and `total` is the
 # [sum](../zero3/comm/collectives.py#this-rank-s-part-of-the-sum-over-ranks-shard-numel). Next: [one
 # layer](03_one_layer.ipynb), step by step.

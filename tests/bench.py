@@ -72,9 +72,9 @@ COMPILE_PEERS = ("zero3", "wrap", "wrap-bucket", "compile-eager", "compile-units
 COMPILE_CASES = ("gpt", "small-layers")
 # What of the package a step goes through.
 TIMED = [f"zero3/{name}.py" for name in (
-    "layer", "flat", "watch", "comm/collectives", "comm/mesh", "sharded", "offload/tiers", "estimate/ledger",
-    "optimizer/buckets", "optimizer/stage3", "optimizer/states", "whole_model/units",
-    "whole_model/wrap")]
+    "layer", "flat", "watch", "comm/collectives", "comm/mesh", "sharded", "offload/tiers",
+    "estimate/ledger", "optimizer/buckets", "optimizer/stage3", "optimizer/states",
+    "whole_model/units", "whole_model/wrap")]
 # And with `--nodes`.
 NODES_TIMED = ["zero3/comm/links.py", "zero3/comm/encodings.py"]
 # And with `--pipeline`.

@@ -986,7 +986,7 @@ def test_the_benchmark_prints_a_table_and_draws_it(tmp_path):
     Proves `bench.main`, `bench.sweep`, `show`, `bench.draw`, `check_picture`.
     """
     picture = tmp_path / "pictures" / "disk.png"
-    command = [sys.executable, "-m", "zero3.offload.tiers", "bench", "--folder", str(tmp_path), "--mib",
+    command = [sys.executable, "-m", "zero3.offload", "bench", "--folder", str(tmp_path), "--mib",
                "64", "--rounds", "1", "--out", str(picture)]
     told = subprocess.run(command, capture_output=True, text=True)
     assert told.returncode == 0, told.stderr
@@ -994,7 +994,7 @@ def test_the_benchmark_prints_a_table_and_draws_it(tmp_path):
     assert told.stdout.count("mapped into memory") == 6
     assert told.stderr.count("round 1 of 1: ") == told.stderr.count("\n") == 12
     assert picture.stat().st_size > 10_000
-    told = python_m("zero3.offload.tiers", "bench", "--folder", str(tmp_path / "missing"))
+    told = python_m("zero3.offload", "bench", "--folder", str(tmp_path / "missing"))
     assert told.returncode == 2 and "Expected: a folder that takes files. Got: " in told.stderr
     assert told.stderr.count("\n") == 1
 

@@ -356,7 +356,7 @@ def aligned(folder):
 
     def open_as_on_an_accelerator(self, *args):
         device = real(self, *args)
-        self.align_bytes = comm.ALIGN_BYTES
+        self.align_bytes = collectives.ALIGN_BYTES
         return device
 
     collectives.Communicator.open = open_as_on_an_accelerator

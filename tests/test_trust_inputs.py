@@ -396,7 +396,7 @@ def test_the_library_imports_nothing_of_the_applications(tmp_path):
         assert re.findall(r'"([a-z-]+)', declared) == [p.replace("_", "-") for p in packages]
     done = without(tmp_path, "-m", "zero3.train", "--steps=2")
     assert "`pip install 'zero3[app]'`" in one_error(done.returncode, done.stderr)
-    bench = ["-m", "zero3.offload.tiers", "bench", f"--folder={tmp_path}"]
+    bench = ["-m", "zero3.offload", "bench", f"--folder={tmp_path}"]
     done = without(tmp_path, *bench, "--picture=x.png")
     assert "`pip install 'zero3[app]'`" in one_error(done.returncode, done.stderr)
 

@@ -13,12 +13,12 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | 4 | `watch.py` | when the backward pass of a layer begins and ends |
 | 4 | `schedule.py` | which layer is gathered next, and which stays full |
 | 4 | `sharded.py` | what a sharded layer offers its users: full parameters, clipping, errors |
-| 5 | `collectives.py` | the communicator: collectives between ranks, and the reduce in flight |
+| 5 | `comm/collectives.py` | the communicator: collectives, and the reduce in flight |
 | 5 | `in_flight.py` | memory in flight: one owner, which alone may free it |
 | 5 | `comm/mesh.py` | groups of ranks: a model on some of them, and replicas of a sharded model |
 | 5 | `comm/links.py` | `Links`: nodes, copies inside a node, and fewer bytes between nodes |
 | 5 | `comm/encodings.py` | `Int8` and `Int4`: the same numbers in fewer bytes |
-| 6 | `tiers.py` | `Offload`: shards on the device, in CPU memory or in files |
+| 6 | `offload/tiers.py` | `Offload`: shards on the device, in CPU memory or in files |
 | 6 | `offload/encoded.py` | frozen weights that rest in 8 or 4 bits |
 | 6 | `offload/in_file.py` | tensors in a file, read ahead into a few buffers |
 | 6 | `offload/disk.py` | reads and writes past the page cache |
@@ -80,7 +80,6 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | guards | `gradients.py` | gradients of shards, and clipping by the norm of the whole |
 | guards | `comm/parts.py` | which part of a weight a rank has |
 | guards | `guards/options.py` | checks of arguments |
-| guards | `guards/version.py` | version and commit |
 | a training job | `train/job.py` | the main job, `make train` |
 | a training job | `train/gpt.py` | a byte-level GPT, as a list of layers |
 | a training job | `train/run.py` | its ranks and its checkpoints |

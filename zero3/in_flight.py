@@ -59,8 +59,8 @@ gloo's thread has done with it. Only resizing frees memory that somebody still r
 
 **Not covered, and what that costs**: on an accelerator the end of a wait means that the compute
 stream waits. Memory is then reused in the order of that stream, as torch's allocator does, and the
-table in `collectives.py` says who waits for whom. What has failed is kept until the process ends, and its
-model with it.
+table in `collectives.py` says who waits for whom. What has failed is kept until the process ends,
+and its model with it.
 """
 
 import weakref

@@ -53,11 +53,11 @@ backward, reduce. In four methods a call of `_settle_at_end_of_backward` asks au
 layer once more when the pass ends; the last section says why. Method names follow [labml.ai's
 annotated implementation](https://nn.labml.ai/scaling/zero3/index.html), and the heading of each
 method gives the standard term. The files beside this one have the parts that it uses: `flat.py` has
-the buffer that the parameters are views of, `collectives.py` the collectives, and `watch.py` the hooks
-that tell when a layer's backward begins and ends. `schedule.py` says which layer comes next, and
-`tiers.py` where a shard rests. `sharded.py` has the checks, and whatever users call outside the
-training step. The folders are later chapters. Each can replace one of five parts of a layer, its
-*seams*:
+the buffer that the parameters are views of, `comm/collectives.py` the collectives, and `watch.py`
+the hooks that tell when a layer's backward begins and ends. `schedule.py` says which layer comes
+next, and `offload/tiers.py` where a shard rests. `sharded.py` has the checks, and whatever users
+call outside the training step. The folders are later chapters. Each can replace one of five parts
+of a layer, its *seams*:
 
 | seam | here | a later chapter hands in |
 |---|---|---|

@@ -480,8 +480,8 @@ class Step:
     """
     ### Replay a step: bytes above rest, and bytes that are sent
 
-    The order of the lines is the order of events in `layer.py` and `collectives.py`. `pipeline/costs.py`
-    calls the methods in another order, that of a pipeline's list.
+    The order of the lines is the order of events in the heart. `pipeline/costs.py` calls the
+    methods in another order, that of a pipeline's list.
     """
 
     def __init__(self, chain: list[StepLayer], layout: Layout, bucket_bytes: int, packs: bool,

@@ -116,7 +116,8 @@ def is_consequence(error: BaseException) -> bool:
     ## Whether an error only says that another rank is lost
 
     When a rank raises and ends, each rank that waits for it raises too, and these errors hide the
-    cause. They come from a wait in `zero3.comm.collectives`, or from a collective of `torch.distributed`.
+    cause. They come from a wait in `zero3.comm.collectives`, or from a collective of
+    `torch.distributed`.
     """
     # Follow the chain back to the first error: later ones were raised while it was handled.
     while earlier := error.__cause__ or (not error.__suppress_context__ and error.__context__):
