@@ -116,6 +116,7 @@ PATH = (
         ("zero3/schedule.py", "which layer is gathered next, and which stays full"),
         ("zero3/sharded.py",
          "what a sharded layer offers its users: full parameters, clipping, errors"),
+        ("zero3/gradients.py", "the norm of a sharded gradient, and clipping by it"),
         core=4),
     chapter(
         "Communication",
@@ -250,8 +251,7 @@ FURTHER = (
         ("zero3/guards/freed.py", "a freed parameter, which reports every use"),
         ("zero3/guards/placement.py", "the same parameters on every rank, on the right device"),
         ("zero3/guards/contents.py", "modules and libraries around a sharded model"),
-        ("zero3/gradients.py",
-         "gradients of shards, and clipping by the norm of the whole"),
+        ("zero3/guards/gradients.py", "gradients of shards, which refuse a norm of a part"),
         ("zero3/comm/parts.py", "which part of a weight a rank has"),
         ("zero3/guards/options.py", "checks of arguments")),
     chapter(

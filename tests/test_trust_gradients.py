@@ -20,7 +20,8 @@ from torch import nn
 from tests.ranks import run
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save, wrap
 from zero3.estimate.ledger import Ledger, held_bytes
-from zero3.gradients import GradientElsewhere, ShardGradient, clip_grad_norm_, norm_of
+from zero3.gradients import clip_grad_norm_, norm_of
+from zero3.guards.gradients import GradientElsewhere, ShardGradient
 from zero3.optimizer.stage3 import step_threads
 
 WIDTH = 5

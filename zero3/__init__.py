@@ -13,6 +13,7 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | 4 | `watch.py` | when the backward pass of a layer begins and ends |
 | 4 | `schedule.py` | which layer is gathered next, and which stays full |
 | 4 | `sharded.py` | what a sharded layer offers its users: full parameters, clipping, errors |
+| 4 | `gradients.py` | the norm of a sharded gradient, and clipping by it |
 | 5 | `comm/collectives.py` | the communicator: collectives, and the reduce in flight |
 | 5 | `in_flight.py` | memory in flight: one owner, which alone may free it |
 | 5 | `comm/mesh.py` | groups of ranks: a model on some of them, and replicas of a sharded model |
@@ -77,7 +78,7 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | guards | `guards/freed.py` | a freed parameter, which reports every use |
 | guards | `guards/placement.py` | the same parameters on every rank, on the right device |
 | guards | `guards/contents.py` | modules and libraries around a sharded model |
-| guards | `gradients.py` | gradients of shards, and clipping by the norm of the whole |
+| guards | `guards/gradients.py` | gradients of shards, which refuse a norm of a part |
 | guards | `comm/parts.py` | which part of a weight a rank has |
 | guards | `guards/options.py` | checks of arguments |
 | a training job | `train/job.py` | the main job, `make train` |

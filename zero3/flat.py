@@ -50,9 +50,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from zero3.gradients import mark
 from zero3.guards.contents import is_sharded
 from zero3.guards.freed import FreedParameter, Owner
+from zero3.guards.gradients import mark
 from zero3.in_flight import in_flight
 
 # Each parameter once, with its names. It has several if the layer ties it to itself.
@@ -174,6 +174,9 @@ class FlatParameter:
         self.ready: set[tuple[str, ...]] = set()
         # Who keeps the reduced gradient, if it does not rest in the shard.
         self.sink: GradientSink | None = None
+        # The ranges of the shard that count in the norm of the model; `None` stands for all of it.
+        # Ranks that split a weight between them have the same biases, which count once.
+        self.counted: list[slice] | None = None
         # Whether to copy a reduced gradient that is a view of a bucket of several layers, so that
         # the bucket can be freed.
         self.copies_views = False

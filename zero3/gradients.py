@@ -1,223 +1,38 @@
 r"""
-# Gradients of shards
+# The norm of a sharded gradient
 
-`ShardGradient` is the type of a shard's gradient. It behaves like any tensor, and raises an error
-if somebody takes the norm of one rank's part for the norm of the whole gradient.
+`clip_grad_norm_` clips the gradient of a whole model by its norm over all ranks.
 
 Two shards of two weights have the gradients (3, 4) on rank 0 and (12, 0) on rank 1. The norm of the
-whole gradient is 13. PyTorch's `clip_grad_norm_(model.parameters(), 1)` finds 5 on one rank and 12
-on the other. Each rank would shrink its part by another factor, and the model would step in a wrong
-direction without an error. The right norm needs one small collective:
+whole gradient is 13. If each rank clipped to 1 by the norm of its own part, rank 0 would divide by
+5 and rank 1 by 12, and the model would step in a wrong direction. So each rank sends the norms of
+its parts to all others, one number of 8 bytes for each shard:
 
 $$\lVert g \rVert_p = \Big( \sum_{r=0}^{N-1} \sum_\ell \lVert g_\ell^{(r)} \rVert_p^p \Big)^{1/p}$$
 
-Each element is in exactly one shard and the padding is zero, so nothing is counted twice.
+Each element is in exactly one shard and the padding is zero, so nothing is counted twice. All ranks
+combine the same numbers in the same order, so they clip by the same bits.
 
-| the call | on a shard's gradient |
-|---|---|
-| `model.clip_grad_norm_(c)` | the norm of the whole model, one all-gather of a number per shard |
-| `torch.nn.utils.clip_grad_norm_`, and all norms of torch's | an error that names the first call |
-| `torch.amp.GradScaler` | the ranks agree whether there was an overflow: all step, or none |
-| `clip_grad_value_`, optimizers, in-place operations | as for any tensor |
-| `g.as_subclass(torch.Tensor)` | a plain tensor with the same memory, to look at this rank's part |
+**Run this**: `python -m pytest tests/test_trust_gradients.py -k norm`.
 
-`GradientElsewhere` has a gradient's shape and no memory. A shard's `.grad` is one of these while
-the gradient rests in CPU memory or in a file. Reading it is an error. Removing it removes the
-gradient, as `model.zero_grad()` does.
-
-**Run this**: `python -m pytest tests/test_trust_gradients.py`.
-
-**Not covered, and what that costs**: the type does not survive arithmetic. If somebody adds up a
-norm by hand, `(g * g).sum()` for instance, or searches for NaN, that concerns this rank's part
-alone, and nothing notices. On torch 2.13 and a CPU an optimizer of torch's takes 2 microseconds
-more for each shard and step; `Zero3Optimizer` steps plain tensors.
+**Not covered, and what that costs**: gradients that rest in CPU memory or in files, and scaled
+ones. `Zero3Optimizer(clip_grad_norm=)` clips these while it steps.
 """
 
-import copy
-import weakref
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.linalg import vector_norm
 
-from zero3.comm.parts import connect, counted
 from zero3.guards.contents import is_sharded
+from zero3.guards.gradients import GradientElsewhere, grad_of, plain_part
 
 # Elements whose squares fp32 adds up at once; the blocks' sums are added afterwards. One sum over
 # millions is too large to notice its next term.
 _BLOCK_NUMEL = 1 << 16
 # Blocks that the CPU widens at a time, so that the copies stay in its cache.
 _WIDENED_BLOCKS = 16
-
-# Every way in which torch takes a norm, `clip_grad_norm_` and `get_total_norm` among them.
-_NORMS = {
-    torch.Tensor.norm, torch.norm, torch.functional.norm, torch.linalg.norm,
-    torch.linalg.vector_norm, torch.linalg.matrix_norm, torch._foreach_norm,
-    torch.nn.functional.normalize, *(getattr(torch, name) for name in ("_foreach_powsum",)
-                                     if hasattr(torch, name)),
-}
-# Functions that return the same numbers, which are still a part of the gradient.
-_SAME = {torch.Tensor.detach, vars(torch._C.TensorBase)["data"].__get__, torch.Tensor.float,
-         torch.Tensor.double, torch.Tensor.to, torch.Tensor.cpu}
-_ZERO = {torch.Tensor.zero_, torch._foreach_zero_}
-_UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
-# Functions that read no element, so that a tensor without memory can answer.
-_METADATA = {
-    *(getattr(torch.Tensor, name).__get__ for name in (
-        "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn",
-        "is_sparse", "is_sparse_csr", "is_cuda", "is_cpu", "is_meta", "is_quantized", "_version",
-        "nbytes")),
-    *(getattr(torch.Tensor, name) for name in (
-        "dim", "numel", "nelement", "size", "stride", "__len__", "element_size", "is_complex",
-        "is_floating_point", "untyped_storage", "requires_grad_", "detach_", "__hash__")),
-}
-_CURE = ("clip with `model.clip_grad_norm_(...)`, or `Zero3Optimizer(..., clip_grad_norm=...)`; "
-         "without a `Zero3Sequential` or `wrap`, with "
-         "`zero3.gradients.clip_grad_norm_(model, ...)`; to look at this rank's part take "
-         "`.as_subclass(torch.Tensor)` of the gradient")
-
-
-class ShardGradient(torch.Tensor):
-    """
-    ## The gradient of a shard
-
-    `FlatParameter.add_grad` makes each shard's gradient one of these. In the example above, torch's
-    norm of (3, 4) would be 5 on rank 0; this class raises an error instead.
-    """
-
-    flat: weakref.ref  # the flat parameter
-    # Names of the parameters whose gradients it has something of, as far as this rank knows. `None`
-    # stands for all of them, because somebody else made the gradient.
-    used: set[tuple[str, ...]] | None
-
-    def note_used(self, names: Iterable[tuple[str, ...]]) -> None:
-        """
-        ### Record that these parameters have contributed to the gradient
-
-        `Zero3Optimizer` asks for these names in a step. A parameter that got no gradient on any
-        rank is not stepped, as in plain PyTorch.
-        """
-        if self.used is not None:
-            self.used.update(names)
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func in _NORMS:
-            _refuse(args, "cannot give a norm", "the norm of the whole model's gradient",
-                    f"`{func.__name__}` of the part that this rank has", _CURE)
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-            if func in _SAME and isinstance(result, torch.Tensor):
-                return _like(result, args[0])
-            if func is _UNSCALE:
-                _agree_on_overflow(*args, **(kwargs or {}))
-        return result
-
-    def __deepcopy__(self, memo: dict) -> torch.Tensor:
-        # A copy belongs to no shard.
-        return copy.deepcopy(self.as_subclass(torch.Tensor), memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
-
-
-class GradientElsewhere(ShardGradient):
-    """
-    ## A gradient that rests elsewhere
-
-    It takes the place of `.grad` when the gradient goes to the place of a master in CPU memory or
-    in a file. So `p.grad is None` and `zero_grad()` mean what they always do.
-    """
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        if func not in _ZERO:
-            _refuse(args, "has no gradient to read", "one in the shard's own memory",
-                    f"`{getattr(func, '__name__', func)}` of one that rests with its master",
-                    "let `Zero3Optimizer` clip, scale and step, by `clip_grad_norm=` and "
-                    "`loss_scale=`; `optimizer.shard_states[i].read_grad()` brings a gradient")
-        for grad in _found(args):
-            if not isinstance(grad, cls):
-                grad.zero_()
-                continue
-            flat = grad.flat()
-            if flat is not None and flat.sink is not None:
-                flat.sink.drop_grad(set_to_none=False)
-        return args[0]
-
-    def __repr__(self, *, tensor_contents=None):
-        return f"<a gradient of {len(self)} elements that is not here>"
-
-    def __deepcopy__(self, memo: dict) -> torch.Tensor:
-        return self.clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.clone()
-
-
-def plain_part(grad: torch.Tensor) -> torch.Tensor:
-    """
-    ## A shard's gradient as a plain tensor, in the same memory
-
-    Clipping and the optimizer use it. They take the norm of this rank's part, and then combine the
-    norms of all ranks.
-    """
-    return grad.as_subclass(torch.Tensor) if isinstance(grad, ShardGradient) else grad
-
-
-def mark(grad: torch.Tensor, flat: Any, used: set | None) -> ShardGradient:
-    """
-    ## The same gradient, marked as a part of the whole
-
-    * `flat` is the flat parameter that it belongs to
-    * `used` names the parameters that it has something of; `None` stands for all of them
-    """
-    if not isinstance(grad, ShardGradient):
-        grad = grad.as_subclass(ShardGradient)
-        grad.flat = weakref.ref(flat)
-        grad.used = used
-    return grad
-
-
-def elsewhere(flat: Any) -> GradientElsewhere:
-    """
-    ## A gradient without memory, for a shard
-
-    * `flat` is the shard's flat parameter
-    """
-    with torch._C.DisableTorchFunction():
-        shard = flat.shard
-        one = torch.empty(1, dtype=shard.grad_dtype or shard.dtype, device=shard.device)
-        grad = one.expand(len(shard)).as_subclass(GradientElsewhere)
-        grad.untyped_storage().resize_(0)
-    grad.flat = weakref.ref(flat)
-    grad.used = set()
-    return grad
-
-
-def grad_of(shard: nn.Parameter) -> Any:
-    """
-    ## The gradient of a shard, even if the shard rests in a file
-
-    Such a shard is a `FreedParameter`, whose class looks at every access. This goes past it.
-    """
-    with torch._C.DisableTorchFunction():
-        return shard.grad
-
-
-def set_grad(shard: nn.Parameter, grad: torch.Tensor | None) -> None:
-    """
-    ## Give a shard a gradient, even if the shard rests in a file
-
-    Such a shard is a `FreedParameter`, which refuses any gradient but `None`.
-    """
-    with torch._C.DisableTorchFunction():
-        shard.grad = grad
 
 
 @torch.no_grad()
@@ -236,7 +51,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     Raises `RuntimeError` if parameters are not sharded, or a gradient does not rest in its shard:
     with master weights elsewhere, or with a loss scale, `Zero3Optimizer(clip_grad_norm=)` clips.
     """
-    connect(model)
+    for line in {vars(m)["line"] for m in model.modules() if "line" in vars(m)}:
+        # Other ranks have parts of the same weights (see `inject/line.py`).
+        line.connect(model)
     layers: list[Any] = [m for m in model.modules() if is_sharded(m)]
     flats = [flat for layer in layers for flat in layer.flats if flat.shard.requires_grad]
     # In a pipeline, all layers of this stage may be frozen.
@@ -254,7 +71,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
             continue
         part = plain_part(grad)
         grads.append(part)
-        norms.append(norm_of_parts(part, counted(flat.owner(), flat), norm_type).double())
+        norms.append(norm_of_parts(part, flat.counted, norm_type).double())
     norms = norms or [torch.zeros((), dtype=torch.double)]
     mine = torch.stack([norm.to(first.device) for norm in norms])  # (shards,) fp64, device
     # Replicas have the same gradients, so count those of the first one.
@@ -330,63 +147,3 @@ def norm_of_parts(grad: torch.Tensor, counted: list[slice] | None, norm_type: fl
     zero = grad.new_zeros((), dtype=torch.promote_types(grad.dtype, torch.float32))
     norms = [norm_of(grad[where], norm_type) for where in counted]
     return vector_norm(torch.stack([zero, *norms]), norm_type)
-
-
-# ---------------------------------------------------------------------------------------- helpers
-
-
-def _found(args: Any) -> Iterator[ShardGradient]:
-    """
-    #### The gradients among the arguments of a function
-    """
-    for arg in args:
-        if isinstance(arg, ShardGradient):
-            yield arg
-        elif isinstance(arg, (list, tuple)):
-            yield from _found(arg)
-
-
-def _like(result: torch.Tensor, grad: ShardGradient) -> torch.Tensor:
-    """
-    #### A result, marked like the gradient that it comes from
-
-    So `p.grad.float()` refuses a norm as `p.grad` does.
-    """
-    if isinstance(result, ShardGradient):
-        return result
-    return mark(result, grad.flat(), grad.used)
-
-
-def _layer(args: Any) -> Any:
-    """
-    #### The layer of the first gradient among these, if it still exists
-    """
-    flat = next(_found(args)).flat()
-    return None if flat is None else flat.owner()
-
-
-def _refuse(args: Any, what: str, expected: str, got: str, cure: str) -> None:
-    """
-    #### Raise an error, unless this rank has the whole gradient
-    """
-    layer = _layer(args)
-    has_all = layer is None or layer.comm.world_size == 1
-    is_elsewhere = any(isinstance(grad, GradientElsewhere) for grad in _found(args))
-    if is_elsewhere and layer is None:
-        raise RuntimeError(f"{what}: its model is gone. Expected: {expected}. Got: {got}. What to "
-                           f"do: {cure}.")
-    if is_elsewhere or not has_all:
-        layer.expect(False, what, expected, got, cure)
-
-
-def _agree_on_overflow(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """
-    #### Tell all ranks about an overflow that one of them has in its shards
-
-    `GradScaler` has unscaled these gradients, and set `found_inf` on this rank. All ranks call it:
-    an all-gather of 4 bytes, for each data type of gradients.
-    """
-    layer = _layer([grads])
-    if layer is not None and layer.comm.world_size > 1:
-        mine = found_inf.view(1).to(layer.device)  # (1,) fp32, device
-        found_inf.copy_(layer.comm.numbers(layer, mine).max())

@@ -173,20 +173,18 @@ def connect(model: nn.Module) -> None:
     stages = first.comm.gather_stages(first.comm.ranks)
     owner.comm.ranks = tuple(rank for stage in stages for rank in stage)
     line.model = owner
+    for layer in layers if line.group.rank > 0 else ():
+        for flat in layer.flats:
+            flat.counted = _counted(layer, flat)
 
 
-def counted(layer: Any, flat: Any) -> list[slice] | None:
+def _counted(layer: Any, flat: Any) -> list[slice]:
     """
-    ## The ranges of a shard that count in the norm of the whole model; none, if all of it counts
-
-    * `layer` has the flat parameter `flat`
+    #### The ranges of a shard that count in the norm of the whole model
 
     All ranks that split the weights have the same biases and norms, say. Those of the first rank
     count.
     """
-    stages = layer.comm.stages
-    if not stages.same_layers or stages.rank == 0:
-        return None
     numel = len(flat.shard)
     first = layer.comm.rank * numel
     found = []

@@ -39,6 +39,7 @@ from torch import nn
 
 from zero3.comm.collectives import all_to_all_single, reduce_scatter_single
 from zero3.comm.mesh import Group
+from zero3.comm.parts import connect
 from zero3.guards.options import expect
 
 
@@ -132,6 +133,12 @@ class Line:
             sent = SimpleNamespace(sent_bytes=sent_bytes, between_bytes=0, messages=1,
                                    order_bytes=0)
             self.model.listener.record(self, event, nbytes, sent)
+
+    def connect(self, model: nn.Module) -> None:
+        """
+        ### Tell the layers of a sharded model who has the other parts of its weights
+        """
+        connect(model)
 
     def border_of(self, module: nn.Module) -> "Border":
         """

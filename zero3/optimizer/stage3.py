@@ -97,12 +97,12 @@ import torch
 from torch import nn
 
 from zero3.comm.collectives import Communicator, Listener, Silence
-from zero3.comm.parts import connect, counted
+from zero3.comm.parts import connect
 from zero3.estimate.formulas import describe
 from zero3.estimate.layouts import Layout
 from zero3.estimate.predict import Prediction, predict
 from zero3.flat import FlatParameter
-from zero3.gradients import GradientElsewhere, grad_of, set_grad
+from zero3.guards.gradients import GradientElsewhere, grad_of, set_grad
 from zero3.guards.options import fail
 from zero3.layer import Zero3Layer
 from zero3.offload.tiers import Offload
@@ -305,8 +305,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
                     dtype = self._set_grad_dtype(layer, flat)
                     indices = self._group_indices(flat, plain[layer], options)
                     spans = self._spans(flat)
-                    found.append(ShardStates(layer, name, flat, dtype, indices, spans,
-                                             counted(layer, flat)))
+                    found.append(ShardStates(layer, name, flat, dtype, indices, spans))
         return found
 
     def _options_of_stages(self, plain: dict[nn.Module, str]) -> list[dict[str, Any]]:

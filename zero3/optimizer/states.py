@@ -57,14 +57,8 @@ import torch
 from torch import nn
 
 from zero3.flat import FlatParameter, Names
-from zero3.gradients import (
-    GradientElsewhere,
-    elsewhere,
-    grad_of,
-    norm_of_parts,
-    plain_part,
-    set_grad,
-)
+from zero3.gradients import norm_of_parts
+from zero3.guards.gradients import GradientElsewhere, elsewhere, grad_of, plain_part, set_grad
 from zero3.layer import Zero3Layer
 from zero3.offload.tiers import InFile, Offload, copy_to
 
@@ -109,7 +103,6 @@ class ShardStates:
     grad_dtype: torch.dtype
     group_indices: list[int]  # the param group of each parameter in the flat one
     spans: list[slice]  # where in the shard each of these is; padding belongs to the one before it
-    counted: list[slice] | None = None  # the ranges that count in the norm; `None` stands for all
     pieces: list[Piece] = field(default_factory=list)
     # (shard_numel,), fp32 or wider, in memory; `None` while it rests in a file.
     master: Any = None
@@ -303,7 +296,7 @@ class ShardStates:
         file was taken in backward, so nothing is read here.
         """
         grad = self.grad
-        return self.file_grad_norm if grad is None else norm_of_parts(grad, self.counted)
+        return self.file_grad_norm if grad is None else norm_of_parts(grad, self.flat.counted)
 
     @torch.no_grad()
     def add_grad(self, total: torch.Tensor, names: Names = ()) -> None:
@@ -340,7 +333,7 @@ class ShardStates:
         else:
             grad = in_file.wait("grad")["grad"].add_(total.cpu())
         # Take the norm while the gradient is in memory, or the step would have to read it twice.
-        self.file_grad_norm = norm_of_parts(grad, self.counted)
+        self.file_grad_norm = norm_of_parts(grad, self.flat.counted)
         in_file.write_async("grad")
         for states in self.prefetch:
             # Everything but the gradient, which has not arrived yet.
