@@ -50,7 +50,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import zero3.comm.collectives
 from zero3.guards.freed import _METADATA, FreedParameter
-from zero3.offload.tiers import InFile
+from zero3.offload.in_file import InFile
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 # What makes a tensor without touching its memory.

@@ -527,7 +527,7 @@ def test_a_half_that_rounds_up_to_infinity_is_an_error():
 
 
 def no_room():
-    with mock.patch("zero3.offload.tiers.room", lambda at: 1000 if at.type == "cpu" else 1 << 40):
+    with mock.patch("zero3.guards.room.room", lambda at: 1000 if at.type == "cpu" else 1 << 40):
         with Accelerator():
             return message(lambda: Zero3Layer(freeze(nn.Linear(100, 100)),
                                               offload=Offload("cpu", frozen=Int8())))

@@ -39,10 +39,10 @@ from zero3.estimate.formulas import (
 )
 from zero3.estimate.ledger import Ledger, disk_bytes, exponents, held_bytes
 from zero3.estimate.predict import predict
+from zero3.guards.room import room
 from zero3.offload.bench import _disk_bytes, measure
 from zero3.offload.disk import File, aligned
-from zero3.offload.memory import room
-from zero3.offload.tiers import InFile
+from zero3.offload.in_file import InFile
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -544,7 +544,7 @@ def test_without_offload_the_same_model_fails_and_says_which_tier_would_do(tmp_p
     assert len(errors) == 2
     for error in errors:
         assert "has no room for a step" in error and "bytes left" in error
-        assert "the nvme tier would do: `offload=Offload('nvme', folder=...)`" in error
+        assert '`offload=Offload("nvme", folder=...)`' in error
 
 
 def test_masters_and_moments_that_do_not_fit_are_refused_before_they_are_made(monkeypatch):
@@ -555,11 +555,11 @@ def test_masters_and_moments_that_do_not_fit_are_refused_before_they_are_made(mo
     model = Zero3Sequential([Zero3Layer(nn.Linear(300, 300)) for _ in range(3)])
     # Two moments and a gradient; an fp32 shard is its own master.
     need = 12 * 3 * (300 * 300 + 300)
-    monkeypatch.setattr("zero3.offload.tiers.room", lambda at: need - 1)
+    monkeypatch.setattr("zero3.guards.room.room", lambda at: need - 1)
     with pytest.raises(RuntimeError) as caught:
         Zero3Optimizer(model)
     assert f"masters, moments and gradients. Expected: {need:,} bytes" in str(caught.value)
-    assert "the nvme tier would do" in str(caught.value)
+    assert '`offload=Offload("nvme", folder=...)`' in str(caught.value)
 
 
 def rooms(limit):

@@ -20,7 +20,7 @@ from tests.ranks import run
 from tests.streams import Accelerator, Event, Line, Work, before
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
 from zero3.comm.collectives import Communicator, Reducer, Transfer
-from zero3.offload.tiers import InFile
+from zero3.offload.in_file import InFile
 
 # ------------------------------------------------------------------------------------------ races
 

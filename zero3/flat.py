@@ -53,10 +53,14 @@ from torch import nn
 from zero3.guards.contents import is_sharded
 from zero3.guards.freed import FreedParameter, Owner
 from zero3.guards.gradients import mark
+from zero3.guards.room import check_step
 from zero3.in_flight import in_flight
 
 # Each parameter once, with its names. It has several if the layer ties it to itself.
 NamedParams = dict[nn.Parameter, tuple[str, ...]]
+# What to do if the device has no room.
+CURE = ("offload the shards: from an accelerator with `offload=\"cpu\"`, or to files with "
+        "`offload=Offload(\"nvme\", folder=...)`; or use more ranks, or smaller layers")
 # The names of some parameters.
 Names = Iterable[tuple[str, ...]]
 
@@ -108,6 +112,21 @@ class GradientSink(Protocol):
 
     # Forget the gradient, or make it zero.
     def drop_grad(self, set_to_none: bool = True) -> None: ...
+
+
+class StorageFactory(Protocol):
+    """
+    ## Storage factory: decides where the shards of a layer rest
+
+    `OnDevice` leaves them on the device. `Offload` puts them elsewhere.
+    """
+
+    tier: str
+
+    def shard(self, owner: Any, values: torch.Tensor, trains: bool) -> Storage: ...
+
+    # Memory that it holds, for a `Ledger`.
+    def memory(self) -> list[torch.Tensor]: ...
 
 
 @dataclass(eq=False, repr=False)
@@ -429,6 +448,78 @@ class FlatParameter:
             self.shard.grad = None
         elif self.shard.grad is not None:
             self.shard.grad.zero_()
+
+
+@dataclass
+class InMemory:
+    """
+    ## A shard that rests on the device or in CPU memory
+
+    It rests where it is used, or in pinned CPU memory that the device copies from. So most methods
+    of a storage have nothing to do.
+    """
+
+    param: nn.Parameter  # (shard_numel,)
+    tier: str
+
+    @property
+    def rest_bytes(self) -> int:
+        """
+        ### Bytes that the shard takes at rest
+        """
+        return self.param.nbytes
+
+    def read_async(self) -> None:
+        """
+        ### Nothing to read
+        """
+
+    def load(self) -> torch.Tensor:
+        """
+        ### The shard: `(shard_numel,)`
+        """
+        return self.param.detach()
+
+    def save(self) -> None:
+        """
+        ### Nothing to write: the values were written in place
+        """
+
+    def replace(self, values: torch.Tensor) -> None:
+        """
+        ### Take over these values, converted to the shard's data type
+
+        After a step, the optimizer rounds the fp32 master into a bf16 shard by this.
+        """
+        self.param.detach().copy_(values)
+
+    def release(self, stream: Any = None) -> None:
+        """
+        ### Nothing to give back
+        """
+
+
+class OnDevice:
+    """
+    ## The device, where shards rest if nobody says otherwise
+    """
+
+    tier = "device"
+
+    def shard(self, owner: Any, values: torch.Tensor, trains: bool) -> InMemory:
+        """
+        ### Leave a layer's shard, `(shard_numel,)`, where it is
+
+        All ranks call it alike. Raises `RuntimeError` if a step of the layer has no room.
+        """
+        check_step(owner, values, CURE)
+        return InMemory(nn.Parameter(values, trains), self.tier)
+
+    def memory(self) -> list[torch.Tensor]:
+        """
+        ### It holds nothing besides the shards
+        """
+        return []
 
 
 # ----------------------------------------------------------------------- parameters of a layer

@@ -35,11 +35,10 @@ import torch
 from torch import nn
 
 from zero3.comm.collectives import ALONE, Communicator, Listener, Reducer, Silence
-from zero3.flat import FlatParameter, Slot
+from zero3.flat import FlatParameter, Slot, StorageFactory
 from zero3.gradients import clip_grad_norm_
 from zero3.guards.contents import Contents, Known
 from zero3.guards.options import expect, fail, whole
-from zero3.offload.tiers import Offload
 from zero3.watch import Call, Watch
 
 
@@ -58,7 +57,7 @@ class Sharded(nn.Module):
     comm: Communicator
     reducer: Reducer
     listener: Listener
-    offload: Offload
+    offload: StorageFactory
     contents: Contents
     flats: list[FlatParameter]
     watch: Watch

@@ -68,7 +68,7 @@ from zero3.comm.parts import WeightPart, connect, part_of
 from zero3.flat import FlatParameter, Slot
 from zero3.guards.options import fail
 from zero3.layer import Zero3Layer
-from zero3.offload.tiers import InFile
+from zero3.offload.in_file import InFile
 from zero3.optimizer.stage3 import Zero3Optimizer, plain_names
 from zero3.optimizer.states import Piece, ShardStates, moments_of
 from zero3.sharded import check_groups, comm_of

@@ -147,6 +147,18 @@ class Links:
     def has_nodes(self) -> bool:
         return self.mesh is not None and self.mesh.mesh_dim_names == ("nodes", "shard")
 
+    def communicator(self) -> Communicator:
+        """
+        ### The communicator that sends a layer this way
+
+        A layer on one group of ranks that sends its elements as they are needs no more than a
+        `Communicator`.
+        """
+        has_two = self.mesh is not None and self.mesh.ndim > 1
+        if has_two or self.weights or self.gradients:
+            return LinkedCommunicator(self)
+        return Communicator(mesh=self.mesh)
+
     @property
     def told(self) -> str:
         """
@@ -183,23 +195,6 @@ def _fits(encoding: Encoding | None, full: torch.Tensor) -> Encoding | None:
     #### The encoding, if these are real floats
     """
     return encoding if full.is_floating_point() else None
-
-
-def communicator(rank: int | None = None, world_size: int | None = None,
-                 mesh: DeviceMesh | Links | None = None) -> Communicator:
-    """
-    ## The communicator of a layer
-
-    * `rank`, `world_size` and `mesh` are as for `Zero3Layer`
-
-    A layer on one group of ranks that sends its elements as they are needs no more than a
-    `Communicator`.
-    """
-    links = mesh if isinstance(mesh, Links) else Links(mesh)
-    has_two = links.mesh is not None and links.mesh.ndim > 1
-    if has_two or links.weights or links.gradients:
-        return LinkedCommunicator(links)
-    return Communicator(rank, world_size, links.mesh)
 
 
 class LinkedCommunicator(Communicator):

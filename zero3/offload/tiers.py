@@ -63,11 +63,13 @@ import torch
 from torch import nn
 
 from zero3.comm.encodings import Encoding, is_encoding
+from zero3.flat import CURE, InMemory
 from zero3.guards.options import expect, whole
+from zero3.guards.room import check_room, check_step
 from zero3.offload.disk import ALIGN_BYTES
 from zero3.offload.encoded import Encoded
 from zero3.offload.in_file import Buffers, InFile
-from zero3.offload.memory import copy_to, room
+from zero3.offload.memory import copy_to
 
 TIERS = ("device", "cpu", "nvme")
 
@@ -169,7 +171,7 @@ class Offload:
         All ranks call it alike. Raises `RuntimeError` if memory or disk are too small, or if a
         frozen weight that is to be encoded is not finite.
         """
-        self._check_step(owner, values)
+        check_step(owner, values, self.cure(owner.device))
         if self.frozen is not None and not trains and values.is_floating_point():
             return self._encode(owner, values, self.frozen)
         tier = self.place(values.nbytes)
@@ -236,84 +238,21 @@ class Offload:
             found += storage.memory()
         return found
 
-    def _check_step(self, owner: Any, shard: torch.Tensor) -> None:
-        """
-        #### Look whether there is memory for a training step of this layer
-
-        In backward this layer's parameters, the parameters of the layer below and this layer's
-        gradient are in memory together, and with messages a receive buffer. That is a lower bound:
-        the layer above may still have its gradient. So the check finds a model that cannot fit, and
-        one that passes may still be too large.
-        """
-        full_buffers = 4 if owner.comm.by_messages else 3
-        nbytes = full_buffers * owner.comm.world_size * shard.nbytes
-        self.check(owner, "a step", nbytes, owner.device)
-
     def check(self, owner: Any, what: str, nbytes: int, at: torch.device) -> None:
         """
         ### Look whether there is memory, before it is taken
 
         Each rank asks for itself: ranks that share a machine may pass, and still be too many.
-        Raises `RuntimeError` on all ranks if one has too little, and says which tier would do.
+        Raises `RuntimeError` on all ranks if one has too little, and says where shards could rest.
         """
-        left_bytes = room(at)
-        cpu = torch.device("cpu")
-        problem = f"{left_bytes:,} bytes left" if left_bytes < nbytes else ""
-        cure = "the nvme tier would do: `offload=Offload('nvme', folder=...)`"
-        if self.tier == "nvme" or (self.tier == "cpu" and at != cpu):
+        check_room(owner, what, nbytes, at, self.cure(at))
+
+    def cure(self, at: torch.device) -> str:
+        """
+        ### What to do if a device has no room
+        """
+        if self.tier == "nvme" or (self.tier == "cpu" and at.type != "cpu"):
             # A layer that computes is on the device, wherever its shards rest.
-            cure = ("more ranks, smaller layers or more memory; everything else has already been "
+            return ("more ranks, smaller layers or more memory; everything else has already been "
                     "offloaded")
-        elif at != cpu and room(cpu) > nbytes:
-            cure = "the cpu tier would do: `offload=Offload('cpu')`"
-        owner.comm.agree(owner, f"has no room for {what}", f"{nbytes:,} bytes on {at}", problem,
-                         cure)
-
-
-@dataclass
-class InMemory:
-    """
-    ## A shard that rests on the device or in CPU memory
-
-    It rests where it is used, or in pinned CPU memory that the device copies from. So most methods
-    of a storage have nothing to do.
-    """
-
-    param: nn.Parameter  # (shard_numel,)
-    tier: str
-
-    @property
-    def rest_bytes(self) -> int:
-        """
-        ### Bytes that the shard takes at rest
-        """
-        return self.param.nbytes
-
-    def read_async(self) -> None:
-        """
-        ### Nothing to read
-        """
-
-    def load(self) -> torch.Tensor:
-        """
-        ### The shard: `(shard_numel,)`
-        """
-        return self.param.detach()
-
-    def save(self) -> None:
-        """
-        ### Nothing to write: the values were written in place
-        """
-
-    def replace(self, values: torch.Tensor) -> None:
-        """
-        ### Take over these values, converted to the shard's data type
-
-        After a step, the optimizer rounds the fp32 master into a bf16 shard by this.
-        """
-        self.param.detach().copy_(values)
-
-    def release(self, stream: Any = None) -> None:
-        """
-        ### Nothing to give back
-        """
+        return CURE

@@ -60,7 +60,9 @@ from zero3.flat import FlatParameter, Names
 from zero3.gradients import norm_of_parts
 from zero3.guards.gradients import GradientElsewhere, elsewhere, grad_of, plain_part, set_grad
 from zero3.layer import Zero3Layer
-from zero3.offload.tiers import InFile, Offload, copy_to
+from zero3.offload.in_file import InFile
+from zero3.offload.memory import copy_to
+from zero3.offload.tiers import Offload
 
 # An optimizer's states: for each parameter, its moments and counters by name.
 State = MutableMapping[torch.Tensor, dict[str, Any]]

@@ -47,7 +47,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from zero3.guards.options import expect
-from zero3.offload.tiers import room
+from zero3.guards.room import room
 
 # labml_nn 0.5 calls `tracker.debug` in every attention, but labml 0.5 has no such function.
 if not hasattr(tracker, "debug"):

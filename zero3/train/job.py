@@ -64,8 +64,9 @@ from zero3.guards.options import (
     one_line,
     within,
 )
+from zero3.guards.room import room
 from zero3.layer import Zero3Layer, Zero3Sequential
-from zero3.offload.tiers import TIERS, Offload, room
+from zero3.offload.tiers import TIERS, Offload
 from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.train import compressed, gpt
 from zero3.train.run import (
