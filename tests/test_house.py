@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, wrap
-from zero3.comm.collectives import Listener, Named, Reducible, Sender
+from zero3.comm.order import Listener, Named, Sender
+from zero3.comm.reducer import Reducible
 from zero3.estimate.ledger import Ledger
 from zero3.flat import GradientSink, Storage
 from zero3.guards.contents import ShardedLayer

@@ -44,7 +44,7 @@ from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
 from zero3.comm.encodings import Int4, Int8
 from zero3.comm.links import LinkedCommunicator, Links
 from zero3.estimate.ledger import Ledger
-from zero3.layer import communicator
+from zero3.sharded import communicator
 
 
 class Same:

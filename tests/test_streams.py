@@ -19,7 +19,8 @@ from tests import cases, wholes
 from tests.ranks import run
 from tests.streams import Accelerator, Event, Line, Work, before
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
-from zero3.comm.collectives import Communicator, Reducer, Transfer
+from zero3.comm.collectives import Communicator, Transfer
+from zero3.comm.reducer import Reducer
 from zero3.offload.in_file import InFile
 
 # ------------------------------------------------------------------------------------------ races
@@ -198,7 +199,7 @@ def release_at_once(storage, stream=None, real=InFile.release):
     real(storage)
 
 
-def keeps_nothing(total, *rest, real=zero3.comm.collectives._Leaving):
+def keeps_nothing(total, *rest, real=zero3.comm.reducer._Leaving):
     return real(None, *rest)
 
 
@@ -223,7 +224,7 @@ PLANTED = {
     "the next file is read into a buffer that is being copied":
         (2, "nvme", True, InFile, "release", release_at_once),
     "a gradient is freed that is being copied":
-        (1, "cpu", False, zero3.comm.collectives, "_Leaving", keeps_nothing),
+        (1, "cpu", False, zero3.comm.reducer, "_Leaving", keeps_nothing),
 }
 
 

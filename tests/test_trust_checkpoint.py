@@ -29,7 +29,7 @@ from zero3.checkpoint.entries import Entries
 from zero3.checkpoint.formats import _MetadataUnpickler, from_tensors
 from zero3.checkpoint.reader import _LOCKED, MANIFEST, file_name, newest
 from zero3.checkpoint.tensor_files import Broken, TensorFile, check_name, checksums
-from zero3.guards.options import one_line
+from zero3.guards.command_line import one_line
 
 CLEAR = "\x1b[2J"  # clears a terminal's screen
 

@@ -20,7 +20,7 @@ from torch import nn
 from tests.ranks import run
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
 from zero3.estimate import __main__ as estimate
-from zero3.guards.options import APP
+from zero3.guards.command_line import APP
 from zero3.offload import bench as disk
 from zero3.train import gpt
 from zero3.train import job as train
@@ -66,7 +66,7 @@ def test_a_hostile_option_is_one_line_of_the_benchmark(capsys, tmp_path):
     """
     Found before anything is measured, so at once. Breaks where the picture is first looked at
     after two minutes.
-    Proves `bench.main`, `check_picture`, `options.folder`, `within`.
+    Proves `bench.main`, `check_picture`, `command_line.folder`, `within`.
     """
     (tmp_path / "file.png").mkdir()
     here = f"--folder={tmp_path}"
@@ -133,7 +133,7 @@ def test_files_go_only_where_they_can(tmp_path, capsys):
     """
     A folder of files that is not there, is none, takes none, or that no tier asks for. Breaks where
     the first layer is built before anybody looks: 119 lines from two ranks.
-    Proves `check_options`, `options.folder`.
+    Proves `check_options`, `command_line.folder`.
     """
     nvme = [*SMALL, f"--out={tmp_path}", "--offload-params=nvme"]
     for wrong in ("", "/nowhere", __file__, "/proc"):

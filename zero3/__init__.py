@@ -14,7 +14,9 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | 4 | `schedule.py` | which layer is gathered next, and which stays full |
 | 4 | `sharded.py` | what a sharded layer offers its users: full parameters, clipping, errors |
 | 4 | `gradients.py` | the norm of a sharded gradient, and clipping by it |
-| 5 | `comm/collectives.py` | the communicator: collectives, and the reduce in flight |
+| 5 | `comm/collectives.py` | the communicator: collectives that overlap computation |
+| 5 | `comm/reducer.py` | the reduce of a layer, while the next one goes backward |
+| 5 | `comm/order.py` | the ranks of a model: alike, or an error on all of them |
 | 5 | `in_flight.py` | memory in flight: one owner, which alone may free it |
 | 5 | `comm/mesh.py` | groups of ranks: a model on some of them, and replicas of a sharded model |
 | 5 | `comm/links.py` | `Links`: nodes, copies inside a node, and fewer bytes between nodes |
@@ -80,7 +82,9 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | guards | `guards/contents.py` | modules and libraries around a sharded model |
 | guards | `guards/gradients.py` | gradients of shards, which refuse a norm of a part |
 | guards | `comm/parts.py` | which part of a weight a rank has |
+| guards | `guards/room.py` | memory that is left, before it is taken |
 | guards | `guards/options.py` | checks of arguments |
+| guards | `guards/command_line.py` | errors of command lines, in one line |
 | a training job | `train/job.py` | the main job, `make train` |
 | a training job | `train/gpt.py` | a byte-level GPT, as a list of layers |
 | a training job | `train/run.py` | its ranks and its checkpoints |

@@ -107,12 +107,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero3.comm.collectives import ALONE, Communicator, Listener, Reducer, Silence, Transfer
+from zero3.comm.collectives import ALONE, Transfer
+from zero3.comm.order import Listener, Silence
+from zero3.comm.reducer import Reducer
 from zero3.flat import (
     FlatParameter,
     NamedParams,
-    OnDevice,
-    StorageFactory,
     alike,
     find_params,
     hide_params,
@@ -121,7 +121,14 @@ from zero3.flat import (
 from zero3.guards.contents import Contents, Known, uncompiled
 from zero3.in_flight import in_flight
 from zero3.schedule import Alone, Chain, Schedule
-from zero3.sharded import Sharded, ShardedModel, check_arguments, check_chain
+from zero3.sharded import (
+    Sharded,
+    ShardedModel,
+    check_arguments,
+    check_chain,
+    communicator,
+    storage_factory,
+)
 from zero3.watch import Call, Watch, at_end_of_backward, in_backward, tensors_in
 
 if TYPE_CHECKING:
@@ -683,36 +690,3 @@ class Zero3Sequential(ShardedModel):
         """
         for i, layer in enumerate(self.module_list):
             yield f"{i}.", layer
-
-
-# ------------------------------------------------------------- chapters that an argument asks for
-
-
-def communicator(rank: int | None = None, world_size: int | None = None,
-                 mesh: DeviceMesh | Links | None = None) -> Communicator:
-    """
-    ## The communicator of a layer
-
-    * `rank`, `world_size` and `mesh` are as for `Zero3Layer`
-
-    `Links` builds its own, which knows nodes, replicas and encodings. A mesh of two dimensions
-    needs it too. All other layers communicate by a plain `Communicator`.
-    """
-    if isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
-        from zero3.comm.links import Links
-        mesh = Links(mesh)
-    if mesh is None or isinstance(mesh, DeviceMesh):
-        return Communicator(rank, world_size, mesh)
-    return mesh.communicator()
-
-
-def storage_factory(offload: Offload | str | None) -> StorageFactory:
-    """
-    ## Where the shards of a layer rest
-
-    * `offload` is as for `Zero3Layer`
-    """
-    if offload is None:
-        return OnDevice()
-    from zero3.offload.tiers import Offload
-    return Offload.of(offload)

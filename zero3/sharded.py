@@ -26,20 +26,29 @@ $$\lVert g \rVert = \sqrt{\sum_{r=0}^{N-1} \lVert g^{(r)} \rVert^2}$$
 **Not covered, and what that costs**: `full_params()` holds the whole layer on each rank.
 """
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from zero3.comm.collectives import ALONE, Communicator, Listener, Reducer, Silence
-from zero3.flat import FlatParameter, Slot, StorageFactory
+from zero3.comm.collectives import ALONE, Communicator
+from zero3.comm.order import Listener, Silence
+from zero3.comm.reducer import Reducer
+from zero3.flat import FlatParameter, OnDevice, Slot, StorageFactory
 from zero3.gradients import clip_grad_norm_
 from zero3.guards.contents import Contents, Known
 from zero3.guards.options import expect, fail, whole
 from zero3.watch import Call, Watch
+
+if TYPE_CHECKING:
+    from zero3.comm.links import Links
+    from zero3.offload.tiers import Offload
 
 
 class Sharded(nn.Module):
@@ -61,8 +70,8 @@ class Sharded(nn.Module):
     contents: Contents
     flats: list[FlatParameter]
     watch: Watch
-    prev_layer: "list[Sharded]"
-    next_layer: "list[Sharded]"
+    prev_layer: list[Sharded]
+    next_layer: list[Sharded]
     is_fetched: bool
     is_full_elsewhere: bool  # inside `full_params` the parameters are whole in other memory
 
@@ -319,7 +328,7 @@ class Sharded(nn.Module):
                         "puts out freed memory", "a tensor of its own",
                         f"a view of a parameter, {tensor.shape}", "clone it")
 
-    def lenders(self) -> "Iterator[Sharded]":
+    def lenders(self) -> Iterator[Sharded]:
         """
         ### The layers whose parameters the module can read while it computes
 
@@ -537,3 +546,35 @@ def check_chain(modules: Any) -> list[Any]:
                             f"{type(layer)}. What to do: wrap it, with parameters or without.")
     check_groups(layers)
     return layers
+
+# ------------------------------------------------------------- chapters that an argument asks for
+
+
+def communicator(rank: int | None = None, world_size: int | None = None,
+                 mesh: DeviceMesh | Links | None = None) -> Communicator:
+    """
+    ## The communicator of a layer
+
+    * `rank`, `world_size` and `mesh` are as for `Zero3Layer`
+
+    `Links` builds its own, which knows nodes, replicas and encodings. A mesh of two dimensions
+    needs it too. All other layers communicate by a plain `Communicator`.
+    """
+    if isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
+        from zero3.comm.links import Links
+        mesh = Links(mesh)
+    if mesh is None or isinstance(mesh, DeviceMesh):
+        return Communicator(rank, world_size, mesh)
+    return mesh.communicator()
+
+
+def storage_factory(offload: Offload | str | None) -> StorageFactory:
+    """
+    ## Where the shards of a layer rest
+
+    * `offload` is as for `Zero3Layer`
+    """
+    if offload is None:
+        return OnDevice()
+    from zero3.offload.tiers import Offload
+    return Offload.of(offload)

@@ -67,7 +67,7 @@ from zero3.checkpoint.reader import (
     partial_path,
 )
 from zero3.checkpoint.tensor_files import TYPES, Broken, Writer, check_name, type_name
-from zero3.guards.options import one_line
+from zero3.guards.command_line import one_line
 
 # DeepSpeed's name of the master. The moments have the names of torch's Adam.
 _FP32 = "fp32"

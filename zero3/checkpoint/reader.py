@@ -94,7 +94,7 @@ import torch
 
 from zero3.checkpoint.tensor_files import TYPES, Broken, TensorFile, fsync_folder, type_name
 from zero3.comm.parts import WeightPart
-from zero3.guards.options import one_line
+from zero3.guards.command_line import one_line
 
 FORMAT = "zero3 checkpoint"
 # Format 1 has no pipelines.

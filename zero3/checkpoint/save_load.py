@@ -104,7 +104,7 @@ from zero3.checkpoint.reader import (
 )
 from zero3.checkpoint.tensor_files import Broken, Writer
 from zero3.comm.collectives import Communicator
-from zero3.guards.options import one_line
+from zero3.guards.command_line import one_line
 from zero3.sharded import comm_of
 
 

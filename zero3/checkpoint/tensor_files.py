@@ -46,7 +46,7 @@ from typing import Any
 
 import torch
 
-from zero3.guards.options import one_line
+from zero3.guards.command_line import one_line
 from zero3.offload.disk import File, aligned, whole_blocks
 
 # Each block of so many bytes has a checksum.

@@ -2,8 +2,7 @@ r"""
 # The communicator
 
 `Communicator` sends tensors between ranks: it starts a collective and returns, counts its bytes,
-and makes sure that all ranks do the same. `Reducer` has the reduce-scatter in flight; there is at
-most one.
+and makes sure that all ranks do the same. `Transfer` is a collective in flight.
 
 A training step has three kinds of communication. The example goes on with the three weights of
 `layer.py`, on two ranks. Gradients are divided by the number of ranks already, so their sums are
@@ -72,21 +71,20 @@ find out by NCCL's time-out.
 from __future__ import annotations
 
 import functools
-import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero3.comm.mesh import Group, all_ranks, groups_of
-from zero3.flat import GradientSink, Names
+from zero3.comm.mesh import Group
+from zero3.comm.order import Ranks, Sender
 from zero3.guards.options import fail
 from zero3.guards.placement import check_device, check_params, compare_params
 from zero3.in_flight import in_flight
@@ -113,7 +111,7 @@ _ORDER_TAG = 1
 _ORDER_BYTES = 32
 
 
-class Communicator:
+class Communicator(Ranks):
     r"""
     ## A group of ranks, and the collectives between them
 
@@ -130,29 +128,11 @@ class Communicator:
         """
         ### Join the ranks
 
-        * `rank` and `world_size` must be those of the process group, and default to them; without
-          one, to 0 and 1
-        * `mesh` has the ranks; left out, these are all ranks of the process group
-
-        Raises `RuntimeError` if there is no process group of this rank and size, and as
-        `groups_of`.
+        The arguments are as for `Ranks`.
         """
-        # The ranks that share shards; then, if there are any, those to exchange sums with.
-        self.groups = (all_ranks(rank, world_size),) if mesh is None else groups_of(mesh)
-        self.group = self.groups[0]
-        self.replicas = self.group.only_this()
-        # The ranks that have other layers of the same model, the stages of a pipeline.
-        self.stages = self.group.only_this()
-        # Which part of each flat parameter is this rank's, and of how many.
-        self.rank = self.group.rank
-        self.world_size = self.group.size
-        # The mean gradient is the sum over all ranks, divided by their number.
-        self.divisor = math.prod(group.size for group in self.groups)
+        super().__init__(rank, world_size, mesh)
         # How things travel, if not as they are (see `links.py`).
         self.links: Any = None
-        # Errors name ranks as the whole run does.
-        self.global_rank = self.group.global_rank
-        self.ranks = self.group.ranks if mesh is None else tuple(mesh.mesh.flatten().tolist())
         # Names for the layer numbers that ranks announce, for error messages.
         self.labels: dict[int, str] = {}
         # The reason why nothing can be sent any more.
@@ -170,24 +150,6 @@ class Communicator:
         ### The groups that take part in a gather
         """
         return (self.group,)
-
-    @property
-    def is_first(self) -> bool:
-        """
-        ### Whether this is the first of the ranks
-
-        It draws or reads initial values, writes what is written once, and speaks for all.
-        """
-        return self.global_rank == self.ranks[0]
-
-    @property
-    def in_first_replica(self) -> bool:
-        """
-        ### Whether this rank's shard is not the copy of another one
-
-        One replica is enough to write a checkpoint.
-        """
-        return self.replicas.rank == 0
 
     # -------------------------------------------------------------------------------- collectives
 
@@ -487,48 +449,6 @@ class Communicator:
         if action == "fault":
             return f"{action} of {name}"
         return f"{action} of {name}, {nbytes} bytes, layers' checksum {checksum}"
-
-    def gather(self, thing: Any) -> list[Any]:
-        """
-        ### Small Python objects of all ranks (all-gather); all ranks must call it
-
-        Returns them in the order of `ranks`.
-
-        It pickles the objects, and waits for the slowest rank. So it serves while a model is
-        wrapped, saved or loaded. A training step calls it only while an asynchronous save is under
-        way, or if `wrap` got `debug=True`.
-        """
-        things = [thing]
-        for group in self.groups:
-            if group.size > 1:
-                lists = [things] * group.size
-                group.together("small objects", dist.all_gather_object, lists, things)
-                things = [each for several in lists for each in several]
-        return things
-
-    def gather_stages(self, thing: Any) -> list[Any]:
-        """
-        ### A small Python object of each stage of a pipeline (all-gather); all ranks must call it
-
-        Without a pipeline it is this object alone.
-        """
-        things = [thing] * self.stages.size
-        if self.stages.size > 1:
-            self.stages.together("small objects", dist.all_gather_object, things, thing)
-        return things
-
-    def agree(self, sender: Named, what: str, expected: str, problem: str, cure: str) -> None:
-        """
-        ### Raise an error on all ranks if one of them has a problem
-
-        * `problem` is this rank's, or empty; `what`, `expected` and `cure` are as for `fail`
-
-        All ranks must call it. Raises `RuntimeError`.
-        """
-        for rank, theirs in zip(self.ranks, self.gather(problem), strict=True):
-            if theirs:
-                got = f"{theirs}, on rank {rank}"
-                fail(self.global_rank, sender.label, what, expected, got, cure)
 
     def fail(self, sender: Sender, what: str, expected: str, got: Any, cure: str) -> None:
         """
@@ -941,298 +861,6 @@ class Transfer:
                 raise
             return problem
         return ""
-
-
-class Reducer:
-    """
-    ## The reduce-scatter in flight
-
-    A layer's gradients are reduced while the layer below goes backward. One reduce is in flight at
-    a time, so at most one layer has its full gradients in memory beside the layer that computes.
-    `Zero3Optimizer` hands in a reducer that keeps the gradients of small layers in a bucket.
-
-    When layer 1 of a chain has its gradients, `keeps` finishes the reduce of layer 2, and `started`
-    remembers that of layer 1. The methods differ in who calls them, and in what they wait for:
-
-    | method | who calls it, and when | it waits for |
-    |---|---|---|
-    | `keeps` | a layer that has all its gradients | the reduce in flight, of another layer |
-    | `started` | the same layer, once it has started to send | nothing |
-    | `land` | `keeps` and `end` | the reduce in flight, of whichever layer |
-    | `finish` | `land`; a layer before it gathers again; a layer in no chain | its own reduce |
-    | `arrived` | `finish` | the data: the sums are there; and the exchange before |
-    | `end_exchange` | `arrived` and `end` | the exchange in flight |
-    | `deliver` | the layer, with each of its sums | the copy to CPU memory before this one |
-    | `delivered` | `deliver` and `end` | the copy to CPU memory that is under way |
-    | `drop` | a layer, after an exception in backward | its own reduce, if it has started |
-    | `end` | the last layer at the end of backward; a step | the reduce, then the copy |
-    """
-
-    scaled = False  # whether the loss was multiplied by a scale, as `Zero3Optimizer` does for fp16
-
-    def __init__(self, comm: Communicator):
-        self.comm = comm
-        # The layers whose gradients are in flight, and the transfer that carries them.
-        self.layers: list[Any] = []
-        self.transfer: Transfer | None = None
-        # Layers that have to finish before `backward()` returns.
-        self.unsettled: set[Any] = set()
-        # The exchange in flight, and the gradients that are views of its totals.
-        self.exchange: Transfer | None = None
-        self._exchanged: list[tuple[torch.Tensor, GradientSink, Names]] = []
-        # The reduced gradient that is on its way to CPU memory.
-        self._leaving: _Leaving | None = None
-
-    def keeps(self, layer: Reducible, pairs: Pairs) -> bool:
-        """
-        ### Return whether nothing is to be sent now; otherwise finish the reduce in flight
-
-        * `pairs` are as for `Communicator.reduce_scatter`
-
-        Nothing is to be sent if these gradients are in flight already, or if a bucket holds them.
-        """
-        # `settle` offers all gradients once more. Ignore those that are in flight already.
-        if layer in self.layers:
-            return True
-        self.land()
-        return False
-
-    def started(self, layers: list[Any], transfer: Transfer) -> None:
-        """
-        ### Keep a reduce-scatter that has started
-
-        The layer calls it right after the start, and goes on with backward. Nothing else is in
-        flight, because `keeps` has finished the reduce before this one.
-        """
-        self.layers = layers
-        self.transfer = transfer
-        nbytes = sum(grad.nbytes for grad, _ in transfer.pairs)
-        layers[0].listener.record(layers[0], "reduce", nbytes, transfer)
-
-    def finish(self, layer: Reducible) -> None:
-        """
-        ### Finish the reduce of a layer's gradients, if it is in flight
-
-        `layer.add_reduced` gets the sums.
-        """
-        if layer in self.layers:
-            self.layers = []
-            layer.add_reduced(self.arrived())
-
-    def arrived(self) -> list[torch.Tensor]:
-        """
-        ### Wait for the transfer in flight: this rank's parts of the sums
-
-        On an accelerator the compute stream waits and the host goes on. On the CPU this thread
-        waits. If the sums are those of one replica or of one node, an exchange with the others
-        starts. Until the reduce after this one has arrived too, it overlaps backward.
-        """
-        transfer = self.transfer
-        self.transfer = None
-        assert transfer is not None
-        sums = transfer.wait()
-        self.end_exchange()
-        totals, self.exchange = self.comm.exchange(transfer.sender, sums)
-        return totals
-
-    def end_exchange(self) -> None:
-        """
-        ### Wait for the exchange in flight, and deliver its gradients
-
-        One is in flight at a time. So the next reduce calls this before it starts another, and the
-        end of the pass calls it for the last one.
-        """
-        exchange = self.exchange
-        exchanged = self._exchanged
-        self.exchange = None
-        self._exchanged = []
-        if exchange is not None:
-            exchange.wait()
-        for total, sink, names in exchanged:
-            self.deliver(total, sink, names)
-
-    def land(self) -> None:
-        """
-        ### Finish the reduce in flight
-
-        Its sums may still be on their way to CPU memory.
-        """
-        if self.layers:
-            self.finish(self.layers[0])
-
-    def end(self) -> None:
-        """
-        ### Finish everything: all gradients are where they rest
-
-        The last layer to settle calls it before `backward()` returns. An optimizer that steps next
-        finds every gradient complete.
-        """
-        self.land()
-        self.end_exchange()
-        self.delivered()
-        self.comm.end_pass()
-
-    def drop(self, layer: Reducible) -> None:
-        """
-        ### Forget a layer's gradients after an error, or finish their reduce if it is in flight
-
-        This reducer holds none back, so there is nothing to forget.
-        """
-        self.finish(layer)
-
-    def deliver(self, total: torch.Tensor, sink: GradientSink, names: Names) -> None:
-        """
-        ### Bring a reduced gradient to the place where it rests
-
-        * `total` is `(shard_numel,)`, on the device
-        * `names` are the parameters that have contributed to it on this rank
-
-        From an accelerator to CPU memory the backup stream copies it, while the layers below go
-        backward. The sink gets it when the next gradient leaves, or at the end of the pass. By then
-        the copy has normally ended, so the host hardly waits.
-
-        With an exchange this is called twice: when it has started, and when it has ended.
-        """
-        if self.exchange is not None:
-            # The layer forgets the names before that, so keep a list of its own.
-            self._exchanged.append((total, sink, list(names)))
-            return
-        if sink.grad_device == total.device or sink.grad_device.type != "cpu":
-            sink.add_grad(total, names)
-            return
-        self.delivered()
-        arriving = torch.empty_like(total, device=sink.grad_device, pin_memory=True)
-        # The backup stream waits for the compute stream, because a single rank has no reduce, and
-        # backward itself wrote `total`.
-        with self.comm.on(self.comm.backup_stream):
-            in_flight.begin(self, total, arriving)
-            arriving.copy_(total, non_blocking=True)
-            event = self.comm.event()
-            event.record()
-        # The layer forgets the names before the copy has ended, so keep a list of its own.
-        self._leaving = _Leaving(total, arriving, event, sink, list(names))
-
-    def delivered(self) -> None:
-        """
-        ### Wait for the gradient that is on its way to CPU memory
-
-        One copy is under way at a time. So the next gradient that leaves for CPU memory calls this
-        first, and the end of the pass calls it for the last one.
-        """
-        leaving = self._leaving
-        self._leaving = None
-        if leaving is not None:
-            # The host waits, because it reads the gradient next.
-            leaving.copied.synchronize()
-            in_flight.end(self)
-            leaving.sink.add_grad(leaving.arriving, leaving.names)
-
-    def held_tensors(self) -> Iterator[torch.Tensor]:
-        """
-        ### The buffers in flight, for a `Ledger`
-        """
-        for transfer in (self.transfer, self.exchange):
-            if transfer is not None:
-                for pair in transfer.pairs:
-                    yield from pair
-                yield from transfer.buffers
-        yield from self.comm.held_tensors()
-
-
-class Listener(Protocol):
-    """
-    ## Listener: an object that hears of every event
-
-    `Ledger` is one: it records the bytes that a run sends and holds.
-    """
-
-    def record(self, sender: Any, event: str, nbytes: int | None = 0,
-               transfer: Counted | None = None, tier: str = "device") -> None: ...
-
-
-class Counted(Protocol):
-    """
-    ## What has been sent, as far as a listener has to know it
-
-    A `Transfer` has these counts, and so has whatever else travels between ranks.
-    """
-
-    @property
-    def sent_bytes(self) -> int: ...
-    @property
-    def between_bytes(self) -> int: ...
-    @property
-    def messages(self) -> int: ...
-    @property
-    def order_bytes(self) -> int: ...
-
-
-class Silence:
-    """
-    ## A listener that ignores events
-
-    Each layer has this listener until a `Ledger` listens. So a layer records its events without
-    asking whether anybody wants them.
-    """
-
-    def record(self, *args: Any, **kwargs: Any) -> None:
-        """
-        ### Do nothing
-        """
-
-
-class Sender(Protocol):
-    """
-    ## A layer, a model or an optimizer that sends something
-
-    Errors and records need its name, and an announcement needs its number.
-    """
-
-    label: str
-    layer_idx: int
-    listener: Listener
-
-
-class Named(Protocol):
-    """
-    ## Whatever has a name for errors
-
-    `Communicator.agree` needs no more. So a whole model and a checkpoint can report a problem on
-    all ranks too, although neither is a layer.
-    """
-
-    label: str
-
-
-class Reducible(Protocol):
-    """
-    ## A layer, as far as the reducer has to know it
-
-    A reducer hands it the sums through `add_reduced`. A bucket packs gradients by `layer_idx`,
-    because that order is the same on all ranks.
-    """
-
-    label: str
-    layer_idx: int
-    listener: Listener
-
-    def add_reduced(self, totals: list[torch.Tensor]) -> None: ...
-
-
-class _Leaving(NamedTuple):
-    """
-    ## A reduced gradient on its way to CPU memory
-
-    The backup stream is copying it, while the layers below go backward. Then `delivered` hands it
-    to its sink.
-    """
-
-    # On the device. Keep it, or its memory would be used again during the copy.
-    total: torch.Tensor
-    arriving: torch.Tensor  # as long, in pinned memory
-    copied: Any  # the event after the copy
-    sink: GradientSink  # gets `arriving`
-    names: list[tuple[str, ...]]  # of the parameters that have contributed
 
 
 @functools.cache

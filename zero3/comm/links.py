@@ -96,9 +96,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero3.comm import collectives
-from zero3.comm.collectives import Communicator, Pairs, Sender, Transfer
+from zero3.comm.collectives import Communicator, Pairs, Transfer
 from zero3.comm.encodings import Encoding, is_encoding
 from zero3.comm.mesh import Group
+from zero3.comm.order import Sender
 from zero3.guards.options import expect
 from zero3.watch import in_backward
 

@@ -77,9 +77,10 @@ from zero3.compiler.passes import gathered, improve
 from zero3.compiler.room import Room, held_bytes, offload_states
 from zero3.compiler.trace import Backend, Graphs, Place
 from zero3.flat import FlatParameter, Slot
+from zero3.guards.command_line import Parser, within
 from zero3.guards.contents import uncompiled
 from zero3.guards.freed import FreedParameter
-from zero3.guards.options import MOST, Parser, expect, whole, within
+from zero3.guards.options import MOST, expect, whole
 from zero3.optimizer.buckets import PlannedBucket
 from zero3.watch import Call, in_backward
 from zero3.whole_model.together import (

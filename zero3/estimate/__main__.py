@@ -7,7 +7,8 @@ import argparse
 from zero3.estimate.between import show_layouts
 from zero3.estimate.formulas import number, show_places, show_stages
 from zero3.estimate.splitting import show_tensor
-from zero3.guards.options import Parser, expect, within
+from zero3.guards.command_line import Parser, within
+from zero3.guards.options import expect
 
 # No model or machine is larger. Beyond this limit, products of options would overflow to infinity.
 MOST = 1e24

@@ -41,7 +41,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from zero3.comm.collectives import Counted, Listener, Silence
+from zero3.comm.order import Counted, Listener, Silence
 from zero3.sharded import Sharded, ShardedModel
 from zero3.watch import in_backward
 

@@ -36,7 +36,8 @@ from pathlib import Path
 from typing import Any
 
 from zero3 import commit_name
-from zero3.guards.options import INSTALL, Parser, expect, folder, missing, whole, within
+from zero3.guards.command_line import INSTALL, Parser, folder, missing, within
+from zero3.guards.options import expect, whole
 from zero3.offload.disk import File, aligned
 
 # Past the cache or not, bytes of a request, and how many are with the disk at once.

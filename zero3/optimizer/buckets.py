@@ -36,7 +36,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero3.comm.collectives import Communicator, Pairs, Reducer, Reducible
+from zero3.comm.collectives import Communicator, Pairs
+from zero3.comm.reducer import Reducer, Reducible
 
 
 class Bucket(Reducer):

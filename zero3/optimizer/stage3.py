@@ -96,7 +96,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero3.comm.collectives import Communicator, Listener, Silence
+from zero3.comm.collectives import Communicator
+from zero3.comm.order import Listener, Silence
 from zero3.comm.parts import connect
 from zero3.estimate.formulas import describe
 from zero3.estimate.layouts import Layout

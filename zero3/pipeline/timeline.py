@@ -38,7 +38,8 @@ from argparse import Namespace
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from zero3.guards.options import MOST, Parser, expect, within
+from zero3.guards.command_line import Parser, within
+from zero3.guards.options import MOST, expect
 from zero3.pipeline.schedules import GATHERS, ORDERS, PASSES, Action, actions
 
 

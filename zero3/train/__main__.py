@@ -5,7 +5,7 @@
 import os
 import sys
 
-from zero3.guards.options import APP, INSTALL, Parser
+from zero3.guards.command_line import APP, INSTALL, Parser
 
 try:
     from zero3.train.job import main

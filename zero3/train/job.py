@@ -53,17 +53,8 @@ from zero3.compression.compress import Compression
 from zero3.estimate.formulas import describe
 from zero3.estimate.ledger import Ledger, exponents
 from zero3.estimate.predict import data_parallel
-from zero3.guards.options import (
-    APP,
-    INSTALL,
-    MOST,
-    Parser,
-    expect,
-    folder,
-    missing,
-    one_line,
-    within,
-)
+from zero3.guards.command_line import APP, INSTALL, Parser, folder, missing, one_line, within
+from zero3.guards.options import MOST, expect
 from zero3.guards.room import room
 from zero3.layer import Zero3Layer, Zero3Sequential
 from zero3.offload.tiers import TIERS, Offload

@@ -38,7 +38,8 @@ from zero3.checkpoint.reader import (
 )
 from zero3.checkpoint.save_load import newest, save
 from zero3.estimate.ledger import Event, Ledger, disk_bytes, held_bytes
-from zero3.guards.options import expect, one_line
+from zero3.guards.command_line import one_line
+from zero3.guards.options import expect
 from zero3.layer import Zero3Sequential
 from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.train.launch import is_consequence

@@ -70,7 +70,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zero3.comm.collectives import Communicator, Listener, Transfer, allocate
+from zero3.comm.collectives import Communicator, Transfer, allocate
+from zero3.comm.order import Listener
 
 
 class LayerPlace(NamedTuple):

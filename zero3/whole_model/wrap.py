@@ -61,17 +61,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from zero3.comm.collectives import Reducer
 from zero3.comm.links import Links
 from zero3.comm.mesh import Group
 from zero3.comm.parts import connect
+from zero3.comm.reducer import Reducer
 from zero3.estimate.ledger import Ledger
 from zero3.flat import Slot, own_modules
 from zero3.guards.contents import Known, uncompiled
 from zero3.guards.options import MOST, expect, fail, whole
-from zero3.layer import Zero3Layer, communicator
+from zero3.layer import Zero3Layer
 from zero3.offload.tiers import Offload
-from zero3.sharded import Sharded, ShardedModel
+from zero3.sharded import Sharded, ShardedModel, communicator
 from zero3.watch import tensors_in
 from zero3.whole_model.materialise import Deferred, Source, save
 from zero3.whole_model.together import LayerPlace, Together, can_share

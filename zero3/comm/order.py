@@ -1,0 +1,196 @@
+r"""
+# The same on all ranks
+
+`Ranks` is who trains a model together. It exchanges small objects between them, and raises an error
+on all of them if one has a problem or if they differ.
+
+One rank may find something that the others cannot see: its disk is full, or its model has another
+layer. If it raised an error alone, the others would wait for its part of the next collective. So
+all ranks exchange what they found, and come to the same conclusion:
+
+| | rank 0 | rank 1 |
+|---|---|---|
+| finds | nothing | no room for a step |
+| **gathers** | nothing, no room | nothing, no room |
+| raises | an error that names rank 1 | the same error |
+
+Here these objects are pickled, so this serves while a model is wrapped, saved or loaded, and not in
+a training step. A step exchanges numbers, in `collectives.py`. With $N$ ranks and objects of $b$
+bytes a rank sends
+
+$$(N-1)\, b \quad \text{bytes}$$
+
+**Run this**: `python -m pytest tests/test_groups.py -k agree`.
+
+**Not covered, and what that costs**: a rank that has ended or was stopped. The others wait for it
+until the time-out of the process group, and the error says how long they waited.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from zero3.comm.mesh import all_ranks, groups_of
+from zero3.guards.options import fail
+
+
+class Ranks:
+    """
+    ## The ranks that train a model
+    """
+
+    def __init__(self, rank: int | None = None, world_size: int | None = None,
+                 mesh: DeviceMesh | None = None):
+        """
+        ### Join the ranks
+
+        * `rank` and `world_size` must be those of the process group, and default to them; without
+          one, to 0 and 1
+        * `mesh` has the ranks; left out, these are all ranks of the process group
+
+        Raises `RuntimeError` if there is no process group of this rank and size, and as
+        `groups_of`.
+        """
+        # The ranks that share shards; then, if there are any, those to exchange sums with.
+        self.groups = (all_ranks(rank, world_size),) if mesh is None else groups_of(mesh)
+        self.group = self.groups[0]
+        self.replicas = self.group.only_this()
+        # The ranks that have other layers of the same model, the stages of a pipeline.
+        self.stages = self.group.only_this()
+        # Which part of each flat parameter is this rank's, and of how many.
+        self.rank = self.group.rank
+        self.world_size = self.group.size
+        # The mean gradient is the sum over all ranks, divided by their number.
+        self.divisor = math.prod(group.size for group in self.groups)
+        # Errors name ranks as the whole run does.
+        self.global_rank = self.group.global_rank
+        self.ranks = self.group.ranks if mesh is None else tuple(mesh.mesh.flatten().tolist())
+
+    @property
+    def is_first(self) -> bool:
+        """
+        ### Whether this is the first of the ranks
+
+        It draws or reads initial values, writes what is written once, and speaks for all.
+        """
+        return self.global_rank == self.ranks[0]
+
+    @property
+    def in_first_replica(self) -> bool:
+        """
+        ### Whether this rank's shard is not the copy of another one
+
+        One replica is enough to write a checkpoint.
+        """
+        return self.replicas.rank == 0
+
+    def gather(self, thing: Any) -> list[Any]:
+        """
+        ### Small Python objects of all ranks (all-gather); all ranks must call it
+
+        Returns them in the order of `ranks`.
+
+        It pickles the objects, and waits for the slowest rank. So it serves while a model is
+        wrapped, saved or loaded. A training step calls it only while an asynchronous save is under
+        way, or if `wrap` got `debug=True`.
+        """
+        things = [thing]
+        for group in self.groups:
+            if group.size > 1:
+                lists = [things] * group.size
+                group.together("small objects", dist.all_gather_object, lists, things)
+                things = [each for several in lists for each in several]
+        return things
+
+    def gather_stages(self, thing: Any) -> list[Any]:
+        """
+        ### A small Python object of each stage of a pipeline (all-gather); all ranks must call it
+
+        Without a pipeline it is this object alone.
+        """
+        things = [thing] * self.stages.size
+        if self.stages.size > 1:
+            self.stages.together("small objects", dist.all_gather_object, things, thing)
+        return things
+
+    def agree(self, sender: Named, what: str, expected: str, problem: str, cure: str) -> None:
+        """
+        ### Raise an error on all ranks if one of them has a problem
+
+        * `problem` is this rank's, or empty; `what`, `expected` and `cure` are as for `fail`
+
+        All ranks must call it. Raises `RuntimeError`.
+        """
+        for rank, theirs in zip(self.ranks, self.gather(problem), strict=True):
+            if theirs:
+                got = f"{theirs}, on rank {rank}"
+                fail(self.global_rank, sender.label, what, expected, got, cure)
+
+
+class Listener(Protocol):
+    """
+    ## Listener: an object that hears of every event
+
+    `Ledger` is one: it records the bytes that a run sends and holds.
+    """
+
+    def record(self, sender: Any, event: str, nbytes: int | None = 0,
+               transfer: Counted | None = None, tier: str = "device") -> None: ...
+
+
+class Counted(Protocol):
+    """
+    ## What has been sent, as far as a listener has to know it
+
+    A `Transfer` has these counts, and so has whatever else travels between ranks.
+    """
+
+    @property
+    def sent_bytes(self) -> int: ...
+    @property
+    def between_bytes(self) -> int: ...
+    @property
+    def messages(self) -> int: ...
+    @property
+    def order_bytes(self) -> int: ...
+
+
+class Silence:
+    """
+    ## A listener that ignores events
+
+    Each layer has this listener until a `Ledger` listens. So a layer records its events without
+    asking whether anybody wants them.
+    """
+
+    def record(self, *args: Any, **kwargs: Any) -> None:
+        """
+        ### Do nothing
+        """
+
+
+class Sender(Protocol):
+    """
+    ## A layer, a model or an optimizer that sends something
+
+    Errors and records need its name, and an announcement needs its number.
+    """
+
+    label: str
+    layer_idx: int
+    listener: Listener
+
+
+class Named(Protocol):
+    """
+    ## Whatever has a name for errors
+
+    `Communicator.agree` needs no more. So a whole model and a checkpoint can report a problem on
+    all ranks too, although neither is a layer.
+    """
+
+    label: str

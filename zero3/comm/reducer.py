@@ -1,0 +1,263 @@
+r"""
+# The reduce in flight
+
+`Reducer` has the reduce-scatter of a layer in flight while the layer below goes backward.
+
+If every layer waited for its own reduce, nothing would overlap it. If no layer waited, all layers
+could have their full gradients in memory at the end. So one reduce is in flight at a time. Three
+layers on two ranks, backward:
+
+| layer that computes | its gradients are ready, and it | in flight |
+|---|---|---|
+| 2 | starts its reduce | |
+| 1 | waits for that of 2, and starts its own | 2 |
+| 0 | waits for that of 1, and starts its own | 1 |
+| the pass ends | waits for that of 0 | 0 |
+
+At most two layers have full gradients then, $2 P_\ell$ elements: one in flight, and one that is
+being filled.
+
+**Run this**: `python -m pytest tests/test_layer.py -k reduce`.
+
+**Not covered, and what that costs**: small layers, of which each pays for a collective. The
+optimizer hands in a `Bucket` that reduces several of them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from zero3.comm.collectives import Communicator, Pairs, Transfer
+from zero3.comm.order import Listener
+from zero3.flat import GradientSink, Names
+from zero3.in_flight import in_flight
+
+
+class Reducer:
+    """
+    ## The reduce-scatter in flight
+
+    A layer's gradients are reduced while the layer below goes backward. One reduce is in flight at
+    a time, so at most one layer has its full gradients in memory beside the layer that computes.
+    `Zero3Optimizer` hands in a reducer that keeps the gradients of small layers in a bucket.
+
+    When layer 1 of a chain has its gradients, `keeps` finishes the reduce of layer 2, and `started`
+    remembers that of layer 1. The methods differ in who calls them, and in what they wait for:
+
+    | method | who calls it, and when | it waits for |
+    |---|---|---|
+    | `keeps` | a layer that has all its gradients | the reduce in flight, of another layer |
+    | `started` | the same layer, once it has started to send | nothing |
+    | `land` | `keeps` and `end` | the reduce in flight, of whichever layer |
+    | `finish` | `land`; a layer before it gathers again; a layer in no chain | its own reduce |
+    | `arrived` | `finish` | the data: the sums are there; and the exchange before |
+    | `end_exchange` | `arrived` and `end` | the exchange in flight |
+    | `deliver` | the layer, with each of its sums | the copy to CPU memory before this one |
+    | `delivered` | `deliver` and `end` | the copy to CPU memory that is under way |
+    | `drop` | a layer, after an exception in backward | its own reduce, if it has started |
+    | `end` | the last layer at the end of backward; a step | the reduce, then the copy |
+    """
+
+    scaled = False  # whether the loss was multiplied by a scale, as `Zero3Optimizer` does for fp16
+
+    def __init__(self, comm: Communicator):
+        self.comm = comm
+        # The layers whose gradients are in flight, and the transfer that carries them.
+        self.layers: list[Any] = []
+        self.transfer: Transfer | None = None
+        # Layers that have to finish before `backward()` returns.
+        self.unsettled: set[Any] = set()
+        # The exchange in flight, and the gradients that are views of its totals.
+        self.exchange: Transfer | None = None
+        self._exchanged: list[tuple[torch.Tensor, GradientSink, Names]] = []
+        # The reduced gradient that is on its way to CPU memory.
+        self._leaving: _Leaving | None = None
+
+    def keeps(self, layer: Reducible, pairs: Pairs) -> bool:
+        """
+        ### Return whether nothing is to be sent now; otherwise finish the reduce in flight
+
+        * `pairs` are as for `Communicator.reduce_scatter`
+
+        Nothing is to be sent if these gradients are in flight already, or if a bucket holds them.
+        """
+        # `settle` offers all gradients once more. Ignore those that are in flight already.
+        if layer in self.layers:
+            return True
+        self.land()
+        return False
+
+    def started(self, layers: list[Any], transfer: Transfer) -> None:
+        """
+        ### Keep a reduce-scatter that has started
+
+        The layer calls it right after the start, and goes on with backward. Nothing else is in
+        flight, because `keeps` has finished the reduce before this one.
+        """
+        self.layers = layers
+        self.transfer = transfer
+        nbytes = sum(grad.nbytes for grad, _ in transfer.pairs)
+        layers[0].listener.record(layers[0], "reduce", nbytes, transfer)
+
+    def finish(self, layer: Reducible) -> None:
+        """
+        ### Finish the reduce of a layer's gradients, if it is in flight
+
+        `layer.add_reduced` gets the sums.
+        """
+        if layer in self.layers:
+            self.layers = []
+            layer.add_reduced(self.arrived())
+
+    def arrived(self) -> list[torch.Tensor]:
+        """
+        ### Wait for the transfer in flight: this rank's parts of the sums
+
+        On an accelerator the compute stream waits and the host goes on. On the CPU this thread
+        waits. If the sums are those of one replica or of one node, an exchange with the others
+        starts. Until the reduce after this one has arrived too, it overlaps backward.
+        """
+        transfer = self.transfer
+        self.transfer = None
+        assert transfer is not None
+        sums = transfer.wait()
+        self.end_exchange()
+        totals, self.exchange = self.comm.exchange(transfer.sender, sums)
+        return totals
+
+    def end_exchange(self) -> None:
+        """
+        ### Wait for the exchange in flight, and deliver its gradients
+
+        One is in flight at a time. So the next reduce calls this before it starts another, and the
+        end of the pass calls it for the last one.
+        """
+        exchange = self.exchange
+        exchanged = self._exchanged
+        self.exchange = None
+        self._exchanged = []
+        if exchange is not None:
+            exchange.wait()
+        for total, sink, names in exchanged:
+            self.deliver(total, sink, names)
+
+    def land(self) -> None:
+        """
+        ### Finish the reduce in flight
+
+        Its sums may still be on their way to CPU memory.
+        """
+        if self.layers:
+            self.finish(self.layers[0])
+
+    def end(self) -> None:
+        """
+        ### Finish everything: all gradients are where they rest
+
+        The last layer to settle calls it before `backward()` returns. An optimizer that steps next
+        finds every gradient complete.
+        """
+        self.land()
+        self.end_exchange()
+        self.delivered()
+        self.comm.end_pass()
+
+    def drop(self, layer: Reducible) -> None:
+        """
+        ### Forget a layer's gradients after an error, or finish their reduce if it is in flight
+
+        This reducer holds none back, so there is nothing to forget.
+        """
+        self.finish(layer)
+
+    def deliver(self, total: torch.Tensor, sink: GradientSink, names: Names) -> None:
+        """
+        ### Bring a reduced gradient to the place where it rests
+
+        * `total` is `(shard_numel,)`, on the device
+        * `names` are the parameters that have contributed to it on this rank
+
+        From an accelerator to CPU memory the backup stream copies it, while the layers below go
+        backward. The sink gets it when the next gradient leaves, or at the end of the pass. By then
+        the copy has normally ended, so the host hardly waits.
+
+        With an exchange this is called twice: when it has started, and when it has ended.
+        """
+        if self.exchange is not None:
+            # The layer forgets the names before that, so keep a list of its own.
+            self._exchanged.append((total, sink, list(names)))
+            return
+        if sink.grad_device == total.device or sink.grad_device.type != "cpu":
+            sink.add_grad(total, names)
+            return
+        self.delivered()
+        arriving = torch.empty_like(total, device=sink.grad_device, pin_memory=True)
+        # The backup stream waits for the compute stream, because a single rank has no reduce, and
+        # backward itself wrote `total`.
+        with self.comm.on(self.comm.backup_stream):
+            in_flight.begin(self, total, arriving)
+            arriving.copy_(total, non_blocking=True)
+            event = self.comm.event()
+            event.record()
+        # The layer forgets the names before the copy has ended, so keep a list of its own.
+        self._leaving = _Leaving(total, arriving, event, sink, list(names))
+
+    def delivered(self) -> None:
+        """
+        ### Wait for the gradient that is on its way to CPU memory
+
+        One copy is under way at a time. So the next gradient that leaves for CPU memory calls this
+        first, and the end of the pass calls it for the last one.
+        """
+        leaving = self._leaving
+        self._leaving = None
+        if leaving is not None:
+            # The host waits, because it reads the gradient next.
+            leaving.copied.synchronize()
+            in_flight.end(self)
+            leaving.sink.add_grad(leaving.arriving, leaving.names)
+
+    def held_tensors(self) -> Iterator[torch.Tensor]:
+        """
+        ### The buffers in flight, for a `Ledger`
+        """
+        for transfer in (self.transfer, self.exchange):
+            if transfer is not None:
+                for pair in transfer.pairs:
+                    yield from pair
+                yield from transfer.buffers
+        yield from self.comm.held_tensors()
+
+
+class Reducible(Protocol):
+    """
+    ## A layer, as far as the reducer has to know it
+
+    A reducer hands it the sums through `add_reduced`. A bucket packs gradients by `layer_idx`,
+    because that order is the same on all ranks.
+    """
+
+    label: str
+    layer_idx: int
+    listener: Listener
+
+    def add_reduced(self, totals: list[torch.Tensor]) -> None: ...
+
+
+class _Leaving(NamedTuple):
+    """
+    ## A reduced gradient on its way to CPU memory
+
+    The backup stream is copying it, while the layers below go backward. Then `delivered` hands it
+    to its sink.
+    """
+
+    # On the device. Keep it, or its memory would be used again during the copy.
+    total: torch.Tensor
+    arriving: torch.Tensor  # as long, in pinned memory
+    copied: Any  # the event after the copy
+    sink: GradientSink  # gets `arriving`
+    names: list[tuple[str, ...]]  # of the parameters that have contributed

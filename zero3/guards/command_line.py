@@ -1,0 +1,101 @@
+r"""
+# Command lines: an error in one line
+
+`Parser` prints the error of a wrong argument as one line, without a traceback. `within` checks a
+number, `folder` a folder for files, and `missing` packages.
+
+A user who mistypes a number should read one line, and not the twenty of a traceback:
+
+```
+python -m zero3.estimate: --params is too small. Expected: at least 1. Got: 0. What to do: raise it.
+```
+
+It is best to find such a mistake before memory is allocated, and before a minute has passed. An
+accepted value satisfies
+
+$$\text{least} \le \text{value} \le \text{most}$$
+
+**Run this**: `python -m zero3.estimate --params nan --ranks 2`.
+
+**Not covered, and what that costs**: arguments that are right one by one and do not fit together.
+The programs check these themselves.
+"""
+
+import argparse
+import os
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NoReturn
+
+from zero3.guards.options import expect
+
+# Packages that only the application needs, `gpt.py`, `job.py` and `report.py`.
+APP = ("labml", "labml_nn", "matplotlib")
+INSTALL = "install the application's packages, `pip install 'zero3[app]'`"
+
+
+def within(name: str, value: float, least: float, most: float) -> None:
+    """
+    ## Raise `ValueError` if a number of a command line is not within limits
+    """
+    expect(value >= least, f"{name} is too small", f"at least {least}", value, f"raise {name}")
+    expect(value <= most, f"{name} is too large", f"at most {most}", value, f"lower {name}")
+
+
+def folder(name: str, path: str | Path) -> None:
+    """
+    ## Raise `ValueError` if files cannot be created in a folder
+
+    It creates a file without a name, which disappears at once. The permissions of the folder are
+    not enough: they say nothing about a disk that is mounted read-only.
+    """
+    problem = ""
+    try:
+        # For an empty path, `tempfile` would use the system's own folder.
+        os.stat(path)
+        tempfile.TemporaryFile(dir=path).close()
+    except (OSError, ValueError) as error:
+        problem = f"{error}"
+    expect(not problem, f"cannot write to the folder of {name}", "a folder that takes files",
+           problem, "make the folder, let this user write to it, or choose another one")
+
+
+def missing(*modules: str) -> list[str]:
+    """
+    ## The modules among these that are not installed
+    """
+    found = []
+    for name in modules:
+        try:
+            there = find_spec(name) is not None
+        except (ImportError, ValueError):
+            there = False
+        if not there:
+            found.append(name)
+    return found
+
+
+def one_line(text: str) -> str:
+    """
+    ## The text, with line breaks and escape codes spelt out
+
+    An error quotes the value that was passed, which may contain both.
+    """
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+class Parser(argparse.ArgumentParser):
+    """
+    ## A command line with errors of one line
+    """
+
+    def error(self, message: str) -> NoReturn:
+        """
+        ### End with exit code 2
+
+        * `message` is from argparse, or from an error of `expect`
+        """
+        cure = "" if "What to do: " in message else f" What to do: see `{self.prog} --help`."
+        dot = "" if message.endswith(".") else "."
+        self.exit(2, f"{self.prog}: {one_line(message)}{dot}{cure}\n")
