@@ -128,6 +128,7 @@ PATH = (
         ("zero3/in_flight.py", "memory in flight: one owner, which alone may free it"),
         ("zero3/comm/mesh.py",
          "groups of ranks: a model on some of them, and replicas of a sharded model"),
+        ("zero3/comm/leaving.py", "the end of a program: gloo's threads end first"),
         ("zero3/comm/links.py",
          "`Links`: nodes, copies inside a node, and fewer bytes between nodes"),
         ("zero3/comm/encodings.py", "`Int8` and `Int4`: the same numbers in fewer bytes"),

@@ -19,6 +19,7 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | 5 | `comm/order.py` | the ranks of a model: alike, or an error on all of them |
 | 5 | `in_flight.py` | memory in flight: one owner, which alone may free it |
 | 5 | `comm/mesh.py` | groups of ranks: a model on some of them, and replicas of a sharded model |
+| 5 | `comm/leaving.py` | the end of a program: gloo's threads end first |
 | 5 | `comm/links.py` | `Links`: nodes, copies inside a node, and fewer bytes between nodes |
 | 5 | `comm/encodings.py` | `Int8` and `Int4`: the same numbers in fewer bytes |
 | 6 | `offload/tiers.py` | `Offload`: shards on the device, in CPU memory or in files |
@@ -122,6 +123,9 @@ import subprocess
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+# It waits for gloo's threads when the program ends.
+from zero3.comm import leaving as leaving
 
 __version__ = "0.1.0"
 

@@ -58,13 +58,9 @@ other replicas take memory until they are added, $R$ times the shard.
 
 from __future__ import annotations
 
-import atexit
 import os
-import threading
-import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -73,7 +69,7 @@ import torch
 import torch.distributed as dist
 
 # Its functions have the group of all ranks as a default. torch's optimizers import it, and if there
-# is a group by then, these defaults would be handles of it until the program ends (see `leave`).
+# is a group by then, these defaults would be handles of it until the program ends.
 import torch.distributed.nn.functional
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
@@ -260,7 +256,6 @@ def _along(mesh: DeviceMesh, dim: int) -> Group:
     where[dim] = slice(None)
     process_group = mesh.get_group(dim)
     wait_as_long(process_group)
-    _MESHES.add(mesh)
     return Group(tuple(mesh.mesh[tuple(where)].tolist()), place, weakref.ref(process_group))
 
 
@@ -291,40 +286,3 @@ def timeout_of(process_group: Any, device: torch.device) -> timedelta:
     except RuntimeError:
         return default_pg_timeout
     return getattr(getattr(backend, "options", None), "_timeout", default_pg_timeout)
-
-
-# ------------------------------------------------------------------------- the end of a program
-
-
-# The meshes that groups were taken from. torch keeps handles of groups in them.
-_MESHES: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
-# How long the end of a program waits for gloo's threads.
-LEAVE_S = 0.5
-
-
-@atexit.register
-def leave() -> None:
-    """
-    ## Have gloo end its threads before Python ends
-
-    A thread of gloo's may still have to drop a tensor, of `dist.all_gather_object` for instance.
-    It needs Python's lock for that, and if Python is ending already, the process aborts instead
-    (pytorch 190489). `dist.destroy_process_group()` waits for these threads. It is the right end of
-    a program, and this is the end of those that forget it. It runs after the program's own exit
-    functions, and waits half a second at most: a thread may itself wait for a rank that was
-    stopped. NCCL ends by itself, so groups of GPUs are left alone.
-    """
-    for mesh in _MESHES:
-        mesh._pg_registry.clear()
-    if not dist.is_initialized() or dist.get_backend() != "gloo":
-        return
-    everybody = weakref.ref(dist.group.WORLD)
-    ending = threading.Thread(target=dist.destroy_process_group, daemon=True)
-    # Some versions of Python start no thread at this point.
-    with suppress(RuntimeError):
-        ending.start()
-        ending.join(LEAVE_S)
-    if everybody() is not None:
-        # Somebody else has a handle, so the threads go on. Give them a moment to drop what they
-        # hold.
-        time.sleep(LEAVE_S / 5)
