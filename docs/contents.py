@@ -109,6 +109,7 @@ PATH = (
     chapter(
         "The heart",
         "the code: shard, unshard, forward, backward, reduce",
+        ("zero3/minimal.py", "the idea, whole: one file that imports torch and nothing else"),
         ("zero3/layer.py", "the heart: `Zero3Layer` and `Zero3Sequential`"),
         ("zero3/flat.py",
          "the flat parameter: one buffer that all parameters of a layer are views of"),
@@ -117,7 +118,7 @@ PATH = (
         ("zero3/sharded.py",
          "what a sharded layer offers its users: full parameters, clipping, errors"),
         ("zero3/gradients.py", "the norm of a sharded gradient, and clipping by it"),
-        core=4),
+        core=5),
     chapter(
         "Communication",
         "collectives, streams, and the same order on all ranks",

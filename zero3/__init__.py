@@ -8,6 +8,7 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 
 | chapter | file | contents |
 |---|---|---|
+| 4 | `minimal.py` | the idea, whole: one file that imports torch and nothing else |
 | 4 | `layer.py` | the heart: `Zero3Layer` and `Zero3Sequential` |
 | 4 | `flat.py` | the flat parameter: one buffer that all parameters of a layer are views of |
 | 4 | `watch.py` | when the backward pass of a layer begins and ends |

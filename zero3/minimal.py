@@ -1,0 +1,363 @@
+r"""
+# ZeRO-3 in one file
+
+`Zero3Layer` keeps $\frac{1}{N}$ of a layer on each of $N$ ranks, and holds the whole layer only
+while that layer computes.
+
+In data parallel training every rank keeps the whole model, its gradients and its optimizer states.
+Yet it needs a layer's parameters only while that layer computes, and it needs optimizer states only
+for the parameters that it updates itself. So each rank keeps one *shard* of every layer. The ranks
+gather a layer just before it computes and free it right afterwards, and each rank receives the
+gradient of its own shard alone.
+
+**Three weights on two ranks.** A layer with the weights 1, 2 and 3 goes through a training step
+like this. `python -m zero3.minimal` takes the step on two ranks, and prints the bold numbers:
+
+| | rank 0 | rank 1 | |
+|---|---|---|---|
+| flatten and pad | 1 2 3 0 | 1 2 3 0 | four elements, so that each rank gets two |
+| **shard** | **1 2** | **3 0** | only this stays in memory |
+| **all-gather** | **1 2 3 0** | **1 2 3 0** | before forward, and again before backward |
+| free | | | right after each of the two |
+| gradients | 2 4 6 0 | 4 0 2 0 | on this rank's part of the batch |
+| divide by 2 | 1 2 3 0 | 2 0 1 0 | so that a sum over ranks is the mean |
+| **reduce-scatter** | **3 2** | **4 0** | the sums, and each rank gets only those of its shard |
+| **step, rate 0.1** | **0.7 1.8** | **2.6 0** | each rank updates its shard; nothing is sent |
+
+A layer with $P$ parameters has shards of $s = \lceil P / N \rceil$ elements. In a step a rank sends
+
+$$\underbrace{(N-1)\,s}_{\text{all-gather, forward}} +
+\underbrace{(N-1)\,s}_{\text{all-gather, backward}} +
+\underbrace{(N-1)\,s}_{\text{reduce-scatter}} \;=\; 3\,(N-1)\,s$$
+
+elements for the layer. Data parallel training sends two thirds of that, and keeps $N$ times as
+much.
+
+**Run this**: `python -m zero3.minimal`.
+
+**Not covered, and what that costs**: every layer takes one tensor and returns one, every parameter
+is trained and used, and a forward pass with gradients is followed by its backward pass. `layer.py`
+is this file grown up: its head says what goes wrong here otherwise.
+"""
+
+import tempfile
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+
+class Zero3Layer(nn.Module):
+    """
+    ## A layer in shards
+
+    | when | what happens | the whole layer is in memory |
+    |---|---|---|
+    | between two steps | | no |
+    | the layer before it computes, forward | its all-gather runs | arriving |
+    | it computes | | yes |
+    | it has computed | it is freed | no |
+    | the layer after it computes, backward | its all-gather runs | arriving |
+    | its gradients arrive | they fill a flat gradient | yes, and its gradient |
+    | the last gradient has arrived | it is freed, and its reduce-scatter starts | its gradient |
+    | the layer before it has its gradients | the shard gets its gradient | no |
+    """
+
+    def __init__(self, module: nn.Module):
+        """
+        ### Shard a module
+
+        All ranks call this with the same module, in the same order.
+        """
+        super().__init__()
+        self.world_size = dist.get_world_size()
+        self.module = module
+        # In a chain, the layers before and after this one. In lists, because a module that is an
+        # attribute would become a submodule.
+        self.prev_layer: list[Zero3Layer] = []
+        self.next_layer: list[Zero3Layer] = []
+
+        self.params = list(module.parameters())
+        # Where each parameter begins in the flat parameter.
+        self.offsets = list(accumulate((p.numel() for p in self.params), initial=0))
+        # The flat parameter, (world_size * shard_numel,). All parameters will be views of it.
+        self.full = self._merge_and_pad_params()
+        # All ranks begin with the values of rank 0.
+        dist.broadcast(self.full, 0)
+        # This rank's shard, (shard_numel,): a copy, because the flat parameter will be freed.
+        self.chunk = nn.Parameter(self.full.view(self.world_size, -1)[dist.get_rank()].clone())
+        # Where the shard rests, if not in memory: see `MappedShard`.
+        self.file: MappedShard | None = None
+        self._view_params()
+        self._add_backward_hooks()
+
+        self.is_fetched = True
+        self.gather: Any = None  # the all-gather in flight
+        self.reduce: Any = None  # the reduce-scatter in flight
+        self.grad: Any = None  # the flat gradient, as long as the flat parameter
+        self.arrived = 0  # how many parameters have their gradients
+        self._cleanup_params()
+
+    def _merge_and_pad_params(self) -> torch.Tensor:
+        r"""
+        #### Merge the parameters, and pad so that the length is divisible by `world_size`
+
+        1 2 3 becomes 1 2 3 0. The padding is zero, and so is its gradient, so it stays zero.
+        """
+        merged = torch.cat([p.detach().flatten() for p in self.params])
+        return torch.cat([merged, merged.new_zeros(-len(merged) % self.world_size)])
+
+    def _view_params(self) -> None:
+        """
+        #### Make the parameters views of the flat parameter, and hide them
+
+        After this they follow the flat parameter: when it is gathered they have values, and when it
+        is freed they have none.
+        """
+        for p, offset in zip(self.params, self.offsets, strict=False):
+            p.data = self.full[offset : offset + p.numel()].view(p.shape)
+        # `parameters()` shall yield the shards alone, because an optimizer takes what it yields. As
+        # plain attributes the modules still find their parameters.
+        for module in self.module.modules():
+            vars(module).update(module._parameters)
+            module._parameters.clear()
+
+    # ---------------------------------------------------------------------------- unshard, reshard
+
+    def fetch_params(self) -> None:
+        """
+        ### Unshard (all-gather)
+
+        Start the all-gather and return at once, so that communication overlaps the computation of
+        the layer before. All ranks must call it. Each sends its shard to the $N-1$ others.
+        """
+        # It may have been prefetched, or kept since forward.
+        if self.is_fetched:
+            return
+        self.is_fetched = True
+        # Give the buffer its memory back. It has to be the same storage every time, because
+        # autograd has saved the parameters, which are views of it, for backward.
+        self.full.untyped_storage().resize_(self.full.nbytes)
+        shard = self.file.load(self.full.device) if self.file else self.chunk.detach()
+        # Each shard arrives at its place in the flat parameter.
+        self.gather = dist.all_gather(list(self.full.chunk(self.world_size)), shard, async_op=True)
+
+    def _wait_params(self) -> None:
+        """
+        #### Wait for the all-gather
+        """
+        if self.gather is not None:
+            self.gather.wait()
+            self.gather = None
+
+    def _cleanup_params(self) -> None:
+        """
+        #### Reshard (free)
+
+        Resizing the storage frees it although the parameters still view it. Nobody may send or
+        receive in it any more, so this comes after `_wait_params`.
+        """
+        assert self.gather is None
+        self.full.untyped_storage().resize_(0)
+        self.is_fetched = False
+
+    # ------------------------------------------------------------------------------------- forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """
+        ### Forward pass: unshard, compute, reshard
+        """
+        self.fetch_params()
+        self._wait_params()
+        y = self.module(x)
+        if y.requires_grad:
+            # Autograd calls this when backward reaches the layer.
+            y.register_hook(self._pre_backward_hook)
+        # Backward begins with the last layer, so that one stays: gathering it again would bring the
+        # same values.
+        if self.next_layer or not y.requires_grad:
+            self._cleanup_params()
+        return y
+
+    # ------------------------------------------------------------------------------------ backward
+
+    def _add_backward_hooks(self) -> None:
+        """
+        #### Have each parameter report its gradient
+        """
+        for p, offset in zip(self.params, self.offsets, strict=False):
+            p.register_post_accumulate_grad_hook(partial(self._post_backward_hook, offset))
+
+    def _pre_backward_hook(self, _: torch.Tensor) -> None:
+        """
+        #### The gradient of the output is here: this layer's backward begins
+
+        Unshard again, and prefetch the layer that backward reaches next.
+        """
+        self.fetch_params()
+        for layer in self.prev_layer:
+            layer.fetch_params()
+        self._wait_params()
+
+    @torch.no_grad()
+    def _post_backward_hook(self, offset: int, p: nn.Parameter) -> None:
+        """
+        #### The gradient of a parameter is ready: copy it into the flat gradient
+
+        * `offset` is where the parameter begins in the flat parameter
+        """
+        assert p.grad is not None
+        if self.grad is None:
+            self.grad = torch.zeros_like(self.full)  # the padding's gradient stays zero
+        # Divide by the number of ranks, so that a sum over ranks is the mean.
+        self.grad[offset : offset + p.numel()] = p.grad.flatten() * (1 / self.world_size)
+        # The flat gradient has a copy now, so free the original.
+        p.grad = None
+        # This may have been the last gradient.
+        self._backward_event()
+
+    def _backward_event(self) -> None:
+        """
+        #### Note a gradient, and reduce with the last one
+        """
+        self.arrived += 1
+        if self.arrived == len(self.params):
+            self.arrived = 0
+            self._cleanup_params()
+            self._backup_grads()
+
+    # -------------------------------------------------------------------------------------- reduce
+
+    def _backup_grads(self) -> None:
+        """
+        #### Reduce-scatter the gradients
+
+        A reduce-scatter is an all-to-all and a sum: each rank sends to every other one the part of
+        its gradient that belongs to that rank's shard, and adds what it receives. Start the first
+        half and return, so that it overlaps the backward pass of the layer before.
+        """
+        # One reduce is in flight at a time, so at most two layers have their whole gradients.
+        for layer in self.next_layer:
+            layer._add_reduced()
+        self.received = torch.empty_like(self.grad)
+        self.reduce = dist.all_to_all_single(self.received, self.grad, async_op=True)
+        # After the first layer nothing is left to overlap, and `backward()` is about to return.
+        if not self.prev_layer:
+            self._add_reduced()
+
+    @torch.no_grad()
+    def _add_reduced(self) -> None:
+        """
+        #### Wait for the gradients of all ranks, and add their sum to the shard's gradient
+
+        Adding lets the gradients of several micro-batches add up.
+        """
+        self.reduce.wait()
+        # Rank by rank, so that the sum has the same bits each time.
+        total, *others = self.received.view(self.world_size, -1)
+        for part in others:
+            total += part
+        total = total.to(self.chunk.device, copy=True)
+        self.chunk.grad = total if self.chunk.grad is None else self.chunk.grad + total
+        # Free the flat gradient and the parts.
+        del self.received
+        self.reduce = None
+        self.grad = None
+
+
+class Chain(nn.Module):
+    """
+    ## A chain of layers, each gathered while the one before it computes
+
+    `parameters()` are the shards, so any optimizer of torch's that steps element by element trains
+    them: `torch.optim.AdamW(chain.parameters())`.
+    """
+
+    def __init__(self, layers: list[Zero3Layer]):
+        super().__init__()
+        self.layers: Any = nn.ModuleList(layers)
+        for before, after in pairwise(layers):
+            before.next_layer.append(after)
+            after.prev_layer.append(before)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            layer.fetch_params()
+            # Prefetch: this all-gather overlaps the computation of `layer`.
+            for ahead in layer.next_layer:
+                ahead.fetch_params()
+            x = layer(x)
+        return x
+
+
+class MappedShard:
+    """
+    ## A shard that rests in a file
+
+    The file is mapped into memory: the shard is a tensor whose elements are in the file, and the
+    system reads and writes its pages when somebody uses them. An optimizer steps it like any other
+    tensor. A GPU cannot copy from such memory by itself, so a gather goes through a *pinned*
+    buffer, which the system does not move.
+    """
+
+    def __init__(self, layer: Zero3Layer, path: str):
+        """
+        ### Move a layer's shard to a file
+        """
+        shard = layer.chunk.detach()
+        self.mapped = torch.from_file(path, shared=True, size=len(shard), dtype=shard.dtype)
+        self.mapped.copy_(shard)
+        self.buffer = torch.empty_like(self.mapped, pin_memory=shard.is_cuda)
+        layer.chunk.data = self.mapped
+        layer.file = self
+
+    def load(self, device: torch.device) -> torch.Tensor:
+        """
+        ### The shard on the device: from the file to the buffer, and from there to the device
+        """
+        return self.buffer.copy_(self.mapped).to(device)
+
+
+# ---------------------------------------------------------------------------------- three weights
+
+
+def step(rank: int, store: str) -> None:
+    """
+    ## One training step of three weights, on one of two ranks
+    """
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    linear = nn.Linear(2, 1)
+    linear.load_state_dict({"weight": torch.tensor([[1.0, 2.0]]), "bias": torch.tensor([3.0])})
+    layer = Zero3Layer(linear)
+    optimizer = torch.optim.SGD(Chain([layer]).parameters(), lr=0.1)
+    show("shard", layer.chunk)
+
+    # The weight's gradient is the sum of the inputs, the bias's is their number, and both twice.
+    x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]] if rank == 0 else [[2.0, 0.0]])
+    loss = 2 * layer(x).sum()
+    show("all-gather", layer.full)
+    loss.backward()
+    show("reduce-scatter", layer.chunk.grad)
+    optimizer.step()
+    show("step, rate 0.1", layer.chunk)
+    dist.destroy_process_group()
+
+
+def show(event: str, mine: Any) -> None:
+    """
+    ## Print a row of the table: the numbers of both ranks
+    """
+    rows = [torch.empty_like(mine), torch.empty_like(mine)]
+    dist.all_gather(rows, mine.detach())
+    if dist.get_rank() == 0:
+        print(f"{event:16}", *(" ".join(f"{n:g}" for n in row.tolist()).ljust(9) for row in rows))
+
+
+if __name__ == "__main__":
+    print(f"{'':16} rank 0    rank 1")
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(step, (f"file://{folder}/store",), nprocs=2)
