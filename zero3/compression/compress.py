@@ -399,7 +399,8 @@ def _add_to_weight(module: Any, methods: list[Method]) -> None:
     """
     parametrize.register_parametrization(module, "weight", Compressed(methods), unsafe=True)
     module.register_forward_pre_hook(before_forward)
-    module.register_forward_hook(after_forward)
+    # Also if it fails, so that it does not go on to collect weights.
+    module.register_forward_hook(after_forward, always_call=True)
     for method in methods:
         if isinstance(method, Pruned):
             method.attach(module.parametrizations.weight)
