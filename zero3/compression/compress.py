@@ -190,8 +190,9 @@ class Compression:
         # The copy of a model follows its own optimizer.
         new = Compression.__new__(Compression)
         memo[id(self)] = new
-        Compression.__init__(new, *(copy.deepcopy(each, memo) for each in (
-            self.model, self.all_methods, self.groups)))
+        Compression.__init__(new, copy.deepcopy(self.model, memo),
+                             copy.deepcopy(self.all_methods, memo),
+                             copy.deepcopy(self.groups, memo))
         return new
 
     def methods(self, kind: Any = Method) -> Iterator[Any]:
@@ -357,6 +358,11 @@ def _check(name: str, module: Any, rules: list[Any], uses: Counter[Any]) -> None
     kinds = [_order(rule) for rule in rules]
     expect(len({*kinds}) == len(kinds), f"compress: the rules of `{name}`", "one of each kind",
            rules, "leave one of them out")
+    # `clean` removes channels from the input, and so from the range of a batch.
+    removes = any(isinstance(rule, Prune) and rule.kind != "row" and rule.follows for rule in rules)
+    moves = all(rule.moving is not None for rule in rules if getattr(rule, "of", "") == "input")
+    expect(moves or not removes, f"compress: the rules of `{name}`", "inputs with a moving range, "
+           "if channels or heads are removed", rules, "pass `moving=0.9`, or leave `follows` out")
     weight = module.weight
     expect(not weight.is_meta, f"compress: `{name}`", "a weight with values", "one on the meta "
            "device", "build the layer first")
@@ -365,7 +371,7 @@ def _check(name: str, module: Any, rules: list[Any], uses: Counter[Any]) -> None
     for rule in rules:
         expect(_suits(rule, module), f"compress: `{name}`, {module} of {weight.dtype}",
                "a weight that splits into such groups or heads; for elements, of at most 32 bits; "
-               "for rows, channels and heads, inputs and outputs", rule,
+               "for rows, channels and heads, one that is not split into groups", rule,
                "pass other numbers, or match other layers")
 
 
@@ -384,8 +390,7 @@ def _suits(rule: Prune | Quantize, module: Any) -> bool:
     axis = _axis(rule, module)
     # The second axis of a convolution in groups is that of one group.
     is_whole = axis == 0 or getattr(module, "groups", 1) == 1
-    has_inputs = not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-    return is_whole and has_inputs and weight.shape[axis] % (rule.heads or 1) == 0
+    return is_whole and weight.shape[axis] % (rule.heads or 1) == 0
 
 
 def _axis(rule: Prune, module: nn.Module) -> int:

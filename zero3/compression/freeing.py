@@ -36,10 +36,10 @@ Masks and whatever else a rule would have kept for backward are computed again t
 
 **Run this**: `python -m pytest tests/test_compression.py -k freed`.
 
-**Not covered, and what that costs**: modules that do not return one tensor, weights that are frozen,
-and a weight that another module reads, as attention reads that of its `out_proj`. Their compressed
-weights stay until backward has passed. In a recomputation of activation checkpointing the weight
-stays, too, because its backward follows at once.
+**Not covered, and what that costs**: modules that do not return one tensor, weights that are
+frozen, and a weight that another module reads, as attention reads that of its `out_proj`. Their
+compressed weights stay until backward has passed. In a recomputation of activation checkpointing
+the weight stays, too, because its backward follows at once.
 """
 
 from functools import partial
@@ -47,6 +47,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from zero3.compression.weights import Method
@@ -74,7 +75,8 @@ class Compressed(nn.ModuleList):
         found = checkpoint(self.value, weight, use_reentrant=False, preserve_rng_state=False)
         # Before the first rule starts, it is the stored weight itself, which the layer frees.
         is_own = found.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr()
-        if is_own and self.made is not None:
+        # Inside of `parametrize.cached()`, others compute with the same one.
+        if is_own and self.made is not None and not parametrize._cache_enabled:
             self.made.append(found)
         return found
 

@@ -351,12 +351,13 @@ def axes(module: nn.Module) -> tuple[int, int]:
     """
     ## The axes of a layer's weight that are its outputs and its inputs
 
-    A transposed convolution keeps inputs first, and so does Hugging Face's `Conv1D`, which GPT-2
-    is made of.
+    An embedding and a transposed convolution keep inputs first, and so does Hugging Face's
+    `Conv1D`, which GPT-2 is made of.
     """
+    has_inputs_first = isinstance(module, (nn.Embedding, nn.EmbeddingBag,
+                                           nn.modules.conv._ConvTransposeNd))
     is_conv1d = any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
-    is_transposed = isinstance(module, nn.modules.conv._ConvTransposeNd) or is_conv1d
-    return (1, 0) if is_transposed else (0, 1)
+    return (1, 0) if has_inputs_first or is_conv1d else (0, 1)
 
 
 class PrunedBias(nn.Module):
