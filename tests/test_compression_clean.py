@@ -342,8 +342,9 @@ def mistaken():
     for each in (model, plain):
         with pytest.raises(ValueError, match=r"clean\(plain, trained=sharded\)"):
             clean(each)
-    for rules in ({"*": [Prune(0.4)]}, {"2": [Prune(0.5)]}):
-        fresh = layers()
+    for rules, dtype in (({"*": [Prune(0.4)]}, torch.float32), ({"2": [Prune(0.5)]}, torch.float32),
+                         ({"*": [Prune(0.5)]}, torch.bfloat16)):
+        fresh = layers(dtype)
         compress(fresh, rules)
         with pytest.raises(ValueError, match=r"compress.*same rules|the rule of"):
             clean(fresh, trained=model)

@@ -125,7 +125,7 @@ def take_over(plain: nn.Module, trained: ShardedModel) -> None:
            "rank", "a pipeline", "save it, and load it into a model without stages")
     paths = plain_paths(trained)
     rules = {path: getattr(module, "rule", None) for module, path in paths.items()}
-    again = "call `compress` on both with the same rules"
+    again = "call `compress` on both with the same rules, and in the same data type"
     for name, module in plain.named_modules():
         mine = getattr(module, "rule", None)
         expect(mine == rules.get(name), f"clean: `{name}`",
@@ -136,9 +136,11 @@ def take_over(plain: nn.Module, trained: ShardedModel) -> None:
         theirs = buffers | dict(params)
         for name, tensor in (*plain.named_parameters(), *plain.named_buffers()):
             found: Any = theirs.get(name)
-            shape = None if found is None else tuple(found.shape)
-            expect(shape == tuple(tensor.shape), "clean: `trained`", "a sharded model of the same "
-                   f"layers, with `{name}` of {tuple(tensor.shape)}", shape, again)
+            # Thresholds are bits of the data type.
+            mine = (*tensor.shape, tensor.dtype)
+            got = None if found is None else (*found.shape, found.dtype)
+            expect(got == mine, "clean: `trained`", "a sharded model of the same layers and data "
+                   f"type, with `{name}` of {mine}", got, again)
             tensor.copy_(found)
 
 
