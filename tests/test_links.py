@@ -581,11 +581,11 @@ def test_only_real_floats_are_rounded():
 
 
 class Masked(nn.Module):
-    """Attention whose mask is a frozen parameter: the lowest finite number above the diagonal"""
+    """Attention whose mask is a frozen parameter: the lowest finite number from the diagonal on"""
 
     def __init__(self, dtype):
         super().__init__()
-        mask = torch.full((8, 8), torch.finfo(dtype).min).triu(1).to(dtype)
+        mask = torch.full((8, 8), torch.finfo(dtype).min).triu(0).to(dtype)
         self.mask = nn.Parameter(mask, requires_grad=False)
 
     def forward(self, x):
@@ -601,8 +601,8 @@ def masked(dtype):
 
 def test_a_mask_of_the_lowest_finite_numbers_may_be_sent_in_8_bits():
     """
-    In bf16 and in fp16 its scale would be rounded up. Breaks where 127 times the scale is infinite:
-    the first row is NaN.
+    In bf16 and in fp16 its scale would be rounded up. The first row is masked everywhere. Breaks
+    where 127 times the scale is infinite: that row is NaN.
     Proves I1, `Int8.encode`, `LinkedCommunicator._arrived`.
     """
     for dtype in (torch.bfloat16, torch.half):

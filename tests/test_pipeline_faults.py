@@ -98,7 +98,8 @@ def train_until(how, at):
 @pytest.mark.parametrize("how, at, cause", [
     ("forward", 0, "ValueError: a bad layer"), ("forward", 3, "ValueError: a bad layer"),
     ("backward", 1, "ValueError: a bad gradient"), ("backward", 2, "ValueError: a bad gradient"),
-    ("wordless", 1, "ValueError: "), ("loss", 2, "the mean loss, a tensor of one element"), ("object", 1, "Got: a object")])
+    ("wordless", 1, "ValueError: "), ("loss", 2, "the mean loss, a tensor of one element"),
+    ("object", 1, "Got: a object")])
 def test_an_error_in_one_stage_is_raised_in_all_with_its_cause(how, at, cause):
     """
     The rank itself raises its own error, and all others quote it. A later batch raises again,
@@ -115,11 +116,12 @@ def test_an_error_in_one_stage_is_raised_in_all_with_its_cause(how, at, cause):
 
 
 @pytest.mark.parametrize("how, wrong", [
-    ("rows", "tensors of [6] rows, on rank 2"), ("values", " to train in training mode, and values"),
-    ("shapes", "['torch.int64 of (8, 5)', 'torch.int64 of (8, 5)'] to train in training mode"),
+    ("rows", "tensors of [6] rows, on rank 2"),
+    ("values", "['torch.int64 of (8, 5)', 'torch.int64 of (8, 5)'] to train in training mode, and"),
     ("shapes", ", on rank 0, and ['torch.int64 of (4, 5)', 'torch.int64 of (4, 5)'] to train"),
     ("mode", "['torch.int64 of (8, 5)', 'torch.int64 of (8, 5)'] to train in evaluation mode"),
-    ("number", "'torch.int64 of (8, 5)', 'True'] to"), ("type", "'torch.int32 of (8, 5)'] to train in")])
+    ("number", "'torch.int64 of (8, 5)', 'True'] to train"),
+    ("type", "'torch.int32 of (8, 5)'] to train")])
 def test_a_batch_that_does_not_fit_is_refused_on_all_ranks_and_training_goes_on(how, wrong):
     """
     The ranks compare before anything is sent, so nothing is lost. In the second batch as in the
