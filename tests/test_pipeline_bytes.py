@@ -282,7 +282,7 @@ def formulas(shape, order, gathers, rank):
                                + m * before + numbers)
         transfers = (n - 1) * (found["gathers"] + len(mine) + 2) + 2 * (p - 1)
         found["messages"] = transfers + sends
-        found["order_bytes"] = 32 * transfers + 40 * sends
+        found["order_bytes"] = 32 * (transfers + sends)
         pairs = [a + b for a, b in pairwise([*mine, 0])]
         whole = max(pairs) if gathers == "each" else sum(mine)
         peak = n * (whole + sum(mine))

@@ -83,7 +83,7 @@ from zero3.optimizer.states import moments_of
 from zero3.pipeline.pipeline import Pipeline
 
 # Of an announcement before each message between stages (see `channels.py`).
-_ANNOUNCED_BYTES = 40
+_ANNOUNCED_BYTES = 32
 
 
 class Output(NamedTuple):
