@@ -58,11 +58,15 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from zero3.compiler.away import StatesAway
+
 
 class GraphLayer(Protocol):
     """
     ## A layer, as far as a graph has to know it
     """
+
+    away: StatesAway
 
     def gather(self, others: list["GraphLayer"]) -> None: ...
     def wait(self) -> list[torch.Tensor]: ...
@@ -72,9 +76,6 @@ class GraphLayer(Protocol):
     def finish_reduce(self) -> None: ...
     def versions(self) -> list[int]: ...
     def refuse_old(self, versions: list[int]) -> None: ...
-    def offload_states(self) -> None: ...
-    def vacate_states(self) -> None: ...
-    def reload_states(self) -> None: ...
 
 
 # ---------------------------------------------------------------------------------- operations
@@ -169,14 +170,14 @@ def offload(layer: Reference) -> None:
     """
     ## Start to copy the optimizer states of a layer to CPU memory, and return at once
     """
-    layer().offload_states()
+    layer().away.offload()
 
 
 def vacate(layer: Reference) -> None:
     """
     ## Wait for that copy, and free the memory of the states on the device
     """
-    layer().vacate_states()
+    layer().away.vacate()
 
 
 def reload(layer: Reference) -> None:
@@ -185,7 +186,7 @@ def reload(layer: Reference) -> None:
 
     The optimizer waits for the copy when it steps the layer.
     """
-    layer().reload_states()
+    layer().away.reload()
 
 
 OPERATIONS = (parameter, gather, wait, release, collect, reduce, finish, remember, refuse_old,
