@@ -1,8 +1,8 @@
 """
 # Optimizer states that leave for a while: the pass over graphs, and who carries it out
 
-The pass is pure, so it is proven on graphs. Training runs on the CPU, whose model is told afterwards
-to move states, and on the accelerator that is not there (`tests/streams.py`).
+The pass is pure, so it is proven on graphs. Training runs on the CPU, whose model is told
+afterwards to move states, and on the accelerator that is not there (`tests/streams.py`).
 """
 
 import copy
@@ -18,9 +18,9 @@ import zero3
 from tests.ranks import run
 from tests.streams import Accelerator, before
 from zero3 import Zero3Optimizer
-from zero3.compiler.away import StatesAway, leaving, states_on_device
+from zero3.compiler.away import StatesAway, leaving, optimizer_on_device
 from zero3.compiler.engines import Inductor, regions_of
-from zero3.compiler.graph import OPERATIONS, find, linked, offload, reload, vacate, wait
+from zero3.compiler.graph import find, linked, offload, reload, vacate, wait
 from zero3.compiler.model import CompiledUnit, compile
 from zero3.compiler.passes import improve, offload_states
 from zero3.compiler.trace import Graphs
@@ -42,12 +42,12 @@ def chain(layers=3, width=2, bias=False, dtype=torch.float32):
 
 
 @functools.cache
-def traced(layers, width=2, rows=4, bias=False, dtype=torch.float32):
+def traced(layers, width=2, rows=4, bias=False, dtype=torch.float32, input_trains=False):
     """The graphs of a chain before any pass, and what each layer has in full"""
     # Other numbers of rows, in a test before, would make their number an input of the graphs.
     torch.compiler.reset()
     model = compile(chain(layers, width, bias, dtype), backend="aot_eager", bucket_bytes=0)
-    model(torch.ones(rows, width, dtype=dtype)).sum().backward()
+    model(torch.ones(rows, width, dtype=dtype, requires_grad=input_trains)).sum().backward()
     (graphs,) = model.graphs
     _, forward, backward = graphs.steps[0]
     return forward, backward, model.numel
@@ -84,18 +84,22 @@ def test_states_leave_and_come_back_as_the_text_says():
     come back at other operations, or in another order.
     Proves `offload_states`, `_ends_of_layers`.
     """
-    # A limit of one layer, so each of them is gathered in backward too; the first is not read there.
-    forward, backward = planned(3)
-    first, second = offload_states(forward, backward, ["2", "1"])
+    # With room for one layer, each of them is gathered in backward, too.
+    pair = planned(3, input_trains=True)
+    first, second = offload_states(*pair, ["2", "1"])
     assert order_of(first) == ["offload 2", "offload 1", "layer 0", "vacate 2", "layer 1",
                                "vacate 1", "layer 2"]
-    assert order_of(second) == ["layer 2", "reload 1", "layer 1", "reload 2"]
+    assert order_of(second) == ["layer 2", "layer 1", "reload 1", "layer 0", "reload 2"]
     # If all of them leave, the last one goes before forward returns.
-    first, second = offload_states(forward, backward, ["2", "1", "0"])
+    first, second = offload_states(*pair, ["2", "1", "0"])
     assert order_of(first)[-3:] == ["vacate 1", "layer 2", "vacate 0"]
-    assert [*first.nodes][-2].target is vacate
+    assert order_of(second) == ["layer 2", "reload 0", "layer 1", "reload 1", "layer 0",
+                                "reload 2"]
+    # If the input needs no gradient, backward does not read the weights of layer 0.
+    first, second = offload_states(*planned(3), ["2", "1", "0"])
     assert order_of(second) == ["layer 2", "reload 0", "reload 1", "layer 1", "reload 2"]
-    assert [*second.nodes][-2].target is reload
+    for graph, kind in ((first, vacate), (second, reload)):
+        assert [*graph.nodes][-2].target is kind
 
 
 @pytest.mark.parametrize("limit, bucket", [(4, 0), (20, 0), (64, 64)])
@@ -220,9 +224,8 @@ def test_training_with_states_away_is_training_without_to_the_bit(ranks, dtype, 
     between, a look at the states and a load while they are away, an exception in backward, and
     micro-batches. Breaks if a step does not bring the states back first.
     Proves I1, `StatesAway.offload`, `StatesAway.vacate`, `StatesAway.reload`, `StatesAway.back`,
-    `away.Part`, `away.movable`, `optimizer_of`, `states_on_device`, `states.Away`,
-    `graph.offload`, `graph.vacate`, `graph.reload`, `ShardStates.bring_back`,
-    `ShardStates.put_master`.
+    `away.Part`, `away.movable`, `optimizer_on_device`, `states.Away`, `graph.vacate`,
+    `graph.reload`, `ShardStates.bring_back`, `ShardStates.put_master`.
     """
     if backend == "inductor" and Inductor.missing(torch.device("cpu")):
         pytest.skip("needs a C++ compiler")
@@ -497,8 +500,8 @@ def test_states_move_without_a_race_and_the_host_does_not_wait():
     """
     On two ranks, with streams: every use of the states, of their copies and of the memory that they
     leave is ordered, the weights are those of a run in which none leave, and the host waits as
-    often as there. Breaks with each of the two mistakes: compute does not wait for a copy before its
-    memory is used again, or before the step.
+    often as there. Breaks with each of the two mistakes: compute does not wait for a copy before
+    its memory is used again, or before the step.
     Proves I8, I9, `StatesAway.offload`, `StatesAway.vacate`, `StatesAway.reload`,
     `StatesAway.back`.
     """
@@ -559,7 +562,7 @@ def test_another_optimizer_gets_other_graphs(tmp_path):
     """
     An evaluation comes before the optimizer, and then come others with fewer moments, so that more
     layers have to leave. Breaks if the graphs go on with the states of the old one.
-    Proves `_follow_optimizer`, `leaving`, `optimizer_of`, `states_on_device`.
+    Proves `_follow_optimizer`, `leaving`, `optimizer_on_device`.
     """
     x = torch.ones(4, 2)
     model = compile(chain(), backend="aot_eager")
@@ -579,7 +582,8 @@ def test_another_optimizer_gets_other_graphs(tmp_path):
     assert found == [[], ["2"], ["2", "1"], []]
     optimizer = Zero3Optimizer(model, lr=0.1, offload=zero3.Offload("nvme", folder=tmp_path))
     model(x).sum().backward()
-    assert not states_on_device(optimizer) and leaving(model.engine.layers, ALL) == []
+    assert optimizer.good_steps == 0 and optimizer_on_device(model.units[0]) is None
+    assert leaving(model.engine.layers, ALL) == []
 
 
 def train_on_a_gpu():

@@ -13,21 +13,22 @@ that are stepped last leave first, because they have the most time to come back.
 | forward | states on the device | backward | states on the device |
 |---|---|---|---|
 | **`offload(c)`**, **`offload(b)`** | 36 | c goes backward | 12 |
-| a computes | 36 | **`reload(b)`** | 24 |
-| **`vacate(c)`** | 24 | b goes backward | 24 |
-| b computes | 24 | **`reload(c)`** | 36 |
-| **`vacate(b)`** | 12 | a goes backward | 36 |
+| a computes | 36 | b goes backward | 12 |
+| **`vacate(c)`** | 24 | **`reload(b)`** | 24 |
+| b computes | 24 | a goes backward | 24 |
+| **`vacate(b)`** | 12 | **`reload(c)`** | 36 |
 | c computes | 12 | the step | 36 |
 
-The copies to CPU memory begin at `offload`, and each may take until its `vacate`. So they overlap
-forward, as the copies back overlap backward:
+The copies to CPU memory begin at `offload`, and each may take until its `vacate`, so they overlap
+forward. A copy back begins at `reload`, and may take until the optimizer steps that layer. A copy
+takes
 
 $$t = \frac{\text{bytes}}{\text{bandwidth to CPU memory}}$$
 
 One layer's states leave for each layer that has computed. With $L$ equal layers, of $a$ bytes of
-activations and $s$ bytes of states each, of which $k$ leave, a step therefore takes at most
+activations and $s$ bytes of states each, of which $k < L$ leave, both together take at most
 
-$$\max\big(L\,s,\; L\,a + (L - k)\,s\big) \quad \text{bytes for both}$$
+$$\max\big(a + L\,s,\; L\,a + (L - k)\,s\big) \quad \text{bytes}$$
 
 **Which stream waits for which.** The host never waits.
 
@@ -167,10 +168,12 @@ class StatesAway:
         That memory is taken once, also for moments that the first step has not made yet. To get
         more of it later, the host would have to wait for the device.
         """
-        optimizer = optimizer_of(self.layer)
+        optimizer = optimizer_on_device(self.layer)
+        if optimizer is None:
+            return []
         found = []
         nbytes = 0
-        for states in states_on_device(optimizer):
+        for states in optimizer.shard_states:
             if states.layer is self.layer:
                 states.away = self
                 found += [*movable(states, optimizer)]
@@ -223,21 +226,14 @@ class Part:
 # ------------------------------------------------------------------------- the states of a layer
 
 
-def optimizer_of(layer: Zero3Layer) -> Zero3Optimizer | None:
+def optimizer_on_device(layer: Zero3Layer) -> Zero3Optimizer | None:
     """
-    ## The `Zero3Optimizer` that steps a layer, or `None`
+    ## The `Zero3Optimizer` that steps a layer, if its states rest on the device; or `None`
     """
-    found = layer.reducer.optimizer
-    return found() if found is not None else None
-
-
-def states_on_device(optimizer: Zero3Optimizer | None) -> list[ShardStates]:
-    """
-    ## The states that rest on the device, of all layers, in the order of the step
-    """
-    if optimizer is None or optimizer.offload.tier != "device":
-        return []
-    return optimizer.shard_states
+    bucket: Any = layer.reducer
+    optimizer: Zero3Optimizer | None = bucket.optimizer and bucket.optimizer()
+    on_device = optimizer is not None and optimizer.offload.tier == "device"
+    return optimizer if on_device else None
 
 
 def movable(states: ShardStates, optimizer: Zero3Optimizer
@@ -275,9 +271,9 @@ def leaving(layers: dict[str, Zero3Layer], nbytes: int) -> list[str]:
     is the first.
     """
     names = {layer: name for name, layer in layers.items()}
-    optimizer = optimizer_of(next(iter(names)))
+    optimizer = optimizer_on_device(next(iter(names)))
     found: dict[str, None] = {}
-    for states in reversed(states_on_device(optimizer)):
+    for states in reversed(optimizer.shard_states if optimizer else []):
         own_bytes = movable_bytes(states, optimizer)
         if nbytes > 0 and own_bytes and states.layer in names:
             found[names[states.layer]] = None

@@ -74,7 +74,7 @@ class GraphLayer(Protocol):
     def collect(self, place: int, grad: torch.Tensor) -> None: ...
     def begin_reduce(self, others: list["GraphLayer"]) -> None: ...
     def finish_reduce(self) -> None: ...
-    def versions(self) -> list[int]: ...
+    def shard_versions(self) -> tuple[int, ...]: ...
     def refuse_old(self, versions: list[int]) -> None: ...
 
 
@@ -148,7 +148,8 @@ def remember(*layers: Reference) -> torch.Tensor:
     """
     ## How often the shards have been written to, for the backward pass: int64, CPU
     """
-    return torch.tensor([n for layer in layers for n in layer().versions()], dtype=torch.int64)
+    counts = [count for layer in layers for count in layer().shard_versions()]
+    return torch.tensor(counts, dtype=torch.int64)
 
 
 def refuse_old(versions: torch.Tensor, *layers: Reference) -> None:
@@ -159,11 +160,9 @@ def refuse_old(versions: torch.Tensor, *layers: Reference) -> None:
 
     Backward gathers the weights once more, so it would compute with the new ones.
     """
-    left = versions.tolist()
+    counts = iter(versions.tolist())
     for layer in layers:
-        count = len(layer().versions())
-        layer().refuse_old(left[:count])
-        left = left[count:]
+        layer().refuse_old([next(counts) for _ in layer().shard_versions()])
 
 
 def offload(layer: Reference) -> None:

@@ -279,12 +279,6 @@ class CompiledUnit(Unit):
         yield from super().held_tensors()
         yield from self.away.held_tensors()
 
-    def versions(self) -> list[int]:
-        """
-        ### How often each shard has been written to
-        """
-        return [*self.shard_versions()]
-
     def refuse_old(self, versions: list[int]) -> None:
         """
         ### Refuse backward through weights that have changed since forward
