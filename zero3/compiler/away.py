@@ -273,7 +273,9 @@ def leaving(layers: dict[str, Zero3Layer], nbytes: int) -> list[str]:
     names = {layer: name for name, layer in layers.items()}
     optimizer = optimizer_on_device(next(iter(names)))
     found: dict[str, None] = {}
-    for states in reversed(optimizer.shard_states if optimizer else []):
+    if optimizer is None:
+        return []
+    for states in reversed(optimizer.shard_states):
         own_bytes = movable_bytes(states, optimizer)
         if nbytes > 0 and own_bytes and states.layer in names:
             found[names[states.layer]] = None

@@ -97,7 +97,7 @@ class Inductor(Eager):
         self.inductor = compile_fx
         self.decompositions = select_decomp_table()
         self.partition = compile_fx.partition_fn
-        self.compiled: dict[str, Callable] = {}
+        self.compiled: dict[str, Region] = {}
 
     def compile(self, graph: fx.Graph) -> Callable:
         """
@@ -151,7 +151,7 @@ class Inductor(Eager):
         for node in reversed(region):
             graph.erase_node(node)
 
-    def _compiled(self, graph: fx.Graph) -> Callable:
+    def _compiled(self, graph: fx.Graph) -> "Region":
         """
         #### The function of a region; equal regions share one
         """
@@ -162,19 +162,23 @@ class Inductor(Eager):
             # A context of its own, because Inductor notes the results' strides there.
             with tracing(TracingContext(detect_fake_mode(examples))):
                 run = self.inductor.compile_fx_inner(module, examples)
-            self.compiled[key] = _region(f"region_{len(self.compiled)}", run)
+            self.compiled[key] = Region(f"region_{len(self.compiled)}", run)
         return self.compiled[key]
 
 
-def _region(name: str, run: Callable) -> Callable:
+class Region:
     """
-    #### The operation of a compiled region in a graph, which takes and returns tensors
+    ## A compiled region, which takes and returns tensors
     """
-    def region(*inputs: Any) -> Any:
-        return run([*inputs])
 
-    region.__name__ = name
-    return region
+    __module__ = "zero3.compiler.engines"
+
+    def __init__(self, name: str, run: Callable):
+        self.__name__ = name
+        self.run = run
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.run([*inputs])
 
 
 def regions_of(graph: fx.Graph) -> list[list[fx.Node]]:
