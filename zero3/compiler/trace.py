@@ -73,7 +73,6 @@ class Place(NamedTuple):
     name: str
 
 
-
 class Graphs:
     """
     ## What has been made of one traced graph
@@ -95,7 +94,6 @@ class Graphs:
     @property
     def backward(self) -> fx.Graph | None:
         return self.steps[-1][2]
-
 
     def line(self, numel: dict[str, int]) -> str:
         """
