@@ -210,7 +210,6 @@ FURTHER = (
         "a step as a graph, and passes that move its communication",
         ("zero3/compiler/graph.py", "a step as a list of operations"),
         ("zero3/compiler/passes.py", "passes: gather earlier, keep, share and wait later"),
-        ("zero3/compiler/room.py", "optimizer states that leave for a while, if memory is short"),
         ("zero3/compiler/trace.py", "from a model to graphs, by `torch.compile`"),
         ("zero3/compiler/engines.py",
          "engines: who computes between two communications"),

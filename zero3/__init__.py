@@ -52,7 +52,6 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | pipelines | `pipeline/__init__.py` | `Pipeline`, imported when it is used first |
 | compiler | `compiler/graph.py` | a step as a list of operations |
 | compiler | `compiler/passes.py` | passes: gather earlier, keep, share and wait later |
-| compiler | `compiler/room.py` | optimizer states that leave for a while, if memory is short |
 | compiler | `compiler/trace.py` | from a model to graphs, by `torch.compile` |
 | compiler | `compiler/engines.py` | engines: who computes between two communications |
 | compiler | `compiler/away.py` | optimizer states on their way to CPU memory and back |
