@@ -257,26 +257,6 @@ class Compression:
         """
         return [group for group in self.groups if group[0].count]
 
-    def counting(self) -> tuple[int, int]:
-        """
-        ### What a rank sends in a step to find thresholds: bytes and messages
-
-        The formula of `thresholds.py`.
-        """
-        groups = self._active()
-        layer = self._layer()
-        nbytes = 0
-        messages = 0
-        if groups and layer is not None:
-            rounds = -(-key_bits(groups) // DIGIT)
-            round_bytes = len(groups) * (1 << DIGIT) * 8
-            for group in layer.comm.groups:
-                nbytes += rounds * round_bytes * (group.size - 1)
-                messages += rounds * (group.size - 1)
-                # The replicas send each other the counts of all their ranks.
-                round_bytes *= group.size
-        return nbytes, messages
-
     def _move_ranges(self) -> None:
         """
         #### Move the ranges of inputs towards those that all ranks have seen since the last step
