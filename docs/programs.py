@@ -371,7 +371,7 @@ def files() -> None:
         optimizer.zero_grad()
     compare_output(model, plain)
     print(f"read in a step: {tape.read_bytes:,} bytes, "
-          f"{tape.read_bytes / optimizer.predict().read_bytes:.2f} times the prediction")
+          f"{tape.read_bytes / predict_optimizer(optimizer).read_bytes:.2f} times the prediction")
 
 
 def damage() -> None:

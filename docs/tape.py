@@ -214,7 +214,7 @@ def predicted_bytes(optimizer: Zero3Optimizer, prefetch: bool) -> dict[str, int]
     all-gather.
     """
     if prefetch:
-        chain = optimizer.predict()
+        chain = predict_optimizer(optimizer)
         return {"rest_bytes": chain.rest_bytes, "peak_bytes": chain.peak_bytes,
                 "sent_bytes": chain.sent_bytes}
     comm = optimizer.comm

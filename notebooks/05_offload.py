@@ -67,7 +67,7 @@ def train(params_in, states_in, depth=8, steps=4, **options):
         return {"losses": losses, "weights": weights, "device": my_device().type,
                 "memory": held_bytes(model, optimizer), "files": disk_bytes(model, optimizer),
                 "read": tape.read_bytes, "written": tape.written_bytes,
-                "predicted": optimizer.predict(), "events": tape.events}
+                "predicted": predict_optimizer(optimizer), "events": tape.events}
 
 
 # %% [markdown]

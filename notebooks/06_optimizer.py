@@ -56,7 +56,7 @@ def memory():
     held["after the first step"] = held_bytes(model, optimizer)
     optimizer.zero_grad()
     held["after zero_grad"] = held_bytes(model, optimizer)
-    return held, optimizer.predict()
+    return held, predict_optimizer(optimizer)
 
 
 # %% [markdown]
@@ -303,7 +303,7 @@ def micro_batches(count, hold):
         optimizer.step()
     loss_of(plain, batch).backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    predicted = optimizer.predict(micro_batches=count, no_sync=hold)
+    predicted = predict_optimizer(optimizer, micro_batches=count, no_sync=hold)
     return tape.sent_bytes, tape.peak_live_bytes, predicted.sent_bytes, difference(model, plain)
 
 

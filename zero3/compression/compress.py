@@ -63,7 +63,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zero3.compression.freeing import Compressed, after_forward, before_forward
 from zero3.compression.rules import Prune, Quantize
-from zero3.compression.thresholds import DIGIT, key_bits, kth_keys, layer_of, own_keys
+from zero3.compression.thresholds import key_bits, kth_keys, layer_of, own_keys
 from zero3.compression.weights import (
     Method,
     Pruned,

@@ -52,8 +52,8 @@ quarter for the scales of blocks of 64. Blocks of 128 make it 0.2552.
 of it, links inside a node take time too, and encoding costs some. NCCL may choose other ways than a
 ring. Norms of gradients are left out: 8 bytes for each shard. Each node has the same number of
 ranks, all layers the same size, and a step one micro-batch. The memory lacks encoded rows and the
-buffers between nodes, which belong to one layer or two. It counts the copies of all layers, although
-backward uses them up.
+buffers between nodes, which belong to one layer or two. It counts the copies of all layers,
+although backward uses them up.
 """
 
 import argparse

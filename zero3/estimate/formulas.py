@@ -401,7 +401,8 @@ def show_places(args: argparse.Namespace, has: dict[str, float]) -> None:
         return
     for tier, moved in best.step_bytes.items():
         if moved:
-            print(f"\nA step moves {gigabytes(moved, 1)} GB of a rank into its {tier} tier and out.")
+            moved_gb = gigabytes(moved, 1)
+            print(f"\nA step moves {moved_gb} GB of a rank into its {tier} tier and out.")
     if best.states_in != "device":
         _show_bandwidth(args, best)
 

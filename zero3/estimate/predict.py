@@ -46,8 +46,8 @@ for each trainable shard, once in a step. In a step in which no rank used some p
 more for each parameter of that shard.
 
 **Files.** Shards in files take no memory, but they pass through a few buffers, which do. A step
-reads the file of a layer's shard for each of its $g_\ell$ all-gathers. It writes each gradient after
-its reduction, and masters, moments and rounded parameters after they are stepped. The optimizer
+reads the file of a layer's shard for each of its $g_\ell$ all-gathers. It writes each gradient
+after its reduction, and masters, moments and rounded parameters after they are stepped. The optimizer
 steps the layers in their order, and has $c$ buffers for states. If there are at least $2c$ layers,
 all masters and moments have to be read again. The gradients of the first $c$ layers come last in
 backward, so they are still in the buffers. For a layer's shard, its gradient, and its master and
@@ -141,9 +141,10 @@ def predict_optimizer(optimizer: "Zero3Optimizer", micro_batches: int = 1, no_sy
                 for layer in chain}
     kept = _kept(optimizer)
     good = chain == optimizer.layers and len(kept) == len(offloads) == 1
-    optimizer.expect(good, "cannot predict", "a Zero3Sequential of plain layers, with one `Offload` "
-                     "and as many states in each param group", f"a {type(optimizer.model).__name__}"
-                     f", {len(offloads)} and {len(kept)} kinds", "measure with `Ledger`")
+    optimizer.expect(
+        good, "cannot predict", "a Zero3Sequential of plain layers, with one `Offload` and as many "
+        "states in each param group", f"a {type(optimizer.model).__name__}, {len(offloads)} and "
+        f"{len(kept)} kinds", "measure with `Ledger`")
     comm = optimizer.comm
     links = comm.links
     plain = (comm.group.size == comm.world_size and comm.replicas.size == 1
