@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential
+from zero3.estimate.predict import predict_optimizer
 from zero3.guards.gradients import norm_of
 from zero3.measure.ledger import Ledger, held_bytes
 from zero3.train.launch import my_device

@@ -47,12 +47,12 @@ more for each parameter of that shard.
 
 **Files.** Shards in files take no memory, but they pass through a few buffers, which do. A step
 reads the file of a layer's shard for each of its $g_\ell$ all-gathers. It writes each gradient
-after its reduction, and masters, moments and rounded parameters after they are stepped. The optimizer
-steps the layers in their order, and has $c$ buffers for states. If there are at least $2c$ layers,
-all masters and moments have to be read again. The gradients of the first $c$ layers come last in
-backward, so they are still in the buffers. For a layer's shard, its gradient, and its master and
-moments, let the files have $f$, $f_g$ and $f_s$ bytes. In half precision, a step of one micro-batch
-moves
+after its reduction, and masters, moments and rounded parameters after they are stepped. The
+optimizer steps the layers in their order, and has $c$ buffers for states. If there are at least
+$2c$ layers, all masters and moments have to be read again. The gradients of the first $c$ layers
+come last in backward, so they are still in the buffers. For a layer's shard, its gradient, and its
+master and moments, let the files have $f$, $f_g$ and $f_s$ bytes. In half precision, a step of one
+micro-batch moves
 
 $$\text{read} = \sum_\ell \left( g_\ell f_\ell + f_{s,\ell} \right) + \sum_{\ell > c} f_{g,\ell}
 \qquad \text{written} = \sum_\ell \left( f_{g,\ell} + f_{s,\ell} + f_\ell \right)$$
