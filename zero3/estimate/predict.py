@@ -558,20 +558,8 @@ def data_parallel(
 
     * `mixed` says that parameters in half precision have masters and moments in fp32
     """
-    parts = [p for layer in layers for p in layer.parts]
-    trainable = [p for p in parts if p.trainable]
-    grad_bytes = sum(p.shard_bytes(1) for p in trainable)
-    found = Prediction(
-        param_bytes=sum(p.shard_bytes(1) for p in parts),
-        grad_bytes=grad_bytes,
-        master_bytes=sum(4 * p.numel for p in trainable
-                         if mixed and p.master_bytes > p.element_bytes),
-        optimizer_bytes=moments * sum(p.numel * (p.master_bytes if mixed else p.element_bytes)
-                                      for p in trainable),
-        buffer_bytes=sum(layer.buffer_bytes for layer in layers),
-        peak_bytes=0,
-        sent_bytes=2 * (world_size - 1) * grad_bytes // world_size,
-        messages=2 * (world_size - 1),
-        order_bytes=0,
-    )
-    return replace(found, peak_bytes=found.rest_bytes + grad_bytes)
+    alone = predict(layers, 1, moments=moments, step_bytes=0, stage3=mixed)
+    others = world_size - 1
+    return replace(alone, peak_bytes=alone.rest_bytes + alone.grad_bytes,
+                   sent_bytes=2 * others * alone.grad_bytes // world_size, messages=2 * others,
+                   order_bytes=0)

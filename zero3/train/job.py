@@ -101,16 +101,8 @@ BATCH = 16
 TIMEOUT_S = 300.0
 
 
-
 def loss_scale(text: str) -> float | str:
     return text if text == "dynamic" else float(text)
-
-
-def seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"expected seconds, more than 0, got {text}")
-    return value
 
 
 MOST_FP32 = torch.finfo(torch.float32).max
@@ -134,6 +126,8 @@ NUMBERS: dict[str, tuple[Callable[[str], Any], float | None, float, float, str]]
     "eval_every": (int, 50, 1, MOST, "steps between two evaluations"),
     "save_every": (int, 0, 0, MOST, "steps between two checkpoints, which go to the folder of "
                    "--out; with 0 only Ctrl-C saves one"),
+    "timeout": (float, TIMEOUT_S, 1e-3, 1e6, "seconds for which a rank waits for the others before "
+                "it ends with an error"),
     # A longer sample would take hours, because all layers are gathered for each byte.
     "sample": (int, 300, 0, 1_000_000, "bytes of text to write after training"),
 }
@@ -163,8 +157,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "resume": {"default": "auto", "metavar": "DIR", "help": "checkpoint to resume from, of any "
                "run; auto: the newest one of this run; no: none, and the first checkpoint that is "
                "saved replaces those of later steps"},
-    "timeout": {"type": seconds, "default": TIMEOUT_S, "metavar": "SECONDS", "help": "how long a "
-                "rank waits for the others before it ends with an error"},
     "prompt": {"default": "The ", "help": "beginning of the sample"},
 }
 

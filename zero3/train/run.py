@@ -124,9 +124,7 @@ class Ranks:
         """
         ### Wait for all ranks (all ranks must call it)
         """
-        if self.world_size > 1:
-            with self.waits("a barrier"):
-                dist.barrier()
+        self.gather(None)
 
     def rows(self, batch: torch.Tensor) -> torch.Tensor:
         """
