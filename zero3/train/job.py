@@ -10,7 +10,8 @@ layers are wrapped, a `Zero3Optimizer` is built on the model, and the optimizer 
 `predict.py` predicts the bytes from the shapes alone, and a `Ledger` measures them in one real
 step. The table at the end of a run has a line of each for every rank. On two ranks, say, the
 formulas predict 2,400,000 bytes at rest for rank 0, the ledger measures 2,400,000, and the table
-says `equal`. A single byte of difference would stand there instead.
+says `equal`. A single byte of difference would stand there instead. Nodes, replicas, encodings and
+the traffic of files are measured only; the table says `not predicted`.
 
 $$\text{predicted} = \text{measured} \qquad \text{at rest, at the peak, and between ranks}$$
 
