@@ -201,7 +201,6 @@ FURTHER = (
          "channels: activations and gradients between the stages"),
         ("zero3/pipeline/pipeline.py",
          "`Pipeline`: train a model in stages that are sharded, too"),
-        ("zero3/pipeline/costs.py", "its bytes by formula: sent, at rest and at the peak"),
         ("zero3/pipeline/__init__.py", "`Pipeline`, imported when it is used first"),
         ("zero3/pipeline/__main__.py", "its command line"),
         ("notebooks/10_pipeline.ipynb", "How often does a stage have to be gathered?")),

@@ -48,7 +48,6 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | pipelines | `pipeline/stages.py` | stages: layers that stay whole as long as the schedule says |
 | pipelines | `pipeline/channels.py` | channels: activations and gradients between the stages |
 | pipelines | `pipeline/pipeline.py` | `Pipeline`: train a model in stages that are sharded, too |
-| pipelines | `pipeline/costs.py` | its bytes by formula: sent, at rest and at the peak |
 | pipelines | `pipeline/__init__.py` | `Pipeline`, imported when it is used first |
 | compiler | `compiler/graph.py` | a step as a list of operations |
 | compiler | `compiler/passes.py` | passes: gather earlier, keep, share and wait later |

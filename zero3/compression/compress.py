@@ -65,7 +65,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zero3.compression.freeing import Compressed, after_forward, before_forward
 from zero3.compression.rules import Prune, Quantize
-from zero3.compression.thresholds import DIGIT, key_bits, kth_keys, layer_of, own_keys
+from zero3.compression.thresholds import key_bits, kth_keys, layer_of, own_keys
 from zero3.compression.weights import (
     Method,
     Pruned,
@@ -271,26 +271,6 @@ class Compression:
         #### The groups that prune something now
         """
         return [group for group in self.groups if group[0].count]
-
-    def counting(self) -> tuple[int, int]:
-        """
-        ### What a rank sends in a step to find thresholds: bytes and messages
-
-        The formula of `thresholds.py`.
-        """
-        groups = self._active()
-        layer = _layer_of_any(pruned.ranked for group in groups for pruned in group)
-        nbytes = 0
-        messages = 0
-        if groups and layer is not None:
-            rounds = -(-key_bits(groups) // DIGIT)
-            round_bytes = len(groups) * (1 << DIGIT) * 8
-            for group in layer.comm.groups:
-                nbytes += rounds * round_bytes * (group.size - 1)
-                messages += rounds * (group.size - 1)
-                # The replicas send each other the counts of all their ranks.
-                round_bytes *= group.size
-        return nbytes, messages
 
     def _move_ranges(self) -> None:
         """

@@ -681,15 +681,6 @@ class ShardStates:
             runs.append((slice(begin, end), key))
         return runs
 
-    def unsplit_count(self) -> int:
-        """
-        ### How many pieces there were before any was split by use
-
-        `predict` compares it with the present number, because each further piece has a counter of
-        steps of its own.
-        """
-        return len(self._runs(slice(0, len(self.shard)), self.group_indices))
-
     def piece_numbers(self) -> list[int]:
         """
         ### The number of the piece that each parameter of the flat one begins in

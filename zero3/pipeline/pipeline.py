@@ -43,9 +43,9 @@ graph where their gradients arrive.
 
 **Not covered, and what that costs**: every rank builds all layers before it keeps its own. A
 gradient stays whole on each rank of its stage until the last micro-batch, as in `no_sync()`.
-`Zero3Optimizer.predict` knows no pipelines; `predict_step` in `costs.py` does. A batch is cut along
-its first dimension. All ranks compare a checksum of the batch before they begin, so an accelerator
-finishes the step before that first.
+`predict_optimizer` knows no pipelines; `timeline.py` has formulas of their bytes. A batch is cut
+along its first dimension. All ranks compare a checksum of the batch before they begin, so an
+accelerator finishes the step before that first.
 """
 
 import copy
