@@ -48,7 +48,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils.flop_counter import FlopCounterMode
@@ -57,6 +56,7 @@ from zero3.compression.compress import named_modules
 from zero3.compression.freeing import drop_hooks
 from zero3.compression.stored import Stored
 from zero3.compression.weights import PrunedElements, PrunedFours, PrunedParts, Quantised
+from zero3.files.tensors import save_tensors
 from zero3.guards.options import expect
 from zero3.optimizer.stage3 import plain_paths
 from zero3.sharded import ShardedModel, comm_of
@@ -347,7 +347,7 @@ def write(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
             if tensor is not None and key not in module._non_persistent_buffers_set:
                 tensors[_file_name(prefix, key)] = tensor.detach().clone().contiguous()
     # One entry, because several would be written in any order.
-    save_file(tensors, path, metadata={"weights": json.dumps(about)})
+    save_tensors(Path(path), tensors, {"weights": json.dumps(about)})
 
 
 def _file_name(prefix: str, key: str) -> str:
