@@ -905,8 +905,7 @@ def test_a_fuzzed_manifest_neither_crashes_nor_leads_out_of_its_folder(tmp_path)
     """
     With a right checksum, too: whatever it says, what comes is our error, or a checkpoint that is
     the same in all that matters.
-    Proves `file_name`, `CheckpointReader._check`, `CheckpointReader.dtype_and_shape`,
-    `_check_types`.
+    Proves `file_name`, `CheckpointReader._check`, `_check_types`.
     """
     model, optimizer = shard(plain())
     train(model, optimizer, 0)

@@ -470,7 +470,7 @@ def test_the_command_line_reads_a_pipelines_checkpoint(saved, tmp_path, capsys):
     """
     It says which stage has what, checks all files, and exports weights that plain PyTorch loads,
     buffers included. Breaks where a conversion reads the files of the first stage alone.
-    Proves `inspect`, `verify`, `export`, `CheckpointReader.dtype_and_shape`, `to_dcp`.
+    Proves `inspect`, `verify`, `export`, `to_dcp`.
     """
     path = newest(saved[0] / "a" / "1")
     assert main(["inspect", str(path)]) == 0

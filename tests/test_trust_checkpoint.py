@@ -10,6 +10,7 @@ import os
 import pickle
 import signal
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from zero3 import Zero3Layer, Zero3Optimizer, load, save, wrap
 from zero3.checkpoint.convert import main
 from zero3.checkpoint.entries import Entries
 from zero3.checkpoint.formats import _MetadataUnpickler, from_tensors
-from zero3.checkpoint.reader import _LOCKED, MANIFEST, file_name, newest
+from zero3.checkpoint.reader import _LOCKED, MANIFEST, CheckpointReader, file_name, newest
 from zero3.checkpoint.tensor_files import TensorFile, check_name
 from zero3.files.tensors import Broken, checksums
 from zero3.guards.options import one_line
@@ -331,6 +332,43 @@ def test_what_would_poison_the_optimizer_changes_nothing(tmp_path):
         for name, raw in good.items():
             (path / name).write_bytes(raw)
     load(path, model, optimizer)
+
+
+def forge_entry(of, key, change, told):
+    of(told).update(change)
+    if not change:
+        del of(told)[key]
+
+
+def test_a_manifest_with_other_entries_is_refused_by_its_name(tmp_path):
+    """
+    An entry that is missing, one that nobody knows, and one of another type, at every level. Breaks
+    where a `TypedDict` and the check of it differ.
+    Proves `_check_types`, `Manifest`, `FlatEntry`, `ParamEntry`, `StatesEntry`, `OptimizerEntry`.
+    """
+    model, optimizer = shard(plain())
+    train(model, optimizer, 0)
+    save(tmp_path / "run", model, optimizer, step=1)
+    path = newest(tmp_path / "run")
+    good = (path / MANIFEST).read_bytes()
+    at = {"": lambda told: told, "flats": lambda told: told["flats"][0],
+          "params": lambda told: told["flats"][0]["params"][0],
+          "states": lambda told: told["flats"][0]["states"][0],
+          "optimizer": lambda told: told["optimizer"]}
+    for of in at.values():
+        for key in of(json.loads(good)):
+            if key in ("crc32", "extra", "place", "places", "param_group", "optimizer"):
+                # What may be missing, and the checksum, which is written anew.
+                continue
+            for change in ({}, {"new": 1}, {key: 0.5}):
+                rewrite(path, partial(forge_entry, of, key, change))
+                with pytest.raises(Broken, match=MANIFEST):
+                    CheckpointReader(path)
+                (path / MANIFEST).write_bytes(good)
+    # The values of options are the checkpoint's own, and only their kinds are compared.
+    rewrite(path, lambda told: told["optimizer"]["groups"][0].update(lr=-1.0))
+    load(path, model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == -1.0
 
 
 def test_options_that_are_right_come_back(tmp_path):

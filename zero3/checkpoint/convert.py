@@ -95,8 +95,8 @@ def inspect(folder: Path) -> None:
             print_escaped(f"{math.prod(entry['shape']):>18,}  {' = '.join(entry['names'])} "
                           f"{tuple(entry['shape'])}")
     for name, place in manifest["replicated"].items():
-        _, shape = checkpoint.dtype_and_shape(name)
-        print_escaped(f"{math.prod(shape):>14,} in {name}, whole on each rank{at[place]}")
+        numel = checkpoint.replicated(0, name).numel()
+        print_escaped(f"{numel:>14,} in {name}, whole on each rank{at[place]}")
 
 
 def verify(folders: list[Path]) -> int:
@@ -151,7 +151,8 @@ def export(folder: Path, out: Path, dtype: torch.dtype | None = None, file_bytes
         own = TYPES[checkpoint.flats[param.flat]["dtype"]]
         like[param.name] = (dtype if dtype and own.is_floating_point else own, param.shape)
     for name in checkpoint.manifest["replicated"]:
-        like[name] = checkpoint.dtype_and_shape(name)
+        tensor = checkpoint.replicated(0, name)
+        like[name] = (tensor.dtype, tuple(tensor.shape))
 
     files = _files(like, file_bytes)
     # The metadata says which other names a tied parameter has, as safetensors does it.

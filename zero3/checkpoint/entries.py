@@ -65,6 +65,7 @@ from zero3.checkpoint.reader import (
     CheckpointReader,
     OptimizerEntry,
     Param,
+    ParamEntry,
     StatesEntry,
     decode,
     encode,
@@ -246,7 +247,7 @@ class Entries:
                         found[full_name] = tensor
         return found
 
-    def expect(self, good: bool, what: str, expected: Any, got: Any, cure: str) -> None:
+    def expect(self, good: bool, what: str, expected: object, got: object, cure: str) -> None:
         """
         ### Raise an error about the checkpoint unless this is good
         """
@@ -271,10 +272,6 @@ class Entries:
         The files of a place follow each other, in the order of their shards.
         """
         return self.place * self.comm.world_size + self.comm.rank
-
-    @property
-    def file_count(self) -> int:
-        return self.comm.stages.size * self.comm.world_size
 
     def names(self, flat: Flat, slot: Slot) -> list[str]:
         """
@@ -307,7 +304,7 @@ class Entries:
             slots = flat.parameter.slots
             numel = slots[-1].end
             keys = {"param": type_name(flat.dtype)}
-            states: dict[int, dict[str, Any]] = {}
+            states: dict[int, dict[str, object]] = {}
             for index, where, piece in flat.pieces:
                 # An optimizer has no state for a parameter that it has not stepped yet.
                 if state := self.state.get(piece):
@@ -317,6 +314,7 @@ class Entries:
                     entry = {"param_group": index, "moments": [*moments], "scalars": scalars}
                     keys |= {key: type_name(value.dtype) for key, value in moments.items()}
                     states |= dict.fromkeys(flat.within(where), entry)
+            parts = [self.part(flat, slot) for slot in slots]
             described.append({
                 "place": self.place,
                 "layer": flat.paths[0], "dtype": type_name(flat.parameter.shard.dtype),
@@ -324,11 +322,11 @@ class Entries:
                 "keys": keys, "states": states,
                 "params": [{"names": self.names(flat, slot), "shape": [*slot.view.shape],
                             "offset": slot.offset, "param_group": index,
-                            **_told_part(self.part(flat, slot))}
-                           for slot, index in zip(slots, flat.indices, strict=True)]})
+                            **({"part": asdict(part)} if part else {})}
+                           for slot, index, part in zip(slots, flat.indices, parts, strict=True)]})
         return described
 
-    def options(self) -> dict[str, Any] | None:
+    def options(self) -> OptimizerEntry | None:
         """
         ### The optimizer's entry for the manifest: class, param groups and loss scale
 
@@ -344,7 +342,7 @@ class Entries:
                       if hasattr(self.optimizer, key)},
         }
 
-    def manifest(self, described: list[dict[str, Any]], options: dict[str, Any] | None
+    def manifest(self, described: list[dict[str, Any]], options: OptimizerEntry | None
                  ) -> dict[str, Any]:
         """
         ### Merge the descriptions of all ranks (all-gather; all ranks must call it)
@@ -675,13 +673,6 @@ class Entries:
                     setattr(self.optimizer, key, value)
 
 
-def _told_part(part: WeightPart | None) -> dict[str, Any]:
-    """
-    #### The manifest's entry for a part of a parameter
-    """
-    return {"part": asdict(part)} if part else {}
-
-
 def _expect(good: bool, problem: str) -> None:
     """
     #### Refuse a checkpoint with this problem unless all is good
@@ -762,7 +753,7 @@ def _kind(value: Any) -> Any:
     return float if is_whole else type(value)
 
 
-def _merge_states(params: list[dict[str, Any]], states: dict[int, dict[str, Any]]
+def _merge_states(params: list[ParamEntry], states: dict[int, dict[str, Any]]
                   ) -> list[dict[str, Any]]:
     """
     #### The optimizer states of a flat parameter, each of them once

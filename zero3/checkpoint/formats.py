@@ -170,7 +170,7 @@ def to_deepspeed(folder: Path, out: Path, torch_adam: bool) -> None:
     root = out / "universal"
     (root / "zero").mkdir(parents=True, exist_ok=True)
 
-    def count(steps_taken: Any) -> Any:
+    def count(steps_taken: float) -> torch.Tensor | int:
         return torch.tensor(float(steps_taken)) if torch_adam else int(steps_taken)
 
     steps_taken = count(checkpoint.manifest["step"])
@@ -311,10 +311,10 @@ def to_dcp(folder: Path, out: Path) -> None:
         for key, value in decode(known["scalars"]).items():
             states[param.name][key] = value.to("meta") if torch.is_tensor(value) else value
     for name in checkpoint.manifest["replicated"]:
-        model[name] = _meta(*checkpoint.dtype_and_shape(name))
+        model[name] = checkpoint.replicated(0, name).to("meta")
 
     states = {name: known for name, known in states.items() if known}
-    state: dict[str, Any] = {"model": model}
+    state: dict[str, object] = {"model": model}
     if groups := _dcp_groups(checkpoint, [*states]):
         state["optim"] = {"state": states, "param_groups": groups}
 
@@ -466,7 +466,7 @@ class _DcpReader(dcp.FileSystemReader):
     The metadata names the files to read. A forged name could lead out of the folder.
     """
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> dcp.Metadata:
         with open(Path(self.path) / ".metadata", "rb") as file:
             metadata = _MetadataUnpickler(file).load()
         if not isinstance(metadata, dcp.Metadata):

@@ -107,69 +107,6 @@ _READ_ERRORS = (Broken, OSError, ValueError, TypeError, KeyError, IndexError, Ru
 _LOCKED: dict[tuple[int, int], int] = {}
 
 
-class ParamEntry(TypedDict):
-    """
-    ## A parameter in the manifest
-    """
-
-    names: list[str]
-    shape: list[int]
-    offset: int  # in the flat parameter
-    param_group: int | None
-    part: dict[str, object] | None  # a `WeightPart`, if ranks split the parameter
-
-
-class StatesEntry(TypedDict):
-    """
-    ## The optimizer states of some parameters in the manifest
-    """
-
-    param_group: int | None
-    moments: list[str]
-    scalars: dict[str, object]
-    params: list[int] | None  # those with these states; left out, all parameters of the param group
-
-
-class FlatEntry(TypedDict):
-    """
-    ## A flat parameter in the manifest
-    """
-
-    place: int  # in the pipeline
-    layer: str
-    dtype: str  # of the shards; `keys` has those of the saved tensors
-    numel: int
-    padding: int
-    keys: dict[str, str]
-    params: list[ParamEntry]
-    states: list[StatesEntry]
-
-
-OptimizerEntry = TypedDict("OptimizerEntry", {
-    "class": str, "groups": list[dict[str, object]], "scale": dict[str, object]})
-
-
-class Manifest(TypedDict):
-    """
-    ## A manifest
-
-    `_read_manifest` compares the JSON with these types. An entry that may be `None` may be missing.
-    """
-
-    crc32: str  # of the rest
-    format: str
-    version: int
-    step: int
-    extra: object
-    world_size: int
-    places: int
-    versions: dict[str, str]
-    files: list[FileEntry]
-    flats: list[FlatEntry]
-    replicated: dict[str, int]  # the place of each tensor that every rank has whole
-    optimizer: OptimizerEntry | None
-
-
 def commit_checkpoint(partial: Path, manifest: Mapping[str, object]) -> Path:
     """
     ## Turn a folder of files into a checkpoint
@@ -219,8 +156,7 @@ def remove(checkpoint: Path) -> None:
     Rename the folder first: half of a removed checkpoint must not look like a checkpoint.
     """
     renamed = checkpoint.with_suffix(".removed")
-    if renamed.exists():
-        shutil.rmtree(renamed)
+    shutil.rmtree(renamed, ignore_errors=True)
     os.rename(checkpoint, renamed)
     shutil.rmtree(renamed)
 
@@ -349,6 +285,72 @@ def steps(folder: Path, suffix: str = "") -> dict[int, Path]:
 
 def _step_of(path: Path) -> int:
     return int(path.stem.removeprefix("step-"))
+
+
+# --------------------------------------------------------------------------------------- manifest
+
+
+class ParamEntry(TypedDict):
+    """
+    ## A parameter in the manifest
+    """
+
+    names: list[str]
+    shape: list[int]
+    offset: int  # in the flat parameter
+    param_group: int | None
+    part: dict[str, object] | None  # a `WeightPart`, if ranks split the parameter
+
+
+class StatesEntry(TypedDict):
+    """
+    ## The optimizer states of some parameters in the manifest
+    """
+
+    param_group: int | None
+    moments: list[str]
+    scalars: dict[str, object]
+    params: list[int] | None  # those with these states; left out, all parameters of the param group
+
+
+class FlatEntry(TypedDict):
+    """
+    ## A flat parameter in the manifest
+    """
+
+    place: int  # in the pipeline
+    layer: str
+    dtype: str  # of the shards; `keys` has those of the saved tensors
+    numel: int
+    padding: int
+    keys: dict[str, str]
+    params: list[ParamEntry]
+    states: list[StatesEntry]
+
+
+OptimizerEntry = TypedDict("OptimizerEntry", {
+    "class": str, "groups": list[dict[str, object]], "scale": dict[str, object]})
+
+
+class Manifest(TypedDict):
+    """
+    ## A manifest
+
+    `_read_manifest` compares the JSON with these types. An entry that may be `None` may be missing.
+    """
+
+    crc32: str  # of the rest
+    format: str
+    version: int
+    step: int
+    extra: object
+    world_size: int
+    places: int
+    versions: dict[str, str]
+    files: list[FileEntry]
+    flats: list[FlatEntry]
+    replicated: dict[str, int]  # the place of each tensor that every rank has whole
+    optimizer: OptimizerEntry | None
 
 
 # ------------------------------------------------------------------------------------------- read
@@ -544,15 +546,6 @@ class CheckpointReader:
             file = files[rank if rank < self.world_size else 0]
             return file.read(f"replicated.{name}").view(file.header[f"replicated.{name}"]["shape"])
 
-    def dtype_and_shape(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """
-        ### Data type and shape of such a buffer, without reading it
-        """
-        with _errors_name(f"`{name}`"):
-            first, *_ = self.files_at(self.manifest["replicated"][name])
-            entry = first.header[f"replicated.{name}"]
-            return TYPES[entry["dtype"]], tuple(entry["shape"])
-
     def states(self, param: Param) -> StatesEntry:
         """
         ### The optimizer states of a parameter
@@ -688,10 +681,9 @@ def encode(value: Any, where: str = "extra") -> Any:
         raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         return {"__tensor__": raw.hex(), "dtype": type_name(value.dtype, where),
                 "shape": [*value.shape]}
-    if isinstance(value, list):
-        return [encode(each, f"{where}[{i}]") for i, each in enumerate(value)]
-    if isinstance(value, tuple):
-        return {"__tuple__": encode([*value], where)}
+    if isinstance(value, (list, tuple)):
+        parts = [encode(each, f"{where}[{i}]") for i, each in enumerate(value)]
+        return parts if isinstance(value, list) else {"__tuple__": parts}
     if isinstance(value, dict):
         pairs = [(encode(key, where), encode(each, f"{where}[{key!r}]"))
                  for key, each in value.items()]

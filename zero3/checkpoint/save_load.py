@@ -91,6 +91,7 @@ from zero3.checkpoint.entries import Entries, Entry
 from zero3.checkpoint.reader import (
     MANIFEST,
     CheckpointReader,
+    OptimizerEntry,
     clean_up_interrupted_saves,
     commit_checkpoint,
     decode,
@@ -109,7 +110,7 @@ from zero3.sharded import comm_of
 
 
 def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *,
-         step: int, extra: Any = None, async_write: bool = False, keep: int = 2) -> "Saving":
+         step: int, extra: object = None, async_write: bool = False, keep: int = 2) -> "Saving":
     r"""
     ## Save a checkpoint
 
@@ -137,7 +138,7 @@ def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     different arguments, if another run saves to the folder, or if the previous asynchronous save
     failed and no step has raised its error yet. The older checkpoints are not touched then.
     """
-    def agreed(entries: Entries) -> dict[str, Any]:
+    def agreed(entries: Entries) -> dict[str, object]:
         found = {"folder": os.path.realpath(folder), "step": operator.index(step),
                  "keep": operator.index(keep), "async_write": bool(async_write)}
         entries.expect(step >= 0 and keep > 0, "cannot be saved", "a `step` of at least 0, and at "
@@ -152,7 +153,7 @@ def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
 
 
 def _all_here(done: str, model: nn.Module, optimizer: torch.optim.Optimizer | None,
-              agreed: Callable[[Entries], dict[str, Any]]) -> Entries:
+              agreed: Callable[[Entries], dict[str, object]]) -> Entries:
     """
     #### List the contents of a model, and compare the arguments of all ranks
 
@@ -162,7 +163,7 @@ def _all_here(done: str, model: nn.Module, optimizer: torch.optim.Optimizer | No
     All ranks must call it (all-gather of the arguments). If one rank raises, the others raise a
     `RuntimeError` with its error. Otherwise they would wait for that rank forever.
     """
-    mine: dict[str, Any] = {}
+    mine: dict[str, object] = {}
     raised: Exception | None = None
     try:
         entries = Entries(model, optimizer)
@@ -238,7 +239,7 @@ class Saving:
         self.ended = False
         self.failure: RuntimeError | None = None
 
-    def begin(self, extra: Any, async_write: bool) -> None:
+    def begin(self, extra: object, async_write: bool) -> None:
         """
         ### Reserve the disk space, and write this rank's file or start a thread that writes it
 
@@ -263,7 +264,7 @@ class Saving:
         if self.entries.optimizer is not None:
             self.hook = self.entries.optimizer.register_step_pre_hook(self._end_if_done)
 
-    def _prepare(self, extra: Any) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    def _prepare(self, extra: object) -> tuple[list[dict[str, Any]], OptimizerEntry | None]:
         """
         #### Describe this rank's model and optimizer, and create the folder on rank 0
 
@@ -302,7 +303,8 @@ class Saving:
         """
         like = {entry.name: (entry.dtype, entry.shape) for entry in listed}
         header = {_random_key(replica): states for replica, states in enumerate(streams)}
-        path = self.partial / file_name(self.entries.file_number, self.entries.file_count)
+        count = self.manifest["places"] * self.manifest["world_size"]
+        path = self.partial / file_name(self.entries.file_number, count)
         self.writer = Writer(path, like, header)
 
     def _fill(self, listed: list[Entry], async_write: bool) -> None:
