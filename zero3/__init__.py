@@ -22,6 +22,7 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | 6 | `groups/at_rest.py` | frozen weights that rest in 8 or 4 bits |
 | 6 | `files/in_file.py` | tensors in a file, read ahead into a few buffers |
 | 6 | `files/disk.py` | reads and writes past the page cache |
+| 6 | `files/tensors.py` | safetensors files, written tensor by tensor |
 | 6 | `files/memory.py` | pinned CPU memory, and how much memory is left |
 | 6 | `files/bench.py` | the speed of a disk |
 | 7 | `optimizer/stage3.py` | `Zero3Optimizer`: loss scale, clipping, micro-batches, the step |
@@ -34,7 +35,7 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | 9 | `checkpoint/save_load.py` | `save` and `load`: on any number of ranks, beside training |
 | 9 | `checkpoint/reader.py` | a checkpoint on disk, complete or absent |
 | 9 | `checkpoint/entries.py` | the contents of a checkpoint: model, optimizer, random states |
-| 9 | `checkpoint/tensor_files.py` | files of tensors: streamed writes, reads of ranges, checksums |
+| 9 | `checkpoint/tensor_files.py` | reads of ranges from files of tensors, with checksums |
 | 9 | `checkpoint/formats.py` | formats of other libraries |
 | 9 | `checkpoint/convert.py` | converting between them |
 | measuring | `measure/ledger.py` | `Ledger`: measured bytes that a rank sends, holds and reads |

@@ -57,7 +57,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils.flop_counter import FlopCounterMode
@@ -73,6 +73,7 @@ from zero3.compression.weights import (
     Quantised,
     axes,
 )
+from zero3.files.tensors import save_tensors
 from zero3.guards.options import expect
 from zero3.optimizer.stage3 import plain_paths
 from zero3.sharded import ShardedModel, comm_of
@@ -388,7 +389,7 @@ def write(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
                for name, _, _, tensor in _tensors(modules)}
     # One entry, because several would be written in any order.
     about = json.dumps({"weights": weights, "numbers": numbers})
-    save_file(tensors, path, metadata={"zero3": about})
+    save_tensors(Path(path), tensors, {"zero3": about})
 
 
 @torch.no_grad()

@@ -745,13 +745,23 @@ def moments_of(
     * `two` is a tensor `(2,)` on the device of the step
     * `group` are the options of a param group
     """
-    param = nn.Parameter(two)
-    param.grad = torch.zeros_like(two)
-    optimizer = optimizer_class([{**group, "params": [param]}], **kwargs)
-    optimizer.step()
-    tensors = {name: value for name, value in optimizer.state[param].items()
-               if isinstance(value, torch.Tensor)}
+    state = first_state(optimizer_class, kwargs, group, two)
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     moments = [name for name, value in tensors.items()
                if value.shape == two.shape and value.dtype == two.dtype]
     moment_bytes = len(moments) * two.nbytes
     return moments, sum(value.nbytes for value in tensors.values()) - moment_bytes
+
+
+def first_state(optimizer_class: Any, kwargs: dict[str, Any], group: dict[str, Any],
+                two: torch.Tensor) -> dict[str, Any]:
+    """
+    ## The state that an optimizer has of a parameter of two elements, after a first step
+
+    The arguments are those of `moments_of`. A load compares a checkpoint's states with it.
+    """
+    param = nn.Parameter(two)
+    param.grad = torch.zeros_like(two)
+    optimizer = optimizer_class([{**group, "params": [param]}], **kwargs)
+    optimizer.step()
+    return optimizer.state[param]
