@@ -47,7 +47,7 @@ from docs.views import Json, chrome_trace, compared, data_files, staircase
 from zero3 import commit_name
 from zero3.estimate.formulas import describe
 from zero3.estimate.ledger import Ledger, held_bytes
-from zero3.estimate.predict import data_parallel, predict
+from zero3.estimate.predict import data_parallel, predict, predict_optimizer
 from zero3.layer import Zero3Layer, Zero3Sequential
 from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.train import gpt, launch
@@ -208,18 +208,18 @@ def predicted_bytes(optimizer: Zero3Optimizer, prefetch: bool) -> dict[str, int]
     """
     ## The bytes of this rank, at rest, at the peak and sent, from shapes
 
-    `Zero3Optimizer.predict` predicts a chain. A layer that is in no chain is predicted as a chain
+    `predict_optimizer` predicts a chain. A layer that is in no chain is predicted as a chain
     of one layer. In backward, the layers above it have their shards' gradients already. A chain
     gathers its last layer once, and a layer in no chain is gathered twice, so add its second
     all-gather.
     """
     if prefetch:
-        chain = optimizer.predict()
+        chain = predict_optimizer(optimizer)
         return {"rest_bytes": chain.rest_bytes, "peak_bytes": chain.peak_bytes,
                 "sent_bytes": chain.sent_bytes}
     comm = optimizer.comm
     layers = describe(optimizer.layers)[::-1]
-    alone = [predict([layer], comm.world_size, rank=comm.rank, by_messages=comm.by_messages,
+    alone = [predict([layer], comm.world_size, by_messages=comm.by_messages,
                      stage3=True) for layer in layers]
     rest = sum(one.rest_bytes for one in alone)
     above = accumulate((one.grad_bytes for one in alone), initial=0)

@@ -152,7 +152,7 @@ assert farthest < 5e-4 and losses[-1] < losses[0] - 0.5
 
 # %%
 measured = [held for _, held, _ in answers]
-print(table([predicted] * N, plain, measured))
+print(table([predicted.as_dict()] * N, plain.as_dict(), measured))
 for held in measured:
     for name in ("rest_bytes", "peak_bytes", "sent_bytes"):
         assert held[name] == getattr(predicted, name)
@@ -228,7 +228,7 @@ for _, _, other in answers:
 device = torch.device("cuda", 0) if on_gpus else torch.device("cpu")
 caption = f"One step on {N} ranks, {device_name(device)}, torch {torch.__version__}"
 caption += f", {commit_name()}"
-fig = draw_tape([tape for *_, tape in answers], [predicted] * N, plain, caption)
+fig = draw_tape([tape for *_, tape in answers], [predicted.as_dict()] * N, plain.as_dict(), caption)
 fig.set_dpi(80)
 fig
 

@@ -29,6 +29,7 @@ from torch import nn
 
 from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential
 from zero3.estimate.ledger import Ledger, held_bytes
+from zero3.estimate.predict import predict_optimizer
 from zero3.gradients import norm_of
 from zero3.train.launch import my_device
 
@@ -56,7 +57,7 @@ def memory():
     held["after the first step"] = held_bytes(model, optimizer)
     optimizer.zero_grad()
     held["after zero_grad"] = held_bytes(model, optimizer)
-    return held, optimizer.predict()
+    return held, predict_optimizer(optimizer)
 
 
 # %% [markdown]
@@ -303,7 +304,7 @@ def micro_batches(count, hold):
         optimizer.step()
     loss_of(plain, batch).backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    predicted = optimizer.predict(micro_batches=count, no_sync=hold)
+    predicted = predict_optimizer(optimizer, micro_batches=count, no_sync=hold)
     return tape.sent_bytes, tape.peak_live_bytes, predicted.sent_bytes, difference(model, plain)
 
 

@@ -308,8 +308,8 @@ class Fake:
         full += sum(layer.numel for group in groups.values() for layer in group)
         self.most = max(self.most, full)
 
-    def versions(self):
-        return [0]
+    def shard_versions(self):
+        return (0,)
 
     def refuse_old(self, versions):
         raise AssertionError

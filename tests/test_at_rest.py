@@ -515,15 +515,17 @@ def test_an_infinite_frozen_weight_is_an_error_on_all_ranks(value):
         assert "What to do: wrap this layer with an `Offload` without `frozen=`" in told
 
 
-def test_a_half_that_rounds_up_to_infinity_is_an_error():
+def test_the_largest_half_stays_finite():
     """
-    65504 is the largest fp16 number, and its scale is rounded up.
-    Proves `Encoded._refuse_infinite`.
+    65504 is the largest fp16 number, and its scale would be rounded up: an infinity. The next lower
+    scale is 512.
+    Proves `Int8.encode`, `Encoded._refuse_infinite`.
     """
-    module = freeze(nn.Linear(3, 3).half())
-    module.weight.data[0, 0] = 65504
-    told = message(lambda: Zero3Layer(module, offload=Offload(frozen=Int8())))
-    assert "cannot keep its frozen weights encoded" in told
+    module = freeze(nn.Linear(3, 3, bias=False).half())
+    module.weight.data[0, 0] = -65504
+    layer = Zero3Layer(module, offload=Offload(frozen=Int8(2)))
+    out = layer(torch.eye(3, dtype=torch.half))
+    assert out[0, 0] == -512 * 127 and out.isfinite().all()
 
 
 def no_room():

@@ -3,54 +3,24 @@
 """
 
 from fractions import Fraction
-from itertools import product
 
 import pytest
 
 from tests.commands import python_m
 from zero3.comm.encodings import Int4, Int8
 from zero3.estimate.between import ELEMENT_BYTES, best, between_bytes, choices, layouts
-from zero3.estimate.formulas import LayerSpec, Part
 from zero3.estimate.layouts import Layout
-from zero3.estimate.predict import predict
-
-
-def predicted(layout, nodes, numel, layers, by_messages, node=0):
-    """Bytes that leave a node, as `predict` says of each of its ranks."""
-    specs = [LayerSpec((Part(numel, ELEMENT_BYTES, True),))] * layers
-    each = layout.divisor // nodes
-    return sum(predict(specs, layout.placed(each, rank, by_messages),
-                       by_messages=by_messages).between_bytes
-               for rank in range(node * each, (node + 1) * each))
-
-
-@pytest.mark.parametrize("ranks, nodes", [(4, 2), (8, 2), (8, 4), (6, 3), (3, 3), (32, 4)])
-@pytest.mark.parametrize("by_messages", [False, True])
-def test_the_formula_says_what_is_predicted_of_all_ranks_of_a_node(ranks, nodes, by_messages):
-    """
-    For each layout, with padding and without, and for each node. `test_links_bytes.py` compares the
-    prediction with a run. Breaks where one line of the table has another count.
-    Proves `between_bytes`, `layouts`, `Layout.placed`, `Peers`, `predict`.
-    """
-    for (name, layout), numel, layers in product(layouts(ranks, nodes).items(), (7, 1000),
-                                                 (1, 5)):
-        assert layout.divisor == ranks
-        found = {predicted(layout, nodes, numel, layers, by_messages, node)
-                 for node in range(nodes)}
-        assert found == {between_bytes(layout, nodes, numel, layers, by_messages)}, name
 
 
 def test_a_layout_counts_ranks_and_bytes_as_its_table_says():
     """
     The table at the head of `layouts.py`, and the bytes of 64 elements with their scale.
-    Proves `Layout.groups`, `Layout.shards`, `Layout.divisor`, `Layout.near`, `Layout.across`,
-    `Layout.weight_bytes`, `Layout.gradient_bytes`, `Peers`, `Layout`.
+    Proves `Layout.groups`, `Layout.shards`, `Layout.divisor`,
+    `Layout.weight_bytes`, `Layout.gradient_bytes`, `Layout`.
     """
-    counts = {Layout(4): (1, 4, 4, 3, 0), Layout(2, replicas=2): (2, 2, 4, 1, 1),
-              Layout(2, nodes=2): (2, 4, 4, 1, 1)}
+    counts = {Layout(4): (1, 4, 4), Layout(2, replicas=2): (2, 2, 4), Layout(2, nodes=2): (2, 4, 4)}
     for layout, expected in counts.items():
-        assert expected == (layout.groups, layout.shards, layout.divisor, layout.near.count,
-                            layout.across.count)
+        assert expected == (layout.groups, layout.shards, layout.divisor)
     coded = Layout(2, weights=Int8(), gradients=Int4())
     assert (coded.weight_bytes(64, 4), coded.gradient_bytes(64, 4)) == (66, 34)
     assert Layout(2).weight_bytes(64, 4) == Layout(2).gradient_bytes(64, 4) == 256

@@ -34,8 +34,9 @@ from zero3.checkpoint.reader import (
     newest,
     steps,
 )
-from zero3.checkpoint.tensor_files import BLOCK_BYTES, Broken, TensorFile, Writer
+from zero3.checkpoint.tensor_files import TensorFile
 from zero3.offload.disk import File
+from zero3.offload.tensors import BLOCK_BYTES, Broken, Writer
 
 FP64, FP32, BF16 = torch.double, torch.float32, torch.bfloat16
 ROWS = 12  # of a global batch: splits over 1, 2, 3 and 4 ranks
@@ -490,7 +491,7 @@ def test_a_write_that_failed_is_an_error_in_the_next_step(tmp_path):
     """
     On all ranks, before the step changes anything; then training may go on, and save again, and a
     step that finds the files written makes the checkpoint. Breaks where a thread's error is lost.
-    Proves I10, `Saving._write`, `Saving._end_if_done`, `Saving._agree`, `Saving.leave`.
+    Proves I10, `Saving._write`, `Saving._end_if_done`, `Saving._on_all_ranks`, `Saving.leave`.
     """
     for rank, (message, again, unchanged, names) in enumerate(run(fails_meanwhile, 2, tmp_path)):
         assert again == message
@@ -506,7 +507,7 @@ def test_the_newest_are_kept_and_a_step_may_be_saved_again(tmp_path):
     """
     Two stay. A run that is taken up again at an earlier step replaces what it comes to again, and
     has nothing of later steps any more. What others have put into the folder is theirs.
-    Proves `save_load.save`, `steps`, `_rename_to_final`, `_step_folders`.
+    Proves `save_load.save`, `steps`, `_rename_to_final`.
     """
     model, optimizer = shard(plain())
     (tmp_path / "step-notes").mkdir()
@@ -548,7 +549,7 @@ def test_small_things_come_back_as_they_were(value):
 def test_an_extra_that_is_no_plain_thing_is_refused_by_its_place(tmp_path):
     """
     And nothing of it is left.
-    Proves `encode`, `Saving.begin`, `Saving._agree`.
+    Proves `encode`, `Saving.begin`, `Saving._on_all_ranks`.
     """
     model, _ = shard(plain())
     with pytest.raises(RuntimeError, match=r"Got: `extra\['a'\]\[1\]` is a Random.*What to do"):
@@ -693,7 +694,7 @@ def test_a_newer_format_says_so(saved):
 def test_another_model_or_optimizer_is_refused_by_name(saved):
     """
     Before anything has changed. Breaks where sizes alone are compared.
-    Proves `Entries`, `Entries.check`, `Entries._wanted`.
+    Proves `Entries`, `Entries.check`, `_check_states`.
     """
     path, *_ = saved
     for make, expected in (
@@ -904,8 +905,7 @@ def test_a_fuzzed_manifest_neither_crashes_nor_leads_out_of_its_folder(tmp_path)
     """
     With a right checksum, too: whatever it says, what comes is our error, or a checkpoint that is
     the same in all that matters.
-    Proves `file_name`, `CheckpointReader._check`, `CheckpointReader.dtype_and_shape`,
-    `_check_types`.
+    Proves `file_name`, `CheckpointReader._check`, `_check_types`.
     """
     model, optimizer = shard(plain())
     train(model, optimizer, 0)
@@ -952,7 +952,7 @@ def test_a_disk_that_is_full_is_an_error_on_all_ranks_and_loses_nothing(tmp_path
     """
     The system refuses to give a file of one rank its space, or to take the bytes after all. The
     checkpoint before is as it was, and the next save goes through.
-    Proves I10, `Writer.__init__`, `Writer.finish`, `Saving._agree`.
+    Proves I10, `Writer.__init__`, `Writer.finish`, `Saving._on_all_ranks`.
     """
     for rank, (message, names, _, after) in enumerate(run(disk_full, 2, tmp_path, when)):
         assert f"rank {rank}: the checkpoint of step 2 cannot be saved to {tmp_path}" in message

@@ -865,7 +865,7 @@ def test_an_error_is_said_and_training_goes_on():
     A step between forward and backward, exceptions in forward and in backward, double backward, and
     backward inside `full_params` of a forward outside. Breaks if a layer stays full after an
     exception, and if half a gradient stays in a bucket.
-    Proves `save_versions`, `remember`, `refuse_old`, `CompiledUnit.versions`,
+    Proves `save_versions`, `remember`, `refuse_old`, `Sharded.shard_versions`,
     `CompiledUnit.refuse_old`, `CompiledUnit.settle`.
     """
     assert remember().tolist() == [] and refuse_old(remember()) is None
@@ -980,7 +980,7 @@ def test_arguments_that_cannot_be_are_errors():
 def test_new_shapes_are_compiled_again_and_counted():
     """
     The second shape makes a graph for all sizes, so the third one makes none. Proves
-    `CompiledModel.report`, `Graphs.line`, `_number`, `_broken`, `breaks`, `_reasons`,
+    `CompiledModel.report`, `Graphs.line`, `_broken`, `breaks`, `_reasons`,
     `_warn_of_breaks`, `Graphs.forward`, `Graphs.backward`.
     """
     torch.manual_seed(0)

@@ -5,6 +5,7 @@ The oracle is torch's own operation, a sort of the whole weight, or plain PyTorc
 batch.
 """
 
+import contextlib
 import copy
 import gc
 from functools import partial
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import run
@@ -41,6 +43,7 @@ from zero3.compression.weights import (
     grid,
 )
 from zero3.estimate.ledger import Ledger
+from zero3.estimate.predict import predict_optimizer
 from zero3.pipeline import Pipeline
 
 
@@ -360,6 +363,77 @@ def test_inputs_are_rounded_to_their_batch_or_to_a_moving_range():
         layer(x.int())
 
 
+class Conv1D(nn.Linear):
+    """As Hugging Face has it: inputs first"""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs)
+        self.weight = nn.Parameter(self.weight.detach().t().contiguous())
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+def test_rows_are_outputs_and_channels_are_inputs_in_layers_that_keep_inputs_first_too():
+    """
+    A transposed convolution, Hugging Face's `Conv1D` and an embedding. Breaks if the outputs of
+    such a layer stay, and its inputs go.
+    Proves `weights.axes`, `PrunedParts.__init__`.
+    """
+    torch.manual_seed(0)
+    for layer, x in ((Conv1D(8, 6), torch.randn(3, 8)), (nn.Embedding(8, 6), torch.arange(8)),
+                     (nn.ConvTranspose2d(8, 6, 3), torch.randn(2, 8, 5, 5))):
+        compress([layer], {"0": [Prune(0.5, "row")]})
+        out = layer(x) if layer.weight.dim() == 2 else layer(x).movedim(1, -1)
+        assert (out.flatten(0, -2) == 0).all(0).sum() == 3
+    for layer in (Conv1D(8, 6), nn.ConvTranspose2d(8, 6, 3)):
+        compress([layer], {"0": [Prune(0.5, "head", heads=4)]})
+        gone = (layer.weight == 0).flatten(1).all(1).view(4, 2)
+        assert gone.all(1).sum() == 2 and gone.any(1).sum() == 2
+    layer = Conv1D(8, 6)
+    compress([layer], {"0": [Prune(0.5, "row", score="learnt")]})
+    assert layer.parametrizations.weight[0][0].score.shape == (6,)
+
+
+def test_one_part_is_left_whatever_the_sparsity():
+    """
+    Nine tenths of four rows round to four. Breaks if a layer becomes zero.
+    Proves `Pruned.count`.
+    """
+    for rule, left in ((Prune(0.9, "row"), 1), (Prune(0.99), 1), (Prune(0.0), 4)):
+        layer = nn.Linear(1, 4)
+        compress([layer], {"0": [rule]})
+        assert (layer.weight != 0).sum() == left
+
+
+def test_values_by_name_strides_and_nan_are_those_of_torch():
+    """
+    An input that is passed by its name is rounded too, weights in channels-last order have the
+    neighbours of the others, and a NaN makes its row NaN. Breaks if one of them is an error of a
+    tensor's shape, or if a NaN is hidden.
+    Proves `weights.grid`, `PrunedFours.kept`.
+    """
+    torch.manual_seed(0)
+    layer = nn.Linear(6, 3)
+    compress([layer], {"0": [Quantize(of="input")]})
+    x = torch.randn(5, 6)
+    assert torch.equal(layer(input=x), layer(x))
+
+    both = [nn.Conv2d(8, 8, 3) for _ in range(2)]
+    both[1].load_state_dict(both[0].state_dict())
+    both[1].to(memory_format=torch.channels_last)
+    compress(both, {"*": [Prune(kind="2:4"), Quantize(4)]})
+    assert torch.equal(both[0].weight, both[1].weight)
+    both[1](torch.randn(1, 8, 5, 5)).sum().backward()
+
+    for symmetric in (True, False):
+        layer = nn.Linear(6, 3)
+        with torch.no_grad():
+            layer.weight[0, 0] = torch.nan
+        compress([layer], {"0": [Prune(0.5), Quantize(4, symmetric=symmetric)]})
+        assert layer.weight[0].isnan().any() and not layer.weight[1:].isnan().any()
+
+
 # ------------------------------------------------------------------------------------ thresholds
 
 
@@ -422,8 +496,11 @@ def masks(dtype, scope, across, offload):
         for x in batches(3, dtype):
             step(model, optimizer, rows(x))
     counts = [e for e in tape.events if e.event == "norm" and e.layer != "the optimizer"]
-    sent = (sum(e.sent_bytes for e in counts) / 3, tape.messages / 3, compression.counting(),
-            optimizer.predict())
+    # Between two groups of two ranks: five gathers, over both hops with nodes, and a reduction and
+    # an exchange of norms, over both in any case.
+    others = {"replicate": 9, "nodes": 14}
+    messages = others[across] if across else predict_optimizer(optimizer).messages
+    sent = (sum(e.sent_bytes for e in counts) / 3, tape.messages / 3 - messages)
     with model.full_params() as params:
         stored = {name: p.clone() for name, p in params.items()}
         weights = computed(model)
@@ -456,12 +533,12 @@ def test_masks_on_ranks_are_exact_and_those_of_one_process(ranks, cases, tmp_pat
     those of the formula. Breaks if a threshold is approximate, if a rank forgets the place of its
     shard, or if counting reads another shard than the one that was stepped.
     Proves `compress`, `Compression`, `Compression.__init__`, `Compression.find_thresholds`,
-    `Compression.advance`, `Compression.methods`, `Compression.counting`, `thresholds.layer_of`,
-    `own_keys`, `key_bits`, `named_modules`, `Method.steps`, `Method.threshold`.
+    `Compression.advance`, `Compression.methods`, `thresholds.layer_of`, `own_keys`, `key_bits`,
+    `named_modules`, `Method.steps`, `Method.threshold`.
     """
     on_ranks = run(several_masks, ranks, cases, tmp_path)
     for i, (dtype, scope, across, _) in enumerate(cases):
-        weights, stored, thresholds, (sent_bytes, messages, counting, predicted) = on_ranks[0][i]
+        weights, stored, thresholds, (sent_bytes, messages) = on_ranks[0][i]
         assert all(found[i][2] == thresholds for found in on_ranks)
         names = [name for name in stored if name.endswith("original")]
         sizes = [stored[name].numel() for name in names]
@@ -476,8 +553,7 @@ def test_masks_on_ranks_are_exact_and_those_of_one_process(ranks, cases, tmp_pat
         digits = -(-(8 * dtype.itemsize + max(map(len, parts)).bit_length()) // 8)
         others = 2 if across else ranks - 1
         assert sent_bytes == digits * 256 * 8 * len(parts) * (ranks - 1)
-        assert counting == (sent_bytes, digits * others)
-        assert messages == predicted.messages + digits * others
+        assert messages == digits * others
 
 
 # -------------------------------------------------------------------------------------- training
@@ -524,7 +600,7 @@ def test_training_on_ranks_is_that_of_one_process(ranks, uses):
     All rules together: masks and thresholds to the bit, in every step, and all weights up to the
     order in which gradients are added. Breaks if ranks advance at different steps, or if an
     optimizer inside of another one advances a schedule too.
-    Proves `Compression.is_trained_by`, `compress.Place`, `Place.params`.
+    Proves `Compression.is_trained_by`.
     """
     expected = train(6, EVERYTHING, "plain")
     for found in run(train_each, ranks, 6, EVERYTHING, uses):
@@ -598,14 +674,61 @@ def test_a_copy_follows_its_own_optimizer_and_hooks_go_with_the_model():
     compression = compress(plain, {"*": [Prune(0.5)]})
     twin = copy.deepcopy(plain)
     x = batches(1)[0]
+    # A copy that is loaded until its buffer has the version that the original's had.
+    other = nn.Sequential(*layers())
+    again = compress(other, {"*": [Prune(0.5, start=2)]})
+    again.advance()
+    other(x)
+    average = copy.deepcopy(other)
+    version = other[2].parametrizations.weight[0][0].state._version
+    again.advance()
+    while average[2].parametrizations.weight[0][0].state._version < version:
+        average.load_state_dict(other.state_dict())
+    assert torch.equal(average(x), other(x))
     step(twin, torch.optim.SGD(twin.parameters(), lr=0.1), x)
     assert [m.steps for m in compression.methods()] == [0, 0, 0]
     assert twin[2].parametrizations.weight[0][0].steps == 1
     assert twin[2].parametrizations.weight[0][0].compression is not compression
-    assert len(torchs._global_optimizer_post_hooks) == before + 2
-    del plain, twin, compression
+    assert len(torchs._global_optimizer_post_hooks) == before + 4
+    del plain, twin, compression, average, other, again
     gc.collect()
     assert len(torchs._global_optimizer_post_hooks) == before
+
+
+def test_a_schedule_follows_the_optimizer_with_the_most_steps():
+    """
+    Of two optimizers for two halves, of one that takes the other's place, for frozen weights, and
+    for inputs alone. The thresholds are those of the weights after each step. Breaks if two halves
+    advance a schedule twice, or if the schedule of a frozen weight never starts.
+    Proves `Compression.follow`, `Compression.is_trained_by`.
+    """
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    compression = compress(model, {"*": [Prune(0.5, end=10, scope="global")]})
+
+    def train(*optimizers):
+        model(batches(1)[0]).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    halves = [torch.optim.SGD(half.parameters(), lr=0.1) for half in model]
+    for done in range(1, 4):
+        train(*halves)
+        assert {method.steps for method in compression.methods()} == {done}
+        found = {method.threshold for method in compression.methods()}
+        compression.find_thresholds()
+        assert found == {method.threshold for method in compression.methods()}
+    later = torch.optim.SGD(model.parameters(), lr=0.1)
+    for done in (3, 4, 5):
+        train(later)
+        assert {method.steps for method in compression.methods()} == {done}
+
+    for rules in ([Quantize(4, start=1)], [Quantize(of="input", start=1)]):
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        model[0].requires_grad_(False)
+        compress(model, {"0": rules})
+        before = model(batches(1)[0])
+        train(torch.optim.SGD(model[1].parameters(), lr=0.0))
+        assert not torch.equal(model(batches(1)[0]), before)
 
 
 def staged(scope):
@@ -709,6 +832,11 @@ def test_a_wrong_call_is_refused():
         (layers(), {"2": [Prune(0.5, "head", heads=3)]}, "splits"),
         (layers(), {"1.0": [Prune(0.5, "2:4")]}, "splits"),
         (layers(torch.float64), {"2": [Prune()]}, "32 bits"), (tied, {"3": [Prune()]}, "alone"),
+        ([nn.Linear(4, 4), nn.Linear(4, 4).bfloat16()], {"*": [Prune(scope="global")]}, "one data"),
+        ([nn.Conv2d(4, 4, 1, groups=2)], {"*": [Prune(0.5, "channel")]}, "into groups"),
+        (layers(), {"2": [Prune(0.5, "channel", follows=("1.0",)), Quantize(of="input")]},
+         "a moving range"),
+        ([Zero3Layer(nn.Linear(4, 4))], {"*": [Prune()]}, "one that is sharded"),
         ([nn.Linear(2, 2, device="meta")], {"0": [Prune()]}, "meta"),
     ]
     for model, rules, word in wrong:
@@ -800,6 +928,71 @@ def test_a_compressed_weight_is_freed_between_forward_and_backward():
     compress([late], {"0": [Prune(0.5, start=1)]})
     late(x).sum().backward()
     assert torch.equal(late.weight, late.parametrizations.weight.original)
+
+
+class Reads(nn.Module):
+    """Reads the weight of a module that does not compute, as attention does"""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.broken = nn.Linear(6, 6)
+
+    def forward(self, x):
+        with contextlib.suppress(RuntimeError):
+            self.broken(x[:, 1:])
+        return F.linear(self.linear(x), self.linear.weight) + F.linear(x, self.broken.weight)
+
+
+def test_a_compressed_weight_that_another_module_reads_is_kept_until_backward():
+    """
+    And not for ever, also if the module itself has failed. A cached one is kept while it is cached.
+    Breaks if each step leaves a copy of the weight, or if a weight is freed that others need.
+    Proves `Compressed.__init__`, `Compressed.forward`, `before_forward`, `after_forward`.
+    """
+    torch.manual_seed(0)
+    model = Reads()
+    compress(model, {"*": [Quantize(8)]})
+    x = torch.randn(3, 6)
+    weights = []
+    for steps in (1, 5):
+        for _ in range(steps):
+            model(x).sum().backward()
+        gc.collect()
+        weights.append(sum(type(each) is torch.Tensor and each.shape == (6, 6)
+                           for each in gc.get_objects()))
+    assert weights[0] == weights[1]
+    expected = model(x) + model(2 * x)
+    with parametrize.cached():
+        assert torch.equal(model(x) + model(2 * x), expected)
+
+
+def ending(use):
+    """Layers that end in a compressed module, trained on ranks or plain"""
+    torch.manual_seed(0)
+    plain = [nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)) for _ in range(3)]
+    compress(plain, {"*": [Quantize(8)]})
+    model = nn.Sequential(*plain)
+    if use == "plain":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    else:
+        model = sharded(plain) if use == "chain" else wrap(model, nn.Sequential)
+        optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.1)
+    return [step(model, optimizer, x if use == "plain" else rows(x)) for x in batches(3)]
+
+
+def ending_both():
+    return [ending(use) for use in ("chain", "wrap")]
+
+
+def test_a_compressed_module_may_end_a_sharded_layer():
+    """
+    The losses are those of one process, as a mean over ranks. Breaks if the weight is made again
+    before the layer has gathered the stored one.
+    Proves `after_forward`.
+    """
+    on_ranks = torch.tensor(run(ending_both, 2)).mean(0)
+    assert torch.allclose(on_ranks, torch.tensor(ending("plain")).expand(2, -1), rtol=1e-3)
 
 
 class Checkpointed(nn.Module):

@@ -33,6 +33,7 @@ from zero3 import load, save, wrap
 from zero3.checkpoint.convert import main
 from zero3.checkpoint.formats import from_tensors
 from zero3.checkpoint.reader import CheckpointReader, newest, steps
+from zero3.offload.tensors import INDEX, Broken, save_tensors, write_index
 from zero3.train.gpt import GPTConfig, gpt_layers
 
 
@@ -116,6 +117,35 @@ def test_an_export_opens_in_plain_pytorch_with_equal_logits(tmp_path):
     assert torch.equal(model(ids), logits)
 
 
+def test_safetensors_reads_the_files_that_we_write(tmp_path):
+    """
+    Tensors of every kind, to the bit, in the place of an older file, with the metadata, and each at
+    a multiple of its element size; and the index names the files. Breaks where smaller elements are
+    written first, where a view is written as its whole memory, or an older file stays.
+    Proves `write_tensors`, `save_tensors`, `write_index`, `type_name`, `FileEntry`.
+    """
+    halves = torch.randn(3, 4).to(torch.bfloat16)
+    tensors = {"flag": torch.tensor([True, False, True]), "half": halves[:, 1].t(),
+               "empty": torch.empty(0, 2), "wide": torch.randn(5, dtype=torch.double)[::2],
+               "count": torch.tensor(7), "complex": torch.randn(2, dtype=torch.complex64)}
+    path = tmp_path / "model.safetensors"
+    path.write_text("older")
+    save_tensors(path, tensors, {"format": "pt"})
+    found = load_file(path)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], t) and found[name].dtype == t.dtype
+               for name, t in tensors.items())
+    header = json.loads(path.read_bytes()[8:].split(b"}}")[0] + b"}}")
+    assert header.pop("__metadata__") == {"format": "pt"}
+    begins = {name: entry["data_offsets"][0] for name, entry in header.items()}
+    assert not any(begins[name] % t.itemsize for name, t in tensors.items())
+    with pytest.raises(Broken, match=r"`x` is of torch\.complex128, a data type that"):
+        save_tensors(tmp_path / "x", {"x": torch.ones(1, dtype=torch.complex128)}, {})
+    write_index(tmp_path, {"a": path.name}, 12)
+    assert json.loads((tmp_path / INDEX).read_text()) == {
+        "metadata": {"total_size": 12}, "weight_map": {"a": path.name}}
+
+
 def saves_gpt2(folder):
     torch.manual_seed(0)
     plain = GPT2()
@@ -195,7 +225,7 @@ def test_no_conversion_has_the_model_in_memory(tmp_path):
     Of 160 MiB in parameters of 32 MiB: an export takes what is under way in files and a part of a
     parameter; the others take a parameter as well, twice where torch copies it. Breaks where
     tensors are collected before they are written.
-    Proves `_parts`, `from_dcp`, `_DcpWriter`, `Writer._flush`.
+    Proves `_parts`, `from_dcp`, `_DcpPlanner`, `Writer._flush`.
     """
     names = [f"{i}.weight" for i in range(5)]
     big = torch.ones(2048, 4096)

@@ -581,6 +581,35 @@ def test_only_real_floats_are_rounded():
         assert f"rank {rank}: Mixed. Expected: real floats, because `Links` encodes" in said
 
 
+class Masked(nn.Module):
+    """Attention whose mask is a frozen parameter: the lowest finite number from the diagonal on"""
+
+    def __init__(self, dtype):
+        super().__init__()
+        mask = torch.full((8, 8), torch.finfo(dtype).min).triu(0).to(dtype)
+        self.mask = nn.Parameter(mask, requires_grad=False)
+
+    def forward(self, x):
+        return torch.softmax(x + self.mask, dim=-1)
+
+
+def masked(dtype):
+    """The largest difference between attention with a mask that was sent in 8 bits, and without"""
+    x = torch.rand(8, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    layer = Zero3Layer(Masked(dtype), mesh=Links(weights=Int8()))
+    return (layer(x) - Masked(dtype)(x)).abs().max().item()
+
+
+def test_a_mask_of_the_lowest_finite_numbers_may_be_sent_in_8_bits():
+    """
+    In bf16 and in fp16 its scale would be rounded up. The first row is masked everywhere. Breaks
+    where 127 times the scale is infinite: that row is NaN.
+    Proves I1, `Int8.encode`, `LinkedCommunicator._arrived`.
+    """
+    for dtype in (torch.bfloat16, torch.half):
+        assert run(masked, 2, dtype) == [0, 0]
+
+
 @dataclass
 class Unhashed(Same):
     name: str = "x"

@@ -22,6 +22,7 @@ from tests.streams import Accelerator
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential
 from zero3.comm.collectives import Communicator, streams
 from zero3.estimate.ledger import Ledger
+from zero3.estimate.predict import predict_optimizer
 from zero3.in_flight import in_flight
 from zero3.train import launch
 
@@ -155,7 +156,7 @@ def account(bucket_bytes):
             optimizer.backward(model(torch.ones(2, 4)).square().mean())
             optimizer.step()
         optimizer.zero_grad()
-    p = optimizer.predict()
+    p = predict_optimizer(optimizer)
     counted = (tape.sent_bytes, tape.messages, tape.order_bytes, tape.peak_live_bytes)
     return counted, (p.sent_bytes, p.messages, p.order_bytes, p.peak_bytes)
 
@@ -163,7 +164,7 @@ def account(bucket_bytes):
 def test_announcements_over_collectives_are_counted_and_predicted():
     """
     32 bytes to each other rank for each transfer, as by messages.
-    Proves I4, I6, `Communicator._announce`, `Transfer.start`, `predict`.
+    Proves I4, I6, `Communicator._announce`, `Transfer.start`, `predict`, `predict_optimizer`.
     """
     for bucket_bytes in (0, 1 << 18):
         for counted, predicted in run(account, 2, bucket_bytes):

@@ -16,6 +16,7 @@ from tests.cases import CASES, WIDTH, PlainChain, difference, freeze, train_both
 from tests.ranks import run
 from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential
 from zero3.estimate.ledger import Ledger, held_bytes
+from zero3.estimate.predict import predict_optimizer
 from zero3.train.gpt import GPTConfig, global_batch, gpt_layers, load_bytes, next_byte_loss
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -282,7 +283,7 @@ def measured_bytes(name):
                 grads = sum(states.shard.grad.nbytes for states in optimizer.shard_states)
                 optimizer.step()
             optimizer.zero_grad()
-        p = optimizer.predict(micro_batches=k, no_sync=hold)
+        p = predict_optimizer(optimizer, micro_batches=k, no_sync=hold)
         got = (held_bytes(model, optimizer), tape.peak_live_bytes, grads, tape.sent_bytes,
                tape.messages, tape.order_bytes)
         found.append((got, (p.rest_bytes, p.peak_bytes, p.grad_bytes, p.sent_bytes, p.messages,
@@ -296,8 +297,7 @@ def test_the_formulas_cover_masters_moments_and_gradients_of_both_widths(name, w
     """
     To the byte, on each rank, in the second step: rest, peak, gradients, sent bytes, messages and
     announcements. Breaks with any buffer that lives longer, any copy of a gradient, any message.
-    Proves I2, I3, I4, `Zero3Optimizer.predict`, `Part.master_bytes`, `Part.pieces`,
-    `_Shard.shares_file`.
+    Proves I2, I3, I4, `predict_optimizer`, `Part.master_bytes`, `_kept`.
     """
     for rank, found in enumerate(run(measured_bytes, world_size, name)):
         for what, (got, predicted) in zip(BYTES, found, strict=True):
@@ -846,7 +846,7 @@ def test_a_second_optimizer_has_its_own_reduce_dtype():
 def test_what_cannot_be_predicted_is_refused_and_not_wrong():
     """
     A layer that stands alone, a layer in a layer, and momentum in one param group only.
-    Proves `Zero3Optimizer.predict`.
+    Proves `predict_optimizer`.
     """
     class Inner(nn.Module):
         def __init__(self):
@@ -861,7 +861,7 @@ def test_what_cannot_be_predicted_is_refused_and_not_wrong():
         (shard([nn.Linear(2, 2)]), {"optimizer_class": torch.optim.SGD, "group_by": momentum}),
     ):
         with pytest.raises(RuntimeError, match=r"cannot predict. Expected: a Zero3Sequential of"):
-            Zero3Optimizer(model, **options).predict()
+            predict_optimizer(Zero3Optimizer(model, **options))
 
 
 def test_a_loss_in_fp16_is_refused_where_the_scale_is_no_number_of_fp16():

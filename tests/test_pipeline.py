@@ -5,6 +5,8 @@ The oracle is plain PyTorch on the global batch, in fp64 unless a test says othe
 """
 
 import copy
+import gc
+import warnings
 
 import pytest
 import torch
@@ -128,8 +130,14 @@ def difference(make, shape, micro_batches, names=NAMES, frozen=(), dtype=torch.d
         other.zero_grad()
         worst = max(worst, abs(loss - expected.item()), abs(norm - expected_norm.item()))
         with torch.no_grad():
-            worst = max(worst, abs(pipeline.eval_batch(x[mine], y[mine])
-                                   - float(loss_of(plain(x), y))))
+            loss, outputs = pipeline.eval_batch(x[mine], y[mine], outputs=True)
+            expected = plain(x)
+            worst = max(worst, abs(loss - float(loss_of(expected, y))))
+            # On the ranks of the last stage.
+            has_last = pipeline.place == (pipeline.count - 1) % pipeline.ranks
+            assert (outputs is not None) == has_last
+            if has_last:
+                worst = max(worst, float((outputs - expected[mine]).abs().max()))
     with pipeline.full_params() as params:
         found = dict(plain.named_parameters(remove_duplicate=False))
         assert params.keys() == found.keys()
@@ -156,7 +164,7 @@ def test_every_schedule_trains_the_weights_of_plain_pytorch(shape):
     """
     One to three stages, with tied weights, sharded or not; one to eight micro-batches; each of the
     ways to gather; dicts between stages, activation checkpointing in the layers, a clipped norm.
-    Losses of training and evaluation, norms and weights are those of plain PyTorch.
+    Losses of training and evaluation, outputs, norms and weights are those of plain PyTorch.
     Proves I1, I7, `Pipeline`, `Pipeline.__init__`, `Channels.__init__`, `Stage.__init__`,
     `Pipeline.train_batch`, `Pipeline.eval_batch`,
     `Pipeline.full_params`, `Pipeline.named_layers`, `Pipeline.cut`, `Pipeline._run`,
@@ -166,12 +174,12 @@ def test_every_schedule_trains_the_weights_of_plain_pytorch(shape):
     `_Batch._receive_gradient`, `_Batch._unshard`, `_Batch._reshard`, `_Batch._reduce`,
     `_Batch._send_tied`, `_Batch._receive_tied`, `_Batch._send_tied_gradient`,
     `_Batch._receive_tied_gradient`, `_trainable`, `Channels`, `Channels.send`,
-    `Channels.receive`, `Channels.end`, `Channels._announce`, `Channels.begin`, `Channels._ask`,
-    `Channels._ask_ahead`, `_Asked`, `_Coming`, `Channels._collect`, `_Shape`, `_tag_of`, `Stage`,
+    `Channels.receive`, `Channels.end`, `Channels._announce`, `Channels._arrived`,
+    `Channels._recv`, `Channels._collect`, `_Shape`, `_Batch._come`, `_has_rows`, `Stage`,
     `Stage.unshard`, `Stage.reshard`,
     `Stage.begin`, `StageLayer`, `StageLayer.hold`, `StageLayer.wait`, `StageLayer.let_go`,
     `InTurn`, `Borrowed`, `Borrowed.take`, `Borrowed.gradients`, `untie`, `holder`,
-    `Communicator.over_stages`, `Communicator.gather_stages`, `_with_tied`.
+    `Communicator.over_stages`, `Communicator.gather_stages`, `_with_tied`, `_joined`.
     """
     stages, shards = shape
     cases = [(gpt, shape, m, NAMES, (), torch.double, 2,
@@ -295,12 +303,14 @@ def compositions(total, parts):
 
 def test_a_plan_knows_tied_weights_and_who_keeps_them():
     """
-    Proves `Plan.shapes`, `Plan.own`, `holder`.
+    Proves `Plan.shapes`, `Plan.own`, `Plan.shared_buffers`, `holder`.
     """
     layers = gpt(0, torch.double)
     plan = Plan(layers, 2, [2, 3])
     assert plan.ends == (0, 1) and [*plan.tied.values()] == [["0.tokens.weight", "4.linear.weight"]]
-    assert plan.shapes["4.linear.weight"] == (0, (TOKENS, WIDTH), torch.double)
+    # By its first name alone.
+    assert plan.shapes["0.tokens.weight"] == (0, (TOKENS, WIDTH), torch.double)
+    assert "4.linear.weight" not in plan.shapes and plan.shared_buffers == set()
     assert plan.shapes["4.norm.weight"][0] == 1 and [*plan.own(1)] == [2, 3, 4]
     names = [name for name, _ in holder(plan.tied).named_parameters(remove_duplicate=False)]
     assert names == ["0.tokens.weight", "4.linear.weight"]
@@ -473,6 +483,118 @@ def test_a_stage_may_write_to_what_came_in_and_hand_on_a_buffer():
     """
     for differences in run(odd, 2, 4):
         assert max(differences) < 1e-12
+
+
+class Relu(nn.Module):
+    """Writes to what came in"""
+
+    def forward(self, x):
+        return torch.relu_(x)
+
+
+def writes(schedule):
+    """What a first layer and a loss that work in place train, and whether the rows are as before"""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)
+
+    def loss_fn(output, y):
+        return (output - y.mul_(2)).square().mean()
+
+    def make():
+        torch.manual_seed(0)
+        return [m.double() for m in (Relu(), nn.Linear(4, 4), Relu(), nn.Linear(4, 4))]
+
+    pipeline = Pipeline(make(), mesh, loss_fn=loss_fn, micro_batches=2, schedule=schedule)
+    optimizer = Zero3Optimizer(pipeline, torch.optim.SGD, lr=0.1)
+    x, y = torch.randn(2, 4, 4, dtype=torch.double)
+    before = x.clone(), y.clone()
+    for _ in range(2):
+        pipeline.train_batch(x, y, optimizer)
+    optimizer.step()
+    plain = nn.Sequential(*make())
+    for _ in range(2):
+        loss_fn(plain(x.clone()), y.clone()).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    with pipeline.full_params() as params:
+        worst = max((params[name] - p).abs().max().item() for name, p in plain.named_parameters())
+    return worst, torch.equal(x, before[0]) and torch.equal(y, before[1])
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_first_layer_and_a_loss_may_write_to_their_rows(schedule):
+    """
+    Micro-batches are parts of one tensor, and a write to one of them is none to the others. The
+    batch itself stays the same on all ranks, so it can be used again.
+    Proves I1, `_copied`.
+    """
+    for worst, unchanged in run(writes, 2, schedule):
+        assert worst < 1e-12 and unchanged
+
+
+class Pair(nn.Module):
+    """One weight under two names"""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4, bias=False)
+        self.second = nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def written_by_name(name):
+    """Write a weight of the second rank by one of its names: what all its names read then"""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)
+    layers = [nn.Linear(4, 4), Pair(), nn.Linear(4, 4), nn.Linear(4, 4)]
+    layers[3].weight = layers[2].weight
+    pipeline = Pipeline(layers, mesh, loss_fn=loss_of, stages=[1, 3])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.no_grad(), pipeline.full_params(writeback=True) as params:
+            params[name].fill_(7)
+        with pipeline.full_params() as params:
+            return {other for other, p in params.items() if bool((p == 7).all())}
+
+
+def test_a_weight_may_be_written_by_any_of_its_names():
+    """
+    Breaks where each name has a tensor of its own on a rank that does not keep the weight: the last
+    name wins, with the old values. Reading does not count as writing, so there is no warning.
+    Proves `Pipeline.full_params`, `Pipeline._share`.
+    """
+    inner, tied = ["1.first.weight", "1.second.weight"], ["2.weight", "3.weight"]
+    for names in (inner, tied):
+        for name in names:
+            assert run(written_by_name, 2, name) == [{*names}] * 2
+
+
+def of_changing_lengths():
+    """The bytes of all tensors that are alive after some batches, each of another length"""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)
+    layers = [nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, TOKENS)]
+    pipeline = Pipeline(layers, mesh, loss_fn=loss_of, micro_batches=2)
+    optimizer = Zero3Optimizer(pipeline, torch.optim.SGD, lr=0.1)
+    found = []
+    for step in range(30):
+        x = torch.zeros(4, 1 + step, dtype=torch.long)
+        pipeline.train_batch(x, x, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        del x
+        gc.collect()
+        found.append(sum(thing.nbytes for thing in gc.get_objects()
+                         if isinstance(thing, torch.Tensor)))
+    return found[4], found[29]
+
+
+def test_batches_of_changing_lengths_take_no_memory():
+    """
+    To the byte. Breaks where a rank keeps a buffer for each shape that it has seen.
+    Proves `Channels.receive`, `Channels.send`, `Channels.end`.
+    """
+    for before, after in run(of_changing_lengths, 2):
+        assert before == after
 
 
 def freezes():

@@ -26,8 +26,8 @@ from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, sa
 from zero3.checkpoint.convert import main
 from zero3.checkpoint.entries import Entries
 from zero3.checkpoint.reader import MANIFEST, CheckpointReader, file_name, newest
-from zero3.checkpoint.tensor_files import Broken
 from zero3.offload.disk import File
+from zero3.offload.tensors import Broken
 from zero3.pipeline import Pipeline
 from zero3.sharded import comm_of
 
@@ -309,7 +309,7 @@ def test_a_rank_writes_the_shards_of_its_stages(saved):
     """
     Each of four files has one shard of each flat parameter of its own stage, and the buffers of
     that stage; the manifest has each parameter once. Breaks where two stages write one file.
-    Proves `Entries.manifest`, `Entries.entries`, `file_name`, `_place_all`.
+    Proves `Entries.manifest`, `Entries.entries`, `file_name`.
     """
     path = newest(saved[0] / "a" / "1")
     assert sorted(os.listdir(path)) == [MANIFEST, *(file_name(i, 4) for i in range(4))]
@@ -470,7 +470,7 @@ def test_the_command_line_reads_a_pipelines_checkpoint(saved, tmp_path, capsys):
     """
     It says which stage has what, checks all files, and exports weights that plain PyTorch loads,
     buffers included. Breaks where a conversion reads the files of the first stage alone.
-    Proves `inspect`, `verify`, `export`, `CheckpointReader.dtype_and_shape`, `to_dcp`.
+    Proves `inspect`, `verify`, `export`, `to_dcp`.
     """
     path = newest(saved[0] / "a" / "1")
     assert main(["inspect", str(path)]) == 0
@@ -496,30 +496,10 @@ def test_the_command_line_reads_a_pipelines_checkpoint(saved, tmp_path, capsys):
             assert torch.equal(again[key].to(FP32), one[key].to(FP32))
 
 
-def of_format_1(told):
-    """A manifest as it was before there were pipelines."""
-    told.update(version=1, replicated=[*told["replicated"]])
-    assert told.pop("places") == 1 and {flat.pop("place") for flat in told["flats"]} == {0}
-
-
-def test_a_checkpoint_from_before_there_were_pipelines_loads(tmp_path):
-    """
-    Its manifest knows no places. Breaks where a reader needs them.
-    Proves `_place_all`, `_read_manifest`.
-    """
-    chain, cases = ("chain", 2), (BOTH[1],)
-    answers = run(saves, 2, chain, tmp_path / "a", cases)
-    path = newest(tmp_path / "a" / "0")
-    rewrite(path, of_format_1)
-    assert main(["verify", str(path)]) == 0
-    for layout in (chain, PIPELINE):
-        check_load(tmp_path, answers, chain, layout, cases)
-
-
 def test_a_manifest_with_wrong_places_is_refused(saved, tmp_path):
     """
     Whatever place is not there, or not a number. Breaks where a place leads to other files.
-    Proves `_place_all`, `_read_manifest`, `CheckpointReader._check`.
+    Proves `_read_manifest`, `CheckpointReader._check`.
     """
     path = tmp_path / "step-00000002"
 
@@ -607,7 +587,7 @@ def test_what_is_wrong_in_one_stage_is_an_error_in_all(tmp_path):
     A damaged file, a parameter that the checkpoint or the model lacks, an error of the disk on one
     rank, other arguments in one stage: every rank of every stage is told, and nothing changes.
     Breaks where only the ranks of one stage agree, who then leave the others waiting.
-    Proves `load`, `save_load.save`, `_all_here`, `Entries.check`, `Saving._agree`.
+    Proves `load`, `save_load.save`, `_all_here`, `Entries.check`, `Saving._on_all_ranks`.
     """
     answers = run(is_refused, 4, tmp_path / "run")
     causes = [*(f"the file of rank {i}, is damaged" for i in range(4)),

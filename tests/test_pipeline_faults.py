@@ -42,6 +42,8 @@ class Faulty(nn.Module):
     def forward(self, value):
         if self.how == "forward":
             raise ValueError("a bad layer")
+        if self.how == "wordless":
+            raise ValueError
         if self.how == "object":
             return {**value, "h": object()}
         if self.how == "dies":
@@ -81,9 +83,14 @@ def train_until(how, at):
             rows = x[:6]
         if how == "shapes":
             rows = x[:4]
+        if how == "values":
+            rows = (x + 1) % TOKENS
+        if how == "type":
+            rows = x.int()
         if how == "mode":
             pipeline.eval()
-    told.append(text_of(lambda: pipeline.train_batch(rows, rows, optimizer)))
+    y = (rows, dist.get_rank() == at) if how == "number" else rows
+    told.append(text_of(lambda: pipeline.train_batch(rows, y, optimizer)))
     pipeline.train()
     return [*told, text_of(lambda: pipeline.train_batch(x, x, optimizer))]
 
@@ -91,11 +98,13 @@ def train_until(how, at):
 @pytest.mark.parametrize("how, at, cause", [
     ("forward", 0, "ValueError: a bad layer"), ("forward", 3, "ValueError: a bad layer"),
     ("backward", 1, "ValueError: a bad gradient"), ("backward", 2, "ValueError: a bad gradient"),
-    ("loss", 2, "the mean loss, a tensor of one element"), ("object", 1, "Got: a object")])
+    ("wordless", 1, "ValueError: "), ("loss", 2, "the mean loss, a tensor of one element"),
+    ("object", 1, "Got: a object")])
 def test_an_error_in_one_stage_is_raised_in_all_with_its_cause(how, at, cause):
     """
     The rank itself raises its own error, and all others quote it. A later batch raises again,
-    because gradients are half summed. Breaks where a rank waits for one that has failed.
+    because gradients are half summed. Breaks where a rank waits for one that has failed, or where
+    an error without a text counts as none.
     Proves I6, I10, `Pipeline._together`, `Channels.fail`, `Channels.cause_of`, `Channels._cause`,
     `Channels.receive`, `Fault`, `_words`, `Communicator.announce_fault`.
     """
@@ -107,13 +116,17 @@ def test_an_error_in_one_stage_is_raised_in_all_with_its_cause(how, at, cause):
 
 
 @pytest.mark.parametrize("how, wrong", [
-    ("rows", "`x` has 6 rows, on rank 2"),
-    ("shapes", "[(8, 5), (8, 5)] to train in training mode, on rank 0, and [(4, 5), (4, 5)] to"),
-    ("mode", "in training mode, on rank 0, and [(8, 5), (8, 5)] to train in evaluation mode, on")])
+    ("rows", "tensors of [6] rows, on rank 2"),
+    ("values", "['torch.int64 of (8, 5)', 'torch.int64 of (8, 5)'] to train in training mode, and"),
+    ("shapes", ", on rank 0, and ['torch.int64 of (4, 5)', 'torch.int64 of (4, 5)'] to train"),
+    ("mode", "['torch.int64 of (8, 5)', 'torch.int64 of (8, 5)'] to train in evaluation mode"),
+    ("number", "'torch.int64 of (8, 5)', 'True'] to train"),
+    ("type", "'torch.int32 of (8, 5)'] to train")])
 def test_a_batch_that_does_not_fit_is_refused_on_all_ranks_and_training_goes_on(how, wrong):
     """
-    The ranks compare before anything is sent, so nothing is lost.
-    Proves I10, `Pipeline.cut`, `Channels.disagreement`.
+    The ranks compare before anything is sent, so nothing is lost. In the second batch as in the
+    first one: shapes, data types, values and numbers.
+    Proves I10, `Pipeline.cut`, `Channels.disagreement`, `_checksum`, `pipeline._told`.
     """
     for first, second, third in run(train_until, 4, how, 2):
         assert second.startswith("ValueError") and wrong in second
@@ -127,7 +140,7 @@ def dies_in_a_stage():
 def test_a_rank_that_dies_ends_the_others():
     """
     They raise an error that says what is lost, and wait for nothing.
-    Proves I10, `Channels._land`, `Channels._isend`, `Channels._irecv`.
+    Proves I10, `Channels._land`, `Channels._isend`, `Channels._recv`.
     """
     with pytest.raises(AssertionError) as error:
         run(dies_in_a_stage, 4, fresh=True)
@@ -173,7 +186,9 @@ def refused():
         lambda: make(schedule="other"), lambda: make(gpt(0, torch.float), per_rank=2),
         lambda: make([nn.Linear(2, 2), shared, nn.Linear(2, 2), shared, shared],
                      schedule="interleaved", micro_batches=2, stages=[2, 1, 1, 1]),
-        lambda: pipeline.train_batch(x, x, elsewhere), lambda: pipeline(x))]
+        lambda: pipeline.train_batch(x, x, elsewhere), lambda: pipeline(x),
+        lambda: make(nn.ModuleDict({"a": shared})), lambda: make([shared, torch.tanh]),
+        lambda: make(iter([])), lambda: Pipeline([shared, shared], mesh, loss_fn=None))]
 
 
 def test_what_cannot_be_a_pipeline_is_refused():
@@ -190,7 +205,10 @@ def test_what_cannot_be_a_pipeline_is_refused():
                 "`micro_batches`, at least 1. Got: 0", "Got: 'other'",
                 "one stage on each rank with 1f1b. Got: 2",
                 "tied weights. Expected: the same two stages for all of them",
-                "the newest `Zero3Optimizer` of this pipeline", "`train_batch(x, y, optimizer)`"),
+                "the newest `Zero3Optimizer` of this pipeline", "`train_batch(x, y, optimizer)`",
+                "Got: str, as layer 0.", "Got: builtin_function_or_method, as layer 1.",
+                "`layers`. Expected: modules, in their order. Got: none.",
+                "`loss_fn`. Expected: a function of the last layer's output and `y`. Got: None"),
                 strict=True):
             assert part in text and "What to do: " in text, text
 
@@ -253,11 +271,52 @@ def test_mistakes_that_would_train_wrongly_are_errors_on_all_ranks():
     for rank, told in enumerate(run(mistakes, 2)):
         rows, wrapped, shapes, arguments, count, weak = told
         assert "values with the checksum" in rows and "the same batch" in rows
-        assert "`x` has a Wrapped in it" in wrapped
+        assert "['Wrapped'] in it" in wrapped
         assert "(11, 8), torch.float32) on rank 0, and" in shapes and "(11, 9)" in shapes
         assert "Got: 1 on rank 0, and 2 on rank 1" in arguments
         assert "Got: 2 on rank 0, and 3 on rank 1" in count
         assert ("freed `0.weight`" in weak) and ("then it is tied" in weak or rank == 0)
+
+
+class Table(nn.Module):
+    """A layer with a buffer that never changes"""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.ones(4))
+
+    def forward(self, x):
+        return self.linear(x) + self.table
+
+
+def shared(make):
+    """Two batches of a pipeline that has the same module in both stages"""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)
+    module = make()
+    layers = [nn.Linear(4, 4), module, nn.Linear(4, 4), module, nn.Linear(4, 4)]
+    pipeline = Pipeline(layers, mesh, loss_fn=nn.functional.mse_loss, micro_batches=2,
+                        stages=[2, 3])
+    optimizer = Zero3Optimizer(pipeline, torch.optim.SGD, lr=0.1)
+    x = torch.arange(16.0).view(4, 4)
+    return [text_of(lambda: pipeline.train_batch(x, x, optimizer)) for _ in range(2)]
+
+
+def norm():
+    return nn.BatchNorm1d(4)
+
+
+def test_a_module_in_two_stages_may_not_write_to_its_buffers():
+    """
+    Each rank would have running means of its own. A buffer that stays as it is may be shared.
+    Proves I6, `Plan.shared_buffers`, `Pipeline._sums_of_shared`, `Pipeline._refuse_written`.
+    """
+    for told in run(shared, 2, norm):
+        assert "['1.num_batches_tracked', '1.running_mean', '1.running_var']" in told[0] or (
+            "['3.num_batches_tracked', '3.running_mean', '3.running_var']" in told[0])
+        assert "`copy.deepcopy`" in told[1]
+    for first, second in run(shared, 2, Table):
+        assert float(first) == float(second) > 0
 
 
 class Sends(nn.Module):

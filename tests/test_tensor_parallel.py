@@ -400,7 +400,7 @@ def test_split_layers_are_sharded_again(which, ours, chain, tmp_path):
     tensor 2 without shards, with the plain names and shapes.
     Proves I1, `Zero3Optimizer._squares`, `connect`, `counted`, `part_of`, `norm_of_parts`,
     `clip_grad_norm_`, `save_load.save`, `load`, `Entries.part`, `CheckpointReader._read_parts`,
-    `Param.part`, `Param.shape`, `_told_part`.
+    `Param.part`, `Param.shape`.
     """
     folder = str(tmp_path)
     (worst, expected), *others = run(split_and_sharded, 4, which, (2, 2), folder, ours, chain)

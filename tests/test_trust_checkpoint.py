@@ -9,8 +9,8 @@ import json
 import os
 import pickle
 import signal
-import socket
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -27,9 +27,10 @@ from zero3 import Zero3Layer, Zero3Optimizer, load, save, wrap
 from zero3.checkpoint.convert import main
 from zero3.checkpoint.entries import Entries
 from zero3.checkpoint.formats import _MetadataUnpickler, from_tensors
-from zero3.checkpoint.reader import _LOCKED, MANIFEST, file_name, newest
-from zero3.checkpoint.tensor_files import Broken, TensorFile, check_name, checksums
+from zero3.checkpoint.reader import _LOCKED, MANIFEST, CheckpointReader, file_name, newest
+from zero3.checkpoint.tensor_files import TensorFile, check_name
 from zero3.guards.command_line import one_line
+from zero3.offload.tensors import Broken, checksums
 
 CLEAR = "\x1b[2J"  # clears a terminal's screen
 
@@ -275,12 +276,11 @@ def poison(path, change, file_change=None):
 def test_what_would_poison_the_optimizer_changes_nothing(tmp_path):
     """
     Options of param groups, what the optimizer counts, its loss scale and the random numbers'
-    states, each made something with which no step could be taken, or with which the next one would
-    train something else: refused, with the weights, the options and the states as before, and the
-    next step is taken. Breaks where an option is taken over as it stands, or a state is first set
-    after the weights are there.
-    Proves `Entries._check_optimizer`, `Entries._try`, `_is_like`, `_check_random_states`,
-    `load`.
+    states, each made something of another type, shape or kind, or left out: refused, with the
+    weights, the options and the states as before, and the next step is taken. Breaks where an
+    option is taken over as it stands, or a state is first set after the weights are there.
+    Proves `Entries._check_optimizer`, `Entries._check_options`, `_check_states`, `_kind`,
+    `_check_random_states`, `load`.
     """
     model, optimizer = shard(plain())
     train(model, optimizer, 0)
@@ -299,8 +299,8 @@ def test_what_would_poison_the_optimizer_changes_nothing(tmp_path):
 
     nothing = lambda told: None  # noqa: E731
     cases = [(option(key, value), None) for key, value in (
-        ("lr", "x"), ("lr", float("nan")), ("lr", float("inf")), ("lr", -1.0), ("lr", True),
-        ("params", []), ("fused", "x"), ("betas", [0.9]), ("betas", {"__tuple__": [0.9, 2.0]}),
+        ("lr", "x"), ("lr", float("nan")), ("lr", float("inf")), ("lr", True),
+        ("params", []), ("fused", "x"), ("betas", [0.9]),
         ("betas", 0.9), ("maximize", "yes"), ("eps", None), ("weight_decay", [1]),
         ("weight_decay", {"__tensor__": "0000803f0000803f", "dtype": "F32", "shape": [2]}),
         ("initial_lr", "x"), ("more", {"a": 1}))]
@@ -334,12 +334,49 @@ def test_what_would_poison_the_optimizer_changes_nothing(tmp_path):
     load(path, model, optimizer)
 
 
+def forge_entry(of, key, change, told):
+    of(told).update(change)
+    if not change:
+        del of(told)[key]
+
+
+def test_a_manifest_with_other_entries_is_refused_by_its_name(tmp_path):
+    """
+    An entry that is missing, one that nobody knows, and one of another type, at every level. Breaks
+    where a `TypedDict` and the check of it differ.
+    Proves `_check_types`, `Manifest`, `FlatEntry`, `ParamEntry`, `StatesEntry`, `OptimizerEntry`.
+    """
+    model, optimizer = shard(plain())
+    train(model, optimizer, 0)
+    save(tmp_path / "run", model, optimizer, step=1)
+    path = newest(tmp_path / "run")
+    good = (path / MANIFEST).read_bytes()
+    at = {"": lambda told: told, "flats": lambda told: told["flats"][0],
+          "params": lambda told: told["flats"][0]["params"][0],
+          "states": lambda told: told["flats"][0]["states"][0],
+          "optimizer": lambda told: told["optimizer"]}
+    for of in at.values():
+        for key in of(json.loads(good)):
+            if key in ("crc32", "extra", "place", "places", "param_group", "optimizer"):
+                # What may be missing, and the checksum, which is written anew.
+                continue
+            for change in ({}, {"new": 1}, {key: 0.5}):
+                rewrite(path, partial(forge_entry, of, key, change))
+                with pytest.raises(Broken, match=MANIFEST):
+                    CheckpointReader(path)
+                (path / MANIFEST).write_bytes(good)
+    # The values of options are the checkpoint's own, and only their kinds are compared.
+    rewrite(path, lambda told: told["optimizer"]["groups"][0].update(lr=-1.0))
+    load(path, model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == -1.0
+
+
 def test_options_that_are_right_come_back(tmp_path):
     """
     Those that a scheduler has added, a learning rate in a tensor, an `eps` of zero and integers for
     numbers; by torch's optimizers too, and by one of somebody's own with an argument that no option
     names. Breaks where a check is stricter than the optimizer.
-    Proves `Entries._try`, `_is_like`.
+    Proves `Entries._first_state`, `first_state`, `Entries._take_options`, `_kind`.
     """
     class Own(torch.optim.SGD):
         def __init__(self, params, must, **kwargs):
@@ -433,7 +470,8 @@ def test_a_module_under_two_names_has_both_everywhere(tmp_path, kind):
 
     def first_names(told):
         # As checkpoints had it that were saved before.
-        told["replicated"] = [name for name in told["replicated"] if name.startswith("one.")]
+        told["replicated"] = {name: place for name, place in told["replicated"].items()
+                              if name.startswith("one.")}
         for flat in told["flats"]:
             for each in flat["params"]:
                 each["names"] = each["names"][:1]
@@ -477,14 +515,13 @@ def saves_and_is_killed(folder):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_second_run_in_a_folder_is_told_who_holds_it(tmp_path, capsys):
+def test_a_second_run_in_a_folder_is_refused(tmp_path, capsys):
     """
-    By process and machine, on all of its ranks; the first one's save that is under way is not
-    touched, and the other may load. A process that is killed holds nothing any more, and no file of
-    a lock is left. Breaks where `clean_up_interrupted_saves` takes another run's files for
-    leftovers.
-    Proves `lock_folder`, `_lock_holder`, `_drop_inherited_locks`, `make_output_folder`,
-    `Saving.begin`, `Saving._agree`.
+    On all of its ranks; the first one's save that is under way is not touched, and the other may
+    load. A process that is killed holds nothing any more, and no file of a lock is left. Breaks
+    where `clean_up_interrupted_saves` takes another run's files for leftovers.
+    Proves `lock_folder`, `_drop_inherited_locks`, `make_output_folder`, `Saving.begin`,
+    `Saving._on_all_ranks`.
     """
     folder = tmp_path / "run"
     with pytest.raises(AssertionError, match="ended without an answer"):
@@ -494,7 +531,7 @@ def test_a_second_run_in_a_folder_is_told_who_holds_it(tmp_path, capsys):
     save(folder, model, optimizer, step=1)
     saving = save(folder, model, optimizer, step=2, async_write=True)
     found = run(saves_beside, 1, folder)[0]
-    who = f"{folder} is where process {os.getpid()} on {socket.gethostname()} (`"
+    who = f"another run saves its checkpoints to {folder}"
     assert who in found[0] and "choose another folder" in found[0] and found[1:] == [0]
     assert saving.wait() == folder / "step-00000002"
     save(folder, model, optimizer, step=3)

@@ -20,6 +20,7 @@ from torch import nn
 from tests.ranks import run
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save, wrap
 from zero3.estimate.ledger import Ledger, held_bytes
+from zero3.estimate.predict import predict_optimizer
 from zero3.gradients import clip_grad_norm_, norm_of
 from zero3.guards.gradients import GradientElsewhere, ShardGradient
 from zero3.optimizer.stage3 import step_threads
@@ -465,7 +466,7 @@ def predicted_after_a_cut():
     optimizer.backward(model(mine(batch()), step=1).square().mean())
     optimizer.step()
     optimizer.zero_grad()
-    return abs(held_bytes(model, optimizer) - optimizer.predict().rest_bytes)
+    return abs(held_bytes(model, optimizer) - predict_optimizer(optimizer).rest_bytes)
 
 
 def dist_folder():
@@ -483,7 +484,7 @@ def test_parameters_without_a_gradient_stay_as_they_are(world_size):
     parameter is stepped with a zero gradient (off by 4.9e-3), or shares its count with a used one.
     Proves I1, I8, `Zero3Optimizer._used`, `Zero3Optimizer._squares`, `Zero3Optimizer.regroup`,
     `ShardStates.split_by_use`, `ShardStates.repartition`, `ShardStates.piece_numbers`,
-    `ShardStates.used`, `ShardStates.unsplit_count`, `Entries.describe`, `Flat.within`,
+    `ShardStates.used`, `predict_optimizer`, `Entries.describe`, `Flat.within`,
     `CheckpointReader.states`, `ShardGradient.note_used`.
     """
     for rank in run(alternate_all, world_size):

@@ -27,6 +27,7 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | 6 | `offload/encoded.py` | frozen weights that rest in 8 or 4 bits |
 | 6 | `offload/in_file.py` | tensors in a file, read ahead into a few buffers |
 | 6 | `offload/disk.py` | reads and writes past the page cache |
+| 6 | `offload/tensors.py` | safetensors files, written tensor by tensor |
 | 6 | `offload/memory.py` | pinned CPU memory, and how much memory is left |
 | 6 | `offload/bench.py` | the speed of a disk |
 | 7 | `optimizer/stage3.py` | `Zero3Optimizer`: loss scale, clipping, micro-batches, the step |
@@ -39,7 +40,7 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | 9 | `checkpoint/save_load.py` | `save` and `load`: on any number of ranks, beside training |
 | 9 | `checkpoint/reader.py` | a checkpoint on disk, complete or absent |
 | 9 | `checkpoint/entries.py` | the contents of a checkpoint: model, optimizer, random states |
-| 9 | `checkpoint/tensor_files.py` | files of tensors: streamed writes, reads of ranges, checksums |
+| 9 | `checkpoint/tensor_files.py` | reads of ranges from files of tensors, with checksums |
 | 9 | `checkpoint/formats.py` | formats of other libraries |
 | 9 | `checkpoint/convert.py` | converting between them |
 | measuring | `estimate/ledger.py` | `Ledger`: measured bytes that a rank sends, holds and reads |
@@ -53,11 +54,9 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | pipelines | `pipeline/stages.py` | stages: layers that stay whole as long as the schedule says |
 | pipelines | `pipeline/channels.py` | channels: activations and gradients between the stages |
 | pipelines | `pipeline/pipeline.py` | `Pipeline`: train a model in stages that are sharded, too |
-| pipelines | `pipeline/costs.py` | its bytes by formula: sent, at rest and at the peak |
 | pipelines | `pipeline/__init__.py` | `Pipeline`, imported when it is used first |
 | compiler | `compiler/graph.py` | a step as a list of operations |
 | compiler | `compiler/passes.py` | passes: gather earlier, keep, share and wait later |
-| compiler | `compiler/room.py` | optimizer states that leave for a while, if memory is short |
 | compiler | `compiler/trace.py` | from a model to graphs, by `torch.compile` |
 | compiler | `compiler/engines.py` | engines: who computes between two communications |
 | compiler | `compiler/away.py` | optimizer states on their way to CPU memory and back |

@@ -31,7 +31,6 @@ add a prefix, Hugging Face's `model.` for example, and you have to rename these 
 """
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -54,24 +53,20 @@ from zero3.checkpoint.formats import (
 from zero3.checkpoint.reader import (
     PART_NUMEL,
     CheckpointReader,
-    Param,
     make_output_folder,
     newest,
     steps,
 )
-from zero3.checkpoint.tensor_files import (
+from zero3.checkpoint.tensor_files import check_files, check_name
+from zero3.offload.tensors import (
     BLOCK_BYTES,
     TYPES,
     Broken,
-    Writer,
-    check_files,
-    check_name,
+    Like,
+    write_index,
+    write_tensors,
 )
 from zero3.whole_model.materialise import Source
-
-# An exported tensor: data type, shape, and the parameter or the name of the buffer.
-Exported = tuple[torch.dtype, tuple[int, ...], Param | str]
-
 
 # ------------------------------------------------------------------------------ inspect and verify
 
@@ -100,8 +95,8 @@ def inspect(folder: Path) -> None:
             print_escaped(f"{math.prod(entry['shape']):>18,}  {' = '.join(entry['names'])} "
                           f"{tuple(entry['shape'])}")
     for name, place in manifest["replicated"].items():
-        _, shape = checkpoint.dtype_and_shape(name)
-        print_escaped(f"{math.prod(shape):>14,} in {name}, whole on each rank{at[place]}")
+        numel = checkpoint.replicated(0, name).numel()
+        print_escaped(f"{numel:>14,} in {name}, whole on each rank{at[place]}")
 
 
 def verify(folders: list[Path]) -> int:
@@ -151,72 +146,69 @@ def export(folder: Path, out: Path, dtype: torch.dtype | None = None, file_bytes
       get an index
     """
     checkpoint = CheckpointReader(folder)
-    tensors: dict[str, Exported] = {}
+    like: Like = {}
     for param in checkpoint.params:
         own = TYPES[checkpoint.flats[param.flat]["dtype"]]
-        kind = dtype if dtype and own.is_floating_point else own
-        tensors[param.name] = (kind, param.shape, param)
+        like[param.name] = (dtype if dtype and own.is_floating_point else own, param.shape)
     for name in checkpoint.manifest["replicated"]:
-        tensors[name] = (*checkpoint.dtype_and_shape(name), name)
+        tensor = checkpoint.replicated(0, name)
+        like[name] = (tensor.dtype, tuple(tensor.shape))
 
-    files = _files(tensors, file_bytes)
+    files = _files(like, file_bytes)
     # The metadata says which other names a tied parameter has, as safetensors does it.
     metadata = {"format": "pt"} | {other: param.name for param in checkpoint.params
                                    for other in param.entry["names"][1:]}
     make_output_folder(out)
 
     with ExitStack() as undo:
-        for name, content in files.items():
-            like = {name: (kind, shape) for name, (kind, shape, _) in content.items()}
-            with Writer(out / name, like, metadata) as writer:
-                for kind, _, source in content.values():
-                    for values in _parts(checkpoint, source):
-                        writer.write(values.to(kind))
-                writer.finish()
+        for file, names in files.items():
+            write_tensors(out / file, {name: like[name] for name in names},
+                          lambda name: _parts(checkpoint, name), metadata)
             # An exception in a later file removes this one too.
-            undo.callback((out / name).unlink)
+            undo.callback((out / file).unlink)
         undo.pop_all()
 
-    total_bytes = sum(_nbytes(tensor) for tensor in tensors.values())
+    total_bytes = sum(_nbytes(tensor) for tensor in like.values())
     if len(files) > 1:
-        index = {tensor: name for name, content in files.items() for tensor in content}
-        (out / "model.safetensors.index.json").write_text(json.dumps(
-            {"metadata": {"total_size": total_bytes}, "weight_map": index}, indent=1))
-    print_escaped(f"wrote {len(tensors)} tensors of step {checkpoint.manifest['step']}, "
+        write_index(out, {name: file for file, names in files.items() for name in names},
+                    total_bytes)
+    print_escaped(f"wrote {len(like)} tensors of step {checkpoint.manifest['step']}, "
                   f"{total_bytes:,} bytes, to {out}, in {len(files)} files")
 
 
-def _files(tensors: dict[str, Exported], file_bytes: int) -> dict[str, dict[str, Exported]]:
+def _files(like: Like, file_bytes: int) -> dict[str, list[str]]:
     """
-    #### The tensors of each file, by its name; larger elements first, as `Writer` needs them
+    #### The names of the tensors in each file
     """
-    files: list[dict[str, Exported]] = [{}]
+    files: list[list[str]] = [[]]
     left_bytes = file_bytes
-    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
-        if files[-1] and _nbytes(tensor) > left_bytes:
-            files.append({})
+    # Larger elements first, as in a single file.
+    for name in sorted(like, key=lambda name: -like[name][0].itemsize):
+        if files[-1] and _nbytes(like[name]) > left_bytes:
+            files.append([])
             left_bytes = file_bytes
-        files[-1][name] = tensor
-        left_bytes -= _nbytes(tensor)
+        files[-1].append(name)
+        left_bytes -= _nbytes(like[name])
     if len(files) == 1:
         return {"model.safetensors": files[0]}
     return {f"model-{i:05}-of-{len(files):05}.safetensors": file for i, file in enumerate(files, 1)}
 
 
-def _nbytes(tensor: Exported) -> int:
-    dtype, shape, _ = tensor
+def _nbytes(tensor: tuple[torch.dtype, tuple[int, ...]]) -> int:
+    dtype, shape = tensor
     return math.prod(shape) * dtype.itemsize
 
 
-def _parts(checkpoint: CheckpointReader, source: Param | str) -> Iterator[torch.Tensor]:
+def _parts(checkpoint: CheckpointReader, name: str) -> Iterator[torch.Tensor]:
     """
     #### The values of a parameter, a part at a time, or of a buffer
     """
-    if isinstance(source, str):
-        yield checkpoint.replicated(0, source)
+    if name in checkpoint.manifest["replicated"]:
+        yield checkpoint.replicated(0, name)
         return
-    for begin in range(0, source.numel, PART_NUMEL):
-        yield checkpoint.read(source, "param", begin, min(begin + PART_NUMEL, source.numel))
+    param = checkpoint.by_name[name]
+    for begin in range(0, param.numel, PART_NUMEL):
+        yield checkpoint.read(param, "param", begin, min(begin + PART_NUMEL, param.numel))
 
 
 def from_safetensors(source: Path, folder: Path, step: int) -> None:

@@ -49,9 +49,9 @@ same number of steps, and the same parameters have to be trainable; otherwise th
 `Zero3Optimizer` has no such limit: it cuts a shard between such parameters.
 """
 
-import inspect
+import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -62,15 +62,23 @@ import torch
 from torch import nn
 
 from zero3 import __version__
-from zero3.checkpoint.reader import CheckpointReader, Param, decode, encode
-from zero3.checkpoint.tensor_files import TYPES, Broken, type_name
+from zero3.checkpoint.reader import (
+    CheckpointReader,
+    OptimizerEntry,
+    Param,
+    ParamEntry,
+    StatesEntry,
+    decode,
+    encode,
+)
 from zero3.comm.parts import WeightPart, connect, part_of
 from zero3.flat import FlatParameter, Slot
 from zero3.guards.options import fail
 from zero3.layer import Zero3Layer
 from zero3.offload.in_file import InFile
+from zero3.offload.tensors import TYPES, Broken, type_name
 from zero3.optimizer.stage3 import Zero3Optimizer, plain_names
-from zero3.optimizer.states import Piece, ShardStates, moments_of
+from zero3.optimizer.states import Piece, ShardStates, first_state
 from zero3.sharded import check_groups, comm_of
 from zero3.whole_model.wrap import Zero3Model
 
@@ -103,7 +111,7 @@ class Flat:
     pieces: list[Piece]
     # `Entries.check` fills these in: each parameter's record in the checkpoint, and its state.
     found: list[Param] = field(default_factory=list)
-    states: list[dict[str, Any]] = field(default_factory=list)
+    states: list[StatesEntry] = field(default_factory=list)
 
     @property
     def moments(self) -> list[str]:
@@ -239,7 +247,7 @@ class Entries:
                         found[full_name] = tensor
         return found
 
-    def expect(self, good: bool, what: str, expected: Any, got: Any, cure: str) -> None:
+    def expect(self, good: bool, what: str, expected: object, got: object, cure: str) -> None:
         """
         ### Raise an error about the checkpoint unless this is good
         """
@@ -264,10 +272,6 @@ class Entries:
         The files of a place follow each other, in the order of their shards.
         """
         return self.place * self.comm.world_size + self.comm.rank
-
-    @property
-    def file_count(self) -> int:
-        return self.comm.stages.size * self.comm.world_size
 
     def names(self, flat: Flat, slot: Slot) -> list[str]:
         """
@@ -300,7 +304,7 @@ class Entries:
             slots = flat.parameter.slots
             numel = slots[-1].end
             keys = {"param": type_name(flat.dtype)}
-            states: dict[int, dict[str, Any]] = {}
+            states: dict[int, dict[str, object]] = {}
             for index, where, piece in flat.pieces:
                 # An optimizer has no state for a parameter that it has not stepped yet.
                 if state := self.state.get(piece):
@@ -310,6 +314,7 @@ class Entries:
                     entry = {"param_group": index, "moments": [*moments], "scalars": scalars}
                     keys |= {key: type_name(value.dtype) for key, value in moments.items()}
                     states |= dict.fromkeys(flat.within(where), entry)
+            parts = [self.part(flat, slot) for slot in slots]
             described.append({
                 "place": self.place,
                 "layer": flat.paths[0], "dtype": type_name(flat.parameter.shard.dtype),
@@ -317,11 +322,11 @@ class Entries:
                 "keys": keys, "states": states,
                 "params": [{"names": self.names(flat, slot), "shape": [*slot.view.shape],
                             "offset": slot.offset, "param_group": index,
-                            **_told_part(self.part(flat, slot))}
-                           for slot, index in zip(slots, flat.indices, strict=True)]})
+                            **({"part": asdict(part)} if part else {})}
+                           for slot, index, part in zip(slots, flat.indices, parts, strict=True)]})
         return described
 
-    def options(self) -> dict[str, Any] | None:
+    def options(self) -> OptimizerEntry | None:
         """
         ### The optimizer's entry for the manifest: class, param groups and loss scale
 
@@ -337,7 +342,7 @@ class Entries:
                       if hasattr(self.optimizer, key)},
         }
 
-    def manifest(self, described: list[dict[str, Any]], options: dict[str, Any] | None
+    def manifest(self, described: list[dict[str, Any]], options: OptimizerEntry | None
                  ) -> dict[str, Any]:
         """
         ### Merge the descriptions of all ranks (all-gather; all ranks must call it)
@@ -449,44 +454,13 @@ class Entries:
         Fills in `found` and `states` of each flat parameter. Returns this optimizer's param group
         for each of the checkpoint's. Raises `Broken` if the checkpoint does not fit.
         """
-        wanted = self._wanted(checkpoint)
         for flat in self.flats:
             self._match(flat, checkpoint)
-            if not flat.owned:
-                # One of torch's optimizers has a single state for the shard.
-                shared = [flat.states[i] for _, where, _ in flat.pieces for i in flat.within(where)]
-                _expect(all(states == shared[0] for states in shared),
-                        f"the parameters from `{flat.found[0].name}` on share a shard here, and "
-                        "have different optimizer states, different numbers of steps for instance")
-            for index, states in zip(flat.indices, flat.states, strict=True):
-                needs = wanted.get(index, [])
-                _expect(not states["moments"] or {*needs} <= {*states["moments"]},
-                        f"`{flat.found[0].name}` has {states['moments']} there, and this optimizer "
-                        f"needs {needs}")
         groups = _match_groups(checkpoint, everywhere)
-        self._check_optimizer(checkpoint, self._check_options(checkpoint, groups))
+        if self.optimizer is not None:
+            self._check_optimizer(checkpoint.manifest["optimizer"], groups)
         self._match_replicated(checkpoint, everywhere)
         return groups
-
-    def _wanted(self, checkpoint: CheckpointReader) -> dict[int | None, list[str]]:
-        """
-        #### The moments that a `Zero3Optimizer` needs in each param group
-
-        Raises `Broken` if the optimizer is of another class than the saved one.
-        """
-        mine = self.optimizer_class
-        saved = (checkpoint.manifest["optimizer"] or {}).get("class", mine)
-        same_states = saved == mine or {saved, mine} == {"Adam", "AdamW"}
-        _expect(self.optimizer is None or same_states,
-                f"the optimizer is {saved} in the checkpoint, {mine} here; leave it out to load "
-                "the weights alone")
-        if not isinstance(self.optimizer, Zero3Optimizer):
-            return {}
-        cls, kwargs = self.optimizer.made_by
-        # A step on two elements shows which moments the optimizer keeps.
-        two = torch.zeros(2, device=self.optimizer.device)
-        return {i: moments_of(cls, kwargs, group, two)[0]
-                for i, group in enumerate(self.param_groups)}
 
     def _match(self, flat: Flat, checkpoint: CheckpointReader) -> None:
         """
@@ -525,104 +499,69 @@ class Entries:
             some = ", ".join(f"`{name}`" for name in sorted(names)[:5])
             _expect(not names, f"{some}, {len(names)} in all, in {has} and not in {lacks}")
 
-    def _check_options(self, checkpoint: CheckpointReader, groups: dict[int, int]
-                       ) -> dict[int, dict[str, Any]]:
+    def _check_optimizer(self, saved: OptimizerEntry | None, groups: dict[int, int]) -> None:
         """
-        #### Make sure that the saved options and loss scale are of the right kind
+        #### Make sure that the optimizer can go on with the saved options and states
 
-        Returns the saved options by the index of this optimizer's param group. Raises `Broken` with
-        the option that is not of the right kind.
-        """
-        saved = checkpoint.manifest["optimizer"]
-        told: dict[int, dict[str, Any]] = {}
-        for theirs, mine in groups.items():
-            told[mine] = decode(saved["groups"][theirs])
-            here = self.param_groups[mine]
-            for key, value in told[mine].items():
-                # A scheduler adds options such as `initial_lr`, which this group may not have yet.
-                like = here.get(key, here.get("lr") if key.endswith("lr") else None)
-                _expect(key not in _NOT_SAVED and _is_like(value, like),
-                        f"param group {theirs} has a `{key}` of {value!r:.60} there, and of "
-                        f"{like!r:.60} here")
-        scale = saved["scale"] if saved else {}
-        for key, value in scale.items():
-            counts = key in _SCALE and type(value) is int and value >= 0
-            scales = type(value) in (int, float) and 0 < value < math.inf
-            _expect(scales if key == "loss_scale" else counts,
-                    f"the optimizer's `{key}` is {value!r:.60} there")
-        return told
-
-    def _check_optimizer(self, checkpoint: CheckpointReader, told: dict[int, dict[str, Any]]
-                         ) -> None:
-        """
-        #### Make sure that the optimizer can step with the saved options and states
+        * `saved` is the manifest's entry for the optimizer, if there was one
 
         It has to happen now: an error inside `take` would leave the model half loaded, and the next
         step would be later still.
-
-        * `told` is the result of `_check_options`
         """
-        tried: list[tuple] = []
+        mine = self.optimizer_class
+        theirs = saved["class"] if saved else mine
+        _expect(theirs == mine or {theirs, mine} == {"Adam", "AdamW"},
+                f"the optimizer is {theirs} in the checkpoint, {mine} here; leave it out to load "
+                "the weights alone")
+        if saved:
+            self._check_options(saved, groups)
+        needed = [self._first_state(group) for group in self.param_groups]
         for flat in self.flats:
-            for index, states in zip(flat.indices, flat.states, strict=True):
-                dtypes = checkpoint.flats[flat.found[0].flat]["keys"]
-                if index is not None and (index, states, dtypes) not in tried:
-                    tried.append((index, states, dtypes))
-                    group = {**self.param_groups[index], **told.get(index, {})}
-                    self._try(flat, group, states, dtypes)
+            for index, param, states in zip(flat.indices, flat.found, flat.states, strict=True):
+                # A parameter that no step has used has no state.
+                if index is not None and (states["moments"] or states["scalars"]):
+                    _check_states(param.name, states, needed[index])
+            if not flat.owned:
+                # One of torch's optimizers has a single state for the shard.
+                shared = [flat.states[i] for _, where, _ in flat.pieces for i in flat.within(where)]
+                _expect(all(states == shared[0] for states in shared),
+                        f"the parameters from `{flat.found[0].name}` on share a shard here, and "
+                        "have different optimizer states, different numbers of steps for instance")
 
-    def _try(self, flat: Flat, group: dict[str, Any], states: dict[str, Any],
-             dtypes: dict[str, str]) -> None:
+    def _check_options(self, saved: OptimizerEntry, groups: dict[int, int]) -> None:
         """
-        #### Take a step on two elements
+        #### Make sure that the saved options and loss scale are of the right kind
 
-        * `group` is the param group with the saved options, and `states` the saved state
-        * `dtypes` are the data types in the checkpoint, of the parameter and of its moments
-
-        Raises `Broken` with the optimizer's own error, or if the result is not finite.
+        Raises `Broken` with the option that is not of the right kind.
         """
-        options = {key: value for key, value in group.items() if key != "params"}
-        build = self._constructor(options)
-        if build is None:
-            return
-        device = getattr(self.optimizer, "device", flat.parameter.shard.device)
-        # No zeros: the option `eps` may be zero, and then the step would divide zero by zero.
-        param = nn.Parameter(torch.ones(2, dtype=flat.dtype, device=device))
-        param.grad = torch.full_like(param, 0.5)
-        scalars = decode(states["scalars"])
+        for theirs, mine in groups.items():
+            here = self.param_groups[mine]
+            for key, value in decode(saved["groups"][theirs]).items():
+                # A scheduler adds options such as `initial_lr`, which this group may not have yet.
+                like = here.get(key, here.get("lr") if key.endswith("lr") else None)
+                fits = _kind(value) == _kind(like) if like is not None else type(value) is not dict
+                _expect(key not in _NOT_SAVED and fits, f"param group {theirs} has a `{key}` of "
+                        f"{value!r:.60} there, and of {like!r:.60} here")
+        for key, value in saved["scale"].items():
+            counts = key in _SCALE and type(value) is int and value >= 0
+            scales = (isinstance(value, (int, float)) and value is not True
+                      and 0 < value < math.inf)
+            _expect(scales if key == "loss_scale" else counts,
+                    f"the optimizer's `{key}` is {value!r:.60} there")
+
+    def _first_state(self, group: dict[str, Any]) -> dict[str, Any]:
+        """
+        #### The state that this optimizer keeps of a parameter in a param group
+
+        It is empty for a class that needs more arguments than its options, unlike torch's own:
+        then nothing is known about its states.
+        """
+        cls, kwargs = getattr(self.optimizer, "made_by", (type(self.optimizer), {}))
+        two = torch.zeros(2, device=getattr(self.optimizer, "device", self.device))
         try:
-            optimizer = build([param])
-            # The constructor checked its arguments; it has not seen the other options.
-            optimizer.param_groups[0].update(options)
-            for key in states["moments"]:
-                same = dtypes[key] == dtypes["param"]
-                dtype = flat.dtype if same else TYPES[dtypes[key]]
-                optimizer.state[param][key] = torch.ones_like(param, dtype=dtype)
-            optimizer.state[param].update(_on_device(scalars, group, device))
-            optimizer.step()
-        except Exception as error:
-            raise Broken(f"the optimizer cannot step `{flat.found[0].name}` with the saved state, "
-                         f"{scalars!r:.60}: {error!r}") from error
-        _expect(bool(param.isfinite().all()), f"the optimizer makes `{flat.found[0].name}` "
-                f"infinite or NaN with the saved state, {scalars!r:.60}")
-
-    def _constructor(self, options: dict[str, Any]) -> Callable[..., torch.optim.Optimizer] | None:
-        """
-        #### A function that builds the optimizer again, with these options
-
-        Returns `None` for a class that needs more arguments than its options, unlike torch's own.
-        """
-        cls: Any = type(self.optimizer)
-        kwargs: dict[str, Any] = {}
-        if isinstance(self.optimizer, Zero3Optimizer):
-            cls, kwargs = self.optimizer.made_by
-        signature = inspect.signature(cls)
-        kwargs = kwargs | {k: v for k, v in options.items() if k in signature.parameters}
-        try:
-            signature.bind([], **kwargs)
+            return first_state(cls, kwargs, group, two)
         except TypeError:
-            return None
-        return partial(cls, **kwargs)
+            return {}
 
     # --------------------------------------------------------------------------------------- load
 
@@ -709,7 +648,7 @@ class Entries:
             if new:
                 self.state[piece] = new
 
-    def _take_options(self, saved: dict[str, Any], groups: dict[int, int]) -> None:
+    def _take_options(self, saved: OptimizerEntry, groups: dict[int, int]) -> None:
         """
         #### Load the options of the param groups, and the loss scale
 
@@ -719,8 +658,12 @@ class Entries:
         for theirs, mine in groups.items():
             group = self.param_groups[mine]
             for key, value in decode(saved["groups"][theirs]).items():
-                if isinstance(group.get(key), torch.Tensor):
-                    group[key].fill_(value)
+                old = group.get(key)
+                if isinstance(old, torch.Tensor):
+                    old.copy_(torch.as_tensor(value))
+                elif isinstance(value, torch.Tensor) and old is not None:
+                    # A learning rate that was a tensor there, and is a number here.
+                    group[key] = value.tolist()
                 else:
                     group[key] = value
         if isinstance(self.optimizer, Zero3Optimizer):
@@ -728,13 +671,6 @@ class Entries:
                 # This run chose a fixed scale or none, and keeps it; a dynamic one is resumed.
                 if key != "loss_scale" or self.optimizer.dynamic:
                     setattr(self.optimizer, key, value)
-
-
-def _told_part(part: WeightPart | None) -> dict[str, Any]:
-    """
-    #### The manifest's entry for a part of a parameter
-    """
-    return {"part": asdict(part)} if part else {}
 
 
 def _expect(good: bool, problem: str) -> None:
@@ -760,8 +696,6 @@ def _match_groups(checkpoint: CheckpointReader, everywhere: TensorNames) -> dict
         theirs = param.entry["param_group"] if param else None
         if theirs is None or mine is None:
             continue
-        _expect(0 <= theirs < len(checkpoint.manifest["optimizer"]["groups"]),
-                f"`{names[0]}` is in a param group that the checkpoint lacks")
         # The groups have to correspond one to one, in any order.
         groups.setdefault(theirs, mine)
         _expect(groups[theirs] == mine and [*groups.values()].count(mine) == 1,
@@ -782,34 +716,44 @@ def _on_device(scalars: dict[str, Any], group: dict[str, Any], device: torch.dev
             for key, value in scalars.items()}
 
 
-def _is_like(value: Any, here: Any) -> bool:
+def _check_states(name: str, states: StatesEntry, needed: dict[str, Any]) -> None:
     """
-    #### Whether a saved option is of the same kind as the option has here
+    #### Compare the saved states of a parameter with those that the optimizer needs
 
-    * `here` is `None` for an option that this param group does not have
+    * `needed` is the result of `_first_state`. Moments have one dimension
 
-    A number has to be finite, unless it is the same number here.
+    Raises `Broken` with a moment or another state that is missing, or of another kind.
+    """
+    moments = [key for key, value in needed.items()
+               if isinstance(value, torch.Tensor) and value.dim() == 1]
+    _expect({*moments} <= {*states["moments"]},
+            f"`{name}` has {states['moments']} there, and this optimizer needs {moments}")
+    scalars = decode(states["scalars"])
+    for key in needed.keys() - {*moments}:
+        like = needed[key]
+        value = scalars.get(key)
+        _expect(type(value) is type(like) and _kind(value) == _kind(like),
+                f"`{name}` has a `{key}` of {value!r:.60} there, and of {like!r:.60} here")
+
+
+def _kind(value: Any) -> Any:
+    """
+    #### The kind of an option or of a state: equal for values that can replace each other
+
+    Any finite number may replace another one. A whole number needs at most 64 bits, for torch's
+    kernels. Lists need as many elements.
     """
     if isinstance(value, torch.Tensor):
-        value = value.item() if value.numel() == 1 else None
-    if isinstance(here, torch.Tensor):
-        here = here.item()
-    if isinstance(here, (list, tuple)) and isinstance(value, (list, tuple)):
-        return len(value) == len(here) and all(map(_is_like, value, here))
-    if isinstance(value, float) and not math.isfinite(value):
-        return value == here
-    if here is None or value is None:
-        # No kind to compare with: any number, text or flag is accepted.
-        return not isinstance(value, dict)
-    if isinstance(here, (bool, str)) or isinstance(value, (bool, str)):
-        return type(value) is type(here)
-    # Whole numbers and others may replace each other. torch's kernels take 64 bits.
-    fits = not isinstance(value, int) or -(1 << 63) <= value < 1 << 63
-    return fits and isinstance(value, (int, float) if isinstance(here, (int, float))
-                               else type(here))
+        value = value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_kind(each) for each in value]
+    if isinstance(value, float):
+        return float if math.isfinite(value) else value
+    is_whole = type(value) is int and -(1 << 63) <= value < 1 << 63
+    return float if is_whole else type(value)
 
 
-def _merge_states(params: list[dict[str, Any]], states: dict[int, dict[str, Any]]
+def _merge_states(params: list[ParamEntry], states: dict[int, dict[str, Any]]
                   ) -> list[dict[str, Any]]:
     """
     #### The optimizer states of a flat parameter, each of them once
@@ -819,16 +763,14 @@ def _merge_states(params: list[dict[str, Any]], states: dict[int, dict[str, Any]
     Most param groups have one entry. If some of its parameters were used in other steps than the
     rest, each entry lists its parameters as `params`.
     """
-    found: list[dict[str, Any]] = []
-    for group in dict.fromkeys(param["param_group"] for param in params):
+    found: dict[str, dict[str, Any]] = {}
+    for index, entry in sorted(states.items()):
+        same = found.setdefault(json.dumps(entry), {**entry, "params": []})
+        same["params"].append(index)
+    for entry in found.values():
         # A parameter without elements has no state.
-        members = [i for i, param in enumerate(params)
-                   if param["param_group"] == group and 0 not in param["shape"]]
-        known = [states[i] for i in members if i in states]
-        entries = [state for i, state in enumerate(known) if state not in known[:i]]
-        if len(entries) == 1 and len(known) == len(members):
-            found += entries
-        else:
-            found += [{**entry, "params": [i for i in members if states.get(i) == entry]}
-                      for entry in entries]
-    return found
+        of_group = [i for i, param in enumerate(params)
+                    if param["param_group"] == entry["param_group"] and 0 not in param["shape"]]
+        if entry["params"] == of_group:
+            del entry["params"]
+    return [*found.values()]

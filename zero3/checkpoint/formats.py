@@ -38,23 +38,20 @@ s["step"].clone()`.
 """
 
 import math
-import os
 import pickle
 import shutil
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any, TextIO
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from zero3 import __version__
 from zero3.checkpoint.reader import (
@@ -66,8 +63,9 @@ from zero3.checkpoint.reader import (
     make_output_folder,
     partial_path,
 )
-from zero3.checkpoint.tensor_files import TYPES, Broken, Writer, check_name, type_name
+from zero3.checkpoint.tensor_files import check_name
 from zero3.guards.command_line import one_line
+from zero3.offload.tensors import TYPES, Broken, Like, type_name, write_tensors
 
 # DeepSpeed's name of the master. The moments have the names of torch's Adam.
 _FP32 = "fp32"
@@ -77,7 +75,7 @@ _DEEPSPEED_VERSION = "0.19.8"
 _MODEL_STATES = ("zero_pp_rank_0_mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt")
 
 
-def from_tensors(folder: Path, step: int, tensors: dict[str, dict[str, tuple]],
+def from_tensors(folder: Path, step: int, tensors: dict[str, Like],
                  scalars: dict[str, dict[str, Any]], read: Callable[[str, str], torch.Tensor]
                  ) -> None:
     """
@@ -98,20 +96,18 @@ def from_tensors(folder: Path, step: int, tensors: dict[str, dict[str, tuple]],
     if folder.exists() and any(folder.iterdir()):
         raise Broken(f"{folder} is not empty: choose another")
     flats = [_flat_entry(name, keys, scalars.get(name, {})) for name, keys in tensors.items()]
-    entries = [(f"{i}.{key}", dtype, math.prod(shape), name, key)
-               for i, (name, keys) in enumerate(tensors.items())
-               for key, (dtype, shape) in keys.items()]
-    # Larger elements first, as `Writer` needs them.
-    entries.sort(key=lambda entry: -entry[1].itemsize)
+    entries = {f"{i}.{key}": (name, key) for i, (name, keys) in enumerate(tensors.items())
+               for key in keys}
+    like: Like = {}
+    for entry, (name, key) in entries.items():
+        dtype, shape = tensors[name][key]
+        like[entry] = (dtype, (math.prod(shape),))
 
     unfinished = partial_path(make_output_folder(folder), step)
     unfinished.mkdir()
     try:
-        like: dict[str, tuple] = {at: (dtype, (numel,)) for at, dtype, numel, _, _ in entries}
-        with Writer(unfinished / file_name(0, 1), like) as writer:
-            for _, dtype, _, name, key in entries:
-                writer.write(read(name, key).to(dtype))
-            file = writer.finish()
+        file = write_tensors(unfinished / file_name(0, 1), like,
+                             lambda entry: [read(*entries[entry])])
     except BaseException:
         shutil.rmtree(unfinished)
         raise
@@ -122,7 +118,7 @@ def from_tensors(folder: Path, step: int, tensors: dict[str, dict[str, tuple]],
     print_escaped(f"wrote {len(tensors)} parameters to {checkpoint}")
 
 
-def _flat_entry(name: str, keys: dict[str, tuple], scalars: dict[str, Any]) -> dict[str, Any]:
+def _flat_entry(name: str, keys: Like, scalars: dict[str, Any]) -> dict[str, Any]:
     """
     #### The manifest's entry for a parameter that is alone in its layer
 
@@ -135,8 +131,8 @@ def _flat_entry(name: str, keys: dict[str, tuple], scalars: dict[str, Any]) -> d
         check_name(each)
     dtype, shape = keys["param"]
     for key, (_, other) in keys.items():
-        if tuple(other) != tuple(shape):
-            raise Broken(f"`{name}` has the shape {tuple(shape)}, and its {key} {tuple(other)}")
+        if other != shape:
+            raise Broken(f"`{name}` has the shape {shape}, and its {key} {other}")
     moments = [key for key in keys if key != "param"]
     states = {"param_group": None, "moments": moments, "scalars": encode(scalars)}
     return {
@@ -174,7 +170,7 @@ def to_deepspeed(folder: Path, out: Path, torch_adam: bool) -> None:
     root = out / "universal"
     (root / "zero").mkdir(parents=True, exist_ok=True)
 
-    def count(steps_taken: Any) -> Any:
+    def count(steps_taken: float) -> torch.Tensor | int:
         return torch.tensor(float(steps_taken)) if torch_adam else int(steps_taken)
 
     steps_taken = count(checkpoint.manifest["step"])
@@ -299,7 +295,8 @@ def to_dcp(folder: Path, out: Path) -> None:
 
     The state dict is `{"model": ..., "optim": ...}`, as `get_model_state_dict` and
     `get_optimizer_state_dict` return them, so FSDP2 can load it. Its tensors are on the meta device
-    and take no memory. `_DcpWriter` reads the values of one tensor at a time.
+    and take no memory. `_DcpPlanner` reads the values of one tensor at a time. Each tensor gets a
+    file, because torch's writer keeps all tensors of a file in memory until the file is complete.
     """
     checkpoint = CheckpointReader(folder)
     model: dict[str, torch.Tensor] = {}
@@ -314,21 +311,22 @@ def to_dcp(folder: Path, out: Path) -> None:
         for key, value in decode(known["scalars"]).items():
             states[param.name][key] = value.to("meta") if torch.is_tensor(value) else value
     for name in checkpoint.manifest["replicated"]:
-        model[name] = _meta(*checkpoint.dtype_and_shape(name))
+        model[name] = checkpoint.replicated(0, name).to("meta")
 
     states = {name: known for name, known in states.items() if known}
-    state: dict[str, Any] = {"model": model}
+    state: dict[str, object] = {"model": model}
     if groups := _dcp_groups(checkpoint, [*states]):
         state["optim"] = {"state": states, "param_groups": groups}
 
     make_output_folder(out)
-    writer = _DcpWriter(out, checkpoint)
+    writer = dcp.FileSystemWriter(out, single_file_per_rank=False)
     with warnings.catch_warnings():
         # DCP warns that there is no process group. None is needed.
         warnings.simplefilter("ignore")
-        dcp.save(state, storage_writer=writer, no_dist=True)
-    step = checkpoint.manifest["step"]
-    print_escaped(f"wrote {writer.tensors_written} tensors of step {step} to {out}")
+        dcp.save(state, storage_writer=writer, planner=_DcpPlanner(checkpoint), no_dist=True)
+    written = len(model) + sum(map(torch.is_tensor, chain.from_iterable(
+        known.values() for known in states.values())))
+    print_escaped(f"wrote {written} tensors of step {checkpoint.manifest['step']} to {out}")
 
 
 def _meta(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -363,42 +361,22 @@ def _dcp_group(optimizer_class: str, options: dict[str, Any], names: list[str]) 
     return {"initial_lr": options["lr"], **options, "params": names}
 
 
-class _DcpWriter(dcp.FileSystemWriter):
+class _DcpPlanner(dcp.DefaultSavePlanner):
     """
-    ## DCP's writer, with one tensor in memory at a time
-
-    Torch's own writer keeps all tensors of a file in memory until the file is complete.
+    ## DCP's planner, which hands torch's writer the values of a meta tensor when its turn comes
     """
 
-    def __init__(self, folder: Path, checkpoint: CheckpointReader):
-        super().__init__(folder)
-        self.folder = folder
+    def __init__(self, checkpoint: CheckpointReader):
+        super().__init__()
         self.checkpoint = checkpoint
-        self.tensors_written = 0
 
-    def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
-        name = "__0_0.distcp"
-        results = []
-        with open(self.folder / name, "wb") as file:
-            for item in plan.items:
-                first = file.tell()
-                if item.type == WriteItemType.BYTE_IO:
-                    file.write(planner.resolve_data(item).getbuffer())
-                else:
-                    torch.save(self._read(item.index.fqn), file)
-                    self.tensors_written += 1
-                length = file.tell() - first
-                results.append(WriteResult(item.index, length, _StorageInfo(name, first, length)))
-            file.flush()
-            os.fsync(file.fileno())
-        done: Future = Future()
-        done.set_result(results)
-        return done
-
-    def _read(self, dcp_key: str) -> torch.Tensor:
+    def resolve_data(self, write_item: WriteItem) -> Any:
         """
         #### The values of `model.NAME` or of `optim.state.NAME.KEY`
         """
+        if write_item.type == WriteItemType.BYTE_IO:
+            return super().resolve_data(write_item)
+        dcp_key = write_item.index.fqn
         if dcp_key.startswith("model."):
             return self.checkpoint.replicated(0, dcp_key.removeprefix("model."))
         name, _, key = dcp_key.removeprefix("optim.state.").rpartition(".")
@@ -432,7 +410,7 @@ def from_dcp(source: Path, folder: Path, step: int) -> None:
         reader.read_data(planner.create_local_plan(), planner).wait()
         return values
 
-    tensors: dict[str, dict[str, tuple]] = {}
+    tensors: dict[str, Like] = {}
     scalars: dict[str, dict[str, Any]] = {}
     # Each parameter before its moments, to compare shapes.
     for name, key in sorted(found, key=lambda pair: (pair[0], pair[1] != "param")):
@@ -488,7 +466,7 @@ class _DcpReader(dcp.FileSystemReader):
     The metadata names the files to read. A forged name could lead out of the folder.
     """
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> dcp.Metadata:
         with open(Path(self.path) / ".metadata", "rb") as file:
             metadata = _MetadataUnpickler(file).load()
         if not isinstance(metadata, dcp.Metadata):

@@ -73,47 +73,33 @@ shared file system. Some file systems cannot lock folders, NFS for example. The 
 warning in place of a lock.
 """
 
-import errno
 import fcntl
 import json
 import math
 import os
 import re
 import shutil
-import socket
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 
 import torch
 
-from zero3.checkpoint.tensor_files import TYPES, Broken, TensorFile, fsync_folder, type_name
+from zero3.checkpoint.tensor_files import TensorFile
 from zero3.comm.parts import WeightPart
-from zero3.guards.command_line import one_line
+from zero3.offload.tensors import TYPES, Broken, FileEntry, fsync_folder, type_name
 
 FORMAT = "zero3 checkpoint"
-# Format 1 has no pipelines.
 VERSION = 2
 MANIFEST = "manifest.json"
 # Elements that are read at once.
 PART_NUMEL = 1 << 20
-# The entries of a manifest and their types. A list has any number of such elements.
-_SCHEMA: Any = {
-    "format": str, "version": int, "step": int, "world_size": int, "versions": dict,
-    "files": [{"nbytes": int, "crc32": str}],
-    "flats": [{"layer": str, "dtype": str, "numel": int, "padding": int, "keys": dict,
-               "params": [{"names": [str], "shape": [int], "offset": int,
-                           "param_group": (int, type(None))}],
-               "states": [{"param_group": (int, type(None)), "moments": [str], "scalars": dict}]}],
-    "replicated": (list, dict), "optimizer": (dict, type(None)),
-}
-# The same for `optimizer`, unless it is `None`.
-_OPTIMIZER_SCHEMA: Any = {"class": str, "groups": [dict], "scale": dict}
 # Reading a forged or damaged file can raise each of these.
 _READ_ERRORS = (Broken, OSError, ValueError, TypeError, KeyError, IndexError, RuntimeError)
 
@@ -121,7 +107,7 @@ _READ_ERRORS = (Broken, OSError, ValueError, TypeError, KeyError, IndexError, Ru
 _LOCKED: dict[tuple[int, int], int] = {}
 
 
-def commit_checkpoint(partial: Path, manifest: dict[str, Any]) -> Path:
+def commit_checkpoint(partial: Path, manifest: Mapping[str, object]) -> Path:
     """
     ## Turn a folder of files into a checkpoint
 
@@ -170,8 +156,7 @@ def remove(checkpoint: Path) -> None:
     Rename the folder first: half of a removed checkpoint must not look like a checkpoint.
     """
     renamed = checkpoint.with_suffix(".removed")
-    if renamed.exists():
-        shutil.rmtree(renamed)
+    shutil.rmtree(renamed, ignore_errors=True)
     os.rename(checkpoint, renamed)
     shutil.rmtree(renamed)
 
@@ -182,12 +167,12 @@ def clean_up_interrupted_saves(folder: Path) -> None:
 
     Does what the table above says. Do not call it while a save into the folder is in progress.
     """
-    for path in _step_folders(folder, ".partial").values():
+    for path in steps(folder, ".partial").values():
         if (path / MANIFEST).exists():
             _rename_to_final(path)
         else:
             shutil.rmtree(path)
-    for path in _step_folders(folder, ".removed").values():
+    for path in steps(folder, ".removed").values():
         shutil.rmtree(path)
 
 
@@ -200,51 +185,26 @@ def lock_folder(folder: Path) -> None:
 
     * `folder` exists. Locking it twice has no further effect
 
-    Call it before `clean_up_interrupted_saves` and before writing anything. Raises `Broken` with
-    the process that has locked the folder, and `OSError`. Warns if the file system has no locks.
+    Call it before `clean_up_interrupted_saves` and before writing anything. Raises `Broken` if
+    another run has locked the folder. Warns if the file system cannot lock it.
     """
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    stat = os.fstat(fd)
+    stat = os.stat(folder)
     key = stat.st_dev, stat.st_ino
     if key in _LOCKED:
-        os.close(fd)
         return
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
-        raise Broken(f"{folder} is where {_lock_holder(stat)} saves its checkpoints, and two runs "
-                     "in one folder remove each other's: end that run, or choose another folder"
-                     ) from None
+        raise Broken(f"another run saves its checkpoints to {folder}, and two runs in one folder "
+                     "remove each other's: end that run, or choose another folder") from None
     except OSError as error:
-        if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP):
-            os.close(fd)
-            raise
         warnings.warn(f"{folder} cannot be locked here ({error}): make sure that no other run "
                       "saves into it", stacklevel=2)
     # Keep the descriptor open. Closing it would end the lock, and the system could give the inode
     # to another folder.
     _LOCKED[key] = fd
-
-
-def _lock_holder(stat: os.stat_result) -> str:
-    """
-    #### The process that has locked a folder, as Linux lists it
-
-    The error names this process, so that its user can end it or choose another folder.
-    """
-    device = f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x}"
-    try:
-        for line in Path("/proc/locks").read_text().splitlines():
-            _, kind, *_, pid, inode, _, _ = line.split()
-            if kind == "FLOCK" and inode == f"{device}:{stat.st_ino}":
-                raw = Path(f"/proc/{int(pid)}/cmdline").read_bytes().decode(errors="replace")
-                command = one_line(raw.replace("\0", " ").strip())
-                return f"process {pid} on {socket.gethostname()} (`{command:.80}`)"
-    except (OSError, ValueError):
-        # Another system has no such list, and the process may have ended just now.
-        pass
-    return "a process of another machine or container"
 
 
 def _drop_inherited_locks() -> None:
@@ -305,23 +265,18 @@ def newest(folder: str | Path) -> Path | None:
     A finished checkpoint without its final name wins, because it replaces all checkpoints of its
     own step and of later steps.
     """
-    unnamed = [path for path in _step_folders(Path(folder), ".partial").values()
+    unnamed = [path for path in steps(Path(folder), ".partial").values()
                if (path / MANIFEST).exists()]
     return next(reversed([*steps(Path(folder)).values(), *unnamed]), None)
 
 
-def steps(folder: Path) -> dict[int, Path]:
+def steps(folder: Path, suffix: str = "") -> dict[int, Path]:
     """
     ## The checkpoints in a folder by step, the newest last
-    """
-    return _step_folders(folder, "")
 
+    * `suffix` lists the folders with `.partial` or `.removed` in place of them
 
-def _step_folders(folder: Path, suffix: str) -> dict[int, Path]:
-    """
-    #### The folders `step-...` with this suffix, by step
-
-    Leave all other files and folders alone: they are not this library's.
+    Leaves all other files and folders alone: they are not this library's.
     """
     found = {_step_of(path): path for path in folder.glob("step-*")
              if re.fullmatch(rf"step-\d{{8,}}{re.escape(suffix)}", path.name) and path.is_dir()}
@@ -330,6 +285,72 @@ def _step_folders(folder: Path, suffix: str) -> dict[int, Path]:
 
 def _step_of(path: Path) -> int:
     return int(path.stem.removeprefix("step-"))
+
+
+# --------------------------------------------------------------------------------------- manifest
+
+
+class ParamEntry(TypedDict):
+    """
+    ## A parameter in the manifest
+    """
+
+    names: list[str]
+    shape: list[int]
+    offset: int  # in the flat parameter
+    param_group: int | None
+    part: dict[str, object] | None  # a `WeightPart`, if ranks split the parameter
+
+
+class StatesEntry(TypedDict):
+    """
+    ## The optimizer states of some parameters in the manifest
+    """
+
+    param_group: int | None
+    moments: list[str]
+    scalars: dict[str, object]
+    params: list[int] | None  # those with these states; left out, all parameters of the param group
+
+
+class FlatEntry(TypedDict):
+    """
+    ## A flat parameter in the manifest
+    """
+
+    place: int  # in the pipeline
+    layer: str
+    dtype: str  # of the shards; `keys` has those of the saved tensors
+    numel: int
+    padding: int
+    keys: dict[str, str]
+    params: list[ParamEntry]
+    states: list[StatesEntry]
+
+
+OptimizerEntry = TypedDict("OptimizerEntry", {
+    "class": str, "groups": list[dict[str, object]], "scale": dict[str, object]})
+
+
+class Manifest(TypedDict):
+    """
+    ## A manifest
+
+    `_read_manifest` compares the JSON with these types. An entry that may be `None` may be missing.
+    """
+
+    crc32: str  # of the rest
+    format: str
+    version: int
+    step: int
+    extra: object
+    world_size: int
+    places: int
+    versions: dict[str, str]
+    files: list[FileEntry]
+    flats: list[FlatEntry]
+    replicated: dict[str, int]  # the place of each tensor that every rank has whole
+    optimizer: OptimizerEntry | None
 
 
 # ------------------------------------------------------------------------------------------- read
@@ -346,7 +367,7 @@ class Param:
     # The number of its flat parameter.
     flat: int
     # From the manifest: names, shape, offset in the flat parameter, param group.
-    entry: dict[str, Any]
+    entry: ParamEntry
     # If ranks split it, all of its parts. Its names are those of the first one.
     parts: list["Param"] = field(default_factory=list)
 
@@ -359,7 +380,7 @@ class Param:
         """
         ### Which elements of the parameter these are; none, if all of them
         """
-        told = self.entry.get("part")
+        told: Any = self.entry.get("part")
         return WeightPart(**{**told, "shape": tuple(told["shape"])}) if told else None
 
     @property
@@ -406,33 +427,32 @@ class CheckpointReader:
                                        for entry in flat["params"]])
             for flat in self.flats:
                 self._check(flat)
-        except (OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError,
+                RecursionError) as error:
             raise Broken(f"{folder / MANIFEST}: {error!r}") from error
         self.by_name = {name: param for param in self.params for name in param.entry["names"]}
 
-    def _check(self, flat: dict[str, Any]) -> None:
+    def _check(self, flat: FlatEntry) -> None:
         """
         #### Check that the numbers of a flat parameter agree with each other and with its files
 
         If the manifest was forged or edited, wrong offsets would lead a read into another
         parameter, and nothing in the numbers would show it.
         """
-        shard_numel = self._shard_numel(flat)
-        shortest_bytes = min(file.nbytes for file in self.files_at(flat["place"]))
-        agreed = ["param" in flat["keys"], shard_numel >= 0, flat["padding"] >= 0]
-        for dtype in (flat["dtype"], *flat["keys"].values()):
-            agreed.append(shard_numel * TYPES[dtype].itemsize <= shortest_bytes)
-        end = 0
-        for entry in flat["params"]:
-            agreed += [bool(entry["names"]), all(size >= 0 for size in entry["shape"])]
-            # On an accelerator there may be padding between two parameters.
-            agreed.append(entry["offset"] >= end)
-            end = entry["offset"] + math.prod(entry["shape"])
-        agreed += [end == flat["numel"], (end + flat["padding"]) % self.world_size == 0]
+        groups = (self.manifest["optimizer"] or {"groups": []})["groups"]
+        ends = [0, *(entry["offset"] + math.prod(entry["shape"]) for entry in flat["params"])]
+        # On an accelerator there may be padding between two parameters.
+        good = all(entry["names"] and min(entry["shape"], default=0) >= 0 and entry["offset"] >= end
+                   and entry["param_group"] in (None, *range(len(groups)))
+                   for entry, end in zip(flat["params"], ends, strict=False))
+        whole_shards = (ends[-1] + flat["padding"]) % self.world_size == 0
+        good = good and ends[-1] == flat["numel"] and flat["padding"] >= 0 and whole_shards
         # A state that is missing here would be missing in training, too.
         moments = {key for states in flat["states"] for key in states["moments"]}
-        agreed.append({"param", *moments} == {*flat["keys"]})
-        if not all(agreed):
+        good = good and {"param", *moments} == {*flat["keys"]}
+        widest = max(TYPES[dtype].itemsize for dtype in (flat["dtype"], *flat["keys"].values()))
+        shortest_bytes = min(file.nbytes for file in self.files_at(flat["place"]))
+        if not good or self._shard_numel(flat) * widest > shortest_bytes:
             raise ValueError(f"layer `{flat['layer']}` does not add up")
 
     def files_at(self, place: int) -> list[TensorFile]:
@@ -447,7 +467,7 @@ class CheckpointReader:
         """
         return next((self.by_name[name] for name in names if name in self.by_name), None)
 
-    def _shard_numel(self, flat: dict[str, Any]) -> int:
+    def _shard_numel(self, flat: FlatEntry) -> int:
         return (flat["numel"] + flat["padding"]) // self.world_size
 
     def read(self, param: Param, key: str, begin: int, end: int) -> torch.Tensor:
@@ -484,26 +504,25 @@ class CheckpointReader:
         one row, the parts follow each other.
         """
         like: Any = parts[0].part
-        numel = like.size * like.width
         if like.rows == 1:
             found = []
             for each in parts:
-                part: Any = each.part
-                offset = part.begin * part.width
-                first = max(begin, offset) - offset
-                last = min(end, part.end * part.width) - offset
-                if first < last:
-                    found.append(self.read(each, key, first, last))
+                if begin < each.numel and end > 0:
+                    found.append(self.read(each, key, max(begin, 0), min(end, each.numel)))
+                # Count from the beginning of the next part.
+                begin -= each.numel
+                end -= each.numel
             return torch.cat(found)
-        first = begin // numel
-        last = -(-end // numel)
-        dtype = TYPES[self.flats[parts[0].flat]["keys"][key]]
-        rows = torch.empty((last - first) * numel, dtype=dtype)
+        row = like.size * like.width
+        first = begin // row
+        last = -(-end // row)
+        rows = torch.empty((last - first) * row,
+                           dtype=TYPES[self.flats[parts[0].flat]["keys"][key]])
         for each in parts:
-            part = each.part
-            own = (part.end - part.begin) * part.width
+            part: Any = each.part
+            own = each.numel // part.rows
             part.put(rows, self.read(each, key, first * own, last * own))
-        return rows[begin - first * numel : end - first * numel]
+        return rows[begin - first * row : end - first * row]
 
     def read_whole(self, param: Param, key: str = "param") -> torch.Tensor:
         """
@@ -527,29 +546,19 @@ class CheckpointReader:
             file = files[rank if rank < self.world_size else 0]
             return file.read(f"replicated.{name}").view(file.header[f"replicated.{name}"]["shape"])
 
-    def dtype_and_shape(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """
-        ### Data type and shape of such a buffer, without reading it
-        """
-        with _errors_name(f"`{name}`"):
-            first, *_ = self.files_at(self.manifest["replicated"][name])
-            entry = first.header[f"replicated.{name}"]
-            return TYPES[entry["dtype"]], tuple(entry["shape"])
-
-    def states(self, param: Param) -> dict[str, Any]:
+    def states(self, param: Param) -> StatesEntry:
         """
         ### The optimizer states of a parameter
 
         Returns the names of its `moments`, and its `scalars`: numbers such as the count of steps.
         """
         flat = self.flats[param.flat]
+        group = param.entry["param_group"]
         index = flat["params"].index(param.entry)
         for states in flat["states"]:
-            # Without an entry `params` they belong to all parameters of the param group.
-            if (states["param_group"] == param.entry["param_group"]
-                    and index in states.get("params", (index,))):
-                return states
-        return {"moments": [], "scalars": {}}
+            if states["param_group"] == group and index in (states["params"] or (index,)):
+                return {**states, "params": None}
+        return {"param_group": group, "moments": [], "scalars": {}, "params": None}
 
 
 def merge_parts(params: list[Param]) -> list[Param]:
@@ -562,17 +571,14 @@ def merge_parts(params: list[Param]) -> list[Param]:
     """
     found: dict[str, Param] = {}
     for param in params:
-        first = found.get(param.name)
-        if first is None:
-            found[param.name] = first = Param(param.flat, param.entry)
+        first = found.setdefault(param.name, Param(param.flat, param.entry))
         if param.part:
             first.parts.append(param)
     for param in found.values():
         parts: list[Any] = [each.part for each in param.parts]
         ends = [0, *(part.end for part in parts)]
-        fits = all(part.shape == parts[0].shape and part.begin == begin
-                   and math.prod(each.entry["shape"]) * part.size
-                   == math.prod(part.shape) * (part.end - part.begin)
+        fits = all(part == replace(parts[0], begin=begin, end=part.end)
+                   and each.numel * part.size == math.prod(part.shape) * (part.end - part.begin)
                    for each, part, begin in zip(param.parts, parts, ends, strict=False))
         if parts and not (fits and ends[-1] == parts[0].size):
             raise ValueError(f"the parts of `{param.name}` do not add up")
@@ -593,74 +599,67 @@ def _errors_name(part: str) -> Iterator[None]:
         raise Broken(f"{part}: {error}") from error
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def _read_manifest(path: Path) -> Manifest:
     """
     #### Read and check a manifest
 
-    The checksum finds damage. The schema finds manifests that another program wrote.
+    The checksum finds damage. The types find manifests that another program wrote.
     """
     if not path.is_file():
         raise Broken(f"{path} is missing: this is no checkpoint, nor a folder with checkpoints")
     raw = path.read_bytes()
     manifest = json.loads(raw)
     version = manifest.get("version")
-    # First of all, because a newer format may have another schema.
+    # First of all, because a newer format may have other types.
     if manifest.get("format") == FORMAT and isinstance(version, int) and version > VERSION:
         raise Broken(f"{path} is of format {version}, and this zero3 reads format {VERSION}: "
                      "install a newer zero3")
     head = _first_line(b"")
     if raw[: len(head)] != _first_line(raw[len(head) :]):
         raise Broken(f"{path} is damaged: it does not match its checksum")
-    _check_types(manifest, _SCHEMA, "the manifest")
-    used = _place_all(manifest)
+    # A checkpoint that was made from another format has no places.
+    manifest.setdefault("places", 1)
     for flat in manifest["flats"]:
-        for states in flat["states"]:
-            _check_types(states.get("params", []), [int], "the manifest, `params` of a state")
-    if manifest["optimizer"] is not None:
-        _check_types(manifest["optimizer"], _OPTIMIZER_SCHEMA, "the manifest, `optimizer`")
-    places = manifest["places"]
-    one_file_each = 0 < len(manifest["files"]) == places * manifest["world_size"]
-    known = manifest["format"] == FORMAT and version in (1, VERSION)
-    if not (known and one_file_each and all(0 <= place < places for place in (0, *used))):
+        flat.setdefault("place", 0)
+    _check_types(manifest, Manifest, "the manifest")
+    places = range(manifest["places"])
+    used = [*(flat["place"] for flat in manifest["flats"]), *manifest["replicated"].values()]
+    one_file_each = 0 < len(manifest["files"]) == len(places) * manifest["world_size"]
+    known = manifest["format"] == FORMAT and version == VERSION
+    if not (known and one_file_each and all(place in places for place in used)):
         raise ValueError("another program wrote it")
     return manifest
 
 
-def _place_all(manifest: dict[str, Any]) -> list[int]:
+def _check_types(value: Any, kind: Any, where: str) -> None:
     """
-    #### Add the places that a manifest of format 1 lacks: there everything is at place 0
-
-    Returns the places of all tensors.
-    """
-    places = manifest.setdefault("places", 1)
-    if isinstance(manifest["replicated"], list):
-        _check_types(manifest["replicated"], [str], "the manifest, `replicated`")
-        manifest["replicated"] = dict.fromkeys(manifest["replicated"], 0)
-    used = [flat.setdefault("place", 0) for flat in manifest["flats"]]
-    used += manifest["replicated"].values()
-    _check_types([places, *used], [int], "the manifest, the places")
-    return used
-
-
-def _check_types(value: Any, schema: Any, where: str) -> None:
-    """
-    #### Raise `ValueError` if a value does not have the types of the schema
+    #### Raise `ValueError` if a value does not have this type
 
     Another program may have written the manifest. After this check, the code here can rely on each
     entry.
     """
-    if isinstance(schema, dict) and isinstance(value, dict):
-        for key, each in schema.items():
-            _check_types(value.get(key), each, f"{where}, `{key}`")
-    elif isinstance(schema, list) and isinstance(value, list):
-        for i, each in enumerate(value):
-            _check_types(each, schema[0], f"{where}, {i}")
-    elif (isinstance(schema, (dict, list)) or not isinstance(value, schema)
-            or isinstance(value, bool)):
-        raise ValueError(f"{where} is {value!r:.40}, and should be {schema!r:.40}")
+    if isinstance(kind, UnionType):
+        # A type, or `None`.
+        kind = get_args(kind)[value is None]
+    hints = get_type_hints(kind) if is_typeddict(kind) else {}
+    plain = dict if hints else get_origin(kind) or kind
+    good = isinstance(value, plain) and not (plain is int and isinstance(value, bool))
+    if not good or (hints and value.keys() - hints.keys()):
+        raise ValueError(f"{where} is {value!r:.40}, and should be {kind!r:.40}")
+    for key, hint in hints.items():
+        _check_types(value.setdefault(key), hint, f"{where}, `{key}`")
+    if get_args(kind):
+        parts = value if plain is dict else dict(enumerate(value))
+        for at, each in parts.items():
+            _check_types(each, get_args(kind)[-1], f"{where}, `{at}`")
 
 
 # ------------------------------------------------------------------------------------------- JSON
+
+
+# The classes that JSON lacks, by their names there, and how to make them of lists.
+_CLASSES: dict[str, Callable[[Any], object]] = {
+    "__tuple__": tuple, "__items__": dict, "__counter__": lambda pairs: Counter(dict(pairs))}
 
 
 def encode(value: Any, where: str = "extra") -> Any:
@@ -682,17 +681,17 @@ def encode(value: Any, where: str = "extra") -> Any:
         raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         return {"__tensor__": raw.hex(), "dtype": type_name(value.dtype, where),
                 "shape": [*value.shape]}
-    if isinstance(value, list):
-        return [encode(each, f"{where}[{i}]") for i, each in enumerate(value)]
-    if isinstance(value, tuple):
-        return {"__tuple__": encode([*value], where)}
+    if isinstance(value, (list, tuple)):
+        parts = [encode(each, f"{where}[{i}]") for i, each in enumerate(value)]
+        return parts if isinstance(value, list) else {"__tuple__": parts}
     if isinstance(value, dict):
-        pairs = [(key, encode(each, f"{where}[{key!r}]")) for key, each in value.items()]
+        pairs = [(encode(key, where), encode(each, f"{where}[{key!r}]"))
+                 for key, each in value.items()]
         if isinstance(value, Counter):
-            return {"__counter__": [[encode(key, where), each] for key, each in pairs]}
+            return {"__counter__": pairs}
         if all(isinstance(key, str) and not key.startswith("__") for key in value):
             return dict(pairs)
-        return {"__items__": [[encode(key, where), each] for key, each in pairs]}
+        return {"__items__": pairs}
     raise ValueError(f"`{where}` is a {type(value).__name__}")
 
 
@@ -712,10 +711,7 @@ def decode(value: Any) -> Any:
         # `torch.frombuffer` refuses an empty buffer.
         flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
         return flat.view(value["shape"])
-    if "__tuple__" in value:
-        return tuple(decode(value["__tuple__"]))
-    if "__items__" in value:
-        return {decode(key): decode(each) for key, each in value["__items__"]}
-    if "__counter__" in value:
-        return Counter({decode(key): decode(each) for key, each in value["__counter__"]})
+    for name, make in _CLASSES.items():
+        if name in value:
+            return make(decode(value[name]))
     return {key: decode(each) for key, each in value.items()}

@@ -75,9 +75,9 @@ import os
 import random
 import shutil
 import zlib
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -91,6 +91,7 @@ from zero3.checkpoint.entries import Entries, Entry
 from zero3.checkpoint.reader import (
     MANIFEST,
     CheckpointReader,
+    OptimizerEntry,
     clean_up_interrupted_saves,
     commit_checkpoint,
     decode,
@@ -102,14 +103,14 @@ from zero3.checkpoint.reader import (
     remove,
     steps,
 )
-from zero3.checkpoint.tensor_files import Broken, Writer
 from zero3.comm.collectives import Communicator
 from zero3.guards.command_line import one_line
+from zero3.offload.tensors import Broken, FileEntry, Writer
 from zero3.sharded import comm_of
 
 
 def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *,
-         step: int, extra: Any = None, async_write: bool = False, keep: int = 2) -> "Saving":
+         step: int, extra: object = None, async_write: bool = False, keep: int = 2) -> "Saving":
     r"""
     ## Save a checkpoint
 
@@ -137,7 +138,7 @@ def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     different arguments, if another run saves to the folder, or if the previous asynchronous save
     failed and no step has raised its error yet. The older checkpoints are not touched then.
     """
-    def agreed(entries: Entries) -> dict[str, Any]:
+    def agreed(entries: Entries) -> dict[str, object]:
         found = {"folder": os.path.realpath(folder), "step": operator.index(step),
                  "keep": operator.index(keep), "async_write": bool(async_write)}
         entries.expect(step >= 0 and keep > 0, "cannot be saved", "a `step` of at least 0, and at "
@@ -152,7 +153,7 @@ def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
 
 
 def _all_here(done: str, model: nn.Module, optimizer: torch.optim.Optimizer | None,
-              agreed: Callable[[Entries], dict[str, Any]]) -> Entries:
+              agreed: Callable[[Entries], dict[str, object]]) -> Entries:
     """
     #### List the contents of a model, and compare the arguments of all ranks
 
@@ -162,7 +163,7 @@ def _all_here(done: str, model: nn.Module, optimizer: torch.optim.Optimizer | No
     All ranks must call it (all-gather of the arguments). If one rank raises, the others raise a
     `RuntimeError` with its error. Otherwise they would wait for that rank forever.
     """
-    mine: dict[str, Any] = {}
+    mine: dict[str, object] = {}
     raised: Exception | None = None
     try:
         entries = Entries(model, optimizer)
@@ -177,12 +178,34 @@ def _all_here(done: str, model: nn.Module, optimizer: torch.optim.Optimizer | No
         entries.expect(not problem, f"cannot be {done}", "valid arguments on all ranks",
                        f"an error on rank {rank}: {problem}",
                        f"look at the arguments on rank {rank}; nothing has changed")
-        for name, value in theirs.items():
-            first = every[0][1][name]
-            entries.expect(value == first, f"cannot be {done}", f"the same `{name}` on all ranks",
-                           f"{first!r} on rank {comm.ranks[0]}, {value!r} on rank {rank}",
+        for name, first in every[0][1].items():
+            entries.expect(theirs[name] == first, f"cannot be {done}",
+                           f"the same `{name}` on all ranks",
+                           f"{first!r} on rank {comm.ranks[0]}, {theirs[name]!r} on rank {rank}",
                            "call it alike on all ranks; nothing has changed")
     return entries
+
+
+@contextmanager
+def _all_or_none(entries: Entries, what: str, expected: str, cure: str) -> Iterator[None]:
+    """
+    #### Leave the block on all ranks, or raise an error on all if one of them has raised any
+
+    * `what`, `expected` and `cure` are as for `Communicator.agree`
+
+    All ranks must enter it. A rank that raised alone would leave the others waiting in the next
+    collective.
+    """
+    problem = ""
+    try:
+        yield
+    except Exception as error:
+        problem = _told(error)
+    try:
+        entries.comm.agree(entries, what, expected, problem, cure)
+    except RuntimeError as error:
+        # It tells the first error, too.
+        raise error from None
 
 
 def _told(error: Exception) -> str:
@@ -216,18 +239,23 @@ class Saving:
         self.ended = False
         self.failure: RuntimeError | None = None
 
-    def begin(self, extra: Any, async_write: bool) -> None:
+    def begin(self, extra: object, async_write: bool) -> None:
         """
         ### Reserve the disk space, and write this rank's file or start a thread that writes it
 
         Rank 0 creates the folder. Then all ranks reserve the space of their files, so that a full
         disk is an error before anything is written.
         """
-        described, options = self._on_all_ranks(lambda: self._prepare(extra))
+        with self._on_all_ranks():
+            described, options = self._prepare(extra)
         self.manifest |= self.entries.manifest(described, options)
-        listed = self.entries.entries(self.manifest)
+        # One replica writes, because the others would write the same.
+        one_writes = self.entries.comm.in_first_replica
+        listed = self.entries.entries(self.manifest) if one_writes else []
         streams = self._random_of_replicas()
-        self._on_all_ranks(lambda: self._open_file(listed, streams))
+        with self._on_all_ranks():
+            if listed:
+                self._open_file(listed, streams)
         self._fill(listed, async_write)
         if not async_write:
             self.wait()
@@ -236,7 +264,7 @@ class Saving:
         if self.entries.optimizer is not None:
             self.hook = self.entries.optimizer.register_step_pre_hook(self._end_if_done)
 
-    def _prepare(self, extra: Any) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    def _prepare(self, extra: object) -> tuple[list[dict[str, Any]], OptimizerEntry | None]:
         """
         #### Describe this rank's model and optimizer, and create the folder on rank 0
 
@@ -272,14 +300,11 @@ class Saving:
 
         * `streams` are the random number states of each replica of this shard. Each rank has its
           own, so they go into the header
-
-        One replica writes, because the others would write the same.
         """
-        if not self.entries.comm.in_first_replica:
-            return
         like = {entry.name: (entry.dtype, entry.shape) for entry in listed}
         header = {_random_key(replica): states for replica, states in enumerate(streams)}
-        path = self.partial / file_name(self.entries.file_number, self.entries.file_count)
+        count = self.manifest["places"] * self.manifest["world_size"]
+        path = self.partial / file_name(self.entries.file_number, count)
         self.writer = Writer(path, like, header)
 
     def _fill(self, listed: list[Entry], async_write: bool) -> None:
@@ -289,10 +314,6 @@ class Saving:
         An asynchronous save writes up to the last tensor from a file now, and copies the tensors
         after that.
         """
-        if self.writer is None:
-            self.written = Future()
-            self.written.set_result(("", None))
-            return
         now = len(listed)
         if async_write:
             now = 1 + max((i for i, e in enumerate(listed) if not e.in_memory), default=-1)
@@ -309,12 +330,14 @@ class Saving:
         self.written = worker.submit(self._write, copies, problem)
         worker.shutdown(wait=False)
 
-    def _write(self, copies: list[torch.Tensor], problem: str) -> tuple[str, Any]:
+    def _write(self, copies: list[torch.Tensor], problem: str) -> tuple[str, FileEntry | None]:
         """
         #### Write the copies, and force the file to disk (in a thread)
 
         Returns the problem, if there is one, and the file's entry in the manifest.
         """
+        if self.writer is None:
+            return problem, None
         try:
             with self.writer as writer:
                 while copies:
@@ -351,11 +374,14 @@ class Saving:
         if not self.ended:
             problem, file = self.written.result()
             self.ended = True
-            mine = {self.entries.file_number: file} if self.writer else {}
-            files = [item for each in self.entries.comm.gather(mine) for item in each.items()]
-            self.manifest["files"] = [each for _, each in sorted(files, key=lambda item: item[0])]
-            self._agree(problem)
-            self._on_all_ranks(self._commit)
+            every = self.entries.comm.gather((self.entries.file_number, file))
+            files = {number: each for number, each in every if each}
+            self.manifest["files"] = [files[number] for number in sorted(files)]
+            with self._on_all_ranks():
+                if problem:
+                    raise OSError(problem)
+            with self._on_all_ranks():
+                self._commit()
             # Let go of the model: `_LAST_SAVES` and the hook keep this object.
             del self.entries
         return self.partial.with_suffix("")
@@ -386,38 +412,23 @@ class Saving:
         if not self.ended:
             self.wait()
 
-    def _on_all_ranks(self, work: Callable[[], Any]) -> Any:
+    @contextmanager
+    def _on_all_ranks(self) -> Iterator[None]:
         """
-        #### Do this rank's part of the work, and go on only if it worked on all ranks
-
-        Catches every exception, because the other ranks are waiting to hear from this one.
-        """
-        result = None
-        problem = ""
-        try:
-            result = work()
-        except Exception as error:
-            problem = _told(error)
-        self._agree(problem)
-        return result
-
-    def _agree(self, problem: str) -> None:
-        """
-        #### Go on if no rank has a problem; otherwise clean up, and raise an error on all ranks
-
-        A rank that raised alone would leave the others waiting in the next collective.
+        #### Leave the block on all ranks; if one has raised, clean up, and raise an error on all
         """
         try:
-            self.entries.comm.agree(
-                self.entries, f"of step {self.step} cannot be saved to {self.folder}", "a folder "
-                "with room to write to, and an `extra` of numbers, strings, tensors, lists and "
-                "dicts", problem, "make room, or choose another folder; the older checkpoints are "
-                "not touched")
+            with _all_or_none(
+                    self.entries, f"of step {self.step} cannot be saved to {self.folder}",
+                    "a folder with room to write to, and an `extra` of numbers, strings, tensors, "
+                    "lists and dicts", "make room, or choose another folder; the older checkpoints "
+                    "are not touched"):
+                yield
         except RuntimeError as error:
             self.ended = True
             self.failure = error
             del self.entries
-            if self.writer and not self.written:
+            if not self.written:
                 # Nothing was written yet; this closes the file.
                 self._write([], "another rank's")
             if self.made_folder and not (self.partial / MANIFEST).exists():
@@ -471,27 +482,20 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
         # `CheckpointReader` has the better error message.
         path = newest(path) or path
     path = comm.gather(path)[0]
-    problem = ""
-    try:
+    with _all_or_none(entries, f"in {path} cannot be loaded", "an intact checkpoint of this model "
+                      "and optimizer", "pass the folder of another one; `python -m "
+                      "zero3.checkpoint verify` tells which ones are intact"):
         checkpoint = CheckpointReader(path)
         groups = entries.check(checkpoint, everywhere)
         _read_all(checkpoint, entries)
         extra = decode(checkpoint.manifest["extra"])
         states = _random_states_of(checkpoint, entries)
         _check_random_states(states, entries.device)
-    except Exception as error:
-        problem = _told(error)
-    comm.agree(entries, f"in {path} cannot be loaded", "an intact checkpoint of this model and "
-               "optimizer", problem, "pass the folder of another one; `python -m zero3.checkpoint "
-               "verify` tells which ones are intact")
-    try:
+    with _all_or_none(entries, f"in {path} was whole, and then was not", "files that nobody writes "
+                      "to during a load", "load it again, or another one: until then the model has "
+                      "old and new values"):
         entries.take(checkpoint, groups)
         _set_random_states(states, entries.device)
-    except Exception as error:
-        problem = _told(error)
-    comm.agree(entries, f"in {path} was whole, and then was not", "files that nobody writes to "
-               "during a load", problem, "load it again, or another one: until then the model has "
-               "old and new values")
     return extra
 
 
@@ -559,19 +563,17 @@ def _random_key(replica: int) -> str:
 
 def _check_random_states(states: dict[str, Any], device: torch.device) -> None:
     """
-    #### Make sure that the states are valid, by setting them on new generators
+    #### Make sure that the states are valid: set them, and set this process's own again
 
     Raises `Broken` if one of them is not.
     """
+    own = _random_states(device)
     try:
-        if "torch" in states:
-            torch.Generator().set_state(states["torch"])
-            random.Random().setstate(states["python"])
-            np.random.RandomState().set_state(states["numpy"])
-        if "device" in states and device.type != "cpu":
-            torch.Generator(device).set_state(states["device"])
+        _set_random_states(states, device)
     except Exception as error:
         raise Broken(f"a random number state is not valid: {error!r}") from error
+    finally:
+        _set_random_states(own, device)
 
 
 def _set_random_states(states: dict[str, Any], device: torch.device) -> None:

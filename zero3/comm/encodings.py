@@ -33,7 +33,7 @@ else; that is why the blocks are small. An element costs
 $$1 + \frac{2}{64} = 1.03 \ \text{bytes in 8 bits} \qquad
 \frac12 + \frac{2}{64} = 0.53 \ \text{bytes in 4 bits}$$
 
-Three properties matter besides the error:
+Four properties matter besides the error:
 
 * Zero stays zero, so padding stays zero.
 * An infinity or a NaN makes its whole block infinite or NaN, so an overflow is still found.
@@ -41,7 +41,11 @@ Three properties matter besides the error:
   more. That is also true if they are rounded to bf16 or fp16 in between, as long as they were bf16
   or fp16 from the start.
 
-There is one exception to the bound. A block becomes zeros if its largest number is below
+* A finite number stays finite. The largest fp16 number, 65504, over 127 is rounded up to the scale
+  516, and 127 · 516 would be infinite in fp16. So the scale is the next lower one, 512.
+
+There are two exceptions to the bound. A block near the largest number of its type, with such a
+lower scale, moves by up to $s$. A block becomes zeros if its largest number is below
 $q \cdot 2^{-126}$, which is about $10^{-36}$ in 8 bits. Its scale would be so small that bfloat16
 has fewer digits for it, and codes could exceed $q$.
 
@@ -139,9 +143,12 @@ class Int8:
         scales.copy_(largest / self.levels)
         # Below this number a bfloat16 has fewer digits, and the codes could be too large.
         scales.masked_fill_(scales < torch.finfo(scales.dtype).tiny, 0)
+        # The largest code times the scale has to be finite in the type of the rows.
+        above = scales.float() * self.levels > torch.finfo(rows.dtype).max
+        scales.view(torch.int16).sub_((above & scales.isfinite()).to(torch.int16))
         # A block of zeros has the scale 0. Dividing by infinity gives the codes 0.
         divisors = scales.float().masked_fill_(scales == 0, math.inf)
-        blocks.div_(divisors.unsqueeze(2)).round_()
+        blocks.div_(divisors.unsqueeze(2)).round_().clamp_(-self.levels, self.levels)
         return torch.cat([self._pack(flat, numel), scales.view(torch.uint8)], dim=1)
 
     @torch.no_grad()

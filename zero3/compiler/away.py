@@ -1,27 +1,36 @@
 r"""
-# States that are away
+# Optimizer states that leave for a while
 
-`StatesAway` moves the optimizer states of one layer to CPU memory and back, while the device
-computes.
+With `offload_states_bytes=`, some optimizer states rest in CPU memory during forward and backward,
+and are back for the step.
 
-`room.py` decides which layers' states leave, and when. Here they move. Take a layer with a master
-weight of 4 bytes and two moments of 4 bytes on this rank:
+A step takes the most memory where forward ends and backward begins, because all activations are
+there. The optimizer states are not used before the step. So they may leave in forward, and come
+back in backward, when activations have been freed. Take three layers a, b and c. This rank has a
+master weight of 4 bytes and two moments of 4 bytes of each, and is asked for 20 bytes. The layers
+that are stepped last leave first, because they have the most time to come back. So c and b leave:
 
-| operation | who copies | the device has | CPU memory has |
+| forward | states on the device | backward | states on the device |
 |---|---|---|---|
-| before | | 12 bytes | |
-| `offload` | the backup stream starts to | 12 | 12, not complete |
-| `vacate` | it has ended: the compute stream waits | 0 | 12 |
-| `reload` | the fetch stream starts to | 12, not complete | 12 |
-| the step | it has ended: the compute stream waits | 12 | 12, unused |
+| **`offload(c)`**, **`offload(b)`** | 36 | c goes backward | 12 |
+| a computes | 36 | b goes backward | 12 |
+| **`vacate(c)`** | 24 | **`reload(b)`** | 24 |
+| b computes | 24 | a goes backward | 24 |
+| **`vacate(b)`** | 12 | **`reload(c)`** | 36 |
+| c computes | 12 | the step | 36 |
 
-The host never waits. A copy takes
+The copies to CPU memory begin at `offload`, and each may take until its `vacate`, so they overlap
+forward. A copy back begins at `reload`, and may take until the optimizer steps that layer. A copy
+takes
 
 $$t = \frac{\text{bytes}}{\text{bandwidth to CPU memory}}$$
 
-and forward needs states gone only when memory is short, so most of $t$ overlaps computation.
+One layer's states leave for each layer that has computed. With $L$ equal layers, of $a$ bytes of
+activations and $s$ bytes of states each, of which $k < L$ leave, both together take at most
 
-**Which stream waits for which.**
+$$\max\big(a + L\,s,\; L\,a + (L - k)\,s\big) \quad \text{bytes}$$
+
+**Which stream waits for which.** The host never waits.
 
 | who | waits for | because |
 |---|---|---|
@@ -39,27 +48,31 @@ gets them back first: the step, `state_dict`, a checkpoint. Until then pieces an
 elements, as those in files. So a forward pass without backward, or an exception, leaves nothing to
 repair.
 
+The pass that puts these operations into graphs is `offload_states` in `passes.py`. It is
+DeepCompile's adaptive offloading ([paper](https://arxiv.org/abs/2504.09983)) with a number of bytes
+from the user.
+
 **Run this**: `python -m pytest tests/test_compiler_offload.py -k order`.
 
-**Not covered, and what that costs**: the CPU memory is kept from step to step, because pinned
-memory is slow to get: as many bytes as leave, until the model is dropped. A `Ledger` does not count
-it. A tensor of `optimizer.state` that the caller has kept goes on taking device memory, and is not
-the optimizer's any more when its layer has come back.
+**Not covered, and what that costs**: nobody counts activations, so nobody finds the number of bytes
+for the user. If a copy takes longer than the layers that it overlaps, the device waits for it at
+`vacate`. An evaluation moves nothing. Each micro-batch moves the states once more. The CPU memory
+is kept from step to step, because pinned memory is slow to get: as many bytes as leave, until the
+model is dropped. A `Ledger` does not count it. A tensor of `optimizer.state` that the caller has
+kept goes on taking device memory, and is not the optimizer's any more when its layer has come back.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from zero3.comm.collectives import ALIGN_BYTES
-from zero3.compiler.room import LayerBytes, Room
+from zero3.layer import Zero3Layer
 from zero3.offload.memory import pinned
+from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.optimizer.states import ShardStates
-
-# The optimizer trains with these tensors, also if a forward pass in inference mode moves them.
-PLAIN = torch.inference_mode(False)
 
 
 class StatesAway:
@@ -69,32 +82,15 @@ class StatesAway:
     Each unit of a compiled model has one.
     """
 
-    def __init__(self, layer: Any):
+    def __init__(self, layer: Zero3Layer):
         self.layer = layer
-        # "here", "leaving", "away" or "returning"
-        self.phase = "here"
-        self.parts: list[Part] = []  # none while they are here
-        self.moved: list[ShardStates] = []  # whose parts they are
+        # The last operation: "offload", "vacate" or "reload"; "" while the states are at home.
+        self.phase = ""
+        self.parts: list[Part] = []  # none while they are at home
         self.copied: Any = None  # the event after the last copy
         self.memory = torch.empty(0, dtype=torch.uint8)  # pinned, kept from step to step
 
-    @property
-    def optimizer(self) -> Any:
-        """
-        ### The optimizer of the model, if it has a `Zero3Optimizer`
-        """
-        return optimizer_of(self.layer)
-
-    @property
-    def shard_states(self) -> list[ShardStates]:
-        """
-        ### The states of this layer's shards, if they rest on the device
-        """
-        return [states for states in states_on_device(self.optimizer)
-                if states.layer is self.layer]
-
-    @PLAIN
-    def leave(self) -> None:
+    def offload(self) -> None:
         """
         ### Start to copy the states to CPU memory
 
@@ -103,55 +99,42 @@ class StatesAway:
         """
         # They may still be away, because backward never came.
         self.back()
-        self._find_parts()
-        if not self.parts:
-            return
-        comm = self.layer.comm
-        # The backup stream waits for the compute stream, where the optimizer wrote the states.
-        with comm.on(comm.backup_stream):
-            for part in self.parts:
-                part.there.copy_(part.here, non_blocking=True)
-            self._record_event()
-        self._go_on("leaving", "offload")
+        self.parts = self._find_parts()
+        if self.parts:
+            self._copy(self.layer.comm.backup_stream,
+                       [(part.there, part.here) for part in self.parts])
+            self._enter("offload")
 
-    @PLAIN
     def vacate(self) -> None:
         """
         ### Free the memory of the states on the device, once they are copied
 
         The compute stream waits for the copy, because it is the next one to use this memory.
         """
-        if self.phase != "leaving":
+        if self.phase != "offload":
             return
         self.layer.comm.current_stream().wait_event(self.copied)
         for part in self.parts:
-            part.put(part.here.new_empty(0))
             part.here = part.here.new_empty(0)
-        self._go_on("away", "vacate")
+            part.put(part.here)
+        self._enter("vacate")
 
-    @PLAIN
     def reload(self) -> None:
         """
         ### Start to copy the states back to the device
 
         Nothing happens if they have not left it.
         """
-        if self.phase == "leaving":
-            self.back()
-        if self.phase != "away":
+        if self.phase != "vacate":
             return
         for part in self.parts:
             # For the compute stream, which had the memory until now.
             part.here = torch.empty_like(part.there, device=self.layer.device)
-        comm = self.layer.comm
-        # The fetch stream waits for the compute stream: so also for the copy to CPU memory.
-        with comm.on(comm.fetch_stream):
-            for part in self.parts:
-                part.here.copy_(part.there, non_blocking=True)
-            self._record_event()
-        self._go_on("returning", "reload")
+        self._copy(self.layer.comm.fetch_stream, [(part.here, part.there) for part in self.parts])
+        self._enter("reload")
 
-    @PLAIN
+    # The optimizer trains with these tensors, also if somebody looks at them in inference mode.
+    @torch.inference_mode(False)
     def back(self) -> None:
         """
         ### Have the states on the device, wherever they are
@@ -159,17 +142,14 @@ class StatesAway:
         The compute stream waits for the copy under way. `ShardStates` calls it before anybody reads
         or writes its states.
         """
-        if self.phase == "away":
-            self.reload()
-        if self.phase == "here":
+        self.reload()
+        if not self.phase:
             return
         self.layer.comm.current_stream().wait_event(self.copied)
-        if self.phase == "returning":
+        if self.phase == "reload":
             for part in self.parts:
                 part.put(part.here)
-        for states in self.moved:
-            states.away = None
-        self.phase = "here"
+        self.phase = ""
         self.parts = []
 
     def held_tensors(self) -> Iterator[torch.Tensor]:
@@ -181,72 +161,55 @@ class StatesAway:
         for part in self.parts:
             yield part.here
 
-    def _find_parts(self) -> None:
+    def _find_parts(self) -> "list[Part]":
         """
-        #### Find the states that can leave, and a place in CPU memory for each
-        """
-        self.parts = []
-        offset = 0
-        found = [*self._states()]
-        self._take_memory()
-        for here, put in found:
-            there = self.memory[offset : offset + here.nbytes].view(here.dtype)
-            self.parts.append(Part(here, there, put))
-            offset += aligned(here.nbytes)
-        self.moved = self.shard_states if found else []
-        for states in self.moved:
-            states.away = self
+        #### The states that can leave, each with its place in CPU memory
 
-    def _states(self) -> Iterator[tuple[torch.Tensor, Callable[[torch.Tensor], None]]]:
+        That memory is taken once, also for moments that the first step has not made yet. To get
+        more of it later, the host would have to wait for the device.
         """
-        #### The masters and the moments of this layer
-
-        Yields each tensor, and a function that puts another one in its place. A shard that is its
-        own master stays, because the layer is gathered from it. So do the counters of steps.
-        """
-        for states in self.shard_states:
-            if not states.shard_is_master:
-                yield states.master, states.put_master
-            for piece in states.pieces:
-                known = self.optimizer.state.get(piece.param, {})
-                for name in self.optimizer.moments:
-                    moment = known.get(name)
-                    if isinstance(moment, torch.Tensor) and moment.numel():
-                        yield moment, Place(known, name)
-
-    def _take_memory(self) -> None:
-        """
-        #### Take pinned CPU memory for master and moments, once
-
-        Also for moments that the first step has not made yet: to get other memory later, the host
-        would have to wait for the device.
-        """
+        optimizer = optimizer_on_device(self.layer)
+        if optimizer is None:
+            return []
+        found = []
         nbytes = 0
-        for states in self.shard_states:
-            itemsize = states.master_dtype.itemsize
-            if not states.shard_is_master:
-                nbytes += aligned(len(states.shard) * itemsize)
-            for piece in states.pieces:
-                numel = piece.where.stop - piece.where.start
-                nbytes += len(self.optimizer.moments) * aligned(numel * itemsize)
+        for states in optimizer.shard_states:
+            if states.layer is self.layer:
+                states.away = self
+                found += [*movable(states, optimizer)]
+                nbytes += movable_bytes(states, optimizer)
         if len(self.memory) < nbytes:
             device = self.layer.device
             # A CPU copies from any memory.
             self.memory = (torch.empty(nbytes, dtype=torch.uint8) if device.type == "cpu"
                            else pinned(device, nbytes))
+        # Wide elements first, so each tensor begins at a multiple of its element's size.
+        found.sort(key=lambda each: -each[0].itemsize)
+        sizes = [here.nbytes for here, _ in found]
+        places = self.memory[: sum(sizes)].split(sizes)
+        return [Part(here, place.view(here.dtype), put)
+                for (here, put), place in zip(found, places, strict=True)]
 
-    def _record_event(self) -> None:
-        self.copied = self.layer.comm.event()
-        self.copied.record()
+    def _copy(self, stream: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """
+        #### Start copies on a stream, after it has waited for the compute stream
 
-    def _go_on(self, phase: str, event: str) -> None:
+        * `pairs` are the tensors to write to, each with the one to read
+        """
+        with self.layer.comm.on(stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            self.copied = self.layer.comm.event()
+            self.copied.record()
+
+    def _enter(self, phase: str) -> None:
         """
         #### Enter a phase, and tell the listener
         """
         self.phase = phase
         nbytes = sum(part.there.nbytes for part in self.parts)
-        self.layer.listener.record(self.layer, event, nbytes,
-                                   tier="cpu" if event == "offload" else "device")
+        self.layer.listener.record(self.layer, phase, nbytes,
+                                   tier="cpu" if phase == "offload" else "device")
 
 
 @dataclass
@@ -260,84 +223,61 @@ class Part:
     put: Callable[[torch.Tensor], None]  # gives the optimizer a tensor in its place
 
 
-class Place:
+# ------------------------------------------------------------------------- the states of a layer
+
+
+def optimizer_on_device(layer: Zero3Layer) -> Zero3Optimizer | None:
     """
-    ## The place of a moment in the optimizer's state
+    ## The `Zero3Optimizer` that steps a layer, if its states rest on the device; or `None`
     """
-
-    def __init__(self, known: dict[str, Any], name: str):
-        self.known = known
-        self.name = name
-
-    def __call__(self, tensor: torch.Tensor) -> None:
-        self.known[self.name] = tensor
+    bucket: Any = layer.reducer
+    optimizer: Zero3Optimizer | None = bucket.optimizer and bucket.optimizer()
+    on_device = optimizer is not None and optimizer.offload.tier == "device"
+    return optimizer if on_device else None
 
 
-def aligned(nbytes: int) -> int:
+def movable(states: ShardStates, optimizer: Zero3Optimizer
+            ) -> Iterator[tuple[torch.Tensor, Callable[[torch.Tensor], None]]]:
     """
-    ## The next number of bytes after which another tensor may begin
+    ## The master and the moments of a shard
+
+    Yields each tensor, and a function that puts another one in its place. A shard that is its own
+    master stays, because the layer is gathered from it. So do the counters of steps.
     """
-    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+    if not states.shard_is_master:
+        yield states.master, states.put_master
+    for piece in states.pieces:
+        known = optimizer.state.get(piece.param, {})
+        for name in optimizer.moments:
+            if isinstance(known.get(name), torch.Tensor) and known[name].numel():
+                yield known[name], partial(known.__setitem__, name)
 
 
-# ------------------------------------------------------------------- what a step of layers takes
-
-
-def optimizer_of(layer: Any) -> Any:
+def movable_bytes(states: ShardStates, optimizer: Zero3Optimizer) -> int:
     """
-    ## The `Zero3Optimizer` that steps a layer, or `None`
+    ## The bytes of these tensors, when the first step has made the moments
     """
-    found = layer.reducer.optimizer
-    return found() if found is not None else None
+    copies = len(optimizer.moments) + (not states.shard_is_master)
+    return copies * len(states.shard) * states.master_dtype.itemsize
 
 
-def states_on_device(optimizer: Any) -> list[ShardStates]:
+def leaving(layers: dict[str, Zero3Layer], nbytes: int) -> list[str]:
     """
-    ## The states that rest on the device, of all layers, in the order of the step
-    """
-    if optimizer is None or optimizer.offload.tier != "device":
-        return []
-    return optimizer.shard_states
-
-
-def room_for(layers: dict[str, Any], limit_bytes: int) -> Room:
-    """
-    ## What a step of these layers takes on the device, and the limit
+    ## The layers whose states leave, in the order in which they do
 
     * `layers` are those of a compiled model, by their names
+
+    As many as have `nbytes` together; all of them if they have less. The one that is stepped last
+    is the first.
     """
-    first: Any = next(iter(layers.values()))
-    optimizer = optimizer_of(first)
-    found = states_on_device(optimizer)
-    places = [states.layer for states in found]
-    # In the order of the step.
-    names = sorted(layers, key=lambda name: (places.index(layers[name])
-                                             if layers[name] in places else len(places)))
-    states_of = {name: [states for states in found if states.layer is layers[name]]
-                 for name in names}
-    of_layers = {name: layer_bytes(layers[name], states_of[name], optimizer) for name in names}
-    rest_bytes = sum(flat.storage.rest_bytes for layer in layers.values() for flat in layer.flats
-                     if flat.storage.tier == "device")
-    rest_bytes += sum(len(states.shard) * states.grad_dtype.itemsize for states in found)
-    # Where the step widens the gradient of one shard after the other.
-    widened = [len(states.shard) * states.master_dtype.itemsize for states in found
-               if states.grad_dtype != states.master_dtype]
-    return Room(of_layers, rest_bytes, max(widened, default=0), limit_bytes)
-
-
-def layer_bytes(layer: Any, found: list[ShardStates], optimizer: Any) -> LayerBytes:
-    """
-    ## What a layer takes on the device in a step
-
-    * `found` are its states
-
-    Moments count before the first step has made them.
-    """
-    gradient = sum(len(flat.full) * flat.shard.grad_dtype.itemsize for flat in layer.flats
-                   if flat.shard.requires_grad)
-    states = 0
-    for each in found:
-        copies = len(optimizer.moments) + (not each.shard_is_master)
-        states += len(each.shard) * each.master_dtype.itemsize * copies
-    return LayerBytes(sum(flat.full.nbytes for flat in layer.flats), gradient,
-                      gradient // layer.comm.world_size, states)
+    names = {layer: name for name, layer in layers.items()}
+    optimizer = optimizer_on_device(next(iter(names)))
+    found: dict[str, None] = {}
+    if optimizer is None:
+        return []
+    for states in reversed(optimizer.shard_states):
+        own_bytes = movable_bytes(states, optimizer)
+        if nbytes > 0 and own_bytes and states.layer in names:
+            found[names[states.layer]] = None
+            nbytes -= own_bytes
+    return [*found]

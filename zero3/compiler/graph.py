@@ -58,11 +58,15 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from zero3.compiler.away import StatesAway
+
 
 class GraphLayer(Protocol):
     """
     ## A layer, as far as a graph has to know it
     """
+
+    away: StatesAway
 
     def gather(self, others: list["GraphLayer"]) -> None: ...
     def wait(self) -> list[torch.Tensor]: ...
@@ -70,11 +74,8 @@ class GraphLayer(Protocol):
     def collect(self, place: int, grad: torch.Tensor) -> None: ...
     def begin_reduce(self, others: list["GraphLayer"]) -> None: ...
     def finish_reduce(self) -> None: ...
-    def versions(self) -> list[int]: ...
+    def shard_versions(self) -> tuple[int, ...]: ...
     def refuse_old(self, versions: list[int]) -> None: ...
-    def offload_states(self) -> None: ...
-    def vacate_states(self) -> None: ...
-    def reload_states(self) -> None: ...
 
 
 # ---------------------------------------------------------------------------------- operations
@@ -147,7 +148,8 @@ def remember(*layers: Reference) -> torch.Tensor:
     """
     ## How often the shards have been written to, for the backward pass: int64, CPU
     """
-    return torch.tensor([n for layer in layers for n in layer().versions()], dtype=torch.int64)
+    counts = [count for layer in layers for count in layer().shard_versions()]
+    return torch.tensor(counts, dtype=torch.int64)
 
 
 def refuse_old(versions: torch.Tensor, *layers: Reference) -> None:
@@ -158,25 +160,23 @@ def refuse_old(versions: torch.Tensor, *layers: Reference) -> None:
 
     Backward gathers the weights once more, so it would compute with the new ones.
     """
-    left = versions.tolist()
+    counts = iter(versions.tolist())
     for layer in layers:
-        count = len(layer().versions())
-        layer().refuse_old(left[:count])
-        left = left[count:]
+        layer().refuse_old([next(counts) for _ in layer().shard_versions()])
 
 
 def offload(layer: Reference) -> None:
     """
     ## Start to copy the optimizer states of a layer to CPU memory, and return at once
     """
-    layer().offload_states()
+    layer().away.offload()
 
 
 def vacate(layer: Reference) -> None:
     """
     ## Wait for that copy, and free the memory of the states on the device
     """
-    layer().vacate_states()
+    layer().away.vacate()
 
 
 def reload(layer: Reference) -> None:
@@ -185,7 +185,7 @@ def reload(layer: Reference) -> None:
 
     The optimizer waits for the copy when it steps the layer.
     """
-    layer().reload_states()
+    layer().away.reload()
 
 
 OPERATIONS = (parameter, gather, wait, release, collect, reduce, finish, remember, refuse_old,

@@ -70,11 +70,10 @@ from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.utils import counters
 
 from zero3.comm.collectives import Communicator
-from zero3.compiler.away import StatesAway, optimizer_of, room_for
+from zero3.compiler.away import StatesAway, leaving
 from zero3.compiler.engines import Eager, Inductor
 from zero3.compiler.graph import find, full_numel, gather, layers_of, picture, reduce
-from zero3.compiler.passes import gathered, improve
-from zero3.compiler.room import Room, held_bytes, offload_states
+from zero3.compiler.passes import gathered, improve, offload_states
 from zero3.compiler.trace import Backend, Graphs, Place
 from zero3.flat import FlatParameter, Slot
 from zero3.guards.command_line import Parser, within
@@ -274,36 +273,12 @@ class CompiledUnit(Unit):
         """
         self.reducer.finish(self)
 
-    def offload_states(self) -> None:
-        """
-        ### Start to copy the optimizer states to CPU memory
-        """
-        self.away.leave()
-
-    def vacate_states(self) -> None:
-        """
-        ### Free the optimizer states on the device
-        """
-        self.away.vacate()
-
-    def reload_states(self) -> None:
-        """
-        ### Start to copy the optimizer states back
-        """
-        self.away.reload()
-
     def held_tensors(self) -> Iterator[torch.Tensor | None]:
         """
         ### Memory that it holds, for a `Ledger`: states on their way back too
         """
         yield from super().held_tensors()
         yield from self.away.held_tensors()
-
-    def versions(self) -> list[int]:
-        """
-        ### How often each shard has been written to
-        """
-        return [*self.shard_versions()]
 
     def refuse_old(self, versions: list[int]) -> None:
         """
@@ -405,13 +380,6 @@ class CompiledModel(Zero3Model):
     """
 
     unit_class = CompiledUnit
-    bucket_bytes = 0
-    bucket_numel = 0
-    unit_bytes = 0
-    limit_numel = 0
-    limit_bytes: int | None = None
-    # What a step takes of the device, if there is a limit, as of the last compilation.
-    room: Room | None = None
     run: Callable[..., Any]
 
     def __init__(self, *args: Any, bucket_bytes: int, unit_bytes: int, limit_numel: int | None,
@@ -429,6 +397,8 @@ class CompiledModel(Zero3Model):
         self.unit_bytes = unit_bytes
         self.has_limit = limit_numel is not None
         self.limit_numel = limit_numel or 0
+        # Layers whose optimizer states leave for a while, as of the last compilation.
+        self.leaving: list[str] = []
         super().__init__(*args)
 
     def layers_together(self, places: list[LayerPlace], rest_numel: int
@@ -458,7 +428,7 @@ class CompiledModel(Zero3Model):
             # Ranks may compute other parts of a leaf, which would be other graphs.
             unit.untraceable = unit.leaf and not self.is_chain
 
-    def plan(self, backend: str, limit_bytes: int | None) -> None:
+    def plan(self, backend: str, offload_states_bytes: int) -> None:
         """
         ### Choose how to compile
 
@@ -468,14 +438,18 @@ class CompiledModel(Zero3Model):
         layers |= {unit.title: unit for unit in self.units[1:]}
         self.numel = {name: unit.numel for name, unit in layers.items()}
         itemsize = max(flat.full.itemsize for unit in self.units for flat in unit.flats)
-        if can_share(self.comm):
-            self.bucket_numel = self.bucket_bytes // itemsize
+        self.bucket_numel = self.bucket_bytes // itemsize if can_share(self.comm) else 0
         largest_numel = max(unit.numel for unit in self.units[1:])
         # A layer and the next one; or a bucket that is packed, its layers, and the next bucket.
         room_numel = max(2 * largest_numel, 3 * self.bucket_numel)
         if not self.has_limit:
             self.limit_numel = self.numel["root"] + room_numel
-        self.limit_bytes = self._limit_of_device(limit_bytes)
+        on_cpu = self.units[0].device.type == "cpu"
+        if offload_states_bytes and on_cpu:
+            warnings.warn(f"rank {self.comm.global_rank}: `offload_states_bytes` does nothing on "
+                          "the CPU, because optimizer states that leave the device would stay in "
+                          "the same memory. What to do: nothing, or leave it out.", stacklevel=3)
+        self.offload_states_bytes = 0 if on_cpu else offload_states_bytes
         self.told: set[str] = set()
         self.earlier_breaks = breaks()
         self.engine = engine_named(backend, self.comm, self.units[0].device)(layers)
@@ -492,31 +466,17 @@ class CompiledModel(Zero3Model):
         layers = self.engine.layers
         places = {id(slot.param): Place(name, i, unit.full_name(slot.names[0]))
                   for name, unit in layers.items() for i, slot in enumerate(unit.slots())}
-        # With a limit of bytes, each shape has graphs of its own, because it takes other bytes.
-        dynamic = None if self.limit_bytes is None else False
-        self.run = torch.compile(self.module.__call__, dynamic=dynamic,
+        self.run = torch.compile(self.module.__call__,
                                  backend=Backend(places, self._lower, self.engine))
-
-    def _limit_of_device(self, limit_bytes: int | None) -> int | None:
-        """
-        #### The limit of bytes, if the device has memory of its own
-        """
-        if limit_bytes is None or has_own_memory(self.units[0].device):
-            return limit_bytes
-        warnings.warn(f"rank {self.comm.global_rank}: `limit_bytes` does nothing on the CPU, "
-                      "because optimizer states that leave the device would stay in the same "
-                      "memory. What to do: nothing, or leave it out.", stacklevel=4)
-        return None
 
     def _follow_optimizer(self) -> None:
         """
-        #### Compile again if the states of the optimizer take other bytes than before
+        #### Compile again if the states of other layers have to leave than before
         """
-        if self.limit_bytes is not None:
-            room = room_for(self.engine.layers, self.limit_bytes)
-            if self.room not in (None, room):
-                self._compile()
-            self.room = room
+        now = leaving(self.engine.layers, self.offload_states_bytes)
+        if now != self.leaving:
+            self.leaving = now
+            self._compile()
 
     def _lower(self, graphs: Graphs) -> None:
         """
@@ -527,50 +487,13 @@ class CompiledModel(Zero3Model):
                                      self.bucket_numel)
         graphs.steps += steps
         self._check_limit(graphs)
-        if self.room is not None:
-            self._offload(graphs, self.room)
+        # If Dynamo has ended a graph early, each graph moves the states of its own layers.
+        here = gathered(graphs.forward)
+        moving = [layer for layer in self.leaving if layer in here]
+        if moving and graphs.backward is not None:
+            pair = offload_states(graphs.forward, graphs.backward, moving)
+            graphs.steps.append(("offload", *pair))
         self.graphs.append(graphs)
-
-    def _check_counted(self) -> None:
-        """
-        #### Refuse a limit of bytes if layers have run without a graph
-
-        Dynamo runs code as it is if it has compiled it too often.
-        """
-        without = [unit.label for unit in self.units if unit.by_hooks]
-        self.expect(self.limit_bytes is None or not without, "cannot count bytes", "layers that "
-                    "are in a graph, as `limit_bytes` demands", f"{without} with hooks", "raise "
-                    "`torch._dynamo.config.recompile_limit`, or leave `limit_bytes` out")
-
-    def _offload(self, graphs: Graphs, room: Room) -> None:
-        """
-        #### Have optimizer states leave the device while memory is short
-
-        Refuse what would make the count of bytes wrong, and a limit that cannot be kept.
-        """
-        trains = graphs.backward is not None
-        found = sorted(gathered(graphs.forward))
-        known = sorted(name for name, numel in self.numel.items() if numel)
-        self.expect(found == known, "cannot count bytes", "one graph of all layers, because "
-                    "`limit_bytes` is for all of them together", f"a graph of {found}; the layers "
-                    f"are {known}", "let Dynamo trace the model as a whole, which `report()` "
-                    "without `limit_bytes` helps with, or leave `limit_bytes` out")
-        has_optimizer = optimizer_of(self.units[0]) is not None
-        self.expect(not trains or has_optimizer, "cannot count bytes", "a `Zero3Optimizer`, whose "
-                    "states `limit_bytes` counts", "none", "build it before the first forward "
-                    "pass, or leave `limit_bytes` out")
-        pair = offload_states(graphs.forward, graphs.backward, graphs.kept, room)
-        graphs.steps.append(("offload", *pair))
-        held = held_bytes([graph for graph in pair if graph is not None], graphs.kept, room)
-        held_most = max(max(column) for column in held)
-        most = max(room.step_bytes if trains else 0, held_most)
-        states_bytes = sum(each.states for each in room.layers.values())
-        self.expect(most <= room.limit_bytes, "does not fit", f"at most {room.limit_bytes:,} "
-                    f"bytes on the device, as `limit_bytes` says", f"{most:,}: "
-                    f"{held_most:,} during an operation of this graph, "
-                    f"although states leave; {room.step_bytes:,} in the optimizer's step, "
-                    f"{states_bytes:,} of them its states", "raise the limit, take more ranks or "
-                    "smaller batches, or pass `offload=\"cpu\"` to the optimizer")
 
     def _check_limit(self, graphs: Graphs) -> None:
         """
@@ -601,7 +524,6 @@ class CompiledModel(Zero3Model):
             # If graphs end early, each layer has graphs of the same code.
             with dynamo.patch(recompile_limit=8 + 2 * len(self.units)):
                 output = self.run(*args, **kwargs)
-            self._check_counted()
             self._warn_of_breaks()
             return output
         except BaseException:
@@ -675,13 +597,6 @@ class CompiledModel(Zero3Model):
         return "\n".join([*lines, *self._reasons()])
 
 
-def has_own_memory(device: torch.device) -> bool:
-    """
-    ## Whether a device has memory besides that of the CPU
-    """
-    return device.type != "cpu"
-
-
 def breaks() -> dict[str, int]:
     """
     ## How often Dynamo has ended a graph in this process, by its reason
@@ -709,7 +624,7 @@ def engine_named(name: str, comm: Communicator, device: torch.device) -> type[Ea
 
 def compile(model: nn.Module, layer_classes: Classes | None = None, *, backend: str = "inductor",
             limit_numel: int | None = None, bucket_bytes: int = 1 << 20, unit_bytes: int = 0,
-            limit_bytes: int | None = None, **options: Any) -> CompiledModel:
+            offload_states_bytes: int = 0, **options: Any) -> CompiledModel:
     """
     ## Shard a model in place, and compile its step
 
@@ -730,22 +645,22 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *, backend: 
     * `unit_bytes` of layers that follow each other share a unit, and with it a shard, which costs
       less than sharing a bucket (see `together.py`). The fused loop of AdamW rounds the last
       elements of a shard in another way, so the last place may differ
-    * `limit_bytes` is how many bytes model, optimizer and activations may take on an accelerator.
-      If a step would take more, optimizer states rest in CPU memory meanwhile (`room.py`). It
-      demands a `Zero3Optimizer` that is built before the first step, and a model that is traced
-      into one graph. Left out, states stay. On the CPU it does nothing
+    * `offload_states_bytes` of optimizer states, rounded up to those of whole layers, rest in CPU
+      memory while forward ends and backward begins (see `away.py`). These are states of a
+      `Zero3Optimizer` on an accelerator. On the CPU it does nothing
     * `options` are further ones of `wrap`: `leaf_classes`, `offload`, `device`, `seed`, `init`,
       `checkpoint`, `mesh`
 
     Raises `ValueError` for impossible arguments, `TypeError` for an option of `wrap` that is for
-    hooks, and otherwise as `wrap`. The first forward pass raises an error if `limit_numel` or
-    `limit_bytes` is too low. [DeepCompile](https://arxiv.org/abs/2504.09983), section 4;
+    hooks, and otherwise as `wrap`. The first forward pass raises an error if `limit_numel` is too
+    low. [DeepCompile](https://arxiv.org/abs/2504.09983), section 4;
     [SimpleFSDP](https://arxiv.org/abs/2411.00284), section 3. Keeps I1 to I9, with `limit_numel` in
     place of I3, and fewer gathers than I4 says.
     """
     for name, value, least in (("limit_numel", limit_numel, 1), ("bucket_bytes", bucket_bytes, 0),
-                               ("unit_bytes", unit_bytes, 0), ("limit_bytes", limit_bytes, 1)):
-        left_out = value is None and name in ("limit_numel", "limit_bytes")
+                               ("unit_bytes", unit_bytes, 0),
+                               ("offload_states_bytes", offload_states_bytes, 0)):
+        left_out = value is None and name == "limit_numel"
         expect(left_out or whole(value, least), f"compile: `{name}`",
                f"a whole number of at least {least}", repr(value), "pass such a number")
     for name in options:
@@ -761,7 +676,7 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *, backend: 
                    limit_numel=limit_numel, is_chain=layer_classes is None)
     compiled: Any = wrap(model, layer_classes or (), max_live_numel=limit_numel, kind=kind,
                          **options)
-    compiled.plan(backend, limit_bytes)
+    compiled.plan(backend, offload_states_bytes)
     return compiled
 
 

@@ -32,7 +32,7 @@ gradient, there are five, because backward does not read the weights of a.
 | `bucket` | one all-gather for several small layers, and one reduce-scatter | bucketing |
 | `prefetch` | gathers earlier | proactive prefetching |
 | `sink` | waits for a reduce later | reordering |
-| `offload_states`, in `room.py` | has optimizer states leave | adaptive offloading |
+| `offload_states` | has optimizer states leave for a while (see `away.py`) | adaptive offloading |
 
 The papers are [DeepCompile](https://arxiv.org/abs/2504.09983) and
 [SimpleFSDP](https://arxiv.org/abs/2411.00284).
@@ -58,10 +58,13 @@ from zero3.compiler.graph import (
     gather,
     is_view,
     layers_of,
+    offload,
     parameter,
     readers,
     reduce,
     release,
+    reload,
+    vacate,
     wait,
 )
 
@@ -312,3 +315,43 @@ def sink(graph: fx.Graph) -> fx.Graph:
         else:
             later = node
     return graph
+
+
+# ------------------------------------------------------------------------------ optimizer states
+
+
+def offload_states(forward: fx.Graph, backward: fx.Graph, layers: list[str]
+                   ) -> tuple[fx.Graph, fx.Graph]:
+    """
+    ## Have the optimizer states of some layers rest in CPU memory between forward and backward
+
+    * `forward` and `backward` have their communication already
+    * `layers` leave in this order, and come back in the reverse one. `forward` gathers each of them
+
+    The copies begin with forward. Whenever a layer of the model has computed, one more of `layers`
+    is vacated. In backward, one of them comes back for each of the last layers that have computed.
+    """
+    forward = copied(forward)
+    backward = copied(backward)
+    first = next(node for node in forward.nodes if node.op != "placeholder")
+    with forward.inserting_before(first):
+        for layer in layers:
+            forward.call_function(offload, (layer,))
+    for layer, end in zip(layers, _ends_of_layers(forward), strict=False):
+        with forward.inserting_before(end):
+            forward.call_function(vacate, (layer,))
+    ends = _ends_of_layers(backward)
+    for i, layer in enumerate(reversed(layers), len(ends) - len(layers)):
+        # Backward may wait for fewer layers than forward, because it reads the weights of fewer.
+        with backward.inserting_before(ends[max(i, 0)]):
+            backward.call_function(reload, (layer,))
+    return forward, backward
+
+
+def _ends_of_layers(graph: fx.Graph) -> list[fx.Node]:
+    """
+    #### The operations before which a layer has computed: the next `wait`, and the last operation
+
+    Regions end there, so Inductor compiles the same ones as without the pass.
+    """
+    return [*find(graph, wait)[1:], [*graph.nodes][-1]]

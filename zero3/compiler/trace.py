@@ -73,7 +73,6 @@ class Place(NamedTuple):
     name: str
 
 
-
 class Graphs:
     """
     ## What has been made of one traced graph
@@ -83,7 +82,7 @@ class Graphs:
     """
 
     def __init__(self, number: str, broken: str):
-        self.number = number  # of the frame of Python code, and how often that was compiled
+        self.number = number  # of the frame of Python code, and how often that was compiled: "0/1"
         self.broken = broken  # why the trace ended before the model did, or empty
         self.steps: list[tuple[str, fx.Graph, fx.Graph | None]] = []
         self.kept: list[str] = []  # layers that stay whole from forward to backward
@@ -95,7 +94,6 @@ class Graphs:
     @property
     def backward(self) -> fx.Graph | None:
         return self.steps[-1][2]
-
 
     def line(self, numel: dict[str, int]) -> str:
         """
@@ -151,7 +149,8 @@ class Backend:
         places = [self.places.get(id(each)) for each in inputs]
         guard_parameters(traced.graph, places)
         refuse_views(traced.graph, places)
-        graphs = Graphs(_number(), _broken(traced))
+        number = str(torch._guards.CompileContext.current_compile_id())
+        graphs = Graphs(number, _broken(traced))
 
         def partition(joint: fx.GraphModule, *args: Any, num_fwd_outputs: int, **kwargs: Any):
             forward, backward = self.engine.partition(
@@ -186,13 +185,6 @@ class Backend:
         return _without_parameters(run, inputs, places)
 
 
-def _number() -> str:
-    """
-    #### The number of the frame that Dynamo compiles, and how often it has compiled that, "0/1"
-    """
-    return str(torch._guards.CompileContext.current_compile_id())
-
-
 def _broken(traced: fx.GraphModule) -> str:
     """
     #### Why a trace ended before the end of the code, or an empty string
@@ -217,12 +209,11 @@ def _without_parameters(run: Callable, inputs: Sequence[Any], places: list[Place
     traced = [id(each) for each in inputs]
 
     def call(*args: Any) -> Any:
-        passed = []
-        for arg, other, number in zip(args, in_place, traced, strict=True):
-            # `guard_parameters` sees to it. Otherwise other weights would be used in silence.
-            assert other is None or id(arg) == number
-            passed.append(arg if other is None else other)
-        return run(*passed)
+        # `guard_parameters` sees to it. Otherwise other weights would be used in silence.
+        assert all(other is None or id(arg) == number
+                   for arg, other, number in zip(args, in_place, traced, strict=True))
+        return run(*(arg if other is None else other
+                     for arg, other in zip(args, in_place, strict=True)))
 
     return call
 

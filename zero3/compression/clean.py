@@ -4,10 +4,15 @@ r"""
 `clean` makes compression permanent. Pruned rows and heads disappear from the shapes, and weights
 are stored in their bits.
 
+    from zero3.compression import clean, compress, read, write
+
     plain = [Block() for _ in range(4)]
     compress(plain, rules)              # the same rules
     clean(plain, trained=model)         # with the weights of the sharded model
     write(plain, "small.safetensors")
+
+    small = [Block() for _ in range(4)]
+    read(small, "small.safetensors")    # cleaned, too
 
 Until then nothing is smaller. A pruned row is a row of zeros, and its zeros are multiplied by the
 next layer. **Take two layers of 4 by 4**, and prune two rows of the first. Two outputs are always
@@ -27,6 +32,9 @@ multiplied as if it were full.
 | row | rows, and elements of the bias | columns |
 | channel, head | columns | rows, and elements of the bias |
 
+Layers that keep their weight transposed have rows and columns the other way round, see `axes` in
+`weights.py`.
+
 Without `follows` the zeros stay. Rows may go if zero stays zero on the way to the next layer, as it
 does in a ReLU, a GELU or a dropout, and not in a sigmoid or a norm. Columns may always go.
 
@@ -42,28 +50,37 @@ then multiplied as floats.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils.flop_counter import FlopCounterMode
 
 from zero3.compression.compress import named_modules
-from zero3.compression.freeing import drop_hooks
+from zero3.compression.freeing import Compressed, drop_hooks
 from zero3.compression.stored import Stored
-from zero3.compression.weights import PrunedElements, PrunedFours, PrunedParts, Quantised
+from zero3.compression.weights import (
+    Method,
+    PrunedElements,
+    PrunedFours,
+    PrunedParts,
+    Quantised,
+    axes,
+)
 from zero3.guards.options import expect
+from zero3.offload.tensors import save_tensors
 from zero3.optimizer.stage3 import plain_paths
 from zero3.sharded import ShardedModel, comm_of
 
-# The attributes of modules that repeat the shape of the weight.
-_ROWS = ("out_features", "out_channels")
-_COLUMNS = ("in_features", "in_channels")
+# The attributes of modules that repeat the number of outputs, and of inputs.
+_SIZES = (("out_features", "out_channels", "nf", "embedding_dim"),
+          ("in_features", "in_channels", "nx", "num_embeddings"))
 
 
 @torch.no_grad()
@@ -75,16 +92,16 @@ def clean(model: nn.Module | Iterable[nn.Module], trained: ShardedModel | None =
     * `trained` is a sharded model that was compressed by the same rules. Its weights, steps and
       thresholds are taken over first (all-gather; all ranks call it)
 
-    Raises `ValueError` if nothing is compressed, if a layer in `follows` does not exist or has
-    another shape, or if columns are removed from the middle of a group of a scale.
+    Raises `ValueError` if nothing is compressed or the model is clean already, if a layer in
+    `follows` does not exist or has another shape, or if columns are removed from the middle of a
+    group of a scale.
     """
     modules = named_modules(model)
     if trained is not None:
         take_over(modules[""], trained)
-    layers = {name: module for name, module in modules.items()
-              if parametrize.is_parametrized(module, "weight")}
-    expect(bool(layers), "clean", "a model with compressed weights", "none",
-           "call `compress` with the rules that it was trained with")
+    layers = {name: module for name, module in modules.items() if _methods(module)}
+    expect(bool(layers), "clean", "a model with compressed weights", "none, or a model that is "
+           "clean already", "call `compress` with the rules that it was trained with")
     # Look at all weights before one changes, because the others are cut along with it.
     plans = {name: Plan(module) for name, module in layers.items()}
     cuts = _cuts(modules)
@@ -109,7 +126,7 @@ def take_over(plain: nn.Module, trained: ShardedModel) -> None:
            "rank", "a pipeline", "save it, and load it into a model without stages")
     paths = plain_paths(trained)
     rules = {path: getattr(module, "rule", None) for module, path in paths.items()}
-    again = "call `compress` on both with the same rules"
+    again = "call `compress` on both with the same rules, and in the same data type"
     for name, module in plain.named_modules():
         mine = getattr(module, "rule", None)
         expect(mine == rules.get(name), f"clean: `{name}`",
@@ -120,10 +137,21 @@ def take_over(plain: nn.Module, trained: ShardedModel) -> None:
         theirs = buffers | dict(params)
         for name, tensor in (*plain.named_parameters(), *plain.named_buffers()):
             found: Any = theirs.get(name)
-            shape = None if found is None else tuple(found.shape)
-            expect(shape == tuple(tensor.shape), "clean: `trained`", "a sharded model of the same "
-                   f"layers, with `{name}` of {tuple(tensor.shape)}", shape, again)
+            # Thresholds are bits of the data type.
+            mine = (*tensor.shape, tensor.dtype)
+            got = None if found is None else (*found.shape, found.dtype)
+            expect(got == mine, "clean: `trained`", "a sharded model of the same layers and data "
+                   f"type, with `{name}` of {mine}", got, again)
             tensor.copy_(found)
+
+
+def _methods(module: Any) -> list[Method]:
+    """
+    #### What the rules do to a module's weight; nothing if it is not compressed
+    """
+    is_changed = parametrize.is_parametrized(module, "weight")
+    made_by = module.parametrizations.weight[0] if is_changed else None
+    return [*made_by] if isinstance(made_by, Compressed) else []
 
 
 class Plan:
@@ -143,7 +171,7 @@ class Plan:
         self.zeros: torch.Tensor | None = None
         # The same steps as in training, because scales are those of the weight so far.
         weight = module.parametrizations.weight.original
-        for method in module.parametrizations.weight[0]:
+        for method in _methods(module):
             if isinstance(method, (PrunedElements, PrunedFours)) and method.count:
                 self.kept = method.kept()
             if isinstance(method, Quantised):
@@ -221,11 +249,18 @@ class Plan:
             stored.zeros = self.zeros.reshape(-1, 1)
         codes = stored.encode(weight, self.kept)
         expect(torch.equal(stored(codes), weight), f"clean: `{name}`", "codes of the weight that "
-               f"was trained, {weight.dtype}", "others", "convert the model to fp32 first",
+               f"was trained, {weight.dtype}", "others, or NaN", "convert the model to fp32 first",
                RuntimeError)
-        del self.module.weight
-        self.module.register_buffer("weight", codes)
-        parametrize.register_parametrization(self.module, "weight", stored, unsafe=True)
+        _put(self.module, codes, stored)
+
+
+def _put(module: Any, codes: torch.Tensor, stored: Stored) -> None:
+    """
+    #### Have a module compute with a stored weight
+    """
+    del module.weight
+    module.register_buffer("weight", codes)
+    parametrize.register_parametrization(module, "weight", stored, unsafe=True)
 
 
 # ------------------------------------------------------------------------------ rows and columns
@@ -241,11 +276,11 @@ def _cuts(modules: dict[str, nn.Module]) -> dict[str, Cut]:
     cuts: dict[str, Cut] = {}
     for name, module in modules.items():
         for method in _cut_by(module):
-            along = 0 if method.rule.kind == "row" else 1
+            is_row = method.rule.kind == "row"
             kept = method.kept().reshape(-1)
-            _add_cut(cuts, modules, name, along, kept)
+            _add_cut(cuts, modules, name, is_row, kept)
             for other in method.rule.follows:
-                _add_cut(cuts, modules, _beside(name, other), 1 - along, kept)
+                _add_cut(cuts, modules, _beside(name, other), not is_row, kept)
             for count in method.rule.counts:
                 _set_count(modules, name, count, int(method.kept_units().sum()))
     return cuts
@@ -255,9 +290,7 @@ def _cut_by(module: Any) -> list[PrunedParts]:
     """
     #### The rules that remove rows or columns of a module's weight
     """
-    if not parametrize.is_parametrized(module, "weight"):
-        return []
-    return [method for method in module.parametrizations.weight[0]
+    return [method for method in _methods(module)
             if isinstance(method, PrunedParts) and method.rule.follows and method.count]
 
 
@@ -279,15 +312,15 @@ def _set_count(modules: dict[str, nn.Module], name: str, count: str, heads: int)
     setattr(modules[path], attribute, heads)
 
 
-def _add_cut(cuts: dict[str, Cut], modules: dict[str, nn.Module], name: str, along: int,
+def _add_cut(cuts: dict[str, Cut], modules: dict[str, nn.Module], name: str, is_outputs: bool,
              kept: torch.Tensor) -> None:
     """
-    #### Cut the rows of a layer, or its columns
-
-    * `along` is 0 for rows, and 1 for columns
+    #### Cut the outputs of a layer, or its inputs
     """
     layer: Any = modules.get(name)
     weight = getattr(layer, "weight", None)
+    outputs, inputs = axes(layer)
+    along = outputs if is_outputs else inputs
     kind = ("rows", "columns")[along]
     fits = weight is not None and weight.dim() >= 2 and weight.shape[along] == len(kept)
     expect(fits and getattr(layer, "groups", 1) == 1, f"clean: the {kind} of `{name}`",
@@ -318,12 +351,13 @@ def _cut(name: str, module: Any, rows: torch.Tensor | None, columns: torch.Tenso
         plan.cut(name, rows, columns)
     trains = module.weight.requires_grad
     module.weight = nn.Parameter(_select(module.weight.detach(), rows, columns), trains)
-    if rows is not None and getattr(module, "bias", None) is not None:
-        module.bias = nn.Parameter(module.bias.detach()[rows], trains)
-    for size, attributes in zip(module.weight.shape, (_ROWS, _COLUMNS), strict=False):
+    outputs = (rows, columns)[axes(module)[0]]
+    if outputs is not None and getattr(module, "bias", None) is not None:
+        module.bias = nn.Parameter(module.bias.detach()[outputs], trains)
+    for axis, attributes in zip(axes(module), _SIZES, strict=True):
         for attribute in attributes:
             if hasattr(module, attribute):
-                setattr(module, attribute, size)
+                setattr(module, attribute, module.weight.shape[axis])
 
 
 # ---------------------------------------------------------------------------------- file and table
@@ -334,20 +368,90 @@ def write(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
     ## Write a cleaned model as safetensors, which any reader of that format loads
 
     A stored weight `0.weight` becomes `0.weight.codes`, `.mask`, `.scales` and `.zeros`, as far as
-    it has them. What `stored.py` says about it is in the file's metadata, under `weights`, in JSON.
-    Everything else has its name in the plain model.
+    it has them. Everything else has its name in the plain model. The file's metadata have an entry
+    `zero3`, in JSON: under `weights` what `stored.py` says about each of them, and under `numbers`
+    the whole numbers among the attributes of modules, because `clean` has changed some of them.
+
+    Raises `ValueError` if the model is not clean.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    about: dict[str, dict[str, Any]] = {}
-    for prefix, module in named_modules(model).items():
+    modules = named_modules(model)
+    expect(not any(map(_methods, modules.values())), "write", "a cleaned model", "a compressed "
+           "one", "call `clean` first")
+    weights: dict[str, dict[str, Any]] = {}
+    numbers: dict[str, int] = {}
+    for prefix, module in modules.items():
         if isinstance(module, Stored):
-            name = prefix.replace(".parametrizations.", ".").rpartition(".")[0]
-            about[name] = module.about()
+            weights[_file_name(prefix, "").removesuffix(".")] = module.about()
+        else:
+            numbers |= {f"{prefix}.{key}": value for key, value in vars(module).items()
+                        if type(value) is int and not key.startswith("_")}
+    tensors = {name: tensor.detach().clone().contiguous()
+               for name, _, _, tensor in _tensors(modules)}
+    # One entry, because several would be written in any order.
+    about = json.dumps({"weights": weights, "numbers": numbers})
+    save_tensors(Path(path), tensors, {"zero3": about})
+
+
+@torch.no_grad()
+def read(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
+    """
+    ## Load a file of `write` into a plain model, in place
+
+    * `model` is a plain model or a list of layers, as it was before `compress`. If inputs are
+      rounded, call `compress` with the rules of inputs first
+
+    Afterwards it is the cleaned model: it has the smaller shapes, and stored weights. Raises
+    `ValueError` if the file is not one of `write`, or if it has other names than the model.
+    """
+    modules = named_modules(model)
+    about, parts = _open(path)
+    places = {name: (module, key, tensor) for name, module, key, tensor in _tensors(modules)}
+    expect(parts.keys() == places.keys(), f"read: {path}", "the names of the model",
+           f"others, {sorted(parts.keys() ^ places.keys())}", "build the model as it was before "
+           "`compress`; if inputs are rounded, call `compress` with the rules of inputs alone")
+    for name, (module, key, old) in places.items():
+        found = {part: tensor.to(old.device) for part, tensor in parts[name].items()}
+        if name in about["weights"]:
+            _put(module, found.pop("codes"), Stored.of(about["weights"][name], found))
+        elif isinstance(old, nn.Parameter):
+            setattr(module, key, nn.Parameter(found[""], old.requires_grad))
+        else:
+            setattr(module, key, found[""])
+    for name, number in about["numbers"].items():
+        prefix, _, key = name.rpartition(".")
+        if hasattr(modules.get(prefix), key):
+            setattr(modules[prefix], key, number)
+
+
+def _open(path: str | Path) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
+    """
+    #### What a file says about its weights and numbers, and the parts of each tensor of the model
+
+    A tensor that is stored as it is has one part, without a name.
+    """
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata() or {}
+    expect("zero3" in metadata, f"read: {path}", "a file of `write`", "another one", "pass such a "
+           "file; `load_state_dict` loads plain tensors")
+    about = json.loads(metadata["zero3"])
+    parts: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in load_file(path).items():
+        weight, _, part = name.rpartition(".")
+        if weight in about["weights"]:
+            parts.setdefault(weight, {})[part] = tensor
+        else:
+            parts[name] = {"": tensor}
+    return about, parts
+
+
+def _tensors(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+    """
+    #### What a file has: a name in it, the module, the name there, the tensor
+    """
+    for prefix, module in modules.items():
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and key not in module._non_persistent_buffers_set:
-                tensors[_file_name(prefix, key)] = tensor.detach().clone().contiguous()
-    # One entry, because several would be written in any order.
-    save_file(tensors, path, metadata={"weights": json.dumps(about)})
+                yield _file_name(prefix, key), module, key, tensor
 
 
 def _file_name(prefix: str, key: str) -> str:

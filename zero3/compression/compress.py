@@ -13,7 +13,9 @@ Names are those of `nn.Sequential(*layers)`, and a pattern is that of a shell: `
 part of a name, and `*.first|*.second` for names of either kind. Each pattern has a list of rules,
 which apply to every layer with a `weight` that it matches.
 
-**After each step** of an optimizer that trains one of these weights, the schedule advances by one:
+**After each step** of an optimizer that trains parameters of the model, the schedule advances by
+one, for frozen weights too. If several optimizers train it, the schedule follows the one with the
+most steps.
 
 | | on each rank | between ranks |
 |---|---|---|
@@ -49,10 +51,10 @@ numbers than they compute with. A step that a loss scale skips counts as one.
 """
 
 import copy
+import inspect
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -63,7 +65,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zero3.compression.freeing import Compressed, after_forward, before_forward
 from zero3.compression.rules import Prune, Quantize
-from zero3.compression.thresholds import DIGIT, key_bits, kth_keys, layer_of, own_keys
+from zero3.compression.thresholds import key_bits, kth_keys, layer_of, own_keys
 from zero3.compression.weights import (
     Method,
     Pruned,
@@ -73,10 +75,12 @@ from zero3.compression.weights import (
     PrunedParts,
     Quantised,
     QuantisedInput,
+    axes,
 )
 from zero3.guards.options import expect
 from zero3.optimizer.buckets import Bucket
 from zero3.optimizer.stage3 import Zero3Optimizer
+from zero3.sharded import Sharded, ShardedModel
 
 Rules = dict[str, list[Prune | Quantize]]
 # Magnitude and place of an element are a key of at most 63 bits.
@@ -94,26 +98,26 @@ def compress(model: nn.Module | Iterable[nn.Module], rules: Rules) -> "Compressi
       weight has, elements are pruned first, then rows, channels and heads; then it is quantised
 
     Returns the record of what is compressed. Raises `TypeError` for anything that is no rule, and
-    `ValueError` if a pattern matches no weight, if a weight is matched twice or is tied, or if a
-    rule does not fit the weight's shape.
+    `ValueError` if the model is sharded, if a pattern matches no weight, if a weight is matched
+    twice or is tied, or if a rule does not fit the weight's shape.
     """
     found = named_modules(model)
     # A tied weight has several.
     uses = Counter(p for module in found.values() for p in module._parameters.values())
-    places: list[Place] = []
+    methods: list[Method] = []
     groups: list[list[PrunedElements]] = []
-    for pattern, methods in rules.items():
+    for pattern, of_pattern in rules.items():
         matched = {name: module for name, module in found.items() if _has_weight(module)
                    and any(fnmatchcase(name, each) for each in pattern.split("|"))}
         expect(bool(matched), f"compress: the pattern `{pattern}`", "a layer with a weight of two "
                "dimensions or more", "none, or one that another pattern has compressed",
                f"look at the names, {[*found][:20]}")
         for name, module in matched.items():
-            _check(name, module, methods, uses)
-        added = [_add(module, methods) for module in matched.values()]
+            _check(name, module, of_pattern, uses)
+        added = [method for module in matched.values() for method in _add(module, of_pattern)]
         groups += _groups(added)
-        places += added
-    compression = Compression(places, groups)
+        methods += added
+    compression = Compression(found[""], methods, groups)
     # What is pruned from the start on.
     compression.find_thresholds()
     return compression
@@ -121,31 +125,30 @@ def compress(model: nn.Module | Iterable[nn.Module], rules: Rules) -> "Compressi
 
 def named_modules(model: nn.Module | Iterable[nn.Module]) -> dict[str, nn.Module]:
     """
-    ## The modules of a model or of a list of layers, by their names in the plain model
+    ## The modules of a plain model or of a list of plain layers, by their names
+
+    The name of the model itself is empty. Raises `ValueError` if the model is sharded.
     """
     whole = model if isinstance(model, nn.Module) else nn.Sequential(*model)
-    return dict(whole.named_modules())
+    found = dict(whole.named_modules())
+    is_sharded = any(isinstance(module, (Sharded, ShardedModel)) for module in found.values())
+    expect(not is_sharded and not any(map(layer_of, _params(whole))), "compression",
+           "a plain model, or a list of plain layers", "one that is sharded", "call `compress` "
+           "before wrapping; to clean, build the plain model anew, call `compress` on it with the "
+           "same rules, and then `clean(plain, trained=sharded)`")
+    return found
 
 
-@dataclass(eq=False)
-class Place:
+def _params(model: nn.Module) -> Iterator[Any]:
     """
-    ## One compressed layer
+    #### The parameters of a model, also if its layers are sharded
 
-    `stored` has the weight that is trained, `stored.original`; it is `None` if only inputs are
-    rounded.
+    A sharded layer keeps them as plain attributes of their modules.
     """
-
-    stored: Any
-    methods: list[Method]
-
-    def params(self) -> Iterator[Any]:
-        """
-        ### The stored weight and its learnt scores
-        """
-        yield getattr(self.stored, "original", None)
-        for method in self.methods:
-            yield getattr(method, "score", None)
+    for module in model.modules():
+        for value in (*vars(module).values(), *module._parameters.values()):
+            if isinstance(value, nn.Parameter):
+                yield value
 
 
 class Compression:
@@ -155,17 +158,22 @@ class Compression:
     The compressed layers share it. It follows the steps of optimizers as long as one of them lives.
     """
 
-    def __init__(self, places: list[Place], groups: list[list[PrunedElements]]):
+    def __init__(self, model: nn.Module, methods: list[Method],
+                 groups: list[list[PrunedElements]]):
         """
         ### Follow the steps of optimizers
 
+        * `model` is the whole model, and `methods` are what the rules do to its weights
         * `groups` are the prunings whose elements share a threshold
         """
-        self.places = places
+        self.model = model
+        self.all_methods = methods
         self.groups = groups
-        for place in places:
-            for method in place.methods:
-                method.compression = self
+        # The steps that each optimizer has taken, and the most of them.
+        self.taken: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.most_taken = 0
+        for method in methods:
+            method.compression = self
         ours = weakref.ref(self)
 
         def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -174,7 +182,7 @@ class Compression:
             closure = [*args[1:], kwargs.get("closure")]
             is_twice = isinstance(optimizer, Zero3Optimizer) and any(closure)
             if compression is not None and not is_twice and compression.is_trained_by(optimizer):
-                compression.advance()
+                compression.follow(optimizer)
 
         weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
 
@@ -182,7 +190,8 @@ class Compression:
         # The copy of a model follows its own optimizer.
         new = Compression.__new__(Compression)
         memo[id(self)] = new
-        Compression.__init__(new, copy.deepcopy(self.places, memo),
+        Compression.__init__(new, copy.deepcopy(self.model, memo),
+                             copy.deepcopy(self.all_methods, memo),
                              copy.deepcopy(self.groups, memo))
         return new
 
@@ -190,18 +199,31 @@ class Compression:
         """
         ### What the rules do, weight by weight
         """
-        for place in self.places:
-            yield from (method for method in place.methods if isinstance(method, kind))
+        yield from (method for method in self.all_methods if isinstance(method, kind))
 
     def is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """
-        ### Whether an optimizer trains one of these weights, or its shard
+        ### Whether an optimizer trains a parameter of the model, or its shard
 
         A `Zero3Optimizer` steps its shards by an optimizer inside of it, which does not count.
         """
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return any(_is_stepped(param, optimizer, stepped)
-                   for place in self.places for param in place.params())
+        return any(_is_stepped(param, optimizer, stepped) for param in _params(self.model))
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """
+        ### An optimizer has stepped
+
+        One that comes later, beside others or in their place, begins with the step before.
+        """
+        taken = self.taken.get(optimizer, max(self.most_taken - 1, 0)) + 1
+        self.taken[optimizer] = taken
+        if taken > self.most_taken:
+            self.most_taken = taken
+            self.advance()
+        else:
+            # Its weights have changed.
+            self.find_thresholds()
 
     @torch.no_grad()
     def advance(self) -> None:
@@ -215,13 +237,6 @@ class Compression:
         self.find_thresholds()
         self._move_ranges()
 
-    def _layer(self) -> Any:
-        """
-        #### One of the sharded layers, which sends for all of them; or none in a plain model
-        """
-        layers = (layer_of(param) for place in self.places for param in place.params())
-        return next((layer for layer in layers if layer is not None), None)
-
     @torch.no_grad()
     def find_thresholds(self) -> None:
         """
@@ -232,7 +247,7 @@ class Compression:
         groups = self._active()
         if not groups:
             return
-        layer = self._layer()
+        layer = _layer_of_any(pruned.ranked for group in groups for pruned in group)
 
         def total(counts: torch.Tensor) -> torch.Tensor:
             if layer is None:
@@ -257,26 +272,6 @@ class Compression:
         """
         return [group for group in self.groups if group[0].count]
 
-    def counting(self) -> tuple[int, int]:
-        """
-        ### What a rank sends in a step to find thresholds: bytes and messages
-
-        The formula of `thresholds.py`.
-        """
-        groups = self._active()
-        layer = self._layer()
-        nbytes = 0
-        messages = 0
-        if groups and layer is not None:
-            rounds = -(-key_bits(groups) // DIGIT)
-            round_bytes = len(groups) * (1 << DIGIT) * 8
-            for group in layer.comm.groups:
-                nbytes += rounds * round_bytes * (group.size - 1)
-                messages += rounds * (group.size - 1)
-                # The replicas send each other the counts of all their ranks.
-                round_bytes *= group.size
-        return nbytes, messages
-
     def _move_ranges(self) -> None:
         """
         #### Move the ranges of inputs towards those that all ranks have seen since the last step
@@ -289,13 +284,20 @@ class Compression:
             return
         seen = torch.stack([each.seen for each in inputs])  # (inputs, 2)
         seen[:, 0].neg_()
-        layer = self._layer()
+        layer = _layer_of_any(_params(self.model))
         if layer is not None:
             rows = layer.comm.numbers(layer, seen.view(-1)).amax(dim=0)
             seen = layer.comm.over_stages(layer, rows).amax(dim=0).view_as(seen)
         seen[:, 0].neg_()
         for each, new in zip(inputs, seen, strict=True):
             each.move(new)
+
+
+def _layer_of_any(params: Iterable[Any]) -> Any:
+    """
+    #### The first sharded layer of these parameters, which sends for all; or none in a plain model
+    """
+    return next((layer for layer in map(layer_of, params) if layer is not None), None)
 
 
 def _is_stepped(param: Any, optimizer: torch.optim.Optimizer, stepped: set[int]) -> bool:
@@ -325,32 +327,39 @@ def _has_weight(module: nn.Module) -> bool:
     return weight is not None and weight.dim() >= 2
 
 
-def _check(name: str, module: Any, methods: list[Any], uses: Counter[Any]) -> None:
+def _check(name: str, module: Any, rules: list[Any], uses: Counter[Any]) -> None:
     """
     #### Refuse rules that do not fit a weight, before anything changes
     """
-    expect(isinstance(methods, (list, tuple)) and len(methods) > 0
-           and all(isinstance(rule, (Prune, Quantize)) for rule in methods),
-           f"compress: the rules of `{name}`", "a list of `Prune` and `Quantize`", repr(methods),
+    expect(isinstance(rules, (list, tuple)) and len(rules) > 0
+           and all(isinstance(rule, (Prune, Quantize)) for rule in rules),
+           f"compress: the rules of `{name}`", "a list of `Prune` and `Quantize`", repr(rules),
            "pass one", TypeError)
-    kinds = [_order(rule) for rule in methods]
+    kinds = [_order(rule) for rule in rules]
     expect(len({*kinds}) == len(kinds), f"compress: the rules of `{name}`", "one of each kind",
-           methods, "leave one of them out")
+           rules, "leave one of them out")
+    # `clean` removes channels from the input, and so from the range of a batch.
+    removes = any(isinstance(rule, Prune) and rule.kind != "row" and rule.follows for rule in rules)
+    moves = all(rule.moving is not None for rule in rules if getattr(rule, "of", "") == "input")
+    expect(moves or not removes, f"compress: the rules of `{name}`", "inputs with a moving range, "
+           "if channels or heads are removed", rules, "pass `moving=0.9`, or leave `follows` out")
     weight = module.weight
     expect(not weight.is_meta, f"compress: `{name}`", "a weight with values", "one on the meta "
            "device", "build the layer first")
     expect(uses[weight] == 1, f"compress: `{name}`", "a weight of this layer alone",
            "one that another layer has too", "give each of them its own")
-    for rule in methods:
-        expect(_suits(rule, weight), f"compress: `{name}` of {tuple(weight.shape)}, {weight.dtype}",
-               "a weight that splits into such groups or heads; for elements, of at most 32 bits",
-               rule, "pass other numbers, or match other layers")
+    for rule in rules:
+        expect(_suits(rule, module), f"compress: `{name}`, {module} of {weight.dtype}",
+               "a weight that splits into such groups or heads; for elements, of at most 32 bits; "
+               "for rows, channels and heads, one that is not split into groups", rule,
+               "pass other numbers, or match other layers")
 
 
-def _suits(rule: Prune | Quantize, weight: torch.Tensor) -> bool:
+def _suits(rule: Prune | Quantize, module: Any) -> bool:
     """
     #### Whether the shape and the data type of a weight allow a rule
     """
+    weight = module.weight
     row_numel = weight[0].numel()
     if isinstance(rule, Quantize):
         return row_numel % (rule.group or 1) == 0
@@ -358,7 +367,18 @@ def _suits(rule: Prune | Quantize, weight: torch.Tensor) -> bool:
         return weight.element_size() <= 4
     if rule.kind == "2:4":
         return row_numel % 4 == 0
-    return rule.heads is None or weight.shape[1] % rule.heads == 0
+    axis = _axis(rule, module)
+    # The second axis of a convolution in groups is that of one group.
+    is_whole = axis == 0 or getattr(module, "groups", 1) == 1
+    return is_whole and weight.shape[axis] % (rule.heads or 1) == 0
+
+
+def _axis(rule: Prune, module: nn.Module) -> int:
+    """
+    #### The axis of a weight that a rule for rows, channels or heads prunes
+    """
+    outputs, inputs = axes(module)
+    return outputs if rule.kind == "row" else inputs
 
 
 def _class(rule: Prune | Quantize) -> Any:
@@ -378,19 +398,27 @@ def _order(rule: Prune | Quantize) -> int:
     return places[_class(rule)]
 
 
-def _add(module: Any, rules: list[Any]) -> Place:
+def _add(module: Any, rules: list[Any]) -> list[Method]:
     """
     #### Put rules on one layer
     """
-    weight = module.weight
-    methods: list[Method] = [_class(rule)(rule, weight) for rule in sorted(rules, key=_order)]
+    methods = [_method(rule, module) for rule in sorted(rules, key=_order)]
     of_weight = [method for method in methods if not isinstance(method, QuantisedInput)]
     if len(of_weight) < len(methods):
         module.compressed_input = methods[-1]
-        module.register_forward_pre_hook(_round_input)
+        module.register_forward_pre_hook(_round_input, with_kwargs=True)
     if of_weight:
         _add_to_weight(module, of_weight)
-    return Place(module.parametrizations.weight if of_weight else None, methods)
+    return methods
+
+
+def _method(rule: Prune | Quantize, module: Any) -> Method:
+    """
+    #### What a rule does to a module's weight, or to its input
+    """
+    kind = _class(rule)
+    along = (_axis(rule, module),) if isinstance(rule, Prune) and kind is PrunedParts else ()
+    return kind(rule, module.weight, *along)
 
 
 def _add_to_weight(module: Any, methods: list[Method]) -> None:
@@ -399,30 +427,37 @@ def _add_to_weight(module: Any, methods: list[Method]) -> None:
     """
     parametrize.register_parametrization(module, "weight", Compressed(methods), unsafe=True)
     module.register_forward_pre_hook(before_forward)
-    module.register_forward_hook(after_forward)
+    # Also if it fails, so that it does not go on to collect weights.
+    module.register_forward_hook(after_forward, always_call=True)
     for method in methods:
         if isinstance(method, Pruned):
             method.attach(module.parametrizations.weight)
         if isinstance(method, PrunedParts) and method.rule.kind == "row" \
-                and module.bias is not None:
+                and getattr(module, "bias", None) is not None:
             parametrize.register_parametrization(module, "bias", PrunedBias(method), unsafe=True)
 
 
-def _round_input(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _round_input(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+                 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """
     #### A hook before the forward pass of a layer
     """
-    return (module.compressed_input(args[0]), *args[1:])
+    if args:
+        return (module.compressed_input(args[0]), *args[1:]), kwargs
+    name = next(iter(inspect.signature(module.forward).parameters))
+    return args, kwargs | {name: module.compressed_input(kwargs[name])}
 
 
-def _groups(places: list[Place]) -> list[list[PrunedElements]]:
+def _groups(methods: list[Method]) -> list[list[PrunedElements]]:
     """
     #### The prunings of one pattern whose elements share a threshold
     """
-    pruned = [method for place in places for method in place.methods
-              if isinstance(method, PrunedElements)]
+    pruned = [method for method in methods if isinstance(method, PrunedElements)]
     if not pruned or pruned[0].rule.scope == "layer":
         return [[each] for each in pruned]
+    dtypes = {each.ranked.dtype for each in pruned}
+    expect(len(dtypes) == 1, "compress: a global threshold", "weights of one data type, because "
+           "their bits are compared", dtypes, "use several patterns, or `scope=\"layer\"`")
     numel = sum(each.shape.numel() for each in pruned)
     expect(numel <= MOST_SHARED, "compress: a global threshold", f"at most {MOST_SHARED:,} "
            "elements", f"{numel:,}", "use several patterns, or `scope=\"layer\"`")

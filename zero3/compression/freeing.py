@@ -25,9 +25,9 @@ the tensors that autograd has saved go on to exist. In backward:
 | the gradient of this weight is there | is freed |
 | the gradient of the stored weight is computed | |
 
-The layer has gathered the stored weight by then, because the output of a module inside it is
-reached after the output of the layer. With $C$ elements in the compressed weights of the layer
-that computes,
+The layer has gathered the stored weight by then, also if the module's output is that of the layer.
+The layer gathers in a hook of the output, and autograd calls all hooks of a tensor before those of
+the operation that made it. With $C$ elements in the compressed weights of the layer that computes,
 
 $$\text{elements of compressed weights in memory} \le C$$
 
@@ -36,9 +36,10 @@ Masks and whatever else a rule would have kept for backward are computed again t
 
 **Run this**: `python -m pytest tests/test_compression.py -k freed`.
 
-**Not covered, and what that costs**: modules that do not return one tensor, and weights that are
-frozen. Their compressed weights stay until backward has passed. In a recomputation of activation
-checkpointing the weight stays, too, because its backward follows at once.
+**Not covered, and what that costs**: modules that do not return one tensor, weights that are
+frozen, and a weight that another module reads, as attention reads that of its `out_proj`. Their
+compressed weights stay until backward has passed. In a recomputation of activation checkpointing
+the weight stays, too, because its backward follows at once.
 """
 
 from functools import partial
@@ -46,6 +47,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from zero3.compression.weights import Method
@@ -61,8 +63,8 @@ class Compressed(nn.ModuleList):
 
     def __init__(self, methods: list[Method]):
         super().__init__(methods)
-        # The weights that were made since the forward of the module began.
-        self.made: list[torch.Tensor] = []
+        # The weights that were made since the forward of the module began; `None` outside of it.
+        self.made: list[torch.Tensor] | None = None
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         """
@@ -72,7 +74,9 @@ class Compressed(nn.ModuleList):
             return self.value(weight)
         found = checkpoint(self.value, weight, use_reentrant=False, preserve_rng_state=False)
         # Before the first rule starts, it is the stored weight itself, which the layer frees.
-        if found.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr():
+        is_own = found.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr()
+        # Inside of `parametrize.cached()`, others compute with the same one.
+        if is_own and self.made is not None and not parametrize._cache_enabled:
             self.made.append(found)
         return found
 
@@ -89,27 +93,30 @@ def before_forward(module: Any, args: Any) -> None:
     """
     ## A module is about to compute
 
-    It frees no weight that somebody has asked for before, outside of its forward.
+    It frees only the weights that it makes from now on, because it knows when they are needed.
     """
-    module.parametrizations.weight[0].made.clear()
+    module.parametrizations.weight[0].made = []
 
 
 @torch.no_grad()
 def after_forward(module: Any, args: Any, output: Any) -> None:
     """
     ## A module has computed: free its weight, until the gradient of its output is there
+
+    * `output` is `None` if it has failed
     """
     compressed = module.parametrizations.weight[0]
-    made = compressed.made[:]
-    compressed.made.clear()
-    frees = isinstance(output, torch.Tensor) and output.requires_grad and not in_backward()
-    if not frees:
+    made = compressed.made or []
+    compressed.made = None
+    computed = output.grad_fn if isinstance(output, torch.Tensor) else None
+    if computed is None or in_backward():
         return
     for weight in made:
         # Another tensor of the same storage: a hook that had `weight` would keep its graph alive.
         # Writing to it is no change of the saved one.
         place = weight.data
-        output.register_hook(partial(_fill, module, place))
+        # Not a hook of the output, which the layer's own hook, set later, would follow.
+        computed.register_prehook(partial(_fill, module, place))
         weight.register_hook(partial(_free, place))
         _free(place)
 
@@ -125,7 +132,7 @@ def drop_hooks(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _fill(module: Any, place: torch.Tensor, grad: torch.Tensor) -> None:
+def _fill(module: Any, place: torch.Tensor, grads: Any) -> None:
     """
     #### Make the weight again, into the memory where autograd looks for it
     """

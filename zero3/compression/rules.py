@@ -115,7 +115,8 @@ class Prune:
     """
     ## Compute with fewer elements
 
-    * `sparsity` is the part that is pruned, from 0 to below 1
+    * `sparsity` is the part that is pruned, from 0 to below 1; one element, row, channel or head is
+      always left
     * `kind` is "element"; "2:4", the two smaller ones of each four neighbours; "row", an output of
       the layer with its bias; "channel", an input; or "head", a block of inputs
     * `start` is how many steps the optimizer takes before, and at `end` the sparsity is reached;

@@ -23,9 +23,9 @@ and one more for each scale if codes are not symmetric, for the zero points. Wit
 `codes` are the elements themselves. The values are those that training computed with, bit for bit,
 because $s (c - z)$ is what `fake_quantize` computes too. `clean` compares them.
 
-**Reading the file without this package.** The file's metadata say of each weight its `shape`,
-`dtype` and `bits`, and which value the smallest code stands for, `least`. A symmetric weight of 4
-bits, none of it pruned, is
+**Reading the file without this package.** `read` loads it with this package. The file's metadata
+have an entry `zero3`, whose `weights` say of each weight its `shape`, `dtype` and `bits`, and which
+value the smallest code stands for, `least`. A symmetric weight of 4 bits, none of it pruned, is
 
     byte = tensors["0.weight.codes"]
     codes = torch.stack([byte & 15, byte >> 4], dim=1).view(-1)[:numel] + least
@@ -132,6 +132,20 @@ class Stored(nn.Module):
         """
         return {"shape": [*self.shape], "dtype": str(self.dtype).removeprefix("torch."),
                 "bits": self.bits, "least": self.least}
+
+    @staticmethod
+    def of(about: dict[str, Any], parts: dict[str, torch.Tensor]) -> "Stored":
+        """
+        ### What a reader makes of it
+
+        * `about` is what the method `about` has returned
+        * `parts` are the mask, the scales and the zeros, by these names
+        """
+        stored = Stored(torch.Size(about["shape"]), getattr(torch, about["dtype"]), about["bits"],
+                        about["least"])
+        for name, part in parts.items():
+            setattr(stored, name, part)
+        return stored
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:

@@ -42,7 +42,9 @@ in [Movement Pruning](https://arxiv.org/abs/2005.07683), section 3.
 **Run this**: `python -m pytest tests/test_compression.py -k fake`.
 
 **Not covered, and what that costs**: making a mask takes 8 bytes for each element of a weight, for
-a moment. Weights of fp64 have no keys, because magnitude and place have more than 63 bits.
+a moment. Weights of fp64 have no keys, because magnitude and place have more than 63 bits. Rows of
+a scale are those of the tensor, so a layer that keeps inputs first (`axes`) has a scale for each
+input.
 """
 
 import math
@@ -77,18 +79,22 @@ class Method(nn.Module):
         super().__init__()
         self.rule = rule
         self.register_buffer("state", torch.tensor([0, NOTHING], device=device))
-        # Its two numbers as Python's, and the version of the buffer that they are from. So reading
-        # them waits for the device once in a step.
+        # Its two numbers as Python's, with the buffer that they are from and its version. So
+        # reading them waits for the device once in a step.
         self._numbers = [0, NOTHING]
-        self._version = -1
+        self._from: tuple[Any, int] = (None, 0)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # The buffer of a copy begins with a version of its own.
+        super().__setstate__(state | {"_from": (None, 0)})
 
     def _read(self) -> list[int]:
         """
         #### The two numbers of the state
         """
-        # Loading a checkpoint writes to the buffer, and so raises its version.
-        if self._version != self.state._version:
-            self._version = self.state._version
+        # Loading a checkpoint writes to the buffer, and so raises its version, or replaces it.
+        if self._from[0] is not self.state or self._from[1] != self.state._version:
+            self._from = (self.state, self.state._version)
             self._numbers = self.state.tolist()
         return self._numbers
 
@@ -154,8 +160,10 @@ class Pruned(Method):
     def count(self) -> int:
         """
         ### How many parts are pruned now
+
+        One is left in any case: nine tenths of four rows are three of them.
         """
-        return round(self.rule.sparsity_at(self.steps) * self.units())
+        return min(round(self.rule.sparsity_at(self.steps) * self.units()), self.units() - 1)
 
     def units(self) -> int:
         """
@@ -281,7 +289,7 @@ class PrunedFours(Pruned):
         """
         ### The larger two
         """
-        order = self.original.abs().view(-1, 4).argsort(dim=1, descending=True, stable=True)
+        order = self.original.abs().reshape(-1, 4).argsort(dim=1, descending=True, stable=True)
         kept = torch.ones_like(order, dtype=torch.bool)
         return kept.scatter_(1, order[:, 2:], False).view(self.shape)
 
@@ -291,11 +299,21 @@ class PrunedParts(Pruned):
     ## Whole rows, channels or heads
     """
 
+    def __init__(self, rule: Prune, weight: torch.Tensor, axis: int):
+        """
+        ### Prune parts of a weight
+
+        * `axis` is where they follow one another, see `axes`
+        """
+        # Learnt scores, which are made at once, depend on it.
+        self.axis = axis
+        super().__init__(rule, weight)
+
     def units(self) -> int:
         """
         ### How many rows, channels or heads there are
         """
-        return {"row": self.shape[0], "channel": self.shape[1]}.get(self.rule.kind, self.rule.heads)
+        return self.rule.heads or self.shape[self.axis]
 
     def sizes(self, weight: torch.Tensor) -> torch.Tensor:
         """
@@ -303,8 +321,7 @@ class PrunedParts(Pruned):
 
         It is taken in fp64, so it hardly depends on the order.
         """
-        sizes = weight.detach().abs()
-        parts = sizes if self.rule.kind == "row" else sizes.transpose(0, 1)
+        parts = weight.detach().abs().transpose(0, self.axis)
         return parts.reshape(self.units(), -1).sum(dim=1, dtype=torch.float64)
 
     @torch.no_grad()
@@ -325,12 +342,24 @@ class PrunedParts(Pruned):
 
     def spread(self, parts: Any) -> Any:
         """
-        ### `(units,)` to `(rows, 1, ...)` for rows, and `(1, columns, ...)` for the others
+        ### `(units,)` to `(rows, 1, ...)` along the first axis, or `(1, columns, ...)`
         """
-        ones = [1] * (len(self.shape) - 2)
-        if self.rule.kind == "row":
-            return parts.view(-1, 1, *ones)
-        return parts.repeat_interleave(self.shape[1] // self.units()).view(1, -1, *ones)
+        shape = [1] * len(self.shape)
+        shape[self.axis] = -1
+        return parts.repeat_interleave(self.shape[self.axis] // self.units()).view(shape)
+
+
+def axes(module: nn.Module) -> tuple[int, int]:
+    """
+    ## The axes of a layer's weight that are its outputs and its inputs
+
+    An embedding and a transposed convolution keep inputs first, and so does Hugging Face's
+    `Conv1D`, which GPT-2 is made of.
+    """
+    has_inputs_first = isinstance(module, (nn.Embedding, nn.EmbeddingBag,
+                                           nn.modules.conv._ConvTransposeNd))
+    is_conv1d = any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
+    return (1, 0) if has_inputs_first or is_conv1d else (0, 1)
 
 
 class PrunedBias(nn.Module):
@@ -396,7 +425,8 @@ def grid(low: torch.Tensor, high: torch.Tensor, bits: int, symmetric: bool) -> G
     most = 2**bits - 1
     low = low.float().clamp(max=0)
     scales = ((high.float().clamp(min=0) - low) / most).clamp(min=tiny)
-    return Grid(bits, scales, (-low / scales).round().int(), 0, most)
+    # A row with a NaN has NaN as its scale, so all of it is NaN. Its zero has to be a code.
+    return Grid(bits, scales, (-low / scales).nan_to_num().round().int(), 0, most)
 
 
 class Quantised(Method):

@@ -3,6 +3,7 @@
 """
 
 import argparse
+from collections.abc import Callable
 
 from zero3.estimate.between import show_layouts
 from zero3.estimate.formulas import number, show_places, show_stages
@@ -14,6 +15,20 @@ from zero3.guards.options import expect
 MOST = 1e24
 # `predict` replays a step layer by layer.
 MOST_LAYERS = 10_000
+# The options that are numbers: type, default, the least value, and the help text.
+NUMBERS: dict[str, tuple[Callable[[str], float], float | None, float, str]] = {
+    "ranks": (int, None, 1, "ranks that share it"),
+    "gpu": (number, None, 0, "memory of each rank's device: 80GB"),
+    "cpu": (number, 0.0, 0, "memory of the machine, all ranks' together: 128GB"),
+    "nvme": (number, 0.0, 0, "space on its disk: 1TB"),
+    "layers": (int, 32, 1, "layers of the model, taken to be equally large"),
+    "tokens": (float, 8192.0, 1, "of a rank in a step"),
+    "tflops": (float, 70.0, 1e-6, "that a device reaches, in 1e12 flops a second"),
+    "nodes": (int, None, 2, "machines with as many ranks each: compares layouts"),
+    "link": (number, None, 1, "between nodes, bytes that leave one in a second: 25GB"),
+    "tensor": (int, None, 1, "compares tensor sizes up to this one, for --width"),
+    "width": (int, None, 1, "features of a position, with --tensor"),
+}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -26,32 +41,16 @@ def main(argv: list[str] | None = None) -> None:
         prog="python -m zero3.estimate",
         description="Memory for model states, stage by stage; with --gpu, tier by tier; with "
         "--nodes, layout by layout; with --tensor, for layers that ranks split.")
-    add = parser.add_argument
-    add("--params", "--model", type=number, required=True, help="of the model: 7.5e9, or 8b")
-    add("--ranks", type=int, required=True, help="ranks that share it")
-    add("--gpu", type=number, help="memory of each rank's device: 80GB")
-    add("--cpu", type=number, default=0.0, help="memory of the machine, all ranks' together: 128GB")
-    add("--nvme", type=number, default=0.0, help="space on its disk: 1TB")
-    add("--layers", type=int, default=32, help="layers of the model, taken to be equally large")
-    add("--tokens", type=float, default=8192.0, help="of a rank in a step")
-    add("--tflops", type=float, default=70.0, help="that a device reaches, in 1e12 flops a second")
-    add("--nodes", type=int, help="machines with as many ranks each: compares layouts")
-    add("--link", type=number, help="between nodes, bytes that leave one in a second: 25GB")
-    add("--messages", action="store_true", help="count messages, as on the CPU, instead of rings")
-    add("--tensor", type=int, help="compares tensor sizes up to this one, for --width")
-    add("--width", type=int, help="features of a position, with --tensor")
+    parser.add_argument("--params", "--model", type=number, required=True,
+                        help="of the model: 7.5e9, or 8b")
+    for name, (kind, default, _, text) in NUMBERS.items():
+        parser.add_argument(f"--{name}", type=kind, default=default, required=name == "ranks",
+                            help=text)
+    parser.add_argument("--messages", action="store_true",
+                        help="count messages, as on the CPU, instead of rings")
     args = parser.parse_args(argv)
     try:
-        for name, least in (("params", 1), ("ranks", 1), ("layers", 1), ("tokens", 1),
-                            ("tflops", 1e-6), ("gpu", 0), ("cpu", 0), ("nvme", 0), ("nodes", 2),
-                            ("link", 1),
-                            ("tensor", 1), ("width", 1)):
-            if getattr(args, name) is not None:
-                within(f"--{name}", getattr(args, name), least, MOST)
-        if args.nodes is not None:
-            check_nodes(args)
-        if args.tensor is not None:
-            check_tensor(args)
+        check(args)
     except ValueError as error:
         parser.error(f"{error}")
     if args.nodes is not None:
@@ -62,6 +61,22 @@ def main(argv: list[str] | None = None) -> None:
         show_stages(args.params, args.ranks)
     else:
         show_places(args, {"device": args.gpu, "cpu": args.cpu, "nvme": args.nvme})
+
+
+def check(args: argparse.Namespace) -> None:
+    """
+    ## Refuse numbers that are too small or too large, and options that do not go together
+
+    Raises `ValueError`.
+    """
+    within("--params", args.params, 1, MOST)
+    for name, (_, _, least, _) in NUMBERS.items():
+        if getattr(args, name) is not None:
+            within(f"--{name}", getattr(args, name), least, MOST)
+    if args.nodes is not None:
+        check_nodes(args)
+    if args.tensor is not None:
+        check_tensor(args)
 
 
 def check_nodes(args: argparse.Namespace) -> None:

@@ -51,14 +51,16 @@ quarter for the scales of blocks of 64. Blocks of 128 make it 0.2552.
 **Not covered, and what that costs**: the time of the link alone is told. Computation hides a part
 of it, links inside a node take time too, and encoding costs some. NCCL may choose other ways than a
 ring. Norms of gradients are left out: 8 bytes for each shard. Each node has the same number of
-ranks, all layers the same size, and a step one micro-batch.
+ranks, all layers the same size, and a step one micro-batch. The memory lacks encoded rows and the
+buffers between nodes, which belong to one layer or two. It counts the copies of all layers,
+although backward uses them up.
 """
 
 import argparse
 from dataclasses import dataclass
 
 from zero3.comm.encodings import Int4, Int8
-from zero3.estimate.formulas import LayerSpec, Part
+from zero3.estimate.formulas import LayerSpec, Part, gigabytes, print_table
 from zero3.estimate.layouts import Layout
 from zero3.estimate.predict import predict
 
@@ -140,15 +142,20 @@ def choices(params: float, ranks: int, nodes: int, layers: int = 32,
     * `ranks` are those of all `nodes`, and a multiple of them
     * `by_messages` is as for `between_bytes`
 
-    The memory is what `predict` says of the peak of a step.
+    The memory is what `predict` says of the peak of a step with as many shards, and the copies that
+    `secondary` keeps: the slice of each layer that its node has.
     """
-    numel = -(-int(params) // layers)
-    specs = [LayerSpec((Part(numel, ELEMENT_BYTES, True),))] * layers
+    part = Part(-(-int(params) // layers), ELEMENT_BYTES, True)
     found = []
     for name, layout in layouts(ranks, nodes).items():
-        p = predict(specs, layout, stage3=True, by_messages=by_messages)
-        moved = between_bytes(layout, nodes, numel, layers, by_messages)
-        found.append(Choice(name, layout, moved, p.peak_bytes))
+        shards = layout.shards
+        peak_bytes = predict([LayerSpec((part,))] * layers, shards, stage3=True,
+                             by_messages=by_messages).peak_bytes
+        if layout.secondary:
+            row_bytes = layout.weight_bytes(part.shard_numel(shards), ELEMENT_BYTES)
+            peak_bytes += layers * nodes * row_bytes
+        moved_bytes = between_bytes(layout, nodes, part.numel, layers, by_messages)
+        found.append(Choice(name, layout, moved_bytes, peak_bytes))
     return found
 
 
@@ -179,16 +186,18 @@ def show_layouts(args: argparse.Namespace) -> None:
           f"{args.ranks // args.nodes} rank(s), in half precision with Adam.\nGB (1e9 bytes) of a "
           "rank at the peak of a step, without activations, and GB that leave\neach node in a "
           f"step, in {how}:\n")
-    seconds = f"{'seconds':>12}" if args.link else ""
-    print(f"{'layout':24}{'of a rank':>12}{'leave a node':>14}{seconds}  numbers")
+    rows = [("layout", ["of a rank", "leave a node", *(["seconds"] if args.link else [])],
+             "  numbers")]
+    marks = {id(exact): "  <- the fewest, exact", id(chosen): "  <- the fewest"}
     for each in found:
-        seconds = f"{each.between_bytes / args.link:12,.3f}" if args.link else ""
-        rounded = "rounded" if each.rounds else "exact"
-        mark = {id(exact): "  <- the fewest, exact", id(chosen): "  <- the fewest"}
-        print(f"{each.name:24}{each.peak_bytes / 1e9:12,.2f}{each.between_bytes / 1e9:14,.2f}"
-              f"{seconds}  {rounded}{mark.get(id(each), '')}")
+        cells = [gigabytes(each.peak_bytes), gigabytes(each.between_bytes)]
+        if args.link:
+            cells.append(f"{each.between_bytes / args.link:,.3f}")
+        numbers = "  rounded" if each.rounds else "  exact"
+        rows.append((each.name, cells, numbers + marks.get(id(each), "")))
     if args.gpu is not None:
-        print(f"{'a rank has':24}{args.gpu / 1e9:12,.2f}")
+        rows.append(("a rank has", [gigabytes(args.gpu)], ""))
+    print_table(rows)
     print(f"\n{_advice(chosen, exact)}")
 
 

@@ -34,9 +34,8 @@ the papers' data types and Adam; `predict.py` uses the real layers and data type
 
 import argparse
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import accumulate, groupby
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 # Bytes per parameter of half-precision training with Adam: for the parameter, its gradient, and its
@@ -69,8 +68,6 @@ class Part:
     numel: int
     element_bytes: int
     trainable: bool
-    # With param groups: the number of elements of each group, in the order in which they follow.
-    runs: tuple[int, ...] = ()
     align_numel: int = 1  # the elements of a shard are a multiple of it; on the CPU it is 1
 
     def shard_numel(self, world_size: int) -> int:
@@ -87,19 +84,6 @@ class Part:
         """
         return max(4, self.element_bytes)
 
-    def pieces(self, world_size: int, rank: int) -> int:
-        """
-        ### Into how many pieces the param groups cut a rank's shard
-
-        Two groups of 3 and 5 elements on two ranks: the first shard has 3 of one group and 1 of the
-        other, so two pieces; the second shard is one piece. Padding belongs to the last group.
-        """
-        numel = self.shard_numel(world_size)
-        ends = [*accumulate(self.runs[:-1]), world_size * numel]
-        begins = [0, *ends[:-1]]
-        spans = zip(begins, ends, strict=True)
-        return sum(max(b, rank * numel) < min(e, (rank + 1) * numel) for b, e in spans)
-
 
 @dataclass(frozen=True)
 class LayerSpec:
@@ -114,47 +98,44 @@ class LayerSpec:
         return sum(p.shard_bytes(world_size) for p in self.parts)
 
 
-def describe(layers: Any, group_by: Callable[[str, Any], Any] | None = None) -> list[LayerSpec]:
+def describe(layers: Any) -> list[LayerSpec]:
     """
     ## Describe layers, sharded already or not
 
     * `layers` is a `Zero3Sequential`, or a list of modules, each of which will be wrapped
-    * `group_by` is the argument of `Zero3Optimizer` that makes param groups
     """
-    specs = []
-    for i, layer in enumerate(getattr(layers, "module_list", layers)):
-        align_bytes = layer.comm.align_bytes if hasattr(layer, "listener") and layer.flats else 1
-        # For each kind of parameters: bytes of an element, alignment in elements, and then the
-        # number of elements and the param group of each parameter.
-        kinds: dict[Any, tuple[int, int, list[tuple[int, Any]]]] = {}
-        for kind, width, numel, name, param in _parameters(layer):
-            group = group_by(f"{i}.{name}", param) if group_by and kind[0] else None
-            align_numel = max(1, align_bytes // width)
-            numel = -(-numel // align_numel) * align_numel
-            kinds.setdefault(kind, (width, align_numel, []))[2].append((numel, group))
-        parts = []
-        for (trains, _), (width, align_numel, each) in kinds.items():
-            runs = [sum(n for n, _ in run) for _, run in groupby(each, key=lambda one: one[1])]
-            parts.append(Part(sum(runs), width, trains, tuple(runs), align_numel))
-        buffers = sum(b.nbytes for b in layer.buffers())
-        specs.append(LayerSpec(tuple(sorted(parts, key=lambda part: not part.trainable)), buffers))
-    return specs
+    return [LayerSpec(_parts(layer), sum(b.nbytes for b in layer.buffers()))
+            for layer in getattr(layers, "module_list", layers)]
 
 
-def _parameters(layer: Any) -> Iterator[tuple[tuple[bool, Any], int, int, str, Any]]:
+def _parts(layer: Any) -> tuple[Part, ...]:
     """
-    ### Each parameter: its kind, bytes of an element, number of elements, name, and itself
+    ### The parts of a layer, those that train first
+    """
+    is_sharded = hasattr(layer, "listener") and layer.flats
+    align_bytes = layer.comm.align_bytes if is_sharded else 1
+    found: dict[Any, Part] = {}
+    for trains, kind, width, numel in _parameters(layer):
+        align_numel = max(1, align_bytes // width)
+        part = found.setdefault((trains, kind), Part(0, width, trains, align_numel))
+        aligned_numel = -(-numel // align_numel) * align_numel
+        found[trains, kind] = replace(part, numel=part.numel + aligned_numel)
+    return tuple(sorted(found.values(), key=lambda part: not part.trainable))
 
-    The kind begins with whether the parameter trains.
+
+def _parameters(layer: Any) -> Iterator[tuple[bool, Any, int, int]]:
+    """
+    ### Each parameter: whether it trains, its kind, bytes of an element, and number of elements
+
+    Parameters of one kind are sharded together, if all of them train or none.
     """
     if hasattr(layer, "listener"):
         for i, g in enumerate(layer.flats):
             for slot in g.slots:
-                kind = (g.shard.requires_grad, i)
-                yield kind, g.shard.element_size(), slot.view.numel(), slot.names[0], slot.param
+                yield g.shard.requires_grad, i, g.shard.element_size(), slot.view.numel()
     else:
-        for name, p in layer.named_parameters():
-            yield (p.requires_grad, p.dtype), p.element_size(), p.numel(), name, p
+        for p in layer.parameters():
+            yield p.requires_grad, p.dtype, p.element_size(), p.numel()
 
 
 def stages(params: float, ranks: int, basis: int | str = 16) -> list[float]:
@@ -371,17 +352,31 @@ def number(text: str) -> float:
     return value
 
 
+def print_table(rows: list[tuple[str, list[str], str]], name_width: int = 24) -> None:
+    """
+    ## Print rows of a name, cells and a note
+    """
+    width = max(12, *(len(cell) + 2 for _, cells, _ in rows for cell in cells))
+    for name, cells, note in rows:
+        print(f"{name:{name_width}}" + "".join(f"{cell:>{width}}" for cell in cells) + note)
+
+
+def gigabytes(nbytes: float, digits: int = 2) -> str:
+    return f"{nbytes / 1e9:,.{digits}f}"
+
+
 def show_stages(params: float, ranks: int) -> None:
     """
     ## Print ZeRO's Table 1 for one model and number of ranks
     """
     print(f"{params:,.0f} parameters on {ranks} ranks, in half precision with Adam.")
     print("Model states per rank in GB (1e9 bytes), by bytes counted per parameter:\n")
-    print(f"{'':26s}" + "".join(f"{basis:>12d}" for basis in BASES))
     names = ("0: data parallelism", "1: + optimizer states", "2: + gradients", "3: + parameters")
-    for stage, name in enumerate(names):
-        row = (stages(params, ranks, basis)[stage] / 1e9 for basis in BASES)
-        print(f"{name:26s}" + "".join(f"{gigabytes:12,.2f}" for gigabytes in row))
+    by_basis = [stages(params, ranks, basis) for basis in BASES]
+    rows = [("", [str(basis) for basis in BASES], "")]
+    for name, each in zip(names, zip(*by_basis, strict=True), strict=True):
+        rows.append((name, [gigabytes(nbytes) for nbytes in each], ""))
+    print_table(rows, name_width=26)
     print("\n16: ZeRO, 2 parameter + 2 gradient + 12 Adam.  18: DeepSpeed's estimator, 2 + 4 + 12.")
     print("20: ZeRO-Infinity, 2 + 2 + 16.  Activations come on top.")
 
@@ -394,26 +389,31 @@ def show_places(args: argparse.Namespace, has: dict[str, float]) -> None:
     print(f"{args.params:,.0f} parameters in {args.layers} layers, {args.ranks} rank(s) on one "
           "machine, in half precision with Adam,\n16 bytes per parameter. GB (1e9 bytes) that a "
           "rank needs, without activations:\n")
-    print(f"{'parameters':12}{'optimizer':12}{'device':>12}{'cpu':>12}{'nvme':>12}")
+    rows = [(f"{'parameters':12}optimizer", [*has], "")]
     for place in places(args.params, args.ranks, args.layers):
-        cells = "".join(f"{place.needs[tier] / 1e9:12,.1f}" for tier in has)
-        chosen = "   <- the fastest that fits" if place == best else ""
-        print(f"{place.params_in:12}{place.states_in:12}{cells}{chosen}")
-    share = [n / 1e9 / (1 if tier == "device" else args.ranks) for tier, n in has.items()]
-    print(f"{'a rank has':24}" + "".join(f"{n:12,.1f}" for n in share))
+        cells = [gigabytes(place.needs[tier], 1) for tier in has]
+        note = "   <- the fastest that fits" if place == best else ""
+        rows.append((f"{place.params_in:12}{place.states_in}", cells, note))
+    share = [n / (1 if tier == "device" else args.ranks) for tier, n in has.items()]
+    print_table([*rows, ("a rank has", [gigabytes(n, 1) for n in share], "")])
     if best is None:
         print("\nIt does not fit. More ranks need less each; a larger disk is the cheapest tier.")
         return
     for tier, moved in best.step_bytes.items():
         if moved:
-            print(f"\nA step moves {moved / 1e9:,.1f} GB of a rank into its {tier} tier and out.")
+            moved_gb = gigabytes(moved, 1)
+            print(f"\nA step moves {moved_gb} GB of a rank into its {tier} tier and out.")
     if best.states_in != "device":
-        peak = args.tflops * 1e12
-        to_states = bandwidth_for(0.9, args.tokens / 4, peak)
-        to_params = bandwidth_for(0.9, args.tokens, peak)
-        needs = f"{to_states / 1e9:,.0f} GB/s to its optimizer states"
-        if best.params_in != "device":
-            needs += f",\n{to_params / 1e9:,.0f} GB/s to its parameters"
-        print(f"\nWith {args.tokens:,.0f} tokens of a rank in a step, at {args.tflops:g} Tflop/s, "
-              "what a rank needs for 90 % of that\nspeed if nothing hides the transfer "
-              f"(ZeRO-Infinity, equation 6): {needs}.")
+        _show_bandwidth(args, best)
+
+
+def _show_bandwidth(args: argparse.Namespace, place: Place) -> None:
+    peak = args.tflops * 1e12
+    to_states = bandwidth_for(0.9, args.tokens / 4, peak)
+    to_params = bandwidth_for(0.9, args.tokens, peak)
+    needs = f"{to_states / 1e9:,.0f} GB/s to its optimizer states"
+    if place.params_in != "device":
+        needs += f",\n{to_params / 1e9:,.0f} GB/s to its parameters"
+    print(f"\nWith {args.tokens:,.0f} tokens of a rank in a step, at {args.tflops:g} Tflop/s, "
+          "the bandwidth that a rank needs for 90 % of that\nspeed if nothing hides the transfer "
+          f"(ZeRO-Infinity, equation 6): {needs}.")

@@ -42,8 +42,7 @@ and positions travel padded.
 import argparse
 from dataclasses import dataclass
 
-from zero3.estimate.formulas import LayerSpec, Part
-from zero3.estimate.layouts import Layout
+from zero3.estimate.formulas import LayerSpec, Part, gigabytes, print_table
 from zero3.estimate.predict import predict
 
 # Of an element in half precision.
@@ -145,6 +144,10 @@ class Splitting:
     weight_bytes: int  # sent in a step, gradients included
     activation_bytes: int  # sent in a step
 
+    @property
+    def sent_bytes(self) -> int:
+        return self.weight_bytes + self.activation_bytes
+
 
 def splittings(params: float, ranks: int, most: int, width: int, layers: int = 32,
                tokens: float = 8192) -> list[Splitting]:
@@ -162,11 +165,10 @@ def splittings(params: float, ranks: int, most: int, width: int, layers: int = 3
             continue
         numel = -(-int(params) // (layers * tensor))
         specs = [LayerSpec((Part(numel, ELEMENT_BYTES, True),))] * layers
-        layout = Layout(ranks // tensor)
-        p = predict(specs, layout, stage3=True, by_messages=False)
+        shards = ranks // tensor
+        p = predict(specs, shards, stage3=True, by_messages=False)
         sent = 4 * layers * (2 * (tensor - 1) * int(tokens) * width) * ELEMENT_BYTES
-        found.append(Splitting(tensor, layout.ranks, p.rest_bytes, p.peak_bytes, p.sent_bytes,
-                               sent))
+        found.append(Splitting(tensor, shards, p.rest_bytes, p.peak_bytes, p.sent_bytes, sent))
     return found
 
 
@@ -180,14 +182,14 @@ def show_tensor(args: argparse.Namespace) -> None:
     print(f"{args.params:,.0f} parameters in {args.layers} layers of width {args.width:,}, on "
           f"{args.ranks} ranks, in half precision\nwith Adam, {args.tokens:,.0f} tokens for each "
           "rank. GB (1e9 bytes) of a rank, without the memory of\nactivations:\n")
-    print(f"{'tensor':>8}{'shard':>8}{'at rest':>12}{'at the peak':>14}{'weights sent':>14}"
-          f"{'activations sent':>18}{'both':>10}")
+    rows = [("  tensor   shard", ["at rest", "at the peak", "weights sent", "activations sent",
+                                  "both"], "")]
     for each in found:
-        sent = each.weight_bytes + each.activation_bytes
-        print(f"{each.tensor:8}{each.shards:8}{each.rest_bytes / 1e9:12,.2f}"
-              f"{each.peak_bytes / 1e9:14,.2f}{each.weight_bytes / 1e9:14,.2f}"
-              f"{each.activation_bytes / 1e9:18,.2f}{sent / 1e9:10,.2f}")
-    least = min(found, key=lambda each: each.weight_bytes + each.activation_bytes)
+        cells = (each.rest_bytes, each.peak_bytes, each.weight_bytes, each.activation_bytes,
+                 each.sent_bytes)
+        rows.append((f"{each.tensor:8}{each.shards:8}", [gigabytes(cell) for cell in cells], ""))
+    print_table(rows, name_width=16)
+    least = min(found, key=lambda each: each.sent_bytes)
     print(f"\nTensor {least.tensor} sends the fewest bytes. Activations travel while everybody "
           "waits, and weights while\nothers compute, so ranks that split a layer need the fastest "
           "links.")

@@ -103,13 +103,12 @@ class Encoded:
         """
         #### Refuse weights that an encoding cannot keep
 
-        An infinity, in a mask for instance, would make NaNs of the weights beside it. And the
-        largest fp16 numbers may be rounded up to infinity.
+        An infinity, in a mask for instance, would make NaNs of the weights beside it.
         """
         problem = "" if bool(self.load().isfinite().all()) else "an infinity or a NaN"
         self.release()
-        owner.comm.agree(owner, "cannot keep its frozen weights encoded", "finite numbers, also "
-                         "after a round of encoding", problem, "wrap this layer with an `Offload` "
+        owner.comm.agree(owner, "cannot keep its frozen weights encoded", "finite numbers",
+                         problem, "wrap this layer with an `Offload` "
                          "without `frozen=`, or look at its weights")
 
     @property

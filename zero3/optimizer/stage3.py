@@ -89,7 +89,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -99,9 +98,6 @@ from torch import nn
 from zero3.comm.collectives import Communicator
 from zero3.comm.order import Listener, Silence
 from zero3.comm.parts import connect
-from zero3.estimate.formulas import describe
-from zero3.estimate.layouts import Layout
-from zero3.estimate.predict import Prediction, predict
 from zero3.flat import FlatParameter
 from zero3.guards.gradients import GradientElsewhere, grad_of, set_grad
 from zero3.guards.options import fail
@@ -952,61 +948,6 @@ class Zero3Optimizer(torch.optim.Optimizer):
         if self.dynamic:
             # This run has chosen whether to scale. A dynamic scale continues from the saved one.
             self.loss_scale = state_dict["loss_scale"]
-
-    def predict(self, micro_batches: int = 1, no_sync: bool = False) -> Prediction:
-        """
-        ### The bytes of this rank, from the formulas
-
-        * `micro_batches` are in a step. `no_sync` says that all but the last run in `no_sync()`
-
-        The prediction is of a step whose moments exist already, so not of the first one.
-
-        Raises `RuntimeError` if the model is not a `Zero3Sequential`, has layers inside of layers,
-        or uses several `Offload`s for them, or if param groups keep different states.
-        """
-        two = torch.zeros(2, device=self.device)
-        kept = set()
-        for group in self.param_groups:
-            names, other_bytes = moments_of(*self.made_by, group, two)
-            kept.add((len(names), other_bytes))
-        chain = [layer for layer in getattr(self.model, "module_list", ())
-                 if getattr(layer, "flats", ())]
-        offloads = {layer.offload if layer.offload.tier == "nvme"
-                    else (layer.offload.tier, layer.offload.frozen) for layer in chain}
-        good = chain == self.layers and len(kept) == len(offloads) == 1
-        self.expect(good, "cannot predict", "a Zero3Sequential of plain layers, with one `Offload` "
-                    "and as many states in each param group", f"a {type(self.model).__name__}, "
-                    f"{len(offloads)} and {len(kept)} kinds", "measure with `Ledger`; "
-                    "`zero3.pipeline.costs.predict_step` predicts a pipeline")
-        ((moments, step_bytes),) = kept
-        found = predict(
-            describe(self.model, self.group_by), Layout.of(self.comm),
-            rank=self.comm.rank, moments=moments, step_bytes=step_bytes,
-            by_messages=self.comm.by_messages, stage3=True, micro_batches=micro_batches,
-            no_sync=no_sync, bucket_bytes=self.buckets[0].bucket_bytes,
-            reduce_bytes=self.reduce_dtype.itemsize if self.reduce_dtype else None,
-            params_in=chain[0].offload, states_in=self.offload)
-        # Each split between parameters that were used in different steps adds a counter of steps.
-        splits = sum(len(states.pieces) - states.unsplit_count() for states in self.shard_states)
-        split_bytes = splits * step_bytes
-        return replace(found, optimizer_bytes=found.optimizer_bytes + split_bytes,
-                       peak_bytes=found.peak_bytes + split_bytes)
-
-    def table(self, micro_batches: int = 1) -> str:
-        """
-        ### The bytes that this rank will hold, by kind, before it holds them
-
-        * `micro_batches` are in a step
-
-        Raises `RuntimeError` as `predict` does.
-        """
-        dtypes = ({states.shard.dtype for states in self.shard_states},
-                  {states.grad_dtype for states in self.shard_states},
-                  {states.master_dtype for states in self.shard_states})
-        names = [", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in of))
-                 for of in dtypes]
-        rows = self.predict(micro_batches).table(names)
-        return f"rank {self.comm.global_rank} will hold, in bytes\n{rows}"
 
 
 def step_threads(at: torch.device, device: torch.device, threads: int, ranks: int) -> int:

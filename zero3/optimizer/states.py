@@ -676,15 +676,6 @@ class ShardStates:
             runs.append((slice(begin, end), key))
         return runs
 
-    def unsplit_count(self) -> int:
-        """
-        ### How many pieces there were before any was split by use
-
-        `predict` compares it with the present number, because each further piece has a counter of
-        steps of its own.
-        """
-        return len(self._runs(slice(0, len(self.shard)), self.group_indices))
-
     def piece_numbers(self) -> list[int]:
         """
         ### The number of the piece that each parameter of the flat one begins in
@@ -749,13 +740,23 @@ def moments_of(
     * `two` is a tensor `(2,)` on the device of the step
     * `group` are the options of a param group
     """
-    param = nn.Parameter(two)
-    param.grad = torch.zeros_like(two)
-    optimizer = optimizer_class([{**group, "params": [param]}], **kwargs)
-    optimizer.step()
-    tensors = {name: value for name, value in optimizer.state[param].items()
-               if isinstance(value, torch.Tensor)}
+    state = first_state(optimizer_class, kwargs, group, two)
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     moments = [name for name, value in tensors.items()
                if value.shape == two.shape and value.dtype == two.dtype]
     moment_bytes = len(moments) * two.nbytes
     return moments, sum(value.nbytes for value in tensors.values()) - moment_bytes
+
+
+def first_state(optimizer_class: Any, kwargs: dict[str, Any], group: dict[str, Any],
+                two: torch.Tensor) -> dict[str, Any]:
+    """
+    ## The state that an optimizer has of a parameter of two elements, after a first step
+
+    The arguments are those of `moments_of`. A load compares a checkpoint's states with it.
+    """
+    param = nn.Parameter(two)
+    param.grad = torch.zeros_like(two)
+    optimizer = optimizer_class([{**group, "params": [param]}], **kwargs)
+    optimizer.step()
+    return optimizer.state[param]

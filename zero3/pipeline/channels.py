@@ -5,17 +5,19 @@ r"""
 
 A stage hands on whatever its last layer returns: a tensor, or tensors in tuples, lists and dicts.
 The next rank needs memory for them before they arrive, so it has to know their shapes. They are
-described once, and afterwards the sender only says that they are the same as before. Each message
-consists of up to three parts:
+described in the first micro-batch, and again when they change. Each message consists of up to three
+parts:
 
 | part | size | by | when |
 |---|---|---|---|
-| announcement | 40 bytes | gloo | always: what follows, for which stage and micro-batch |
-| description | a few hundred bytes | gloo | for shapes that this receiver has not seen |
+| announcement | 32 bytes | gloo | always: what follows, for which stage and micro-batch |
+| description | a few hundred bytes | gloo | if it is not that of the micro-batch before |
 | tensors | their bytes | the default backend | if they have elements |
 
 Take two stages, four micro-batches, and activations of 8 × 16 fp32 elements, 512 bytes. Rank 0
-sends four announcements, one description, and 2,048 bytes of tensors.
+sends four announcements, one description, and 2,048 bytes of tensors. The next batch needs no
+description. If its rows are longer, it needs one again. Both ranks remember one description for
+each stage and direction, so changing lengths take no memory.
 
 $$\text{sent by a rank} = \text{micro-batches} \cdot (\text{bytes of activations} +
 \text{bytes of gradients})$$
@@ -29,25 +31,22 @@ were queued. While rank 0 queues an activation to rank 1, rank 1 may queue a gra
 each would wait for the other to receive. So there each way has a group of its own. The
 announcements have one more, of gloo, because the host reads them without waiting for a device.
 
-**Ahead of time.** gloo sends a message once the receiver has asked for it. So a rank asks for all
-announcements of a batch at its beginning. On the CPU it also asks for the next tensors before it
-computes the pass in front of them, if it knows their shapes from an earlier batch. This takes
-memory for one more message. With NCCL it asks only when it needs them, because the order of calls
-is the order of transfers.
+**On demand.** A rank asks for a tensor when its list says `receive`. gloo sends a message once the
+receiver has asked for it, so on the CPU a transfer overlaps nothing on the receiving rank. The
+sending rank goes on at once.
 
 **Run this**: `python -m pytest tests/test_pipeline_faults.py`.
 
 **Not covered, and what that costs**: a description is a pickle, so ranks trust each other. A number
-that a stage hands on is a part of the description. If it is another one in each batch, it is
-described, and remembered, each time; a tensor of one element is not. The process groups stay until
-the program ends.
+that a stage hands on is a part of the description. If it is another one in each micro-batch, it is
+described each time; a tensor of one element is not. The process groups stay until the program ends.
 """
 
 import pickle
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -61,14 +60,15 @@ from zero3.comm.mesh import Group, node_of, timeout_of
 from zero3.in_flight import in_flight
 from zero3.pipeline.schedules import KINDS, Action
 
-# Numbers of 8 bytes in an announcement: kind, stage, micro-batch, description, its length.
-_ROW = 5
+# Numbers of 8 bytes in an announcement: kind, stage, micro-batch, length of a description.
+_ROW = 4
 # In the place of the kind: the sender has failed, and its error follows.
 _FAULT = -1
-# Tags: announcements 0 and 1, descriptions 2 and 3, the cause of a fault 4, tensors from 6 up. Odd
-# ones are for gradients. gloo matches messages by their tags.
+# Tags: announcements 0 and 1, descriptions 2 and 3, tensors 4 and 5, the cause of a fault 6. Odd
+# ones are for gradients. gloo matches messages by their tags, and those of one tag by their order.
 _TOLD_TAG = 2
-_CAUSE_TAG = 4
+_TENSOR_TAG = 4
+_CAUSE_TAG = 6
 # A fault may be left from an earlier pipeline on the same mesh. Then there is no cause to wait for.
 _CAUSE_WAIT = timedelta(seconds=5)
 
@@ -118,14 +118,10 @@ class Channels:
         self.device = device
         self.control = self._group(ranks, "gloo")
         self.data = self._data_groups(tied)
-        # Descriptions that receivers know by their numbers, and those that senders have described.
-        self._told: dict[tuple[int, bytes], int] = {}
-        self._known: dict[tuple[int, int], Any] = {}
-        # Announcements that this batch waits for, in order.
-        self._coming: deque[_Coming] = deque()
-        # The description that each action had in the last batch, and tensors that are asked for.
-        self._usual: dict[Action, int] = {}
-        self._asked: dict[tuple[int, bool, int], deque[_Asked]] = {}
+        # By kind and stage of the action that receives: the description that was sent last, and the
+        # one that has arrived last.
+        self._told: dict[tuple[str, int], bytes] = {}
+        self._known: dict[tuple[str, int], Any] = {}
         # Messages under way, with their tensors.
         self._leaving: deque[tuple[Any, torch.Tensor]] = deque()
 
@@ -193,23 +189,6 @@ class Channels:
                              f"rank {self.ranks[i]}")
         return "; ".join(wrong)
 
-    def begin(self, coming: Iterable[tuple[Action, int]]) -> None:
-        """
-        ### Ask for all announcements of a batch, and for the first tensors if they are known
-
-        * `coming` are the actions that receive something, in their order, with the place of the
-          sender of each
-
-        gloo sends a message once the receiver has asked for it. If it asked late, the request would
-        wait while the sender computes.
-        """
-        self._coming.clear()
-        for action, source in coming:
-            row = torch.empty(_ROW, dtype=torch.int64, device="cpu")
-            work = self._irecv(row, source, self.control, _is_gradient(action))
-            self._coming.append(_Coming(action, source, row, work))
-        self._ask_ahead()
-
     def send(self, action: Action, to: int, value: Any) -> Sent:
         """
         ### Start to send tensors, and return at once
@@ -224,37 +203,35 @@ class Channels:
         told = pickle.dumps(pytree.tree_map(self._described, value))
         tensors = [_to_send(leaf) for leaf in pytree.tree_leaves(value)
                    if isinstance(leaf, torch.Tensor)]
-        is_new = (to, told) not in self._told
-        number = self._told.setdefault((to, told), len(self._told))
+        is_new = self._told.get((action.kind, action.stage)) != told
+        self._told[action.kind, action.stage] = told
         self._collect()
-        row = [KINDS.index(action.kind), action.stage, action.micro_batch, number,
-               len(told) if is_new else 0]
-        order_bytes = self._announce(row, told if is_new else b"", to, _is_gradient(action))
-        nbytes = 0
+        gradients = _is_gradient(action)
+        numbers = [KINDS.index(action.kind), action.stage, action.micro_batch]
+        order_bytes = self._announce(numbers, told if is_new else b"", to, gradients)
         for tensor in tensors:
-            nbytes += tensor.nbytes
-            self._isend(tensor, to, self.data[_is_gradient(action), self.line.rank, to],
-                        _tag_of(number, _is_gradient(action)))
+            self._isend(tensor, to, self.data[gradients, self.line.rank, to],
+                        _TENSOR_TAG + gradients)
+        nbytes = sum(tensor.nbytes for tensor in tensors)
         far = node_of(self.line.ranks[to]) != node_of(self.line.global_rank)
         return Sent(nbytes, nbytes * far, len(tensors), order_bytes)
 
-    def receive(self, action: Action) -> Any:
+    def receive(self, action: Action, source: int) -> Any:
         """
         ### Wait for what another rank sends for this action
+
+        * `source` is its place in the pipeline
 
         Returns the value, with tensors on the device. Those that need gradients there do so here.
         Raises `Fault` if the sender has failed, and `RuntimeError` if it does something else.
         """
-        expected, source, row, work = self._coming.popleft()
-        assert expected == action
-        self._land(work)
-        kind, stage, micro_batch, number, length = row.tolist()
-        told = b""
-        if length:
-            text = torch.empty(length, dtype=torch.uint8, device="cpu")
-            tag = _TOLD_TAG + _is_gradient(action)
-            self._land(self._irecv(text, source, self.control, tag))
-            told = text.numpy().tobytes()
+        gradients = _is_gradient(action)
+        row = torch.empty(_ROW, dtype=torch.int64, device="cpu")
+        self._recv(row, source, self.control, gradients)
+        kind, stage, micro_batch, length = row.tolist()
+        text = torch.empty(length, dtype=torch.uint8, device="cpu")
+        self._recv(text, source, self.control, _TOLD_TAG + gradients)
+        told = text.numpy().tobytes()
         where = f"rank {self.line.global_rank}: {_words(action)}"
         if kind == _FAULT:
             cause = told.decode()
@@ -267,13 +244,18 @@ class Channels:
                 f"`{_words(theirs)}`, from rank {self.line.ranks[source]}. What to do: call "
                 "`train_batch` and `eval_batch` in the same order on all ranks. Start again.")
         if told:
-            self._known[source, number] = pickle.loads(told)
-        self._usual[action] = number
-        asked = self._ask(source, _is_gradient(action), number).popleft()
-        for each in asked.works:
-            self._land(each)
-        self._ask_ahead()
-        return asked.value
+            self._known[action.kind, action.stage] = pickle.loads(told)
+        return pytree.tree_map_only(_Shape, lambda shape: self._arrived(shape, source, gradients),
+                                    self._known[action.kind, action.stage])
+
+    def _arrived(self, shape: "_Shape", source: int, gradients: bool) -> torch.Tensor:
+        """
+        #### The next tensor from a rank, which has this shape
+        """
+        found = torch.empty(shape.shape, dtype=shape.dtype, device=self.device)
+        group = self.data[gradients, source, self.line.rank]
+        self._recv(found, source, group, _TENSOR_TAG + gradients)
+        return found.requires_grad_(shape.requires_grad)
 
     def fail(self, text: str) -> None:
         """
@@ -288,7 +270,7 @@ class Channels:
         here = self.line.rank
         for to in {(here + 1) % self.line.size, (here - 1) % self.line.size} - {here}:
             for gradients in (False, True):
-                self._announce([_FAULT, 0, 0, 0, len(told)], told, to, gradients)
+                self._announce([_FAULT, 0, 0], told, to, gradients)
         cause = torch.frombuffer(bytearray(told), dtype=torch.uint8)
         for rank in {*self.ranks} - {self.line.global_rank}:
             for part in (torch.tensor([len(told)], device="cpu"), cause):
@@ -322,51 +304,16 @@ class Channels:
         while self._leaving:
             self._land(self._leaving.popleft()[0])
 
-    def _ask_ahead(self) -> None:
-        """
-        #### Ask for the next tensors before the pass that comes first
-
-        They are expected to be described as in the last batch. If the description differs, the
-        buffers stay for the next message that fits them. NCCL's order is that of the calls, so
-        there nothing is asked ahead.
-        """
-        if self._coming and self.device.type == "cpu":
-            action, source, *_ = self._coming[0]
-            if action in self._usual:
-                self._ask(source, _is_gradient(action), self._usual[action])
-
-    def _ask(self, source: int, gradients: bool, number: int) -> "deque[_Asked]":
-        """
-        #### The tensors of this description that are asked for, at least once
-        """
-        asked = self._asked.setdefault((source, gradients, number), deque())
-        if not asked:
-            works: list[Any] = []
-            group = self.data[gradients, source, self.line.rank]
-
-            def leaf(described: Any) -> Any:
-                if not isinstance(described, _Shape):
-                    return described
-                # Asked for in an evaluation, it may be used in training.
-                with torch.inference_mode(False):
-                    found = torch.empty(described.shape, dtype=described.dtype, device=self.device)
-                if found.numel():
-                    works.append(self._irecv(found, source, group, _tag_of(number, gradients)))
-                return found.requires_grad_(described.requires_grad)
-
-            value = pytree.tree_map(leaf, self._known[source, number])
-            asked.append(_Asked(value, works))
-        return asked
-
-    def _announce(self, row: list[int], told: bytes, to: int, gradients: bool) -> int:
+    def _announce(self, numbers: list[int], told: bytes, to: int, gradients: bool) -> int:
         """
         #### Start to send an announcement, and its description if there is one
         """
-        self._isend(torch.tensor(row, device="cpu"), to, self.control, gradients)
+        row = torch.tensor([*numbers, len(told)], device="cpu")
+        self._isend(row, to, self.control, gradients)
         if told:
             text = torch.frombuffer(bytearray(told), dtype=torch.uint8)
             self._isend(text, to, self.control, _TOLD_TAG + gradients)
-        return 8 * _ROW + len(told)
+        return row.nbytes + len(told)
 
     def _isend(self, tensor: torch.Tensor, to: int, group: Group, tag: int) -> None:
         """
@@ -377,9 +324,22 @@ class Channels:
             work = self._explained(lambda: dist.isend(tensor, peer, group.process_group, tag=tag))
             self._leaving.append((work, tensor))
 
-    def _irecv(self, buffer: torch.Tensor, source: int, group: Group, tag: int) -> Any:
-        peer = self.line.ranks[source]
-        return self._explained(lambda: dist.irecv(buffer, peer, group.process_group, tag=tag))
+    def _recv(self, buffer: torch.Tensor, source: int, group: Group, tag: int) -> None:
+        """
+        #### Ask for a message, and wait until it has filled a buffer
+        """
+        if buffer.numel():
+            peer = self.line.ranks[source]
+            self._land(self._explained(
+                lambda: dist.irecv(buffer, peer, group.process_group, tag=tag)))
+
+    def _land(self, work: Any) -> None:
+        """
+        #### Wait until a message has been sent or received
+
+        No longer than the group of all ranks would wait.
+        """
+        self._explained(lambda: work.wait(self.control.timeout))
 
     def _described(self, leaf: Any) -> Any:
         """
@@ -405,14 +365,6 @@ class Channels:
         while self._leaving and self._leaving[0][0].is_completed():
             self._leaving.popleft()
 
-    def _land(self, work: Any) -> None:
-        """
-        #### Wait until a message has been sent or received
-
-        No longer than the group of all ranks would wait.
-        """
-        self._explained(lambda: work.wait(self.control.timeout))
-
     def _explained(self, does: Callable[[], Any]) -> Any:
         """
         #### Explain the error if the connection to another rank is gone
@@ -424,26 +376,6 @@ class Channels:
             raise RuntimeError(
                 f"rank {self.line.global_rank}: another stage is lost. Expected: a rank that "
                 f"answers. Got: {error}. What to do: {self.control.advice(error)}") from error
-
-
-class _Coming(NamedTuple):
-    """
-    ## An announcement that will arrive
-    """
-
-    action: Action
-    source: int
-    row: torch.Tensor
-    work: Any
-
-
-class _Asked(NamedTuple):
-    """
-    ## A value whose tensors will arrive
-    """
-
-    value: Any
-    works: list[Any]
 
 
 @dataclass(frozen=True)
@@ -471,13 +403,6 @@ def _to_send(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_gradient(action: Action) -> bool:
     return "gradient" in action.kind
-
-
-def _tag_of(number: int, gradients: bool) -> int:
-    """
-    #### The tag of tensors with this description
-    """
-    return _CAUSE_TAG + 2 * (1 + number) + gradients
 
 
 def _words(action: Action) -> str:

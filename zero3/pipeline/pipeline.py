@@ -43,8 +43,9 @@ graph where their gradients arrive.
 
 **Not covered, and what that costs**: every rank builds all layers before it keeps its own. A
 gradient stays whole on each rank of its stage until the last micro-batch, as in `no_sync()`.
-`Zero3Optimizer.predict` knows no pipelines; `predict_step` in `costs.py` does. A batch is cut along
-its first dimension.
+`predict_optimizer` knows no pipelines; `timeline.py` has formulas of their bytes. A batch is cut
+along its first dimension. All ranks compare a checksum of the batch before they begin, so an
+accelerator finishes the step before that first.
 """
 
 import copy
@@ -52,7 +53,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -83,6 +84,8 @@ from zero3.pipeline.stages import (
 from zero3.sharded import Sharded, ShardedModel
 
 _MESHES = (("pipeline", "shard"), ("pipeline", "replicate", "shard"))
+# What may be in the tuples, lists and dicts of a batch.
+_LEAVES = (torch.Tensor, int, float, str, type(None))
 
 
 class Pipeline(ShardedModel):
@@ -120,6 +123,13 @@ class Pipeline(ShardedModel):
                f"a mesh with the dimensions {_MESHES[0]} or {_MESHES[1]}", f"{mesh}",
                "`init_device_mesh(device, (2, 2), mesh_dim_names=(\"pipeline\", \"shard\"))`")
         layers = [*layers]
+        wrong = [f"{type(layer).__name__}, as layer {i}" for i, layer in enumerate(layers)
+                 if not isinstance(layer, nn.Module)]
+        expect(bool(layers) and not wrong, "`layers`", "modules, in their order",
+               ", ".join(wrong) or "none", "pass `nn.Tanh()` for `torch.tanh`, and the `values()` "
+               "of a `ModuleDict`", TypeError)
+        expect(callable(loss_fn), "`loss_fn`", "a function of the last layer's output and `y`",
+               repr(loss_fn), "pass one, for instance `nn.functional.mse_loss`", TypeError)
         line = Communicator(mesh=mesh["pipeline"])
         self.ranks = line.group.size
         self.place = line.group.rank
@@ -130,9 +140,10 @@ class Pipeline(ShardedModel):
         self.count = len(plan.counts)
         self.ends = plan.ends
         self.shapes = plan.shapes
+        self.names = {names[0]: names for names in plan.names.values()}
         self.loss_fn = loss_fn
         self._micro_batches = micro_batches
-        self.compared = False  # whether the stages have been given the same batch once
+        self.shared_buffers = plan.shared_buffers
         self.holds = gathers != "each"
         options = (schedule, self.ranks, micro_batches, plan.per_rank, gathers, plan.ends)
         self.train_list = actions(*options)[self.place]
@@ -241,22 +252,24 @@ class Pipeline(ShardedModel):
         """
         ### The full parameters of the whole model, named as in `nn.Sequential(*layers)`
 
-        This holds the whole model on each rank. All ranks must enter and leave together. With
-        `writeback=True` the values that the first rank wrote are sharded at the end.
+        This holds the whole model on each rank. A tied weight is one tensor under all its names.
+        All ranks must enter and leave together. With `writeback=True` the values that the first
+        rank wrote are sharded at the end.
         """
         with super().full_params(writeback) as own:
             found: dict[str, Any] = {}
-            for name, (owner, shape, dtype) in self.shapes.items():
-                found[name] = own.get(name)
-                if found[name] is None:
-                    found[name] = torch.empty(shape, dtype=dtype, device=self.device)
-                self._share(found[name], owner)
+            for first, (owner, shape, dtype) in self.shapes.items():
+                param: Any = own.get(first)
+                if param is None:
+                    param = torch.empty(shape, dtype=dtype, device=self.device)
+                self._share(param, owner)
+                found |= dict.fromkeys(self.names[first], param)
             problem = ""
             try:
                 yield found
-                for name, value in found.items():
-                    if (value.shape, value.dtype) != self.shapes[name][1:]:
-                        problem = f"`{name}` of {tuple(value.shape)}, {value.dtype}"
+                for name, (_, *expected) in self.shapes.items():
+                    if [found[name].shape, found[name].dtype] != expected:
+                        problem = f"`{name}` of {tuple(found[name].shape)}, {found[name].dtype}"
             except BaseException as error:
                 problem = f"{type(error).__name__}: {error}"
                 raise
@@ -266,8 +279,8 @@ class Pipeline(ShardedModel):
                     problems = [f"{each}, on rank {rank}" for rank, each in zip(
                         self.comm.ranks, self.comm.gather(problem), strict=True) if each]
                     if not problems:
-                        for value in found.values():
-                            self._share(value, 0)
+                        for name in self.shapes:
+                            self._share(found[name], 0)
             if writeback and problems:
                 expect(False, "the model is not written back", "a block that ends without an "
                        "error, and parameters of the same shape and type", problems[0],
@@ -279,10 +292,12 @@ class Pipeline(ShardedModel):
         #### Give all ranks of this pipeline the values that one of them has
         """
         if self.ranks > 1 and value.numel():
-            whole = value.detach().contiguous()
-            self._comm.stages.together("tied weights", dist.broadcast,
+            # A copy, so that what this rank has does not count as written.
+            whole = value.detach().clone(memory_format=torch.contiguous_format)
+            self._comm.stages.together("the full parameters", dist.broadcast,
                                        whole.view(-1).view(torch.uint8), group_src=owner)
-            value.detach().copy_(whole)
+            if self.place != owner:
+                value.detach().copy_(whole)
 
     def held_tensors(self) -> Iterator[torch.Tensor | None]:
         """
@@ -304,42 +319,59 @@ class Pipeline(ShardedModel):
         """
         ### Forward and backward of all micro-batches
 
-        * `x` and `y` are this rank's rows: tensors, or tuples, lists and dicts of them. All ranks
-          of a pipeline are given the same ones; the first stage uses `x` and the last one `y`
+        * `x` and `y` are this rank's rows: tensors, or tuples, lists and dicts of them. Each tensor
+          has a row for each example, as its first dimension. All ranks of a pipeline are given the
+          same ones; the first stage uses `x` and the last one `y`
 
         Returns the mean loss over all ranks. Gradients add up until `optimizer.zero_grad()`. Raises
-        `ValueError` if the rows cannot be cut into as many parts. An error in one stage is raised
-        on all ranks.
+        `ValueError` if the rows cannot be cut into as many parts, or if the stages were given
+        different batches. An error in one stage is raised on all ranks.
         """
         # A newer optimizer has taken over the layers' reducers.
         is_ours = self._first.reducer in getattr(optimizer, "buckets", ())
         expect(is_ours, "train_batch", "the newest `Zero3Optimizer` of this pipeline",
                f"another {type(optimizer).__name__}",
                "build it on the pipeline: `Zero3Optimizer(pipeline, ...)`")
-        return self._run(self.train_list, x, y, optimizer)
+        return self._run(_Batch(self, self.train_list, x, y, optimizer))
 
-    def eval_batch(self, x: Any, y: Any) -> float:
+    @overload
+    def eval_batch(self, x: Any, y: Any, outputs: Literal[False] = False) -> float: ...
+
+    @overload
+    def eval_batch(self, x: Any, y: Any, outputs: Literal[True]) -> tuple[float, Any]: ...
+
+    @torch.no_grad()
+    def eval_batch(self, x: Any, y: Any, outputs: bool = False) -> float | tuple[float, Any]:
         """
         ### Forward of all micro-batches, without gradients
 
+        * `outputs` also returns what the last layer makes of these rows, on the ranks that have the
+          last stage, and `None` elsewhere
+
         The rest is as for `train_batch`.
         """
-        with torch.no_grad():
-            return self._run(self.eval_list, x, y, None)
+        batch = _Batch(self, self.eval_list, x, y, None)
+        batch.keeps_outputs = outputs
+        loss = self._run(batch)
+        if not outputs:
+            return loss
+        return loss, pytree.tree_map(_joined, *batch.outputs) if batch.outputs else None
 
-    def _run(self, listed: list[Action], x: Any, y: Any, optimizer: Zero3Optimizer | None) -> float:
-        if self._comm.broken:
-            raise RuntimeError(self._comm.broken)
-        batch = _Batch(self, listed, x, y, optimizer)
+    def _run(self, batch: "_Batch") -> float:
+        """
+        #### Carry out the actions of a batch, and return its mean loss
+        """
+        optimizer = batch.optimizer
         if self.borrowed is not None:
             self.borrowed.layer.listener = self.listener
             self.borrowed.reduce_in(optimizer.reduce_dtype if optimizer else None)
+        buffers = self._sums_of_shared()
         with self._together():
-            self.channels.begin((action, self._source(action)) for action in listed
-                                if action.kind.startswith("receive"))
-            for batch.number, action in enumerate(listed):
+            for number, action in enumerate(batch.listed):
+                batch.number = number
                 sent = batch.do(action)
                 self.listener.record(_Doer(self.comm, action), action.kind, 0, sent)
+            self._refuse_written(buffers)
             if optimizer is not None:
                 # The last stage has scaled the loss, and so all gradients.
                 optimizer.has_scaled = True
@@ -349,6 +381,29 @@ class Pipeline(ShardedModel):
             loss = self._mean_over_ranks(batch.loss)
             self.channels.end()
             return loss
+
+    def _sums_of_shared(self) -> dict[str, int]:
+        """
+        #### A checksum of each buffer that layers on several ranks share
+        """
+        if not self.shared_buffers:
+            return {}
+        own = {prefix + name: buffer for prefix, layer in self.named_layers()
+               for name, buffer in layer.module.named_buffers(remove_duplicate=False)}
+        return {name: _checksum([own[name]]) for name in own.keys() & self.shared_buffers}
+
+    def _refuse_written(self, before: dict[str, int]) -> None:
+        """
+        #### Refuse a module that writes to its buffers, in stages of several ranks
+
+        Each rank has a copy of them, as of the running mean of a norm. The copies would differ.
+        """
+        after = self._sums_of_shared()
+        written = sorted(name for name in before if before[name] != after[name])
+        expect(not written, f"rank {self.comm.global_rank}: buffers that layers on several ranks "
+               "share", "the same values on all of them", f"{written}, which this rank has written",
+               "give each layer a module of its own, `copy.deepcopy`; or keep these layers on one "
+               "rank, with `stages=`", RuntimeError)
 
     def _source(self, action: Action) -> int:
         """
@@ -360,47 +415,35 @@ class Pipeline(ShardedModel):
             stage = self.ends[back]
         return stage % self.ranks
 
-    def cut(self, x: Any, y: Any, does: str) -> list[list[Any]]:
+    def cut(self, x: Any, y: Any, does: str) -> list[tuple[Any, Any]]:
         """
         ### Cut a batch into micro-batches, and check that all stages were given the same one
 
         * `does` is what this rank is about to do, "train" or "evaluate"
 
-        Raises `ValueError` on all ranks if they cannot be cut alike. Nothing has changed then.
+        Returns `x` and `y` of each. Raises `ValueError` on all ranks if they cannot be cut alike.
+        Nothing has changed then.
         """
-        rows = {len(leaf) for leaf in pytree.tree_leaves((x, y))
-                if isinstance(leaf, torch.Tensor) and leaf.dim() > 0}
-        problem = f"tensors of {sorted(rows)} rows" if len(rows) > 1 else ""
-        found: list[list[Any]] = []
-        shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves((x, y))
-                  if isinstance(leaf, torch.Tensor)]
-        for name, value in (("x", x), ("y", y)):
-            leaves, spec = pytree.tree_flatten(value)
-            parts = []
-            for leaf in leaves:
-                has_rows = isinstance(leaf, torch.Tensor) and leaf.dim() > 0
-                if has_rows and (not len(leaf) or len(leaf) % self.micro_batches):
-                    problem = problem or f"`{name}` has {len(leaf)} rows"
-                if not (leaf is None or isinstance(leaf, (torch.Tensor, int, float, str))):
-                    problem = problem or f"`{name}` has a {type(leaf).__name__} in it"
-                parts.append(leaf.chunk(self.micro_batches) if has_rows
-                             else [leaf] * self.micro_batches)
-            if not problem:
-                found.append([pytree.tree_unflatten([part[i] for part in parts], spec)
-                              for i in range(self.micro_batches)])
+        leaves, spec = pytree.tree_flatten((x, y))
+        rows = {len(leaf) for leaf in leaves if _has_rows(leaf)}
+        odd = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, _LEAVES)}
+        problem = ""
+        if len(rows) > 1 or any(not n or n % self.micro_batches for n in rows):
+            problem = f"tensors of {sorted(rows)} rows"
+        if odd:
+            problem = f"{sorted(odd)} in it"
         mode = "training" if self.training else "evaluation"
-        told = f"{shapes} to {does} in {mode} mode"
-        if not self.compared:
-            # Reading the values waits for the device, so it is done once.
-            told += f", and values with the checksum {_checksum((x, y))}"
+        told = (f"{[*map(_told, leaves)]} to {does} in {mode} mode, and values with the checksum "
+                f"{_checksum(leaves)}")
         wrong = self.channels.disagreement(problem, told)
         expect(not wrong, f"rank {self.comm.global_rank}: the batch", "the same tensors in all "
                f"stages, in tuples, lists and dicts, with rows for {self.micro_batches} "
                "micro-batches", wrong, "give all ranks of a pipeline the same batch, with a "
                "multiple of that many rows; or pass another `micro_batches=`. Expand a tensor "
                "without rows, such as positions, to one row for each; or make it a buffer")
-        self.compared = True
-        return found
+        parts = [leaf.chunk(self.micro_batches) if _has_rows(leaf) else [leaf] * self.micro_batches
+                 for leaf in leaves]
+        return [pytree.tree_unflatten([*each], spec) for each in zip(*parts, strict=True)]
 
     def _mean_over_ranks(self, loss: torch.Tensor) -> float:
         """
@@ -483,13 +526,18 @@ class _Batch:
         self.optimizer = optimizer
         self.stages = pipeline.stages
         self.channels = pipeline.channels
-        self.xs, self.ys = pipeline.cut(x, y, "evaluate" if optimizer is None else "train")
+        if pipeline._comm.broken:
+            raise RuntimeError(pipeline._comm.broken)
+        self.parts = pipeline.cut(x, y, "evaluate" if optimizer is None else "train")
         # By stage and micro-batch: what has come in and not been used; what has to go out.
         self.arrived: dict[tuple[int, int], Any] = {}
         self.leaving: dict[tuple[int, int], Any] = {}
         # What backward needs: the tensors that came in, and where in the graph gradients arrive.
         self.kept: dict[tuple[int, int], tuple[list[torch.Tensor], list[Any]]] = {}
         self.loss = torch.zeros((), dtype=torch.double, device=pipeline.device)
+        # What the last layer has returned for each micro-batch, if somebody wants it.
+        self.keeps_outputs = False
+        self.outputs: list[Any] = []
 
     def do(self, action: Action) -> Sent | None:
         """
@@ -504,15 +552,20 @@ class _Batch:
         #### Compute a micro-batch through a stage
         """
         key = (action.stage, action.micro_batch)
-        value, came_in = self.xs[action.micro_batch], []
+        came_in: list[torch.Tensor] = []
+        x, y = self.parts[action.micro_batch]
         if action.stage:
             value = self.arrived.pop(key)
             came_in = _trainable(value)
             value = pytree.tree_map_only(torch.Tensor, _arrival, value)
+        else:
+            value = _copied(x)
         self.stages[action.stage].begin()
         output = self.stages[action.stage](value)
         if action.stage == self.pipeline.count - 1:
-            output = self.pipeline.loss_fn(output, self.ys[action.micro_batch])
+            if self.keeps_outputs:
+                self.outputs.append(output)
+            output = self.pipeline.loss_fn(output, _copied(y))
             is_mean = isinstance(output, torch.Tensor) and output.numel() == 1
             expect(is_mean, "`loss_fn`", "the mean loss, a tensor of one element",
                    f"{getattr(output, 'shape', type(output))}", "take the mean over the rows")
@@ -571,7 +624,7 @@ class _Batch:
         """
         #### Wait for the activations of the stage before
         """
-        self.arrived[action[1:]] = self.channels.receive(action)
+        self.arrived[action[1:]] = self._come(action)
 
     def _send_gradient(self, action: Action) -> Sent:
         """
@@ -584,10 +637,13 @@ class _Batch:
         """
         #### Wait for the gradients of what went out
         """
-        self.arrived[action[1:]] = self.channels.receive(action)
+        self.arrived[action[1:]] = self._come(action)
 
     def _send_to(self, there: Action, value: Any) -> Sent:
         return self.channels.send(there, there.stage % self.pipeline.ranks, value)
+
+    def _come(self, action: Action) -> Any:
+        return self.channels.receive(action, self.pipeline._source(action))
 
     # ---------------------------------------------------------------------------- gather and reduce
 
@@ -640,7 +696,7 @@ class _Batch:
         """
         borrowed = self.pipeline.borrowed
         assert borrowed is not None
-        borrowed.take(self.channels.receive(action))
+        borrowed.take(self._come(action))
 
     def _send_tied_gradient(self, action: Action) -> Sent:
         """
@@ -659,7 +715,7 @@ class _Batch:
         replicas it is a sum over all of them already, and only the first one adds it.
         """
         (tied,) = self.pipeline.tied
-        for flat, theirs in zip(tied.flats, self.channels.receive(action), strict=True):
+        for flat, theirs in zip(tied.flats, self._come(action), strict=True):
             if theirs is None:
                 continue
             used, grad = theirs
@@ -689,16 +745,49 @@ class _Arrival(torch.autograd.Function):
         return grad
 
 
-def _checksum(batch: Any) -> int:
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+
+
+def _told(leaf: Any) -> str:
     """
-    #### A checksum of all elements of a batch
+    #### A leaf of a batch in words
+    """
+    if isinstance(leaf, torch.Tensor):
+        return f"{leaf.dtype} of {tuple(leaf.shape)}"
+    return repr(leaf)
+
+
+def _checksum(leaves: list[Any]) -> int:
+    """
+    #### A checksum of the tensors of a batch
+
+    The bytes of each row are added where the tensor is, and only the sums are copied to the host.
     """
     found = 0
-    for leaf in pytree.tree_leaves(batch):
+    for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.numel():
-            values = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            found = zlib.crc32(values.numpy().tobytes(), found)
+            rows = leaf.detach().contiguous().view(len(leaf) if leaf.dim() else 1, -1)
+            sums = rows.view(torch.uint8).sum(dim=1).cpu()
+            found = zlib.crc32(sums.numpy().tobytes(), found)
     return found
+
+
+def _copied(value: Any) -> Any:
+    """
+    #### A copy of a micro-batch, which a layer or `loss_fn` may write to
+
+    Micro-batches are views of one tensor. Autograd would take a write to one of them for a write to
+    all, and the batch itself would change on this rank alone.
+    """
+    return pytree.tree_map_only(torch.Tensor, torch.clone, value)
+
+
+def _joined(*outputs: Any) -> Any:
+    """
+    #### The outputs of all micro-batches as one tensor, or as a tuple if they have no rows
+    """
+    return torch.cat(outputs) if _has_rows(outputs[0]) else outputs
 
 
 def _arrival(tensor: torch.Tensor) -> torch.Tensor:

@@ -288,9 +288,19 @@ class Plan:
     def shapes(self) -> dict[str, tuple[int, torch.Size, torch.dtype]]:
         """
         ### What each parameter is: the rank in the pipeline that keeps it, its shape and data type
+
+        By the first of its names.
         """
-        return {name: (self.places[layer_of(names[0])] % self.ranks, p.shape, p.dtype)
-                for p, names in self.names.items() for name in names}
+        return {names[0]: (self.places[layer_of(names[0])] % self.ranks, p.shape, p.dtype)
+                for p, names in self.names.items()}
+
+    @property
+    def shared_buffers(self) -> set[str]:
+        """
+        ### The names of buffers that layers on several ranks share
+        """
+        return {name for names in names_of(self.layers, "named_buffers").values() for name in names
+                if len({self.places[layer_of(each)] % self.ranks for each in names}) > 1}
 
     def own(self, rank: int) -> dict[int, nn.Module]:
         """
@@ -331,13 +341,15 @@ def balanced(layers: list[nn.Module], parts: int) -> list[int]:
     return best(0, parts)[1]
 
 
-def names_of(layers: list[nn.Module]) -> dict[nn.Parameter, list[str]]:
+def names_of(layers: list[nn.Module], kind: str = "named_parameters") -> dict[Any, list[str]]:
     """
     ## All names of each parameter in the plain model, `nn.Sequential(*layers)`
+
+    * `kind` may also be "named_buffers"
     """
-    found: dict[nn.Parameter, list[str]] = {}
+    found: dict[Any, list[str]] = {}
     for i, layer in enumerate(layers):
-        for name, param in layer.named_parameters(remove_duplicate=False):
+        for name, param in getattr(layer, kind)(remove_duplicate=False):
             found.setdefault(param, []).append(f"{i}.{name}")
     return found
 

@@ -22,6 +22,56 @@ $$1 - \frac{2 m v}{\text{slots until the last rank is done}} = \frac{p - 1}{v m 
 
 With several stages on a rank this needs $m \ge p$.
 
+**A stage of three layers on two ranks.** Each layer has three weights in fp32, so it is padded to
+four, 16 bytes, and each rank keeps 8. The pipeline is that of `schedules.py`: two stages, 1F1B,
+three micro-batches. Activations between the stages take 24 bytes for each micro-batch. A step of a
+rank with stage 0 sends
+
+| `gathers` | the stage is gathered | gathered | reduced | activations | peak above rest |
+|---|---|---|---|---|---|
+| `each` | 6 times | 144 | 24 | 72 | 80: two layers, all gradients |
+| `direction` | 4 times | 96 | 24 | 72 | 96: all layers, all gradients |
+| `stage` | once | 24 | 24 | 72 | 96 |
+
+A gather of the stage sends three shards of 8 bytes to one other rank. The full gradients, 48 bytes,
+stay until the last micro-batch in all three cases. So a stage that stays whole takes 16 bytes more,
+one more layer, and its gathers send a sixth.
+
+A layer $\ell$ has $P_\ell$ parameters with $b$ bytes each, and $b_g$ in a gradient. If $N$ ranks
+share it and the rank gathers its stage $g$ times in a step, the rank sends
+
+$$\underbrace{(N-1) \sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil b \, g}_{\text{gathered}} +
+\underbrace{(N-1) \sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil b_g}_{\text{reduced}} +
+\underbrace{m \, (A + G)}_{\text{between stages}}$$
+
+In the first sum $\ell$ runs over the layers of one stage, and all stages are of one size. In the
+second it runs over all layers of the rank. Tied weights, losses and norms come on top. Here $A$ are
+the bytes of the activations that a micro-batch sends to the next stage, and $G$ those of the
+gradients that it sends to the stage before. With $p$ ranks, rank $r$ has, for its $v$ stages
+together,
+
+| $g$ | `each` | `direction` | `stage` | `step` |
+|---|---|---|---|---|
+| `gpipe` | $2m$ | $2$ | $1$ | $1$ |
+| `1f1b` | $2m$ | $2 \max(1, m - p + 1 + r)$ | $1$ | $1$ |
+| `breadth-first` | $2mv$ | $2v$ | $2v - 1$ | $v$ |
+| `interleaved` | $2mv$ | 1 + changes of stage or direction | 1 + changes of stage | $v$ |
+
+A layer below the first one that trains has no backward pass. With `each` it is gathered $m$ times,
+not $2m$. Tied weights stay whole from `unshard` to `reshard`, with `each` too.
+
+**The peak.** With one stage on a rank, held whole, it is either at the end of a backward pass, when
+all layers are whole and all full gradients are there, or in the first reduce after the stage is
+freed. A reduce needs a receive buffer for the gradients that it sends. If a bucket has several
+layers, it also packs them, which is one more copy. With a bucket for each layer, and a last layer
+$L$ that is reduced first,
+
+$$\text{peak} - \text{rest} = N \max\Big(\sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil
+(b + b_g), \; \sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil b_g +
+\left\lceil \frac{P_L}{N} \right\rceil \big(1 + \tfrac{1}{N}\big) b_g\Big)$$
+
+for layers of equal size. Activations and their gradients in memory come on top; see `kept` below.
+
 **Run this**: `python -m zero3.pipeline --stages 2 --micro-batches 3`. The command draws a line for
 each rank, and below it when its stage is whole:
 
@@ -31,7 +81,8 @@ each rank, and below it when its stage is whole:
             [==========================]R
 
 **Not covered, and what that costs**: the time of transfers and gathers. A schedule with a smaller
-bubble may be slower if it gathers more. `costs.py` has the bytes of real layers.
+bubble may be slower if it gathers more. `tests/test_pipeline_bytes.py` compares the formulas with a
+`Ledger` on real ranks.
 """
 
 from argparse import Namespace

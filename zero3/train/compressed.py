@@ -35,7 +35,6 @@ model, and the table as `compared.json`.
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,6 @@ from torch import nn
 from zero3.compression.clean import Size, clean, measure, take_over, write
 from zero3.compression.compress import Compression, Rules, compress
 from zero3.compression.rules import Prune, Quantize
-from zero3.estimate.predict import Prediction
 from zero3.layer import Zero3Sequential
 from zero3.train import gpt
 
@@ -104,19 +102,6 @@ def compress_layers(layers: list[nn.Module], recipe: str, steps: int, config: gp
     * `steps` are those of the whole run
     """
     return compress(layers, RECIPES[recipe](steps, config))
-
-
-def with_counts(prediction: Prediction, compression: Compression) -> Prediction:
-    """
-    ## A prediction, with the messages that the ranks send to find thresholds
-
-    Those of the last step, which is the one that the job records.
-    """
-    nbytes, messages = compression.counting()
-    return replace(prediction, sent_bytes=prediction.sent_bytes + nbytes,
-                   messages=prediction.messages + messages,
-                   # Four 8-byte numbers announce each message.
-                   order_bytes=prediction.order_bytes + 32 * messages)
 
 
 def finish(model: Zero3Sequential, config: gpt.GPTConfig, recipe: str, steps: int,

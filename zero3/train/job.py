@@ -10,7 +10,8 @@ layers are wrapped, a `Zero3Optimizer` is built on the model, and the optimizer 
 `predict.py` predicts the bytes from the shapes alone, and a `Ledger` measures them in one real
 step. The table at the end of a run has a line of each for every rank. On two ranks, say, the
 formulas predict 2,400,000 bytes at rest for rank 0, the ledger measures 2,400,000, and the table
-says `equal`. A single byte of difference would stand there instead.
+says `equal`. A single byte of difference would stand there instead. Nodes, replicas, encodings and
+the traffic of files are measured only; the table says `not predicted`.
 
 $$\text{predicted} = \text{measured} \qquad \text{at rest, at the peak, and between ranks}$$
 
@@ -50,9 +51,14 @@ from zero3.comm.encodings import Encoding, Int4, Int8
 from zero3.comm.links import Links
 from zero3.compression.clean import table
 from zero3.compression.compress import Compression
-from zero3.estimate.formulas import describe
+from zero3.estimate.formulas import LayerSpec, Part, describe
 from zero3.estimate.ledger import Ledger, exponents
-from zero3.estimate.predict import data_parallel
+from zero3.estimate.predict import (
+    data_parallel,
+    memory_table,
+    predict,
+    predict_optimizer,
+)
 from zero3.guards.command_line import APP, INSTALL, Parser, folder, missing, one_line, within
 from zero3.guards.options import MOST, expect
 from zero3.guards.room import room
@@ -88,16 +94,8 @@ BATCH = 16
 TIMEOUT_S = 300.0
 
 
-
 def loss_scale(text: str) -> float | str:
     return text if text == "dynamic" else float(text)
-
-
-def seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"expected seconds, more than 0, got {text}")
-    return value
 
 
 MOST_FP32 = torch.finfo(torch.float32).max
@@ -121,6 +119,8 @@ NUMBERS: dict[str, tuple[Callable[[str], Any], float | None, float, float, str]]
     "eval_every": (int, 50, 1, MOST, "steps between two evaluations"),
     "save_every": (int, 0, 0, MOST, "steps between two checkpoints, which go to the folder of "
                    "--out; with 0 only Ctrl-C saves one"),
+    "timeout": (float, TIMEOUT_S, 1e-3, 1e6, "seconds for which a rank waits for the others before "
+                "it ends with an error"),
     # A longer sample would take hours, because all layers are gathered for each byte.
     "sample": (int, 300, 0, 1_000_000, "bytes of text to write after training"),
 }
@@ -150,8 +150,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "resume": {"default": "auto", "metavar": "DIR", "help": "checkpoint to resume from, of any "
                "run; auto: the newest one of this run; no: none, and the first checkpoint that is "
                "saved replaces those of later steps"},
-    "timeout": {"type": seconds, "default": TIMEOUT_S, "metavar": "SECONDS", "help": "how long a "
-                "rank waits for the others before it ends with an error"},
     "prompt": {"default": "The ", "help": "beginning of the sample"},
 }
 
@@ -261,40 +259,54 @@ def check_options(args: argparse.Namespace, ranks: Ranks) -> None:
         given = getattr(args, name)
         if given not in (None, "dynamic"):
             within(option(name), given, least, most)
-    expect(args.batch % (ranks.world_size * args.accumulate) == 0, "the batch does not split",
-           f"a multiple of {ranks.world_size} ranks times {args.accumulate} micro-batches",
-           f"--batch {args.batch}", "change one of the three")
-    expect(1 in (args.replicas, args.nodes), "the ranks cannot be grouped both ways",
-           "--replicas or --nodes", f"--replicas {args.replicas} --nodes {args.nodes}",
-           "leave one of them out")
-    expect(ranks.world_size % (args.replicas * args.nodes) == 0, "the ranks do not split",
-           f"replicas or nodes that divide {ranks.world_size} ranks",
-           f"--replicas {args.replicas} --nodes {args.nodes}", "change one of these numbers")
-    expect(args.nodes > 1 or not args.secondary, "there are no nodes for --secondary",
-           "--nodes beside it", "one node", "pass --nodes, or leave --secondary out")
     recipes = args.compress or []
-    expect(len({*recipes}) == len(recipes), "a model would be trained twice", "different recipes",
-           f"--compress {' '.join(recipes)}", "pass each of them once")
-    expect("4-half" not in recipes or not args.gather_bits, "elements cannot be pruned",
-           "weights that are gathered as they are", f"--gather-bits {args.gather_bits}",
-           "leave it out, or pass --compress 8")
-    expect("rows-heads" not in recipes or args.heads > 1, "there is no head to prune",
-           "at least 2 heads", f"--heads {args.heads}", "raise it, or pass --compress 8")
-    expect(len(recipes) < 2 or args.resume in ("auto", "no"), "several models cannot resume from "
-           "one checkpoint", "`auto` or `no`", f"--resume {args.resume}", "pass one recipe")
-    expect(bool(args.prompt), "there is nothing to continue", "a prompt of at least one byte",
-           "an empty one", "pass --prompt")
-    # An empty path would mean the current folder.
-    resumable = args.resume in ("auto", "no") or (args.resume and Path(args.resume).is_dir())
-    expect(resumable, "there is no checkpoint for --resume", "a folder, `auto` or `no`",
-           repr(args.resume), "pass one")
-    expect(bool(args.out), "there is no place to write to", "a folder", "an empty --out",
-           "pass --out")
+    checks = [
+        (args.batch % (ranks.world_size * args.accumulate) == 0, "the batch does not split",
+         f"a multiple of {ranks.world_size} ranks times {args.accumulate} micro-batches",
+         f"--batch {args.batch}", "change one of the three"),
+        (1 in (args.replicas, args.nodes), "the ranks cannot be grouped both ways",
+         "--replicas or --nodes", f"--replicas {args.replicas} --nodes {args.nodes}",
+         "leave one of them out"),
+        (ranks.world_size % (args.replicas * args.nodes) == 0, "the ranks do not split",
+         f"replicas or nodes that divide {ranks.world_size} ranks",
+         f"--replicas {args.replicas} --nodes {args.nodes}", "change one of these numbers"),
+        (args.nodes > 1 or not args.secondary, "there are no nodes for --secondary",
+         "--nodes beside it", "one node", "pass --nodes, or leave --secondary out"),
+        (not (args.table and linked(args)), "the bytes cannot be predicted",
+         "one group of ranks and no encodings", "--table beside --nodes, --replicas, --gather-bits "
+         "or --reduce-bits", "leave --table out; the job measures them at its end"),
+        (len({*recipes}) == len(recipes), "a model would be trained twice", "different recipes",
+         f"--compress {' '.join(recipes)}", "pass each of them once"),
+        ("4-half" not in recipes or not args.gather_bits, "elements cannot be pruned",
+         "weights that are gathered as they are", f"--gather-bits {args.gather_bits}",
+         "leave it out, or pass --compress 8"),
+        ("rows-heads" not in recipes or args.heads > 1, "there is no head to prune",
+         "at least 2 heads", f"--heads {args.heads}", "raise it, or pass --compress 8"),
+        (len(recipes) < 2 or args.resume in ("auto", "no"), "several models cannot resume from "
+         "one checkpoint", "`auto` or `no`", f"--resume {args.resume}", "pass one recipe"),
+        (bool(args.prompt), "there is nothing to continue", "a prompt of at least one byte",
+         "an empty one", "pass --prompt"),
+        # An empty path would mean the current folder.
+        (args.resume in ("auto", "no") or (args.resume and Path(args.resume).is_dir()),
+         "there is no checkpoint for --resume", "a folder, `auto` or `no`", repr(args.resume),
+         "pass one"),
+        (bool(args.out), "there is no place to write to", "a folder", "an empty --out",
+         "pass --out"),
+        (args.offload_folder is None or "nvme" in (args.offload_params, args.offload_optimizer),
+         "nothing goes to --offload-folder", "--offload-params nvme or --offload-optimizer nvme "
+         "beside it", "neither", "pass one of them, or leave --offload-folder out"),
+    ]
+    for check in checks:
+        expect(*check)
     if args.offload_folder is not None:
-        expect("nvme" in (args.offload_params, args.offload_optimizer),
-               "nothing goes to --offload-folder", "--offload-params nvme or --offload-optimizer "
-               "nvme beside it", "neither", "pass one of them, or leave --offload-folder out")
         folder("--offload-folder", args.offload_folder)
+
+
+def linked(args: argparse.Namespace) -> bool:
+    """
+    ## Whether layers travel between groups of ranks, or encoded, so that no bytes are predicted
+    """
+    return bool(args.nodes > 1 or args.replicas > 1 or args.gather_bits or args.reduce_bits)
 
 
 def check_memory(config: gpt.GPTConfig, args: argparse.Namespace, ranks: Ranks) -> None:
@@ -306,18 +318,13 @@ def check_memory(config: gpt.GPTConfig, args: argparse.Namespace, ranks: Ranks) 
 
     Raises `ValueError`, with the bytes that are needed and the bytes that are free.
     """
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    files = args.offload_folder or args.out
+    cpu = ("the CPU", room(torch.device("cpu")), here)
+    device = cpu if ranks.device.type == "cpu" else ("the GPU", room(ranks.device), 1)
+    tiers = {"device": device, "cpu": cpu, "nvme": (files, shutil.disk_usage(files).free, here)}
     for what, tier, nbytes, cure in memory_needs(config, args, ranks.world_size):
-        sharers = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        if tier == "nvme":
-            at = f"{args.offload_folder or args.out}"
-            free_bytes = shutil.disk_usage(at).free
-        elif tier == "cpu" or ranks.device.type == "cpu":
-            at = "the CPU"
-            free_bytes = room(torch.device("cpu"))
-        else:
-            at = "the GPU"
-            free_bytes = room(ranks.device)
-            sharers = 1
+        at, free_bytes, sharers = tiers[tier]
         need_bytes = int(sharers * nbytes)
         expect(need_bytes <= free_bytes, f"there is no room for {what}",
                f"at least {need_bytes:,} bytes on {at}, for {sharers} rank(s)",
@@ -331,10 +338,9 @@ def memory_needs(
     ## Each thing that needs memory: its name, its tier, bytes of one rank, and a remedy
     """
     width = DTYPES[args.dtype].itemsize
-    grad_width = DTYPES[args.reduce_dtype or args.dtype].itemsize
-    shard_numel = config.numel / world_size
-    # Two moments, a gradient, and an fp32 master if the parameters are narrower.
-    state_width = 8 + grad_width + (4 if width < 4 else 0)
+    whole = LayerSpec((Part(config.numel, width, True),))
+    held = predict([whole], world_size, stage3=True,
+                   reduce_bytes=DTYPES[args.reduce_dtype or args.dtype].itemsize)
     # Autograd saves each block's attention and the fp32 logits.
     attention_bytes = width * config.n_layers * config.n_heads * config.seq_len**2
     row_bytes = attention_bytes + 4 * config.seq_len * config.n_vocab
@@ -345,8 +351,9 @@ def memory_needs(
         # Each rank builds the whole model in fp32, and then shards it layer by layer.
         ("the model as it is built", "cpu",
          4 * config.numel + config.n_layers * BLOCK_BYTES, smaller),
-        ("the parameters", args.offload_params, width * shard_numel, smaller),
-        ("the optimizer states", args.offload_optimizer, state_width * shard_numel, smaller),
+        ("the parameters", args.offload_params, held.param_bytes, smaller),
+        ("the optimizer states", args.offload_optimizer,
+         held.grad_bytes + held.master_bytes + held.optimizer_bytes, smaller),
         # Every rank draws the windows of all ranks, first as bytes and then as 8-byte integers.
         ("a batch", "cpu", args.batch * (8 + 9 * (config.seq_len + 1)), shorter),
         ("the activations of a step", "device", rows * row_bytes,
@@ -460,7 +467,7 @@ class Job:
         except RuntimeError as error:
             raise RuntimeError(f"cannot build the model. {error}") from error
         if self.args.table:
-            self.ranks.say(self.optimizer.table(self.args.accumulate) + "\n")
+            self.ranks.say(memory_table(self.optimizer, self.args.accumulate) + "\n")
         if found is None:
             return
         try:
@@ -638,16 +645,14 @@ class Job:
         prompt = self.args.prompt.encode(errors="surrogateescape")
         sample = gpt.sample(self.model, prompt, self.args.sample, self.args.seq_len, 0.5, generator,
                             self.ranks.device).decode(errors="replace")
-        # Predictions differ by a few bytes, because param groups cut each rank's shards elsewhere.
-        mine = self.optimizer.predict(self.args.accumulate)
         sizes = None
         if self.compression is not None:
-            mine = compressed.with_counts(mine, self.compression)
             sizes = compressed.finish(
                 self.model, self.config, self.args.compress, self.args.steps, self.held_out_loss,
                 None if self.ranks.rank else Path(self.args.out))
-        predicted = self.ranks.gather(mine)
-        plain = data_parallel(describe(self.model), self.ranks.world_size, mixed=True)
+        # Predictions differ by a few bytes, because param groups cut each rank's shards elsewhere.
+        predicted = self.ranks.gather(self.predicted())
+        plain = data_parallel(describe(self.model), self.ranks.world_size, mixed=True).as_dict()
         measured = self.ranks.gather(self.run.measured)
         tapes = self.ranks.gather(self.run.events)
         gradients = self.ranks.gather(self.run.exponents)
@@ -664,8 +669,8 @@ class Job:
             "sample": sample,
             "measured": measured,
             "gradients": report.merged(gradients),
-            "predicted": [report.as_dict(p) for p in predicted],
-            "data_parallel": report.as_dict(plain),
+            "predicted": predicted,
+            "data_parallel": plain,
         }
         if sizes:
             metrics["cleaned"] = dataclasses.asdict(sizes[1])
@@ -676,6 +681,20 @@ class Job:
         report.draw_tape(tapes, predicted, plain, caption).savefig(out / "tape.png")
         report.draw_gradients(gradients, caption).savefig(out / "gradients.png")
         self.ranks.say(f"\nwrote loss.png, tape.png, gradients.png and metrics.json to {out}")
+
+    def predicted(self) -> dict[str, int]:
+        """
+        ### The bytes of this rank by the formulas, as far as they can be predicted
+
+        The messages by which ranks find thresholds for `--compress` are not.
+        """
+        if linked(self.args):
+            return {}
+        found = predict_optimizer(self.optimizer, self.args.accumulate).as_dict()
+        if self.compression is not None and self.compression.groups:
+            for name in ("sent_bytes", "messages", "order_bytes"):
+                del found[name]
+        return found
 
     def metrics(self, device: str) -> dict[str, Any]:
         """

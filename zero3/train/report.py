@@ -19,7 +19,6 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
 from itertools import groupby
 
 import torch
@@ -30,7 +29,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from zero3.estimate.ledger import Event
-from zero3.estimate.predict import Prediction
 
 MIB = 2**20
 # The same colours as in the figures of the book, for the same things.
@@ -66,27 +64,37 @@ SHADES = {"forward": "#ffffff", "backward": "#f5f6f7", "step": "#e9ecef"}
 MOST_RANKS = 4
 
 
-def table(predicted: list[Prediction], plain: Prediction, measured: list[dict[str, int]]) -> str:
+def table(predicted: list[dict[str, int]], plain: dict[str, int], measured: list[dict[str, int]]
+          ) -> str:
     """
     ## Bytes that each rank held and sent: predicted, measured, and for plain data parallelism
 
+    * `predicted` has a dict of each rank; figures that it lacks are "not predicted"
+
     `equal` follows a measured figure that equals the predicted one, else the difference.
     """
-    columns = ["rest_bytes", "peak_bytes", "sent_bytes"]
-    heads = ["at rest", "at the peak", "sent in a step"]
-    if any(row.disk_bytes for row in predicted):
-        heads[:2] = ["at rest in memory", "at its peak"]
-        columns += ["disk_bytes", "read_bytes", "written_bytes"]
-        heads += ["in files", "read in a step", "written in a step"]
-    rows = [("bytes of each rank", [f"{head:>16}      " for head in heads]),
-            ("data parallel, predicted", [f"{getattr(plain, c):>16,}      " for c in columns])]
-    for held, expected in zip(measured, map(as_dict, predicted), strict=True):
-        off = {c: held[c] - expected[c] for c in columns}
+    heads = {"rest_bytes": "at rest", "peak_bytes": "at the peak", "sent_bytes": "sent in a step"}
+    if any(held.get("disk_bytes") for held in measured):
+        heads |= {"rest_bytes": "at rest in memory", "peak_bytes": "at its peak",
+                  "disk_bytes": "in files", "read_bytes": "read in a step",
+                  "written_bytes": "written in a step"}
+    rows = [("bytes of each rank", [(head, "") for head in heads.values()]),
+            ("data parallel, predicted", [(f"{plain.get(name, 0):,}", "") for name in heads])]
+    for held, expected in zip(measured, predicted, strict=True):
         rows.append((f"ZeRO-3, rank {held['rank']} predicted",
-                     [f"{expected[c]:>16,}      " for c in columns]))
-        rows.append((f"{'measured':>24}", [
-            f"{held[c]:>16,} {f'{off[c]:+,}' if off[c] else 'equal':5}" for c in columns]))
-    return "\n".join(f"{name:26}{''.join(cells)}".rstrip() for name, cells in rows)
+                     [(f"{expected[name]:,}" if name in expected else "not predicted", "")
+                      for name in heads]))
+        rows.append((f"{'measured':>24}",
+                     [(f"{held[name]:,}", _difference(held[name], expected.get(name)))
+                      for name in heads]))
+    return "\n".join(f"{name:26}{''.join(f'{cell:>16} {mark:5}' for cell, mark in cells)}".rstrip()
+                     for name, cells in rows)
+
+
+def _difference(measured: int, predicted: int | None) -> str:
+    if predicted is None:
+        return ""
+    return f"{measured - predicted:+,}" if measured != predicted else "equal"
 
 
 def columns(rows: list[list[str]]) -> str:
@@ -107,10 +115,6 @@ def device_name(device: torch.device) -> str:
     return f"CPU {platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
-def as_dict(prediction: Prediction) -> dict[str, int]:
-    return {"rest_bytes": prediction.rest_bytes, **asdict(prediction)}
-
-
 def draw_loss(losses: list[float], held_out: list[tuple[int, float]], caption: str) -> Figure:
     """
     ## The loss curve
@@ -122,8 +126,7 @@ def draw_loss(losses: list[float], held_out: list[tuple[int, float]], caption: s
     reach = len(losses) // 80
     around = [losses[max(0, i - reach) : i + reach + 1] for i in range(len(losses))]
     smooth = [sum(part) / len(part) for part in around]
-    fig = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    ax = fig.subplots()
+    fig, ax = _figure((8, 4.5), caption)
     steps = range(1, len(losses) + 1)
     ax.plot(steps, losses, color=NEUTRAL["muted"], alpha=0.4, linewidth=0.7,
             label="training, each step")
@@ -132,11 +135,17 @@ def draw_loss(losses: list[float], held_out: list[tuple[int, float]], caption: s
     ax.plot(*zip(*held_out, strict=True), "o-", color=NEUTRAL["bad"], markersize=4,
             label="held out")
     ax.set(xlabel="step", ylabel="loss (bits per byte)", ylim=(0, None), xlim=(0, len(losses) + 1))
-    ax.set_title(caption, fontsize=9, loc="left")
     ax.grid(alpha=0.3)
-    ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False)
     return fig
+
+
+def _figure(inches: tuple[float, float], caption: str) -> tuple[Figure, Axes]:
+    fig = Figure(figsize=inches, dpi=150, layout="constrained")
+    ax = fig.subplots()
+    ax.set_title(caption, fontsize=9, loc="left")
+    ax.spines[["top", "right"]].set_visible(False)
+    return fig, ax
 
 
 def spans(events: list[Event]) -> Iterator[tuple[str, str, int, int]]:
@@ -169,13 +178,14 @@ def spans(events: list[Event]) -> Iterator[tuple[str, str, int, int]]:
 
 
 def draw_tape(
-    tapes: list[list[Event]], predicted: list[Prediction], plain: Prediction, caption: str
+    tapes: list[list[Event]], predicted: list[dict[str, int]], plain: dict[str, int], caption: str
 ) -> Figure:
     """
     ## The memory tape of one step
 
     * `tapes` has the events of each rank
-    * `predicted` has a prediction for each rank, and `plain` is the one of plain data parallelism
+    * `predicted` has the predicted bytes of each rank, as far as there are some, and `plain` those
+      of plain data parallelism
 
     The upper plots show the bytes that each rank holds after each event. The lowest one shows, on
     the same axis, the state of each layer on rank 0.
@@ -202,29 +212,30 @@ def draw_tape(
     return fig
 
 
-def _draw_memory(ax: Axes, tape: list[Event], predicted: Prediction, plain: Prediction) -> None:
+def _draw_memory(ax: Axes, tape: list[Event], predicted: dict[str, int], plain: dict[str, int]
+                 ) -> None:
     """
     #### Bytes of one rank, and the predicted levels
     """
-    rest = predicted.rest_bytes
+    rest = predicted.get("rest_bytes", min(e.live_bytes for e in tape))
     live = [held / MIB for held in (rest, *(e.live_bytes for e in tape), rest)]
     at = range(len(live))
     ax.fill_between(at, live[0], color=COLORS["shard"], alpha=0.35, linewidth=0)
     ax.fill_between(at, live, live[0], step="post", color=COLORS["whole"], alpha=0.5, linewidth=0)
     what = "shards and optimizer states"
-    if predicted.disk_bytes:
-        what = f"buffers; {predicted.disk_bytes / MIB:.1f} MiB rest in files"
+    if predicted.get("disk_bytes"):
+        what = f"buffers; {predicted['disk_bytes'] / MIB:.1f} MiB rest in files"
     ax.text(1, live[0] / 2, what, fontsize=8, va="center")
     ax.step(at, live, where="post", color=NEUTRAL["fg"], linewidth=1.3)
-    for level, text, color, side in (
-        (plain.peak_bytes, "data parallel\npeak", NEUTRAL["muted"], "bottom"),
-        (predicted.peak_bytes, "predicted peak", NEUTRAL["bad"], "top"),
-        (predicted.rest_bytes, "predicted at rest", COLORS["shard"], "top"),
-    ):
+    levels = [(plain["peak_bytes"], "data parallel\npeak", NEUTRAL["muted"], "bottom")]
+    if predicted:
+        levels += [(predicted["peak_bytes"], "predicted peak", NEUTRAL["bad"], "top"),
+                   (predicted["rest_bytes"], "predicted at rest", COLORS["shard"], "top")]
+    for level, text, color, side in levels:
         ax.axhline(level / MIB, color=color, linewidth=1.1, linestyle="--")
         ax.text(1.005, level / MIB, text, color=color, fontsize=8, va=side,
                 transform=ax.get_yaxis_transform())
-    top = max(plain.peak_bytes, predicted.peak_bytes) / MIB
+    top = max(*live, *(level / MIB for level, *_ in levels))
     ax.set(ylabel=f"rank {tape[0].rank}\nMiB held", ylim=(0, top * 1.08))
 
 
@@ -269,8 +280,7 @@ def draw_gradients(gradients: list[dict[int, int]], caption: str) -> Figure:
     """
     counts = merged(gradients)
     total = sum(counts.values()) or 1
-    fig = Figure(figsize=(8, 4), dpi=150, layout="constrained")
-    ax = fig.subplots()
+    fig, ax = _figure((8, 4), caption)
     for scale, alpha, name in ((0, 0.4, "as they are"), (16, 0.9, "times 65536")):
         few = sum(n for e, n in counts.items() if e + scale < -14) / total
         label = f"{name}, {few:.1%} shaded"
@@ -286,7 +296,5 @@ def draw_gradients(gradients: list[dict[int, int]], caption: str) -> Figure:
     ax.set(xlabel="gradient, as a power of two", ylabel="of the gradients of a step (%)",
            xlim=(low, high))
     ax.margins(y=0.35)
-    ax.set_title(caption, fontsize=9, loc="left")
-    ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False, loc="upper right")
     return fig

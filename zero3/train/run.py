@@ -125,9 +125,7 @@ class Ranks:
         """
         ### Wait for all ranks (all ranks must call it)
         """
-        if self.world_size > 1:
-            with self.waits("a barrier"):
-                dist.barrier()
+        self.gather(None)
 
     def rows(self, batch: torch.Tensor) -> torch.Tensor:
         """
@@ -296,20 +294,17 @@ def tell_failure(error: Exception, ranks: Ranks, store: dist.Store) -> int:
 
     Returns the exit code: 2 if the error says what to do, else 1.
     """
-    consequence = is_consequence(error)
     explains = "What to do: " in str(error)
+    consequence = is_consequence(error)
+    first = not consequence and fails_first(store)
+    brief = explains or not first
+    happened = "failed" if first else "failed too"
     if consequence:
         # Later than the cause. torchrun also reports the rank that ends first.
         time.sleep(CAUSE_S)
         happened = "ends as a consequence"
         # An error in torch's own words says too little without its traceback.
         brief = f"rank {ranks.rank}: " in str(error)
-    elif fails_first(store):
-        happened = "failed"
-        brief = explains
-    else:
-        happened = "failed too"
-        brief = True
     line = one_line(f"{type(error).__name__}: {error}")
     told = f". {line}\n" if brief else "\n" + "".join(traceback.format_exception(error))
     print(f"zero3.train: rank {ranks.rank} {happened}{told}", end="", file=sys.stderr, flush=True)

@@ -55,14 +55,12 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from zero3.comm.collectives import Communicator
 from zero3.comm.parts import WeightPart, part_of, whole_values
 from zero3.flat import own_modules
-
-_INDEX = "model.safetensors.index.json"
+from zero3.offload.tensors import INDEX, save_tensors, write_index
 
 
 class WholeModel(Protocol):
@@ -157,8 +155,11 @@ class Source:
             for new in made.values():
                 _mark(new)
             replaced = {new: old for old, new in made.items()}
-            problem = self._give_values(modules, empty,
-                                        lambda t: names.get(replaced.get(t, t), []))
+            try:
+                self._give_values(modules, empty, lambda t: names.get(replaced.get(t, t), []))
+            except Exception as error:
+                # Do not raise it here: the other ranks are waiting to hear from this one.
+                problem = f"{error}"
         model.comm.agree(model, f"cannot fill `{path or 'the rest'}`", "values for every parameter "
                          "and buffer", problem, "pass `init=`, a function of a module; or pass the "
                          "path of a checkpoint with all of these tensors; or build the missing "
@@ -188,33 +189,32 @@ class Source:
         return made, empty
 
     def _give_values(self, modules: dict[str, nn.Module], empty: dict[str, list[str]],
-                     more: Callable[[torch.Tensor], list[str]]) -> str:
+                     more: Callable[[torch.Tensor], list[str]]) -> None:
         """
-        #### Draw or read the values of a layer; returns the problem, if there is one
+        #### Draw or read the values of a layer
 
         This runs on rank 0 alone. Sharding the layer then sends the values to the other ranks.
+        Raises `ValueError` if a tensor gets no values.
         """
-        problem = ""
         # Innermost first, because an outer module may change the values of an inner one.
         for at, keys in reversed(empty.items()):
             # Checkpoints have no values for non-persistent buffers.
             if self.checkpoint is None or modules[at]._non_persistent_buffers_set & {*keys}:
-                problem = problem or self._draw(modules[at], at)
+                self._draw(modules[at], at)
         if self.checkpoint is not None:
-            problem = problem or self._read(modules, more)
+            self._read(modules, more)
         for at, keys in empty.items():
             for name in keys:
                 if _is_marked(getattr(modules[at], name)):
-                    problem = problem or f"`{_join(at, name)}` has no values, or NaN"
-        return problem
+                    raise ValueError(f"`{_join(at, name)}` has no values, or NaN")
 
-    def _draw(self, module: nn.Module, at: str) -> str:
+    def _draw(self, module: nn.Module, at: str) -> None:
         """
-        #### Draw the values of a module; returns the problem, if there is one
+        #### Draw the values of a module
         """
         own = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
         if self.init is None and own is None:
-            return f"`{at}`, a {type(module).__name__} without `reset_parameters`"
+            raise ValueError(f"`{at}`, a {type(module).__name__} without `reset_parameters`")
         try:
             with self._seeded(at), whole_values(module):
                 if self.init is not None:
@@ -222,14 +222,12 @@ class Source:
                 else:
                     own()  # type: ignore[misc]
         except Exception as error:
-            # Do not raise here: the other ranks are waiting to hear from this one.
-            return f"`{at}`: {error!r}"
-        return ""
+            raise ValueError(f"`{at}`: {error!r}") from error
 
     def _read(self, modules: dict[str, nn.Module],
-              more: Callable[[torch.Tensor], list[str]]) -> str:
+              more: Callable[[torch.Tensor], list[str]]) -> None:
         """
-        #### Read the values of a layer; returns the problem, if there is one
+        #### Read the values of a layer
 
         * `more` returns all names of a tensor. A tied parameter is in a file under one of them, and
           this may be its name in another layer
@@ -243,20 +241,26 @@ class Source:
                     parts[t] = part_of(module, name)
         try:
             for t, own in places.items():
-                name = next((name for name in (*own, *more(t)) if name in self.files), "")
-                if not name:
-                    return f"no `{own[0]}` in {self.checkpoint}"
-                with safe_open(self.files[name], framework="pt") as file:
-                    shape = tuple(file.get_slice(name).get_shape())
-                    part = parts[t]
-                    wanted = part.shape if part else tuple(t.shape)
-                    if shape != wanted:
-                        return f"`{name}` of {shape} there, and {wanted} here"
-                    whole = file.get_tensor(name)
-                    t.copy_(part.take(whole).view_as(t) if part else whole)
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
-            return f"{self.checkpoint}: {error!r}"
-        return ""
+                self._read_tensor(t, [*own, *more(t)], parts[t])
+        except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
+            raise ValueError(f"{self.checkpoint}: {error!r}") from error
+
+    def _read_tensor(self, t: torch.Tensor, names: list[str], part: WeightPart | None) -> None:
+        """
+        #### Read one tensor, which is in the checkpoint under one of these names
+
+        * `part` is the part of it that this rank has, if ranks split it
+        """
+        name = next((name for name in names if name in self.files), "")
+        if not name:
+            raise ValueError(f"no `{names[0]}` in {self.checkpoint}")
+        with safe_open(self.files[name], framework="pt") as file:
+            shape = tuple(file.get_slice(name).get_shape())
+            wanted = part.shape if part else tuple(t.shape)
+            if shape != wanted:
+                raise ValueError(f"`{name}` of {shape} there, and {wanted} here")
+            whole = file.get_tensor(name)
+            t.copy_(part.take(whole).view_as(t) if part else whole)
 
     @cached_property
     def files(self) -> dict[str, Path]:
@@ -267,7 +271,7 @@ class Source:
         """
         path = Path(str(self.checkpoint))
         if path.is_dir():
-            path = path / _INDEX if (path / _INDEX).exists() else path / "model.safetensors"
+            path = path / INDEX if (path / INDEX).exists() else path / "model.safetensors"
         if path.suffix == ".json":
             names = json.loads(path.read_text())["weight_map"]
             # Use only the last part of each path, because an index must not name other folders.
@@ -321,12 +325,11 @@ def save(model: WholeModel, folder: Path) -> None:
                 if unit.comm.is_first:
                     folder.mkdir(parents=True, exist_ok=True)
                     if found:
-                        save_file(found, folder / file, {"format": "pt"})
+                        save_tensors(folder / file, found, {"format": "pt"})
                     if unit is model.units[-1]:
-                        told = {"metadata": {"total_size": total_bytes}, "weight_map": index}
-                        (folder / _INDEX).write_text(json.dumps(told, indent=1))
+                        write_index(folder, index, total_bytes)
                         _save_config(model.units[0].module, folder)
-            except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            except Exception as error:
                 problem = f"{error}"
         unit.comm.agree(unit, f"cannot be saved to {folder}", "a folder with room to write to",
                         problem, "choose another, or make room")
@@ -349,8 +352,7 @@ def _tensors_of(unit: Any, params: dict[str, nn.Parameter]) -> dict[str, torch.T
     first = {p: name for name, p in reversed(params.items())}
     found = {unit.full_name(name): p.detach() for p, name in first.items()}
     for prefix, module in own_modules(unit.module):
-        # Copy buffers: they may share memory or be views, which safetensors does not allow.
-        found |= {unit.full_name(prefix + name): buffer.contiguous().clone()
+        found |= {unit.full_name(prefix + name): buffer
                   for name, buffer in module._buffers.items()
                   if buffer is not None and name not in module._non_persistent_buffers_set}
     return found
