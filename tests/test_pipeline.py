@@ -174,12 +174,12 @@ def test_every_schedule_trains_the_weights_of_plain_pytorch(shape):
     `_Batch._receive_gradient`, `_Batch._unshard`, `_Batch._reshard`, `_Batch._reduce`,
     `_Batch._send_tied`, `_Batch._receive_tied`, `_Batch._send_tied_gradient`,
     `_Batch._receive_tied_gradient`, `_trainable`, `Channels`, `Channels.send`,
-    `Channels.receive`, `Channels.end`, `Channels._announce`, `Channels._arrived`,
+    `Channels.receive`, `Channels.end`, `Channels._announce`, `Channels._receive_tensor`,
     `Channels._recv`, `Channels._collect`, `_Shape`, `_Batch._come`, `_has_rows`, `Stage`,
     `Stage.unshard`, `Stage.reshard`,
     `Stage.begin`, `StageLayer`, `StageLayer.hold`, `StageLayer.wait`, `StageLayer.let_go`,
     `InTurn`, `Borrowed`, `Borrowed.take`, `Borrowed.gradients`, `untie`, `holder`,
-    `Communicator.over_stages`, `Communicator.gather_stages`, `_with_tied`, `_joined`.
+    `Communicator.over_stages`, `Communicator.gather_stages`, `_with_tied`, `_concatenated`.
     """
     stages, shards = shape
     cases = [(gpt, shape, m, NAMES, (), torch.double, 2,

@@ -245,10 +245,11 @@ class Channels:
                 "`train_batch` and `eval_batch` in the same order on all ranks. Start again.")
         if told:
             self._known[action.kind, action.stage] = pickle.loads(told)
-        return pytree.tree_map_only(_Shape, lambda shape: self._arrived(shape, source, gradients),
-                                    self._known[action.kind, action.stage])
+        return pytree.tree_map_only(
+            _Shape, lambda shape: self._receive_tensor(shape, source, gradients),
+            self._known[action.kind, action.stage])
 
-    def _arrived(self, shape: "_Shape", source: int, gradients: bool) -> torch.Tensor:
+    def _receive_tensor(self, shape: "_Shape", source: int, gradients: bool) -> torch.Tensor:
         """
         #### The next tensor from a rank, which has this shape
         """

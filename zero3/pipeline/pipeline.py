@@ -355,7 +355,7 @@ class Pipeline(ShardedModel):
         loss = self._run(batch)
         if not outputs:
             return loss
-        return loss, pytree.tree_map(_joined, *batch.outputs) if batch.outputs else None
+        return loss, pytree.tree_map(_concatenated, *batch.outputs) if batch.outputs else None
 
     def _run(self, batch: "_Batch") -> float:
         """
@@ -783,7 +783,7 @@ def _copied(value: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, torch.clone, value)
 
 
-def _joined(*outputs: Any) -> Any:
+def _concatenated(*outputs: Any) -> Any:
     """
     #### The outputs of all micro-batches as one tensor, or as a tuple if they have no rows
     """
