@@ -332,7 +332,7 @@ def wrong_meshes():
 def test_a_mesh_that_does_not_fit_is_an_error_that_says_what_to_do():
     """
     Breaks where a rank outside of a mesh, or a chain of layers from two, waits for ever.
-    Proves `groups_of`, `check_groups`, `check_arguments`, `_check_clip`.
+    Proves `groups_of`, `check_groups`, `communicator`, `_check_clip`.
     """
     for rank, (several, none, both, sort, *outside, chain, optimizer, saves, clip) in enumerate(
             run(wrong_meshes, 3)):

@@ -150,7 +150,7 @@ def test_what_cannot_be_sharded_is_refused_with_the_cure():
     Each error names the rank, the layer, the parameter, what was expected and got, what to do.
     Proves `find_params`, `check_params`, `Zero3Sequential.__init__`, `Communicator.__init__`,
     `Communicator.open`,
-    `check_arguments`, `check_chain`.
+    `communicator`, `check_chain`.
     """
     one, two = linear(), linear()
     two.weight = one.weight

@@ -107,28 +107,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero3.comm.collectives import ALONE, Transfer
-from zero3.comm.order import Listener, Silence
+from zero3.comm.collectives import Transfer
 from zero3.comm.reducer import Reducer
-from zero3.flat import (
-    FlatParameter,
-    NamedParams,
-    alike,
-    find_params,
-    hide_params,
-    own_modules,
-)
+from zero3.flat import FlatParameter, NamedParams, alike, find_params, hide_params, own_modules
 from zero3.guards.contents import Contents, Known, uncompiled
 from zero3.in_flight import in_flight
 from zero3.schedule import Alone, Chain, Schedule
-from zero3.sharded import (
-    Sharded,
-    ShardedModel,
-    check_arguments,
-    check_chain,
-    communicator,
-    storage_factory,
-)
+from zero3.sharded import Sharded, ShardedModel, check_chain, communicator, storage_factory
 from zero3.watch import Call, Watch, at_end_of_backward, in_backward, tensors_in
 
 if TYPE_CHECKING:
@@ -184,26 +169,19 @@ class Zero3Layer(Sharded):
 
         This is section 5.3 of the paper. Keeps I2 (only shards at rest) and I5 (zero padding).
         """
-        check_arguments(module, rank, world_size, mesh)
-        super().__init__()
-        self.module = module
+        super().__init__(module)
         self.comm = communicator(rank, world_size, mesh)
         self.offload = storage_factory(offload)
-        self.label = type(module).__name__
         # Its place in a chain, which `Zero3Sequential` sets. A layer that is in a chain twice has
         # two next layers.
-        self.layer_idx = ALONE
         self.prev_layer = []
         self.next_layer = []
         self.reducer = Reducer(self.comm)
         self.schedule: Schedule = Alone()
-        self.listener: Listener = Silence()
         # True from the start of an all-gather until the layer is freed.
         self.is_fetched = False
         # The all-gather in flight.
         self._gather: Transfer | None = None
-        # True inside `full_params()` (see `sharded.py`), which gathers into another buffer.
-        self.is_full_elsewhere = False
         # If the layer was not freed after forward: the call whose backward it waits for.
         self.kept_for: weakref.ref[Call] | None = None
         self.watch = Watch(self._pre_backward_hook, self._backward_event)

@@ -62,10 +62,10 @@ class Sharded(nn.Module):
     module: nn.Module
     device: torch.device
     label: str  # what errors call it
-    layer_idx: int  # its place in a chain or a model
+    layer_idx = ALONE  # its place in a chain or a model
     comm: Communicator
     reducer: Reducer
-    listener: Listener
+    listener: Listener = Silence()
     offload: StorageFactory
     contents: Contents
     flats: list[FlatParameter]
@@ -73,7 +73,7 @@ class Sharded(nn.Module):
     prev_layer: list[Sharded]
     next_layer: list[Sharded]
     is_fetched: bool
-    is_full_elsewhere: bool  # inside `full_params` the parameters are whole in other memory
+    is_full_elsewhere = False  # inside `full_params` the parameters are whole in other memory
 
     # What to do about a parameter that is not where somebody looks for it.
     cure = ("wrap each module once, put modules that share a parameter into one Zero3Layer, and "
@@ -81,6 +81,19 @@ class Sharded(nn.Module):
     # What to do about a layer or a parameter that was added.
     cure_for_new = ("wrap it in a `Zero3Layer` of its own, or assign it before this layer is "
                     "wrapped; and build the optimizer afterwards")
+
+    def __init__(self, module: nn.Module):
+        """
+        ### Take a module
+
+        Raises `TypeError` if it is none.
+        """
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            expect(False, "Zero3Layer", "a module", repr(module), "pass the layer itself, and not "
+                   "its class", TypeError)
+        self.module = module
+        self.label = type(module).__name__
 
     # The training step, which `Zero3Layer` has, and the names by which other chapters call it.
 
@@ -479,25 +492,6 @@ class ShardedModel(nn.Module):
                 "build a new `Zero3Sequential` of `Zero3Layer`s, and the optimizer on it")
 
 
-def check_arguments(module: Any, rank: Any, world_size: Any, mesh: Any) -> None:
-    """
-    ## Refuse arguments of `Zero3Layer` that cannot work
-
-    `Zero3Layer` calls it first of all. Later, an error on one rank would leave the other ranks
-    waiting in a collective.
-    """
-    if not isinstance(module, nn.Module):
-        expect(False, "Zero3Layer", "a module", repr(module), "pass the layer itself, and not "
-               "its class", TypeError)
-    for number in (rank, world_size):
-        expect(number is None or whole(number), "Zero3Layer", "whole numbers for `rank` and "
-               "`world_size`", repr(number), "leave them out, and take the process group's",
-               TypeError)
-    expect(mesh is None or rank is world_size is None, "Zero3Layer", "`mesh`, or `rank` and "
-           "`world_size`", f"{rank} and {world_size} with a mesh", "leave the two out, because the "
-           "mesh says them", TypeError)
-
-
 def comm_of(model: Any) -> Communicator:
     """
     ## The communicator of a model; for any other object, that of all ranks
@@ -559,7 +553,16 @@ def communicator(rank: int | None = None, world_size: int | None = None,
 
     `Links` builds its own, which knows nodes, replicas and encodings. A mesh of two dimensions
     needs it too. All other layers communicate by a plain `Communicator`.
+
+    Raises `TypeError` if the numbers are none, or come with a mesh.
     """
+    for number in (rank, world_size):
+        expect(number is None or whole(number), "Zero3Layer", "whole numbers for `rank` and "
+               "`world_size`", repr(number), "leave them out, and take the process group's",
+               TypeError)
+    expect(mesh is None or rank is world_size is None, "Zero3Layer", "`mesh`, or `rank` and "
+           "`world_size`", f"{rank} and {world_size} with a mesh", "leave the two out, because the "
+           "mesh says them", TypeError)
     if isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
         from zero3.comm.links import Links
         mesh = Links(mesh)
