@@ -694,7 +694,7 @@ def test_a_run_resumes_in_the_middle_of_a_schedule(tmp_path):
 
 def test_a_wrong_call_is_refused():
     """
-    Each with what to do. Breaks if a rule is silently not applied.
+    Each with what to do, and an embedding is as before. Breaks if a rule is silently not applied.
     Proves `compress`, `named_modules`.
     """
     assert [*named_modules([nn.Linear(2, 2)])] == ["", "0"]
@@ -710,10 +710,12 @@ def test_a_wrong_call_is_refused():
         (layers(), {"1.0": [Prune(0.5, "2:4")]}, "splits"),
         (layers(torch.float64), {"2": [Prune()]}, "32 bits"), (tied, {"3": [Prune()]}, "alone"),
         ([nn.Linear(2, 2, device="meta")], {"0": [Prune()]}, "meta"),
+        ([nn.Embedding(9, 8)], {"0": [Prune(0.5, "row")]}, "tokens and not outputs"),
     ]
     for model, rules, word in wrong:
         with pytest.raises((ValueError, TypeError), match=f"{word}.*What to do"):
             compress(model, rules)
+    assert [*wrong[-1][0][0]._parameters] == ["weight"]
 
 
 def encoded():

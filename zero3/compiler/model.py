@@ -55,9 +55,10 @@ ARGS="--compile"` measures it beside hooks, and beside `fully_shard` with `torch
 
 **Not covered, and what that costs**: `persist_below_numel` and `debug` of `wrap`. Layers that stay
 full from forward to backward wait for that backward pass; if it never comes, the next forward pass
-frees them. A model that returns one of its weights raises an error when the result is used. A
-hook of a parameter sees the gradient as soon as the graph has it; it is an error if the gradient
-comes from several graphs, or if the hook is of `register_post_accumulate_grad_hook`.
+frees them. Layers that `compress` has changed run with hooks. A model that returns one of its
+weights raises an error when the result is used. A hook of a parameter sees the gradient as soon as
+the graph has it; it is an error if the gradient comes from several graphs, or if the hook is of
+`register_post_accumulate_grad_hook`.
 """
 
 import warnings
@@ -78,7 +79,7 @@ from zero3.compiler.graph import find, full_numel, gather, layers_of, picture, r
 from zero3.compiler.passes import gathered, improve
 from zero3.compiler.room import Room, held_bytes, offload_states
 from zero3.compiler.trace import Backend, Graphs, Place
-from zero3.flat import FlatParameter, Slot
+from zero3.flat import FlatParameter, Slot, own_modules
 from zero3.guards.contents import uncompiled
 from zero3.guards.freed import FreedParameter
 from zero3.guards.options import MOST, Parser, expect, whole, within
@@ -485,7 +486,18 @@ class CompiledModel(Zero3Model):
         for unit in units:
             unit.reducer = reducer
             # Ranks may compute other parts of a leaf, which would be other graphs.
-            unit.untraceable = unit.leaf and not self.is_chain
+            unit.untraceable = (unit.leaf and not self.is_chain) or self._is_compressed(unit)
+
+    def _is_compressed(self, unit: Any) -> bool:
+        """
+        #### Whether a unit computes with compressed weights, which change after each step
+        """
+        found = [path for path, module in own_modules(unit.module)
+                 if not getattr(module, "is_traceable", True)]
+        self.expect(unit is not self.units[0] or not found, "cannot be compiled", "compressed "
+                    "weights in its layers, which run with hooks then", f"`{found[:1]}` outside of "
+                    "them", "pass its class in `layer_classes`, or use `wrap`")
+        return bool(found)
 
     def plan(self, backend: str, limit_bytes: int | None) -> None:
         """
@@ -493,6 +505,9 @@ class CompiledModel(Zero3Model):
 
         The arguments are those of `compile`.
         """
+        self.expect(not self.comm.stages.same_layers, "cannot be compiled", "whole weights",
+                    "parts of them, split over ranks, whose communication no graph has",
+                    "use `wrap`")
         layers: dict[str, Any] = {"root": self.units[0]}
         layers |= {unit.title: unit for unit in self.units[1:]}
         self.numel = {name: unit.numel for name, unit in layers.items()}

@@ -79,6 +79,7 @@ from zero3.optimizer.buckets import Bucket
 from zero3.optimizer.stage3 import Zero3Optimizer
 
 Rules = dict[str, list[Prune | Quantize]]
+_ELEMENTS = ("element", "2:4")
 # Magnitude and place of an element are a key of at most 63 bits.
 MOST_SHARED = 2**31 - 1
 
@@ -98,6 +99,9 @@ def compress(model: nn.Module | Iterable[nn.Module], rules: Rules) -> "Compressi
     rule does not fit the weight's shape.
     """
     found = named_modules(model)
+    split = [name for name, module in found.items() if "line" in vars(module)]
+    expect(not split, "compress", "whole weights, because thresholds and scales are for these",
+           f"`{split[:1]}`, which `tensor_parallel` has split", "leave one of the two out")
     # A tied weight has several.
     uses = Counter(p for module in found.values() for p in module._parameters.values())
     places: list[Place] = []
@@ -337,6 +341,10 @@ def _check(name: str, module: Any, methods: list[Any], uses: Counter[Any]) -> No
     expect(len({*kinds}) == len(kinds), f"compress: the rules of `{name}`", "one of each kind",
            methods, "leave one of them out")
     weight = module.weight
+    parts = [rule for rule in methods if isinstance(rule, Prune) and rule.kind not in _ELEMENTS]
+    expect(not parts or not isinstance(module, nn.Embedding), f"compress: `{name}`", "rules for "
+           "elements, because the rows of an embedding are tokens and not outputs", parts,
+           'pass `kind="element"` or "2:4"')
     expect(not weight.is_meta, f"compress: `{name}`", "a weight with values", "one on the meta "
            "device", "build the layer first")
     expect(uses[weight] == 1, f"compress: `{name}`", "a weight of this layer alone",

@@ -21,7 +21,8 @@ part, and its numbers are right all the same.
 
 **Run this**: `python -m pytest tests/test_tensor_parallel.py`.
 
-**Not covered, and what that costs**: mixtures of experts, and classes with other names. Pass their patterns to `tensor_parallel(mesh, more)`.
+**Not covered, and what that costs**: mixtures of experts, and classes with other names. Pass their
+patterns to `tensor_parallel(mesh, more)`.
 """
 
 from collections.abc import Mapping

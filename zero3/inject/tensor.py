@@ -215,6 +215,8 @@ class Weights(Replacement):
         plain: Any = _conv1d(module) or cls.stands_for
         if "forward" in vars(module) or type(module).forward is not plain.forward:
             return "has a `forward` of its own"
+        if not module._parameters.keys() >= dims.keys():
+            return "has weights that `compress` makes, which no rank can split"
         for name, (dim, blocks) in dims.items():
             size = module._parameters[name].shape[dim] // blocks
             if size % ranks and not cls.uneven:
