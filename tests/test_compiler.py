@@ -327,6 +327,86 @@ def test_other_orders_of_calls_are_those_of_hooks_to_the_bit():
         assert found == {does.__name__: "" for does in DOES}
 
 
+class Sliced(nn.Module):
+    """Weights as long as the sequence, as in labml's gMLP and AFT"""
+
+    def __init__(self):
+        super().__init__()
+        self.mix, self.scale = nn.Parameter(torch.randn(9, 9)), nn.Parameter(torch.randn(20, WIDTH))
+
+    def forward(self, x):
+        length = len(x)
+        return x + torch.tanh(self.mix[:length, :length] @ x * self.scale[length : 2 * length])
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_weights_may_be_cut_to_the_length_of_the_sequence(backend):
+    """
+    The second length is traced with a symbol. Backward cuts the weight anew, so it needs the
+    symbol, which nothing else saves for it. With Inductor within 1e-5 after five steps, because it
+    fuses operations.
+    Breaks if a view of a weight is computed again from a size that backward does not have.
+    Proves `save_no_parameters`, `_saved_size`, `trace._first_tensor`.
+    """
+    def lengths(model, optimizer):
+        return train(model, optimizer, 5, batch=lambda step: rows(step, (3, 4, 7, 5, 6)[step]))
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(Sliced(), Sliced())
+    pair = pair_of(plain, Sliced, backend=backend,
+                   make=lambda model: Zero3Optimizer(model, torch.optim.SGD, lr=0.5))
+    assert compare(pair, lengths, 0.0 if backend == "aot_eager" else 1e-5) == ""
+    assert len(pair[1][0].graphs) == 2
+
+
+HOOKS = {
+    "gradient": lambda layer: layer.weight.register_hook(lambda grad: 0.5 * grad),
+    "forward": lambda layer: layer.register_forward_hook(lambda layer, x, y: 2 * y),
+    "input": lambda layer: layer.register_forward_pre_hook(lambda layer, x: (3 * x[0],)),
+    "output": lambda layer: layer.register_full_backward_pre_hook(
+        lambda layer, grads: (0.5 * grads[0],))}
+
+
+@pytest.mark.parametrize("which", HOOKS)
+def test_hooks_of_weights_and_modules_are_called_whenever_they_come(which):
+    """
+    A hook that comes before `compile`, and one that comes and goes between two steps: the bits of
+    `wrap`. torch's compiler does not ask whether a module has new hooks unless it is told to.
+    Breaks if a graph is used again for a module with another hook.
+    Proves `CompiledUnit._hooked`, `CompiledModel`.
+    """
+    def hooked(model, optimizer):
+        linear = model.blocks[1].linear
+        # A freed parameter reports the use, but not to those who know it.
+        with torch._C.DisableTorchFunction():
+            handle = HOOKS[which](linear)
+        found = train(model, optimizer, 2)
+        handle.remove()
+        return found + train(model, optimizer, 1)
+
+    torch.manual_seed(0)
+    plain = Stack()
+    HOOKS[which](plain.blocks[0].linear)
+    pair = pair_of(plain, Block, make=lambda model: Zero3Optimizer(model, torch.optim.SGD, lr=0.5))
+    assert compare(pair, lambda *each: [train(*each, 1), hooked(*each)]) == ""
+
+
+def test_hooks_that_a_graph_cannot_call_are_refused():
+    """
+    One that waits until the gradient has been added up, and one of a weight that two graphs of a
+    backward pass use, because it would see parts of the gradient.
+    Proves `CompiledUnit._hooked`.
+    """
+    for plain, attach, why in (
+            (Stack(), lambda p: p.register_post_accumulate_grad_hook(lambda p: None), "accumulate"),
+            (Stack(), lambda p: p.register_hook(lambda grad: None), "parts of its gradient")):
+        attach(plain.head.weight)
+        model = compile(plain, Block, backend="aot_eager")
+        with pytest.raises(RuntimeError, match=f"cannot call the hooks of `head.*{why}.*`wrap`"):
+            (model(rows(0)) + model(rows(0))).sum().backward()
+        torch.compiler.reset()
+
+
 def placed(folder):
     """Tiers, 16 bits with masters, buckets, meshes, and encoded weights: what is different."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))

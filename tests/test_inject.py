@@ -5,6 +5,7 @@ The oracle is the plain model, trained by plain PyTorch on the global batch.
 """
 
 import copy
+import inspect
 import sys
 
 import pytest
@@ -15,6 +16,7 @@ from labml_nn.transformers.feed_forward import FeedForward
 from labml_nn.transformers.primer_ez import MultiDConvHeadAttention
 from labml_nn.transformers.xl.relative_mha import RelativeMultiHeadAttention
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import zero3
@@ -229,6 +231,63 @@ def test_injected_models_train_sharded_and_keep_their_names(which, tmp_path):
     Proves I1, `inject`, `restore`.
     """
     assert max(run(wrapped, 2, which, str(tmp_path))) < 1000
+
+
+def named(which):
+    """The signature, the tokens and the losses of a model, plain, injected, split and wrapped."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tensor", "shard"))
+    torch.manual_seed(3)
+    plain = HuggingFace(which)
+    layers = plain.layer_classes
+    plain = plain.model.eval()
+    for p in plain.parameters():
+        nn.init.normal_(p, std=0.5)
+    ids = ids_of(2)
+    ids[0, :3] = 0
+    mask = {"attention_mask": (ids != 0).long()}
+    options = {**mask, "max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    expected = plain.generate(ids, **options)
+    signature = inspect.signature(plain.forward)
+    labels = {"labels": ids, **mask}
+    names = [*signature.parameters]
+    places = [labels.get(name) for name in names[1 : names.index("labels") + 1]]
+    loss = plain(ids, **labels).loss
+    for policy in (policies.cross_entropy(), policies.tensor_parallel(mesh["tensor"])):
+        model = inject(copy.deepcopy(plain), [policy])
+        for each in (model, wrap(copy.deepcopy(model), layers, mesh=mesh["shard"])):
+            assert inspect.signature(each.forward) == signature
+            assert torch.equal(each.generate(ids, **options), expected)
+            for found in (each(ids, **labels).loss, each(ids, *places).loss):
+                assert torch.allclose(found, loss)
+    return names
+
+
+@pytest.mark.parametrize("which", ["GPT2", "Llama"])
+def test_a_model_keeps_the_signature_of_its_forward(which):
+    """
+    Hugging Face's `generate` asks it whether the model takes positions and masks, and a `Trainer`
+    drops the columns that it does not name. So prompts with padding on the left are continued with
+    the same tokens. Arguments may come by their places.
+    Breaks if `generate` counts padding as positions.
+    Proves `Policy.new_class`, `CrossEntropy.forward`, `Zero3Model.forward`.
+    """
+    for found in run(named, 2, which):
+        assert {"attention_mask", "position_ids", "labels"} < {*found}
+
+
+def test_the_norm_of_one_vector_has_the_gradients_of_the_plain_one():
+    """
+    Without a batch, and with one. Proves `_Norm`.
+    """
+    plain = llama().model.model.norm
+    for shape in ((WIDTH,), (3, WIDTH), (2, 3, WIDTH)):
+        found = []
+        for model in (plain, inject(nn.Sequential(copy.deepcopy(plain)), [policies.rms_norm()])):
+            x = torch.linspace(-1, 2, 6 * WIDTH)[: torch.Size(shape).numel()].view(shape)
+            model(x.requires_grad_()).square().sum().backward()
+            found.append([x.grad, *(p.grad for p in model.parameters())])
+            model.zero_grad()
+        assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(*found, strict=True)), found
 
 
 def test_models_on_the_meta_device_are_injected():

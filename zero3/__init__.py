@@ -114,6 +114,21 @@ gradient in plain PyTorch, and does not change. In a shard it lies between other
 of zero. Weight decay, momentum and step counts of torch's optimizers then move it.
 `Zero3Optimizer` does not change it.
 
+**Which chapters combine.** A "no" is an error with these words, before anything trains:
+
+| | `Offload` | `Links` | `compress` | policies | `tensor_parallel` | `Pipeline` |
+|---|---|---|---|---|---|---|
+| `compile` | yes | yes | yes, with hooks | yes | no: split over ranks | no: a plain module |
+| `Pipeline` | yes | no: a mesh with | yes | yes | no: stages of a pipeline | |
+| `tensor_parallel` | yes | yes | no: split | yes, in one call | | |
+| policies | yes | yes | yes | | | |
+| `compress` | yes | yes, for some rules | | | | |
+| `Links` | yes | | | | | |
+
+Compressed layers of a compiled model run with hooks. Elements are not pruned where `Links` encodes
+the weights. Policies are those of `inject`, and all of them come in one call with
+`tensor_parallel`. Inject and compress in any order, then shard, and build the optimizer last.
+
 Code, tests and the main job go through the same three steps: predict the bytes (`predict`), run and
 measure them (`Ledger`), compare.
 """

@@ -55,7 +55,10 @@ ARGS="--compile"` measures it beside hooks, and beside `fully_shard` with `torch
 
 **Not covered, and what that costs**: `persist_below_numel` and `debug` of `wrap`. Layers that stay
 full from forward to backward wait for that backward pass; if it never comes, the next forward pass
-frees them. A model that returns one of its weights raises an error when the result is used.
+frees them. Layers that `compress` has changed run with hooks. A model that returns one of its
+weights raises an error when the result is used. A hook of a parameter sees the gradient as soon as
+the graph has it; it is an error if the gradient comes from several graphs, or if the hook is of
+`register_post_accumulate_grad_hook`.
 """
 
 import warnings
@@ -75,7 +78,7 @@ from zero3.compiler.engines import Eager, Inductor
 from zero3.compiler.graph import find, full_numel, gather, layers_of, picture, reduce
 from zero3.compiler.passes import gathered, improve, offload_states
 from zero3.compiler.trace import Backend, Graphs, Place
-from zero3.flat import FlatParameter, Slot
+from zero3.flat import FlatParameter, Slot, own_modules
 from zero3.guards.command_line import Parser, within
 from zero3.guards.contents import uncompiled
 from zero3.guards.freed import FreedParameter
@@ -118,6 +121,8 @@ class CompiledUnit(Unit):
     away: Any = None
     # Whether a forward pass of the compiled model is running; for the root.
     running = False
+    # Parameters whose hooks the current backward pass has called; for the root.
+    hooked: set[Slot] = set()
     # Whether it is full, and its parameters are closed: graphs read views of the flat parameters.
     in_graph = False
     # The full parameters, as graphs read them, and the places of their gradients. They stand here,
@@ -133,6 +138,7 @@ class CompiledUnit(Unit):
         self.full_views = [slot.view for slot in self.slots()]
         self.flat_slots = [(flat, slot) for flat in self.flats for slot in flat.slots]
         self.away = StatesAway(self)
+        self.hooked = set()
 
     def forward(self, *args, **kwargs):
         """
@@ -233,10 +239,34 @@ class CompiledUnit(Unit):
         """
         flat, slot = self.flat_slots[place]
         self.refuse_sparse(grad, slot.names[0])
+        grad = self._hooked(slot, grad)
         if flat.grad is None:
             # (world_size * shard_numel,), of the reduce's data type, device
             flat.begin_grad(self._empty(len(flat.full), flat.shard.grad_dtype))
         flat.collect(slot, grad, 1 / self.comm.divisor)
+
+    def _hooked(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor:
+        """
+        #### What the hooks of a parameter, `register_hook`, make of its gradient
+
+        Autograd does not see the parameter, and would not call them.
+        """
+        # A freed parameter would report a use.
+        with torch._C.DisableTorchFunction():
+            hooks = [*(slot.param._backward_hooks or {}).values()]
+            others = (slot.param._post_accumulate_grad_hooks or {}).keys() - {slot.hook.id}
+        if not (hooks or others):
+            return grad
+        in_parts = self.by_hooks or slot in self.root.hooked
+        self.expect(not (others or in_parts), f"cannot call the hooks of `{slot.names[0]}`",
+                    "`register_hook`, on a parameter that one graph of the backward pass uses",
+                    "`register_post_accumulate_grad_hook`" if others else "parts of its gradient, "
+                    "from several graphs", "use `wrap`, or remove the hook")
+        self.root.hooked.add(slot)
+        for hook in hooks:
+            found = hook(grad)
+            grad = grad if found is None else found
+        return grad
 
     def begin_reduce(self, others: list[Any]) -> None:
         """
@@ -359,6 +389,7 @@ class CompiledUnit(Unit):
                 unit.drop_full_grads()
                 unit.reshard()
         self.on_demand = False
+        self.hooked.clear()
         super().settle(raised)
 
 
@@ -426,7 +457,18 @@ class CompiledModel(Zero3Model):
         for unit in units:
             unit.reducer = reducer
             # Ranks may compute other parts of a leaf, which would be other graphs.
-            unit.untraceable = unit.leaf and not self.is_chain
+            unit.untraceable = (unit.leaf and not self.is_chain) or self._is_compressed(unit)
+
+    def _is_compressed(self, unit: Any) -> bool:
+        """
+        #### Whether a unit computes with compressed weights, which change after each step
+        """
+        found = [path for path, module in own_modules(unit.module)
+                 if not getattr(module, "is_traceable", True)]
+        self.expect(unit is not self.units[0] or not found, "cannot be compiled", "compressed "
+                    "weights in its layers, which run with hooks then", f"`{found[:1]}` outside of "
+                    "them", "pass its class in `layer_classes`, or use `wrap`")
+        return bool(found)
 
     def plan(self, backend: str, offload_states_bytes: int) -> None:
         """
@@ -434,6 +476,9 @@ class CompiledModel(Zero3Model):
 
         The arguments are those of `compile`.
         """
+        self.expect(not self.comm.stages.same_layers, "cannot be compiled", "whole weights",
+                    "parts of them, split over ranks, whose communication no graph has",
+                    "use `wrap`")
         layers: dict[str, Any] = {"root": self.units[0]}
         layers |= {unit.title: unit for unit in self.units[1:]}
         self.numel = {name: unit.numel for name, unit in layers.items()}
@@ -506,14 +551,14 @@ class CompiledModel(Zero3Model):
                     f"{least:,} at one operation", "raise the limit, or pass smaller layers")
 
     @uncompiled
-    def forward(self, *args, **kwargs):
+    def _forward(self, *args, **kwargs):
         """
-        ### Forward pass of the model
+        #### Forward pass of the model
 
         The first call traces the model and compiles it, which takes a while.
         """
         if any(unit.is_full_elsewhere for unit in self.units):
-            return super().forward(*args, **kwargs)
+            return super()._forward(*args, **kwargs)
         self.check()
         self._follow_optimizer()
         for unit in self.units:
@@ -521,8 +566,10 @@ class CompiledModel(Zero3Model):
         root: Any = self.module
         root.running = True
         try:
-            # If graphs end early, each layer has graphs of the same code.
-            with dynamo.patch(recompile_limit=8 + 2 * len(self.units)):
+            # If graphs end early, each layer has graphs of the same code. A module with a new hook
+            # needs another graph.
+            with dynamo.patch(recompile_limit=8 + 2 * len(self.units),
+                              skip_nnmodule_hook_guards=False):
                 output = self.run(*args, **kwargs)
             self._warn_of_breaks()
             return output

@@ -326,7 +326,9 @@ def save_no_parameters(forward: fx.Graph, backward: fx.Graph, places: Sequence[P
     def again(node: fx.Node) -> fx.Node:
         if node in copies:
             return copies[node]
-        if node in originals:
+        if isinstance(node.meta["val"], torch.SymInt):
+            copies[node] = _saved_size(forward, backward, node)
+        elif node in originals:
             with backward.inserting_before(start):
                 copies[node] = _parameter(backward, originals[node], node)
         else:
@@ -343,6 +345,31 @@ def save_no_parameters(forward: fx.Graph, backward: fx.Graph, places: Sequence[P
     dropped = {by_name[node.name] for node in saved}
     output = output_of(forward)
     output.args = (tuple(each for each in output.args[0] if each not in dropped),)  # type: ignore[union-attr]
+
+
+def _saved_size(forward: fx.Graph, backward: fx.Graph, node: fx.Node) -> fx.Node:
+    """
+    #### The input of backward for a size that forward knows
+
+    A view as long as the sequence, `weight[:length]`, needs it.
+    """
+    for each in inputs_of(backward):
+        if each.name == node.name:
+            return each
+    output = output_of(forward)
+    output.args = ((*output.args[0], node),)  # type: ignore[misc]
+    # Sizes are saved last, and come first in backward.
+    with backward.inserting_before(_first_tensor(backward)):
+        found = backward.placeholder(node.name)
+    found.meta["val"] = node.meta["val"]
+    return found
+
+
+def _first_tensor(graph: fx.Graph) -> fx.Node:
+    """
+    #### The first input that is a tensor; symbolic sizes come before it
+    """
+    return next(node for node in inputs_of(graph) if isinstance(node.meta["val"], torch.Tensor))
 
 
 def save_versions(forward: fx.Graph, backward: fx.Graph, results: int,
@@ -365,10 +392,7 @@ def save_versions(forward: fx.Graph, backward: fx.Graph, results: int,
     outputs = [*output.args[0]]  # type: ignore[misc]
     outputs.insert(results, versions)
     output.args = (tuple(outputs),)
-    tensors = [node for node in inputs_of(backward)
-               if isinstance(node.meta["val"], torch.Tensor)]
-    # Symbolic sizes come first, then saved tensors.
-    with backward.inserting_before(tensors[0]):
+    with backward.inserting_before(_first_tensor(backward)):
         came = backward.placeholder("versions")
     came.meta["val"] = value
     with backward.inserting_after(inputs_of(backward)[-1]):

@@ -83,6 +83,7 @@ from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.sharded import Sharded, ShardedModel
 
 Rules = dict[str, list[Prune | Quantize]]
+_ELEMENTS = ("element", "2:4")
 # Magnitude and place of an element are a key of at most 63 bits.
 MOST_SHARED = 2**31 - 1
 
@@ -102,6 +103,9 @@ def compress(model: nn.Module | Iterable[nn.Module], rules: Rules) -> "Compressi
     twice or is tied, or if a rule does not fit the weight's shape.
     """
     found = named_modules(model)
+    split = [name for name, module in found.items() if "line" in vars(module)]
+    expect(not split, "compress", "whole weights, because thresholds and scales are for these",
+           f"`{split[:1]}`, which `tensor_parallel` has split", "leave one of the two out")
     # A tied weight has several.
     uses = Counter(p for module in found.values() for p in module._parameters.values())
     methods: list[Method] = []

@@ -72,6 +72,8 @@ class Method(nn.Module):
     """
 
     state: torch.Tensor
+    # A graph would keep the step and the threshold of the day it was traced.
+    is_traceable = False
     # The record that all methods of one call of `compress` share.
     compression: Any
 

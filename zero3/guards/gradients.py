@@ -245,7 +245,7 @@ def _refuse(args: Any, what: str, expected: str, got: str, cure: str) -> None:
     #### Raise an error, unless this rank has the whole gradient
     """
     layer = _layer(args)
-    has_all = layer is None or layer.comm.world_size == 1
+    has_all = layer is None or layer.comm.world_size == layer.comm.stages.size == 1
     is_elsewhere = any(isinstance(grad, GradientElsewhere) for grad in _found(args))
     if is_elsewhere and layer is None:
         raise RuntimeError(f"{what}: its model is gone. Expected: {expected}. Got: {got}. What to "
@@ -259,9 +259,11 @@ def _agree_on_overflow(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Ten
     #### Tell all ranks about an overflow that one of them has in its shards
 
     `GradScaler` has unscaled these gradients, and set `found_inf` on this rank. All ranks call it:
-    an all-gather of 4 bytes, for each data type of gradients.
+    an all-gather of 4 bytes, for each data type of gradients; and one over the stages of a
+    pipeline, or the ranks that split the weights.
     """
     layer = _layer([grads])
-    if layer is not None and layer.comm.world_size > 1:
+    if layer is not None:
         mine = found_inf.view(1).to(layer.device)  # (1,) fp32, device
-        found_inf.copy_(layer.comm.numbers(layer, mine).max())
+        of_stage = layer.comm.numbers(layer, mine).max()
+        found_inf.copy_(layer.comm.over_stages(layer, of_stage.view(1)).max())

@@ -31,11 +31,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zero3.comm.collectives import all_to_all_single, reduce_scatter_single
 from zero3.comm.mesh import Group
@@ -170,6 +171,50 @@ class Line:
         for _, tensor in tensors:
             if not tensor.is_meta:
                 self.broadcast(tensor.detach(), 0)
+        self._watch_steps(model)
+
+    def _watch_steps(self, model: nn.Module) -> None:
+        """
+        #### Have each step of an optimizer compare gradients first, until the model is sharded
+        """
+        ours = ref(model)
+
+        def before_step(optimizer: Any, *_: Any) -> None:
+            split = ours()
+            if split is not None and self.model is None:
+                self.compare_gradients(split, optimizer)
+
+        finalize(model, register_optimizer_step_pre_hook(before_step).remove)
+
+    @torch.no_grad()
+    def compare_gradients(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """
+        ### Refuse a step with other gradients of weights that all ranks have
+
+        * `model` is split and not sharded, and `optimizer` is about to step
+
+        All ranks have computed the same gradients (all-gather of their norm, 8 bytes). If they
+        differ now, each rank has clipped by the norm of its own parts, or the ranks had different
+        batches, and the weights would drift apart. Raises `RuntimeError` on all ranks.
+        """
+        parts = {id(module._parameters[name]) for module in model.modules()
+                 if vars(module).get("line") is self for name in vars(module)["parts"]}
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if self.size == 1 or parts.isdisjoint(stepped):
+            return
+        at = next(model.parameters())
+        grads = [p.grad for p in model.parameters()
+                 if id(p) in stepped - parts and p.grad is not None]
+        norms = [grad.norm(dtype=torch.double).view(1) for grad in grads]
+        own = torch.cat([*norms, torch.zeros(1, dtype=torch.double, device=at.device)]).norm()
+        every = self.all_gather(own)
+        # An accelerator may add up in another order.
+        alike = torch.allclose(every, every[:1], rtol=1e-5, equal_nan=True)
+        expect(alike, "a step of a split model", "the same gradients of the weights that ranks "
+               f"{self.group.ranks} all have", f"norms {every.tolist()}", "`wrap` the model, and "
+               "clip by `Zero3Optimizer(clip_grad_norm=)` or `model.clip_grad_norm_`, because "
+               "torch's `clip_grad_norm_` knows the parts of this rank alone; give all ranks of "
+               "this mesh dimension the same rows", RuntimeError)
 
     def _find_streams(self, model: nn.Module) -> None:
         """

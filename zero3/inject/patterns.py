@@ -21,8 +21,8 @@ part, and its numbers are right all the same.
 
 **Run this**: `python -m pytest tests/test_tensor_parallel.py`.
 
-**Not covered, and what that costs**: mixtures of experts, cross-attention, and classes with other
-names. Pass their patterns to `tensor_parallel(mesh, more)`.
+**Not covered, and what that costs**: mixtures of experts, and classes with other names. Pass their
+patterns to `tensor_parallel(mesh, more)`.
 """
 
 from collections.abc import Mapping
@@ -51,14 +51,17 @@ PATTERNS: Mapping[str | type, Pattern] = {
     f"{LABML}.models.EmbeddingsWithLearnedPositionalEncoding": Pattern(embeddings=("linear",)),
     f"{LABML}.models.Generator": Pattern(heads=("projection",)),
     f"{MODELS}.gpt2.modeling_gpt2.GPT2Attention": Pattern(
-        columns=("c_attn",), rows=("c_proj",), blocks=3, zero=("attn_dropout.p",),
-        divided=("num_heads", "split_size", "c_attn.nf"), after=("resid_dropout",)),
+        # Queries, keys and values together; with cross-attention queries alone, in `q_attn`.
+        columns=("c_attn", "q_attn"), rows=("c_proj",), block="split_size",
+        zero=("attn_dropout.p",), after=("resid_dropout",),
+        divided=("num_heads", "split_size", "c_attn.nf", "q_attn.nf")),
     f"{MODELS}.gpt2.modeling_gpt2.GPT2MLP": Pattern(
         columns=("c_fc",), rows=("c_proj",), divided=("c_fc.nf",), after=("dropout",)),
     f"{MODELS}.gpt2.modeling_gpt2.GPT2LMHeadModel": Pattern(
         embeddings=("transformer.wte",), heads=("lm_head",)),
-    f"{MODELS}.bert.modeling_bert.BertSelfAttention": Pattern(
-        columns=_QKV, zero=("dropout.p",), divided=("num_attention_heads", "all_head_size")),
+    **{f"{MODELS}.bert.modeling_bert.Bert{which}Attention": Pattern(
+        columns=_QKV, zero=("dropout.p",), divided=("num_attention_heads", "all_head_size"))
+       for which in ("Self", "Cross")},
     f"{MODELS}.bert.modeling_bert.BertSelfOutput": Pattern(
         rows=("dense",), after=("dropout", "LayerNorm")),
     f"{MODELS}.bert.modeling_bert.BertIntermediate": Pattern(columns=("dense",)),

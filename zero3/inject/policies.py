@@ -40,6 +40,7 @@ hides every position gives NaN when written out, and here it may give zeros. A g
 gradient is an error in `swiglu`, `rms_norm` and `cross_entropy`.
 """
 
+import inspect
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, cast
@@ -164,7 +165,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
         x, weight, r = ctx.saved_tensors
         normed = x * r
-        of_weight = (grad * normed).flatten(0, -2).sum(0)
+        of_weight = (grad * normed).reshape(-1, len(weight)).sum(0)
         of_normed = grad.to(r.dtype) * weight
         mean = (of_normed * normed).mean(-1, keepdim=True)
         of_x = of_normed.sub_(normed.mul_(mean)).mul_(r)
@@ -259,21 +260,23 @@ class CrossEntropy(Replacement):
         is_plain = module.loss_function.__name__ == "ForCausalLMLoss"
         return "" if is_plain else f"its loss is {module.loss_function.__name__}"
 
-    def forward(self: Any, input_ids: torch.Tensor | None = None, *, labels: Any = None,
-                num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """
-        ### As the model's own, with arguments by name
+        ### As the model's own
         """
-        if labels is None or self.others & kwargs.keys():
-            if num_items_in_batch is not None:
-                kwargs["num_items_in_batch"] = num_items_in_batch
-            return cast(Any, super()).forward(input_ids, labels=labels, **kwargs)
-        output = self.base_model(input_ids, **kwargs)
+        plain = cast(Any, super()).forward
+        # Some by their places, in the order of its signature.
+        kwargs.update(zip(inspect.signature(plain).parameters, args, strict=False))
+        if kwargs.get("labels") is None or self.others & kwargs.keys():
+            return plain(**kwargs)
+        labels = kwargs.pop("labels")
+        count = kwargs.pop("num_items_in_batch", None)
+        output = self.base_model(**kwargs)
         head = self.get_output_embeddings()
         # Each position predicts the next token.
         hidden = output.last_hidden_state[:, :-1].flatten(0, 1)
         loss = chunked_cross_entropy(hidden, head.weight, labels[:, 1:].flatten(), head.bias,
-                                     rows=self.rows, count=num_items_in_batch,
+                                     rows=self.rows, count=count,
                                      split=vars(head).get("line"), own=part_of(head, "weight"))
         outputs = import_module("transformers.modeling_outputs")
         return outputs.CausalLMOutputWithPast(

@@ -15,6 +15,7 @@ is, with all that it has, and change its class:
 | class | `LlamaRMSNorm` | `rms_norm(LlamaRMSNorm)` | `LlamaRMSNorm` |
 | made of | | `RMSNorm`, `LlamaRMSNorm` | |
 | forward | written out | that of `RMSNorm` | written out |
+| its signature | `(hidden_states)` | the same | the same |
 | parameters | `weight` | the same object, the same name | the same object |
 
 The new class is a subclass of the old one, so `isinstance` says the same as before, and `wrap`
@@ -51,6 +52,7 @@ but it cannot be pickled. `Deferred` layers have no modules yet: inject inside t
 forward that was compiled before is not recompiled.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -117,7 +119,7 @@ class Policy:
         return next((base for base in kind.__mro__
                      if base in self.replaces or full_name(base) in self.replaces), None)
 
-    def new_class(self, kind: type) -> type:
+    def new_class(self, kind: Any) -> type:
         """
         ### The class of a replaced module: the methods of the replacement, in front of its own
 
@@ -125,7 +127,14 @@ class Policy:
         """
         base: Any = self.base_of(kind)
         options = self.replaces[base if base in self.replaces else full_name(base)]
-        return type(f"{self.name}({kind.__name__})", (self.by, kind), {**options})
+        by: Any = self.by
+
+        # With the signature of its own, which a model's `generate` and trainers ask for.
+        @functools.wraps(kind.forward)
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            return by.forward(module, *args, **kwargs)
+
+        return type(f"{self.name}({kind.__name__})", (by, kind), {**options, "forward": forward})
 
 
 class Finding(NamedTuple):

@@ -93,7 +93,8 @@ class Pattern:
     heads: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()  # convolutions that the heads of all ranks use
     dropouts: tuple[tuple[str, int], ...] = ()  # with the dimension that is split
-    blocks: int = 1  # weights that were put together in each of `columns`
+    # The number of features in each block, if several weights were put together in `columns`.
+    block: str = ""
     # Numbers that are divided, those that must be divisible, and those that must be zero.
     divided: tuple[str, ...] = ()
     divisible: tuple[str, ...] = ()
@@ -117,9 +118,12 @@ class Pattern:
                 if child is None:
                     continue
                 dims = {}
-                blocks = self.blocks if by is Column else 1
+                blocks = 1
                 if dim is not None:
-                    dims["weight"] = (1 - dim if _conv1d(child) else dim, blocks)
+                    at = 1 - dim if _conv1d(child) else dim
+                    if by is Column and self.block:
+                        blocks = child.weight.shape[at] // _attribute(module, self.block)
+                    dims["weight"] = (at, blocks)
                 if dim == 0 and getattr(child, "bias", None) is not None:
                     dims["bias"] = (0, blocks)
                 yield child, by, dims
@@ -154,12 +158,13 @@ class Split(Replacement):
             self.pattern.stream.begin(self, self.line)
         self.border = self.line.border_of(self)
         self.whole_values = {}
+        parts = [*self.pattern.parts(self)]
         for name in self.pattern.divided:
             value = _attribute(self, name)
             if value is not None:
                 self.whole_values[name] = value
                 _set_attribute(self, name, value // self.line.size)
-        for child, by, dims in self.pattern.parts(self):
+        for child, by, dims in parts:
             expect(not isinstance(child, Replacement), "tensor_parallel", "plain layers",
                    f"a {type(child).__name__}", "leave the other policy out", RuntimeError)
             child.__class__ = type(f"{by.__name__}({type(child).__name__})", (by, type(child)), {})
@@ -210,6 +215,8 @@ class Weights(Replacement):
         plain: Any = _conv1d(module) or cls.stands_for
         if "forward" in vars(module) or type(module).forward is not plain.forward:
             return "has a `forward` of its own"
+        if not module._parameters.keys() >= dims.keys():
+            return "has weights that `compress` makes, which no rank can split"
         for name, (dim, blocks) in dims.items():
             size = module._parameters[name].shape[dim] // blocks
             if size % ranks and not cls.uneven:

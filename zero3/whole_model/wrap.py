@@ -48,6 +48,7 @@ model, before `wrap` or after `destroy`; otherwise the next forward raises an er
 says what a unit's module is, but not what the whole model is: ask `model.module`.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -272,13 +273,24 @@ class Zero3Model(ShardedModel):
 
     # ----------------------------------------------------------------------------------------- use
 
-    @uncompiled
-    def forward(self, *args, **kwargs):
+    @property
+    def forward(self) -> Callable:  # type: ignore[override]
         """
         ### Forward pass of the model
 
-        It looks for layers that were added since `wrap`, and calls the root unit. The model's own
-        forward then calls the other units.
+        It has the signature of the model's own, which trainers and exporters ask for. It looks for
+        layers that were added since `wrap`, and calls the root unit. The model's own forward then
+        calls the other units.
+        """
+        self.expect("module" in self._modules, "was destroyed", "a use before that", "one after",
+                    "call what `destroy` returned")
+        return functools.update_wrapper(functools.partial(self._forward),
+                                        self.module.module.forward)
+
+    @uncompiled
+    def _forward(self, *args, **kwargs):
+        """
+        #### Forward pass of the root unit
         """
         self.check()
         return self.module(*args, **kwargs)
@@ -287,8 +299,6 @@ class Zero3Model(ShardedModel):
         """
         ### Refuse what cannot be trained, before a forward pass
         """
-        self.expect("module" in self._modules, "was destroyed", "a use before that", "one after",
-                    "call what `destroy` returned")
         self._check_children()
         self.module.contents.check()
 
