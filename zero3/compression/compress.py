@@ -83,7 +83,6 @@ from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.sharded import Sharded, ShardedModel
 
 Rules = dict[str, list[Prune | Quantize]]
-_ELEMENTS = ("element", "2:4")
 # Magnitude and place of an element are a key of at most 63 bits.
 MOST_SHARED = 2**31 - 1
 
