@@ -130,8 +130,7 @@ class Writer:
     on the disk once `finish` has returned.
     """
 
-    def __init__(self, path: Path, like: Like,
-                 metadata: dict[str, str] | None = None):
+    def __init__(self, path: Path, like: Like, metadata: dict[str, str] | None = None):
         """
         ### Create the file and reserve its space
 
@@ -153,7 +152,8 @@ class Writer:
         self.workers = concurrent.futures.ThreadPoolExecutor(_PIECES, "zero3-checkpoint")
         # One for each piece so far, in the order of the file. Its result is the piece's checksums.
         self.writes: list[concurrent.futures.Future[str]] = []
-        # Bytes in the piece that is being filled.
+        # The piece that is being filled, and the bytes in it.
+        self.piece = self.buffers[0]
         self.filled_bytes = 0
         self.write(torch.frombuffer(bytearray(header), dtype=torch.uint8))
 
@@ -178,24 +178,23 @@ class Writer:
         """
         rest = values.detach().contiguous().view(-1).view(torch.uint8)
         while len(rest):
-            buffer = self.buffers[len(self.writes) % _PIECES]
-            if not self.filled_bytes and len(self.writes) >= _PIECES:
-                # Wait until the disk has the previous content of this buffer.
-                self.writes[-_PIECES].result()
-            room = buffer[self.filled_bytes :][: len(rest)]
+            room = self.piece[self.filled_bytes :][: len(rest)]
             room.copy_(rest[: len(room)])
             rest = rest[len(room) :]
             self.filled_bytes += len(room)
-            if self.filled_bytes == len(buffer):
+            if self.filled_bytes == len(self.piece):
                 self._flush()
 
     def _flush(self) -> None:
         """
-        #### Have a thread write the piece
+        #### Have a thread write the piece, and begin the next one
         """
-        offset = len(self.writes) * len(self.buffers[0])
-        buffer = self.buffers[len(self.writes) % _PIECES]
-        self.writes.append(self.workers.submit(self._move, buffer, self.filled_bytes, offset))
+        offset = len(self.writes) * len(self.piece)
+        self.writes.append(self.workers.submit(self._move, self.piece, self.filled_bytes, offset))
+        if len(self.writes) >= _PIECES:
+            # Wait until the disk has the previous content of the next buffer.
+            self.writes[-_PIECES].result()
+        self.piece = self.buffers[len(self.writes) % _PIECES]
         self.filled_bytes = 0
 
     def _move(self, buffer: torch.Tensor, nbytes: int, offset: int) -> str:
@@ -215,7 +214,7 @@ class Writer:
         Returns the file's length and checksums for the manifest. Raises `OSError` if a piece could
         not be written.
         """
-        written = len(self.writes) * len(self.buffers[0])
+        written = len(self.writes) * len(self.piece)
         assert written + self.filled_bytes == self.nbytes, "other tensors than announced"
         if self.filled_bytes:
             self._flush()
