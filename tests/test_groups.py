@@ -645,7 +645,7 @@ def test_a_step_in_replicas_sends_what_the_formula_says(shape):
     exchanged at once. Breaks where a gather leaves the replica, and where the exchange is waited
     for at once.
     Proves I4, `LinkedCommunicator.exchange`, `Reducer.end_exchange`, `Ledger.record`,
-    `Transfer.start_message`.
+    `Transfer.starting`.
     """
     replicas, ranks = shape
     numels = [sum(p.numel() for p in layer.parameters()) for layer in layers()]

@@ -46,19 +46,19 @@ def late(kind):
     model(torch.ones(2, 12)).sum().backward()
     model.zero_grad()
     told = dist.new_group([0, 2])
-    real = Communicator.gather_rows
+    real = Communicator._check_shard
 
-    def gather_rows(*args):
+    def check_shard(*args):
         # The announcement has been sent already. Now wait until rank 0 has seen the error.
         dist.barrier(told)
-        Communicator.gather_rows = real
+        Communicator._check_shard = real
         return real(*args)
 
     if dist.get_rank() == 1:
         with pytest.raises(RuntimeError, match="has a fault"):
             first.comm.fail(first, "has a fault", "none", "one", "look after it")
     elif dist.get_rank() == 2:
-        Communicator.gather_rows = gather_rows
+        Communicator._check_shard = check_shard
         with pytest.raises(RuntimeError, match="diverged"):
             model(torch.ones(2, 12))
     else:
@@ -117,7 +117,7 @@ def test_a_start_that_raises_says_so_in_words_and_what_has_started_keeps_its_mem
     """
     gloo has the address of the row that is to be received when the send raises. The error is ours
     and not gloo's, and afterwards nothing new begins.
-    Proves I6, `Transfer.start_message`, `Transfer._start`, `Transfer._give_up`.
+    Proves I6, `Transfer.starting`, `Transfer._give_up`.
     """
     for rank, (first, second, nbytes, fetched, lost) in enumerate(run(start_raises, 2)):
         assert first == second

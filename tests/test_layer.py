@@ -512,7 +512,7 @@ def test_native_collectives_and_messages_train_alike(world_size):
     I9: the lines that NCCL runs, here over gloo's collectives, give what the messages give; at two
     ranks bit for bit, for there is but one order to add two numbers in.
     Proves I9, `Communicator.all_gather`, `Communicator.reduce_scatter`, `Communicator.total`,
-    `Zero3Layer.fetch_params`, `Transfer.start_message`.
+    `Zero3Layer.fetch_params`, `Transfer.starting`.
     """
     one, two = run(native, world_size, True)[0], run(native, world_size, False)[0]
     for name in one:

@@ -267,7 +267,7 @@ def test_a_step_on_nodes_sends_what_the_formulas_say(shape, options):
     a row enters a node twice, and where an encoding's scales are not counted.
     Proves I4, `LinkedCommunicator.all_gather`, `LinkedCommunicator.reduce_scatter`,
     `LinkedCommunicator.exchange`, `LinkedCommunicator.held_tensors`, `_all_to_all`, `_arrived`,
-    `Communicator.held_tensors`, `Communicator.gather_rows`, `Transfer.start_message`,
+    `Communicator.held_tensors`, `Communicator.gather_rows`, `Transfer.starting`,
     `Transfer.count`,
     `Group.far`, `node_of`, `Encoding`.
     """

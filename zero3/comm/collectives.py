@@ -177,7 +177,11 @@ class Communicator(Ranks):
                 mine = self.rows(full)[self.rank]
                 mine.copy_(shard, non_blocking=True)
                 transfer.from_cpu |= shard.device != full.device
-                self.gather_rows(transfer, self.group, self.rows(full))
+                if self.by_messages:
+                    # Send this row to each other rank, and receive theirs.
+                    self.send(transfer, self.group, self.rows(full), [mine] * self.world_size)
+                elif self.group.size > 1:
+                    transfer.start(self.group, all_gather_single, full, mine)
                 transfer.count(self.group, mine.nbytes)
             transfer.done.record()
         nbytes = sum(full.nbytes for full, _ in pairs)
@@ -329,11 +333,14 @@ class Communicator(Ranks):
         if not len(send[0]):
             return
         tag = transfer.tag() if tag is None else tag
+        handle = group.process_group
         peers = [(group.rank + k) % group.size for k in range(1, group.size)]
         for peer in peers:
-            transfer.start_message(group, dist.irecv, receive[peer], tag=tag, group_src=peer)
+            with transfer.starting(receive[peer]) as works:
+                works.append(dist.irecv(receive[peer], group=handle, tag=tag, group_src=peer))
         for peer in peers:
-            transfer.start_message(group, dist.isend, send[peer], tag=tag, group_dst=peer)
+            with transfer.starting(send[peer]) as works:
+                works.append(dist.isend(send[peer], group=handle, tag=tag, group_dst=peer))
 
     # ------------------------------------------------------------------------- streams and layout
 
@@ -682,26 +689,19 @@ class Transfer:
         """
         ### Start a collective of torch's, and keep it until the wait
         """
-        self._start(lambda: collective(*tensors, group=group.process_group, async_op=True),
-                    *tensors)
+        with self.starting(*tensors) as works:
+            works.append(collective(*tensors, group=group.process_group, async_op=True))
 
-    def start_message(self, group: Group, does: Callable, row: torch.Tensor, **told: int) -> None:
+    @contextmanager
+    def starting(self, *tensors: torch.Tensor) -> Iterator[list[Any]]:
         """
-        ### Start to send a row to another rank, or to receive one, and keep it until the wait
-
-        * `does` is `dist.isend` or `dist.irecv`, and `told` its tag and the other rank
-        """
-        self._start(lambda: does(row, group=group.process_group, **told), row)
-
-    def _start(self, does: Callable, *tensors: torch.Tensor) -> None:
-        """
-        #### Start something, after saying which memory it uses
+        ### Start something that uses these tensors, and append its work to the list
 
         Raises `RuntimeError` if the connection is gone. What has started before keeps its memory.
         """
         in_flight.begin(self, *tensors)
         try:
-            self.works.append(does())
+            yield self.works
         # torch raises the latter for a process group that is gone.
         except (RuntimeError, ValueError) as error:
             in_flight.lose(self)
