@@ -147,9 +147,11 @@ def predict_optimizer(optimizer: "Zero3Optimizer", micro_batches: int = 1, no_sy
         f"{len(kept)} kinds", "measure with `Ledger`")
     comm = optimizer.comm
     links = comm.links
+    # A layer whose shards rest on the device needs no `Offload`.
+    elsewhere = [layer.offload for layer in chain if isinstance(layer.offload, Offload)]
     plain = (comm.group.size == comm.world_size and comm.replicas.size == 1
              and not (links and (links.weights or links.gradients))
-             and not any(layer.offload.frozen for layer in chain))
+             and not any(each.frozen for each in elsewhere))
     optimizer.expect(plain, "cannot predict", "one group of ranks, without encodings",
                      "nodes, replicas or encodings", "measure with `Ledger`")
     ((moments, step_bytes),) = kept
@@ -158,7 +160,7 @@ def predict_optimizer(optimizer: "Zero3Optimizer", micro_batches: int = 1, no_sy
         by_messages=comm.by_messages, stage3=True, micro_batches=micro_batches, no_sync=no_sync,
         bucket_bytes=optimizer.buckets[0].bucket_bytes,
         reduce_bytes=optimizer.reduce_dtype.itemsize if optimizer.reduce_dtype else None,
-        params_in=chain[0].offload, states_in=optimizer.offload)
+        params_in=elsewhere[0] if elsewhere else None, states_in=optimizer.offload)
     # Param groups, and parameters that were used in different steps, cut a shard into pieces. Each
     # has a count of steps.
     cuts = sum(len(states.pieces) - 1 for states in optimizer.shard_states if states.pieces)
