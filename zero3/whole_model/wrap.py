@@ -65,6 +65,7 @@ from zero3.comm import Reducer
 from zero3.flat import Slot, own_modules
 from zero3.groups.mesh import Group
 from zero3.guards.contents import Known, uncompiled
+from zero3.guards.gradients import grad_of
 from zero3.guards.options import MOST, expect, fail, whole
 from zero3.guards.parts import connect
 from zero3.layer import Zero3Layer
@@ -110,6 +111,7 @@ class Zero3Model(ShardedModel):
         self.module: Any = self.units[0]
         self.training = model.training
         self.beside.train(model.training)
+        self.missed: list[str] = []  # units that have a gradient and no optimizer
         self._number_units()
         self._limit_live(max_live_numel, prefetch_numel)
         self.mark_persistent_parameters(persist_below_numel)
@@ -170,17 +172,25 @@ class Zero3Model(ShardedModel):
         """
         #### Count the steps of optimizers that have shards of this model
 
-        A persistent unit is gathered again after such a step. Returns a function that stops it.
+        A persistent unit is gathered again after such a step. Also remember which shards have a
+        gradient, and no optimizer yet. Returns a function that stops it.
         """
-        order = weakref.ref(self.order)
+        ours = weakref.ref(self)
         shards = {id(shard) for shard in self.get_trainable_chunk()}
+        missed = set(shards)
 
         def count(optimizer: Any, *_) -> None:
             stepped = [p for group in optimizer.param_groups for p in group["params"]]
             stepped += [states.shard for states in getattr(optimizer, "shard_states", ())]
-            found = order()
-            if found is not None and not shards.isdisjoint(map(id, stepped)):
-                found.steps += 1
+            found = ours()
+            if found is None or shards.isdisjoint(map(id, stepped)):
+                return
+            found.order.steps += 1
+            for shard in stepped:
+                missed.discard(id(shard))
+            found.missed = [] if not missed else [
+                unit.title for unit in found.units for shard in unit.get_trainable_chunk()
+                if id(shard) in missed and grad_of(shard) is not None]
 
         return weakref.finalize(self, register_optimizer_step_post_hook(count).remove)
 
@@ -291,6 +301,14 @@ class Zero3Model(ShardedModel):
                     "call what `destroy` returned")
         self._check_children()
         self.module.contents.check()
+        # Checked here and not in the step, because another optimizer may step them next.
+        missed = self.missed
+        self.missed = []
+        self.expect(not missed, "is trained in part", "an optimizer for each unit with a "
+                    "gradient", f"none that has ever stepped {missed}", "build the optimizer "
+                    "on `model.parameters()` of what `wrap` returned, because the plain model has "
+                    "lost those outside the layers; or freeze what shall not train, "
+                    "`unit.requires_grad_(False)`")
 
     def _check_children(self) -> None:
         """
