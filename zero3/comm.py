@@ -111,8 +111,8 @@ ALONE = -1
 ALIGN_BYTES = 16
 # The tag of announcements. Data has tags from 2 up.
 _ORDER_TAG = 1
-# An announcement is four numbers of 8 bytes: layer, action, bytes, and a mark. The lower half of the
-# mark is a checksum of the layers and options, the upper half is the number of the model.
+# An announcement is four numbers of 8 bytes: layer, action, bytes, and a mark. The lower half of
+# the mark is a checksum of the layers and options, the upper half is the number of the model.
 _ORDER_BYTES = 32
 _LOWER = 0xFFFFFFFF
 

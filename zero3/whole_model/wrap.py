@@ -525,7 +525,8 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
         expect(left_out or whole(value, least), f"wrap: `{name}`",
                f"a whole number of at least {least}", repr(value), "pass such a number")
     at = next((p.device for p in model.parameters() if not p.is_meta), "cpu")
-    source = Source(torch.device(device or at), seed, init, checkpoint)
+    source = Source(torch.device(device or at), seed, init, checkpoint,
+                    getattr(model, "_init_weights", None))
     return kind(model, classes_of(layer_classes), classes_of(leaf_classes), source,
                 prefetch_numel, max_live_numel, persist_below_numel, bucket_numel,
                 Offload.of(offload), mesh, debug)
