@@ -33,8 +33,8 @@ _METADATA = {*(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
              *(getattr(torch.Tensor, name) for name in _METHODS),
              vars(torch._C.TensorBase)["grad_dtype"].__set__}
 # What code calls that saves or copies weights, and the advice for it.
-_READS = {vars(torch._C.TensorBase)["data"].__get__, torch.Tensor.detach, torch.Tensor.clone, torch.Tensor.cpu,
-          torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.item}
+_READS = {vars(torch._C.TensorBase)["data"].__get__, torch.Tensor.detach, torch.Tensor.clone,
+          torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.item}
 _CURE_FOR_READS = ("save the model with `zero3.save` or, if `wrap` returned it, `model.save`; or "
                    "take a state dict in `with model.full_params() as params:`, `{name: "
                    "p.detach().cpu().clone() for name, p in params.items()}`; pass "
