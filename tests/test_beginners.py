@@ -10,11 +10,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks import run
-from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
+from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
 from zero3.inject.cross_entropy import chunked_cross_entropy
 from zero3.pipeline import Pipeline
 
@@ -77,6 +78,45 @@ def test_a_model_that_gets_other_memory_goes_on_training(name):
         assert difference < 1e-6 < 0.1 < gone
 
 
+def rests(dtype, tier, folder):
+    """Whether weights that are halved by a detour are plain PyTorch's, with masters elsewhere"""
+    expected, model = (nn.Linear(4, 3).to(dtype) for _ in range(2))
+    model.load_state_dict(expected.state_dict())
+    model = Zero3Layer(model)
+    optimizer = Zero3Optimizer(model, lr=0.1, offload=Offload(tier, folder=folder))
+    trained = torch.optim.SGD(expected.parameters(), lr=0.0)
+    for net, stepper in ((expected, trained), (model, optimizer)):
+        stepper.param_groups[0]["lr"] = 0.0
+        for p in net.parameters():
+            p.data = 0.5 * p.data.float()
+        net.to(dtype)
+        net(torch.ones(2, 4, dtype=dtype)).sum().backward()
+        stepper.step()
+    with model.full_params() as params:
+        return all(torch.equal(p, params[name]) for name, p in expected.named_parameters())
+
+
+@pytest.mark.parametrize(("dtype", "tier"), [(torch.float32, "device"), (torch.bfloat16, "device"),
+                                             (torch.bfloat16, "cpu"), (torch.bfloat16, "nvme")])
+def test_a_detour_through_another_data_type_is_a_write(dtype, tier, tmp_path):
+    """
+    The values come back in memory of their own, in the shard's data type. A master in 32 bits would
+    undo the write in the next step, if nobody counted it. The learning rate is 0.
+    Proves I1, I8, `CountedShard`, `ShardStates._follow_shard`.
+    """
+    folder = tmp_path if tier == "nvme" else None
+    assert run(rests, 2, dtype, tier, folder) == [True, True]
+
+
+def vector(model):
+    """What torch's own function does to all weights: they are views of one vector from now on"""
+    params = [*model.parameters()]
+    nn.utils.vector_to_parameters(0.5 * nn.utils.parameters_to_vector(params), params)
+
+
+MOVES["vector"] = vector
+
+
 def unscaled():
     model = Zero3Sequential([Zero3Layer(layer) for layer in plain()])
     optimizer = Zero3Optimizer(model, lr=0.1, loss_scale="dynamic")
@@ -108,6 +148,221 @@ def test_ranks_that_have_not_met_do_not_train_alone():
         with pytest.raises(RuntimeError, match=r"alone\. Expected: a process group of 2 ranks"):
             Zero3Layer(nn.Linear(2, 2))
     Zero3Layer(nn.Linear(2, 2))
+
+
+def alone():
+    """Each rank has made a process group of its own, as a program for one process does"""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with mock.patch.dict(os.environ, {"RANK": f"{rank}", "WORLD_SIZE": "2"}):
+        with pytest.raises(RuntimeError, match=r"alone\. Expected: .* Got: one of 1 rank") as error:
+            wrap(plain(), nn.Linear)
+    return str(error.value)
+
+
+def test_ranks_with_a_process_group_each_do_not_train_alone():
+    """
+    `init_process_group(rank=0, world_size=1)`, copied from a program for one process.
+    Proves `all_ranks`.
+    """
+    for rank, text in enumerate(run(alone, 2)):
+        assert text.startswith(f"rank {rank}: ") and "without a rank and a size" in text
+
+
+def says(does):
+    """What this rank's error says, if it raises one"""
+    try:
+        does()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def in_part():
+    """Optimizers of some parameters, and what the next forward says"""
+    x = batch(dist.get_rank())
+    said = []
+    for choose in (lambda plain, model: plain.parameters(),
+                   lambda plain, model: [p for unit in model[1:] for p in unit.parameters()],
+                   lambda plain, model: model.parameters()):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(4, 6), *(nn.Sequential(nn.Linear(6, 6)) for _ in range(2)))
+        model = wrap(plain, nn.Sequential)
+        optimizer = torch.optim.AdamW(choose(plain, model), lr=0.1)
+        model(x).square().mean().backward()
+        optimizer.step()
+        # `optimizer.zero_grad()` would leave the root's gradient.
+        model.zero_grad()
+        said.append(says(lambda: model(x)))  # noqa: B023
+        # It is said once, and frozen weights are not missed.
+        model.module.requires_grad_(False)
+        for unit in model.units[1:]:
+            unit.requires_grad_(True)
+        model(x).square().mean().backward()
+        optimizer.step()
+        said.append(says(lambda: model(x)))  # noqa: B023
+    return said
+
+
+def test_a_unit_that_no_optimizer_steps_is_missed_in_the_next_forward():
+    """
+    After `wrap` the plain model's `parameters()` are those of the layers, without the root's. An
+    optimizer of these would train the layers alone. `unit.parameters()` of all layers, likewise.
+    Proves `Zero3Model._count_steps`, `Zero3Model.check`.
+    """
+    for first, _, second, _, right, _ in (said := run(in_part, 2)):
+        for text in (first, second):
+            assert "the model is trained in part" in text and "['the rest']" in text
+            assert "`model.parameters()` of what `wrap` returned" in text
+        assert right == ""
+    assert [text for each in said for text in each[1::2]] == [""] * 6
+
+
+def other_options():
+    """What each rank says, if the options or the models of one differ"""
+    rank = dist.get_rank()
+    found = {}
+
+    def steps(name, change, **options):
+        model = Zero3Sequential([Zero3Layer(layer) for layer in plain()])
+        optimizer = Zero3Optimizer(model, lr=0.1, **options)
+        change(optimizer)
+        optimizer.backward(model(batch(0)).square().mean())
+        found[name] = says(optimizer.step)
+
+    def own_loss(optimizer):
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        for loss in (1.0, 1.0 - 0.5 * rank):
+            plateau.step(loss)
+
+    steps("the same", lambda optimizer: None)
+    steps("scheduler", own_loss)
+    steps("decay", lambda optimizer: None, weight_decay=0.1 * rank)
+    steps("group", lambda optimizer: None,
+          group_by=lambda name, p: {"lr": 0.2} if name == f"{2 * rank}.weight" else {})
+    steps("clip", lambda optimizer: None, clip_grad_norm=1.0 + rank)
+    steps("class", lambda optimizer: None,
+          optimizer_class=(torch.optim.AdamW, torch.optim.Adam)[rank], weight_decay=0.0)
+    return found
+
+
+def test_ranks_that_would_step_by_other_options_are_told_so_and_do_not_step():
+    """
+    A rank steps its own part of every weight, so with another learning rate on one rank a part of
+    every weight goes astray. The announcement of the norms has a checksum of the options, which
+    costs no bytes. Breaks if `_squares` announces no options.
+    Proves I6, `Zero3Optimizer._rule`, `Zero3Optimizer._squares`, `Transfer._cure`.
+    """
+    first, second = run(other_options, 2)
+    assert first.pop("the same") == second.pop("the same") == ""
+    for name, text in (*first.items(), *second.items()):
+        assert "the optimizer: the ranks diverged" in text, name
+        assert "give the optimizers of all ranks the same options" in text, text
+    assert "lr 0.01," in first["scheduler"] and "lr 0.1," in second["scheduler"]
+    assert "mean loss over all ranks" in first["scheduler"]
+
+
+def other_models(how):
+    """Two models of the same shapes, in another order on rank 1; what each rank says"""
+    order = [0, 1] if dist.get_rank() == 0 else [1, 0]
+    models = {}
+    for i in order if how == "wrapped" else range(2):
+        torch.manual_seed(i)
+        models[i] = wrap(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), nn.Linear)
+    return says(lambda: models[order[0] if how == "called" else 0](batch(0)))
+
+
+@pytest.mark.parametrize("how", ["wrapped", "called"])
+def test_models_of_the_same_shapes_are_not_mixed_up(how):
+    """
+    A teacher and its student, say: wrapped in another order on one rank, or called in another
+    order. Each rank would compute with halves of both.
+    Proves I6, `compare_params`, `Communicator.told`, `Transfer._cure`.
+    """
+    for text in run(other_models, 2, how):
+        assert "the ranks diverged" in text and "of another model" in text
+        assert "wrap models in the same order on all ranks, and call the same one" in text
+
+
+def states_of_rank_0():
+    """What each rank says to rank 0's states, and to its own"""
+    model = Zero3Layer(nn.Linear(4, 3))
+    optimizer = Zero3Optimizer(model, lr=0.1)
+    optimizer.backward(model(batch(0)).mean())
+    optimizer.step()
+    own = optimizer.state_dict()
+    sent = [own]
+    dist.broadcast_object_list(sent, 0)
+    return says(lambda: optimizer.load_state_dict(sent[0])), says(
+        lambda: optimizer.load_state_dict(own))
+
+
+def test_the_states_of_rank_0_are_not_loaded_on_the_others():
+    """
+    With DDP all ranks load what rank 0 has saved. Here all ranks would get rank 0's part of the
+    weights.
+    Proves `Zero3Optimizer.load_state_dict`.
+    """
+    (first, own), (other, others_own) = run(states_of_rank_0, 2)
+    assert first == own == others_own == ""
+    assert "Expected: that of part 1 of 2. Got: part 0 of 2" in other and "zero3.save" in other
+
+
+def test_a_state_dict_of_freed_parameters_says_how_to_take_one():
+    """
+    labml's `FineTuner.state_dict` reads `p.data.cpu()`, others `p.detach()`.
+    Proves `FreedParameter`.
+    """
+    layer = Zero3Layer(nn.Linear(2, 2))
+    for read, name in ((lambda p: p.data.cpu(), "data"), (lambda p: p.detach(), "detach"),
+                       (lambda p: p.clone(), "clone")):
+        with pytest.raises(RuntimeError, match=f"Got: `{name}` outside. What to do: save the model "
+                                               ".* in `with model.full_params") as error:
+            {n: read(p) for n, p in (("weight", layer.module.weight),)}
+        assert "freed `weight`" in str(error.value)
+
+
+class Rotary(nn.Module):
+    """A buffer that is in no file, computed by the constructor"""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("inv_freq", 0.1 ** torch.arange(0, 1, 0.25), persistent=False)
+
+    def forward(self, x):
+        return x * self.inv_freq
+
+
+class Llama(nn.Module):
+    """A model that gives values to its modules' buffers, as Hugging Face's do"""
+
+    def __init__(self):
+        super().__init__()
+        self.rotary = Rotary()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def _init_weights(self, module):
+        if isinstance(module, Rotary):
+            module.inv_freq.copy_(Rotary().inv_freq)
+
+    def forward(self, x):
+        return self.layers(self.rotary(x))
+
+
+def test_buffers_that_are_in_no_checkpoint_are_computed_by_the_model(tmp_path):
+    """
+    Hugging Face's Llama on the meta device: its `rotary_emb` has no `reset_parameters`, and its
+    model has `_init_weights`.
+    Proves `Source`.
+    """
+    torch.manual_seed(0)
+    expected = Llama()
+    save_file(expected.state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        empty = Llama()
+    model = wrap(empty, nn.Linear, checkpoint=tmp_path)
+    assert torch.equal(model(batch(0)), expected(batch(0)))
 
 
 def test_a_write_that_is_lost_is_said():

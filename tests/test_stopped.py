@@ -152,4 +152,4 @@ def test_a_stopped_rank_is_noticed_after_the_time_out(name, tmp_path):
     for rank, text in enumerate(said):
         assert f"rank {rank}: " in text and "Expected: " in text and "What to do: " in text, text
     told = [text for text in said if "imed out waiting" in text]
-    assert told and all("none of them has ended in 2 s" in text for text in told), said
+    assert told and all("none of them has ended within 2 s" in text for text in told), said

@@ -55,7 +55,9 @@ of the next layer, which is queued already, and no copy would ever overlap compu
 
 **The same on all ranks.** Before its data, each rank announces what it is about to send. Ranks that
 took different branches would otherwise exchange different layers. With equal sizes the weights
-would silently be garbage; with different sizes gloo ends the process and NCCL hangs.
+would silently be garbage; with different sizes gloo ends the process and NCCL hangs. An
+announcement also says of which model the layer is. That of the norms has a checksum of the
+optimizer's options, so a rank that steps by another learning rate is noticed in the same step.
 
 **Run this**: `make bench ARGS=--comm` compares the messages used here with gloo's collectives.
 
@@ -107,8 +109,10 @@ ALONE = -1
 ALIGN_BYTES = 16
 # The tag of announcements. Data has tags from 2 up.
 _ORDER_TAG = 1
-# An announcement is four numbers of 8 bytes: layer, action, bytes, and a checksum of the layers.
+# An announcement is four numbers of 8 bytes: layer, action, bytes, and a mark. The lower half of
+# the mark is a checksum of the layers and options, the upper half is the number of the model.
 _ORDER_BYTES = 32
+_LOWER = 0xFFFFFFFF
 
 
 class Communicator(Ranks):
@@ -143,6 +147,8 @@ class Communicator(Ranks):
         self.unfinished: list[Transfer] = []
         # Announcements of this rank in the device's memory, by their numbers.
         self._rows: dict[tuple[int, ...], torch.Tensor] = {}
+        # The number that the ranks agreed on when they met to shard, the same on all of them.
+        self.met = 0
 
     @property
     def sharers(self) -> tuple[Group, ...]:
@@ -264,11 +270,12 @@ class Communicator(Ranks):
         """
         return ()
 
-    def numbers(self, sender: Sender, mine: torch.Tensor) -> torch.Tensor:
+    def numbers(self, sender: Sender, mine: torch.Tensor, options: str = "") -> torch.Tensor:
         """
         ### All-gather a few numbers, and wait
 
         * `mine` are this rank's, `(n,)`
+        * `options` are the same on all ranks, or the wait raises an error
 
         All ranks must call it, with as many. A rank sends $N-1$ times their bytes, and with
         replicas $R N-1$ times. Returns every rank's, `(divisor, n)`, so that all ranks can come to
@@ -276,14 +283,15 @@ class Communicator(Ranks):
         """
         rows = mine
         for group in self.groups:
-            rows = self._numbers(group, sender, rows.view(-1))
+            rows = self._numbers(group, sender, rows.view(-1), options)
         return rows.view(-1, len(mine))
 
-    def over_stages(self, sender: Sender, mine: torch.Tensor) -> torch.Tensor:
+    def over_stages(self, sender: Sender, mine: torch.Tensor, options: str = "") -> torch.Tensor:
         """
         ### All-gather a few numbers of each stage of a pipeline, and wait
 
         * `mine` are this stage's, `(n,)`
+        * `options` are as for `numbers`
 
         All ranks must call it, with as many. Returns `(stages, n)`. Without a pipeline all layers
         are here, so there is one stage, and nothing is sent.
@@ -293,15 +301,16 @@ class Communicator(Ranks):
         # Each stage has other layers, so none of them is announced.
         whole: Any = SimpleNamespace(label=sender.label, layer_idx=ALONE, comm=self,
                                      listener=sender.listener)
-        return self._numbers(self.stages, whole, mine)
+        return self._numbers(self.stages, whole, mine, options)
 
-    def _numbers(self, group: Group, sender: Sender, mine: torch.Tensor) -> torch.Tensor:
+    def _numbers(self, group: Group, sender: Sender, mine: torch.Tensor, options: str
+                 ) -> torch.Tensor:
         """
         #### All-gather a few numbers in one group: `(n,)` to `(size, n)`
         """
         rows = mine.repeat(group.size, 1)
         with self.on(self.fetch_stream):
-            transfer = self._begin([group], [sender], "norm", [(rows, mine)])
+            transfer = self._begin([group], [sender], "norm", [(rows, mine)], options)
             self.gather_rows(transfer, group, rows)
             transfer.count(group, mine.nbytes)
             transfer.done.record()
@@ -388,11 +397,12 @@ class Communicator(Ranks):
     # ------------------------------------------------------------------- the same on all ranks
 
     def _begin(self, groups: list[Group], senders: list[Any], action: str,
-               pairs: Pairs) -> Transfer:
+               pairs: Pairs, options: str = "") -> Transfer:
         """
         #### Announce what this rank is about to send
 
-        32 bytes to each other rank of these groups, ahead of the data and without waiting.
+        32 bytes to each other rank of these groups, ahead of the data and without waiting. They
+        contain a checksum, so options that have to be the same on all ranks cost no more bytes.
 
         Raises `RuntimeError` if the ranks are lost to each other since an error: what is sent now
         would meet what was sent then.
@@ -400,10 +410,12 @@ class Communicator(Ranks):
         if self.broken and action != "fault":
             raise RuntimeError(self.broken)
         numbers = [sender.layer_idx for sender in senders]
-        # The checksum tells two buckets apart that begin with the same layer and are as large.
-        row = (numbers[0], _ACTIONS.index(action), sum(full.nbytes for full, _ in pairs),
-               zlib.crc32(str(numbers).encode()))
-        transfer = Transfer(self, senders[0], action, pairs, self.event(), row)
+        # The checksum tells two buckets apart that begin with the same layer and are as large. The
+        # number tells two models apart; each stage of a pipeline has drawn another one.
+        met = 0 if action == "fault" or groups == [self.stages] else self.met
+        mark = met << 32 | zlib.crc32(f"{numbers}{options}".encode())
+        row = (numbers[0], _ACTIONS.index(action), sum(full.nbytes for full, _ in pairs), mark)
+        transfer = Transfer(self, senders[0], action, pairs, self.event(), row, options)
         for group in groups:
             if group.size == 1:
                 continue
@@ -427,13 +439,15 @@ class Communicator(Ranks):
 
         NCCL runs collectives in order, so this one meets the announcements of the other ranks,
         whatever they are about to send. The host waits only the first time, when it copies the
-        numbers to the device.
+        numbers to the device. With options, which may change in every step, it always waits.
         """
-        row = transfer.row
-        if row not in self._rows:
-            self._rows[row] = torch.tensor(row, device=self.device)
-        order = self._rows[row].new_empty(group.size, 4)
-        transfer.start(group, all_gather_single, order.view(-1), self._rows[row])
+        mine = self._rows.get(transfer.row)
+        if mine is None:
+            mine = torch.tensor(transfer.row, device=self.device)
+            if not transfer.options:
+                self._rows[transfer.row] = mine
+        order = mine.new_empty(group.size, 4)
+        transfer.start(group, all_gather_single, order.view(-1), mine)
         return order
 
     def told(self, row: list[int]) -> str:
@@ -443,9 +457,11 @@ class Communicator(Ranks):
         An announcement consists of numbers, so that it fits into a tensor. The error about ranks
         that diverged quotes both sides in words.
         """
-        idx, number, nbytes, checksum = row
+        idx, number, nbytes, mark = row
         action = _ACTIONS[number]
-        if idx in self.labels:
+        if mark >> 32 not in (self.met, 0):
+            name = f"layer {idx} of another model"
+        elif idx in self.labels:
             name = self.labels[idx]
         elif idx != ALONE:
             name = f"layer {idx}"
@@ -455,7 +471,7 @@ class Communicator(Ranks):
             name = "a layer in no chain"
         if action == "fault":
             return f"{action} of {name}"
-        return f"{action} of {name}, {nbytes} bytes, layers' checksum {checksum}"
+        return f"{action} of {name}, {nbytes} bytes, layers' checksum {mark & _LOWER}"
 
     def fail(self, sender: Sender, what: str, expected: str, got: Any, cure: str) -> None:
         """
@@ -528,7 +544,8 @@ class Communicator(Ranks):
             at = check_device(self.global_rank, self.group.process_group, self.world_size,
                               sender.label, at)
         how = "as it is" if self.links is None else self.links.told
-        compare_params(self.global_rank, self.ranks, sender.label, self.gather, params, how)
+        self.met = compare_params(self.global_rank, self.ranks, sender.label, self.gather, params,
+                                  how)
         self.device = at
         self._backend: Any = torch.get_device_module(at)
         self.event = self._backend.Event
@@ -617,6 +634,7 @@ class Transfer:
     # An event on the stream: after the copies of a gather, or after the sums of a reduce.
     done: Any
     row: tuple[int, ...]  # what this rank has announced
+    options: str  # what has to be the same on all ranks besides, in words
     # Adds what has been received, for each pair; a gather has nothing to add.
     add: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     # What is sent when the data is here, step by step. And what is done with it in the end.
@@ -815,17 +833,19 @@ class Transfer:
         """
         #### The text for a connection that is gone, or for a wait that took too long
         """
-        return (f"{self.where}: the other ranks are lost. Expected: their part of a {self.action}. "
-                f"Got: {error}. What to do: {self.comm.group.advice(error)}")
+        group = self.comm.group
+        return (f"{self.where}: the other ranks are lost. Expected: their part of a {self.action}"
+                f"{group.within(error)}. Got: {error}. What to do: {group.advice(error)}")
 
     def _diverged(self, group: Group, order: torch.Tensor) -> str:
         """
         #### Compare the announcements of all ranks of a group
 
         On the CPU this names both sides. On an accelerator the announcements are on the device, and
-        the host would have to wait for it to look at them. So the device compares them itself.
+        the host would have to wait for it to look at them. So the device compares them itself,
+        unless the host is about to wait anyway, as it does in a step.
         """
-        if not self.comm.by_messages:
+        if not (self.comm.by_messages or self.options):
             return self._assert_same(order, group.rank)
         rows = order.tolist()
         mine = rows[group.rank]
@@ -835,9 +855,23 @@ class Transfer:
                     self.comm.failed = other
                 return (f"{self.where}: the ranks diverged. Expected: {self.comm.told(mine)}, on "
                         f"all ranks, as here. Got: {self.comm.told(row)}, on rank {other}. "
-                        f"What to do: look for an error on rank {other}; without one, call the "
-                        "same layers in the same order on all ranks. Start again.")
+                        f"What to do: {self._cure(mine, row, other)}. Start again.")
         return ""
+
+    def _cure(self, mine: list[int], row: list[int], other: int) -> str:
+        """
+        #### What to do about a rank that has announced something else
+
+        * `mine` is what this rank has announced, and `row` what the rank `other` has
+        """
+        if 0 != row[3] >> 32 != mine[3] >> 32:
+            return "wrap models in the same order on all ranks, and call the same one"
+        if self.options and row[:3] == mine[:3]:
+            return (f"give the optimizers of all ranks the same options, which are {self.options} "
+                    "here; a scheduler that follows the loss, as ReduceLROnPlateau does, needs the "
+                    "mean loss over all ranks")
+        return (f"look for an error on rank {other}; without one, call the same layers in the same "
+                "order on all ranks")
 
     def _assert_same(self, order: torch.Tensor, rank: int) -> str:
         """

@@ -157,8 +157,14 @@ class Group:
             raise RuntimeError(
                 f"rank {self.global_rank}: another rank has ended, or does something else. "
                 f"Expected: {what} from all {self.size} ranks of {[*self.ranks]}, which call the "
-                f"same functions of zero3. Got: {error}. What to do: "
+                f"same functions of zero3{self.within(error)}. Got: {error}. What to do: "
                 f"{self.advice(error)}") from error
+
+    def within(self, error: Exception) -> str:
+        """
+        ### How long this rank has waited, in words, if torch's error is a time-out
+        """
+        return f" within {self.timeout.total_seconds():g} s" * ("imed out" in str(error))
 
     def advice(self, error: Exception) -> str:
         """
@@ -168,10 +174,10 @@ class Group:
 
         After a time-out there need not be an error on another rank.
         """
-        if "imed out" not in str(error):
+        if not self.within(error):
             return ("look for the first error on the other ranks, which is the cause, and start "
                     "again.")
-        return (f"none of them has ended in {self.timeout.total_seconds():g} s, so look for a rank "
+        return (f"none of them has ended{self.within(error)}, so look for a rank "
                 "that does something else: one that evaluates or saves alone, has fewer batches, "
                 "or was stopped. All ranks have to call the same functions. "
                 "`init_process_group(timeout=)` sets how long they wait.")
@@ -200,17 +206,18 @@ def all_ranks(rank: int | None = None, world_size: int | None = None) -> Group:
     * `rank` and `world_size` must be those of the process group, and default to them; without one,
       to 0 and 1
 
-    Raises `RuntimeError` if there is no process group of this rank and size, or none at all
-    although torchrun has started several ranks.
+    Raises `RuntimeError` if there is no process group of this rank and size, or if torchrun has
+    started several ranks and there is no process group, or one of this rank alone.
     """
     has_group = dist.is_available() and dist.is_initialized()
     here = (dist.get_rank(), dist.get_world_size()) if has_group else (0, 1)
-    told = int(os.environ.get("WORLD_SIZE", 1))
-    if not has_group and told > 1:
+    told = int(os.environ.get("WORLD_SIZE") or 1)
+    if here[1] == 1 < told and world_size is None:
         raise RuntimeError(
             f"rank {os.environ.get('RANK', '?')}: it would train alone. Expected: a process group "
-            f"of {told} ranks, as WORLD_SIZE says. Got: none. What to do: call "
-            "`torch.distributed.init_process_group()` before the first layer is wrapped.")
+            f"of {told} ranks, as WORLD_SIZE says. Got: {'one of 1 rank' if has_group else 'none'}."
+            " What to do: call `torch.distributed.init_process_group()` without a rank and a size, "
+            "before the first layer is wrapped; to train alone on purpose, unset WORLD_SIZE.")
     rank = here[0] if rank is None else rank
     world_size = here[1] if world_size is None else world_size
     if (rank, world_size) != (here if world_size > 1 else (0, 1)):

@@ -316,8 +316,8 @@ def look_at_wrapper(wrapper: nn.Module, name: str, module: Any) -> None:
         layers[0].expect(
             False, f"cannot be trained inside of {kind}", "layers that are sharded once, by zero3",
             f"{kind} around {len(layers)} of them", "call the sharded model itself, because its "
-            "gradients are means over all ranks already; with Accelerate leave the model out of "
-            "`prepare`, or use `accelerator.prepare_model(model, evaluation_mode=True)`")
+            "gradients are means over all ranks already; with Accelerate pass the data loader "
+            "alone to `prepare`, and leave model and optimizer out")
 
 
 # For all modules of this process, because nothing else tells a module that it was wrapped.

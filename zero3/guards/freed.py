@@ -32,6 +32,13 @@ _METHODS = ("dim", "numel", "size", "__len__", "element_size", "untyped_storage"
 _METADATA = {*(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
              *(getattr(torch.Tensor, name) for name in _METHODS),
              vars(torch._C.TensorBase)["grad_dtype"].__set__}
+# What code calls that saves or copies weights, and the advice for it.
+_READS = {vars(torch._C.TensorBase)["data"].__get__, torch.Tensor.detach, torch.Tensor.clone,
+          torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.item}
+_CURE_FOR_READS = ("save the model with `zero3.save` or, if `wrap` returned it, `model.save`; or "
+                   "take a state dict in `with model.full_params() as params:`, `{name: "
+                   "p.detach().cpu().clone() for name, p in params.items()}`; pass "
+                   "`writeback=True` to write")
 # A shard that rests elsewhere can also be frozen, and asked for its gradient.
 _OF_SHARDS = {vars(torch._C.TensorBase)["grad"].__get__,
               vars(torch._C.TensorBase)["requires_grad"].__set__, torch.Tensor.requires_grad_}
@@ -101,10 +108,12 @@ class FreedParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         owner = cls.owner()
+        # The method of a property is called `__get__`, and the property has the name.
+        use = getattr(func, "__self__", func) if func.__name__ == "__get__" else func
         # In a whole model a layer may use the parameter of another one, which is gathered then.
         owner.expect(not cls.is_shard and owner.fetch_for_others(), f"freed `{cls.name}`",
                      "a use in the layer's forward, or in `with layer.full_params():`",
-                     f"`{func.__name__}` outside", cls.cure)
+                     f"`{use.__name__}` outside", _CURE_FOR_READS if func in _READS else cls.cure)
         return func(*args, **(kwargs or {}))
 
     def __repr__(self, *, tensor_contents=None):

@@ -16,6 +16,10 @@ different weights. So the ranks compare names, shapes and data types once:
 
 $$\text{parameters of rank } 0 = \text{parameters of rank } 1 = \ldots$$
 
+Two whole models may agree in all of these, and be built in another order on rank 1. Then nothing
+differs, and rank 0's first model has its other half in rank 1's second one. So the first rank draws
+a number while the ranks compare, and all later announcements contain it (see `comm.py`).
+
 **Run this**: `python -m docs.mutations no-comparison` shows what happens without the comparison.
 
 **Not covered, and what that costs**: two ranks that share one accelerator; NCCL reports these.
@@ -23,6 +27,7 @@ $$\text{parameters of rank } 0 = \text{parameters of rank } 1 = \ldots$$
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -62,7 +67,7 @@ def check_params(rank: int, who: str, params: Params, device: torch.device | str
 
 
 def compare_params(rank: int, ranks: Iterable[int], who: str,
-                   gather: Callable[[Any], list[Any]], params: Params, how: str) -> None:
+                   gather: Callable[[Any], list[Any]], params: Params, how: str) -> int:
     """
     ## Make sure that all ranks shard the same parameters in the same order
 
@@ -70,10 +75,13 @@ def compare_params(rank: int, ranks: Iterable[int], who: str,
     * `gather` gets what this rank has, and returns what each rank has; all ranks must call it
     * `how` tells how the parameters travel between ranks
 
-    Raises `RuntimeError`.
+    Returns a number below 2 to the 31 that the first rank has drawn. It tells this layer from all
+    others, also from those with the same parameters. Raises `RuntimeError`.
     """
     layout = [(n, tuple(p.shape), p.dtype, p.requires_grad) for p, n in params.items()]
-    for other, (their_how, theirs) in zip(ranks, gather((how, layout)), strict=True):
+    # Not from torch's or Python's random numbers, which are the user's.
+    every = gather((how, layout, secrets.randbits(31)))
+    for other, (their_how, theirs, _) in zip(ranks, every, strict=True):
         if how != their_how:
             fail(rank, who, "travels in different ways", f"{how}, on all ranks, as here",
                  f"{their_how} on rank {other}",
@@ -85,6 +93,7 @@ def compare_params(rank: int, ranks: Iterable[int], who: str,
                 fail(rank, who, f"differs between ranks at parameter {i}",
                      f"{here}, as here", f"{there} on rank {other}",
                      "build the same module, in the same order, on all ranks")
+    return every[0][2]
 
 
 def check_device(rank: int, group: dist.ProcessGroup | None, world_size: int, who: str,

@@ -87,6 +87,7 @@ import inspect
 import math
 import os
 import weakref
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
@@ -444,6 +445,9 @@ class Zero3Optimizer(torch.optim.Optimizer):
         groups = [{**each, "params": self._params_of(i)} for i, each in enumerate(options)]
         self.inner = optimizer_class(groups, **kwargs)
         self.made_by = (optimizer_class, kwargs)
+        whose = [(states.name, states.flat.slots[0].names, states.group_indices)
+                 for states in self.shard_states]
+        self._layout = zlib.crc32(str(whose).encode())
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self.complete = True
         # Both optimizers share their param groups and states: a scheduler that sets a learning rate
@@ -698,7 +702,21 @@ class Zero3Optimizer(torch.optim.Optimizer):
 
         All ranks call it. Without a pipeline there is one stage, and nothing is sent.
         """
-        return self.comm.over_stages(self, mine.to(self.layers[0].device)).cpu()
+        return self.comm.over_stages(self, mine.to(self.layers[0].device), self._rule()).cpu()
+
+    def _rule(self) -> str:
+        """
+        #### The numbers of the step's formula, in words
+
+        They have to be the same on all ranks, because each rank steps its own part of every weight.
+        Six digits, because two machines need not compute a learning rate to the same last bit.
+        """
+        groups = [", ".join(f"{name} {_digits(value)}" for name, value in group.items()
+                            if isinstance(value, (int, float, tuple, torch.Tensor))
+                            and value is not False)
+                  for group in self.param_groups]
+        return (f"{'; '.join(groups)}; loss scale {self.loss_scale:g}, clipping at "
+                f"{self.clip_grad_norm}, {type(self.inner).__name__}")
 
     def _squares(self) -> torch.Tensor:
         """
@@ -730,7 +748,8 @@ class Zero3Optimizer(torch.optim.Optimizer):
             # One by one, because a mask would have to be copied to the device.
             squares = torch.stack([-square if partial else square for square, partial
                                    in zip(squares, is_partial, strict=True)])
-        return self.comm.numbers(self, squares.to(self.layers[0].device))
+        options = f"{self._rule()}, for parameters with the checksum {self._layout}"
+        return self.comm.numbers(self, squares.to(self.layers[0].device), options)
 
     def _used(self, partial_everywhere: list[bool]) -> dict[ShardStates, list[bool]]:
         """
@@ -912,10 +931,19 @@ class Zero3Optimizer(torch.optim.Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         # In the order of the params, whichever of them was stepped first.
         found["state"] = {i: known[params[i]] for i in sorted(found["state"])}
-        return {**found, "masters": masters,
+        return {**found, "masters": masters, "place": self._place,
                 "cuts": [states.piece_numbers() for states in self.shard_states],
                 "loss_scale": self.loss_scale, "good_steps": self.good_steps,
                 "skipped_steps": self.skipped_steps}
+
+    @property
+    def _place(self) -> str:
+        """
+        #### Which part of the model this rank steps, in words
+        """
+        comm = self.comm
+        return (f"part {comm.rank} of {comm.world_size}"
+                + f", stage {comm.stages.rank}" * (comm.stages.size > 1))
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -924,10 +952,16 @@ class Zero3Optimizer(torch.optim.Optimizer):
 
         * `state_dict` comes from `state_dict()`
 
-        Raises `RuntimeError` if the shards have other sizes; then nothing has changed. Raises
-        torch's `ValueError` if the param groups differ.
+        Raises `RuntimeError` if it is of another rank, or if the shards have other sizes; then
+        nothing has changed. Raises torch's `ValueError` if the param groups differ.
         """
         masters = state_dict["masters"]
+        # A file of an earlier version does not say whose it is.
+        place = state_dict.get("place", self._place)
+        self.expect(place == self._place, "cannot load this state", f"that of {self._place}", place,
+                    "load on each rank what this rank has saved, or use `zero3.save` and "
+                    "`zero3.load`; with plain PyTorch all ranks have the same states, here each "
+                    "has its own part")
         expected = [len(states.shard) for states in self.shard_states]
         sizes = [len(master) for master in masters]
         self.expect(sizes == expected, "cannot load this state", f"shards of {expected} elements",
@@ -974,6 +1008,17 @@ def finite(value: Any) -> bool:
     NaN.
     """
     return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _digits(value: Any) -> str:
+    """
+    #### An option of an optimizer to six digits
+    """
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    if isinstance(value, (tuple, list)):
+        return " ".join(map(_digits, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def plain_paths(model: nn.Module) -> dict[nn.Module, str]:

@@ -693,7 +693,8 @@ class CountedShard(nn.Parameter):
     The step rounds the master into the shard. So if the caller writes into the shard, the master
     has to take over the new values first, or the step would undo the write. torch counts writes in
     a tensor's `_version`, but it does not count those through `.data`. For this class `.data` is
-    `.detach()`, which shares both memory and count, and setting `.data` copies.
+    `.detach()`, which shares both memory and count, and setting `.data` copies. Values of another
+    data type bring memory of their own, as in `model.half()`, and are counted too.
     """
 
     @classmethod
@@ -707,6 +708,7 @@ class CountedShard(nn.Parameter):
                 if new_layout == (shard.shape, shard.dtype, shard.device):
                     shard.detach().copy_(values)
                     return None
+                torch.autograd.graph.increment_version(shard)
             return func(*args, **(kwargs or {}))
 
 

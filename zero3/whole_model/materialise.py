@@ -38,8 +38,9 @@ of four times the memory that each rank may take.
 
 **Not covered, and what that costs**: checkpoints are safetensors in Hugging Face's layout, a single
 file or several with an index. Their names have to be those of the plain model's `state_dict()`;
-rename the tensors first if they differ. Buffers that are in no file need `init`, which is
-`init=model._init_weights` for Hugging Face's models; or build them outside of the meta device.
+rename the tensors first if they differ. Buffers that are in no file need `reset_parameters` in
+their module, `_init_weights` in the model, as Hugging Face's have it, or `init`; or build them
+outside of the meta device.
 Optimizer states are not in these files. A save overwrites the previous files, so an interrupted one
 leaves neither.
 """
@@ -98,12 +99,15 @@ class Source:
     * `init` gives a module its values, instead of the module's `reset_parameters`. It is called on
       rank 0, with each module that has parameters or buffers without values, innermost first
     * `checkpoint` is a file of safetensors, the index of several, or their folder; rank 0 reads it
+    * `own_init` is the model's `_init_weights`. Hugging Face's models compute the buffers that are
+      in no file by it. It serves beside a checkpoint, for modules without `reset_parameters`
     """
 
     device: torch.device
     seed: int = 0
     init: Callable[[nn.Module], Any] | None = None
     checkpoint: str | Path | None = None
+    own_init: Callable[[nn.Module], Any] | None = None
 
     def make(self, model: WholeModel, module: nn.Module, path: str) -> nn.Module:
         """
@@ -213,12 +217,15 @@ class Source:
         #### Draw the values of a module
         """
         own = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
-        if self.init is None and own is None:
+        init = self.init
+        if init is None and own is None and self.checkpoint is not None:
+            init = self.own_init
+        if init is None and own is None:
             raise ValueError(f"`{at}`, a {type(module).__name__} without `reset_parameters`")
         try:
             with self._seeded(at), whole_values(module):
-                if self.init is not None:
-                    self.init(module)
+                if init is not None:
+                    init(module)
                 else:
                     own()  # type: ignore[misc]
         except Exception as error:

@@ -69,6 +69,7 @@ from zero3.comm.reducer import Reducer
 from zero3.estimate.ledger import Ledger
 from zero3.flat import Slot, own_modules
 from zero3.guards.contents import Known, uncompiled
+from zero3.guards.gradients import grad_of
 from zero3.guards.options import MOST, expect, fail, whole
 from zero3.layer import Zero3Layer
 from zero3.offload.tiers import Offload
@@ -111,6 +112,7 @@ class Zero3Model(ShardedModel):
         self.module: Any = self.units[0]
         self.training = model.training
         self.beside.train(model.training)
+        self.missed: list[str] = []  # units that have a gradient and no optimizer
         self._number_units()
         self._limit_live(max_live_numel, prefetch_numel)
         self.mark_persistent_parameters(persist_below_numel)
@@ -171,17 +173,25 @@ class Zero3Model(ShardedModel):
         """
         #### Count the steps of optimizers that have shards of this model
 
-        A persistent unit is gathered again after such a step. Returns a function that stops it.
+        A persistent unit is gathered again after such a step. Also remember which shards have a
+        gradient, and no optimizer yet. Returns a function that stops it.
         """
-        order = weakref.ref(self.order)
+        ours = weakref.ref(self)
         shards = {id(shard) for shard in self.get_trainable_chunk()}
+        missed = set(shards)
 
         def count(optimizer: Any, *_) -> None:
             stepped = [p for group in optimizer.param_groups for p in group["params"]]
             stepped += [states.shard for states in getattr(optimizer, "shard_states", ())]
-            found = order()
-            if found is not None and not shards.isdisjoint(map(id, stepped)):
-                found.steps += 1
+            found = ours()
+            if found is None or shards.isdisjoint(map(id, stepped)):
+                return
+            found.order.steps += 1
+            for shard in stepped:
+                missed.discard(id(shard))
+            found.missed = [] if not missed else [
+                unit.title for unit in found.units for shard in unit.get_trainable_chunk()
+                if id(shard) in missed and grad_of(shard) is not None]
 
         return weakref.finalize(self, register_optimizer_step_post_hook(count).remove)
 
@@ -301,6 +311,14 @@ class Zero3Model(ShardedModel):
         """
         self._check_children()
         self.module.contents.check()
+        # Checked here and not in the step, because another optimizer may step them next.
+        missed = self.missed
+        self.missed = []
+        self.expect(not missed, "is trained in part", "an optimizer for each unit with a "
+                    "gradient", f"none that has ever stepped {missed}", "build the optimizer "
+                    "on `model.parameters()` of what `wrap` returned, because the plain model has "
+                    "lost those outside the layers; or freeze what shall not train, "
+                    "`unit.requires_grad_(False)`")
 
     def _check_children(self) -> None:
         """
@@ -517,7 +535,8 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
         expect(left_out or whole(value, least), f"wrap: `{name}`",
                f"a whole number of at least {least}", repr(value), "pass such a number")
     at = next((p.device for p in model.parameters() if not p.is_meta), "cpu")
-    source = Source(torch.device(device or at), seed, init, checkpoint)
+    source = Source(torch.device(device or at), seed, init, checkpoint,
+                    getattr(model, "_init_weights", None))
     return kind(model, classes_of(layer_classes), classes_of(leaf_classes), source,
                 prefetch_numel, max_live_numel, persist_below_numel, bucket_numel,
                 Offload.of(offload), mesh, debug)
