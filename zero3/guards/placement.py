@@ -18,7 +18,7 @@ $$\text{parameters of rank } 0 = \text{parameters of rank } 1 = \ldots$$
 
 Two whole models may agree in all of these, and be built in another order on rank 1. Then nothing
 differs, and rank 0's first model has its other half in rank 1's second one. So the first rank draws
-a number while the ranks compare, and all later announcements contain it (see `comm.py`).
+a number while the ranks compare, and all later announcements contain it (see `collectives.py`).
 
 **Run this**: `python -m docs.mutations no-comparison` shows what happens without the comparison.
 
