@@ -125,8 +125,9 @@ class StorageFactory(Protocol):
 
     def shard(self, owner: Any, values: torch.Tensor, trains: bool) -> Storage: ...
 
-    # Memory that it holds, for a `Ledger`.
+    # Memory that it holds, and bytes of its files, for a `Ledger`.
     def memory(self) -> list[torch.Tensor]: ...
+    def disk_bytes(self) -> int: ...
 
 
 @dataclass(eq=False, repr=False)
@@ -520,6 +521,12 @@ class OnDevice:
         ### It holds nothing besides the shards
         """
         return []
+
+    def disk_bytes(self) -> int:
+        """
+        ### It has no files
+        """
+        return 0
 
 
 # ----------------------------------------------------------------------- parameters of a layer

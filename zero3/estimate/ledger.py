@@ -27,7 +27,6 @@ host's: when it queued the work, and not when the device did it, which may be mu
 right there; `torch.profiler` tells how long a layer took, and which operations overlapped.
 """
 
-import os
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -234,8 +233,7 @@ def disk_bytes(*holders: Any) -> int:
     for holder in holders:
         parts = holder.modules() if isinstance(holder, nn.Module) else [holder]
         offloads.update(part.offload for part in parts if hasattr(part, "offload"))
-    return sum(os.fstat(file.fd).st_size for offload in offloads
-               for buffers in offload.in_use.values() for file in buffers.files)
+    return sum(offload.disk_bytes() for offload in offloads)
 
 
 def exponents(optimizer: Any) -> dict[int, int]:

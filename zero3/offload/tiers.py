@@ -238,6 +238,13 @@ class Offload:
             found += storage.memory()
         return found
 
+    def disk_bytes(self) -> int:
+        """
+        ### Bytes of the files of all buffers
+        """
+        return sum(os.fstat(file.fd).st_size
+                   for buffers in self.in_use.values() for file in buffers.files)
+
     def check(self, owner: Any, what: str, nbytes: int, at: torch.device) -> None:
         """
         ### Look whether there is memory, before it is taken
