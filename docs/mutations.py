@@ -230,7 +230,7 @@ MUTATIONS = [
     Mutation(
         "local-norm", "optimizer/stage3.py", "Zero3Optimizer._squares",
         title="Each rank clips by its own norm",
-        old="        return self.comm.numbers(self, squares.to(self.layers[0].device))\n",
+        old="        return self.comm.numbers(self, squares.to(self.layers[0].device), options)\n",
         new="        return squares[None].to(self.layers[0].device)\n",
         breaks="I1", program="clip",
         healthy="the step: 0.60 and 0.80",
@@ -247,8 +247,8 @@ MUTATIONS = [
         healthy="steps skipped: 1, loss scale 32768",
         symptom="rank 0 prints: steps skipped: 0, loss scale 65536",
         why="The gradient overflows only on rank 1. If each rank checks only its own gradients, "
-            "rank 0 makes the step and rank 1 skips it. From then on their loss scales differ, "
-            "and the reduce-scatter adds gradients of different scales."),
+            "rank 0 makes the step and rank 1 skips it. From then on the model consists of shards "
+            "from different steps, and the loss scales differ, which the next step notices."),
     Mutation(
         "old-buffer", "offload/in_file.py", "InFile.release",
         title="A released buffer still counts as read",

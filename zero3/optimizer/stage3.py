@@ -702,7 +702,8 @@ class Zero3Optimizer(torch.optim.Optimizer):
 
         All ranks call it. Without a pipeline there is one stage, and nothing is sent.
         """
-        return self.comm.over_stages(self, mine.to(self.layers[0].device), self._rule()).cpu()
+        rule = self._rule() if self.comm.stages.size > 1 else ""
+        return self.comm.over_stages(self, mine.to(self.layers[0].device), rule).cpu()
 
     def _rule(self) -> str:
         """
