@@ -292,7 +292,11 @@ class Names:
                 inherited = {node.name for base in getattr(classes.get(of), "bases", ())
                              for node in getattr(classes.get(getattr(base, "id", "")), "body", ())
                              if isinstance(node, ast.FunctionDef)}
-                for each in {name, f"{stem}.{name}"} | {short} - inherited - others:
+                names = {f"{stem}.{name}"}
+                # The minimal file has the heart's names, so its own are found by its name alone.
+                if stem != "minimal":
+                    names |= {name} | {short} - inherited - others
+                for each in names:
                     self.found[each].add((stem, name))
 
     def find(self, name: str, source: Source | None = None) -> tuple[str, str] | None:
@@ -301,6 +305,8 @@ class Names:
 
         * `source` is the file that uses the name; its own definitions have priority
         """
+        if source and source.key == "minimal" and name in source.defined:
+            return source.key, name
         found = self.found.get(name, set())
         here = {one for one in found if source and one[0] == source.key}
         # A function has priority over a nested function of the same name.

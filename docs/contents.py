@@ -254,7 +254,7 @@ FURTHER = (
         ("zero3/guards/freed.py", "a freed parameter, which reports every use"),
         ("zero3/guards/placement.py", "the same parameters on every rank, on the right device"),
         ("zero3/guards/contents.py", "modules and libraries around a sharded model"),
-        ("zero3/guards/gradients.py", "gradients of shards, which refuse a norm of a part"),
+        ("zero3/guards/shard_gradients.py", "gradients of shards, which refuse a norm of a part"),
         ("zero3/comm/parts.py", "which part of a weight a rank has"),
         ("zero3/guards/room.py", "memory that is left, before it is taken"),
         ("zero3/guards/options.py", "checks of arguments"),

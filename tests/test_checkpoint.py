@@ -806,7 +806,7 @@ def fails_on_one_rank(folder):
 def test_what_fails_on_one_rank_is_an_error_on_all(tmp_path):
     """
     Whatever it is. Breaks where an exception leaves the other ranks waiting.
-    Proves `Saving.begin`, `load`, `Communicator.agree`.
+    Proves `Saving.begin`, `load`, `Peers.agree`.
     """
     assert run(fails_on_one_rank, 2, tmp_path) == [[True] * 3] * 2
 

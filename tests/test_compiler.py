@@ -651,8 +651,8 @@ def test_any_chain_computes_the_same_within_any_limit(chain, numels, room, bucke
     Random chains, in which a layer may come twice, with any limit from the least possible upwards.
     A layer is NaN before its wait and after its release. What is full, counted while the graph
     runs, is what was counted before, and never more than the limit.
-    Proves `improve`, `linked`, `full_numel`, `gather`, `wait`, `release`, `collect`, `reduce`,
-    `graph.finish`, `GraphLayer`.
+    Proves `improve`, `graph.linked`, `full_numel`, `gather`, `wait`, `release`, `collect`,
+    `reduce`, `graph.finish`, `GraphLayer`.
     """
     sizes = {name: numel for name, numel in zip("abcde", numels, strict=True) if name in chain}
     least = max(max(full_numel(insert(graph), sizes)) for graph in chain_graphs(chain))
@@ -884,7 +884,7 @@ def test_a_model_that_is_dropped_is_freed():
     """
     The compiler keeps its graphs. Breaks if a graph has strong references to the layers: the shards
     would stay in memory as long as the process.
-    Proves `linked`.
+    Proves `graph.linked`.
     """
     for found in run(dropped_on_ranks, 2):
         assert found == [True, True, True]

@@ -95,7 +95,7 @@ def test_an_export_opens_in_plain_pytorch_with_equal_logits(tmp_path):
     """
     A model that three ranks saved, as one file and as several with an index, to the last bit.
     Breaks where a parameter lies elsewhere, or has another name than in the plain model.
-    Proves `export`, `_files`, `_parts`, `_checkpoint_in`.
+    Proves `export`, `_files`, `convert._parts`, `_checkpoint_in`.
     """
     ids = torch.randint(256, (2, 8))
     logits = run(saves_gpt, 3, tmp_path / "run", ids)[0]
@@ -225,7 +225,7 @@ def test_no_conversion_has_the_model_in_memory(tmp_path):
     Of 160 MiB in parameters of 32 MiB: an export takes what is under way in files and a part of a
     parameter; the others take a parameter as well, twice where torch copies it. Breaks where
     tensors are collected before they are written.
-    Proves `_parts`, `from_dcp`, `_DcpPlanner`, `Writer._flush`.
+    Proves `convert._parts`, `from_dcp`, `_DcpPlanner`, `Writer._flush`.
     """
     names = [f"{i}.weight" for i in range(5)]
     big = torch.ones(2048, 4096)

@@ -294,7 +294,7 @@ def test_each_group_saves_its_model_and_any_group_loads_it(tmp_path):
     """
     The first rank of a group creates the folder and commits it. Breaks where rank 0 of the run has
     to be among them, or where a save waits for all ranks.
-    Proves I10, `save_load.save`, `load`, `comm_of`, `Communicator.is_first`.
+    Proves I10, `save_load.save`, `load`, `comm_of`, `Peers.is_first`.
     """
     saved = run(save_side_by_side, 4, str(tmp_path))
     assert same(saved[0], saved[1]) and same(saved[2], saved[3]) and not same(saved[0], saved[2])
@@ -394,7 +394,7 @@ def test_a_communicator_has_its_group_its_size_its_rank_and_the_divisor_apart():
     """
     On four ranks in two groups each communicator is number 0 or 1 of 2, while errors name the rank
     of the run. Breaks where one number is taken for another.
-    Proves `Communicator.__init__`, `Communicator.is_first`, `Communicator.agree`, `compare_params`.
+    Proves `Communicator.__init__`, `Peers.is_first`, `Peers.agree`, `compare_params`.
     """
     answers = run(unequal, 4)
     for rank, (said, *numbers) in enumerate(answers):
@@ -859,7 +859,7 @@ def test_one_replica_saves_and_every_layout_of_groups_loads(shape, tmp_path):
     on the same layout the run goes on with the bits, and the random numbers, that it would have
     had. Breaks where two replicas write one file, and where one resumes with the other's dropout.
     Proves I10, `save_load.save`, `load`, `_random_key`, `Saving._random_of_replicas`,
-    `Communicator.in_first_replica`.
+    `Peers.in_first_replica`.
     """
     count = math.prod(shape) if isinstance(shape, tuple) else shape
     folder = str(tmp_path / "run")

@@ -15,7 +15,7 @@ from zero3 import Offload, Zero3Layer, Zero3Optimizer, wrap
 from zero3.comm.order import Listener, Named, Sender
 from zero3.comm.reducer import Reducible
 from zero3.estimate.ledger import Ledger
-from zero3.flat import GradientSink, Storage
+from zero3.flat import GradientSink, Storage, StorageFactory
 from zero3.guards.contents import ShardedLayer
 from zero3.guards.freed import Owner
 from zero3.schedule import Chain, Schedule
@@ -120,7 +120,7 @@ def test_each_seam_is_filled_by_parts_of_its_type(tmp_path):
     Breaks if a seam asks for more than one of its parts has.
     Proves `Storage`, `GradientSink`, `Schedule`, `Listener`, `Sender`, `Named`, `Reducible`,
     `Owner`, `ShardedLayer`, `WholeModel`, `Schedule.ahead`, `Schedule.stays_full`,
-    `TracedOrder.ahead`, `ShardStates.grad_device`.
+    `TracedOrder.ahead`, `ShardStates.grad_device`, `StorageFactory`.
     """
     files = Offload("nvme", folder=tmp_path)
     model = wrap(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear, offload=files)
@@ -130,6 +130,7 @@ def test_each_seam_is_filled_by_parts_of_its_type(tmp_path):
     states = optimizer.shard_states[0]
     parts = {
         Storage: [layer.flats[0].storage, unit.flats[0].storage],
+        StorageFactory: [layer.offload, unit.offload],
         GradientSink: [layer.flats[0], states],
         Schedule: [layer.schedule, Chain(), unit.schedule],
         Listener: [layer.listener, Ledger(model)],

@@ -95,7 +95,8 @@ def test_parameters_are_exactly_the_shards():
     """
     Trainable first, then frozen, and one per data type; the module's own are gone from the list.
     Proves `Zero3Layer.__init__`, `Sharded.get_trainable_chunk`, `FlatParameter`,
-    `FlatParameter.__init__`, `alike`, `hide_params`, `Sharded`.
+    `FlatParameter.__init__`, `alike`, `hide_params`, `Sharded`, `Sharded.__init__`, `OnDevice`,
+    `OnDevice.shard`, `storage_factory`, `Peers`, `Peers.__init__`.
     """
     module = nn.Sequential(freeze(linear()), linear(), linear().double())
     layer = Zero3Layer(module)
@@ -231,7 +232,7 @@ def differ(what):
 def test_ranks_with_different_modules_are_told_so(what):
     """
     Breaks without the comparison in `Communicator.open`: the ranks would gather noise.
-    Proves `Communicator.open`, `Communicator.gather`, `compare_params`.
+    Proves `Communicator.open`, `Peers.gather`, `compare_params`.
     """
     for rank, text in enumerate(run(differ, 2, what)):
         assert f"rank {rank}:" in text and f"on rank {1 - rank}" in text

@@ -539,7 +539,7 @@ def values_on_nodes():
 def test_values_arrive_on_every_node_exactly():
     """
     Encodings are for the training step alone: what is written back is read exactly.
-    Proves `LinkedCommunicator.scatter`, `Communicator.scatter_parts`, `Communicator.gather`,
+    Proves `LinkedCommunicator.scatter`, `Communicator.scatter_parts`, `Peers.gather`,
     `Sharded.full_params`.
     """
     exact = torch.tensor([[1.1, 2.3], [3.7, 4.9], [5.3, 6.1]]).tolist()
@@ -691,7 +691,7 @@ def test_links_that_do_not_fit_are_an_error_that_says_what_to_do():
 def test_a_layer_takes_the_communicator_that_it_needs():
     """
     Without nodes and without encodings the simple one does.
-    Proves `communicator`, `LinkedCommunicator.__init__`.
+    Proves `communicator`, `LinkedCommunicator.__init__`, `Links.communicator`.
     """
     assert not isinstance(communicator(), LinkedCommunicator)
     assert not isinstance(communicator(mesh=Links()), LinkedCommunicator)

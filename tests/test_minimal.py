@@ -99,7 +99,8 @@ def test_the_minimal_chain_has_the_bits_of_plain_pytorch_and_of_the_heart(ranks,
     """
     Every weight after three steps, in memory and in files; and the files have the shards. Breaks if
     gradients are not divided, if a shard is another one, or if the padding gets a gradient.
-    Proves I1, `minimal.Zero3Layer`, `minimal.Chain`, `minimal.MappedShard`.
+    Proves `minimal.MappedShard.__init__`, `minimal.MappedShard.load`, I1, `minimal.Zero3Layer`,
+    `minimal.Chain`, `minimal.MappedShard`.
     """
     for told in run(differences, ranks, str(tmp_path)):
         assert told == {**{name: [True] * 6 for name in ("plain", "heart", "files")},

@@ -614,7 +614,7 @@ def test_without_offload_the_same_model_fails_and_says_which_tier_would_do(tmp_p
 def test_masters_and_moments_that_do_not_fit_are_refused_before_they_are_made(monkeypatch):
     """
     The optimizer says what it needs of all its shards together.
-    Proves `Zero3Optimizer._place_states`, `Offload.check`.
+    Proves `Zero3Optimizer._place_states`, `Offload.check`, `check_room`, `Offload.cure`.
     """
     model = Zero3Sequential([Zero3Layer(nn.Linear(300, 300)) for _ in range(3)])
     # Two moments and a gradient; an fp32 shard is its own master.
@@ -663,7 +663,7 @@ def refused(folder, mine=None):
 def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(bad, why, tmp_path):
     """
     Also where one rank's alone is bad; none is left waiting. It names the bytes that are needed.
-    Proves `Buffers.new_file`, `Communicator.agree`.
+    Proves `Buffers.new_file`, `Peers.agree`.
     """
     bad = str(tmp_path / bad)
     for rank, error in enumerate(run(refused, 2, str(tmp_path), bad)):
@@ -1054,7 +1054,7 @@ def test_the_benchmark_prints_a_table_and_draws_it(tmp_path):
     """
     Twelve ways of asking, six of each kind, each told as soon as it was measured; and a picture in
     a folder that is made for it. A folder that is not there is one line and no traceback.
-    Proves `bench.main`, `bench.sweep`, `show`, `bench.draw`, `check_picture`.
+    Proves `bench.main`, `bench.sweep`, `bench.show`, `bench.draw`, `check_picture`.
     """
     picture = tmp_path / "pictures" / "disk.png"
     command = [sys.executable, "-m", "zero3.offload", "bench", "--folder", str(tmp_path), "--mib",

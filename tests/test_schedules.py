@@ -151,7 +151,7 @@ def test_a_stage_is_gathered_as_often_as_it_was_chosen():
 
 def test_a_schedule_that_cannot_be_is_refused():
     """
-    Proves `check`, `timeline`.
+    Proves `schedules.check`, `timeline`.
     """
     for wrong, part in (
             (("other", 2, 2), "a schedule of ['gpipe', '1f1b', 'interleaved', 'breadth-first']"),

@@ -97,7 +97,7 @@ def finished(tmp_path_factory):
 def test_each_rank_holds_and_sends_exactly_what_was_predicted(finished):
     """
     The promise of the main job, to the byte. Breaks where `predict.py` and `layer.py` drift apart.
-    Proves I2, I3, I4, `Prediction.rest_bytes`, `Run.take`, `Ranks.gather`, `report.table`.
+    Proves I2, I3, I4, `Prediction.rest_bytes`, `Run.take`, `run.Ranks.gather`, `report.table`.
     """
     run, _, metrics = finished
     assert [row["rank"] for row in metrics["measured"]] == [0, 1]
@@ -152,7 +152,7 @@ def test_a_run_leaves_pictures_and_figures(finished):
 def test_a_pipe_gets_plain_lines_from_rank_0_alone(finished):
     """
     Breaks where labml's screen writes escape codes into a file, or every rank prints.
-    Proves `run.progress`, `Ranks.say`, `Ranks.connect`.
+    Proves `run.progress`, `run.Ranks.say`, `run.Ranks.connect`.
     """
     run, _, _ = finished
     assert "\x1b" not in run.stdout and "\r" not in run.stdout
@@ -165,7 +165,7 @@ def test_one_rank_needs_no_torchrun_and_sees_the_same_batches(finished, tmp_path
     The losses of two ranks are those of one, because the global batch is the same. Not bit for bit:
     a mean of two means rounds differently. Breaks where a rank takes the wrong rows, or the loss is
     not averaged over ranks.
-    Proves I1, `Job`, `Job.train`, `Job.train_step`, `Ranks.rows`, `Ranks.mean`.
+    Proves I1, `Job`, `Job.train`, `Job.train_step`, `run.Ranks.rows`, `run.Ranks.mean`.
     """
     options = ["--steps", "6", "--eval-every", "6", "--sample", "1"]
     assert main([*SMALL, "--device", "cpu", "--out", str(tmp_path), *options]) == 0
@@ -203,7 +203,7 @@ def test_groups_of_ranks_train_alike_and_their_bytes_are_measured(tmp_path):
     Two nodes or two replicas of one rank each have the losses of two plain ranks. With everything
     rounded between nodes the losses are near them. Their bytes are not predicted, and the table
     says so.
-    Proves I1, I4, `Job.links`, `Job.predicted`, `linked`, `report.table`.
+    Proves I1, I4, `Job.links`, `Job.predicted`, `job.linked`, `report.table`.
     """
     options = ["--steps", "40", "--eval-every", "20", "--sample", "1"]
     rounded = ["--nodes", "2", "--gather-bits", "8", "--reduce-bits", "4", "--secondary"]
@@ -261,7 +261,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, capsys, op
 def test_more_ranks_than_gpus_is_an_error(monkeypatch):
     """
     Breaks where two ranks share a GPU and NCCL reports it in its own words.
-    Proves `Ranks`, `Ranks.find`.
+    Proves `run.Ranks`, `run.Ranks.find`.
     """
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     for name, value in {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}.items():
@@ -386,7 +386,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(undisturbed, tmp_path):
     """
     Also without `--save-every`. Afterwards the run is at its end, and says so. A run of other
     options does not take it up unasked. Breaks where ranks end after different steps.
-    Proves `signals`, `Job.train`, `Job.save`, `Run`, `Ranks.any`.
+    Proves `signals`, `Job.train`, `Job.save`, `Run`, `run.Ranks.any`.
     """
     process = started(tmp_path, *LONG)
     # Both ranks train.

@@ -570,7 +570,7 @@ def test_a_rank_that_waits_in_vain_says_to_look_for_the_first_error(tmp_path):
     """
     Rank 0 has ended, as after an error before it wraps a layer. Breaks where the other one knows
     the backend's words alone.
-    Proves `Communicator.gather`, `Communicator.agree`, `Communicator.broadcast`,
+    Proves `Peers.gather`, `Peers.agree`, `Communicator.broadcast`,
     `Communicator.scatter`.
     """
     with pytest.raises(AssertionError, match="rank 0: the process ended"):

@@ -22,7 +22,7 @@ from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, sa
 from zero3.estimate.ledger import Ledger, held_bytes
 from zero3.estimate.predict import predict_optimizer
 from zero3.gradients import clip_grad_norm_, norm_of
-from zero3.guards.gradients import GradientElsewhere, ShardGradient
+from zero3.guards.shard_gradients import GradientElsewhere, ShardGradient
 from zero3.optimizer.stage3 import step_threads
 
 WIDTH = 5

@@ -123,7 +123,7 @@ def test_an_exception_of_one_rank_in_full_params_reaches_all(kind):
     """
     Nothing is written, nobody waits for ever, and the next block works. Breaks without the gather
     in the `except` of `full_params`: the other rank would wait in the scatter.
-    Proves `Sharded.full_params`, `Communicator.agree`.
+    Proves `Sharded.full_params`, `Peers.agree`.
     """
     (mine, *first), (theirs, *second) = run(leaves, 2, kind)
     assert mine == "ValueError: of rank 0 alone"

@@ -88,7 +88,7 @@ def test_without_a_name_no_picture_is_left_anywhere(tmp_path, monkeypatch, capsy
     """
     And none of the figures waits for the others. Breaks where the benchmark draws `runs/disk.png`
     wherever it was started.
-    Proves `show`, `bench.sweep`.
+    Proves `bench.show`, `bench.sweep`.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(disk, "WAYS", disk.WAYS[:2])

@@ -248,7 +248,7 @@ def test_a_stopped_rank_ends_the_run_after_the_timeout_and_a_killed_torchrun_tak
     rank 0 says what it waited for. SIGKILL for torchrun, which can tell nobody: its ranks are gone,
     also the one that is stopped. Before, rank 0 waited for 30 minutes, and both lived on. Breaks
     without `timeout=` in `connect`, or without `end_with_parent`.
-    Proves `Ranks.connect`, `Ranks.waits`, `end_with_parent`, `tell_failure`.
+    Proves `run.Ranks.connect`, `run.Ranks.waits`, `end_with_parent`, `tell_failure`.
     """
     process = started(tmp_path, "--steps", "100000", "--eval-every", "2", "--timeout", "4")
     try:
@@ -296,7 +296,7 @@ def test_the_default_batch_fits_any_number_of_ranks(tmp_path, monkeypatch):
     batch that was asked for is not changed. A run on 3 ranks needs no option, and none of them
     leaves before rank 0 has written its figures. Breaks where the default is refused, or another
     number of ranks trains something else unasked.
-    Proves `prepare`, `parse_args`, `Ranks.barrier`.
+    Proves `prepare`, `parse_args`, `run.Ranks.barrier`.
     """
     found = {}
     for ranks in range(1, 17):

@@ -81,7 +81,7 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | guards | `guards/freed.py` | a freed parameter, which reports every use |
 | guards | `guards/placement.py` | the same parameters on every rank, on the right device |
 | guards | `guards/contents.py` | modules and libraries around a sharded model |
-| guards | `guards/gradients.py` | gradients of shards, which refuse a norm of a part |
+| guards | `guards/shard_gradients.py` | gradients of shards, which refuse a norm of a part |
 | guards | `comm/parts.py` | which part of a weight a rank has |
 | guards | `guards/room.py` | memory that is left, before it is taken |
 | guards | `guards/options.py` | checks of arguments |

@@ -52,8 +52,8 @@ from torch import nn
 
 from zero3.guards.contents import is_sharded
 from zero3.guards.freed import FreedParameter, Owner
-from zero3.guards.gradients import mark
 from zero3.guards.room import check_step
+from zero3.guards.shard_gradients import mark
 from zero3.in_flight import in_flight
 
 # Each parameter once, with its names. It has several if the layer ties it to itself.

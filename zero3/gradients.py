@@ -26,7 +26,7 @@ from torch import nn
 from torch.linalg import vector_norm
 
 from zero3.guards.contents import is_sharded
-from zero3.guards.gradients import GradientElsewhere, grad_of, plain_part
+from zero3.guards.shard_gradients import GradientElsewhere, grad_of, plain_part
 
 # Elements whose squares fp32 adds up at once; the blocks' sums are added afterwards. One sum over
 # millions is too large to notice its next term.

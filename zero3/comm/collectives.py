@@ -86,7 +86,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero3.comm.mesh import Group
-from zero3.comm.order import Ranks, Sender
+from zero3.comm.order import Peers, Sender
 from zero3.guards.options import fail
 from zero3.guards.placement import check_device, check_params, compare_params
 from zero3.in_flight import in_flight
@@ -115,7 +115,7 @@ _ORDER_BYTES = 32
 _LOWER = 0xFFFFFFFF
 
 
-class Communicator(Ranks):
+class Communicator(Peers):
     r"""
     ## A group of ranks, and the collectives between them
 
@@ -132,7 +132,7 @@ class Communicator(Ranks):
         """
         ### Join the ranks
 
-        The arguments are as for `Ranks`.
+        The arguments are as for `Peers`.
         """
         super().__init__(rank, world_size, mesh)
         # How things travel, if not as they are (see `links.py`).

@@ -1,8 +1,8 @@
 r"""
 # The same on all ranks
 
-`Ranks` is who trains a model together. It exchanges small objects between them, and raises an error
-on all of them if one has a problem or if they differ.
+`Peers` are the ranks that train a model together. They exchange small objects, and all of them
+raise an error if one has a problem.
 
 One rank may find something that the others cannot see: its disk is full, or its model has another
 layer. If it raised an error alone, the others would wait for its part of the next collective. So
@@ -38,9 +38,9 @@ from zero3.comm.mesh import all_ranks, groups_of
 from zero3.guards.options import fail
 
 
-class Ranks:
+class Peers:
     """
-    ## The ranks that train a model
+    ## The ranks that train a model together
     """
 
     def __init__(self, rank: int | None = None, world_size: int | None = None,

@@ -100,8 +100,8 @@ from zero3.comm.collectives import Communicator
 from zero3.comm.order import Listener, Silence
 from zero3.comm.parts import connect
 from zero3.flat import FlatParameter
-from zero3.guards.gradients import GradientElsewhere, grad_of, set_grad
 from zero3.guards.options import fail
+from zero3.guards.shard_gradients import GradientElsewhere, grad_of, set_grad
 from zero3.layer import Zero3Layer
 from zero3.offload.tiers import Offload
 from zero3.optimizer.buckets import Bucket, PlannedBucket

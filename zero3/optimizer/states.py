@@ -58,7 +58,7 @@ from torch import nn
 
 from zero3.flat import FlatParameter, Names
 from zero3.gradients import norm_of_parts
-from zero3.guards.gradients import GradientElsewhere, elsewhere, grad_of, plain_part, set_grad
+from zero3.guards.shard_gradients import GradientElsewhere, elsewhere, grad_of, plain_part, set_grad
 from zero3.layer import Zero3Layer
 from zero3.offload.in_file import InFile
 from zero3.offload.memory import copy_to

@@ -69,8 +69,8 @@ from zero3.comm.reducer import Reducer
 from zero3.estimate.ledger import Ledger
 from zero3.flat import Slot, own_modules
 from zero3.guards.contents import Known, uncompiled
-from zero3.guards.gradients import grad_of
 from zero3.guards.options import MOST, expect, fail, whole
+from zero3.guards.shard_gradients import grad_of
 from zero3.layer import Zero3Layer
 from zero3.offload.tiers import Offload
 from zero3.sharded import Sharded, ShardedModel, communicator
