@@ -145,6 +145,7 @@ PATH = (
         ("zero3/offload/tensors.py", "safetensors files, written tensor by tensor"),
         ("zero3/offload/memory.py", "pinned CPU memory, and how much memory is left"),
         ("zero3/offload/bench.py", "the speed of a disk"),
+        ("zero3/offload/__main__.py", "its command line"),
         ("notebooks/05_offload.ipynb", "How much do CPU memory and files save, and cost?")),
     chapter(
         "The optimizer",

@@ -310,7 +310,7 @@ def test_the_parts_of_a_stage_add_up_to_table_1_and_stage_3_is_the_first_place(b
     Without working buffers, the parts are the cells of the table; with them, stage 3 has the parts
     of `places` without offload. Breaks if a stage cuts another part, or if the two functions count
     other working buffers.
-    Proves `stage_parts`, `stages`, `places`.
+    Proves `stage_parts`, `stages`, `places`, `formulas._parts`.
     """
     parts = stage_parts(7.5e9, 64, 36, basis)
     states = [sum(nbytes for kind, nbytes in each.items() if kind != "working") for each in parts]

@@ -163,7 +163,8 @@ def test_a_step_of_the_minimal_chain_sends_and_holds_what_its_formulas_say(ranks
     whole is left after a step, or after a pass without gradients; two backward passes add up.
     Breaks if a layer is freed later, or gathered when it computes.
     Proves I2, I4, I7, `minimal.Zero3Layer.fetch_params`, `minimal.Zero3Layer._cleanup_params`,
-    `minimal.Zero3Layer._backup_grads`.
+    `minimal.Zero3Layer._backup_grads`, `minimal.Zero3Layer.__init__`,
+    `minimal.Zero3Layer.forward`.
     """
     shards = [-(-(a * b + b) // ranks) for a, b in SIZES]
     for sent, events, most, rest, twice, no_grad in run(observed, ranks):

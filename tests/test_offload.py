@@ -600,7 +600,7 @@ def test_without_offload_the_same_model_fails_and_says_which_tier_would_do(tmp_p
     """
     On the device and in CPU memory: an error by name, with the bytes that are needed and left,
     before memory runs out.
-    Proves `Offload.check`, `room`.
+    Proves `Offload.check`, `room`, `check_step`, `check_room`.
     """
     done = limited(tmp_path, "device", "cpu")
     assert done.returncode == 0, done.stderr

@@ -97,7 +97,8 @@ def finished(tmp_path_factory):
 def test_each_rank_holds_and_sends_exactly_what_was_predicted(finished):
     """
     The promise of the main job, to the byte. Breaks where `predict.py` and `layer.py` drift apart.
-    Proves I2, I3, I4, `Prediction.rest_bytes`, `Run.take`, `run.Ranks.gather`, `report.table`.
+    Proves I2, I3, I4, `Prediction.rest_bytes`, `Run.take`, `run.Ranks.gather`, `report.table`,
+    `predict.Prediction`, `Prediction.as_dict`.
     """
     run, _, metrics = finished
     assert [row["rank"] for row in metrics["measured"]] == [0, 1]

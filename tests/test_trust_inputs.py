@@ -54,7 +54,8 @@ def test_a_hostile_number_is_one_line_of_the_estimate(option, capsys):
     """
     Not finite, negative, empty, no number, too large to multiply, with escape codes. Breaks where a
     NaN passes because it is neither too small nor too large.
-    Proves `estimate.main`, `Parser`, `Parser.error`, `one_line`.
+    Proves `estimate.main`, `Parser`, `Parser.error`, `one_line`, `__main__.check`,
+    `formulas.print_table`.
     """
     given = {"--params": "8b", "--ranks": "2", "--gpu": "80GB"}
     for value in [*NUMBERS, *(["0"] if option not in ("--gpu", "--cpu", "--nvme") else [])]:
