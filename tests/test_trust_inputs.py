@@ -54,7 +54,7 @@ def test_a_hostile_number_is_one_line_of_the_estimate(option, capsys):
     """
     Not finite, negative, empty, no number, too large to multiply, with escape codes. Breaks where a
     NaN passes because it is neither too small nor too large.
-    Proves `estimate.main`, `Parser`, `Parser.error`, `one_line`, `__main__.check`,
+    Proves `estimate.main`, `Parser`, `Parser.error`, `one_line`, `check_args`,
     `formulas.print_table`.
     """
     given = {"--params": "8b", "--ranks": "2", "--gpu": "80GB"}

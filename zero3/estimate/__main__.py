@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
                         help="count messages, as on the CPU, instead of rings")
     args = parser.parse_args(argv)
     try:
-        check(args)
+        check_args(args)
     except ValueError as error:
         parser.error(f"{error}")
     if args.nodes is not None:
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
         show_places(args, {"device": args.gpu, "cpu": args.cpu, "nvme": args.nvme})
 
 
-def check(args: argparse.Namespace) -> None:
+def check_args(args: argparse.Namespace) -> None:
     """
     ## Refuse numbers that are too small or too large, and options that do not go together
 
