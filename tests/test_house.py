@@ -5,13 +5,19 @@ The order of files and folders is a claim of the package's map. Here it is a tes
 """
 
 import ast
+import io
+import sys
+import tokenize
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from zero3 import Offload, Zero3Layer, Zero3Optimizer, wrap
+from tests.ranks import run
+from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
+from zero3.comm.collectives import _ORDER_TAG
 from zero3.comm.order import Listener, Named, Sender
 from zero3.comm.reducer import Reducible
 from zero3.estimate.ledger import Ledger
@@ -38,6 +44,12 @@ ROWS = (
     {"checkpoint"},
     {"train"},
 )
+# What a folder may have, in statements. A chapter that grows beyond it raises its number here.
+MOST = {"": 1100, "checkpoint": 1400, "comm": 1100, "compiler": 1100, "compression": 960,
+        "estimate": 740, "guards": 420, "inject": 830, "offload": 690, "optimizer": 890,
+        "pipeline": 1030, "train": 1000, "whole_model": 1060}
+# What the heart reaches by its imports, in lines of code.
+MOST_REACHED = 2160
 # The map imports by name what somebody asks for, and `offload` has a command line.
 LAZY = {"__init__"}
 
@@ -64,6 +76,96 @@ def imported(tree, known):
             for alias in node.names:
                 if alias.name.split(".")[0] == "zero3":
                     yield alias.name.removeprefix("zero3").lstrip(".") or "__init__"
+
+
+def statements(tree):
+    """How many statements there are, without docstrings"""
+    texts = [node.body[0] for node in ast.walk(tree)
+             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+             and ast.get_docstring(node, clean=False) is not None]
+    return sum(isinstance(node, ast.stmt) for node in ast.walk(tree)) - len(texts)
+
+
+def code_lines(name):
+    """How many lines of a file are code, and neither comment nor docstring"""
+    text = PACKAGE.joinpath(*name.split(".")).with_suffix(".py").read_text(encoding="utf-8")
+    prose = set()
+    for node in ast.walk(ast.parse(text)):
+        is_told = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+        if is_told and ast.get_docstring(node):
+            prose |= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
+    blank = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+             tokenize.ENDMARKER}
+    code = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in blank and token.start[0] not in prose:
+            code |= {*range(token.start[0], token.end[0] + 1)}
+    return len(code)
+
+
+def test_the_heart_reaches_its_parts_and_no_chapter():
+    """
+    `layer.py`, and all that it imports when it is imported, are files beside it, of `comm` and of
+    `guards`. Breaks if the heart imports a chapter again, or if its parts grow.
+    """
+    known = modules()
+    reached = set()
+    todo = ["layer"]
+    while todo:
+        name = todo.pop()
+        if name in reached or name in LAZY:
+            continue
+        reached.add(name)
+        # Not the imports inside functions, by which an argument brings its chapter.
+        todo += imported(ast.Module([node for node in known[name].body
+                                     if isinstance(node, (ast.Import, ast.ImportFrom))], []), known)
+    assert {name.rpartition(".")[0] for name in reached} == {"", "comm", "guards"}
+    assert not reached & {"comm.links", "comm.encodings", "comm.parts"}
+    assert sum(map(code_lines, reached)) <= MOST_REACHED
+
+
+def test_no_folder_grows_unnoticed():
+    """
+    A chapter is as long as it has to be. Breaks if one gets longer than it was, and nobody has said
+    so in `MOST`.
+    """
+    found = dict.fromkeys(MOST, 0)
+    for name, tree in modules().items():
+        found[name.rpartition(".")[0]] += statements(tree)
+    assert all(found[folder] <= most for folder, most in MOST.items()), found
+
+
+def ways():
+    """The functions from a layer to torch's collective, of a gather and of a reduce"""
+    model = Zero3Sequential([Zero3Layer(nn.Linear(2, 2)) for _ in range(2)])
+    real = dist.isend
+    found = set()
+
+    def isend(*args, **kwargs):
+        frame = sys._getframe(1)
+        names = []
+        while frame and frame.f_code.co_name not in ("fetch_params", "_backup_grads"):
+            names.append(frame.f_code.co_name)
+            frame = frame.f_back
+        if kwargs["tag"] != _ORDER_TAG:
+            found.add((frame.f_code.co_name, *reversed(names)))
+        return real(*args, **kwargs)
+
+    dist.isend = isend
+    model(torch.ones(2, 2)).sum().backward()
+    dist.isend = real
+    return found
+
+
+def test_two_steps_lead_from_a_layer_to_the_collective():
+    """
+    A reader who follows a gather or a reduce opens two functions. Breaks if a third one comes in
+    between.
+    Proves `Zero3Layer.fetch_params`, `Zero3Layer._backup_grads`, `Communicator.send`.
+    """
+    for found in run(ways, 2):
+        assert found == {("fetch_params", "all_gather", "send"),
+                         ("_backup_grads", "reduce_scatter", "send")}
 
 
 def test_no_file_imports_one_that_imports_it():
