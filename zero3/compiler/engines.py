@@ -37,6 +37,7 @@ import torch
 from torch import fx
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch.fx.experimental.symbolic_shapes import free_symbols, is_symbol_binding_fx_node
 
 from zero3.compiler.graph import DELAYABLE, OPERATIONS, copied, is_view, linked, wait
 
@@ -137,6 +138,7 @@ class Inductor(Eager):
         inside = set(region)
         inputs = [*dict.fromkeys(node for each in region for node in each.all_input_nodes
                                  if node not in inside)]
+        inputs = [*dict.fromkeys((*_sizes(graph, [*inputs, *region]), *inputs))]
         results = [node for node in region if not inside.issuperset(node.users)]
         region_graph = alone(region, inputs, results)
         _delay(graph, region)
@@ -227,6 +229,16 @@ def alone(region: list[fx.Node], inputs: list[fx.Node], results: list[fx.Node]) 
     # Have Inductor keep the strides, because other regions were traced with them.
     output.meta["user_visible_output_idxs"] = [*range(len(results))]
     return graph
+
+
+def _sizes(graph: fx.Graph, nodes: list[fx.Node]) -> list[fx.Node]:
+    """
+    #### The inputs of a graph that are sizes which the shapes of these nodes depend on
+
+    A tensor of $n + 1$ elements does not tell Inductor the $n$ that other shapes are made of.
+    """
+    symbols = free_symbols([node.meta.get("val") for node in nodes])
+    return [node for node in graph.nodes if is_symbol_binding_fx_node(node) in symbols]
 
 
 def _delay(graph: fx.Graph, region: list[fx.Node]) -> None:
