@@ -39,7 +39,8 @@ if its class raises errors and its count is raised by one.
 **Run this**: `notebooks/03_one_layer.ipynb` follows one flat parameter through a step.
 
 **Not covered, and what that costs**: parameters of different data types, or frozen and trainable
-ones, are not in one buffer. A layer that mixes them has several, and sends several messages.
+ones, are not in one buffer. A layer that mixes them has several, and each has collectives of its
+own.
 """
 
 import weakref

@@ -43,7 +43,7 @@ than the buffers in flight are lost.
 | `Encoded.release` | a decoded shard | it was copied, and the copy is sent |
 | `Buffers.borrow` | a buffer of files | its threads have ended, and so has the copy from it |
 | `Channels.end` | activations that were sent | dropped after the wait, and kept after an error |
-| `freeing.py` | a compressed weight | only the compute stream uses it |
+| `compression/freeing.py` | a compressed weight | only the compute stream uses it |
 | `FreedParameter.of_shard` | memory that was never filled | nobody knows it |
 
 `FlatParameter`, `allocate`, `as_receive_buffer`, `add_reduced` and `Encoded` free and resize
@@ -59,8 +59,8 @@ gloo's thread has done with it. Only resizing frees memory that somebody still r
 
 **Not covered, and what that costs**: on an accelerator the end of a wait means that the compute
 stream waits. Memory is then reused in the order of that stream, as torch's allocator does, and the
-table in `collectives.py` says who waits for whom. What has failed is kept until the process ends,
-and its model with it.
+table in `comm/collectives.py` says who waits for whom. What has failed is kept until the process
+ends, and its model with it.
 """
 
 import weakref

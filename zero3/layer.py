@@ -52,12 +52,13 @@ Optimizations Toward Training Trillion Parameter Models](https://arxiv.org/abs/1
 backward, reduce. In four methods a call of `_settle_at_end_of_backward` asks autograd to call the
 layer once more when the pass ends; the last section says why. Method names follow [labml.ai's
 annotated implementation](https://nn.labml.ai/scaling/zero3/index.html), and the heading of each
-method gives the standard term. The files beside this one have the parts that it uses: `flat.py` has
-the buffer that the parameters are views of, `comm/collectives.py` the collectives, and `watch.py`
-the hooks that tell when a layer's backward begins and ends. `schedule.py` says which layer comes
-next, and `offload/tiers.py` where a shard rests. `sharded.py` has the checks, and whatever users
-call outside the training step. The folders are later chapters. Each can replace one of five parts
-of a layer, its *seams*:
+method gives the standard term. `minimal.py` has the same methods without everything that can go
+wrong. These files have the parts that a layer uses: `flat.py` has the buffer that the parameters
+are views of, `watch.py` the hooks that tell when a layer's backward begins and ends, and
+`schedule.py` which layer comes next. `comm/collectives.py` has the collectives, `comm/reducer.py`
+the reduce in flight, and `in_flight.py` owns the memory that both use. `sharded.py` has whatever
+users call outside the training step, and `guards/` the checks. The other folders are later
+chapters. They can replace five parts of a layer, its *seams*:
 
 | seam | here | a later chapter hands in |
 |---|---|---|
@@ -157,7 +158,7 @@ class Zero3Layer(Sharded):
         * `dtype` is the data type of all parameters; left out, a layer may mix data types
         * `offload` says where the shards rest, as an `Offload` or as "cpu"; left out, on the device
         * `mesh` has the ranks that share the layer, and in a second dimension its replicas or its
-          nodes (see `mesh.py`); left out, all ranks share it. `Links` adds encodings to a mesh
+          nodes (see `comm/mesh.py`); left out, all ranks share it. `Links` adds encodings to a mesh
 
         Raises `TypeError` if `module` is not an `nn.Module` or `rank` not an integer, and
         `ValueError` if `offload` names no known place. Raises `RuntimeError` if the module
@@ -220,8 +221,6 @@ class Zero3Layer(Sharded):
         flat.free()
         self.flats.append(flat)
         self.chunk.append(flat.shard)
-        # Add the hooks before `look_at` closes the parameters. A closed parameter reports every
-        # use, and adding a hook would be one.
         self._follow_requires_grad()
         flat.look_at(None)
 

@@ -18,7 +18,7 @@ like this. `python -m zero3.minimal` takes the step on two ranks, and prints the
 | flatten and pad | 1 2 3 0 | 1 2 3 0 | four elements, so that each rank gets two |
 | **shard** | **1 2** | **3 0** | only this stays in memory |
 | **all-gather** | **1 2 3 0** | **1 2 3 0** | before forward, and again before backward |
-| free | | | right after each of the two |
+| free | | | right after each of the two; the last layer, after backward |
 | gradients | 2 4 6 0 | 4 0 2 0 | on this rank's part of the batch |
 | divide by 2 | 1 2 3 0 | 2 0 1 0 | so that a sum over ranks is the mean |
 | **reduce-scatter** | **3 2** | **4 0** | the sums, and each rank gets only those of its shard |
@@ -30,14 +30,17 @@ $$\underbrace{(N-1)\,s}_{\text{all-gather, forward}} +
 \underbrace{(N-1)\,s}_{\text{all-gather, backward}} +
 \underbrace{(N-1)\,s}_{\text{reduce-scatter}} \;=\; 3\,(N-1)\,s$$
 
-elements for the layer. Data parallel training sends two thirds of that, and keeps $N$ times as
-much.
+elements for the layer. The last layer of a chain stays from forward to backward, as in this
+example, so it sends $2\,(N-1)\,s$. Data parallel training sends $2\,(N-1)\,s$ for each layer,
+and keeps $N$ times as much.
 
 **Run this**: `python -m zero3.minimal`.
 
-**Not covered, and what that costs**: every layer takes one tensor and returns one, every parameter
-is trained and used, and a forward pass with gradients is followed by its backward pass. `layer.py`
-is this file grown up: its head says what goes wrong here otherwise.
+**Not covered, and what that costs**: every layer takes one tensor and returns one, and is in the
+chain once. Its parameters have one data type, and each is trained and used. A forward pass with
+gradients is followed by its backward pass. Otherwise weights may be stale, or gradients lost,
+without an error; and who reads a parameter outside its layer's forward crashes the process.
+`layer.py` is this file grown up: it does these things right, or raises an error.
 """
 
 import tempfile
@@ -58,13 +61,13 @@ class Zero3Layer(nn.Module):
     | when | what happens | the whole layer is in memory |
     |---|---|---|
     | between two steps | | no |
-    | the layer before it computes, forward | its all-gather runs | arriving |
+    | forward: the previous layer computes | its all-gather runs | arriving |
     | it computes | | yes |
-    | it has computed | it is freed | no |
-    | the layer after it computes, backward | its all-gather runs | arriving |
+    | it has computed | it is freed; the last layer stays | no |
+    | backward: the next layer computes | its all-gather runs | arriving |
     | its gradients arrive | they fill a flat gradient | yes, and its gradient |
     | the last gradient has arrived | it is freed, and its reduce-scatter starts | its gradient |
-    | the layer before it has its gradients | the shard gets its gradient | no |
+    | backward: the previous layer has its gradients | the shard gets its gradient | no |
     """
 
     def __init__(self, module: nn.Module):
@@ -76,8 +79,8 @@ class Zero3Layer(nn.Module):
         super().__init__()
         self.world_size = dist.get_world_size()
         self.module = module
-        # In a chain, the layers before and after this one. In lists, because a module that is an
-        # attribute would become a submodule.
+        # The previous and the next layer in a chain. Lists, because a module as an attribute would
+        # become a submodule.
         self.prev_layer: list[Zero3Layer] = []
         self.next_layer: list[Zero3Layer] = []
 
@@ -108,8 +111,9 @@ class Zero3Layer(nn.Module):
 
         1 2 3 becomes 1 2 3 0. The padding is zero, and so is its gradient, so it stays zero.
         """
-        merged = torch.cat([p.detach().flatten() for p in self.params])
-        return torch.cat([merged, merged.new_zeros(-len(merged) % self.world_size)])
+        # The last offset is the number of all elements.
+        padding = self.params[0].detach().new_zeros(-self.offsets[-1] % self.world_size)
+        return torch.cat([*(p.detach().flatten() for p in self.params), padding])
 
     def _view_params(self) -> None:
         """
@@ -119,6 +123,8 @@ class Zero3Layer(nn.Module):
         is freed they have none.
         """
         for p, offset in zip(self.params, self.offsets, strict=False):
+            # The parameter keeps a count of writes of its own, so autograd does not take a gather
+            # for a change of the values that it saved.
             p.data = self.full[offset : offset + p.numel()].view(p.shape)
         # `parameters()` shall yield the shards alone, because an optimizer takes what it yields. As
         # plain attributes the modules still find their parameters.
@@ -143,7 +149,7 @@ class Zero3Layer(nn.Module):
         # autograd has saved the parameters, which are views of it, for backward.
         self.full.untyped_storage().resize_(self.full.nbytes)
         shard = self.file.load(self.full.device) if self.file else self.chunk.detach()
-        # Each shard arrives at its place in the flat parameter.
+        # Each shard arrives in its part of the flat parameter.
         self.gather = dist.all_gather(list(self.full.chunk(self.world_size)), shard, async_op=True)
 
     def _wait_params(self) -> None:
@@ -204,13 +210,12 @@ class Zero3Layer(nn.Module):
         self._wait_params()
 
     @torch.no_grad()
-    def _post_backward_hook(self, offset: int, p: nn.Parameter) -> None:
+    def _post_backward_hook(self, offset: int, p: Any) -> None:
         """
         #### The gradient of a parameter is ready: copy it into the flat gradient
 
         * `offset` is where the parameter begins in the flat parameter
         """
-        assert p.grad is not None
         if self.grad is None:
             self.grad = torch.zeros_like(self.full)  # the padding's gradient stays zero
         # Divide by the number of ranks, so that a sum over ranks is the mean.
@@ -236,14 +241,15 @@ class Zero3Layer(nn.Module):
         """
         #### Reduce-scatter the gradients
 
-        A reduce-scatter is an all-to-all and a sum: each rank sends to every other one the part of
-        its gradient that belongs to that rank's shard, and adds what it receives. Start the first
-        half and return, so that it overlaps the backward pass of the layer before.
+        Each rank sends every other rank that rank's part of its gradient (all-to-all). Then it adds
+        the parts that it has received. The all-to-all starts here, and overlaps the backward pass
+        of the previous layer.
         """
-        # One reduce is in flight at a time, so at most two layers have their whole gradients.
+        # One reduce is in flight at a time, so at most two layers have their whole gradients, and
+        # one of them as much again that it receives.
         for layer in self.next_layer:
             layer._add_reduced()
-        self.received = torch.empty_like(self.grad)
+        self.received: Any = torch.empty_like(self.grad)
         self.reduce = dist.all_to_all_single(self.received, self.grad, async_op=True)
         # After the first layer nothing is left to overlap, and `backward()` is about to return.
         if not self.prev_layer:
@@ -264,7 +270,7 @@ class Zero3Layer(nn.Module):
         total = total.to(self.chunk.device, copy=True)
         self.chunk.grad = total if self.chunk.grad is None else self.chunk.grad + total
         # Free the flat gradient and the parts.
-        del self.received
+        self.received = None
         self.reduce = None
         self.grad = None
 
@@ -299,9 +305,9 @@ class MappedShard:
     ## A shard that rests in a file
 
     The file is mapped into memory: the shard is a tensor whose elements are in the file, and the
-    system reads and writes its pages when somebody uses them. An optimizer steps it like any other
-    tensor. A GPU cannot copy from such memory by itself, so a gather goes through a *pinned*
-    buffer, which the system does not move.
+    system reads and writes its pages when they are used. An optimizer steps it like any other
+    tensor. A gather goes through a *pinned* buffer, memory that the system does not move: a GPU
+    copies from there by itself, and from other memory only piece by piece.
     """
 
     def __init__(self, layer: Zero3Layer, path: str):
@@ -333,12 +339,13 @@ def step(rank: int, store: str) -> None:
     linear = nn.Linear(2, 1)
     linear.load_state_dict({"weight": torch.tensor([[1.0, 2.0]]), "bias": torch.tensor([3.0])})
     layer = Zero3Layer(linear)
-    optimizer = torch.optim.SGD(Chain([layer]).parameters(), lr=0.1)
+    chain = Chain([layer])
+    optimizer = torch.optim.SGD(chain.parameters(), lr=0.1)
     show("shard", layer.chunk)
 
-    # The weight's gradient is the sum of the inputs, the bias's is their number, and both twice.
+    # Gradients: of the weight, twice the sum of the inputs; of the bias, twice their number.
     x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]] if rank == 0 else [[2.0, 0.0]])
-    loss = 2 * layer(x).sum()
+    loss = 2 * chain(x).sum()
     show("all-gather", layer.full)
     loss.backward()
     show("reduce-scatter", layer.chunk.grad)

@@ -59,6 +59,8 @@ would silently be garbage; with different sizes gloo ends the process and NCCL h
 announcement also says of which model the layer is. That of the norms has a checksum of the
 optimizer's options, so a rank that steps by another learning rate is noticed in the same step.
 
+`order.py` has the base class, `Peers`, which compares Python objects while a model is wrapped.
+
 **Run this**: `make bench ARGS=--comm` compares the messages used here with gloo's collectives.
 
 **Not covered, and what that costs**: on an accelerator we count the bytes that the collective
@@ -231,7 +233,8 @@ class Communicator(Peers):
 
         * `grad` is this rank's flat gradient; `received` has the parts of the other ranks
 
-        Added in the order of ranks, so that the result is deterministic.
+        With messages they are added in the order of ranks, so the result is deterministic. NCCL
+        chooses its own order.
         """
         if self.group.size == 1:
             return grad
@@ -720,7 +723,7 @@ class Transfer:
         in_flight.begin(self, *tensors)
         try:
             yield self.works
-        # torch raises the latter for a process group that is gone.
+        # torch raises `ValueError` for a process group that is gone.
         except (RuntimeError, ValueError) as error:
             in_flight.lose(self)
             if not self.comm.broken:

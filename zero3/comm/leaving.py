@@ -16,7 +16,7 @@ everything has been saved (pytorch 190489):
 `dist.destroy_process_group()` waits for these threads. It is the right end of a program, and
 `leave` is the end of those that forget it. It waits at most
 
-$$0.5\,\text{s}$$
+$$0.5\,\text{s} + 0.1\,\text{s}$$
 
 because a thread may itself wait for a rank that was stopped.
 

@@ -1,5 +1,5 @@
 r"""
-# The same on all ranks
+# Ranks that agree
 
 `Peers` are the ranks that train a model together. They exchange small objects, and all of them
 raise an error if one has a problem.
@@ -14,13 +14,13 @@ all ranks exchange what they found, and come to the same conclusion:
 | **gathers** | nothing, no room | nothing, no room |
 | raises | an error that names rank 1 | the same error |
 
-Here these objects are pickled, so this serves while a model is wrapped, saved or loaded, and not in
-a training step. A step exchanges numbers, in `collectives.py`. With $N$ ranks and objects of $b$
+These objects are pickled, so this serves while a model is wrapped, saved or loaded. A training step
+exchanges numbers, in `collectives.py`. With $N$ ranks and objects of $b$
 bytes a rank sends
 
 $$(N-1)\, b \quad \text{bytes}$$
 
-**Run this**: `python -m pytest tests/test_groups.py -k agree`.
+**Run this**: `python -m pytest tests/test_groups.py -k a_communicator_has`.
 
 **Not covered, and what that costs**: a rank that has ended or was stopped. The others wait for it
 until the time-out of the process group, and the error says how long they waited.
@@ -189,7 +189,7 @@ class Named(Protocol):
     """
     ## Whatever has a name for errors
 
-    `Communicator.agree` needs no more. So a whole model and a checkpoint can report a problem on
+    `Peers.agree` needs no more. So a whole model and a checkpoint can report a problem on
     all ranks too, although neither is a layer.
     """
 

@@ -17,7 +17,7 @@ layers on two ranks, backward:
 At most two layers have full gradients then, $2 P_\ell$ elements: one in flight, and one that is
 being filled.
 
-**Run this**: `python -m pytest tests/test_layer.py -k reduce`.
+**Run this**: `python -m pytest tests/test_timelines.py -k backward_gathers`.
 
 **Not covered, and what that costs**: small layers, of which each pays for a collective. The
 optimizer hands in a `Bucket` that reduces several of them together.

@@ -8,8 +8,8 @@ system end a process in the middle of it.
 $$\text{room} = \min(\text{available},\; \text{limits} - \text{used})$$
 
 In backward a layer's parameters, those of the layer below and this layer's gradient are in memory
-together, and on the CPU a receive buffer as well. So a layer of 3 GB has no room for a step if 10
-GB are left.
+together, and on the CPU a receive buffer as well. So a layer of 3 GB has no room for a step on the
+CPU if 10 GB are left.
 
 **Run this**: `python -c "import torch; from zero3.guards.room import room;
 print(room(torch.device('cpu')))"`.

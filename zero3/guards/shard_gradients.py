@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# Every way in which torch takes a norm, `clip_grad_norm_` and `get_total_norm` among them.
+# The functions by which torch takes norms. `clip_grad_norm_` and `get_total_norm` call these.
 _NORMS = {
     torch.Tensor.norm, torch.norm, torch.functional.norm, torch.linalg.norm,
     torch.linalg.vector_norm, torch.linalg.matrix_norm, torch._foreach_norm,
