@@ -14,12 +14,12 @@ from labml_nn.transformers.feed_forward import FeedForward
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
-from zero3.guards.parts import part_of
 
 import zero3
 from tests.ranks import run
 from tests.test_links import Same
 from zero3 import Links, Offload, Zero3Optimizer, compile, wrap
+from zero3.comm.parts import part_of
 from zero3.compression import Prune, Quantize, compress
 from zero3.inject import inject, policies
 from zero3.pipeline import Pipeline

@@ -533,6 +533,7 @@ LIMITED = """
     import torch._dynamo  # which optimizers import in their first step
     from torch import nn
     from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential
+    from zero3.estimate.predict import predict_optimizer
 
     torch.set_num_threads(1)
     # Threads get stacks of 8 MiB otherwise, which count, used or not. How many threads there are

@@ -566,7 +566,7 @@ def communicator(rank: int | None = None, world_size: int | None = None,
     if isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
         from zero3.comm.links import Links
         mesh = Links(mesh)
-    if mesh is None or isinstance(mesh, DeviceMesh):
+    if mesh is None or not hasattr(mesh, "communicator"):
         return Communicator(rank, world_size, mesh)
     return mesh.communicator()
 
