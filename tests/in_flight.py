@@ -8,8 +8,9 @@ is noted is a violation, whatever the timing was.
 """
 
 import functools
+import sys
 import threading
-import traceback
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from zero3.offload import disk
 
 MESSAGES = ("isend", "irecv")
 COLLECTIVES = ("all_gather_single", "reduce_scatter_single", "all_reduce", "all_to_all_single")
+# Functions and lines, the innermost first.
+Frames = list[tuple[CodeType, int]]
 # For each storage, what uses it: its name, and where it started.
-_busy: dict[int, dict[object, tuple[str, str]]] = {}
+_busy: dict[int, dict[object, tuple[str, Frames]]] = {}
 _lock = threading.Lock()
 _violations: list[str] = []
 
@@ -79,7 +82,7 @@ def _note(tensors: tuple[Any, ...], what: str) -> Any:
     """
     token = object()
     keys = [tensor.untyped_storage()._cdata for tensor in tensors if tensor.numel()]
-    where = "".join(traceback.format_stack(limit=9)[:-2])
+    where = _frames(2)
     with _lock:
         for key in keys:
             _busy.setdefault(key, {})[token] = (what, where)
@@ -93,6 +96,28 @@ def _note(tensors: tuple[Any, ...], what: str) -> Any:
                     _busy.pop(key, None)
 
     return forget
+
+
+def _frames(skip: int) -> Frames:
+    """
+    #### Where this rank is, without `skip` frames
+
+    Every message asks, so the text is made only of a violation.
+    """
+    frame: FrameType | None = sys._getframe(skip + 1)
+    found: Frames = []
+    while frame is not None and len(found) < 9:
+        found.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    return found
+
+
+def _told(frames: Frames) -> str:
+    """
+    #### A line of text for each frame
+    """
+    return "".join(f"  {code.co_filename}, line {line}, in {code.co_name}\n"
+                   for code, line in reversed(frames))
 
 
 def _watched(real: Any, what: str, count: int) -> Any:
@@ -138,9 +163,9 @@ def _resized(real: Any) -> Any:
         with _lock:
             users = [*_busy.get(self._cdata, {}).values()] if self.nbytes() else []
         for what, where in users[:1]:
-            here = "".join(traceback.format_stack(limit=9)[:-1])
             _violations.append(f"{self.nbytes()} bytes in flight were resized to {nbytes} at\n"
-                               f"{here}while {what} used them, which started at\n{where}")
+                               f"{_told(_frames(1))}while {what} used them, which started at\n"
+                               f"{_told(where)}")
         return real(self, nbytes)
 
     return resize_
