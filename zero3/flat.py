@@ -27,10 +27,10 @@ that view it go on to exist, without memory: the parameters, and the tensors tha
 for backward. When the same storage is filled again, all of them are valid again.
 
 torch counts the writes to a tensor in its `_version`, and autograd refuses a saved tensor whose
-count has changed. Gathering writes to the buffer in every step, and yet the count of a parameter
-stays the same: after `param.data = view` parameter and buffer share their memory, and have separate
-counts. So a write to a *parameter* can be told from an all-gather. While a parameter is freed, its
-count is raised by one, and backward through a freed layer is an error.
+count has changed. Gathering writes to the buffer in every step. But after `param.data = view` the
+parameter shares the buffer's memory and has a count of its own, so autograd does not see these
+writes, and a write to the *parameter* can be told from an all-gather. While a parameter is freed,
+its count is raised by one, and backward through a freed layer is an error.
 
 A freed parameter also gets another class, `FreedParameter`, which raises an error with the
 parameter's name on every operation. Below, a parameter is *open* if it can be used. It is *closed*
@@ -185,8 +185,8 @@ class FlatParameter:
         self.full = full  # (world_size * shard_numel,), device; no bytes while it is freed
         self.storage = storage
         self.shard = storage.param  # (shard_numel,), what stays in memory
-        # With messages, gradients from the other ranks arrive in the memory of this tensor. It is
-        # the full parameter's, which is free by then, unless the layer stays full.
+        # With messages, the other ranks' gradients arrive in this tensor's memory. Normally that is
+        # the full parameter's, which has been freed by then.
         self.receive_buffer = full
         self.trains = False  # whether the parameters get gradients, as of the last forward
         # The full gradient until it is reduced: (world_size * shard_numel,), device, of the shard's
@@ -254,7 +254,7 @@ class FlatParameter:
 
     def _set_versions(self, freed: bool) -> None:
         """
-        #### Set the counts of writes as forward saw them, or one higher while freed
+        #### Set each count of writes to what forward saw, or to one more while freed
 
         Autograd compares the count with the one that it saw in forward. The higher count turns
         backward through a freed layer into an error. The old count makes backward valid again after

@@ -19,15 +19,15 @@ sends wrong numbers, without any error.
 | the layer is cleaned up | **would free 12 bytes** | 1 . . |
 | rank 2, which is late, sends its 3 | gloo writes 4 bytes at offset 8 | 1 . 3 |
 
-Waiting does not help in the third row, because rank 1 will never send. So there is one rule.
-Whoever starts something says so before, and names the memory (`begin`). After a wait that has
-succeeded, it says that too (`end`). In between nobody else frees, resizes or reuses this memory. If
+Waiting does not help in the third row, because rank 1 will never send. So there is one rule. Before
+a transfer starts, its owner names the memory (`begin`). After a wait that has succeeded, it says
+that the transfer is done (`end`). In between nobody else frees, resizes or reuses this memory. If
 the wait fails, or if the start raises an error, the memory is kept for good (`lose`):
 
 $$\text{freed} \cap \text{in flight} = \emptyset$$
 
-In the example the gather keeps its 12 bytes, and the layer's parameters are closed all the same,
-so using them is an error. After an error nothing new is sent (`Communicator.give_up`), so no more
+In the example the gather keeps its 12 bytes. The layer's parameters are closed anyway, so using
+them is an error. After an error nothing new is sent (`Communicator.give_up`), so no more
 than the buffers in flight are lost.
 
 **Who frees or reuses memory, and why nobody uses it then:**
@@ -78,8 +78,8 @@ class InFlight:
     """
 
     def __init__(self) -> None:
-        # Whatever is in flight (a `Transfer`, an `InFile`, a `Reducer`) with the storages that it
-        # uses. Weakly: if nobody has it any more, its messages are gone too.
+        # Whatever is in flight (a `Transfer`, an `InFile`, a `Reducer`, `Channels`) with the
+        # storages that it uses. Weakly: if nobody has it any more, its messages are gone too.
         self.users: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
         # What has failed. Others may still wait for its messages, and send theirs.
         self.lost: list[Any] = []

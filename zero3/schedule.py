@@ -39,10 +39,9 @@ class Schedule(Protocol):
     """
     ## Schedule
 
-    A layer asks it two questions. When the layer starts an all-gather or begins its backward: which
-    layers come next? When a forward call has ended: does the layer stay full? The two classes below
-    answer for layers outside and inside of a chain, and `TracedOrder` in `whole_model/units.py`
-    answers for whole models.
+    A layer asks it two questions: which layers come next, when it gathers or begins its backward;
+    and whether it stays full, after forward. The two classes below answer for layers outside and
+    inside of a chain, and `TracedOrder` in `whole_model/units.py` answers for whole models.
     """
 
     def ahead(self, layer: Sharded) -> list[Sharded]:

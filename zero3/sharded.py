@@ -6,7 +6,7 @@ the norm of its gradient, and errors in place of wrong numbers. `Zero3Layer` is 
 the training step; read that first.
 
 A layer in shards looks like any other module, so people use it like one. They read a weight, clip a
-gradient, copy the model, write to a parameter. On a rank that would concern its shard alone, or
+gradient, copy the model, write to a parameter. On one rank that would reach its shard alone, or
 memory that is about to be freed. The methods here either do it for the whole layer, or raise an
 error that says how to do it. Take the weights 1, 2, 3 on two ranks, whose shards have the gradients
 (3, 2) and (4, 0):

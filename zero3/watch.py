@@ -15,7 +15,7 @@ this order:
 | of `y`, which is B's input | B's backward is over: free it, reduce its gradients |
 | of `y`, which is A's output | A's backward begins |
 | of A's parameters | collect them |
-| of `x`, A's input, if it needs one | A's backward is over |
+| of `x`, A's input, if it requires one | A's backward is over |
 
 The gradients of the parameters alone do not say that a layer is done. A frozen weight that lies
 below the last trainable one gets no gradient, yet autograd still needs its values to compute the
@@ -31,9 +31,9 @@ of the pass, and the layer then finishes whatever is left.
 **Run this**: `python -m zero3.whole_model` prints the order in which the layers of a small model
 compute, forward and backward.
 
-**Not covered, and what that costs**: a tensor is found in tuples, lists, dicts, dataclasses and
-attributes of modules, at any depth, and in attributes of other objects, one level deep. Backward
-does not announce a tensor that leaves a layer by another way.
+**Not covered, and what that costs**: a tensor is found in tuples, lists, dicts and dataclasses, at
+any depth. In a module it is found if it is an attribute, of the module or of a submodule; in other
+objects one level deep. Backward does not announce a tensor that leaves a layer by another way.
 """
 
 import dataclasses

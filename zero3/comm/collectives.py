@@ -22,7 +22,7 @@ has its gradients. A norm is waited for at once. Which ranks take part is the su
 how they send less between machines, that of `links.py`.
 
 **Collectives and messages.** torch leaves communication to a library: NCCL on GPUs, and gloo on
-CPUs. On an accelerator these are NCCL's collectives. On the CPU a rank sends one message to each
+CPUs. On an accelerator we call NCCL's collectives. On the CPU a rank sends one message to each
 other rank, and receives one from each, because gloo's own reduce-scatter sends twice as much.
 `by_messages` tells the two apart.
 
@@ -47,11 +47,10 @@ that another one wrote, it waits for an event:
 | the host, at the wait for a gather | the copy from CPU memory | it may write there next |
 | the host, at the next reduce | the copy to CPU memory | it reads the sums there |
 
-The first row does not spoil the overlap. The gather of a layer is queued before the layer that runs
-meanwhile is given to the compute stream, so it waits for earlier layers only. The second row says
-*this* layer. Compute waits for the layer's own collective, and for an event that was recorded right
-after the layer's own copy. If it waited for the whole fetch stream, it would also wait for the copy
-of the next layer, which is queued already, and no copy would ever overlap computation.
+The first row keeps the overlap: a gather is queued before the computation that it overlaps, so it
+waits for earlier layers only. The second row says *this* layer: compute waits for the layer's own
+collective, and for an event right after the layer's own copy. Waiting for the whole fetch stream
+would include the next layer's copy, and no copy would ever overlap computation.
 
 **The same on all ranks.** Before its data, each rank announces what it is about to send. Ranks that
 took different branches would otherwise exchange different layers. With equal sizes the weights
@@ -137,7 +136,7 @@ class Communicator(Peers):
         The arguments are as for `Peers`.
         """
         super().__init__(rank, world_size, mesh)
-        # How things travel, if not as they are (see `links.py`).
+        # Encodings and routes between nodes, if there are any (see `links.py`).
         self.links: Any = None
         # Names for the layer numbers that ranks announce, for error messages.
         self.labels: dict[int, str] = {}
@@ -513,8 +512,8 @@ class Communicator(Peers):
         """
         ### Have the other ranks of some groups raise an error as soon as they wait for this one
 
-        They may be waiting for a later step of a transfer that this rank has begun. They get it, so
-        that they go on to the announcement.
+        They may be waiting for a later step of a transfer that this rank has begun. Send that step
+        all the same, so that they reach the announcement.
         """
         unfinished = self.unfinished
         self.unfinished = []
@@ -625,9 +624,9 @@ class Transfer:
     """
     ## A collective in flight
 
-    `all_gather`, `reduce_scatter` and `exchange` return one of these at once, while the data
-    travels. It keeps the buffers alive until somebody calls `wait`, which is normally one layer
-    later.
+    `all_gather` and `reduce_scatter` return one of these at once, while the data travels, and
+    `exchange` returns one beside its totals. It keeps the buffers alive until somebody calls
+    `wait`, which is normally one layer later.
     """
 
     comm: Communicator
@@ -640,7 +639,7 @@ class Transfer:
     options: str  # what has to be the same on all ranks besides, in words
     # Adds what has been received, for each pair; a gather has nothing to add.
     add: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    # What is sent when the data is here, step by step. And what is done with it in the end.
+    # Later steps, each started when the one before has arrived; and what to do after the last one.
     later: list[Callable[[], None]] = field(default_factory=list)
     finish: Callable[[], None] | None = None
     # Memory that is in flight besides the pairs.

@@ -22,7 +22,7 @@ because a thread may itself wait for a rank that was stopped.
 
 **Run this**: `python -m pytest tests/test_leaving.py`.
 
-**Not covered, and what that costs**: NCCL ends by itself, so groups of GPUs are left alone.
+**Not covered, and what that costs**: NCCL ends by itself, so nobody waits for groups of GPUs.
 """
 
 import atexit

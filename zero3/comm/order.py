@@ -2,7 +2,8 @@ r"""
 # Ranks that agree
 
 `Peers` are the ranks that train a model together. They exchange small objects, and all of them
-raise an error if one has a problem.
+raise an error if one has a problem. The rest are protocols: what a sender, a listener and a named
+thing must have.
 
 One rank may find something that the others cannot see: its disk is full, or its model has another
 layer. If it raised an error alone, the others would wait for its part of the next collective. So

@@ -52,20 +52,20 @@ class Reducer:
     | `keeps` | a layer that has all its gradients | the reduce in flight, of another layer |
     | `started` | the same layer, once it has started to send | nothing |
     | `land` | `keeps` and `end` | the reduce in flight, of whichever layer |
-    | `finish` | `land`; a layer before it gathers again; a layer in no chain | its own reduce |
+    | `finish` | `land` and `drop`; `fetch_params`; a layer in no chain | the layer's own reduce |
     | `arrived` | `finish` | the data: the sums are there; and the exchange before |
     | `end_exchange` | `arrived` and `end` | the exchange in flight |
-    | `deliver` | the layer, with each of its sums | the copy to CPU memory before this one |
+    | `deliver` | the layer, with each sum; `end_exchange` | the copy before this one |
     | `delivered` | `deliver` and `end` | the copy to CPU memory that is under way |
     | `drop` | a layer, after an exception in backward | its own reduce, if it has started |
-    | `end` | the last layer at the end of backward; a step | the reduce, then the copy |
+    | `end` | the last layer at the end of backward; a step | the reduce, the exchange, the copy |
     """
 
     scaled = False  # whether the loss was multiplied by a scale, as `Zero3Optimizer` does for fp16
 
     def __init__(self, comm: Communicator):
         self.comm = comm
-        # The layers whose gradients are in flight, and the transfer that carries them.
+        # The layers in the reduce in flight, and its transfer.
         self.layers: list[Any] = []
         self.transfer: Transfer | None = None
         # Layers that have to finish before `backward()` returns.
@@ -73,12 +73,12 @@ class Reducer:
         # The exchange in flight, and the gradients that are views of its totals.
         self.exchange: Transfer | None = None
         self._exchanged: list[tuple[torch.Tensor, GradientSink, Names]] = []
-        # The reduced gradient that is on its way to CPU memory.
+        # The reduced gradient that is being copied to CPU memory.
         self._leaving: _Leaving | None = None
 
     def keeps(self, layer: Reducible, pairs: Pairs) -> bool:
         """
-        ### Return whether nothing is to be sent now; otherwise finish the reduce in flight
+        ### Finish the reduce in flight, unless nothing is to be sent now; then return true
 
         * `pairs` are as for `Communicator.reduce_scatter`
 

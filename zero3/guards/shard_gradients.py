@@ -75,8 +75,8 @@ class ShardGradient(torch.Tensor):
     """
 
     flat: weakref.ref  # the flat parameter
-    # Names of the parameters whose gradients it has something of, as far as this rank knows. `None`
-    # stands for all of them, because somebody else made the gradient.
+    # Names of the parameters that have contributed, as far as this rank knows. `None` stands for
+    # all of them, because somebody else made the gradient.
     used: set[tuple[str, ...]] | None
 
     def note_used(self, names: Iterable[tuple[str, ...]]) -> None:
