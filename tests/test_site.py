@@ -145,7 +145,7 @@ def test_the_path_leads_through_the_nine_chapters(site):
             assert linked((site / page).read_text(), "before") == seen[-2]
         page = after or page
     assert seen[1 : len(order) + 1] == order
-    assert order[3:8] == ["layer.html", "flat.html", "watch.html", "schedule.html",
+    assert order[3:9] == ["minimal.html", "layer.html", "flat.html", "watch.html", "schedule.html",
                           "comm-collectives.html"]
     assert {build.page_of(path) for path in contents.sources()} - set(seen) == {
         build.page_of(item.path) for each in contents.PATH for item in each.more
