@@ -160,7 +160,8 @@ def test_a_page_for_more_leads_through_its_chapter_and_on_to_the_next(site):
         seen.append(page)
         page = linked((site / page).read_text(), "after")
     assert seen == ["offload-encoded.html", "offload-in_file.html", "offload-disk.html",
-                    "offload-memory.html", "offload-bench.html", "05_offload.html"]
+                    "offload-memory.html", "offload-bench.html", "offload-command.html",
+                    "05_offload.html"]
     assert linked((site / "offload-encoded.html").read_text(), "before") == "offload-tiers.html"
 
 
@@ -182,7 +183,7 @@ def test_each_page_shows_its_place(site):
     assert all(left[i] == minutes[i + 1] + left[i + 1] for i in range(len(left) - 1))
     assert left[-1] == 0
     place = re.search('<p class="place">(.*?)</p>', (site / "watch.html").read_text())[1]
-    assert "page 3 of 4" in place
+    assert "page 4 of 5" in place
     place = re.search('<p class="place">(.*?)</p>', (site / "sharded.html").read_text())[1]
     assert "More in chapter 4" in place and "then" not in place
 
@@ -455,8 +456,8 @@ def test_links_lead_through_the_book(site, browser):
     assert any(link.startswith(f"{where}#") for link in links)
 
 
-TEN = ("index", "problem", "calculator", "life", "tape", "layer", "comm", "ladder", "names",
-       "03_one_layer")
+TEN = ("index", "problem", "calculator", "life", "tape", "layer", "comm-collectives",
+       "ladder", "names", "03_one_layer")
 # Text whose contrast with what is behind it is below that of WCAG AA: 4.5, or 3 if it is large.
 # Behind text there may be several half-transparent colours. In pictures it is the page.
 PALE = """
