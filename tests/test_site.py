@@ -160,8 +160,8 @@ def test_a_page_for_more_leads_through_its_chapter_and_on_to_the_next(site):
         seen.append(page)
         page = linked((site / page).read_text(), "after")
     assert seen == ["offload-encoded.html", "offload-in_file.html", "offload-disk.html",
-                    "offload-memory.html", "offload-bench.html", "offload-command.html",
-                    "05_offload.html"]
+                    "offload-tensors.html", "offload-memory.html", "offload-bench.html",
+                    "offload-command.html", "05_offload.html"]
     assert linked((site / "offload-encoded.html").read_text(), "before") == "offload-tiers.html"
 
 

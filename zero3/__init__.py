@@ -23,12 +23,13 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | 5 | `comm/leaving.py` | the end of a program: gloo's threads end first |
 | 5 | `comm/links.py` | `Links`: nodes, copies inside a node, and fewer bytes between nodes |
 | 5 | `comm/encodings.py` | `Int8` and `Int4`: the same numbers in fewer bytes |
+| 5 | `comm/parts.py` | which part of a weight a rank has |
 | 6 | `offload/tiers.py` | `Offload`: shards on the device, in CPU memory or in files |
 | 6 | `offload/encoded.py` | frozen weights that rest in 8 or 4 bits |
 | 6 | `offload/in_file.py` | tensors in a file, read ahead into a few buffers |
 | 6 | `offload/disk.py` | reads and writes past the page cache |
 | 6 | `offload/tensors.py` | safetensors files, written tensor by tensor |
-| 6 | `offload/memory.py` | pinned CPU memory, and how much memory is left |
+| 6 | `offload/memory.py` | pinned CPU memory, which an accelerator copies by itself |
 | 6 | `offload/bench.py` | the speed of a disk |
 | 7 | `optimizer/stage3.py` | `Zero3Optimizer`: loss scale, clipping, micro-batches, the step |
 | 7 | `optimizer/buckets.py` | small layers share a reduce-scatter |
@@ -82,7 +83,6 @@ its tools. Each folder is a later chapter: it adds one thing to the heart, and c
 | guards | `guards/placement.py` | the same parameters on every rank, on the right device |
 | guards | `guards/contents.py` | modules and libraries around a sharded model |
 | guards | `guards/shard_gradients.py` | gradients of shards, which refuse a norm of a part |
-| guards | `comm/parts.py` | which part of a weight a rank has |
 | guards | `guards/room.py` | memory that is left, before it is taken |
 | guards | `guards/options.py` | checks of arguments |
 | guards | `guards/command_line.py` | errors of command lines, in one line |
