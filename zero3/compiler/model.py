@@ -518,10 +518,11 @@ class CompiledModel(Zero3Model):
         """
         #### Compile again if the states of other layers have to leave than before
         """
-        now = leaving(self.engine.layers, self.offload_states_bytes)
-        if now != self.leaving:
-            self.leaving = now
-            self._compile()
+        if self.offload_states_bytes:
+            now = leaving(self.engine.layers, self.offload_states_bytes)
+            if now != self.leaving:
+                self.leaving = now
+                self._compile()
 
     def _lower(self, graphs: Graphs) -> None:
         """
