@@ -70,7 +70,8 @@ class Storage(Protocol):
     """
     ## Storage: where a shard rests
 
-    On the device, in CPU memory or in a file: see `tiers.py`. A frozen shard may rest encoded.
+    On the device, in CPU memory or in a file: see `offload/tiers.py`. A frozen shard may rest
+    encoded.
     """
 
     param: nn.Parameter  # (shard_numel,), for the optimizer

@@ -173,7 +173,9 @@ def connect(model: nn.Module) -> None:
     stages = first.comm.gather_stages(first.comm.ranks)
     owner.comm.ranks = tuple(rank for stage in stages for rank in stage)
     line.model = owner
-    for layer in layers if line.group.rank > 0 else ():
+    if line.group.rank == 0:
+        return
+    for layer in layers:
         for flat in layer.flats:
             flat.counted = _counted(layer, flat)
 
