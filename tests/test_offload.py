@@ -835,10 +835,12 @@ def test_a_model_that_is_gone_takes_its_memory_and_its_files_along(tmp_path):
         assert open_files() - before <= (5 if offload else 0)
     del offload
     gc.collect()
-    # A thread that still writes holds its file until that is done, on a busy disk a while.
+    # A thread that still writes holds its file, and by it all others, until that is done: on a busy
+    # disk a while. Only then are they garbage, which has to be collected.
     deadline_s = time.monotonic() + 30
     while open_files() != before and time.monotonic() < deadline_s:
         time.sleep(0.05)
+        gc.collect()
     assert open_files() == before
 
 
