@@ -63,6 +63,7 @@ from zero3.comm.collectives import all_gather_single, reduce_scatter_single
 from zero3.estimate.ledger import Ledger
 from zero3.offload import bench as disk_bench
 from zero3.offload import disk
+from zero3.train import launch
 
 PEERS = ("zero3", "wrap", "ddp", "fsdp2")
 NODE_PEERS = ("flat", "hybrid", "zero++", "fsdp2", "hsdp")
@@ -755,6 +756,10 @@ def main():
     args = options()
     if not args.nodes:
         own_network(args)
+    # New ranks measure each peer, so let them share what they import.
+    kinds = [kind for kind in ("nodes", "pipeline", "compile") if getattr(args, kind)]
+    launch.preload("tests.bench", "torch.distributed.fsdp",
+                   *(f"tests.bench_{kind}" for kind in kinds))
     facts = machine(args)
     print(f"{facts['gpu'] or facts['cpu']}, {facts['cores']} cores, load {facts['load'][0]:.1f}, "
           f"torch {facts['torch']}, {args.ranks} ranks")
