@@ -57,7 +57,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     layers: list[Any] = [m for m in model.modules() if is_sharded(m)]
     flats = [flat for layer in layers for flat in layer.flats if flat.shard.requires_grad]
     # In a pipeline, all layers of this stage may be frozen.
-    if not layers or not any(layers[0].comm.gather_stages(bool(flats))):
+    if not layers or not any(layers[0].comm.stages.gather(bool(flats))):
         raise RuntimeError("clip_grad_norm_: no shards. Expected: a model with a trainable "
                            f"Zero3Layer. Got: {type(model).__name__}. What to do: wrap it first.")
     first = layers[0]

@@ -359,7 +359,7 @@ class Entries:
         for flat in first:
             flat["states"] = _merge_states(flat["params"], flat["states"])
         # The ranks at another place of a pipeline have other flat parameters.
-        places = self.comm.gather_stages((first, [*self.replicated]))
+        places = self.comm.stages.gather((first, [*self.replicated]))
         return {
             "world_size": self.comm.world_size,
             "places": len(places),
@@ -439,7 +439,7 @@ class Entries:
         mine = [(self.names(flat, slot), index) for flat in self.flats
                 for slot, index in zip(flat.parameter.slots, flat.indices, strict=True)]
         found = TensorNames([], set())
-        for params, replicated in self.comm.gather_stages((mine, [*self.replicated])):
+        for params, replicated in self.comm.stages.gather((mine, [*self.replicated])):
             found.params.extend(params)
             found.replicated.update(replicated)
         return found

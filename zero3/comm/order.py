@@ -32,10 +32,9 @@ from __future__ import annotations
 import math
 from typing import Any, Protocol
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero3.comm.mesh import all_ranks, groups_of
+from zero3.comm.mesh import Thing, all_ranks, groups_of
 from zero3.guards.options import fail
 
 
@@ -89,7 +88,7 @@ class Peers:
         """
         return self.replicas.rank == 0
 
-    def gather(self, thing: Any) -> list[Any]:
+    def gather(self, thing: Thing) -> list[Thing]:
         """
         ### Small Python objects of all ranks (all-gather); all ranks must call it
 
@@ -101,21 +100,7 @@ class Peers:
         """
         things = [thing]
         for group in self.groups:
-            if group.size > 1:
-                lists = [things] * group.size
-                group.together("small objects", dist.all_gather_object, lists, things)
-                things = [each for several in lists for each in several]
-        return things
-
-    def gather_stages(self, thing: Any) -> list[Any]:
-        """
-        ### A small Python object of each stage of a pipeline (all-gather); all ranks must call it
-
-        Without a pipeline it is this object alone.
-        """
-        things = [thing] * self.stages.size
-        if self.stages.size > 1:
-            self.stages.together("small objects", dist.all_gather_object, things, thing)
+            things = [each for several in group.gather(things) for each in several]
         return things
 
     def agree(self, sender: Named, what: str, expected: str, problem: str, cure: str) -> None:

@@ -170,7 +170,7 @@ def connect(model: nn.Module) -> None:
     # For what concerns all ranks at once: the same, with these among its groups.
     owner.comm = copy.copy(first.comm)
     owner.comm.groups = (*first.comm.groups, line.group)
-    stages = first.comm.gather_stages(first.comm.ranks)
+    stages = first.comm.stages.gather(first.comm.ranks)
     owner.comm.ranks = tuple(rank for stage in stages for rank in stage)
     line.model = owner
     if line.group.rank == 0:

@@ -28,14 +28,14 @@ a number while the ranks compare, and all later announcements contain it (see `c
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero3.guards.options import fail
+from zero3.guards.options import fail, same
 
 Params = dict[nn.Parameter, tuple[str, ...]]
 
@@ -66,7 +66,7 @@ def check_params(rank: int, who: str, params: Params, device: torch.device | str
     return at
 
 
-def compare_params(rank: int, ranks: Iterable[int], who: str,
+def compare_params(rank: int, ranks: Sequence[int], who: str,
                    gather: Callable[[Any], list[Any]], params: Params, how: str) -> int:
     """
     ## Make sure that all ranks shard the same parameters in the same order
@@ -78,22 +78,13 @@ def compare_params(rank: int, ranks: Iterable[int], who: str,
     Returns a number below 2 to the 31 that the first rank has drawn. It tells this layer from all
     others, also from those with the same parameters. Raises `RuntimeError`.
     """
-    layout = [(n, tuple(p.shape), p.dtype, p.requires_grad) for p, n in params.items()]
+    told = {f"parameter {i}": (names, tuple(p.shape), p.dtype, p.requires_grad)
+            for i, (p, names) in enumerate(params.items())}
     # Not from torch's or Python's random numbers, which are the user's.
-    every = gather((how, layout, secrets.randbits(31)))
-    for other, (their_how, theirs, _) in zip(ranks, every, strict=True):
-        if how != their_how:
-            fail(rank, who, "travels in different ways", f"{how}, on all ranks, as here",
-                 f"{their_how} on rank {other}",
-                 "pass `Links` with the same arguments on all ranks")
-        for i in range(max(len(layout), len(theirs))):
-            here = layout[i : i + 1] or "none"
-            there = theirs[i : i + 1] or "none"
-            if here != there:
-                fail(rank, who, f"differs between ranks at parameter {i}",
-                     f"{here}, as here", f"{there} on rank {other}",
-                     "build the same module, in the same order, on all ranks")
-    return every[0][2]
+    every = gather(({"`Links`": how, **told}, secrets.randbits(31)))
+    same(f"rank {rank}: {who} differs between ranks", ranks, [told for told, _ in every],
+         "build the same module, in the same order and with the same `Links`, on all ranks")
+    return every[0][1]
 
 
 def check_device(rank: int, group: dist.ProcessGroup | None, world_size: int, who: str,

@@ -224,7 +224,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
         # The options of each param group.
         options: list[dict[str, Any]] = []
         self.shard_states = self._make_shard_states(paths, options)
-        some = any(self.comm.gather_stages(bool(self.shard_states)))
+        some = any(self.comm.stages.gather(bool(self.shard_states)))
         self.expect(some, "has nothing to do", "a trainable Zero3Layer", "none",
                     "wrap the model first, and leave some parameter trainable")
         self._choose_fused(optimizer_class, kwargs)
@@ -323,7 +323,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
                 if flat.shard.requires_grad:
                     self._group_indices(flat, plain[layer], mine)
         found: list[dict[str, Any]] = []
-        for theirs in self.comm.gather_stages(mine):
+        for theirs in self.comm.stages.gather(mine):
             found += [each for each in theirs if each not in found]
         return found
 

@@ -79,6 +79,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero3.comm.links import Links
 from zero3.guards.contents import uncompiled
+from zero3.guards.options import same
 from zero3.layer import Zero3Layer
 from zero3.offload.tiers import Offload
 from zero3.sharded import Sharded
@@ -830,11 +831,9 @@ class TracedOrder:
         All-gather of their labels; all ranks must call it. Raises `RuntimeError` on all of them if
         one is about to gather another unit.
         """
-        for rank, label in zip(unit.comm.ranks, unit.comm.gather(unit.label), strict=True):
-            unit.expect(label == unit.label, "is about to be gathered, and the ranks diverged",
-                        f"a gather of {unit.label}, on all ranks", f"of {label}, on rank {rank}",
-                        "put everything that depends on a rank's data into one unit, by "
-                        "`leaf_classes`")
+        same(f"rank {unit.comm.global_rank}: {unit.label} is about to be gathered, and the ranks "
+             "diverged", unit.comm.ranks, unit.comm.gather({"gather": unit.label}),
+             "put everything that depends on a rank's data into one unit, by `leaf_classes`")
 
     def range_of(self, unit: Unit) -> Any:
         """
