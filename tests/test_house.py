@@ -18,12 +18,12 @@ from torch import nn
 from tests.ranks import run
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
 from zero3.comm.collectives import _ORDER_TAG
-from zero3.comm.order import Listener, Named, Sender
+from zero3.comm.order import Listener, Sender
 from zero3.comm.reducer import Reducible
 from zero3.estimate.ledger import Ledger
 from zero3.flat import GradientSink, Storage, StorageFactory
-from zero3.guards.contents import ShardedLayer
-from zero3.guards.freed import Owner
+from zero3.guards.contents import Guarded
+from zero3.guards.options import Named
 from zero3.schedule import Chain, Schedule
 from zero3.whole_model.materialise import WholeModel
 
@@ -221,7 +221,7 @@ def test_each_seam_is_filled_by_parts_of_its_type(tmp_path):
     Whatever the heart and the later chapters hand in at a seam has all that the seam asks for.
     Breaks if a seam asks for more than one of its parts has.
     Proves `Storage`, `GradientSink`, `Schedule`, `Listener`, `Sender`, `Named`, `Reducible`,
-    `Owner`, `ShardedLayer`, `WholeModel`, `Schedule.ahead`, `Schedule.stays_full`,
+    `Guarded`, `WholeModel`, `Schedule.ahead`, `Schedule.stays_full`,
     `TracedOrder.ahead`, `ShardStates.grad_device`, `StorageFactory`.
     """
     files = Offload("nvme", folder=tmp_path)
@@ -239,8 +239,7 @@ def test_each_seam_is_filled_by_parts_of_its_type(tmp_path):
         Sender: [layer, unit, optimizer],
         Named: [layer, unit, optimizer, model],
         Reducible: [layer, unit],
-        Owner: [layer, unit],
-        ShardedLayer: [layer, unit],
+        Guarded: [layer, unit],
         WholeModel: [model],
     }
     for seam, filled_by in parts.items():

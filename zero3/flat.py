@@ -51,8 +51,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from zero3.guards.contents import is_sharded
-from zero3.guards.freed import FreedParameter, Owner
+from zero3.guards.contents import Guarded, is_sharded
+from zero3.guards.freed import FreedParameter
 from zero3.guards.room import check_step
 from zero3.guards.shard_gradients import mark
 from zero3.in_flight import in_flight
@@ -171,7 +171,7 @@ class FlatParameter:
     it is reduced.
     """
 
-    def __init__(self, owner: Owner, params: NamedParams, full: torch.Tensor, storage: Storage,
+    def __init__(self, owner: Guarded, params: NamedParams, full: torch.Tensor, storage: Storage,
                  aligned: Callable[[int, torch.dtype], int], cure: str):
         """
         ### Make the parameters views of a buffer
@@ -549,7 +549,7 @@ def own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.M
             yield from own_modules(child, f"{prefix}{name}.")
 
 
-def find_params(module: nn.Module, owner: Owner, cure: str) -> NamedParams:
+def find_params(module: nn.Module, owner: Guarded, cure: str) -> NamedParams:
     """
     ## Find each parameter of a layer once, with its names
 

@@ -42,8 +42,8 @@ from zero3.comm.order import Listener, Silence
 from zero3.comm.reducer import Reducer
 from zero3.flat import FlatParameter, OnDevice, Slot, StorageFactory
 from zero3.gradients import clip_grad_norm_
-from zero3.guards.contents import Contents, Known
-from zero3.guards.options import expect, fail, whole
+from zero3.guards.contents import Contents, Guarded, Known, check_groups
+from zero3.guards.options import Named, expect, whole
 from zero3.watch import Call, Watch
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from zero3.offload.tiers import Offload
 
 
-class Sharded(nn.Module):
+class Sharded(Guarded):
     """
     ## A sharded module
 
@@ -59,9 +59,6 @@ class Sharded(nn.Module):
     schedule cannot import `Zero3Layer`.
     """
 
-    module: nn.Module
-    device: torch.device
-    label: str  # what errors call it
     layer_idx = ALONE  # its place in a chain or a model
     comm: Communicator
     reducer: Reducer
@@ -78,7 +75,6 @@ class Sharded(nn.Module):
     # What to do about a parameter that is not where somebody looks for it.
     cure = ("wrap each module once, put modules that share a parameter into one Zero3Layer, and "
             "build the optimizer on `get_trainable_chunk()` after wrapping")
-    # What to do about a layer or a parameter that was added.
     cure_for_new = ("wrap it in a `Zero3Layer` of its own, or assign it before this layer is "
                     "wrapped; and build the optimizer afterwards")
 
@@ -260,32 +256,7 @@ class Sharded(nn.Module):
         yield from self.reducer.held_tensors()
         yield from self.offload.memory()
 
-    def fetch_for_others(self) -> bool:
-        """
-        ### Gather the parameters for another layer that uses them, and return whether it may
-
-        `Unit`, the layer of a whole model, overrides this.
-        """
-        return False
-
-    def admits(self, layer: nn.Module) -> bool:
-        """
-        ### Whether a sharded layer may be inside this one
-
-        `Unit` overrides this, because a whole model knows all its layers.
-        """
-        return True
-
     # -------------------------------------------------------------------------------------- checks
-
-    def expect(self, good: bool, what: str, expected: Any, got: Any, cure: str) -> None:
-        """
-        ### Raise an error unless this is good
-
-        It says where, what was expected, what was found, and what to do.
-        """
-        if not good:
-            fail(self.comm.global_rank, self.label, what, expected, got, cure)
 
     def warn_of_autocast(self) -> None:
         """
@@ -399,7 +370,7 @@ class Sharded(nn.Module):
         self.contents.refuse_copies()
 
 
-class ShardedModel(nn.Module):
+class ShardedModel(nn.Module, Named):
     """
     ## A model of sharded layers, for its users
 
@@ -410,6 +381,7 @@ class ShardedModel(nn.Module):
     sharded_layers: tuple[Sharded, ...]  # those that it was built with
     comm: Communicator  # of all ranks, if the model has one; a chain has that of its layers
     known: Known
+    label = "the model"
     listener: Listener = Silence()
 
     def held_tensors(self) -> Iterable[torch.Tensor | None]:
@@ -503,23 +475,6 @@ def comm_of(model: Any) -> Communicator:
         if isinstance(module, (Sharded, ShardedModel)) and hasattr(module, "comm"):
             return module.comm
     return Communicator()
-
-
-def check_groups(layers: Iterable[Sharded]) -> None:
-    """
-    ## Refuse layers of one model that are sharded over different ranks
-
-    They share a communicator, so the ranks of one layer's mesh would send to those of another's.
-    Raises `RuntimeError`.
-    """
-    by_groups = {(layer.comm.groups, layer.comm.links): layer for layer in layers}
-    told = [" x ".join(f"{[*group.ranks]}" for group in groups) + f" with {links}" * bool(links)
-            for groups, links in by_groups]
-    for layer in by_groups.values():
-        layer.expect(len(by_groups) == 1, "is sharded over other ranks, or in another way, than "
-                     "the rest of its model", "the same ranks and the same `Links` for all layers",
-                     " and ".join(told), "pass the same `mesh=` to every layer, also to those "
-                     "without parameters; models on different ranks take an optimizer each")
 
 
 def check_chain(modules: Any) -> list[Any]:

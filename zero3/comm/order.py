@@ -2,8 +2,7 @@ r"""
 # Ranks that agree
 
 `Peers` are the ranks that train a model together. They exchange small objects, and all of them
-raise an error if one has a problem. The rest are protocols: what a sender, a listener and a named
-thing must have.
+raise an error if one has a problem. The rest are protocols: what a sender and a listener must have.
 
 One rank may find something that the others cannot see: its disk is full, or its model has another
 layer. If it raised an error alone, the others would wait for its part of the next collective. So
@@ -35,7 +34,7 @@ from typing import Any, Protocol
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero3.comm.mesh import Thing, all_ranks, groups_of
-from zero3.guards.options import fail
+from zero3.guards.options import Named
 
 
 class Peers:
@@ -112,9 +111,7 @@ class Peers:
         All ranks must call it. Raises `RuntimeError`.
         """
         for rank, theirs in zip(self.ranks, self.gather(problem), strict=True):
-            if theirs:
-                got = f"{theirs}, on rank {rank}"
-                fail(self.global_rank, sender.label, what, expected, got, cure)
+            sender.expect(not theirs, what, expected, f"{theirs}, on rank {rank}", cure)
 
 
 class Listener(Protocol):
@@ -169,14 +166,3 @@ class Sender(Protocol):
     label: str
     layer_idx: int
     listener: Listener
-
-
-class Named(Protocol):
-    """
-    ## Whatever has a name for errors
-
-    `Peers.agree` needs no more. So a whole model and a checkpoint can report a problem on
-    all ranks too, although neither is a layer.
-    """
-
-    label: str

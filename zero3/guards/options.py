@@ -2,6 +2,7 @@ r"""
 # Options: check arguments, and say what is wrong
 
 `whole` checks a number; `expect` and `fail` raise the error. `same` raises one if ranks differ.
+`Named` raises errors under its own name.
 
 It is best to find a wrong option before anything starts: before memory is allocated, and before a
 minute has passed. Many wrong numbers pass a check that looks right. `nan < 1` is false and so is
@@ -82,3 +83,21 @@ def fail(rank: int, who: str, what: str, expected: object, got: object, cure: st
     """
     raise RuntimeError(f"rank {rank}: {who} {what}. Expected: {expected}. Got: {got}. "
                        f"What to do: {cure}.")
+
+
+class Named:
+    """
+    ## Whatever raises errors under its own name: a layer, a model, an optimizer, a checkpoint
+    """
+
+    label: str  # what errors call it
+    comm: Any  # its communicator, which has the number of this rank
+
+    def expect(self, good: bool, what: str, expected: object, got: object, cure: str) -> None:
+        """
+        ### Raise `RuntimeError` unless this is good
+
+        It says where, what was expected, what was found, and what to do.
+        """
+        if not good:
+            fail(self.comm.global_rank, self.label, what, expected, got, cure)
