@@ -170,11 +170,8 @@ MUTATIONS = [
     Mutation(
         "unused", "layer.py", "Zero3Layer._backup_grads",
         title="The gradient of an unused parameter is not initialised",
-        old="""\
-        for flat in flats:
-            flat.zero_missing()
-""",
-        new="",
+        old="        pairs = [(flat.zero_missing(), flat.receive_buffer) for flat in flats]\n",
+        new="        pairs = [(flat.grad, flat.receive_buffer) for flat in flats]\n",
         breaks="I1", program="clip_nan",
         healthy="norm of layer 0's gradient: a number",
         symptom="norm of layer 0's gradient: nan",

@@ -400,9 +400,9 @@ class FlatParameter:
             torch.mul(grad, factor, out=slot.of(self.grad))
         self.ready.add(slot.names)
 
-    def zero_missing(self) -> None:
+    def zero_missing(self) -> torch.Tensor:
         """
-        ### Zero the gradients of parameters that got none
+        ### The full gradient, with zeros for the parameters that got none
 
         Their places hold whatever the memory held before.
         """
@@ -410,6 +410,7 @@ class FlatParameter:
         for slot in self.slots:
             if slot.names not in self.ready:
                 slot.of(self.grad).zero_()
+        return self.grad
 
     def drop_full_grad(self) -> None:
         """

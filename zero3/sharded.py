@@ -41,10 +41,9 @@ from zero3.comm.collectives import ALONE, Communicator
 from zero3.comm.order import Listener, Silence
 from zero3.comm.reducer import Reducer
 from zero3.flat import FlatParameter, OnDevice, Slot, StorageFactory
-from zero3.gradients import clip_grad_norm_
 from zero3.guards.contents import Contents, Guarded, Known, check_groups
 from zero3.guards.options import Named, expect, whole
-from zero3.watch import Call, Watch
+from zero3.watch import Watch
 
 if TYPE_CHECKING:
     from zero3.comm.links import Links
@@ -67,9 +66,7 @@ class Sharded(Guarded):
     contents: Contents
     flats: list[FlatParameter]
     watch: Watch
-    prev_layer: list[Sharded]
-    next_layer: list[Sharded]
-    is_fetched: bool
+    is_fetched = False  # from the start of an all-gather until the layer is freed
     is_full_elsewhere = False  # inside `full_params` the parameters are whole in other memory
 
     # What to do about a parameter that is not where somebody looks for it.
@@ -90,6 +87,11 @@ class Sharded(Guarded):
                    "its class", TypeError)
         self.module = module
         self.label = type(module).__name__
+        self.flats = []
+        # Its place in a chain, which `Zero3Sequential` sets. A layer that is in a chain twice has
+        # two next layers.
+        self.prev_layer: list[Sharded] = []
+        self.next_layer: list[Sharded] = []
 
     # The training step, which `Zero3Layer` has, and the names by which other chapters call it.
 
@@ -122,6 +124,13 @@ class Sharded(Guarded):
         if the last micro-batch ran inside `no_sync()` too, or did not reach this layer.
         """
         self._backup_grads()
+
+    def read_async(self) -> None:
+        """
+        ### Begin to read the shards, if they rest in files
+        """
+        for flat in self.flats:
+            flat.storage.read_async()
 
     def get_trainable_chunk(self) -> list[nn.Parameter]:
         """
@@ -208,6 +217,7 @@ class Sharded(Guarded):
 
         See `ShardedModel.clip_grad_norm_`.
         """
+        from zero3.gradients import clip_grad_norm_
         return clip_grad_norm_(self, max_norm, norm_type)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -338,14 +348,14 @@ class Sharded(Guarded):
         """
         return tuple(flat.shard._version for flat in self.flats)
 
-    def refuse_old_calls(self, call: Call) -> None:
+    def refuse_old_calls(self, versions: tuple[int, ...]) -> None:
         """
         ### Refuse backward through weights that have changed since forward
 
         The layer checks this when backward reaches it. Backward gathers the weights once more, so
         it would compute with the new ones. Plain PyTorch raises an error here too.
         """
-        self.expect(call.versions == self.shard_versions(), "cannot go backward",
+        self.expect(versions == self.shard_versions(), "cannot go backward",
                     "the weights of its forward pass", "weights that have changed since, by an "
                     "optimizer for instance", "go backward through all forward passes before you "
                     "step; or compute the forward pass again")
@@ -411,6 +421,7 @@ class ShardedModel(nn.Module, Named):
         All ranks call it in place of `torch.nn.utils.clip_grad_norm_`, which sees the shards of one
         rank alone. Returns the norm before clipping, the same bits on all ranks.
         """
+        from zero3.gradients import clip_grad_norm_
         return clip_grad_norm_(self, max_norm, norm_type)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

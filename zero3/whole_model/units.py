@@ -703,8 +703,7 @@ class TracedOrder:
         # Read the shards of the next unit, if they rest in files.
         after = next((unit for unit in upcoming if not unit.is_fetched), None)
         if after is not None:
-            for flat in after.flats:
-                flat.storage.read_async()
+            after.read_async()
 
     def _fetch_all(self, wanted: list[Unit], upcoming: list[Unit]) -> None:
         """
