@@ -50,6 +50,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from zero3.guards.contents import Guarded, is_sharded
 from zero3.guards.freed import FreedParameter
@@ -94,7 +95,7 @@ class Storage(Protocol):
     def replace(self, values: torch.Tensor) -> None: ...
 
     # The loaded shard is no longer needed, once `stream` has copied it.
-    def release(self, stream: Any = None) -> None: ...
+    def release(self, stream: torch.Stream | None = None) -> None: ...
 
 
 class GradientSink(Protocol):
@@ -125,7 +126,7 @@ class StorageFactory(Protocol):
 
     tier: str
 
-    def shard(self, owner: Any, values: torch.Tensor, trains: bool) -> Storage: ...
+    def shard(self, owner: Guarded, values: torch.Tensor, trains: bool) -> Storage: ...
 
     # Memory that it holds, and bytes of its files, for a `Ledger`.
     def memory(self) -> list[torch.Tensor]: ...
@@ -202,7 +203,7 @@ class FlatParameter:
         # Whether to copy a reduced gradient that is a view of a bucket of several layers, so that
         # the bucket can be freed.
         self.copies_views = False
-        self.shard_hooks: list[Any] = []  # handles of hooks on the shard
+        self.shard_hooks: list[RemovableHandle] = []  # handles of hooks on the shard
         self.slots: list[Slot] = []
         offset = 0
         for param, names in params.items():
@@ -497,7 +498,7 @@ class InMemory:
         """
         self.param.detach().copy_(values)
 
-    def release(self, stream: Any = None) -> None:
+    def release(self, stream: torch.Stream | None = None) -> None:
         """
         ### Nothing to give back
         """
@@ -510,7 +511,7 @@ class OnDevice:
 
     tier = "device"
 
-    def shard(self, owner: Any, values: torch.Tensor, trains: bool) -> InMemory:
+    def shard(self, owner: Guarded, values: torch.Tensor, trains: bool) -> InMemory:
         """
         ### Leave a layer's shard, `(shard_numel,)`, where it is
 

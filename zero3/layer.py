@@ -445,7 +445,7 @@ class Zero3Layer(Sharded):
         """
         flat = self.flats[flat_index]
         slot = flat.slots[slot_index]
-        grad: Any = param.grad
+        grad = param.grad
         # Autograd also calls the hook when it finds that there is no gradient.
         if grad is None:
             return

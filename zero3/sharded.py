@@ -475,7 +475,7 @@ class ShardedModel(nn.Module, Named):
                 "build a new `Zero3Sequential` of `Zero3Layer`s, and the optimizer on it")
 
 
-def comm_of(model: Any) -> Communicator:
+def comm_of(model: object) -> Communicator:
     """
     ## The communicator of a model; for any other object, that of all ranks
 

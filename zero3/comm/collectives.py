@@ -75,7 +75,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -191,7 +191,7 @@ class Communicator(Peers):
         sender.listener.record(sender, "fetch", nbytes, transfer)
         return transfer
 
-    def reduce_scatter(self, senders: list[Any], pairs: Pairs) -> Transfer:
+    def reduce_scatter(self, senders: Sequence[Sender], pairs: Pairs) -> Transfer:
         """
         ### Reduce-scatter: start to sum each flat gradient over the ranks
 
@@ -351,7 +351,7 @@ class Communicator(Peers):
     # ------------------------------------------------------------------------- streams and layout
 
     @contextmanager
-    def on(self, stream: Any) -> Iterator[None]:
+    def on(self, stream: torch.Stream) -> Iterator[None]:
         """
         ### Work on a stream, after it has waited for the current one
 
@@ -362,7 +362,7 @@ class Communicator(Peers):
         with self._backend.stream(stream):
             yield
 
-    def current_stream(self) -> Any:
+    def current_stream(self) -> torch.Stream:
         """
         ### The compute stream
 
@@ -393,7 +393,7 @@ class Communicator(Peers):
 
     # ------------------------------------------------------------------- the same on all ranks
 
-    def _begin(self, groups: list[Group], senders: list[Any], action: str,
+    def _begin(self, groups: list[Group], senders: Sequence[Sender], action: str,
                pairs: Pairs, options: str = "") -> Transfer:
         """
         #### Announce what this rank is about to send
@@ -468,7 +468,7 @@ class Communicator(Peers):
             return f"{action} of {name}"
         return f"{action} of {name}, {nbytes} bytes, layers' checksum {mark & _LOWER}"
 
-    def fail(self, sender: Sender, what: str, expected: str, got: Any, cure: str) -> None:
+    def fail(self, sender: Sender, what: str, expected: str, got: object, cure: str) -> None:
         """
         ### Raise an error here, and on the other ranks as soon as they wait for this one
 
@@ -627,7 +627,7 @@ class Transfer:
     action: str  # one of `_ACTIONS`
     pairs: Pairs
     # An event on the stream: after the copies of a gather, or after the sums of a reduce.
-    done: Any
+    done: torch.Event
     row: tuple[int, ...]  # what this rank has announced
     options: str  # what has to be the same on all ranks besides, in words
     # Adds what has been received, for each pair; a gather has nothing to add.
@@ -882,7 +882,7 @@ class Transfer:
 
 
 @functools.cache
-def streams(device: torch.device) -> tuple[Any, Any]:
+def streams(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
     """
     ## The fetch stream and the backup stream of a device
 

@@ -86,7 +86,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -177,7 +177,7 @@ class Links:
         return ", ".join(said)
 
 
-def _works(encoding: Any) -> bool:
+def _works(encoding: Encoding) -> bool:
     """
     #### Whether an encoding does on zeros what it has to do
     """
@@ -384,7 +384,7 @@ class LinkedCommunicator(Communicator):
 
     # -------------------------------------------------------------------------------------- reduce
 
-    def reduce_scatter(self, senders: list[Any], pairs: Pairs) -> Transfer:
+    def reduce_scatter(self, senders: Sequence[Any], pairs: Pairs) -> Transfer:
         """
         ### Reduce-scatter: inside the node
 

@@ -29,7 +29,7 @@ until the time-out of the process group, and the error says how long they waited
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -121,7 +121,7 @@ class Listener(Protocol):
     `Ledger` is one: it records the bytes that a run sends and holds.
     """
 
-    def record(self, sender: Any, event: str, nbytes: int | None = 0,
+    def record(self, sender: object, event: str, nbytes: int | None = 0,
                transfer: Counted | None = None, tier: str = "device") -> None: ...
 
 
@@ -150,7 +150,7 @@ class Silence:
     asking whether anybody wants them.
     """
 
-    def record(self, *args: Any, **kwargs: Any) -> None:
+    def record(self, *args: object, **kwargs: object) -> None:
         """
         ### Do nothing
         """

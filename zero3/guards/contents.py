@@ -39,6 +39,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
 
 from zero3.guards.options import Named
 
@@ -114,11 +115,10 @@ class Contents:
                      "`torch.func.functional_call(layer.module, params, ...)` in `with "
                      "layer.full_params() as params:`")
         for flat, shard in zip(layer.flats, layer.chunk._parameters.values(), strict=False):
-            if shard is not flat.shard:
-                layer.expect(False, "has lost its shard", "the one that it was wrapped with",
-                             f"a {type(shard).__name__} in its place", "leave sharded layers out "
-                             "of what replaces parameters, as `fully_shard` and "
-                             "`distribute_module` do")
+            layer.expect(shard is flat.shard, "has lost its shard", "the one that it was wrapped "
+                         "with", f"a {type(shard).__name__} in its place", "leave sharded layers "
+                         "out of what replaces parameters, as `fully_shard` and "
+                         "`distribute_module` do")
         if self.depth == 0 and self.known.has_changed():
             self._hide_again()
             owners = [owner for _, owner in self._look()]
@@ -182,7 +182,7 @@ class Contents:
         for owner, params in self.hidden:
             owner._parameters.update(params)
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.depth -= 1
         if self.depth > 0:
             return
@@ -194,7 +194,7 @@ class Contents:
             for name in params:
                 owner._parameters.pop(name, None)
 
-    def _refuse_state_dicts(self) -> list[Any]:
+    def _refuse_state_dicts(self) -> list[RemovableHandle]:
         """
         #### Refuse to read and to write the state dicts of the modules
 
@@ -203,23 +203,21 @@ class Contents:
 
         Returns the handles of the hooks.
         """
-        def refuse_to_save(*_: Any) -> None:
+        def refuse_to_save(*_: object) -> None:
             self.layer.expect(
                 not self.layer.flats, "has no state dict", "weights", "shards", "take "
                 "`zero3.save`, or the weights in `with model.full_params() as params:`")
 
-        def refuse_to_load(*_: Any) -> None:
+        def refuse_to_load(*_: object) -> None:
             self.layer.expect(
                 not self.layer.flats, "cannot load a state dict", "parameters to load into",
                 "shards", "load it before wrapping; or copy each tensor to `params[name]` in `with "
                 "model.full_params(writeback=True) as params:`; or pass its file to `wrap(..., "
                 "checkpoint=)`; a checkpoint of `zero3.save` is read by `zero3.load`")
 
-        handles = []
-        for owner in self.owners:
-            handles.append(owner.register_state_dict_pre_hook(refuse_to_save))
-            handles.append(owner.register_load_state_dict_pre_hook(refuse_to_load))
-        return handles
+        return [*(owner.register_state_dict_pre_hook(refuse_to_save) for owner in self.owners),
+                *(owner.register_load_state_dict_pre_hook(refuse_to_load)
+                  for owner in self.owners)]
 
     def refuse_copies(self) -> None:
         """
@@ -329,7 +327,7 @@ def uncompiled(forward: Callable) -> Callable:
     return call
 
 
-def look_at_wrapper(wrapper: nn.Module, name: str, module: Any) -> None:
+def look_at_wrapper(wrapper: nn.Module, name: str, module: object) -> None:
     """
     ## Refuse a library that trains whole parameters
 

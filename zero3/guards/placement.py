@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero3.guards.options import fail, same
+from zero3.guards.options import expect, same
 
 Params = dict[nn.Parameter, tuple[str, ...]]
 
@@ -53,15 +53,13 @@ def check_params(rank: int, who: str, params: Params, device: torch.device | str
     """
     at = torch.device(device or next((p.device for p in params), "cpu"))
     for p, (name, *_) in params.items():
-        what = f"cannot shard `{name}`"
-        if type(p) is not nn.Parameter or p.is_meta:
-            fail(rank, who, what, "a Parameter with values", f"{type(p).__name__} on {p.device}",
-                 "initialise the module first")
-        if p.device.type != at.type or at.index not in (None, p.device.index or 0):
-            fail(rank, who, what, f"device {at}", p.device, "move the module there first")
-        if dtype not in (None, p.dtype):
-            fail(rank, who, what, dtype, p.dtype, "convert the module with `.to(dtype)` first, or "
-                 "leave `dtype` out to mix data types")
+        what = f"rank {rank}: {who} cannot shard `{name}`"
+        expect(type(p) is nn.Parameter and not p.is_meta, what, "a Parameter with values",
+               f"{type(p).__name__} on {p.device}", "initialise the module first", RuntimeError)
+        expect(p.device.type == at.type and at.index in (None, p.device.index or 0), what,
+               f"device {at}", p.device, "move the module there first", RuntimeError)
+        expect(dtype in (None, p.dtype), what, dtype, p.dtype, "convert the module with "
+               "`.to(dtype)` first, or leave `dtype` out to mix data types", RuntimeError)
         at = p.device
     return at
 
@@ -99,27 +97,24 @@ def check_device(rank: int, group: dist.ProcessGroup | None, world_size: int, wh
 
     Returns the device with its number. Raises `RuntimeError`.
     """
-    what = f"cannot compute on {at}"
+    what = f"rank {rank}: {who} cannot compute on {at}"
     backend: Any = torch.get_device_module(at)
     count = backend.device_count() if backend.is_available() else 0
-    if (at.index or 0) >= count:
-        fail(rank, who, what, f"one of {count} such devices", at,
-             "choose one that this process sees, or move the module to the CPU")
+    expect((at.index or 0) < count, what, f"one of {count} such devices", at,
+           "choose one that this process sees, or move the module to the CPU", RuntimeError)
     current = torch.device(at.type, backend.current_device())
     if at.index is None:
         at = current
-    if at != current:
-        fail(rank, who, what, f"the current device, {current}", at,
-             f"call `torch.{at.type}.set_device({at.index})` on this rank before "
-             "`init_process_group`, or move the module")
+    expect(at == current, what, f"the current device, {current}", at,
+           f"call `torch.{at.type}.set_device({at.index})` on this rank before "
+           "`init_process_group`, or move the module", RuntimeError)
     if world_size == 1:
         return at
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
-    if bound not in (None, at):
-        fail(rank, who, what, f"{bound}, which the process group has", at,
-             f"pass `device_id={at}` to `init_process_group`, or move the module")
+    expect(bound in (None, at), what, f"{bound}, which the process group has", at,
+           f"pass `device_id={at}` to `init_process_group`, or move the module", RuntimeError)
     backends = str(dist.get_backend_config(group))
-    if f"{at.type}:" not in backends:
-        fail(rank, who, what, f"a process group for {at.type}", f"one for {backends}",
-             "call `init_process_group` without a backend, or with one that serves this device")
+    expect(f"{at.type}:" in backends, what, f"a process group for {at.type}", f"one for {backends}",
+           "call `init_process_group` without a backend, or with one that serves this device",
+           RuntimeError)
     return at
