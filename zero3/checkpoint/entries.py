@@ -233,9 +233,9 @@ class Entries(Named):
         They are buffers, and frozen parameters outside of layers. A trainable parameter there is an
         error, because nobody reduces its gradient and it differs between ranks.
         """
-        strays = stray(self.model)
-        self.expect(not strays, "cannot save or load", "trainable parameters in Zero3Layers",
-                    f"{strays} outside of them", "wrap their modules")
+        for name in stray(self.model):
+            self.expect(False, "cannot save or load", "trainable parameters in Zero3Layers",
+                        f"`{name}` outside of them", "wrap its module")
         found: dict[str, torch.Tensor] = {}
         shards = {flat.parameter.shard for flat in self.flats}
         for module, names in paths.items():
