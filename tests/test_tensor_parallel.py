@@ -656,7 +656,7 @@ UNFIT = {
     "adapted": "its Adapted has a `forward` of its own",
     "other_conv1d": "its Scaled has a `forward` of its own",
     "one_head": "query.heads` is 1, for 2 ranks", "llama_with_dropout": "another mask",
-    "other_on_each_rank": "parameters on rank 1",
+    "other_on_each_rank": "the same `1.layer1.weight` on all ranks",
     "tied_to_a_whole_layer": "`1.1.weight`, which is tied", "injected_before": "replaced already"}
 UNFIT_SEQUENCES = {
     "labml_model": "a model with a known stream", "other_sequences": "has a `src_attn`",
