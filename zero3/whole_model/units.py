@@ -830,8 +830,9 @@ class TracedOrder:
         All-gather of their labels; all ranks must call it. Raises `RuntimeError` on all of them if
         one is about to gather another unit.
         """
+        told = {"communication": f"gather of {unit.label}"}
         same(f"rank {unit.comm.global_rank}: {unit.label} is about to be gathered, and the ranks "
-             "diverged", unit.comm.ranks, unit.comm.gather({"gather": unit.label}),
+             "diverged", unit.comm.ranks, unit.comm.gather(told),
              "put everything that depends on a rank's data into one unit, by `leaf_classes`")
 
     def range_of(self, unit: Unit) -> Any:
