@@ -170,11 +170,8 @@ MUTATIONS = [
     Mutation(
         "unused", "layer.py", "Zero3Layer._backup_grads",
         title="The gradient of an unused parameter is not initialised",
-        old="""\
-        for flat in flats:
-            flat.zero_missing()
-""",
-        new="",
+        old="        pairs = [(flat.zero_missing(), flat.receive_buffer) for flat in flats]\n",
+        new="        pairs = [(flat.grad, flat.receive_buffer) for flat in flats]\n",
         breaks="I1", program="clip_nan",
         healthy="norm of layer 0's gradient: a number",
         symptom="norm of layer 0's gradient: nan",
@@ -199,15 +196,13 @@ MUTATIONS = [
         "no-comparison", "guards/placement.py", "compare_params",
         title="The ranks do not compare their modules",
         old="""\
-            if here != there:
-                fail(rank, who, f"differs between ranks at parameter {i}",
-                     f"{here}, as here", f"{there} on rank {other}",
-                     "build the same module, in the same order, on all ranks")
+    same(f"rank {rank}: {who} differs between ranks", ranks, [told for told, _ in every],
+         "build the same module, in the same order and with the same `Links`, on all ranks")
 """,
         new="",
         breaks="I6", program="another_order",
-        healthy="rank 1 prints: RuntimeError: rank 1: TwoLinears differs between ranks at "
-                "parameter 0. Expected: [(('second.weight',)",
+        healthy="rank 1 prints: RuntimeError: rank 1: TwoLinears differs between ranks. Expected: "
+                "the same parameter 0 on all ranks. Got: (('first.weight',)",
         symptom="rank 1 prints: output: not that of plain PyTorch",
         why="Rank 1 has created its two layers in the opposite order, and both have the same "
             "shape. All sizes agree, so every all-gather works. But rank 1 uses the first layer's "

@@ -1018,7 +1018,7 @@ def test_a_model_that_is_not_sharded_has_nothing_to_save(tmp_path):
     """
     Nor has one with a trainable parameter outside of all layers; a frozen one there is saved whole.
     Breaks where such a parameter is left out without a word.
-    Proves `Entries`, `Entries.__init__`, `Entries.expect`, `CheckpointReader.replicated`.
+    Proves `Entries`, `Entries.__init__`, `Named.expect`, `CheckpointReader.replicated`.
     """
     with pytest.raises(RuntimeError, match=r"Expected: a model of Zero3Layers. Got: Linear"):
         save(tmp_path, nn.Linear(2, 2), step=0)

@@ -298,7 +298,7 @@ def test_live_parameters_never_exceed_their_limit(name):
     With everything fetched ahead that the limit allows. Between the smallest possible limit and
     none, each is kept, and used; and the numbers are those of plain PyTorch.
     Proves I3, `TracedOrder.fetch`, `TracedOrder.live_numel`, `TracedOrder._fits`,
-    `Zero3Model.expect`.
+    `Named.expect`.
     """
     sizes = run(live, 2, name, None)[0][2]
     least = sum(sizes[each] for each in LEAST[name])

@@ -124,7 +124,7 @@ def test_a_freed_parameter_raises_by_name_wherever_it_is_touched():
     """
     Never a crash, never a silent broadcast of a placeholder: in the module, in a reference that was
     kept, in an optimizer built before wrapping. What does not need the elements still answers.
-    Proves `FreedParameter`, `FreedParameter.named`, `Sharded.fetch_for_others`.
+    Proves `FreedParameter`, `FreedParameter.named`, `Guarded.fetch_for_others`.
     """
     module = nn.Sequential(linear(), linear())
     weight = module[1].weight

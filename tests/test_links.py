@@ -641,8 +641,8 @@ def test_ranks_that_encode_in_different_ways_are_told():
     Proves I6, `Links.told`, `compare_params`, `LinkedCommunicator.open`.
     """
     for rank, said in enumerate(run(on_each_rank, 2, 66)):
-        assert f"rank {rank}: Linear travels in different ways" in said
-        assert f"on rank {1 - rank}. What to do: pass `Links` with the same arguments" in said
+        assert f"rank {rank}: Linear differs between ranks. Expected: the same `Links`" in said
+        assert "on rank 1. What to do: build the same module" in said and "same `Links`" in said
 
 
 def test_an_encoding_that_does_not_work_is_refused():

@@ -977,7 +977,7 @@ def test_what_cannot_work_is_refused_by_name(what, make):
     """
     Each error names rank, what was expected, what was found and what to do.
     Proves `Zero3Optimizer._check_model`, `Zero3Optimizer._check_arguments`,
-    `Zero3Optimizer.expect`, `fail`, `Sharded.expect`.
+    `Named.expect`, `fail`, `stray`.
     """
     with pytest.raises(RuntimeError, match=r"rank 0: the optimizer .*Expected.*Got.*What to do"):
         make(Zero3Layer(nn.Linear(2, 2)))

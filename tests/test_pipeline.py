@@ -179,7 +179,7 @@ def test_every_schedule_trains_the_weights_of_plain_pytorch(shape):
     `Stage.unshard`, `Stage.reshard`,
     `Stage.begin`, `StageLayer`, `StageLayer.hold`, `StageLayer.wait`, `StageLayer.let_go`,
     `InTurn`, `Borrowed`, `Borrowed.take`, `Borrowed.gradients`, `untie`, `holder`,
-    `Communicator.over_stages`, `Peers.gather_stages`, `_with_tied`, `_concatenated`.
+    `Communicator.over_stages`, `Group.gather`, `_with_tied`, `_concatenated`.
     """
     stages, shards = shape
     cases = [(gpt, shape, m, NAMES, (), torch.double, 2,

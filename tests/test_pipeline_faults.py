@@ -118,7 +118,7 @@ def test_an_error_in_one_stage_is_raised_in_all_with_its_cause(how, at, cause):
 @pytest.mark.parametrize("how, wrong", [
     ("rows", "tensors of [6] rows, on rank 2"),
     ("values", "['torch.int64 of (8, 5)', 'torch.int64 of (8, 5)'] to train in training mode, and"),
-    ("shapes", ", on rank 0, and ['torch.int64 of (4, 5)', 'torch.int64 of (4, 5)'] to train"),
+    ("shapes", " on rank 0, and \"['torch.int64 of (4, 5)', 'torch.int64 of (4, 5)'] to train"),
     ("mode", "['torch.int64 of (8, 5)', 'torch.int64 of (8, 5)'] to train in evaluation mode"),
     ("number", "'torch.int64 of (8, 5)', 'True'] to train"),
     ("type", "'torch.int32 of (8, 5)'] to train")])
@@ -126,7 +126,7 @@ def test_a_batch_that_does_not_fit_is_refused_on_all_ranks_and_training_goes_on(
     """
     The ranks compare before anything is sent, so nothing is lost. In the second batch as in the
     first one: shapes, data types, values and numbers.
-    Proves I10, `Pipeline.cut`, `Channels.disagreement`, `_checksum`, `pipeline._told`.
+    Proves I10, `Pipeline.cut`, `Channels.compare`, `_checksum`, `pipeline._told`.
     """
     for first, second, third in run(train_until, 4, how, 2):
         assert second.startswith("ValueError") and wrong in second
@@ -266,7 +266,7 @@ def test_mistakes_that_would_train_wrongly_are_errors_on_all_ranks():
     """
     Other rows on the ranks of a pipeline; a batch that cannot be cut; other layers or arguments; a
     weight that two layers use and one registers.
-    Proves `Pipeline.cut`, `Pipeline._free_others`, `_checksum`, `check_same`.
+    Proves `Pipeline.cut`, `Pipeline._free_others`, `_checksum`, `same`.
     """
     for rank, told in enumerate(run(mistakes, 2)):
         rows, wrapped, shapes, arguments, count, weak = told

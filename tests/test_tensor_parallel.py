@@ -656,7 +656,7 @@ UNFIT = {
     "adapted": "its Adapted has a `forward` of its own",
     "other_conv1d": "its Scaled has a `forward` of its own",
     "one_head": "query.heads` is 1, for 2 ranks", "llama_with_dropout": "another mask",
-    "other_on_each_rank": "parameters on rank 1",
+    "other_on_each_rank": "the same `1.layer1.weight` on all ranks",
     "tied_to_a_whole_layer": "`1.1.weight`, which is tied", "injected_before": "replaced already"}
 UNFIT_SEQUENCES = {
     "labml_model": "a model with a known stream", "other_sequences": "has a `src_attn`",
@@ -734,7 +734,7 @@ def test_ranks_with_other_inputs_and_late_changes_are_refused():
     Proves `Line.compare_once`, `connect`, `Zero3Model.save`, `VocabularyEmbedding`.
     """
     for said in run(after_the_split, 2):
-        expected = ("the inputs of rank 1 differ", "the random numbers of rank 1 differ",
+        expected = ("the same inputs", "the same random numbers",
                     "inject both policies in one call", "tokens from 0 to 12",
                     "put it in a chain", "ranks [0, 1] in both meshes", "parts of them",
                     "stages of a pipeline")

@@ -605,11 +605,11 @@ def test_a_rank_that_is_called_otherwise_is_named_on_all(tmp_path):
     for mine, theirs, cause in zip(first, second, causes, strict=False):
         assert "on rank 1" in mine and cause in mine and cause in theirs, mine
         assert mine.startswith("rank 0: ")
-    differences = ["2 on rank 0, 3 on rank 1", f"'{tmp_path}/b' on rank 1", "True on rank 1",
-                   "'AdamW' on rank 0, None on rank 1", f"'{tmp_path}/b' on rank 1"]
+    differences = ["2 on rank 0, and 3 on rank 1", f"'{tmp_path}/b' on rank 1", "True on rank 1",
+                   "'AdamW' on rank 0, and None on rank 1", f"'{tmp_path}/b' on rank 1"]
     for mine, theirs, told in zip(first[7:12], second[7:12], differences, strict=True):
         assert told in mine and told in theirs and "What to do: call it alike" in mine
-    assert "error on rank 1" in first[12] and "Got: Linear" in second[12]
+    assert "on rank 1. What to do" in first[12] and "Got: Linear" in second[12]
 
 
 def is_damaged_meanwhile(folder):

@@ -233,7 +233,7 @@ def test_what_trains_nothing_may_be_added_and_layers_may_change_places():
 def test_what_is_added_to_a_chain_is_noticed():
     """
     A layer at its end, in place of one, beside it; and inside of one of its layers.
-    Proves `Zero3Sequential.walk`, `Sharded.admits`, `Contents.check`,
+    Proves `Zero3Sequential.walk`, `Guarded.admits`, `Contents.check`,
     `ShardedModel.refuse_changes`.
     """
     for add in (lambda m: m.module_list.append(Zero3Layer(nn.Linear(2, 2))),

@@ -227,8 +227,9 @@ def test_what_is_wrong_on_one_rank_alone_ends_all_of_them_with_its_reason(tmp_pa
     assert job.text().startswith("zero3.train: on rank 1: ") and "Got: nowhere.txt." in job.text()
     assert other.codes() == [2, 2]
     assert other.text() == (
-        "zero3.train: the ranks have different options. Expected: --seed 0, as on rank 0. Got: "
-        "--seed 1, on rank 1. What to do: start all machines with the same command.\n")
+        "zero3.train: the ranks have different options. Expected: the same --seed on all ranks. "
+        "Got: 0 on rank 0, and 1 on rank 1. What to do: start all machines with the same "
+        "command.\n")
     assert words.codes() == [2, 2]
     assert words.text() == ("zero3.train: on rank 1: argument --steps: invalid int value: 'many'. "
                             "What to do: see `zero3.train --help`.\n")

@@ -50,9 +50,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from zero3.guards.contents import is_sharded
-from zero3.guards.freed import FreedParameter, Owner
+from zero3.guards.contents import Guarded, is_sharded
+from zero3.guards.freed import FreedParameter
 from zero3.guards.room import check_step
 from zero3.guards.shard_gradients import mark
 from zero3.in_flight import in_flight
@@ -94,7 +95,7 @@ class Storage(Protocol):
     def replace(self, values: torch.Tensor) -> None: ...
 
     # The loaded shard is no longer needed, once `stream` has copied it.
-    def release(self, stream: Any = None) -> None: ...
+    def release(self, stream: torch.Stream | None = None) -> None: ...
 
 
 class GradientSink(Protocol):
@@ -125,7 +126,7 @@ class StorageFactory(Protocol):
 
     tier: str
 
-    def shard(self, owner: Any, values: torch.Tensor, trains: bool) -> Storage: ...
+    def shard(self, owner: Guarded, values: torch.Tensor, trains: bool) -> Storage: ...
 
     # Memory that it holds, and bytes of its files, for a `Ledger`.
     def memory(self) -> list[torch.Tensor]: ...
@@ -171,7 +172,7 @@ class FlatParameter:
     it is reduced.
     """
 
-    def __init__(self, owner: Owner, params: NamedParams, full: torch.Tensor, storage: Storage,
+    def __init__(self, owner: Guarded, params: NamedParams, full: torch.Tensor, storage: Storage,
                  aligned: Callable[[int, torch.dtype], int], cure: str):
         """
         ### Make the parameters views of a buffer
@@ -202,7 +203,7 @@ class FlatParameter:
         # Whether to copy a reduced gradient that is a view of a bucket of several layers, so that
         # the bucket can be freed.
         self.copies_views = False
-        self.shard_hooks: list[Any] = []  # handles of hooks on the shard
+        self.shard_hooks: list[RemovableHandle] = []  # handles of hooks on the shard
         self.slots: list[Slot] = []
         offset = 0
         for param, names in params.items():
@@ -400,9 +401,9 @@ class FlatParameter:
             torch.mul(grad, factor, out=slot.of(self.grad))
         self.ready.add(slot.names)
 
-    def zero_missing(self) -> None:
+    def zero_missing(self) -> torch.Tensor:
         """
-        ### Zero the gradients of parameters that got none
+        ### The full gradient, with zeros for the parameters that got none
 
         Their places hold whatever the memory held before.
         """
@@ -410,6 +411,7 @@ class FlatParameter:
         for slot in self.slots:
             if slot.names not in self.ready:
                 slot.of(self.grad).zero_()
+        return self.grad
 
     def drop_full_grad(self) -> None:
         """
@@ -496,7 +498,7 @@ class InMemory:
         """
         self.param.detach().copy_(values)
 
-    def release(self, stream: Any = None) -> None:
+    def release(self, stream: torch.Stream | None = None) -> None:
         """
         ### Nothing to give back
         """
@@ -509,7 +511,7 @@ class OnDevice:
 
     tier = "device"
 
-    def shard(self, owner: Any, values: torch.Tensor, trains: bool) -> InMemory:
+    def shard(self, owner: Guarded, values: torch.Tensor, trains: bool) -> InMemory:
         """
         ### Leave a layer's shard, `(shard_numel,)`, where it is
 
@@ -549,7 +551,7 @@ def own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.M
             yield from own_modules(child, f"{prefix}{name}.")
 
 
-def find_params(module: nn.Module, owner: Owner, cure: str) -> NamedParams:
+def find_params(module: nn.Module, owner: Guarded, cure: str) -> NamedParams:
     """
     ## Find each parameter of a layer once, with its names
 

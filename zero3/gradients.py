@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.linalg import vector_norm
 
-from zero3.guards.contents import is_sharded
+from zero3.guards.contents import check_groups, is_sharded, stray
 from zero3.guards.shard_gradients import GradientElsewhere, grad_of, plain_part
 
 # Elements whose squares fp32 adds up at once; the blocks' sums are added afterwards. One sum over
@@ -57,7 +57,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     layers: list[Any] = [m for m in model.modules() if is_sharded(m)]
     flats = [flat for layer in layers for flat in layer.flats if flat.shard.requires_grad]
     # In a pipeline, all layers of this stage may be frozen.
-    if not layers or not any(layers[0].comm.gather_stages(bool(flats))):
+    if not layers or not any(layers[0].comm.stages.gather(bool(flats))):
         raise RuntimeError("clip_grad_norm_: no shards. Expected: a model with a trainable "
                            f"Zero3Layer. Got: {type(model).__name__}. What to do: wrap it first.")
     first = layers[0]
@@ -93,13 +93,10 @@ def _check_clip(model: nn.Module, first: Any, flats: list[Any], norm_type: float
     With a loss scale of 65536, for instance, the norm would be as many times too large, and nearly
     every step would be clipped without need.
     """
-    shards = {flat.shard for flat in flats}
-    stray = [n for n, p in model.named_parameters() if p.requires_grad and p not in shards]
-    first.expect(not stray, "cannot clip", "all trainable parameters in Zero3Layers", stray,
+    names = stray(model)
+    first.expect(not names, "cannot clip", "all trainable parameters in Zero3Layers", names,
                  "wrap the modules that they are in, or freeze them")
-    groups = {flat.owner().comm.groups for flat in flats}
-    first.expect(len(groups) <= 1, "cannot clip", "one norm over the same ranks for all layers",
-                 f"layers on {len(groups)} groups of ranks", "clip each model by itself")
+    check_groups(flat.owner() for flat in flats)
     first.expect(norm_type > 0, "cannot clip", "a positive `norm_type`, or math.inf", norm_type,
                  "pass 2.0, or leave it out")
     first.expect(not first.reducer.scaled, "cannot clip", "gradients without a loss scale",

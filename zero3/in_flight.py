@@ -64,7 +64,6 @@ ends, and its model with it.
 """
 
 import weakref
-from typing import Any
 
 import torch
 
@@ -80,11 +79,11 @@ class InFlight:
     def __init__(self) -> None:
         # Whatever is in flight (a `Transfer`, an `InFile`, a `Reducer`, `Channels`) with the
         # storages that it uses. Weakly: if nobody has it any more, its messages are gone too.
-        self.users: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
+        self.users: weakref.WeakKeyDictionary[object, set[int]] = weakref.WeakKeyDictionary()
         # What has failed. Others may still wait for its messages, and send theirs.
-        self.lost: list[Any] = []
+        self.lost: list[object] = []
 
-    def begin(self, user: Any, *tensors: torch.Tensor) -> None:
+    def begin(self, user: object, *tensors: torch.Tensor) -> None:
         """
         ### Something is about to use these tensors
 
@@ -92,13 +91,13 @@ class InFlight:
         """
         self.users.setdefault(user, set()).update(_storage_of(tensor) for tensor in tensors)
 
-    def end(self, user: Any) -> None:
+    def end(self, user: object) -> None:
         """
         ### The wait for it has succeeded: it no longer uses anything
         """
         self.users.pop(user, None)
 
-    def lose(self, user: Any) -> None:
+    def lose(self, user: object) -> None:
         """
         ### It has failed: it keeps its memory, and its messages, until the process ends
 
@@ -107,10 +106,10 @@ class InFlight:
         if user in self.users and not self.is_lost(user):
             self.lost.append(user)
 
-    def is_lost(self, user: Any) -> bool:
+    def is_lost(self, user: object) -> bool:
         return any(user is other for other in self.lost)
 
-    def user_of(self, tensor: torch.Tensor) -> Any:
+    def user_of(self, tensor: torch.Tensor) -> object:
         """
         ### What uses this tensor's memory, or `None`
         """

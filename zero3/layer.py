@@ -173,14 +173,8 @@ class Zero3Layer(Sharded):
         super().__init__(module)
         self.comm = communicator(rank, world_size, mesh)
         self.offload = storage_factory(offload)
-        # Its place in a chain, which `Zero3Sequential` sets. A layer that is in a chain twice has
-        # two next layers.
-        self.prev_layer = []
-        self.next_layer = []
         self.reducer = Reducer(self.comm)
         self.schedule: Schedule = Alone()
-        # True from the start of an all-gather until the layer is freed.
-        self.is_fetched = False
         # The all-gather in flight.
         self._gather: Transfer | None = None
         # If the layer was not freed after forward: the call whose backward it waits for.
@@ -189,7 +183,6 @@ class Zero3Layer(Sharded):
 
         params = find_params(module, self, self.cure)
         self.device = self.comm.open(self, params, device, dtype)
-        self.flats: list[FlatParameter] = []
         # The shards, one for each flat parameter. labml calls them chunks.
         self.chunk = nn.ParameterList()
         for group in alike(params):
@@ -312,8 +305,7 @@ class Zero3Layer(Sharded):
             flat.storage.release(self.comm.fetch_stream)
         # Meanwhile, begin to read the shards of the layers that come next, if they rest in files.
         for layer in self.schedule.ahead(self):
-            for flat in layer.flats:
-                flat.storage.read_async()
+            layer.read_async()
 
     def _wait_params(self) -> None:
         """
@@ -387,8 +379,7 @@ class Zero3Layer(Sharded):
         self.fetch_params()
         self._wait_params()
         self.listener.record(self, "compute")
-        call = Call()
-        call.versions = self.shard_versions()
+        call = Call(self.shard_versions())
         try:
             args, kwargs = self.watch.inputs(call, args, kwargs)
             # Inside the module, `self.parameters()` yields the full parameters.
@@ -434,7 +425,7 @@ class Zero3Layer(Sharded):
         Unshard again, and prefetch the layer that backward reaches next.
         """
         self.refuse_double_backward()
-        self.refuse_old_calls(call)
+        self.refuse_old_calls(call.versions)
         self._settle_at_end_of_backward()
         if self.watch.enter(call):
             self.listener.record(self, "compute")
@@ -454,7 +445,7 @@ class Zero3Layer(Sharded):
         """
         flat = self.flats[flat_index]
         slot = flat.slots[slot_index]
-        grad: Any = param.grad
+        grad = param.grad
         # Autograd also calls the hook when it finds that there is no gradient.
         if grad is None:
             return
@@ -515,10 +506,8 @@ class Zero3Layer(Sharded):
         self._release()
         self.watch.arrived.clear()
         flats = [flat for flat in self.flats if flat.grad is not None]
-        for flat in flats:
-            flat.zero_missing()
         # On the CPU, the gradients of the other ranks arrive where the full parameters were.
-        pairs: Any = [(flat.grad, flat.receive_buffer) for flat in flats]
+        pairs = [(flat.zero_missing(), flat.receive_buffer) for flat in flats]
         # `Zero3Optimizer` makes small layers wait, and reduces several of them together.
         if pairs and not self.reducer.keeps(self, pairs):
             self.reducer.started([self], self.comm.reduce_scatter([self], pairs))

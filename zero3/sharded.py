@@ -41,17 +41,16 @@ from zero3.comm.collectives import ALONE, Communicator
 from zero3.comm.order import Listener, Silence
 from zero3.comm.reducer import Reducer
 from zero3.flat import FlatParameter, OnDevice, Slot, StorageFactory
-from zero3.gradients import clip_grad_norm_
-from zero3.guards.contents import Contents, Known
-from zero3.guards.options import expect, fail, whole
-from zero3.watch import Call, Watch
+from zero3.guards.contents import Contents, Guarded, Known, check_groups
+from zero3.guards.options import Named, expect, whole
+from zero3.watch import Watch
 
 if TYPE_CHECKING:
     from zero3.comm.links import Links
     from zero3.offload.tiers import Offload
 
 
-class Sharded(nn.Module):
+class Sharded(Guarded):
     """
     ## A sharded module
 
@@ -59,9 +58,6 @@ class Sharded(nn.Module):
     schedule cannot import `Zero3Layer`.
     """
 
-    module: nn.Module
-    device: torch.device
-    label: str  # what errors call it
     layer_idx = ALONE  # its place in a chain or a model
     comm: Communicator
     reducer: Reducer
@@ -70,15 +66,12 @@ class Sharded(nn.Module):
     contents: Contents
     flats: list[FlatParameter]
     watch: Watch
-    prev_layer: list[Sharded]
-    next_layer: list[Sharded]
-    is_fetched: bool
+    is_fetched = False  # from the start of an all-gather until the layer is freed
     is_full_elsewhere = False  # inside `full_params` the parameters are whole in other memory
 
     # What to do about a parameter that is not where somebody looks for it.
     cure = ("wrap each module once, put modules that share a parameter into one Zero3Layer, and "
             "build the optimizer on `get_trainable_chunk()` after wrapping")
-    # What to do about a layer or a parameter that was added.
     cure_for_new = ("wrap it in a `Zero3Layer` of its own, or assign it before this layer is "
                     "wrapped; and build the optimizer afterwards")
 
@@ -94,6 +87,11 @@ class Sharded(nn.Module):
                    "its class", TypeError)
         self.module = module
         self.label = type(module).__name__
+        self.flats = []
+        # Its place in a chain, which `Zero3Sequential` sets. A layer that is in a chain twice has
+        # two next layers.
+        self.prev_layer: list[Sharded] = []
+        self.next_layer: list[Sharded] = []
 
     # The training step, which `Zero3Layer` has, and the names by which other chapters call it.
 
@@ -126,6 +124,13 @@ class Sharded(nn.Module):
         if the last micro-batch ran inside `no_sync()` too, or did not reach this layer.
         """
         self._backup_grads()
+
+    def read_async(self) -> None:
+        """
+        ### Begin to read the shards, if they rest in files
+        """
+        for flat in self.flats:
+            flat.storage.read_async()
 
     def get_trainable_chunk(self) -> list[nn.Parameter]:
         """
@@ -212,6 +217,7 @@ class Sharded(nn.Module):
 
         See `ShardedModel.clip_grad_norm_`.
         """
+        from zero3.gradients import clip_grad_norm_
         return clip_grad_norm_(self, max_norm, norm_type)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -260,32 +266,7 @@ class Sharded(nn.Module):
         yield from self.reducer.held_tensors()
         yield from self.offload.memory()
 
-    def fetch_for_others(self) -> bool:
-        """
-        ### Gather the parameters for another layer that uses them, and return whether it may
-
-        `Unit`, the layer of a whole model, overrides this.
-        """
-        return False
-
-    def admits(self, layer: nn.Module) -> bool:
-        """
-        ### Whether a sharded layer may be inside this one
-
-        `Unit` overrides this, because a whole model knows all its layers.
-        """
-        return True
-
     # -------------------------------------------------------------------------------------- checks
-
-    def expect(self, good: bool, what: str, expected: Any, got: Any, cure: str) -> None:
-        """
-        ### Raise an error unless this is good
-
-        It says where, what was expected, what was found, and what to do.
-        """
-        if not good:
-            fail(self.comm.global_rank, self.label, what, expected, got, cure)
 
     def warn_of_autocast(self) -> None:
         """
@@ -367,14 +348,14 @@ class Sharded(nn.Module):
         """
         return tuple(flat.shard._version for flat in self.flats)
 
-    def refuse_old_calls(self, call: Call) -> None:
+    def refuse_old_calls(self, versions: tuple[int, ...]) -> None:
         """
         ### Refuse backward through weights that have changed since forward
 
         The layer checks this when backward reaches it. Backward gathers the weights once more, so
         it would compute with the new ones. Plain PyTorch raises an error here too.
         """
-        self.expect(call.versions == self.shard_versions(), "cannot go backward",
+        self.expect(versions == self.shard_versions(), "cannot go backward",
                     "the weights of its forward pass", "weights that have changed since, by an "
                     "optimizer for instance", "go backward through all forward passes before you "
                     "step; or compute the forward pass again")
@@ -399,7 +380,7 @@ class Sharded(nn.Module):
         self.contents.refuse_copies()
 
 
-class ShardedModel(nn.Module):
+class ShardedModel(nn.Module, Named):
     """
     ## A model of sharded layers, for its users
 
@@ -410,6 +391,7 @@ class ShardedModel(nn.Module):
     sharded_layers: tuple[Sharded, ...]  # those that it was built with
     comm: Communicator  # of all ranks, if the model has one; a chain has that of its layers
     known: Known
+    label = "the model"
     listener: Listener = Silence()
 
     def held_tensors(self) -> Iterable[torch.Tensor | None]:
@@ -439,6 +421,7 @@ class ShardedModel(nn.Module):
         All ranks call it in place of `torch.nn.utils.clip_grad_norm_`, which sees the shards of one
         rank alone. Returns the norm before clipping, the same bits on all ranks.
         """
+        from zero3.gradients import clip_grad_norm_
         return clip_grad_norm_(self, max_norm, norm_type)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -492,7 +475,7 @@ class ShardedModel(nn.Module):
                 "build a new `Zero3Sequential` of `Zero3Layer`s, and the optimizer on it")
 
 
-def comm_of(model: Any) -> Communicator:
+def comm_of(model: object) -> Communicator:
     """
     ## The communicator of a model; for any other object, that of all ranks
 
@@ -503,23 +486,6 @@ def comm_of(model: Any) -> Communicator:
         if isinstance(module, (Sharded, ShardedModel)) and hasattr(module, "comm"):
             return module.comm
     return Communicator()
-
-
-def check_groups(layers: Iterable[Sharded]) -> None:
-    """
-    ## Refuse layers of one model that are sharded over different ranks
-
-    They share a communicator, so the ranks of one layer's mesh would send to those of another's.
-    Raises `RuntimeError`.
-    """
-    by_groups = {(layer.comm.groups, layer.comm.links): layer for layer in layers}
-    told = [" x ".join(f"{[*group.ranks]}" for group in groups) + f" with {links}" * bool(links)
-            for groups, links in by_groups]
-    for layer in by_groups.values():
-        layer.expect(len(by_groups) == 1, "is sharded over other ranks, or in another way, than "
-                     "the rest of its model", "the same ranks and the same `Links` for all layers",
-                     " and ".join(told), "pass the same `mesh=` to every layer, also to those "
-                     "without parameters; models on different ranks take an optimizer each")
 
 
 def check_chain(modules: Any) -> list[Any]:

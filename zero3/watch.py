@@ -56,7 +56,10 @@ class Call:
 
     inputs = 0  # tensors that came in and need a gradient
     outputs = 0  # tensors that went out and need a gradient
-    versions: tuple[int, ...] = ()  # how often each shard had been written to
+
+    def __init__(self, versions: tuple[int, ...]):
+        # How often each shard had been written to.
+        self.versions = versions
 
 
 class Watch:

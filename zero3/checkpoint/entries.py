@@ -73,13 +73,14 @@ from zero3.checkpoint.reader import (
 )
 from zero3.comm.parts import WeightPart, connect, part_of
 from zero3.flat import FlatParameter, Slot
-from zero3.guards.options import fail
+from zero3.guards.contents import check_groups, stray
+from zero3.guards.options import Named
 from zero3.layer import Zero3Layer
 from zero3.offload.in_file import InFile
 from zero3.offload.tensors import TYPES, Broken, type_name
 from zero3.optimizer.stage3 import Zero3Optimizer, plain_names
 from zero3.optimizer.states import Piece, ShardStates, first_state
-from zero3.sharded import check_groups, comm_of
+from zero3.sharded import comm_of
 from zero3.whole_model.wrap import Zero3Model
 
 # Options of a param group that are not saved: the parameters themselves, and the options that
@@ -157,7 +158,7 @@ class TensorNames(NamedTuple):
     replicated: set[str]  # the names of the tensors that each rank of a stage has whole
 
 
-class Entries:
+class Entries(Named):
     """
     ## The tensors of a model and its optimizer that go into a checkpoint
 
@@ -165,7 +166,7 @@ class Entries:
     `reader.py` and `tensor_files.py` know files.
     """
 
-    label = "the checkpoint"  # what errors call it
+    label = "the checkpoint"
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None):
         """
@@ -232,6 +233,9 @@ class Entries:
         They are buffers, and frozen parameters outside of layers. A trainable parameter there is an
         error, because nobody reduces its gradient and it differs between ranks.
         """
+        for name in stray(self.model):
+            self.expect(False, "cannot save or load", "trainable parameters in Zero3Layers",
+                        f"`{name}` outside of them", "wrap its module")
         found: dict[str, torch.Tensor] = {}
         shards = {flat.parameter.shard for flat in self.flats}
         for module, names in paths.items():
@@ -240,19 +244,8 @@ class Entries:
             for path in names:
                 for name, tensor in tensors.items():
                     if tensor not in shards:
-                        full_name = f"{path}.{name}".strip(".")
-                        self.expect(not tensor.requires_grad, "cannot save or load", "trainable "
-                                    "parameters in Zero3Layers", f"`{full_name}` outside of them",
-                                    "wrap its module")
-                        found[full_name] = tensor
+                        found[f"{path}.{name}".strip(".")] = tensor
         return found
-
-    def expect(self, good: bool, what: str, expected: object, got: object, cure: str) -> None:
-        """
-        ### Raise an error about the checkpoint unless this is good
-        """
-        if not good:
-            fail(self.comm.global_rank, self.label, what, expected, got, cure)
 
     @property
     def place(self) -> int:
@@ -359,7 +352,7 @@ class Entries:
         for flat in first:
             flat["states"] = _merge_states(flat["params"], flat["states"])
         # The ranks at another place of a pipeline have other flat parameters.
-        places = self.comm.gather_stages((first, [*self.replicated]))
+        places = self.comm.stages.gather((first, [*self.replicated]))
         return {
             "world_size": self.comm.world_size,
             "places": len(places),
@@ -439,7 +432,7 @@ class Entries:
         mine = [(self.names(flat, slot), index) for flat in self.flats
                 for slot, index in zip(flat.parameter.slots, flat.indices, strict=True)]
         found = TensorNames([], set())
-        for params, replicated in self.comm.gather_stages((mine, [*self.replicated])):
+        for params, replicated in self.comm.stages.gather((mine, [*self.replicated])):
             found.params.extend(params)
             found.replicated.update(replicated)
         return found

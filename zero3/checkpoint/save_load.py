@@ -105,6 +105,7 @@ from zero3.checkpoint.reader import (
 )
 from zero3.comm.collectives import Communicator
 from zero3.guards.command_line import one_line
+from zero3.guards.options import same
 from zero3.offload.tensors import Broken, FileEntry, Writer
 from zero3.sharded import comm_of
 
@@ -139,8 +140,8 @@ def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     failed and no step has raised its error yet. The older checkpoints are not touched then.
     """
     def agreed(entries: Entries) -> dict[str, object]:
-        found = {"folder": os.path.realpath(folder), "step": operator.index(step),
-                 "keep": operator.index(keep), "async_write": bool(async_write)}
+        found = {"`folder`": os.path.realpath(folder), "`step`": operator.index(step),
+                 "`keep`": operator.index(keep), "`async_write`": bool(async_write)}
         entries.expect(step >= 0 and keep > 0, "cannot be saved", "a `step` of at least 0, and at "
                        "least 1 to `keep`", f"{step} and {keep}", "pass these")
         return found
@@ -163,26 +164,18 @@ def _all_here(done: str, model: nn.Module, optimizer: torch.optim.Optimizer | No
     All ranks must call it (all-gather of the arguments). If one rank raises, the others raise a
     `RuntimeError` with its error. Otherwise they would wait for that rank forever.
     """
-    mine: dict[str, object] = {}
-    raised: Exception | None = None
+    comm = comm_of(model)
     try:
         entries = Entries(model, optimizer)
-        mine = {"optimizer": entries.optimizer_class if optimizer else None, **agreed(entries)}
+        mine = {"`optimizer`": entries.optimizer_class if optimizer else None, **agreed(entries)}
     except Exception as error:
-        raised = error
-    comm = comm_of(model)
-    every = comm.gather((_told(raised) if raised else "", mine))
-    if raised:
-        raise raised
-    for rank, (problem, theirs) in zip(comm.ranks, every, strict=True):
-        entries.expect(not problem, f"cannot be {done}", "valid arguments on all ranks",
-                       f"an error on rank {rank}: {problem}",
-                       f"look at the arguments on rank {rank}; nothing has changed")
-        for name, first in every[0][1].items():
-            entries.expect(theirs[name] == first, f"cannot be {done}",
-                           f"the same `{name}` on all ranks",
-                           f"{first!r} on rank {comm.ranks[0]}, {theirs[name]!r} on rank {rank}",
-                           "call it alike on all ranks; nothing has changed")
+        # The others are about to agree that there is no problem.
+        comm.gather(_told(error))
+        raise
+    comm.agree(entries, f"cannot be {done}", "valid arguments on all ranks", "",
+               "look at the arguments on that rank; nothing has changed")
+    same(f"rank {comm.global_rank}: {entries.label} cannot be {done}", comm.ranks,
+         comm.gather(mine), "call it alike on all ranks; nothing has changed")
     return entries
 
 
@@ -472,7 +465,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     I5), and an interrupted load leaves the checkpoint as it is (invariant I10).
     """
     entries = _all_here("loaded", model, optimizer,
-                        lambda _: {"folder": os.path.realpath(folder)})
+                        lambda _: {"`folder`": os.path.realpath(folder)})
     comm = entries.comm
     _end_last_save(comm)
     everywhere = entries.tensor_names()

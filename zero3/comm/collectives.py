@@ -75,10 +75,9 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -145,7 +144,7 @@ class Communicator(Peers):
         # The rank that has announced a fault, if one has.
         self.failed: int | None = None
         # The transfers of which some steps have not started.
-        self.unfinished: list[Transfer] = []
+        self.unfinished: set[Transfer] = set()
         # Announcements of this rank in the device's memory, by their numbers.
         self._rows: dict[tuple[int, ...], torch.Tensor] = {}
         # The number that the ranks agreed on when they met to shard, the same on all of them.
@@ -184,18 +183,15 @@ class Communicator(Peers):
                 mine = self.rows(full)[self.rank]
                 mine.copy_(shard, non_blocking=True)
                 transfer.from_cpu |= shard.device != full.device
-                if self.by_messages:
-                    # Send this row to each other rank, and receive theirs.
-                    self.send(transfer, self.group, self.rows(full), [mine] * self.world_size)
-                elif self.group.size > 1:
-                    transfer.start(self.group, all_gather_single, full, mine)
+                # Send this row to each other rank, and receive theirs.
+                self.send(transfer, self.group, self.rows(full), mine, all_gather_single)
                 transfer.count(self.group, mine.nbytes)
             transfer.done.record()
         nbytes = sum(full.nbytes for full, _ in pairs)
         sender.listener.record(sender, "fetch", nbytes, transfer)
         return transfer
 
-    def reduce_scatter(self, senders: list[Any], pairs: Pairs) -> Transfer:
+    def reduce_scatter(self, senders: Sequence[Sender], pairs: Pairs) -> Transfer:
         """
         ### Reduce-scatter: start to sum each flat gradient over the ranks
 
@@ -214,15 +210,13 @@ class Communicator(Peers):
                     continue
                 parts = grad.view(self.group.size, -1)
                 mine = parts[self.group.rank]
+                # NCCL's sum replaces this rank's own part.
+                received = mine
                 if self.by_messages:
-                    # Send each other rank its part of the gradient, and receive their parts for
-                    # this rank. `total` adds them.
-                    received = as_receive_buffer(buffer, grad)
+                    # The parts of the other ranks for this one arrive here, and `total` adds them.
+                    received = as_receive_buffer(buffer, grad).view_as(parts)
                     transfer.pairs[i] = (grad, received)
-                    self.send(transfer, self.group, received.view_as(parts), parts)
-                else:
-                    # In place: the sum replaces this rank's own part.
-                    transfer.start(self.group, reduce_scatter_single, mine, grad)
+                self.send(transfer, self.group, received, parts, reduce_scatter_single)
                 transfer.count(self.group, mine.nbytes)
         return transfer
 
@@ -300,10 +294,7 @@ class Communicator(Peers):
         """
         if self.stages.size == 1:
             return mine[None]
-        # Each stage has other layers, so none of them is announced.
-        whole: Any = SimpleNamespace(label=sender.label, layer_idx=ALONE, comm=self,
-                                     listener=sender.listener)
-        return self._numbers(self.stages, whole, mine, options)
+        return self._numbers(self.stages, sender, mine, options)
 
     def _numbers(self, group: Group, sender: Sender, mine: torch.Tensor, options: str
                  ) -> torch.Tensor:
@@ -324,39 +315,43 @@ class Communicator(Peers):
         """
         ### Start to gather the rows of a group, `(size, n)`, of which each rank has its own
         """
-        mine = rows[group.rank]
-        if self.by_messages:
-            # Send this row to each other rank, and receive theirs.
-            self.send(transfer, group, rows, [mine] * group.size)
-        elif group.size > 1:
-            transfer.start(group, all_gather_single, rows.view(-1), mine)
+        self.send(transfer, group, rows, rows[group.rank], all_gather_single)
 
-    def send(self, transfer: Transfer, group: Group, receive: Any, send: Any,
-             tag: int | None = None) -> None:
+    def send(self, transfer: Transfer, group: Group, receive: torch.Tensor, send: torch.Tensor,
+             collective: Callable, tag: int | None = None) -> None:
         """
         ### Start to send a row to each other rank of a group, and to receive one from each
 
-        * `receive` and `send` have a row for each rank of the group, `(n,)`
+        * `receive` is `(size, n)`. If the collective adds what it receives, it is `(n,)` on an
+          accelerator
+        * `send` is `(size, n)`; or `(n,)`, if each rank gets the same row
+        * `collective` of torch's does the same on an accelerator
         * `tag` is that of the messages; left out, the transfer's next one
 
-        Each rank begins with its right-hand neighbour, or all would queue at rank 0.
+        With messages each rank begins with its right-hand neighbour, or all would queue at rank 0.
         """
-        if not len(send[0]):
+        if group.size == 1 or not send.numel():
             return
-        tag = transfer.tag() if tag is None else tag
         handle = group.process_group
+        if not self.by_messages:
+            with transfer.starting(receive, send) as works:
+                works.append(collective(receive.view(-1), send.reshape(-1), group=handle,
+                                        async_op=True))
+            return
+        rows = send.expand(group.size, -1)
+        tag = transfer.tag() if tag is None else tag
         peers = [(group.rank + k) % group.size for k in range(1, group.size)]
         for peer in peers:
-            with transfer.starting(receive[peer]) as works:
+            with transfer.starting(receive) as works:
                 works.append(dist.irecv(receive[peer], group=handle, tag=tag, group_src=peer))
         for peer in peers:
-            with transfer.starting(send[peer]) as works:
-                works.append(dist.isend(send[peer], group=handle, tag=tag, group_dst=peer))
+            with transfer.starting(send) as works:
+                works.append(dist.isend(rows[peer], group=handle, tag=tag, group_dst=peer))
 
     # ------------------------------------------------------------------------- streams and layout
 
     @contextmanager
-    def on(self, stream: Any) -> Iterator[None]:
+    def on(self, stream: torch.Stream) -> Iterator[None]:
         """
         ### Work on a stream, after it has waited for the current one
 
@@ -367,7 +362,7 @@ class Communicator(Peers):
         with self._backend.stream(stream):
             yield
 
-    def current_stream(self) -> Any:
+    def current_stream(self) -> torch.Stream:
         """
         ### The compute stream
 
@@ -398,7 +393,7 @@ class Communicator(Peers):
 
     # ------------------------------------------------------------------- the same on all ranks
 
-    def _begin(self, groups: list[Group], senders: list[Any], action: str,
+    def _begin(self, groups: list[Group], senders: Sequence[Sender], action: str,
                pairs: Pairs, options: str = "") -> Transfer:
         """
         #### Announce what this rank is about to send
@@ -411,23 +406,25 @@ class Communicator(Peers):
         """
         if self.broken and action != "fault":
             raise RuntimeError(self.broken)
-        numbers = [sender.layer_idx for sender in senders]
+        # Each stage of a pipeline has other layers, and has drawn another number.
+        of_stages = groups == [self.stages]
+        numbers = [ALONE if of_stages else sender.layer_idx for sender in senders]
         # The checksum tells two buckets apart that begin with the same layer and are as large. The
-        # number tells two models apart; each stage of a pipeline has drawn another one.
-        met = 0 if action == "fault" or groups == [self.stages] else self.met
+        # number tells two models apart.
+        met = 0 if action == "fault" or of_stages else self.met
         mark = met << 32 | zlib.crc32(f"{numbers}{options}".encode())
         row = (numbers[0], _ACTIONS.index(action), sum(full.nbytes for full, _ in pairs), mark)
         transfer = Transfer(self, senders[0], action, pairs, self.event(), row, options)
         for group in groups:
             if group.size == 1:
                 continue
+            mine = self._announced(row, options)
+            # NCCL runs collectives in order, so this one meets the announcements of the other
+            # ranks, whatever they are about to send.
+            order = mine.new_empty(group.size, 4)
             if self.by_messages:
-                order = torch.empty(group.size, 4, dtype=torch.int64)
-                order[group.rank] = torch.tensor(row)
-                mine = [order[group.rank]] * group.size
-                self.send(transfer, group, order, mine, _ORDER_TAG)
-            else:
-                order = self._announce(transfer, group)
+                order[group.rank] = mine
+            self.send(transfer, group, order, mine, all_gather_single, _ORDER_TAG)
             transfer.orders.append((group, order))
             transfer.order_bytes += _ORDER_BYTES * (group.size - 1)
         # The announcements are waited for first.
@@ -435,22 +432,18 @@ class Communicator(Peers):
         transfer.works = []
         return transfer
 
-    def _announce(self, transfer: Transfer, group: Group) -> torch.Tensor:
+    def _announced(self, row: tuple[int, ...], options: str) -> torch.Tensor:
         """
-        #### Announce it by a collective
+        #### An announcement in the device's memory: `(4,)` int64
 
-        NCCL runs collectives in order, so this one meets the announcements of the other ranks,
-        whatever they are about to send. The host waits only the first time, when it copies the
-        numbers to the device. With options, which may change in every step, it always waits.
+        The host waits only the first time, when it copies the numbers to the device. With options,
+        which may change in every step, it always waits.
         """
-        mine = self._rows.get(transfer.row)
-        if mine is None:
-            mine = torch.tensor(transfer.row, device=self.device)
-            if not transfer.options:
-                self._rows[transfer.row] = mine
-        order = mine.new_empty(group.size, 4)
-        transfer.start(group, all_gather_single, order.view(-1), mine)
-        return order
+        if options:
+            return torch.tensor(row, device=self.device)
+        if row not in self._rows:
+            self._rows[row] = torch.tensor(row, device=self.device)
+        return self._rows[row]
 
     def told(self, row: list[int]) -> str:
         """
@@ -475,7 +468,7 @@ class Communicator(Peers):
             return f"{action} of {name}"
         return f"{action} of {name}, {nbytes} bytes, layers' checksum {mark & _LOWER}"
 
-    def fail(self, sender: Sender, what: str, expected: str, got: Any, cure: str) -> None:
+    def fail(self, sender: Sender, what: str, expected: str, got: object, cure: str) -> None:
         """
         ### Raise an error here, and on the other ranks as soon as they wait for this one
 
@@ -516,10 +509,10 @@ class Communicator(Peers):
         all the same, so that they reach the announcement.
         """
         unfinished = self.unfinished
-        self.unfinished = []
+        self.unfinished = set()
         for transfer in unfinished:
             in_flight.lose(transfer)
-            for step in transfer.later:
+            for step in transfer.later[:-1]:
                 # If that connection is gone too, they know.
                 with suppress(RuntimeError):
                     step()
@@ -634,14 +627,13 @@ class Transfer:
     action: str  # one of `_ACTIONS`
     pairs: Pairs
     # An event on the stream: after the copies of a gather, or after the sums of a reduce.
-    done: Any
+    done: torch.Event
     row: tuple[int, ...]  # what this rank has announced
     options: str  # what has to be the same on all ranks besides, in words
     # Adds what has been received, for each pair; a gather has nothing to add.
     add: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    # Later steps, each started when the one before has arrived; and what to do after the last one.
+    # Later steps, each begun when the one before has arrived. The last one sends nothing.
     later: list[Callable[[], None]] = field(default_factory=list)
-    finish: Callable[[], None] | None = None
     # Memory that is in flight besides the pairs.
     buffers: list[torch.Tensor] = field(default_factory=list)
     from_cpu: bool = False  # an accelerator copies from memory that the host may write to
@@ -681,7 +673,6 @@ class Transfer:
         self.order_works = []
         self.pairs = []
         self.buffers = []
-        self.finish = None
         return totals
 
     def _wait(self) -> list[torch.Tensor]:
@@ -704,13 +695,6 @@ class Transfer:
             # copy started one layer earlier, so it has normally ended.
             self.done.synchronize()
         return totals
-
-    def start(self, group: Group, collective: Callable, *tensors: torch.Tensor) -> None:
-        """
-        ### Start a collective of torch's, and keep it until the wait
-        """
-        with self.starting(*tensors) as works:
-            works.append(collective(*tensors, group=group.process_group, async_op=True))
 
     @contextmanager
     def starting(self, *tensors: torch.Tensor) -> Iterator[list[Any]]:
@@ -800,9 +784,7 @@ class Transfer:
             while self.later:
                 self.later.pop(0)()
                 self.wait_for_works()
-            if self.finish:
-                self.finish()
-                self.comm.unfinished.remove(self)
+            self.comm.unfinished.discard(self)
         except (RuntimeError, ValueError) as error:
             return self.comm.broken or self._problem(error)
         return ""
@@ -900,7 +882,7 @@ class Transfer:
 
 
 @functools.cache
-def streams(device: torch.device) -> tuple[Any, Any]:
+def streams(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
     """
     ## The fetch stream and the backup stream of a device
 

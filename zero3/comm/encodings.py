@@ -65,7 +65,7 @@ infinite.
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -91,7 +91,7 @@ class Encoding(Protocol):
     def decode(self, coded: torch.Tensor, numel: int) -> torch.Tensor: ...
 
 
-def is_encoding(thing: Any) -> bool:
+def is_encoding(thing: object) -> bool:
     """
     ## Whether this is an object with the three methods
 

@@ -86,7 +86,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -177,7 +177,7 @@ class Links:
         return ", ".join(said)
 
 
-def _works(encoding: Any) -> bool:
+def _works(encoding: Encoding) -> bool:
     """
     #### Whether an encoding does on zeros what it has to do
     """
@@ -297,8 +297,8 @@ class LinkedCommunicator(Communicator):
             slices = [each.view(self.group.size, -1) for each in rows]
             inside = partial(self._gather_all, transfer, self.group, slices)
             keeps = self.links.secondary and torch.is_grad_enabled() and not in_backward()
-            self._follow(transfer, [inside] if near else [across, inside],
-                         partial(self._arrived, transfer, rows, encodings, keeps))
+            arrived = partial(self._arrived, transfer, rows, encodings, keeps)
+            self._follow(transfer, *([inside] if near else [across, inside]), arrived)
             transfer.done.record()
         nbytes = sum(full.nbytes for full, _ in pairs)
         sender.listener.record(sender, "fetch", nbytes, transfer)
@@ -365,8 +365,7 @@ class LinkedCommunicator(Communicator):
                 out = self.rows(full)
                 out.copy_(encoding.decode(each, out.shape[1]))
 
-    def _follow(self, transfer: Transfer, steps: list[Callable[[], None]],
-                finish: Callable[[], None]) -> None:
+    def _follow(self, transfer: Transfer, *steps: Callable[[], None]) -> None:
         """
         #### Start the first step, and have each other one follow when the one before it has ended
 
@@ -375,19 +374,17 @@ class LinkedCommunicator(Communicator):
         one between nodes.
         """
         if self.by_messages:
-            steps[0]()
-            transfer.later = steps[1:]
-            transfer.finish = finish
-            self.unfinished.append(transfer)
+            first, *transfer.later = steps
+            first()
+            self.unfinished.add(transfer)
             return
         for step in steps:
             step()
             transfer.wait_for_works()
-        finish()
 
     # -------------------------------------------------------------------------------------- reduce
 
-    def reduce_scatter(self, senders: list[Any], pairs: Pairs) -> Transfer:
+    def reduce_scatter(self, senders: Sequence[Any], pairs: Pairs) -> Transfer:
         """
         ### Reduce-scatter: inside the node
 
@@ -419,10 +416,7 @@ class LinkedCommunicator(Communicator):
         * `coded` and `received` have a part for each rank, one after the other
         """
         parts = coded.view(group.size, -1)
-        if self.by_messages:
-            self.send(transfer, group, received.view_as(parts), parts)
-        else:
-            transfer.start(group, collectives.all_to_all_single, received.view(-1), coded.view(-1))
+        self.send(transfer, group, received.view_as(parts), parts, collectives.all_to_all_single)
         transfer.count(group, parts[0].nbytes, in_ring=False)
         # What is sent has to stay until it has left.
         transfer.buffers.append(coded)
@@ -506,12 +500,9 @@ class LinkedCommunicator(Communicator):
             transfer.pairs[i] = (total, received)
             transfer.add = self._add_nodes_decoded
             return
-        if self.by_messages:
-            received = torch.empty_like(rows)
-            transfer.pairs[i] = (total, received)
-            self.send(transfer, group, received, rows)
-        else:
-            transfer.start(group, collectives.reduce_scatter_single, total, sums)
+        received = torch.empty_like(rows) if self.by_messages else total
+        transfer.pairs[i] = (total, received)
+        self.send(transfer, group, received, rows, collectives.reduce_scatter_single)
         transfer.count(group, total.nbytes)
         transfer.buffers.append(sums)
 
@@ -534,11 +525,13 @@ class LinkedCommunicator(Communicator):
             transfer.add = self._add_replicas_decoded
         elif self.by_messages:
             received = total.new_empty(group.size, len(total))
-            self.send(transfer, group, received, [total] * group.size)
+            self.send(transfer, group, received, total, collectives.all_gather_single)
             transfer.count(group, total.nbytes)
             transfer.pairs[i] = (total, received)
         else:
-            transfer.start(group, collectives.all_reduce, total)
+            with transfer.starting(total) as works:
+                works.append(collectives.all_reduce(total, group=group.process_group,
+                                                    async_op=True))
             transfer.count(group, 2 * total.nbytes // group.size, messages=2)
 
     def _add_in(self, group: Group, total: torch.Tensor, received: torch.Tensor) -> torch.Tensor:

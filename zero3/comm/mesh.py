@@ -63,7 +63,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -76,6 +76,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero3.guards.options import expect
 
+Thing = TypeVar("Thing")
 # How long groups wait that were told nothing.
 TORCHS_TIMES = (default_pg_timeout, default_pg_nccl_timeout)
 
@@ -159,6 +160,18 @@ class Group:
                 f"Expected: {what} from all {self.size} ranks of {[*self.ranks]}, which call the "
                 f"same functions of zero3{self.within(error)}. Got: {error}. What to do: "
                 f"{self.advice(error)}") from error
+
+    def gather(self, thing: Thing) -> list[Thing]:
+        """
+        ### A small Python object of each rank (all-gather); all ranks must call it
+
+        Returns them in the order of `ranks`. It pickles the objects, and waits for the slowest
+        rank.
+        """
+        things = [thing] * self.size
+        if self.size > 1:
+            self.together("small objects", dist.all_gather_object, things, thing)
+        return things
 
     def within(self, error: Exception) -> str:
         """

@@ -2,8 +2,7 @@ r"""
 # Ranks that agree
 
 `Peers` are the ranks that train a model together. They exchange small objects, and all of them
-raise an error if one has a problem. The rest are protocols: what a sender, a listener and a named
-thing must have.
+raise an error if one has a problem. The rest are protocols: what a sender and a listener must have.
 
 One rank may find something that the others cannot see: its disk is full, or its model has another
 layer. If it raised an error alone, the others would wait for its part of the next collective. So
@@ -30,13 +29,12 @@ until the time-out of the process group, and the error says how long they waited
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero3.comm.mesh import all_ranks, groups_of
-from zero3.guards.options import fail
+from zero3.comm.mesh import Thing, all_ranks, groups_of
+from zero3.guards.options import Named
 
 
 class Peers:
@@ -89,7 +87,7 @@ class Peers:
         """
         return self.replicas.rank == 0
 
-    def gather(self, thing: Any) -> list[Any]:
+    def gather(self, thing: Thing) -> list[Thing]:
         """
         ### Small Python objects of all ranks (all-gather); all ranks must call it
 
@@ -101,21 +99,7 @@ class Peers:
         """
         things = [thing]
         for group in self.groups:
-            if group.size > 1:
-                lists = [things] * group.size
-                group.together("small objects", dist.all_gather_object, lists, things)
-                things = [each for several in lists for each in several]
-        return things
-
-    def gather_stages(self, thing: Any) -> list[Any]:
-        """
-        ### A small Python object of each stage of a pipeline (all-gather); all ranks must call it
-
-        Without a pipeline it is this object alone.
-        """
-        things = [thing] * self.stages.size
-        if self.stages.size > 1:
-            self.stages.together("small objects", dist.all_gather_object, things, thing)
+            things = [each for several in group.gather(things) for each in several]
         return things
 
     def agree(self, sender: Named, what: str, expected: str, problem: str, cure: str) -> None:
@@ -127,9 +111,7 @@ class Peers:
         All ranks must call it. Raises `RuntimeError`.
         """
         for rank, theirs in zip(self.ranks, self.gather(problem), strict=True):
-            if theirs:
-                got = f"{theirs}, on rank {rank}"
-                fail(self.global_rank, sender.label, what, expected, got, cure)
+            sender.expect(not theirs, what, expected, f"{theirs}, on rank {rank}", cure)
 
 
 class Listener(Protocol):
@@ -139,7 +121,7 @@ class Listener(Protocol):
     `Ledger` is one: it records the bytes that a run sends and holds.
     """
 
-    def record(self, sender: Any, event: str, nbytes: int | None = 0,
+    def record(self, sender: object, event: str, nbytes: int | None = 0,
                transfer: Counted | None = None, tier: str = "device") -> None: ...
 
 
@@ -168,7 +150,7 @@ class Silence:
     asking whether anybody wants them.
     """
 
-    def record(self, *args: Any, **kwargs: Any) -> None:
+    def record(self, *args: object, **kwargs: object) -> None:
         """
         ### Do nothing
         """
@@ -184,14 +166,3 @@ class Sender(Protocol):
     label: str
     layer_idx: int
     listener: Listener
-
-
-class Named(Protocol):
-    """
-    ## Whatever has a name for errors
-
-    `Peers.agree` needs no more. So a whole model and a checkpoint can report a problem on
-    all ranks too, although neither is a layer.
-    """
-
-    label: str

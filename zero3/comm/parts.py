@@ -41,6 +41,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero3.flat import FlatParameter
+from zero3.guards.contents import Guarded, is_sharded
+
 
 @dataclass(frozen=True)
 class WeightPart:
@@ -151,7 +154,7 @@ def connect(model: nn.Module) -> None:
     """
     modules = [*model.modules()]
     lines = {vars(module)["line"] for module in modules if "line" in vars(module)}
-    layers: list[Any] = [module for module in modules if getattr(module, "flats", ())]
+    layers = [module for module in modules if is_sharded(module) and module.flats]
     if not lines or not layers or layers[0].comm.stages.same_layers:
         return
     (line,) = lines
@@ -170,7 +173,7 @@ def connect(model: nn.Module) -> None:
     # For what concerns all ranks at once: the same, with these among its groups.
     owner.comm = copy.copy(first.comm)
     owner.comm.groups = (*first.comm.groups, line.group)
-    stages = first.comm.gather_stages(first.comm.ranks)
+    stages = first.comm.stages.gather(first.comm.ranks)
     owner.comm.ranks = tuple(rank for stage in stages for rank in stage)
     line.model = owner
     if line.group.rank == 0:
@@ -180,7 +183,7 @@ def connect(model: nn.Module) -> None:
             flat.counted = _counted(layer, flat)
 
 
-def _counted(layer: Any, flat: Any) -> list[slice]:
+def _counted(layer: Guarded, flat: FlatParameter) -> list[slice]:
     """
     #### The ranges of a shard that count in the norm of the whole model
 

@@ -25,13 +25,13 @@ optimizer hands in a `Bucket` that reduces several of them together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
 from zero3.comm.collectives import Communicator, Pairs, Transfer
-from zero3.comm.order import Listener
+from zero3.comm.order import Sender
 from zero3.flat import GradientSink, Names
 from zero3.in_flight import in_flight
 
@@ -66,10 +66,10 @@ class Reducer:
     def __init__(self, comm: Communicator):
         self.comm = comm
         # The layers in the reduce in flight, and its transfer.
-        self.layers: list[Any] = []
+        self.layers: Sequence[Reducible] = ()
         self.transfer: Transfer | None = None
         # Layers that have to finish before `backward()` returns.
-        self.unsettled: set[Any] = set()
+        self.unsettled: set[Reducible] = set()
         # The exchange in flight, and the gradients that are views of its totals.
         self.exchange: Transfer | None = None
         self._exchanged: list[tuple[torch.Tensor, GradientSink, Names]] = []
@@ -90,7 +90,7 @@ class Reducer:
         self.land()
         return False
 
-    def started(self, layers: list[Any], transfer: Transfer) -> None:
+    def started(self, layers: Sequence[Reducible], transfer: Transfer) -> None:
         """
         ### Keep a reduce-scatter that has started
 
@@ -109,7 +109,7 @@ class Reducer:
         `layer.add_reduced` gets the sums.
         """
         if layer in self.layers:
-            self.layers = []
+            self.layers = ()
             layer.add_reduced(self.arrived())
 
     def arrived(self) -> list[torch.Tensor]:
@@ -232,17 +232,13 @@ class Reducer:
         yield from self.comm.held_tensors()
 
 
-class Reducible(Protocol):
+class Reducible(Sender, Protocol):
     """
     ## A layer, as far as the reducer has to know it
 
     A reducer hands it the sums through `add_reduced`. A bucket packs gradients by `layer_idx`,
     because that order is the same on all ranks.
     """
-
-    label: str
-    layer_idx: int
-    listener: Listener
 
     def add_reduced(self, totals: list[torch.Tensor]) -> None: ...
 
@@ -258,6 +254,6 @@ class _Leaving(NamedTuple):
     # On the device. Keep it, or its memory would be used again during the copy.
     total: torch.Tensor
     arriving: torch.Tensor  # as long, in pinned memory
-    copied: Any  # the event after the copy
+    copied: torch.Event  # the event after the copy
     sink: GradientSink  # gets `arriving`
     names: list[tuple[str, ...]]  # of the parameters that have contributed

@@ -317,9 +317,7 @@ class CompiledUnit(Unit):
         Each backward graph begins with it, for all of its layers.
         """
         self._settle_at_end_of_backward()
-        call = Call()
-        call.versions = tuple(versions)
-        self.refuse_old_calls(call)
+        self.refuse_old_calls(tuple(versions))
 
     @torch.compiler.disable
     def fetch_for_others(self) -> bool:

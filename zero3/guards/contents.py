@@ -33,12 +33,15 @@ between two forwards is never noticed.
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
+
+from zero3.guards.options import Named
 
 # Classes that train the modules inside them in their own way. By name, because importing them takes
 # long, and most of them are not installed.
@@ -46,21 +49,34 @@ WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel
             "FlattenParamsWrapper", "ShardedDataParallel", "DeepSpeedEngine")
 
 
-class ShardedLayer(Protocol):
+class Guarded(nn.Module, Named):
     """
-    ## A sharded layer, as far as its contents have to know it
+    ## A sharded layer, as far as the guards have to know it
 
-    `layer.py` imports this file, so this file cannot import `Zero3Layer`.
+    `layer.py` imports the guards, so they cannot import `Zero3Layer`.
     """
 
     module: nn.Module
+    device: torch.device
     chunk: nn.ParameterList  # the shards
-    flats: Any
-    cure_for_new: str
+    flats: list[Any]
+    cure_for_new: str  # what to do about a layer or a parameter that was added
 
-    def expect(self, good: bool, what: str, expected: Any, got: Any, cure: str) -> None: ...
+    def fetch_for_others(self) -> bool:
+        """
+        ### Gather the parameters for another layer that uses them, and return whether it may
 
-    def admits(self, layer: nn.Module) -> bool: ...
+        `Unit`, the layer of a whole model, overrides this.
+        """
+        return False
+
+    def admits(self, layer: nn.Module) -> bool:
+        """
+        ### Whether a sharded layer may be inside this one
+
+        `Unit` overrides this, because a whole model knows all its layers.
+        """
+        return True
 
 
 class Contents:
@@ -70,14 +86,14 @@ class Contents:
     Each layer has one of these as `contents`, from the moment when it is sharded.
     """
 
-    def __init__(self, layer: Any, params: dict[nn.Module, dict[str, Any]]):
+    def __init__(self, layer: Guarded, params: dict[nn.Module, dict[str, nn.Parameter | None]]):
         """
         ### Remember the modules and parameters that are there
 
         * `layer` is the sharded layer
         * `params` are the parameters that its modules had, and now have as plain attributes
         """
-        self.layer: Any = layer
+        self.layer = layer
         self.owners = list(params)
         self.hidden = [(owner, own) for owner, own in params.items() if own]
         self.depth = 0  # of the `with` blocks that show the parameters now
@@ -92,18 +108,17 @@ class Contents:
         somebody has replaced, and in a whole model for a layer that the model does not know. Also
         inside a transform of `torch.func`, which forbids writing to the full parameters.
         """
-        layer: ShardedLayer = self.layer
+        layer = self.layer
         layer.expect(not torch._C._are_functorch_transforms_active(), "cannot be transformed",
                      "a plain call", "one inside of `torch.func` or `torch.vmap`", "use the "
                      "transform inside of the layer's module, or transform "
                      "`torch.func.functional_call(layer.module, params, ...)` in `with "
                      "layer.full_params() as params:`")
         for flat, shard in zip(layer.flats, layer.chunk._parameters.values(), strict=False):
-            if shard is not flat.shard:
-                layer.expect(False, "has lost its shard", "the one that it was wrapped with",
-                             f"a {type(shard).__name__} in its place", "leave sharded layers out "
-                             "of what replaces parameters, as `fully_shard` and "
-                             "`distribute_module` do")
+            layer.expect(shard is flat.shard, "has lost its shard", "the one that it was wrapped "
+                         "with", f"a {type(shard).__name__} in its place", "leave sharded layers "
+                         "out of what replaces parameters, as `fully_shard` and "
+                         "`distribute_module` do")
         if self.depth == 0 and self.known.has_changed():
             self._hide_again()
             owners = [owner for _, owner in self._look()]
@@ -126,13 +141,13 @@ class Contents:
 
         Layers may change places, and modules without trainable parameters may be added.
         """
-        layer: ShardedLayer = self.layer
+        layer = self.layer
         found = list(_walk(layer.module, ""))
         beside: list[tuple[str, nn.Module]] = []
-        for name, child in self.layer._modules.items():
-            if child not in (layer.module, layer.chunk) and _is_plain(child):
+        for name, child in layer._modules.items():
+            if child not in (layer.module, layer.chunk):
                 beside += _walk(child, f"{name}.")
-        for prefix, owner in [*found, ("", self.layer), *beside]:
+        for prefix, owner in [*found, ("", layer), *beside]:
             self._refuse_new(prefix, owner)
         return found
 
@@ -142,7 +157,7 @@ class Contents:
 
         Nobody reduces the gradient of such a parameter, so each rank would train its own.
         """
-        layer: ShardedLayer = self.layer
+        layer = self.layer
         for name, p in owner._parameters.items():
             # `__enter__` shows parameters that are plain attributes as well. An assigned one is no
             # plain attribute.
@@ -167,7 +182,7 @@ class Contents:
         for owner, params in self.hidden:
             owner._parameters.update(params)
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.depth -= 1
         if self.depth > 0:
             return
@@ -179,7 +194,7 @@ class Contents:
             for name in params:
                 owner._parameters.pop(name, None)
 
-    def _refuse_state_dicts(self) -> list[Any]:
+    def _refuse_state_dicts(self) -> list[RemovableHandle]:
         """
         #### Refuse to read and to write the state dicts of the modules
 
@@ -188,23 +203,21 @@ class Contents:
 
         Returns the handles of the hooks.
         """
-        def refuse_to_save(*_: Any) -> None:
+        def refuse_to_save(*_: object) -> None:
             self.layer.expect(
                 not self.layer.flats, "has no state dict", "weights", "shards", "take "
                 "`zero3.save`, or the weights in `with model.full_params() as params:`")
 
-        def refuse_to_load(*_: Any) -> None:
+        def refuse_to_load(*_: object) -> None:
             self.layer.expect(
                 not self.layer.flats, "cannot load a state dict", "parameters to load into",
                 "shards", "load it before wrapping; or copy each tensor to `params[name]` in `with "
                 "model.full_params(writeback=True) as params:`; or pass its file to `wrap(..., "
                 "checkpoint=)`; a checkpoint of `zero3.save` is read by `zero3.load`")
 
-        handles = []
-        for owner in self.owners:
-            handles.append(owner.register_state_dict_pre_hook(refuse_to_save))
-            handles.append(owner.register_load_state_dict_pre_hook(refuse_to_load))
-        return handles
+        return [*(owner.register_state_dict_pre_hook(refuse_to_save) for owner in self.owners),
+                *(owner.register_load_state_dict_pre_hook(refuse_to_load)
+                  for owner in self.owners)]
 
     def refuse_copies(self) -> None:
         """
@@ -243,27 +256,52 @@ class Known:
         return False
 
 
-def is_sharded(module: nn.Module) -> bool:
+def is_sharded(module: nn.Module) -> TypeGuard[Guarded]:
     """
     ## Whether this is a sharded layer
 
-    It asks for the contents and not for the class, because this file cannot import `Zero3Layer`.
+    It is one once it has contents. While it is being made, it is a module like any other.
     """
     return isinstance(vars(module).get("contents"), Contents)
 
 
-def _is_plain(module: nn.Module | None) -> bool:
-    return module is not None and not is_sharded(module)
+def stray(model: nn.Module) -> list[str]:
+    """
+    ## The names of trainable parameters that no sharded layer has
+
+    Nobody reduces their gradients, so each rank would train its own.
+    """
+    shards = {shard for layer in model.modules() if is_sharded(layer) for shard in layer.chunk}
+    return [name for name, param in model.named_parameters()
+            if param.requires_grad and param not in shards]
 
 
-def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+def check_groups(layers: Iterable[Guarded]) -> None:
+    """
+    ## Refuse layers of one model that are sharded over different ranks
+
+    They share a communicator, so the ranks of one layer's mesh would send to those of another's.
+    Raises `RuntimeError`.
+    """
+    by_groups = {(layer.comm.groups, layer.comm.links): layer for layer in layers}
+    told = [" x ".join(f"{[*group.ranks]}" for group in groups) + f" with {links}" * bool(links)
+            for groups, links in by_groups]
+    for layer in by_groups.values():
+        layer.expect(len(by_groups) == 1, "is sharded over other ranks, or in another way, than "
+                     "the rest of its model", "the same ranks and the same `Links` for all layers",
+                     " and ".join(told), "pass the same `mesh=` to every layer, also to those "
+                     "without parameters; models on different ranks take an optimizer each")
+
+
+def _walk(module: nn.Module | None, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """
     #### A module and the modules inside, down to the next sharded one, with their names
     """
+    if module is None or is_sharded(module):
+        return
     yield prefix, module
     for name, child in module._modules.items():
-        if child is not None and not is_sharded(child):
-            yield from _walk(child, f"{prefix}{name}.")
+        yield from _walk(child, f"{prefix}{name}.")
 
 
 def uncompiled(forward: Callable) -> Callable:
@@ -289,7 +327,7 @@ def uncompiled(forward: Callable) -> Callable:
     return call
 
 
-def look_at_wrapper(wrapper: nn.Module, name: str, module: Any) -> None:
+def look_at_wrapper(wrapper: nn.Module, name: str, module: object) -> None:
     """
     ## Refuse a library that trains whole parameters
 
@@ -305,11 +343,10 @@ def look_at_wrapper(wrapper: nn.Module, name: str, module: Any) -> None:
     kind = type(wrapper).__name__
     if kind not in WRAPPERS or not isinstance(module, nn.Module):
         return
-    layers: list[Any] = [m for m in module.modules() if is_sharded(m)]
-    shards = {id(p) for layer in layers for p in layer.chunk.parameters()}
-    others = [p for p in module.parameters() if p.requires_grad and id(p) not in shards]
+    layers = [m for m in module.modules() if is_sharded(m)]
     ddp: Any = wrapper
-    if kind == "DistributedDataParallel" and layers and others:
+    if kind == "DistributedDataParallel" and layers and stray(module):
+        shards = {id(p) for layer in layers for p in layer.chunk}
         ddp.parameters_to_ignore |= {n for n, p in module.named_parameters() if id(p) in shards}
         ddp._module_parameters = [p for p in ddp._module_parameters if id(p) not in shards]
     elif layers:

@@ -18,11 +18,14 @@ and wherever else somebody holds a reference to it.
 **Not covered, and what that costs**: code that bypasses `__torch_function__`, in C++ for instance.
 """
 
+from __future__ import annotations
+
 import weakref
-from typing import Any, Protocol
 
 import torch
 from torch import nn
+
+from zero3.guards.contents import Guarded
 
 # Properties and methods that a freed parameter still answers, because they read no element.
 _PROPERTIES = ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad_fn",
@@ -44,21 +47,6 @@ _OF_SHARDS = {vars(torch._C.TensorBase)["grad"].__get__,
               vars(torch._C.TensorBase)["requires_grad"].__set__, torch.Tensor.requires_grad_}
 
 
-class Owner(Protocol):
-    """
-    ## The layer that a parameter belongs to, as far as an error has to know it
-
-    A use of a freed parameter raises an error through `expect`. In a whole model `fetch_for_others`
-    gathers the parameter instead, while a pass runs.
-    """
-
-    label: str
-
-    def expect(self, good: bool, what: str, expected: Any, got: Any, cure: str) -> None: ...
-
-    def fetch_for_others(self) -> bool: ...
-
-
 class FreedParameter(nn.Parameter):
     """
     ## A parameter without memory
@@ -68,14 +56,14 @@ class FreedParameter(nn.Parameter):
     """
 
     name: str
-    owner: weakref.ref
+    owner: weakref.ref[Guarded]
     cure: str
     is_shard: bool  # a shard that rests in a file, or encoded
     traceable = False  # whether a compiler may trace a use, because it gathers the parameter itself
 
     @classmethod
-    def named(cls, owner: Owner, name: str, cure: str, is_shard: bool = False
-              ) -> type["FreedParameter"]:
+    def named(cls, owner: Guarded, name: str, cure: str, is_shard: bool = False
+              ) -> type[FreedParameter]:
         """
         ### The subclass for one parameter
 
@@ -85,7 +73,8 @@ class FreedParameter(nn.Parameter):
         return type("FreedParameter", (cls,), known)
 
     @classmethod
-    def of_shard(cls, owner: Owner, memory: torch.Tensor, trains: bool, cure: str) -> nn.Parameter:
+    def of_shard(cls, owner: Guarded, memory: torch.Tensor, trains: bool, cure: str
+                 ) -> nn.Parameter:
         """
         ### A parameter without elements, for an optimizer that asks what there is to train
 

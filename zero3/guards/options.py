@@ -1,7 +1,8 @@
 r"""
 # Options: check arguments, and say what is wrong
 
-`whole` checks a number; `expect` and `fail` raise the error.
+`whole` checks a number; `expect` and `fail` raise the error. `same` raises one if ranks differ.
+`Named` raises errors under its own name.
 
 It is best to find a wrong option before anything starts: before memory is allocated, and before a
 minute has passed. Many wrong numbers pass a check that looks right. `nan < 1` is false and so is
@@ -17,6 +18,7 @@ $$\text{least} \le \text{value} \le \text{most}$$
 their errors name the rank and the parameter.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 # The largest number that torch takes as a size.
@@ -34,7 +36,7 @@ def whole(value: Any, least: int = 0, most: int = MOST) -> bool:
             and least <= value <= most)
 
 
-def expect(good: bool, what: str, expected: Any, got: Any, cure: str,
+def expect(good: bool, what: str, expected: object, got: object, cure: str,
            kind: type[Exception] = ValueError) -> None:
     """
     ## Raise an error if an option cannot work
@@ -48,7 +50,29 @@ def expect(good: bool, what: str, expected: Any, got: Any, cure: str,
         raise kind(f"{what}. Expected: {expected}. Got: {got}. What to do: {cure}.")
 
 
-def fail(rank: int, who: str, what: str, expected: Any, got: Any, cure: str) -> NoReturn:
+def same(what: str, ranks: Sequence[int], every: Sequence[Mapping[str, object]], cure: str,
+         kind: type[Exception] = RuntimeError) -> None:
+    """
+    ## Raise an error on all ranks if they do not have the same values
+
+    * `every` has the values of each of these ranks, in their order; those of one rank by their
+      names
+    * `what`, `cure` and `kind` are as for `expect`
+
+    The ranks have gathered the values before, so all of them raise the error, for the first rank
+    that differs. It has both values.
+    """
+    first = every[0]
+    for rank, theirs in zip(ranks, every, strict=True):
+        for name in {**first, **theirs}:
+            here = first.get(name, "none")
+            there = theirs.get(name, "none")
+            if here != there:
+                expect(False, what, f"the same {name} on all ranks",
+                       f"{here!r} on rank {ranks[0]}, and {there!r} on rank {rank}", cure, kind)
+
+
+def fail(rank: int, who: str, what: str, expected: object, got: object, cure: str) -> NoReturn:
     """
     ## Raise the error of a layer or an optimizer on one rank
 
@@ -59,3 +83,21 @@ def fail(rank: int, who: str, what: str, expected: Any, got: Any, cure: str) -> 
     """
     raise RuntimeError(f"rank {rank}: {who} {what}. Expected: {expected}. Got: {got}. "
                        f"What to do: {cure}.")
+
+
+class Named:
+    """
+    ## Whatever raises errors under its own name: a layer, a model, an optimizer, a checkpoint
+    """
+
+    label: str  # what errors call it
+    comm: Any  # its communicator, which has the number of this rank
+
+    def expect(self, good: bool, what: str, expected: object, got: object, cure: str) -> None:
+        """
+        ### Raise `RuntimeError` unless this is good
+
+        It says where, what was expected, what was found, and what to do.
+        """
+        if not good:
+            fail(self.comm.global_rank, self.label, what, expected, got, cure)

@@ -28,14 +28,14 @@ a number while the ranks compare, and all later announcements contain it (see `c
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero3.guards.options import fail
+from zero3.guards.options import expect, same
 
 Params = dict[nn.Parameter, tuple[str, ...]]
 
@@ -53,20 +53,18 @@ def check_params(rank: int, who: str, params: Params, device: torch.device | str
     """
     at = torch.device(device or next((p.device for p in params), "cpu"))
     for p, (name, *_) in params.items():
-        what = f"cannot shard `{name}`"
-        if type(p) is not nn.Parameter or p.is_meta:
-            fail(rank, who, what, "a Parameter with values", f"{type(p).__name__} on {p.device}",
-                 "initialise the module first")
-        if p.device.type != at.type or at.index not in (None, p.device.index or 0):
-            fail(rank, who, what, f"device {at}", p.device, "move the module there first")
-        if dtype not in (None, p.dtype):
-            fail(rank, who, what, dtype, p.dtype, "convert the module with `.to(dtype)` first, or "
-                 "leave `dtype` out to mix data types")
+        what = f"rank {rank}: {who} cannot shard `{name}`"
+        expect(type(p) is nn.Parameter and not p.is_meta, what, "a Parameter with values",
+               f"{type(p).__name__} on {p.device}", "initialise the module first", RuntimeError)
+        expect(p.device.type == at.type and at.index in (None, p.device.index or 0), what,
+               f"device {at}", p.device, "move the module there first", RuntimeError)
+        expect(dtype in (None, p.dtype), what, dtype, p.dtype, "convert the module with "
+               "`.to(dtype)` first, or leave `dtype` out to mix data types", RuntimeError)
         at = p.device
     return at
 
 
-def compare_params(rank: int, ranks: Iterable[int], who: str,
+def compare_params(rank: int, ranks: Sequence[int], who: str,
                    gather: Callable[[Any], list[Any]], params: Params, how: str) -> int:
     """
     ## Make sure that all ranks shard the same parameters in the same order
@@ -78,22 +76,13 @@ def compare_params(rank: int, ranks: Iterable[int], who: str,
     Returns a number below 2 to the 31 that the first rank has drawn. It tells this layer from all
     others, also from those with the same parameters. Raises `RuntimeError`.
     """
-    layout = [(n, tuple(p.shape), p.dtype, p.requires_grad) for p, n in params.items()]
+    told = {f"parameter {i}": (names, tuple(p.shape), p.dtype, p.requires_grad)
+            for i, (p, names) in enumerate(params.items())}
     # Not from torch's or Python's random numbers, which are the user's.
-    every = gather((how, layout, secrets.randbits(31)))
-    for other, (their_how, theirs, _) in zip(ranks, every, strict=True):
-        if how != their_how:
-            fail(rank, who, "travels in different ways", f"{how}, on all ranks, as here",
-                 f"{their_how} on rank {other}",
-                 "pass `Links` with the same arguments on all ranks")
-        for i in range(max(len(layout), len(theirs))):
-            here = layout[i : i + 1] or "none"
-            there = theirs[i : i + 1] or "none"
-            if here != there:
-                fail(rank, who, f"differs between ranks at parameter {i}",
-                     f"{here}, as here", f"{there} on rank {other}",
-                     "build the same module, in the same order, on all ranks")
-    return every[0][2]
+    every = gather(({"`Links`": how, **told}, secrets.randbits(31)))
+    same(f"rank {rank}: {who} differs between ranks", ranks, [told for told, _ in every],
+         "build the same module, in the same order and with the same `Links`, on all ranks")
+    return every[0][1]
 
 
 def check_device(rank: int, group: dist.ProcessGroup | None, world_size: int, who: str,
@@ -108,27 +97,24 @@ def check_device(rank: int, group: dist.ProcessGroup | None, world_size: int, wh
 
     Returns the device with its number. Raises `RuntimeError`.
     """
-    what = f"cannot compute on {at}"
+    what = f"rank {rank}: {who} cannot compute on {at}"
     backend: Any = torch.get_device_module(at)
     count = backend.device_count() if backend.is_available() else 0
-    if (at.index or 0) >= count:
-        fail(rank, who, what, f"one of {count} such devices", at,
-             "choose one that this process sees, or move the module to the CPU")
+    expect((at.index or 0) < count, what, f"one of {count} such devices", at,
+           "choose one that this process sees, or move the module to the CPU", RuntimeError)
     current = torch.device(at.type, backend.current_device())
     if at.index is None:
         at = current
-    if at != current:
-        fail(rank, who, what, f"the current device, {current}", at,
-             f"call `torch.{at.type}.set_device({at.index})` on this rank before "
-             "`init_process_group`, or move the module")
+    expect(at == current, what, f"the current device, {current}", at,
+           f"call `torch.{at.type}.set_device({at.index})` on this rank before "
+           "`init_process_group`, or move the module", RuntimeError)
     if world_size == 1:
         return at
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
-    if bound not in (None, at):
-        fail(rank, who, what, f"{bound}, which the process group has", at,
-             f"pass `device_id={at}` to `init_process_group`, or move the module")
+    expect(bound in (None, at), what, f"{bound}, which the process group has", at,
+           f"pass `device_id={at}` to `init_process_group`, or move the module", RuntimeError)
     backends = str(dist.get_backend_config(group))
-    if f"{at.type}:" not in backends:
-        fail(rank, who, what, f"a process group for {at.type}", f"one for {backends}",
-             "call `init_process_group` without a backend, or with one that serves this device")
+    expect(f"{at.type}:" in backends, what, f"a process group for {at.type}", f"one for {backends}",
+           "call `init_process_group` without a backend, or with one that serves this device",
+           RuntimeError)
     return at

@@ -22,12 +22,14 @@ import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from zero3.guards.contents import Guarded
+from zero3.guards.options import Named
 
-def check_step(layer: Any, shard: torch.Tensor, cure: str) -> None:
+
+def check_step(layer: Guarded, shard: torch.Tensor, cure: str) -> None:
     """
     ## Make sure that there is memory for a training step of a layer
 
@@ -41,7 +43,7 @@ def check_step(layer: Any, shard: torch.Tensor, cure: str) -> None:
     check_room(layer, "a step", nbytes, layer.device, cure)
 
 
-def check_room(owner: Any, what: str, nbytes: int, at: torch.device, cure: str) -> None:
+def check_room(owner: Named, what: str, nbytes: int, at: torch.device, cure: str) -> None:
     """
     ## Make sure that there is memory, before it is taken
 

@@ -38,6 +38,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero3.guards.contents import Guarded
+
 # The functions by which torch takes norms. `clip_grad_norm_` and `get_total_norm` call these.
 _NORMS = {
     torch.Tensor.norm, torch.norm, torch.functional.norm, torch.linalg.norm,
@@ -210,7 +212,7 @@ def set_grad(shard: nn.Parameter, grad: torch.Tensor | None) -> None:
 # ---------------------------------------------------------------------------------------- helpers
 
 
-def _found(args: Any) -> Iterator[ShardGradient]:
+def _found(args: Iterable[object]) -> Iterator[ShardGradient]:
     """
     #### The gradients among the arguments of a function
     """
@@ -232,7 +234,7 @@ def _like(result: torch.Tensor, grad: ShardGradient) -> torch.Tensor:
     return mark(result, grad.flat(), grad.used)
 
 
-def _layer(args: Any) -> Any:
+def _layer(args: Iterable[object]) -> Guarded | None:
     """
     #### The layer of the first gradient among these, if it still exists
     """
@@ -240,7 +242,7 @@ def _layer(args: Any) -> Any:
     return None if flat is None else flat.owner()
 
 
-def _refuse(args: Any, what: str, expected: str, got: str, cure: str) -> None:
+def _refuse(args: Iterable[object], what: str, expected: str, got: str, cure: str) -> None:
     """
     #### Raise an error, unless this rank has the whole gradient
     """
@@ -250,11 +252,12 @@ def _refuse(args: Any, what: str, expected: str, got: str, cure: str) -> None:
     if is_elsewhere and layer is None:
         raise RuntimeError(f"{what}: its model is gone. Expected: {expected}. Got: {got}. What to "
                            f"do: {cure}.")
-    if is_elsewhere or not has_all:
+    if layer is not None and (is_elsewhere or not has_all):
         layer.expect(False, what, expected, got, cure)
 
 
-def _agree_on_overflow(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+def _agree_on_overflow(grads: list[torch.Tensor], found_inf: torch.Tensor,
+                       inv_scale: torch.Tensor) -> None:
     """
     #### Tell all ranks about an overflow that one of them has in its shards
 

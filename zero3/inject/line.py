@@ -41,7 +41,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from zero3.comm.collectives import all_to_all_single, reduce_scatter_single
 from zero3.comm.mesh import Group
 from zero3.comm.parts import connect
-from zero3.guards.options import expect
+from zero3.guards.options import expect, same
 
 
 class Line:
@@ -161,13 +161,9 @@ class Line:
         self.patterns.update(patterns)
         self._find_streams(model)
         tensors = [*model.named_parameters(), *model.named_buffers()]
-        told = [(name, tuple(t.shape), f"{t.dtype}") for name, t in tensors]
-        every: list[Any] = [told] * self.size
-        if self.size > 1:
-            self.group.together("small objects", dist.all_gather_object, every, told)
-        for rank, theirs in zip(self.group.ranks, every, strict=True):
-            expect(theirs == every[0], "tensor_parallel", "the same model on all ranks",
-                   f"other parameters on rank {rank}", "build it alike on all ranks")
+        told = {f"`{name}`": (tuple(t.shape), t.dtype) for name, t in tensors}
+        same("tensor_parallel", self.group.ranks, self.group.gather(told),
+             "build the model alike on all ranks", ValueError)
         for _, tensor in tensors:
             if not tensor.is_meta:
                 self.broadcast(tensor.detach(), 0)
@@ -265,15 +261,10 @@ class Line:
         self.compared = True
         raw = [t.detach().cpu().contiguous().view(-1).view(torch.uint8)
                for t in (*tensors, torch.get_rng_state()) if t.numel()]
-        told = [zlib.crc32(each.numpy().tobytes()) for each in raw]
-        every: list[Any] = [told] * self.size
-        self.group.together("small objects", dist.all_gather_object, every, told)
-        for rank, theirs in zip(self.group.ranks, every, strict=True):
-            what = "the random numbers" if theirs[:-1] == every[0][:-1] else "the inputs"
-            expect(theirs == every[0], "tensor_parallel", "the same batch and the same random "
-                   f"numbers on ranks {self.group.ranks}", f"{what} of rank {rank} differ",
-                   "give all ranks of this mesh dimension the same rows, and the same "
-                   "`torch.manual_seed`")
+        *inputs, numbers = [zlib.crc32(each.numpy().tobytes()) for each in raw]
+        told = {"inputs (their checksums)": inputs, "random numbers (their checksum)": numbers}
+        same("tensor_parallel", self.group.ranks, self.group.gather(told), "give all ranks of this "
+             "mesh dimension the same rows, and the same `torch.manual_seed`", ValueError)
 
 
 def _check_ties(model: nn.Module, patterns: dict[nn.Module, Any]) -> None:

@@ -32,6 +32,7 @@ bucket stay in memory until the bucket is full. While the bucket is in flight th
 once in each layer and once packed.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -169,7 +170,7 @@ class Bucket(Reducer):
         # (world_size * sum of all shard_numel,), device
         return torch.cat(rows, dim=1).view(-1), buffer
 
-    def _unpack(self, layers: list[Reducible], totals: list[torch.Tensor]) -> None:
+    def _unpack(self, layers: Sequence[Reducible], totals: list[torch.Tensor]) -> None:
         """
         #### Hand every layer its sums
 

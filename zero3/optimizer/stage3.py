@@ -100,13 +100,14 @@ from zero3.comm.collectives import Communicator
 from zero3.comm.order import Listener, Silence
 from zero3.comm.parts import connect
 from zero3.flat import FlatParameter
-from zero3.guards.options import fail
+from zero3.guards.contents import check_groups, stray
+from zero3.guards.options import Named
 from zero3.guards.shard_gradients import GradientElsewhere, grad_of, set_grad
 from zero3.layer import Zero3Layer
 from zero3.offload.tiers import Offload
 from zero3.optimizer.buckets import Bucket, PlannedBucket
 from zero3.optimizer.states import Piece, ShardStates, moments_of
-from zero3.sharded import ShardedModel, check_groups
+from zero3.sharded import ShardedModel
 
 # torch optimizers that cannot step a flat, dense shard.
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
@@ -114,7 +115,7 @@ _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 _FIRST_SCALE = 65536.0
 
 
-class Zero3Optimizer(torch.optim.Optimizer):
+class Zero3Optimizer(torch.optim.Optimizer, Named):
     """
     ## Zero3 optimizer
 
@@ -224,19 +225,12 @@ class Zero3Optimizer(torch.optim.Optimizer):
         # The options of each param group.
         options: list[dict[str, Any]] = []
         self.shard_states = self._make_shard_states(paths, options)
-        some = any(self.comm.gather_stages(bool(self.shard_states)))
+        some = any(self.comm.stages.gather(bool(self.shard_states)))
         self.expect(some, "has nothing to do", "a trainable Zero3Layer", "none",
                     "wrap the model first, and leave some parameter trainable")
         self._choose_fused(optimizer_class, kwargs)
         self._place_states(optimizer_class, kwargs, options)
         self._make_inner(optimizer_class, kwargs, options)
-
-    def expect(self, good: bool, what: str, expected: Any, got: Any, cure: str) -> None:
-        """
-        ### Raise an error that says where, what was expected, what was found, and what to do
-        """
-        if not good:
-            fail(self.comm.global_rank, self.label, what, expected, got, cure)
 
     # --------------------------------------------------------------------------------------- build
 
@@ -252,11 +246,9 @@ class Zero3Optimizer(torch.optim.Optimizer):
         self.expect(name not in _NOT_ELEMENTWISE, "cannot use this class", "an elementwise one, "
                     "because a shard has no rows and columns", name, "take AdamW, for instance")
         check_groups(self.layers)
-        shards = {shard for layer in self.layers for shard in layer.chunk}
-        stray = [name for name, param in self.model.named_parameters()
-                 if param.requires_grad and param not in shards]
-        self.expect(not stray, "would miss parameters", "all in Zero3Layers, which take the mean "
-                    "of their gradients", stray, "wrap the modules that they are in")
+        names = stray(self.model)
+        self.expect(not names, "would miss parameters", "all in Zero3Layers, which take the mean "
+                    "of their gradients", names, "wrap the modules that they are in")
 
     def _check_arguments(self, bucket_bytes: int) -> None:
         """
@@ -323,7 +315,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
                 if flat.shard.requires_grad:
                     self._group_indices(flat, plain[layer], mine)
         found: list[dict[str, Any]] = []
-        for theirs in self.comm.gather_stages(mine):
+        for theirs in self.comm.stages.gather(mine):
             found += [each for each in theirs if each not in found]
         return found
 

@@ -57,6 +57,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from zero3.comm.mesh import Group, node_of, timeout_of
+from zero3.guards.options import expect, same
 from zero3.in_flight import in_flight
 from zero3.pipeline.schedules import KINDS, Action
 
@@ -155,39 +156,36 @@ class Channels:
         return {way: self._group(tuple(sorted(line.ranks[place] for place in way[1:])), None)
                 for way in sorted(ways) if line.rank in way[1:]}
 
-    def disagreement(self, problem: str, batch: str) -> str:
+    def compare(self, problem: str, batch: str, expected: str, cure: str) -> None:
         """
-        ### Compare the batches of all stages, before anything moves
+        ### Refuse batches that cannot be cut, or that differ between the stages of a pipeline
 
         * `problem` is what is wrong with this rank's, or empty; `batch` is what it is like
+        * `expected` and `cure` are for the error
 
-        All ranks call it: an all-gather of 8 bytes by gloo. Returns the first problem of any rank,
-        the same on all, or an empty text. Pipelines side by side may have different shapes.
+        All ranks call it before anything moves: an all-gather of 8 bytes by gloo. Pipelines side by
+        side may have different shapes. Raises `ValueError` on all ranks.
         """
-        if self.control.size == 1:
-            return problem
         mine = torch.tensor(-1 if problem else zlib.crc32(batch.encode()), device="cpu")
-        every = [torch.empty_like(mine) for _ in self.ranks]
-        self.control.together("a checksum of the batch", dist.all_gather, every, mine)
         # A process group has its ranks in ascending order.
         order = [sorted(self.ranks).index(rank) for rank in self.ranks]
+        every = [mine]
+        if self.control.size > 1:
+            every = [torch.empty_like(mine) for _ in self.ranks]
+            self.control.together("a checksum of the batch", dist.all_gather, every, mine)
         # One row for each stage, one column for each pipeline side by side.
         found = torch.stack([every[i] for i in order]).view(self.line.size, -1)
         if bool((found >= 0).all() and (found == found[0]).all()):
-            return ""
-        told: list[Any] = [None] * len(self.ranks)
-        self.control.together("its batch", dist.all_gather_object, told, (problem, batch))
+            return
+        told = self.control.gather((problem, batch))
         texts = [told[i] for i in order]
-        beside = len(self.ranks) // self.line.size
-        wrong = []
-        for i, (each, batch) in enumerate(texts):
-            first = i % beside
-            if each:
-                wrong.append(f"{each}, on rank {self.ranks[i]}")
-            elif batch != texts[first][1]:
-                wrong.append(f"{texts[first][1]}, on rank {self.ranks[first]}, and {batch}, on "
-                             f"rank {self.ranks[i]}")
-        return "; ".join(wrong)
+        where = f"rank {self.line.global_rank}: the batch"
+        for rank, (each, _) in zip(self.ranks, texts, strict=True):
+            expect(not each, where, expected, f"{each}, on rank {rank}", cure)
+        beside = found.shape[1]
+        for first in range(beside):
+            same(where, self.ranks[first::beside],
+                 [{"batch": text} for _, text in texts[first::beside]], cure, ValueError)
 
     def send(self, action: Action, to: int, value: Any) -> Sent:
         """

@@ -65,7 +65,7 @@ from torch.utils import _pytree as pytree
 from zero3.comm.collectives import ALONE, Communicator
 from zero3.comm.mesh import Group
 from zero3.guards.freed import FreedParameter
-from zero3.guards.options import expect
+from zero3.guards.options import expect, same
 from zero3.offload.tiers import Offload
 from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.pipeline.channels import Channels, Fault, Sent
@@ -76,7 +76,6 @@ from zero3.pipeline.stages import (
     Stage,
     StageLayer,
     balanced,
-    check_same,
     holder,
     names_of,
     untie,
@@ -133,9 +132,12 @@ class Pipeline(ShardedModel):
         line = Communicator(mesh=mesh["pipeline"])
         self.ranks = line.group.size
         self.place = line.group.rank
-        params = [(name, tuple(p.shape), p.dtype)
-                  for p, names in names_of(layers).items() for name in names]
-        check_same(line, len(layers), stages, per_rank, schedule, micro_batches, gathers, params)
+        told: dict[str, object] = {f"`{name}`": (tuple(p.shape), p.dtype) for p, names
+                                   in names_of(layers).items() for name in names}
+        told |= {"number of layers": len(layers), "`stages`": stages, "`per_rank`": per_rank,
+                 "`schedule`": schedule, "`micro_batches`": micro_batches, "`gathers`": gathers}
+        same(f"rank {line.global_rank}: the pipeline", line.ranks, line.gather(told),
+             "build it alike on all ranks", ValueError)
         plan = Plan(layers, self.ranks, stages or balanced(layers, self.ranks * per_rank))
         self.count = len(plan.counts)
         self.ends = plan.ends
@@ -217,7 +219,7 @@ class Pipeline(ShardedModel):
         # For what concerns all ranks at once: the same, with the stages among its groups.
         self.comm = copy.copy(first.comm)
         self.comm.groups = (*first.comm.groups, line)
-        stages = first.comm.gather_stages(first.comm.ranks)
+        stages = first.comm.stages.gather(first.comm.ranks)
         self.comm.ranks = tuple(rank for stage in stages for rank in stage)
 
     def _free_others(self, plan: Plan) -> None:
@@ -264,27 +266,29 @@ class Pipeline(ShardedModel):
                     param = torch.empty(shape, dtype=dtype, device=self.device)
                 self._share(param, owner)
                 found |= dict.fromkeys(self.names[first], param)
-            problem = ""
             try:
                 yield found
-                for name, (_, *expected) in self.shapes.items():
-                    if [found[name].shape, found[name].dtype] != expected:
-                        problem = f"`{name}` of {tuple(found[name].shape)}, {found[name].dtype}"
             except BaseException as error:
-                problem = f"{type(error).__name__}: {error}"
-                raise
-            finally:
                 if writeback:
-                    # The stages wait for each other here, also after an exception.
-                    problems = [f"{each}, on rank {rank}" for rank, each in zip(
-                        self.comm.ranks, self.comm.gather(problem), strict=True) if each]
-                    if not problems:
-                        for name in self.shapes:
-                            self._share(found[name], 0)
-            if writeback and problems:
-                expect(False, "the model is not written back", "a block that ends without an "
-                       "error, and parameters of the same shape and type", problems[0],
-                       "look for the error on that rank; nothing has changed", RuntimeError)
+                    # The other stages wait for this one in `agree`.
+                    self.comm.gather(f"{type(error).__name__}: {error}")
+                raise
+            if writeback:
+                self._share_written(found)
+
+    def _share_written(self, found: dict[str, Any]) -> None:
+        """
+        #### Give all stages the values that the first rank has written
+        """
+        problem = ""
+        for name, (_, *expected) in self.shapes.items():
+            if [found[name].shape, found[name].dtype] != expected:
+                problem = f"`{name}` of {tuple(found[name].shape)}, {found[name].dtype}"
+        self.comm.agree(self, "is not written back", "a block that ends without an error, and "
+                        "parameters of the same shape and type", problem, "look for the error on "
+                        "that rank; nothing has changed")
+        for name in self.shapes:
+            self._share(found[name], 0)
 
     @torch.no_grad()
     def _share(self, value: torch.Tensor, owner: int) -> None:
@@ -435,12 +439,12 @@ class Pipeline(ShardedModel):
         mode = "training" if self.training else "evaluation"
         told = (f"{[*map(_told, leaves)]} to {does} in {mode} mode, and values with the checksum "
                 f"{_checksum(leaves)}")
-        wrong = self.channels.disagreement(problem, told)
-        expect(not wrong, f"rank {self.comm.global_rank}: the batch", "the same tensors in all "
-               f"stages, in tuples, lists and dicts, with rows for {self.micro_batches} "
-               "micro-batches", wrong, "give all ranks of a pipeline the same batch, with a "
-               "multiple of that many rows; or pass another `micro_batches=`. Expand a tensor "
-               "without rows, such as positions, to one row for each; or make it a buffer")
+        self.channels.compare(
+            problem, told, "the same tensors in all stages, in tuples, lists and dicts, with rows "
+            f"for {self.micro_batches} micro-batches", "give all ranks of a pipeline the same "
+            f"batch, with rows for {self.micro_batches} micro-batches; or pass another "
+            "`micro_batches=`. Expand a tensor without rows, such as positions, to one row for "
+            "each; or make it a buffer")
         parts = [leaf.chunk(self.micro_batches) if _has_rows(leaf) else [leaf] * self.micro_batches
                  for leaf in leaves]
         return [pytree.tree_unflatten([*each], spec) for each in zip(*parts, strict=True)]

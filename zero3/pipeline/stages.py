@@ -48,7 +48,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero3.comm.collectives import Communicator
 from zero3.guards.options import expect
 from zero3.layer import Zero3Layer, Zero3Sequential
 from zero3.optimizer.buckets import Bucket
@@ -395,23 +394,3 @@ def holder(tied: dict[nn.Parameter, list[str]]) -> nn.Module:
                 at = at._modules[part]  # type: ignore[assignment]
             at.register_parameter(last, param)
     return root
-
-
-def check_same(line: Communicator, *told: Any) -> None:
-    """
-    ## Refuse a pipeline whose ranks have other layers or arguments
-
-    * `line` reaches the ranks of a pipeline
-    * `told` is what has to be the same on all of them; the last one is a list, and the first of its
-      entries that differs is named
-
-    All ranks call it (all-gather). Raises `ValueError` on all of them.
-    """
-    first, *others = line.gather(told)
-    for rank, each in zip(line.ranks[1:], others, strict=True):
-        pairs = [*zip(first[-1], each[-1], strict=False), *zip(first, each, strict=True)]
-        wrong = next(((mine, theirs) for mine, theirs in pairs if mine != theirs), None)
-        if wrong:
-            expect(False, f"rank {line.global_rank}: the pipeline", "the same layers and arguments "
-                   "on all ranks", f"{wrong[0]} on rank {line.ranks[0]}, and {wrong[1]} on rank "
-                   f"{rank}", "build it alike on all ranks")

@@ -60,7 +60,7 @@ from zero3.estimate.predict import (
     predict_optimizer,
 )
 from zero3.guards.command_line import APP, INSTALL, Parser, folder, missing, one_line, within
-from zero3.guards.options import MOST, expect
+from zero3.guards.options import MOST, expect, same
 from zero3.guards.room import room
 from zero3.layer import Zero3Layer, Zero3Sequential
 from zero3.offload.tiers import TIERS, Offload
@@ -724,12 +724,7 @@ def check_alike(args: argparse.Namespace, ranks: Ranks) -> None:
     shards would come from two different models. Raises `ValueError` on all ranks.
     """
     # Paths may differ between machines.
-    mine = {name: value for name, value in vars(args).items()
+    mine = {option(name): value for name, value in vars(args).items()
             if name not in ("text", "out", "offload_folder", "resume")}
-    first, *others = ranks.gather(mine)
-    for rank, theirs in enumerate(others, 1):
-        for name, value in first.items():
-            expect(theirs[name] == value, "the ranks have different options",
-                   f"{option(name)} {value}, as on rank 0",
-                   f"{option(name)} {theirs[name]}, on rank {rank}",
-                   "start all machines with the same command")
+    same("the ranks have different options", range(ranks.world_size), ranks.gather(mine),
+         "start all machines with the same command", ValueError)

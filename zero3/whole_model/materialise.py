@@ -52,27 +52,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from zero3.comm.collectives import Communicator
 from zero3.comm.parts import WeightPart, part_of, whole_values
 from zero3.flat import own_modules
 from zero3.offload.tensors import INDEX, save_tensors, write_index
+from zero3.sharded import ShardedModel
 
 
-class WholeModel(Protocol):
+class WholeModel(ShardedModel):
     """
     ## A `Zero3Model`, as far as it has to be known here
 
     `wrap.py` imports this file, so this file cannot import `Zero3Model`.
     """
 
-    label: str
-    comm: Communicator
     units: list[Any]
 
 

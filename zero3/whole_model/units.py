@@ -79,6 +79,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero3.comm.links import Links
 from zero3.guards.contents import uncompiled
+from zero3.guards.options import same
 from zero3.layer import Zero3Layer
 from zero3.offload.tiers import Offload
 from zero3.sharded import Sharded
@@ -702,8 +703,7 @@ class TracedOrder:
         # Read the shards of the next unit, if they rest in files.
         after = next((unit for unit in upcoming if not unit.is_fetched), None)
         if after is not None:
-            for flat in after.flats:
-                flat.storage.read_async()
+            after.read_async()
 
     def _fetch_all(self, wanted: list[Unit], upcoming: list[Unit]) -> None:
         """
@@ -830,11 +830,10 @@ class TracedOrder:
         All-gather of their labels; all ranks must call it. Raises `RuntimeError` on all of them if
         one is about to gather another unit.
         """
-        for rank, label in zip(unit.comm.ranks, unit.comm.gather(unit.label), strict=True):
-            unit.expect(label == unit.label, "is about to be gathered, and the ranks diverged",
-                        f"a gather of {unit.label}, on all ranks", f"of {label}, on rank {rank}",
-                        "put everything that depends on a rank's data into one unit, by "
-                        "`leaf_classes`")
+        told = {"communication": f"gather of {unit.label}"}
+        same(f"rank {unit.comm.global_rank}: {unit.label} is about to be gathered, and the ranks "
+             "diverged", unit.comm.ranks, unit.comm.gather(told),
+             "put everything that depends on a rank's data into one unit, by `leaf_classes`")
 
     def range_of(self, unit: Unit) -> Any:
         """

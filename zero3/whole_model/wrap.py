@@ -68,28 +68,27 @@ from zero3.comm.parts import connect
 from zero3.comm.reducer import Reducer
 from zero3.estimate.ledger import Ledger
 from zero3.flat import Slot, own_modules
-from zero3.guards.contents import Known, uncompiled
-from zero3.guards.options import MOST, expect, fail, whole
+from zero3.guards.contents import Known, stray, uncompiled
+from zero3.guards.options import MOST, expect, whole
 from zero3.guards.shard_gradients import grad_of
 from zero3.layer import Zero3Layer
 from zero3.offload.tiers import Offload
-from zero3.sharded import Sharded, ShardedModel, communicator
+from zero3.sharded import Sharded, communicator
 from zero3.watch import tensors_in
-from zero3.whole_model.materialise import Deferred, Source, save
+from zero3.whole_model.materialise import Deferred, Source, WholeModel, save
 from zero3.whole_model.together import LayerPlace, Together, can_share
 from zero3.whole_model.units import TracedOrder, Unit
 
 Classes = type | Iterable[type]
 
 
-class Zero3Model(ShardedModel):
+class Zero3Model(WholeModel):
     """
     ## A whole model, sharded unit by unit
 
     `wrap` makes it. It is called like the model, and has the model's attributes.
     """
 
-    label = "the model"
     # A later chapter has units of its own.
     unit_class = Unit
 
@@ -101,7 +100,7 @@ class Zero3Model(ShardedModel):
         self.comm = communicator(mesh=mesh)
         self.order = TracedOrder(debug)
         wrapping = _Wrapping(self, model, source, offload, mesh)
-        self.units = wrapping.units_of(layer_classes, leaf_classes)
+        self.units: list[Unit] = wrapping.units_of(layer_classes, leaf_classes)
         # Units that stand for no module. They are registered here, so that the model has their
         # shards.
         self.beside = nn.ModuleList(wrapping.together)
@@ -194,13 +193,6 @@ class Zero3Model(ShardedModel):
                 if id(shard) in missed and grad_of(shard) is not None]
 
         return weakref.finalize(self, register_optimizer_step_post_hook(count).remove)
-
-    def expect(self, good: bool, what: str, expected: Any, got: Any, cure: str) -> None:
-        """
-        ### Raise an error that concerns no unit alone
-        """
-        if not good:
-            fail(self.comm.global_rank, self.label, what, expected, got, cure)
 
     # The model's attributes, and the methods of a container.
 
@@ -328,8 +320,7 @@ class Zero3Model(ShardedModel):
         reduce its gradients.
         """
         if self.known.has_changed():
-            extra = [name for name, p in self.named_parameters()
-                     if p.requires_grad and not name.startswith(("module.", "beside."))]
+            extra = stray(self)
             self.expect(not extra, "has new parameters", "those that it was wrapped with", extra,
                         Unit.cure_for_new)
 
