@@ -149,6 +149,7 @@ class Figures:
             "bench.sentence": self.speed, "bench.memory": self.memory,
             "bench.inject": self.injected, "bench.tensor": self.split,
             "bench.compile": self.compiled_steps,
+            "minimal.lines": str(code_lines([HERE.parent / "zero3/minimal.py"])),
             "heart.lines": str(code_lines([HERE.parent / "zero3/layer.py"])),
             "core.lines": f"{code_lines(core_files()):,}",
             "fsdp2.lines": f"{code_lines(fsdp2_files()):,}",
@@ -447,10 +448,10 @@ def code_lines(paths: list[Path]) -> int:
 
 def core_files() -> list[Path]:
     """
-    ## The source files of the heart, of communication and of the guards
+    ## The source files of the heart, of all communication and of the guards
     """
     chapters = [each for each in (*PATH, *FURTHER)
-                if each.name in ("The heart", "Communication", "Guards")]
+                if each.name in ("The heart", "Communication", "Groups and links", "Guards")]
     paths = [HERE.parent / item.path for each in chapters for item in each.items]
     return [path for path in paths if path.suffix == ".py"]
 

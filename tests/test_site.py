@@ -145,24 +145,23 @@ def test_the_path_leads_through_the_nine_chapters(site):
             assert linked((site / page).read_text(), "before") == seen[-2]
         page = after or page
     assert seen[1 : len(order) + 1] == order
-    assert order[3:9] == ["minimal.html", "layer.html", "flat.html", "watch.html", "schedule.html",
-                          "comm-collectives.html"]
+    assert order[2:9] == ["minimal.html", "tape.html", "layer.html", "flat.html", "watch.html",
+                          "schedule.html", "comm-collectives.html"]
     assert {build.page_of(path) for path in contents.sources()} - set(seen) == {
         build.page_of(item.path) for each in contents.PATH for item in each.more
         if item.path.endswith(".py")}
 
 
 def test_a_page_for_more_leads_through_its_chapter_and_on_to_the_next(site):
-    """The other files of offload, its notebook, then the optimizer. Breaks in a circle."""
-    page = "offload-encoded.html"
+    """The other files of communication, its notebook, then the optimizer. Breaks in a circle."""
+    page = "comm-reducer.html"
     seen = []
     while page != "optimizer-stage3.html":
         seen.append(page)
         page = linked((site / page).read_text(), "after")
-    assert seen == ["offload-encoded.html", "offload-in_file.html", "offload-disk.html",
-                    "offload-tensors.html", "offload-memory.html", "offload-bench.html",
-                    "offload-command.html", "05_offload.html"]
-    assert linked((site / "offload-encoded.html").read_text(), "before") == "offload-tiers.html"
+    assert seen == ["comm-reducer.html", "comm-order.html", "in_flight.html", "comm-leaving.html",
+                    "02_collectives.html"]
+    assert linked((site / "comm-reducer.html").read_text(), "before") == "comm-collectives.html"
 
 
 def test_each_page_shows_its_place(site):
@@ -175,7 +174,7 @@ def test_each_page_shows_its_place(site):
         for item in chapter.path:
             html = (site / build.page_of(item.path)).read_text()
             place = re.sub("<[^>]*>", "", re.search('<p class="place">(.*?)</p>', html)[1])
-            assert place.startswith(f"Chapter {i} of 9: {chapter.name} · ")
+            assert place.startswith(f"Chapter {i} of {len(contents.PATH)}: {chapter.name} · ")
             minutes.append(int(re.search(r"· (\d+) min", place)[1]))
             left.append(int((re.search(r"then (\d+) min", place) or "00")[1]))
             side = html[html.index('<nav class="side"') : html.index("<main")]
@@ -183,9 +182,9 @@ def test_each_page_shows_its_place(site):
     assert all(left[i] == minutes[i + 1] + left[i + 1] for i in range(len(left) - 1))
     assert left[-1] == 0
     place = re.search('<p class="place">(.*?)</p>', (site / "watch.html").read_text())[1]
-    assert "page 4 of 5" in place
+    assert "page 3 of 4" in place
     place = re.search('<p class="place">(.*?)</p>', (site / "sharded.html").read_text())[1]
-    assert "More in chapter 4" in place and "then" not in place
+    assert "More in chapter 5" in place and "then" not in place
 
 
 def test_the_tables_come_from_the_list(monkeypatch):
@@ -198,10 +197,9 @@ def test_the_tables_come_from_the_list(monkeypatch):
     item = contents.Item("zero3/layer.py", "something else")
     other = dataclasses.replace(first, items=(item, *first.items))
     monkeypatch.setattr(contents, "PATH", (other, *more))
-    assert "| 1 | [`layer.py`](zero3/layer.py) | something else |" in contents.with_tables(
-        "README.md")
-    monkeypatch.setattr(contents, "HEAD", "| not there |\n")
-    with pytest.raises(ValueError, match=r"README.md has no table of files\. Expected: "):
+    assert "| 1 | `layer.py` | something else |" in contents.with_tables("zero3/__init__.py")
+    monkeypatch.setitem(contents.TABLES, "README.md", {"| not there |\n": contents.rows})
+    with pytest.raises(ValueError, match=r"README.md lacks a table\. Expected: "):
         contents.with_tables("README.md")
 
 
