@@ -31,7 +31,7 @@ import shutil
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from html import escape
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -342,13 +342,34 @@ class Site:
 
     def search_index(self) -> str:
         """
-        ### The entries of the search: headings, tests, and names
+        ### The entries of the search: headings, tests, names, and other libraries' names
+
+        Each has a title, an address, the title of its page, a rank and the beginning of its text.
+        Pages of the path come first, and tests and the source of the book last.
         """
-        entries = [(text, f"{page}#{anchor}", self.frame.title(page))
-                   for page, headings in self.headings.items() for _, text, anchor in headings]
-        entries += [(name, self.names.address(source.key, name), source.path.name)
+        path = {page_of(item.path) for chapter in contents.PATH for item in chapter.items}
+        last = {source.page for source in (*self.tests, *self.tools)}
+        entries: list[tuple[str, str, str, int, str]] = []
+        for page, headings in self.headings.items():
+            for level, text, anchor in headings:
+                rank = 4 if page in last else 3 - (page in path) - (level == 1)
+                more = "" if page in last else self.beginning(page, anchor)
+                entries.append((text, f"{page}#{anchor}", self.frame.title(page), rank, more))
+        entries += [(name, self.names.address(source.key, name), source.path.name, 2, "")
                     for source in self.chapters for name in source.defined]
-        return f"const INDEX = {json.dumps(entries)};\n"
+        for row in re.findall("<tr>.*?</tr>", self.bodies["names.html"], re.DOTALL):
+            first, *others = (plain(cell) for cell in re.findall("<td.*?</td>", row, re.DOTALL)
+                              or [""])
+            if first:
+                entries.append((first, "names.html", "Names", 3, " ".join(others)))
+        return f"window.INDEX = {json.dumps(entries)};\n"
+
+    def beginning(self, page: str, anchor: str) -> str:
+        """
+        ### The first sentences below a heading
+        """
+        after = self.bodies[page].partition(f' id="{anchor}"')[2].partition("<p>")[2]
+        return plain(after.partition("</p>")[0])[:200]
 
     # ------------------------------------------------------------------------------------- checks
 
@@ -398,7 +419,7 @@ class Site:
                 if item.path.startswith("zero3/") or item.path.endswith(".md")]
         for what, pages, most_words, most_lines in (
                 ("path", path, PATH_WORDS, PATH_LINES), ("book", read, BOOK_WORDS, None)):
-            counted = [words_and_lines(self.bodies[page_of(each)]) for each in pages]
+            counted = [words_and_lines(self.bodies.get(page_of(each), "")) for each in pages]
             words, lines = (sum(each) for each in zip(*counted, strict=True))
             self.expect(words <= most_words and lines <= (most_lines or lines),
                         f"the {what} has {words:,} words and {lines:,} lines of code, and may have "
@@ -500,6 +521,13 @@ def beside(row: Row, prose: str, code: str) -> str:
         # The title of a part of the file.
         kind = "row part"
     return f'<section class="{kind}"><div class="prose">{prose}</div>{code}</section>'
+
+
+def plain(html: str) -> str:
+    """
+    ## The text of HTML, in one line
+    """
+    return " ".join(unescape(re.sub("<wbr>|<[^>]*>", "", html)).split())
 
 
 def found(pattern: str) -> list[str]:

@@ -82,7 +82,7 @@ PLACED: tuple[tuple[str, str, str, str], ...] = (
     ("inject/policies.py", "", "<strong>Run this", "bench.inject"),
     ("inject/tensor.py", "", "<strong>Run this", "bench.tensor"),
     ("compiler/model.py", "", "<strong>What it gains", "bench.compile"),
-    *(("compiler/passes.py", name, "", f"figure.{name}") for name in compiled.CAPTIONS),
+    *(("compiler/passes.py", name, "", f"pass.{name}") for name in compiled.CAPTIONS),
     ("train/compressed.py", "", "is the yardstick", "figure.compressed"),
 )
 # The models that are compiled, and the ways to train them, in words.
@@ -144,7 +144,7 @@ class Figures:
             "figure.1f1b": lambda: lanes.figure(self.lanes, "1f1b"),
             "figure.breadth": lambda: lanes.figure(self.lanes, "breadth-first"),
             "figure.compressed": compressed_table,
-            **{f"figure.{name}": partial(compiled.figure, self.compiled, name)
+            **{f"pass.{name}": partial(compiled.figure, self.compiled, name)
                for name in compiled.CAPTIONS},
             "lanes.compared": rungs.html_table(lanes.compared(self.lanes), words=1),
             "mutations": self.all_mutations, "exercises": self.exercises,

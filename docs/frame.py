@@ -70,12 +70,14 @@ class Frame:
         before, after = self.neighbours(page)
         chapter, i = self.places.get(page, (None, 0))
         file = chapter.items[i].path.removeprefix("zero3/") if chapter else ""
+        about = chapter and re.sub("[`*$]", "", chapter.items[i].about)
         inside = "".join(f'<li class="h{level}"><a href="#{anchor}">{escape(text)}</a></li>'
                          for level, text, anchor in self.headings.get(page, ()) if level > 1)
         return self.template.substitute(
             title=escape(self.title(page)), pages=self.sidebar(page), contents=inside,
             stripes=stripes(), place=self.place(page), body=self.bodies[page],
             file=file, more=self.more(page),
+            about=escape(f"{about or 'ZeRO-3 to read and to run'}. A page of the book of zero3."),
             before=self.link(before, "before"), after=self.link(after, "after"))
 
     # ---------------------------------------------------------------------------------- the place

@@ -211,7 +211,7 @@ def test_a_page_outside_of_path_and_appendix_ends_the_build(measured, monkeypatc
     site = build.Site(measured)
     site.problems.clear()
     site.check({})
-    for name in ("zero3/checkpoint/reader.py", "notebooks/08_checkpoints.ipynb"):
+    for name in ("zero3/optimizer/buckets.py", "notebooks/06_optimizer.ipynb"):
         assert f"{name} is neither on the path nor in the appendix" in site.problems
     assert any(said.startswith("README.md: its table is not that of") for said in site.problems)
 
@@ -581,9 +581,46 @@ def test_the_search_finds_headings_tests_and_names(site, browser):
         field = find(browser, "#book-search")
         field.clear()
         field.send_keys(words)
+        # The index is loaded now.
+        until(browser, "document.querySelector('#book-found a')")
         assert words.split()[0] in find(browser, "#book-found a").text.lower()
     field.send_keys("\n")
     assert "test_layer.html#test_merging_and_padding_loses_nothing" in browser.current_url
+
+
+def test_the_search_puts_the_path_first_and_knows_other_libraries_names(site, browser):
+    """
+    A page by its title; a section by the words of its text, but not by a part of a word; and what
+    FSDP2 calls it. Breaks where the source of the book comes first.
+    """
+    look(browser, WIDE)
+    browser.get((site / "life.html").as_uri())
+    assert not browser.execute_script("return window.INDEX")
+    find(browser, "#book-search").send_keys("x")
+    until(browser, "window.INDEX")
+
+    def hits(words):
+        return browser.execute_script(
+            "return search(arguments[0]).map((hit) => [hit[0].toLowerCase(), hit[1], hit[3]])",
+            words)
+
+    assert hits("calculator")[0][1].startswith("calculator.html")
+    assert hits("tape")[0][1].startswith("tape.html")
+    assert any(address == "names.html" for _, address, _ in hits("fully_shard"))
+    for words in ("nvme", "fsdp2"):
+        assert hits(words) and hits(words)[0][2] < 4, words
+    assert not any("changed" in title and "hang" not in title.replace("changed", "")
+                   for title, _, _ in hits("hang"))
+
+
+def test_figures_of_a_step_and_of_the_compilers_passes_are_told_apart(site):
+    """
+    The chapter with numbers and the heart show chains, and the compiler its passes. Breaks where
+    two figures have the same name.
+    """
+    for page in ("life.html", "layer.html", "optimizer-buckets.html"):
+        assert "Drawn from the graphs of a chain" not in (site / page).read_text(), page
+    assert (site / "compiler-passes.html").read_text().count("Drawn from the graphs") == 5
 
 
 def test_the_search_is_used_with_the_keyboard(site, browser):
@@ -602,6 +639,7 @@ def test_the_search_is_used_with_the_keyboard(site, browser):
 
     field = find(browser, "#book-search")
     field.send_keys("prefetch")
+    until(browser, "document.querySelector('#book-found a')")
     hits = browser.find_elements("css selector", "#book-found a")
     tests = [hit.get_attribute("href").rpartition("/")[2].startswith("test") for hit in hits]
     assert tests == sorted(tests) and len(hits) > 2
