@@ -15,14 +15,33 @@ const root = document.documentElement;
 // Set the theme before the body is drawn, because otherwise a dark page would flash.
 if (remember()) root.dataset.theme = remember();
 
-// Find headings, tests and names that contain all words. Tests come last, and in each part those
-// that begin with the first word come first.
+// The index is large, so a page loads it when somebody begins to search.
+function load() {
+  if (document.getElementById("book-index")) return;
+  const script = document.createElement("script");
+  script.id = "book-index";
+  script.src = "search.js";
+  script.onload = () => show(document.getElementById("book-search").value);
+  document.head.append(script);
+}
+
+// Whether a word of the text begins like this one.
+function has(text, word) {
+  for (let at = text.indexOf(word); at >= 0; at = text.indexOf(word, at + 1)) {
+    if (!at || !/[a-z0-9]/.test(text[at - 1])) return true;
+  }
+  return false;
+}
+
+// Find what has all words. Hits in titles come before hits in texts, the path before other pages,
+// and titles that begin with the first word before others. Tests and the book's own source are last.
 function search(question) {
   const words = question.toLowerCase().split(/\s+/).filter(Boolean);
-  const hits = INDEX.filter(([title, , page]) =>
-    words.every((word) => `${title} ${page}`.toLowerCase().includes(word)));
-  const place = ([title, address]) =>
-    2 * /^tests?[_-]/.test(address) + !title.toLowerCase().startsWith(words[0]);
+  const all = (text) => words.every((word) => has(text.toLowerCase(), word));
+  const place = ([title, , page, rank]) =>
+    4 * rank + 10 * !all(`${title} ${page}`) + 40 * (rank === 4)
+    + !title.toLowerCase().startsWith(words[0]);
+  const hits = window.INDEX.filter(([title, , page, , more]) => all(`${title} ${page} ${more}`));
   return words.length ? hits.sort((a, b) => place(a) - place(b)).slice(0, 30) : [];
 }
 
@@ -39,7 +58,7 @@ function hide() {
 }
 
 function show(question) {
-  if (!question.trim()) {
+  if (!question.trim() || !window.INDEX) {
     hide();
     return;
   }
@@ -92,6 +111,7 @@ document.addEventListener("DOMContentLoaded", () => {
     root.dataset.theme = dark ? "light" : "dark";
     remember(root.dataset.theme);
   });
+  field.addEventListener("focus", load);
   field.addEventListener("input", () => show(field.value));
   field.closest(".search").addEventListener("keydown", move);
   field.addEventListener("keydown", (event) => {

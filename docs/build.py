@@ -31,7 +31,7 @@ import shutil
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from html import escape
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -45,13 +45,13 @@ from docs import contents, elsewhere
 from docs.annotate import Names, Row, Source, slug
 from docs.contents import ROOT, page_of
 from docs.figures import Figures, colored
-from docs.frame import Frame
+from docs.frame import Frame, words_and_lines
 from notebooks.run import joined
 
 INDEX = "docs/index.md"
 # Each of these files has a page.
 SOURCES = ("zero3/**/*.py", "docs/*.md", "notebooks/*.ipynb", "tests/*.py", "docs/**/*.py")
-STYLES = ("docs/*.css", "docs/*.js")
+STYLES = ("docs/*.css", "docs/*.js", "docs/*.svg")
 # The colours of numbers in tables, by words that say what they are. The first one that fits counts.
 MEANT = {r"reduce|exchange": "reduced", r"gradient|divide": "grad", r"moment|state|master": "state",
          r"unshard|gather|whole|flat|full|kept": "whole", r"shard|rest|step|file|buffer": "shard"}
@@ -59,6 +59,11 @@ MEANT = {r"reduce|exchange": "reduced", r"gradient|divide": "grad", r"moment|sta
 INPUTS = {"whole": "shard", "reduced": "grad"}
 # Functions that only check, or word an error.
 GUARDS = r"(^|\.)_*(check|refuse|expect|told|agree|fail|together|complete|assert|explain|warn)(_|$)"
+# The most words of the path, without folded text, and its lines of code; and the most words of the
+# book without tests, notebooks and its own source, which may only become fewer.
+PATH_WORDS = 20_000
+PATH_LINES = 1_800
+BOOK_WORDS = 99_000
 LONG = 600  # characters of HTML, of what a chapter does not cover, from which on it is folded
 # A figure says which run it is drawn from, or that it is calculated.
 ORIGIN = r"commit \w+|from the formulas of"
@@ -200,6 +205,9 @@ class Site:
                     at_root = os.path.normpath(Path(origin).parent / path)
                     target = self.files.get(at_root, path)
                     child.attrSet("href", target + mark + anchor)
+                if child.type == "image":
+                    # Pictures lie beside the pages.
+                    child.attrSet("src", Path(str(child.attrGet("src"))).name)
                 linked = child.type == "link_open" or (linked and child.type != "link_close")
                 child.meta = {"linked": True} if linked else {}
         html = self.markdown.renderer.render(tokens, self.markdown.options, env)
@@ -334,13 +342,34 @@ class Site:
 
     def search_index(self) -> str:
         """
-        ### The entries of the search: headings, tests, and names
+        ### The entries of the search: headings, tests, names, and other libraries' names
+
+        Each has a title, an address, the title of its page, a rank and the beginning of its text.
+        Pages of the path come first, and tests and the source of the book last.
         """
-        entries = [(text, f"{page}#{anchor}", self.frame.title(page))
-                   for page, headings in self.headings.items() for _, text, anchor in headings]
-        entries += [(name, self.names.address(source.key, name), source.path.name)
+        path = {page_of(item.path) for chapter in contents.PATH for item in chapter.items}
+        last = {source.page for source in (*self.tests, *self.tools)}
+        entries: list[tuple[str, str, str, int, str]] = []
+        for page, headings in self.headings.items():
+            for level, text, anchor in headings:
+                rank = 4 if page in last else 3 - (page in path) - (level == 1)
+                more = "" if page in last else self.beginning(page, anchor)
+                entries.append((text, f"{page}#{anchor}", self.frame.title(page), rank, more))
+        entries += [(name, self.names.address(source.key, name), source.path.name, 2, "")
                     for source in self.chapters for name in source.defined]
-        return f"const INDEX = {json.dumps(entries)};\n"
+        for row in re.findall("<tr>.*?</tr>", self.bodies["names.html"], re.DOTALL):
+            first, *others = (plain(cell) for cell in re.findall("<td.*?</td>", row, re.DOTALL)
+                              or [""])
+            if first:
+                entries.append((first, "names.html", "Names", 3, " ".join(others)))
+        return f"window.INDEX = {json.dumps(entries)};\n"
+
+    def beginning(self, page: str, anchor: str) -> str:
+        """
+        ### The first sentences below a heading
+        """
+        after = self.bodies[page].partition(f' id="{anchor}"')[2].partition("<p>")[2]
+        return plain(after.partition("</p>")[0])[:200]
 
     # ------------------------------------------------------------------------------------- checks
 
@@ -373,11 +402,28 @@ class Site:
             for figure in re.findall(r"<figure\b.*?</figure>", html, re.DOTALL):
                 self.expect(re.search(ORIGIN, figure), f"{page}: a figure does not say which run "
                             f"it is from: {figure[:80]}")
+        self.check_length()
         for source in self.chapters:
             for row in source.rows:
                 public = row.name and (row.level == 2 or row.level == 3)
                 self.expect(not public or (source.key, row.name) in self.proofs,
                             f"{source.path.name}: no test proves `{row.name}`")
+
+    def check_length(self) -> None:
+        """
+        ### Check that the path and the book are no longer than their readers have time for
+        """
+        path = [item.path for chapter in contents.PATH for item in chapter.path]
+        chapters = (*contents.PATH, *contents.FURTHER, *contents.appendix()[:2])
+        read = [item.path for chapter in chapters for item in chapter.items
+                if item.path.startswith("zero3/") or item.path.endswith(".md")]
+        for what, pages, most_words, most_lines in (
+                ("path", path, PATH_WORDS, PATH_LINES), ("book", read, BOOK_WORDS, None)):
+            counted = [words_and_lines(self.bodies.get(page_of(each), "")) for each in pages]
+            words, lines = (sum(each) for each in zip(*counted, strict=True))
+            self.expect(words <= most_words and lines <= (most_lines or lines),
+                        f"the {what} has {words:,} words and {lines:,} lines of code, and may have "
+                        f"{most_words:,} words and {most_lines or lines:,} lines")
 
 
 def meant(table: str) -> str:
@@ -475,6 +521,13 @@ def beside(row: Row, prose: str, code: str) -> str:
         # The title of a part of the file.
         kind = "row part"
     return f'<section class="{kind}"><div class="prose">{prose}</div>{code}</section>'
+
+
+def plain(html: str) -> str:
+    """
+    ## The text of HTML, in one line
+    """
+    return " ".join(unescape(re.sub("<wbr>|<[^>]*>", "", html)).split())
 
 
 def found(pattern: str) -> list[str]:

@@ -2,22 +2,22 @@
 # The order of the book
 
 One list says which pages there are and in which order they are read. The sidebar, the links at the
-foot of each page, the index, and the tables in the README and in `zero3/__init__.py` all come from
-it.
+foot of each page, the index, the README's table of notebooks and the table of files in
+`zero3/__init__.py` all come from it. The README's figures come from the recorded benchmark.
 
-The *path* has nine chapters, each of a few pages that are read in order. Most chapters also have
+The *path* has seven chapters, each of a few pages that are read in order. Most chapters also have
 pages for readers who want more: the other files of the same folder, and a notebook. Further
 chapters follow. The appendix has everything that is looked up and not read: reference, exercises,
 tests, and the source of the book itself.
 
 | kind | for example | in the tables as |
 |---|---|---|
-| chapter of the path | `zero3/comm/collectives.py` | 5 |
-| further chapter | `zero3/estimate/ledger.py` | measuring |
+| chapter of the path | `zero3/comm/collectives.py` | 6 |
+| further chapter | `zero3/estimate/ledger.py` | more |
 | appendix | `docs/names.md` | |
 
 The minutes of a page are estimated from its length: a reader takes in 220 words of prose in a
-minute, or 20 lines of code.
+minute, or 5 lines of code.
 
 **Run this**: `python -m docs.contents` prints the list; with `--write` it also writes the tables.
 
@@ -27,19 +27,20 @@ counted. So a page with many of them takes longer than it says.
 
 import argparse
 import dataclasses
+import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WORDS_PER_MINUTE = 220
-LINES_PER_MINUTE = 20
+LINES_PER_MINUTE = 5
 HEAD = "| chapter | file | contents |\n|---|---|---|\n"
 NOTEBOOKS = "| | notebook | question |\n|---|---|---|\n"
-# The files with tables, and the folder that their links begin in. One without links has no folder.
-TABLES = {"README.md": "zero3/", "zero3/__init__.py": None}
+SPEED = ("| two ranks on two CPU cores | DDP | FSDP2 | `Zero3Sequential` | `wrap` |\n"
+         "|---|---|---|---|---|\n")
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,10 @@ PATH = (
         ("docs/life.md", "three weights on two ranks, from initialisation to update"),
         ("notebooks/03_one_layer.ipynb", "How does `Zero3Layer` work, step by step?")),
     chapter(
+        "The idea in one file",
+        "a chain that trains, in one file that imports torch and nothing else",
+        ("zero3/minimal.py", "the idea, whole: one file that imports torch and nothing else")),
+    chapter(
         "The tape",
         "a whole training step, event by event",
         ("docs/tape.md", "a recorded training step, event by event"),
@@ -108,8 +113,7 @@ PATH = (
          "Do many layers overlap, and do the bytes add up?")),
     chapter(
         "The heart",
-        "the code: shard, unshard, forward, backward, reduce",
-        ("zero3/minimal.py", "the idea, whole: one file that imports torch and nothing else"),
+        "what the one file lacks: shard, unshard, forward, backward, reduce",
         ("zero3/layer.py", "the heart: `Zero3Layer` and `Zero3Sequential`"),
         ("zero3/flat.py",
          "the flat parameter: one buffer that all parameters of a layer are views of"),
@@ -118,7 +122,7 @@ PATH = (
         ("zero3/sharded.py",
          "what a sharded layer offers its users: full parameters, clipping, errors"),
         ("zero3/gradients.py", "the norm of a sharded gradient, and clipping by it"),
-        core=5),
+        core=4),
     chapter(
         "Communication",
         "collectives, streams, and the same order on all ranks",
@@ -127,15 +131,21 @@ PATH = (
         ("zero3/comm/reducer.py", "the reduce of a layer, while the next one goes backward"),
         ("zero3/comm/order.py", "the ranks of a model: alike, or an error on all of them"),
         ("zero3/in_flight.py", "memory in flight: one owner, which alone may free it"),
-        ("zero3/comm/mesh.py",
-         "groups of ranks: a model on some of them, and replicas of a sharded model"),
         ("zero3/comm/leaving.py", "the end of a program: gloo's threads end first"),
-        ("zero3/comm/links.py",
-         "`Links`: nodes, copies inside a node, and fewer bytes between nodes"),
-        ("zero3/comm/encodings.py", "`Int8` and `Int4`: the same numbers in fewer bytes"),
-        ("zero3/comm/parts.py", "which part of a weight a rank has"),
-        ("notebooks/02_collectives.ipynb", "How much does each collective send?"),
-        ("notebooks/09_groups_of_ranks.ipynb", "How few bytes have to cross a slow link?")),
+        ("notebooks/02_collectives.ipynb", "How much does each collective send?")),
+    chapter(
+        "The optimizer",
+        "masters, loss scales, norms, and states in any tier",
+        ("zero3/optimizer/stage3.py",
+         "`Zero3Optimizer`: loss scale, clipping, micro-batches, the step"),
+        ("docs/questions.md", "what you can explain now"),
+        ("zero3/optimizer/buckets.py", "small layers share a reduce-scatter"),
+        ("zero3/optimizer/states.py", "masters, moments and gradients of a shard, in any tier"),
+        ("notebooks/06_optimizer.ipynb", "Why masters, loss scales and norms?"),
+        core=2),
+)
+
+FURTHER = (
     chapter(
         "Offload",
         "shards in CPU memory and in files",
@@ -149,33 +159,21 @@ PATH = (
         ("zero3/offload/__main__.py", "its command line"),
         ("notebooks/05_offload.ipynb", "How much do CPU memory and files save, and cost?")),
     chapter(
-        "The optimizer",
-        "masters, loss scales, norms, and states in any tier",
-        ("zero3/optimizer/stage3.py",
-         "`Zero3Optimizer`: loss scale, clipping, micro-batches, the step"),
-        ("zero3/optimizer/buckets.py", "small layers share a reduce-scatter"),
-        ("zero3/optimizer/states.py", "masters, moments and gradients of a shard, in any tier"),
-        ("notebooks/06_optimizer.ipynb", "Why masters, loss scales and norms?"),
-        core=2),
-    chapter(
         "Whole models",
         "models that are no chain, and larger than memory",
+        ("zero3/whole_model/units.py", "layers of a whole model, prefetched in a recorded order"),
         ("zero3/whole_model/wrap.py", "`wrap`: shard a whole model without changing it"),
-        ("zero3/whole_model/units.py",
-         "layers of a whole model, prefetched in an order that was recorded"),
         ("zero3/whole_model/materialise.py",
          "models larger than memory: built and read layer by layer"),
         ("zero3/whole_model/together.py", "small layers share an all-gather"),
         ("zero3/whole_model/__main__.py", "its command line"),
-        ("notebooks/07_whole_models.ipynb", "How is a model prefetched that is no chain?"),
-        core=2),
+        ("notebooks/07_whole_models.ipynb", "How is a model prefetched that is no chain?")),
     chapter(
         "Checkpoints",
         "save on two ranks, load on three",
         ("zero3/checkpoint/save_load.py",
          "`save` and `load`: on any number of ranks, beside training"),
         ("zero3/checkpoint/reader.py", "a checkpoint on disk, complete or absent"),
-        ("docs/questions.md", "what you can explain now"),
         ("zero3/checkpoint/entries.py",
          "the contents of a checkpoint: model, optimizer, random states"),
         ("zero3/checkpoint/tensor_files.py",
@@ -183,11 +181,17 @@ PATH = (
         ("zero3/checkpoint/formats.py", "formats of other libraries"),
         ("zero3/checkpoint/convert.py", "converting between them"),
         ("zero3/checkpoint/__main__.py", "its command line"),
-        ("notebooks/08_checkpoints.ipynb", "How does a run resume on other ranks?"),
-        core=3),
-)
-
-FURTHER = (
+        ("notebooks/08_checkpoints.ipynb", "How does a run resume on other ranks?")),
+    chapter(
+        "Groups and links",
+        "models on some of the ranks, replicas, nodes, and fewer bytes between them",
+        ("zero3/comm/mesh.py",
+         "groups of ranks: a model on some of them, and replicas of it"),
+        ("zero3/comm/links.py",
+         "`Links`: nodes, copies inside a node, and fewer bytes between nodes"),
+        ("zero3/comm/encodings.py", "`Int8` and `Int4`: the same numbers in fewer bytes"),
+        ("zero3/comm/parts.py", "which part of a weight a rank has"),
+        ("notebooks/09_groups_of_ranks.ipynb", "How few bytes have to cross a slow link?")),
     chapter(
         "Measuring",
         "predict bytes, and record them",
@@ -295,7 +299,10 @@ REFERENCE = chapter(
     "Reference",
     "whatever is looked up",
     ("zero3/__init__.py", "the files of the package"),
-    ("README.md", "how to use it: complete programs"),
+    ("README.md", "what it is, and a first program"),
+    ("docs/using.md", "complete programs to start from"),
+    ("docs/running.md", "the main job: its output, restarts, several machines"),
+    ("docs/working.md", "tests, checks and benchmarks"),
     ("docs/invariants.md", "ten guarantees, and the tests of each"),
     ("docs/notation.md", "symbols and words"),
     ("docs/names.md", "our names, and those of other libraries"),
@@ -339,20 +346,30 @@ def minutes(words: int, lines: int) -> int:
 # --------------------------------------------------------------------------------------- the tables
 
 
-def rows(prefix: str | None) -> Iterator[str]:
+def rows() -> Iterator[str]:
     """
     ## The rows of the table of files
-
-    * `prefix` begins the links of the files; without one, there are no links
     """
     numbered = [(str(number), each) for number, each in enumerate(PATH, 1)]
-    named = [(each.name.lower(), each) for each in FURTHER]
-    for number, each in (*numbered, *named):
+    for number, each in (*numbered, *(("more", each) for each in FURTHER)):
         for item in each.items:
             if item.path.startswith("zero3/") and not item.path.endswith("__main__.py"):
-                short = item.path.removeprefix("zero3/")
-                link = f"`{short}`" if prefix is None else f"[`{short}`]({prefix}{short})"
-                yield f"| {number} | {link} | {item.about} |"
+                yield f"| {number} | `{item.path.removeprefix('zero3/')}` | {item.about} |"
+
+
+def speed_rows() -> Iterator[str]:
+    """
+    ## The rows of the table of measured figures, from the recorded benchmark
+    """
+    medians = json.loads((ROOT / "docs/bench.json").read_text())["medians"]
+    peers = ("ddp", "fsdp2", "zero3", "wrap")
+    for about, key, unit, decimals in (
+            ("tokens in a second, in all", "tokens_per_s", 1, 0),
+            ("MiB of a rank at the highest moment", "peak_bytes", 2**20, 0),
+            ("MiB of a rank between two steps", "rest_bytes", 2**20, 0),
+            ("MiB that a rank sends in a step", "wire_bytes", 2**20, 1)):
+        figures = " | ".join(f"{medians[peer][key] / unit:,.{decimals}f}" for peer in peers)
+        yield f"| {about} | {figures} |"
 
 
 def notebook_rows() -> Iterator[str]:
@@ -366,23 +383,27 @@ def notebook_rows() -> Iterator[str]:
         yield f"| {int(number)} | [{name.replace('_', ' ')}]({item.path}) | {item.about} |"
 
 
+# The tables of each file, by their heads, and what writes their rows.
+TABLES: dict[str, dict[str, Callable[[], Iterator[str]]]] = {
+    "README.md": {SPEED: speed_rows, NOTEBOOKS: notebook_rows},
+    "zero3/__init__.py": {HEAD: rows},
+}
+
+
 def with_tables(path: str) -> str:
     """
-    ## The text of a file, with its tables as the list says
+    ## The text of a file, with its tables as they have to be
 
     Raises `ValueError` if the file has no table with the right head.
     """
     text = (ROOT / path).read_text()
-    tables = {HEAD: rows(TABLES[path])}
-    if TABLES[path]:
-        tables[NOTEBOOKS] = notebook_rows()
-    for head, lines in tables.items():
+    for head, lines in TABLES[path].items():
         before, found_head, rest = text.partition(head)
         if not found_head:
-            raise ValueError(f"{path} has no table of files. Expected: a table that begins with "
+            raise ValueError(f"{path} lacks a table. Expected: a table that begins with "
                              f"{head!r}. What to do: put its head there, and run `python -m "
                              "docs.contents --write`.")
-        text = before + head + "\n".join(lines) + "\n" + re.sub(r"\A(\|.*\n)*", "", rest)
+        text = before + head + "\n".join(lines()) + "\n" + re.sub(r"\A(\|.*\n)*", "", rest)
     return text
 
 

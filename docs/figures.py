@@ -49,6 +49,7 @@ from docs.contents import FURTHER, PATH
 from docs.exercises.solutions import EXERCISES, page
 from docs.mutations import all_with_lines
 from docs.svg import figure, origin
+from docs.trial import Mutation
 from zero3.estimate.formulas import places, stages
 from zero3.train import compressed, launch
 
@@ -77,10 +78,11 @@ PLACED: tuple[tuple[str, str, str, str], ...] = (
     ("whole_model/units.py", "", "A pass that goes another way", "figure.trace"),
     ("pipeline/schedules.py", "", "<th>slot</th>", "figure.1f1b"),
     ("pipeline/schedules.py", "", "go forward through a stage before the next", "figure.breadth"),
+    ("pipeline/schedules.py", "", "enough, and one for the last", "lanes.compared"),
     ("inject/policies.py", "", "<strong>Run this", "bench.inject"),
     ("inject/tensor.py", "", "<strong>Run this", "bench.tensor"),
     ("compiler/model.py", "", "<strong>What it gains", "bench.compile"),
-    *(("compiler/passes.py", name, "", f"figure.{name}") for name in compiled.CAPTIONS),
+    *(("compiler/passes.py", name, "", f"pass.{name}") for name in compiled.CAPTIONS),
     ("train/compressed.py", "", "is the yardstick", "figure.compressed"),
 )
 # The models that are compiled, and the ways to train them, in words.
@@ -142,13 +144,14 @@ class Figures:
             "figure.1f1b": lambda: lanes.figure(self.lanes, "1f1b"),
             "figure.breadth": lambda: lanes.figure(self.lanes, "breadth-first"),
             "figure.compressed": compressed_table,
-            **{f"figure.{name}": partial(compiled.figure, self.compiled, name)
+            **{f"pass.{name}": partial(compiled.figure, self.compiled, name)
                for name in compiled.CAPTIONS},
             "lanes.compared": rungs.html_table(lanes.compared(self.lanes), words=1),
             "mutations": self.all_mutations, "exercises": self.exercises,
             "bench.sentence": self.speed, "bench.memory": self.memory,
             "bench.inject": self.injected, "bench.tensor": self.split,
             "bench.compile": self.compiled_steps,
+            "minimal.lines": str(code_lines([HERE.parent / "zero3/minimal.py"])),
             "heart.lines": str(code_lines([HERE.parent / "zero3/layer.py"])),
             "core.lines": f"{code_lines(core_files()):,}",
             "fsdp2.lines": f"{code_lines(fsdp2_files()):,}",
@@ -246,8 +249,8 @@ class Figures:
         return "".join(
             f'<details class="mutation"><summary>If line'
             f'{f" {first}" if first == last else f"s {first} to {last}"} were wrong</summary>'
-            f'<p><a href="mutations.html#{slug(m.title)}">{m.title}</a>: a small program then '
-            f"prints</p><pre>{escape(m.symptom)}</pre></details>"
+            f'<p><a href="mutations.html#{slug(m.title)}">{m.title}</a>:</p>{changed(m)}'
+            f"<p>A small program then prints</p>{printed(m)}</details>"
             for (name, last), (m, first) in self.mutations.items()
             if name == file and last in lines)
 
@@ -255,18 +258,12 @@ class Figures:
         """
         ### Each mutation: the change, and its folded effect
         """
-        parts = []
-        for (file, last), (m, first) in self.mutations.items():
-            # Skip the header, which repeats the line above the diff.
-            diff = highlight("\n".join(m.diff().split("\n")[3:]), DiffLexer(),
-                             HtmlFormatter(nowrap=True))
-            parts.append(
-                f"## {m.title}\n\n[`{m.section}`](../zero3/{file}#L{first}), line {first}"
-                + f" to {last}" * (last > first) + f"\n\n<pre>{diff}</pre>\n\n"
-                "<details><summary>What happens</summary>\n\n"
-                f"<pre>{escape(m.healthy)}   before\n{escape(m.symptom)}   after</pre>\n\n{m.why}"
-                + f" It breaks {m.breaks}." * bool(m.breaks) + "\n\n</details>\n")
-        return "\n".join(parts)
+        return "\n".join(
+            f"## {m.title}\n\n[`{m.section}`](../zero3/{file}#L{first}), line {first}"
+            + f" to {last}" * (last > first) + f"\n\n{changed(m)}\n\n"
+            f"<details><summary>What happens</summary>\n\n{printed(m)}\n\n{m.why}"
+            + f" It breaks {m.breaks}." * bool(m.breaks) + "\n\n</details>\n"
+            for (file, last), (m, first) in self.mutations.items())
 
     def exercises(self) -> str:
         """
@@ -447,10 +444,10 @@ def code_lines(paths: list[Path]) -> int:
 
 def core_files() -> list[Path]:
     """
-    ## The source files of the heart, of communication and of the guards
+    ## The source files of the heart, of all communication and of the guards
     """
     chapters = [each for each in (*PATH, *FURTHER)
-                if each.name in ("The heart", "Communication", "Guards")]
+                if each.name in ("The heart", "Communication", "Groups and links", "Guards")]
     paths = [HERE.parent / item.path for each in chapters for item in each.items]
     return [path for path in paths if path.suffix == ".py"]
 
@@ -462,6 +459,22 @@ def fsdp2_files() -> list[Path]:
     import torch.distributed.fsdp._fully_shard as package
 
     return sorted(Path(package.__path__[0]).glob("_*.py"))
+
+
+def changed(mutation: Mutation) -> str:
+    """
+    ## The lines that a mutation removes and adds
+    """
+    # Without the header, which repeats the line above it.
+    diff = "\n".join(mutation.diff().split("\n")[3:])
+    return f"<pre>{highlight(diff, DiffLexer(), HtmlFormatter(nowrap=True))}</pre>"
+
+
+def printed(mutation: Mutation) -> str:
+    """
+    ## What a program prints with the source, and with the mutation
+    """
+    return f"<pre>right  {escape(mutation.healthy)}\nwrong  {escape(mutation.symptom)}</pre>"
 
 
 def colored(code: str) -> str:

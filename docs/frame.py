@@ -4,12 +4,12 @@
 `Frame` puts a page into its place in the book: a sidebar with the path, a line that says which
 chapter this is and how long the rest takes, and links to the neighbours.
 
-A reader of page 2 of chapter 4 sees
+A reader of page 2 of chapter 5 sees
 
 | where | text |
 |---|---|
-| sidebar | the nine chapters; the pages of chapter 4 below its name |
-| above the text | Chapter 4 of 9, *The heart*: page 2 of 4 · 11 min · then 150 min |
+| sidebar | the seven chapters; the pages of chapter 5 below its name |
+| above the text | Chapter 5 of 7, *The heart*: page 2 of 4 · 11 min · then 80 min |
 | at the foot | ← the first page of the chapter; its third page → |
 
 The path leads through the pages that all readers need, chapter after chapter. Someone who turns off
@@ -70,12 +70,14 @@ class Frame:
         before, after = self.neighbours(page)
         chapter, i = self.places.get(page, (None, 0))
         file = chapter.items[i].path.removeprefix("zero3/") if chapter else ""
+        about = chapter and re.sub("[`*$]", "", chapter.items[i].about)
         inside = "".join(f'<li class="h{level}"><a href="#{anchor}">{escape(text)}</a></li>'
                          for level, text, anchor in self.headings.get(page, ()) if level > 1)
         return self.template.substitute(
             title=escape(self.title(page)), pages=self.sidebar(page), contents=inside,
             stripes=stripes(), place=self.place(page), body=self.bodies[page],
             file=file, more=self.more(page),
+            about=escape(f"{about or 'ZeRO-3 to read and to run'}. A page of the book of zero3."),
             before=self.link(before, "before"), after=self.link(after, "after"))
 
     # ---------------------------------------------------------------------------------- the place
@@ -229,6 +231,13 @@ class Frame:
 def minutes(html: str) -> int:
     """
     ## How long it takes to read a page
+    """
+    return contents.minutes(*words_and_lines(html))
+
+
+def words_and_lines(html: str) -> tuple[int, int]:
+    """
+    ## The words and the lines of code that a reader of a page meets
 
     Folded parts, pictures and the output of notebooks are left out.
     """
@@ -240,4 +249,4 @@ def minutes(html: str) -> int:
     for tag in ("pre", "svg", "math"):
         html = re.sub(rf"<{tag}\b.*?</{tag}>", " ", html, flags=re.DOTALL)
     words = unescape(re.sub(r"<[^>]*>", " ", html)).split()
-    return contents.minutes(len(words), lines)
+    return len(words), lines

@@ -12,7 +12,8 @@
   function codeBox(player) {
     const calls = el("ol", { class: "tape-calls" });
     const code = el("pre", { tabindex: 0, "aria-label": "source of the function that runs" });
-    let chosen = 0, shown = null;
+    // Nothing has been shown yet, not even that nothing runs.
+    let chosen = 0, shown;
     const draw = () => {
       calls.replaceChildren(...player.lines.map(([file, line, name], i) => el("li", {},
         button(`${file}:${line} ${name}`, () => { chosen = i; draw(); },

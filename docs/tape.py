@@ -43,7 +43,7 @@ from torch import nn
 import zero3
 from docs.annotate import Source
 from docs.states import frames, moments, scenes, tell
-from docs.views import Json, chrome_trace, compared, data_files, staircase
+from docs.views import Json, alone, chrome_trace, compared, data_files, staircase
 from zero3 import commit_name
 from zero3.estimate.formulas import describe
 from zero3.estimate.ledger import Ledger, held_bytes
@@ -301,7 +301,9 @@ def main(argv: list[str] | None = None) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "tape.json").write_text(json.dumps(tape), encoding="utf-8")
     (out / "trace.json").write_text(json.dumps(chrome_trace(tape)), encoding="utf-8")
-    print(f"wrote tape.json and trace.json to {out}: {len(tape['ranks'][0]['events'])} events")
+    (out / "step.svg").write_text(alone(staircase(tape)), encoding="utf-8")
+    print(f"wrote tape.json, trace.json and step.svg to {out}: "
+          f"{len(tape['ranks'][0]['events'])} events")
 
 
 if __name__ == "__main__":

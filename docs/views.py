@@ -155,6 +155,9 @@ ABOUT = {"forward": ("a layer is gathered, computes,", "and is freed"),
 # The colours to use if no style sheet defines them.
 COLORS = {"fg": "#1b1f24", "muted": "#59636e", "accent": "#0b57a4", "c-shard": "#2f6db3",
           "c-whole": "#7db4e6", "c-grad": "#cf5f12"}
+# The same on a dark page that has no style sheet of ours, as in `book.css`.
+DARK = {"fg": "#dfe4e8", "muted": "#9ba6b0", "accent": "#74b7f3", "c-shard": "#5b9bea",
+        "c-whole": "#3f78b5", "c-grad": "#f58a45"}
 
 
 class _Plot:
@@ -240,6 +243,17 @@ def staircase(tape: Json, width: int = 640, height: int = 330) -> str:
         _text(plot.left, height - 12, f"{len(plot.events)} events of one step, in order; rank 0 of "
               f"{ranks}", "muted"),
         "</svg>"])
+
+
+def alone(drawing: str) -> str:
+    """
+    ## The same drawing as a file of its own, such as the README shows
+
+    It follows the light or dark theme of whoever looks at it.
+    """
+    colors = "".join(f"--{name}:{value};" for name, value in DARK.items())
+    style = f"<style>@media (prefers-color-scheme:dark){{svg{{{colors}}}}}</style>"
+    return drawing.replace("<title>", f"{style}\n<title>", 1) + "\n"
 
 
 def _rect(x: float, y: float, width: float, height: float, color: str, opacity: float) -> str:

@@ -1,5 +1,5 @@
 """
-# The programs in README.md, run as it says
+# The README and the programs of its page on use, run as they say
 
 The first runs under torchrun. The others differ from it in a few lines, so they run on ranks that
 live on from test to test and that are told what torchrun would tell them.
@@ -21,8 +21,9 @@ import torch.distributed as dist
 
 from tests.ranks import run
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(),
-                    re.DOTALL)
+ROOT = Path(__file__).parents[1]
+README, USING = ((ROOT / path).read_text() for path in ("README.md", "docs/using.md"))
+BLOCKS = re.findall(r"```python\n(.*?)```", USING, re.DOTALL)
 END = "dist.destroy_process_group()\n"
 
 
@@ -91,7 +92,7 @@ def test_a_program_of_the_readme_runs_on_two_ranks(which, tmp_path):
     if which == "first" or "nccl" in text:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                    "--nproc_per_node=2", "mine.py"]
-        root = str(Path(__file__).parents[1])
+        root = str(ROOT)
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120,
                               env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root})
         assert done.returncode == 0, done.stderr
@@ -103,3 +104,11 @@ def test_a_program_of_the_readme_runs_on_two_ranks(which, tmp_path):
     assert which != "first" or told.count("{'epoch': 1}") == 2
     names = dict.fromkeys(("wrap", "compile"), "'blocks.3.0.weight': (64, 64)")
     assert told.count(names.get(which, "'3.0.weight': (64, 64)")) == 2
+
+
+def test_the_readme_is_short_and_shows_the_first_program():
+    """
+    The one that the page on use begins with. Breaks where one of the two is changed alone.
+    """
+    assert len(README.splitlines()) <= 130
+    assert f"```python\n{BLOCKS[0]}```" in README

@@ -24,9 +24,14 @@ from docs.tape import (
     recordings,
     staircase,
 )
+from docs.views import (
+    DARK,
+    alone,
+)
 from zero3.train import launch
 
 PACKAGE = Path(zero3.__file__).parent
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -384,6 +389,17 @@ def test_the_staircase_is_an_svg_that_says_what_it_shows(tape):
         for node in (node for node in svg if node.tag.endswith("text")):
             # A letter of a wide font, like DejaVu Sans, takes half of the font's size.
             assert float(node.get("x")) + 0.54 * 13 * len(node.text) <= width, node.text
+
+
+def test_the_picture_of_the_readme_is_drawn_from_this_step(tape):
+    """
+    On a dark page, too, where no style sheet is. Breaks with any event or byte that has changed:
+    `make tape`, and copy `runs/tape/step.svg` to `docs`.
+    """
+    assert (ROOT / "docs/step.svg").read_text() == alone(staircase(tape))
+    sheet = (ROOT / "docs/book.css").read_text()
+    dark = sheet[sheet.index('[data-theme="dark"]'):]
+    assert all(f"--{name}: {value};" in dark for name, value in DARK.items())
 
 
 def test_the_steps_of_the_staircase_are_the_events(tape):

@@ -43,7 +43,7 @@ def run_train(out, *options: str) -> subprocess.CompletedProcess:
                           env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def job(port: int, out, *options: str) -> tuple[int, str, str]:
+def job(port: int, out, *options: str, size=SMALL) -> tuple[int, str, str]:
     """The main job on this rank: its exit status, and what it wrote to stdout and stderr."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     # The job joins a process group of its own, once all ranks are in this one.
@@ -56,15 +56,20 @@ def job(port: int, out, *options: str) -> tuple[int, str, str]:
     told, wrong = io.StringIO(), io.StringIO()
     with mock.patch.dict(os.environ, place), contextlib.redirect_stdout(told), \
             contextlib.redirect_stderr(wrong):
-        code = main(["--device", "cpu", *SMALL, "--out", str(out), *options])
+        code = main(["--device", "cpu", *size, "--out", str(out), *options])
     return code, told.getvalue(), wrong.getvalue()
 
 
-def run_job(out, *options: str) -> subprocess.CompletedProcess:
+def large(port: int, out, *options: str) -> tuple[int, str, str]:
+    """The same in its usual size."""
+    return job(port, out, *options, size=())
+
+
+def run_job(out, *options: str, worker=job) -> subprocess.CompletedProcess:
     """What `run_train` gives, from ranks that are there already."""
     # Where torchrun has it: beside the ranks, which find each other there.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    codes, told, wrong = zip(*run_on_ranks(job, 2, store.port, out, *options), strict=True)
+    codes, told, wrong = zip(*run_on_ranks(worker, 2, store.port, out, *options), strict=True)
     return subprocess.CompletedProcess("job", max(codes), "".join(told), "".join(wrong))
 
 
@@ -108,6 +113,17 @@ def test_each_rank_holds_and_sends_exactly_what_was_predicted(finished):
     measured = [line for line in run.stdout.splitlines() if "measured" in line]
     assert len(measured) == 2
     assert all(line.count("equal") == 3 for line in measured)
+
+
+def test_the_table_of_the_readme_is_what_the_job_prints(tmp_path):
+    """
+    Bytes do not depend on the number of steps. Breaks with any default of the job.
+    Proves `report.table`.
+    """
+    run = run_job(tmp_path, "--steps", "2", "--eval-every", "2", "--sample", "1", worker=large)
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    table = readme[readme.index("bytes of each rank"):].partition("\n```")[0]
+    assert run.returncode == 0 and table in run.stdout, run.stdout + run.stderr
 
 
 def test_a_run_from_files_has_the_losses_of_one_in_memory_and_its_table_is_equal(finished,

@@ -3,95 +3,95 @@ r"""
 
 `zero3` is ZeRO-3 to read and to train with. Tests check its claims about numbers, bytes and order.
 
-Read the files at the top first. `layer.py` is the heart, and the other files of the first part are
-its tools. Each folder is a later chapter: it adds one thing to the heart, and can be skipped.
+Read the files with numbers in this order. `minimal.py` is the idea, and `layer.py` the heart, which
+is `minimal.py` grown up. Each folder adds one thing to the heart. Those with "more" can be skipped.
 
 | chapter | file | contents |
 |---|---|---|
-| 4 | `minimal.py` | the idea, whole: one file that imports torch and nothing else |
-| 4 | `layer.py` | the heart: `Zero3Layer` and `Zero3Sequential` |
-| 4 | `flat.py` | the flat parameter: one buffer that all parameters of a layer are views of |
-| 4 | `watch.py` | when the backward pass of a layer begins and ends |
-| 4 | `schedule.py` | which layer is gathered next, and which stays full |
-| 4 | `sharded.py` | what a sharded layer offers its users: full parameters, clipping, errors |
-| 4 | `gradients.py` | the norm of a sharded gradient, and clipping by it |
-| 5 | `comm/collectives.py` | the communicator: collectives that overlap computation |
-| 5 | `comm/reducer.py` | the reduce of a layer, while the next one goes backward |
-| 5 | `comm/order.py` | the ranks of a model: alike, or an error on all of them |
-| 5 | `in_flight.py` | memory in flight: one owner, which alone may free it |
-| 5 | `comm/mesh.py` | groups of ranks: a model on some of them, and replicas of a sharded model |
-| 5 | `comm/leaving.py` | the end of a program: gloo's threads end first |
-| 5 | `comm/links.py` | `Links`: nodes, copies inside a node, and fewer bytes between nodes |
-| 5 | `comm/encodings.py` | `Int8` and `Int4`: the same numbers in fewer bytes |
-| 5 | `comm/parts.py` | which part of a weight a rank has |
-| 6 | `offload/tiers.py` | `Offload`: shards on the device, in CPU memory or in files |
-| 6 | `offload/encoded.py` | frozen weights that rest in 8 or 4 bits |
-| 6 | `offload/in_file.py` | tensors in a file, read ahead into a few buffers |
-| 6 | `offload/disk.py` | reads and writes past the page cache |
-| 6 | `offload/tensors.py` | safetensors files, written tensor by tensor |
-| 6 | `offload/memory.py` | pinned CPU memory, which an accelerator copies by itself |
-| 6 | `offload/bench.py` | the speed of a disk |
+| 3 | `minimal.py` | the idea, whole: one file that imports torch and nothing else |
+| 5 | `layer.py` | the heart: `Zero3Layer` and `Zero3Sequential` |
+| 5 | `flat.py` | the flat parameter: one buffer that all parameters of a layer are views of |
+| 5 | `watch.py` | when the backward pass of a layer begins and ends |
+| 5 | `schedule.py` | which layer is gathered next, and which stays full |
+| 5 | `sharded.py` | what a sharded layer offers its users: full parameters, clipping, errors |
+| 5 | `gradients.py` | the norm of a sharded gradient, and clipping by it |
+| 6 | `comm/collectives.py` | the communicator: collectives that overlap computation |
+| 6 | `comm/reducer.py` | the reduce of a layer, while the next one goes backward |
+| 6 | `comm/order.py` | the ranks of a model: alike, or an error on all of them |
+| 6 | `in_flight.py` | memory in flight: one owner, which alone may free it |
+| 6 | `comm/leaving.py` | the end of a program: gloo's threads end first |
 | 7 | `optimizer/stage3.py` | `Zero3Optimizer`: loss scale, clipping, micro-batches, the step |
 | 7 | `optimizer/buckets.py` | small layers share a reduce-scatter |
 | 7 | `optimizer/states.py` | masters, moments and gradients of a shard, in any tier |
-| 8 | `whole_model/wrap.py` | `wrap`: shard a whole model without changing it |
-| 8 | `whole_model/units.py` | layers of a whole model, prefetched in an order that was recorded |
-| 8 | `whole_model/materialise.py` | models larger than memory: built and read layer by layer |
-| 8 | `whole_model/together.py` | small layers share an all-gather |
-| 9 | `checkpoint/save_load.py` | `save` and `load`: on any number of ranks, beside training |
-| 9 | `checkpoint/reader.py` | a checkpoint on disk, complete or absent |
-| 9 | `checkpoint/entries.py` | the contents of a checkpoint: model, optimizer, random states |
-| 9 | `checkpoint/tensor_files.py` | reads of ranges from files of tensors, with checksums |
-| 9 | `checkpoint/formats.py` | formats of other libraries |
-| 9 | `checkpoint/convert.py` | converting between them |
-| measuring | `estimate/ledger.py` | `Ledger`: measured bytes that a rank sends, holds and reads |
-| measuring | `estimate/predict.py` | `predict`: the same bytes, from shapes |
-| measuring | `estimate/formulas.py` | the papers' formulas; `python -m zero3.estimate` |
-| measuring | `estimate/layouts.py` | `Layout`: groups of ranks, and encodings between them |
-| measuring | `estimate/between.py` | which layout sends the fewest bytes between nodes |
-| measuring | `estimate/splitting.py` | what layers that ranks split keep and send |
-| pipelines | `pipeline/schedules.py` | a pipeline's step as a list of actions |
-| pipelines | `pipeline/timeline.py` | what a schedule costs, before it runs |
-| pipelines | `pipeline/stages.py` | stages: layers that stay whole as long as the schedule says |
-| pipelines | `pipeline/channels.py` | channels: activations and gradients between the stages |
-| pipelines | `pipeline/pipeline.py` | `Pipeline`: train a model in stages that are sharded, too |
-| pipelines | `pipeline/__init__.py` | `Pipeline`, imported when it is used first |
-| compiler | `compiler/graph.py` | a step as a list of operations |
-| compiler | `compiler/passes.py` | passes: gather earlier, keep, share and wait later |
-| compiler | `compiler/trace.py` | from a model to graphs, by `torch.compile` |
-| compiler | `compiler/engines.py` | engines: who computes between two communications |
-| compiler | `compiler/away.py` | optimizer states on their way to CPU memory and back |
-| compiler | `compiler/model.py` | `compile`: a sharded model that runs as graphs |
-| injection | `inject/replace.py` | `inject` and `restore`: other forwards, same model |
-| injection | `inject/policies.py` | policies: which modules, and which forwards |
-| injection | `inject/cross_entropy.py` | a loss that never has all logits |
-| injection | `inject/tensor.py` | tensor parallelism: ranks that compute one layer together |
-| injection | `inject/line.py` | the ranks that split a model, and what they exchange |
-| injection | `inject/sequence.py` | norms and the residual stream on some of the positions |
-| injection | `inject/patterns.py` | patterns: how known models are split |
-| injection | `inject/__init__.py` | `inject`, `restore`, `report`, imported when used first |
-| compression | `compression/rules.py` | rules: which compression, and when |
-| compression | `compression/weights.py` | compressed weights: masks and grids |
-| compression | `compression/thresholds.py` | the k-th smallest number of all ranks |
-| compression | `compression/compress.py` | `compress`: rules that advance with the optimizer |
-| compression | `compression/freeing.py` | compressed weights live only while a module computes |
-| compression | `compression/distill.py` | `distill`: a student from some layers of a teacher |
-| compression | `compression/clean.py` | `clean`: a model that really is smaller |
-| compression | `compression/stored.py` | weights that are stored in their bits |
-| compression | `compression/__init__.py` | its names, imported when they are used first |
-| guards | `guards/freed.py` | a freed parameter, which reports every use |
-| guards | `guards/placement.py` | the same parameters on every rank, on the right device |
-| guards | `guards/contents.py` | modules and libraries around a sharded model |
-| guards | `guards/shard_gradients.py` | gradients of shards, which refuse a norm of a part |
-| guards | `guards/room.py` | memory that is left, before it is taken |
-| guards | `guards/options.py` | checks of arguments |
-| guards | `guards/command_line.py` | errors of command lines, in one line |
-| a training job | `train/job.py` | the main job, `make train` |
-| a training job | `train/gpt.py` | a byte-level GPT, as a list of layers |
-| a training job | `train/run.py` | its ranks and its checkpoints |
-| a training job | `train/compressed.py` | the same job, compressed while it trains |
-| a training job | `train/report.py` | its table and pictures |
-| a training job | `train/launch.py` | ranks started from Python, for notebooks and tests |
+| more | `offload/tiers.py` | `Offload`: shards on the device, in CPU memory or in files |
+| more | `offload/encoded.py` | frozen weights that rest in 8 or 4 bits |
+| more | `offload/in_file.py` | tensors in a file, read ahead into a few buffers |
+| more | `offload/disk.py` | reads and writes past the page cache |
+| more | `offload/tensors.py` | safetensors files, written tensor by tensor |
+| more | `offload/memory.py` | pinned CPU memory, which an accelerator copies by itself |
+| more | `offload/bench.py` | the speed of a disk |
+| more | `whole_model/units.py` | layers of a whole model, prefetched in a recorded order |
+| more | `whole_model/wrap.py` | `wrap`: shard a whole model without changing it |
+| more | `whole_model/materialise.py` | models larger than memory: built and read layer by layer |
+| more | `whole_model/together.py` | small layers share an all-gather |
+| more | `checkpoint/save_load.py` | `save` and `load`: on any number of ranks, beside training |
+| more | `checkpoint/reader.py` | a checkpoint on disk, complete or absent |
+| more | `checkpoint/entries.py` | the contents of a checkpoint: model, optimizer, random states |
+| more | `checkpoint/tensor_files.py` | reads of ranges from files of tensors, with checksums |
+| more | `checkpoint/formats.py` | formats of other libraries |
+| more | `checkpoint/convert.py` | converting between them |
+| more | `comm/mesh.py` | groups of ranks: a model on some of them, and replicas of it |
+| more | `comm/links.py` | `Links`: nodes, copies inside a node, and fewer bytes between nodes |
+| more | `comm/encodings.py` | `Int8` and `Int4`: the same numbers in fewer bytes |
+| more | `comm/parts.py` | which part of a weight a rank has |
+| more | `estimate/ledger.py` | `Ledger`: measured bytes that a rank sends, holds and reads |
+| more | `estimate/predict.py` | `predict`: the same bytes, from shapes |
+| more | `estimate/formulas.py` | the papers' formulas; `python -m zero3.estimate` |
+| more | `estimate/layouts.py` | `Layout`: groups of ranks, and encodings between them |
+| more | `estimate/between.py` | which layout sends the fewest bytes between nodes |
+| more | `estimate/splitting.py` | what layers that ranks split keep and send |
+| more | `pipeline/schedules.py` | a pipeline's step as a list of actions |
+| more | `pipeline/timeline.py` | what a schedule costs, before it runs |
+| more | `pipeline/stages.py` | stages: layers that stay whole as long as the schedule says |
+| more | `pipeline/channels.py` | channels: activations and gradients between the stages |
+| more | `pipeline/pipeline.py` | `Pipeline`: train a model in stages that are sharded, too |
+| more | `pipeline/__init__.py` | `Pipeline`, imported when it is used first |
+| more | `compiler/graph.py` | a step as a list of operations |
+| more | `compiler/passes.py` | passes: gather earlier, keep, share and wait later |
+| more | `compiler/trace.py` | from a model to graphs, by `torch.compile` |
+| more | `compiler/engines.py` | engines: who computes between two communications |
+| more | `compiler/away.py` | optimizer states on their way to CPU memory and back |
+| more | `compiler/model.py` | `compile`: a sharded model that runs as graphs |
+| more | `inject/replace.py` | `inject` and `restore`: other forwards, same model |
+| more | `inject/policies.py` | policies: which modules, and which forwards |
+| more | `inject/cross_entropy.py` | a loss that never has all logits |
+| more | `inject/tensor.py` | tensor parallelism: ranks that compute one layer together |
+| more | `inject/line.py` | the ranks that split a model, and what they exchange |
+| more | `inject/sequence.py` | norms and the residual stream on some of the positions |
+| more | `inject/patterns.py` | patterns: how known models are split |
+| more | `inject/__init__.py` | `inject`, `restore`, `report`, imported when used first |
+| more | `compression/rules.py` | rules: which compression, and when |
+| more | `compression/weights.py` | compressed weights: masks and grids |
+| more | `compression/thresholds.py` | the k-th smallest number of all ranks |
+| more | `compression/compress.py` | `compress`: rules that advance with the optimizer |
+| more | `compression/freeing.py` | compressed weights live only while a module computes |
+| more | `compression/distill.py` | `distill`: a student from some layers of a teacher |
+| more | `compression/clean.py` | `clean`: a model that really is smaller |
+| more | `compression/stored.py` | weights that are stored in their bits |
+| more | `compression/__init__.py` | its names, imported when they are used first |
+| more | `guards/freed.py` | a freed parameter, which reports every use |
+| more | `guards/placement.py` | the same parameters on every rank, on the right device |
+| more | `guards/contents.py` | modules and libraries around a sharded model |
+| more | `guards/shard_gradients.py` | gradients of shards, which refuse a norm of a part |
+| more | `guards/room.py` | memory that is left, before it is taken |
+| more | `guards/options.py` | checks of arguments |
+| more | `guards/command_line.py` | errors of command lines, in one line |
+| more | `train/job.py` | the main job, `make train` |
+| more | `train/gpt.py` | a byte-level GPT, as a list of layers |
+| more | `train/run.py` | its ranks and its checkpoints |
+| more | `train/compressed.py` | the same job, compressed while it trains |
+| more | `train/report.py` | its table and pictures |
+| more | `train/launch.py` | ranks started from Python, for notebooks and tests |
 
 Ten invariants always hold. Each has a number, and a test that fails if it is broken:
 

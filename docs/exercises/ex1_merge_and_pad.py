@@ -17,8 +17,9 @@ row, and then the padding. It is on `self.device`, has the parameters' data type
 of an autograd graph.
 
 **Keeps** I1: no element is lost. I2: a shard has $\lceil P/N \rceil$ elements, so there is as
-little padding as possible. I5: the padding is zero. Padding takes part in all later computations,
-and a single NaN in it would make the norm of the whole gradient NaN.
+little padding as possible. I5: the padding is zero. No parameter views it, and the padding of a
+gradient is zeroed apart, so training alone would not notice a NaN there. But a norm of the weights
+would be NaN, and two files of the same model would differ.
 
 **Hint**: in Python `-7 % 3` is 2. Seven elements need two more to be divisible by 3.
 """
