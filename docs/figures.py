@@ -62,7 +62,6 @@ MEASURED = re.compile(r"\d[\d.,]*\s?(?:[kKMGT]i?B|bytes|[mµu]?s|seconds|minutes
 # Where figures stand in the chapters: the file, the section, words of the block that a figure
 # follows (if there are none, the first), and the figure.
 PLACED: tuple[tuple[str, str, str, str], ...] = (
-    ("layer.py", "", "goes through a training step", "example.life"),
     ("flat.py", "", "<strong>Two parameters on two ranks.", "example.flat"),
     ("comm/collectives.py", "", "The norm of the whole gradient", "example.comm"),
     ("layer.py", "Zero3Sequential.walk", "", "figure.prefetch"),

@@ -187,3 +187,111 @@ def test_the_minimal_file_prints_the_three_weights():
         ["all-gather", "1", "2", "3", "0", "1", "2", "3", "0"],
         ["reduce-scatter", "3", "2", "4", "0"],
         ["step,", "rate", "0.1", "0.7", "1.8", "2.6", "0"]]
+
+
+# -------------------------------------------------------------------------- what the one file lacks
+
+
+class Unused(nn.Module):
+    """A weight that gets no gradient"""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+class Fails(nn.Linear):
+    """A layer that raises an exception once"""
+
+    good = False
+
+    def forward(self, x):
+        if not self.good:
+            self.good = True
+            raise ValueError
+        return super().forward(x)
+
+
+class Two(nn.Module):
+    """Two inputs and two outputs"""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(3, 3)
+
+    def forward(self, x, y):
+        return self.one(x + y), y
+
+
+def said(does):
+    """What an error says, or nothing"""
+    try:
+        does()
+    except (RuntimeError, TypeError, ValueError) as error:
+        return f"{error}"
+    return ""
+
+
+def lacks(layer, chain):
+    """What goes wrong, with one kind of layers and chains"""
+    def of(*modules):
+        return chain([layer(module) for module in modules])
+
+    def grads(model):
+        model(x).sum().backward()
+        return [p.grad is not None for p in model.parameters()]
+
+    def old(model):
+        """Whether the model computes with weights that its shards no longer have."""
+        said(lambda: model(x))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        return bool(model(x).abs().sum())
+
+    x = torch.ones(2, 3)
+    frozen = nn.Linear(3, 3)
+    frozen.bias.requires_grad_(False)
+    mixed = layer(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).bfloat16()))
+    dtypes = {p.dtype for p in mixed.parameters()}
+    return {"unused": grads(of(Unused(), nn.Linear(3, 3))),
+            "frozen": said(lambda: of(frozen)),
+            "exception": old(of(nn.Linear(3, 3), Fails(3, 3), nn.Linear(3, 3))),
+            "no backward": old(of(nn.Linear(3, 3))),
+            "two": said(lambda: of(Two())(x, x)),
+            "mixed": sorted(str(dtype) for dtype in dtypes)}
+
+
+def both_lack():
+    return lacks(minimal.Zero3Layer, minimal.Chain), lacks(Zero3Layer, Zero3Sequential)
+
+
+READS = """
+import sys, torch.distributed as dist
+from torch import nn
+from zero3 import minimal
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+print(minimal.Zero3Layer(nn.Linear(300, 300)).module.weight.sum())
+"""
+
+
+def test_what_the_one_file_lacks_goes_wrong_there_and_not_in_the_heart(tmp_path):
+    """
+    The table at the head of `layer.py`, row by row, on two ranks. Breaks where the small file
+    learns one of these, and where the heart forgets one.
+    Proves `Zero3Layer.settle`, `Zero3Sequential.walk`, `Zero3Layer._prepare`, `alike`.
+    """
+    for toy, heart in run(both_lack, 2):
+        assert toy["unused"] == [False, False] and heart["unused"] == [True, True]
+        assert "cannot register a hook" in toy["frozen"] and heart["frozen"] == ""
+        assert toy["exception"] and not heart["exception"]
+        assert toy["no backward"] and not heart["no backward"]
+        assert "takes 2 positional arguments" in toy["two"] and heart["two"] == ""
+        assert toy["mixed"] == ["torch.float32"]
+        assert heart["mixed"] == ["torch.bfloat16", "torch.float32"]
+    done = subprocess.run([sys.executable, "-c", READS, str(tmp_path / "store")],
+                          capture_output=True, text=True)
+    assert done.returncode < 0 and "Error" not in done.stderr

@@ -4,29 +4,22 @@ r"""
 `Zero3Layer` keeps $\frac{1}{N}$ of a layer on each of $N$ ranks, and holds the whole layer only
 while that layer computes.
 
-In data parallel training every rank keeps the whole model, its gradients and its optimizer states.
-Yet a rank needs a layer's parameters only while that layer computes, and it needs optimizer states
-only for the parameters that it updates. ZeRO-3 exploits both facts. Each rank keeps one shard of
-every layer, receives the gradient of that shard alone, and updates it. The ranks gather a layer
-just before it computes, in forward and again in backward, and free it right afterwards.
+This is `minimal.py` grown up. That file shows the idea on three weights and two ranks, and this one
+has the same six steps with the same names: shard, unshard, reshard, forward, backward, reduce. What
+the small file lacks is what this one is about:
 
-**Three weights on two ranks.** A layer with the weights 1, 2 and 3 goes through a training step
-like this:
+| what | goes wrong in `minimal.py` | here |
+|---|---|---|
+| a parameter without a gradient | two layers get no gradient, without a word | `settle` |
+| a frozen parameter | an error when it is sharded | `_shard`, `_follow_requires_grad` |
+| an exception in a layer | it and the next one stay whole, and their weights become old | `walk` |
+| a forward pass without backward | the weights of the last layer become old | `_prepare` |
+| several inputs or outputs | an error | `watch.py` |
+| a layer with two data types | all of it becomes fp32, without a word | `alike` |
+| a freed parameter is read | the process ends without a word | `guards/freed.py` |
 
-| | rank 0 | rank 1 | |
-|---|---|---|---|
-| flatten and pad | 1 2 3 0 | 1 2 3 0 | four elements, so that each rank gets two |
-| **shard** | **1 2** | **3 0** | only this stays in memory |
-| *unshard* (all-gather) | 1 2 3 0 | 1 2 3 0 | before forward, and again before backward |
-| *reshard* (free) | **1 2** | **3 0** | right after forward, and right after backward |
-| gradients | 2 4 6 0 | 4 0 2 0 | on this rank's part of the batch |
-| divide by 2 | 1 2 3 0 | 2 0 1 0 | so that a sum over ranks is the mean |
-| *reduce-scatter* | **3 2** | **4 0** | the sums, and each rank gets only those of its shard |
-| step, rate 0.1 | **.7 1.8** | **2.6 0** | each rank updates its shard, without communication |
-
-The all-gather runs twice and the reduce-scatter once. Each sends two elements per rank, so a step
-sends six. In general each rank keeps $\lceil P_\ell / N \rceil$ elements of a layer with $P_\ell$
-parameters. For a model with $\Psi$ parameters, and without the padding, a step sends
+The sent bytes are the same. Each rank keeps $\lceil P_\ell / N \rceil$ elements of a layer with
+$P_\ell$ parameters. For a model with $\Psi$ parameters, and without the padding, a step sends
 
 $$\underbrace{\Psi\,\frac{N-1}{N}}_{\text{all-gather, forward}} +
 \underbrace{\Psi\,\frac{N-1}{N}}_{\text{all-gather, backward}} +
@@ -52,13 +45,12 @@ Optimizations Toward Training Trillion Parameter Models](https://arxiv.org/abs/1
 backward, reduce. In four methods a call of `_settle_at_end_of_backward` asks autograd to call the
 layer once more when the pass ends; the last section says why. Method names follow [labml.ai's
 annotated implementation](https://nn.labml.ai/scaling/zero3/index.html), and the heading of each
-method gives the standard term. `minimal.py` has the same methods without everything that can go
-wrong. These files have the parts that a layer uses: `flat.py` has the buffer that the parameters
-are views of, `watch.py` the hooks that tell when a layer's backward begins and ends, and
-`schedule.py` which layer comes next. `comm/collectives.py` has the collectives, `comm/reducer.py`
-the reduce in flight, and `in_flight.py` owns the memory that both use. `sharded.py` has whatever
-users call outside the training step, and `guards/` the checks. The other folders are later
-chapters. They can replace five parts of a layer, its *seams*:
+method gives the standard term. These files have the parts that a layer uses: `flat.py` has the
+buffer that the parameters are views of, `watch.py` the hooks that tell when a layer's backward
+begins and ends, and `schedule.py` which layer comes next. `comm/collectives.py` has the
+collectives, `comm/reducer.py` the reduce in flight, and `in_flight.py` owns the memory that both
+use. `sharded.py` has whatever users call outside the training step, and `guards/` the checks. The
+other folders are later chapters. They can replace five parts of a layer, its *seams*:
 
 | seam | here | a later chapter hands in |
 |---|---|---|

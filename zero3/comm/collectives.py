@@ -143,8 +143,8 @@ class Communicator(Peers):
         self.broken = ""
         # The rank that has announced a fault, if one has.
         self.failed: int | None = None
-        # The transfers of which some steps have not started.
-        self.unfinished: set[Transfer] = set()
+        # The transfers of which some steps have not started, in the order in which they began.
+        self.unfinished: dict[Transfer, None] = {}
         # Announcements of this rank in the device's memory, by their numbers.
         self._rows: dict[tuple[int, ...], torch.Tensor] = {}
         # The number that the ranks agreed on when they met to shard, the same on all of them.
@@ -509,7 +509,7 @@ class Communicator(Peers):
         all the same, so that they reach the announcement.
         """
         unfinished = self.unfinished
-        self.unfinished = set()
+        self.unfinished = {}
         for transfer in unfinished:
             in_flight.lose(transfer)
             for step in transfer.later[:-1]:
@@ -784,7 +784,7 @@ class Transfer:
             while self.later:
                 self.later.pop(0)()
                 self.wait_for_works()
-            self.comm.unfinished.discard(self)
+            self.comm.unfinished.pop(self, None)
         except (RuntimeError, ValueError) as error:
             return self.comm.broken or self._problem(error)
         return ""

@@ -376,7 +376,7 @@ class LinkedCommunicator(Communicator):
         if self.by_messages:
             first, *transfer.later = steps
             first()
-            self.unfinished.add(transfer)
+            self.unfinished[transfer] = None
             return
         for step in steps:
             step()
