@@ -57,7 +57,7 @@ from torch.nn import functional as F
 import zero3
 from docs.annotate import Source
 from tests.ranks import run
-from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, commit_name, save
+from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, commit_name, minimal, save
 from zero3.checkpoint.reader import file_name
 from zero3.comm.collectives import all_gather_single, reduce_scatter_single
 from zero3.estimate.ledger import Ledger
@@ -65,7 +65,7 @@ from zero3.offload import bench as disk_bench
 from zero3.offload import disk
 from zero3.train import launch
 
-PEERS = ("zero3", "wrap", "ddp", "fsdp2")
+PEERS = ("zero3", "wrap", "ddp", "fsdp2", "minimal")
 NODE_PEERS = ("flat", "hybrid", "zero++", "fsdp2", "hsdp")
 STAGE_PEERS = ("zero3", "zero3-each", "zero3-step", "plain", "ddp", "fsdp2", "fsdp2-each")
 COMPILE_PEERS = ("zero3", "wrap", "wrap-bucket", "compile-eager", "compile-units", "compile",
@@ -231,6 +231,8 @@ def wrap(peer, layers, device, mesh=None):
         model = zero3.wrap(whole, (Embed, Block))
     elif peer == "ddp":
         model = nn.parallel.DistributedDataParallel(whole, gradient_as_bucket_view=True)
+    elif peer == "minimal":
+        model = minimal.Chain([minimal.Zero3Layer(layer) for layer in layers])
     else:
         from torch.distributed.fsdp import fully_shard
 
