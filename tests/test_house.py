@@ -24,6 +24,7 @@ from zero3.estimate.ledger import Ledger
 from zero3.flat import GradientSink, Storage, StorageFactory
 from zero3.guards.contents import ShardedLayer
 from zero3.guards.freed import Owner
+from zero3.offload.memory import Layer
 from zero3.schedule import Chain, Schedule
 from zero3.whole_model.materialise import WholeModel
 
@@ -221,7 +222,7 @@ def test_each_seam_is_filled_by_parts_of_its_type(tmp_path):
     Whatever the heart and the later chapters hand in at a seam has all that the seam asks for.
     Breaks if a seam asks for more than one of its parts has.
     Proves `Storage`, `GradientSink`, `Schedule`, `Listener`, `Sender`, `Named`, `Reducible`,
-    `Owner`, `ShardedLayer`, `WholeModel`, `Schedule.ahead`, `Schedule.stays_full`,
+    `Owner`, `Layer`, `ShardedLayer`, `WholeModel`, `Schedule.ahead`, `Schedule.stays_full`,
     `TracedOrder.ahead`, `ShardStates.grad_device`, `StorageFactory`.
     """
     files = Offload("nvme", folder=tmp_path)
@@ -240,6 +241,7 @@ def test_each_seam_is_filled_by_parts_of_its_type(tmp_path):
         Named: [layer, unit, optimizer, model],
         Reducible: [layer, unit],
         Owner: [layer, unit],
+        Layer: [layer, unit],
         ShardedLayer: [layer, unit],
         WholeModel: [model],
     }

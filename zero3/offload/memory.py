@@ -1,7 +1,8 @@
 r"""
 # Pinned CPU memory
 
-`pinned` takes CPU memory that an accelerator can copy from by itself.
+`pinned` takes CPU memory that an accelerator can copy from by itself. `Layer` is the protocol of
+the layers whose shards rest elsewhere.
 
 An accelerator copies from ordinary CPU memory only while the host waits, because the system may
 move such memory. *Pinned* memory stays where it is, so the copy overlaps computation.
@@ -15,9 +16,27 @@ $$\text{copy} \parallel \text{compute} \quad \text{only from pinned memory}$$
 
 import mmap
 import sys
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+
+from zero3.comm.collectives import Communicator
+from zero3.comm.order import Sender
+from zero3.flat import FlatParameter
+from zero3.guards.freed import Owner
+
+
+class Layer(Owner, Sender, Protocol):
+    """
+    ## The layer that a shard belongs to, as far as a tier has to know it
+
+    Its device copies from pinned memory, its ranks agree on errors, and its listener hears of reads
+    and writes.
+    """
+
+    device: torch.device
+    comm: Communicator
+    flats: list[FlatParameter]
 
 
 def copy_to(at: torch.device, values: torch.Tensor, dtype: torch.dtype,
