@@ -8,7 +8,8 @@ import pytest
 
 from tests.commands import python_m
 from zero3.comm.encodings import Int4, Int8
-from zero3.estimate.between import ELEMENT_BYTES, best, between_bytes, choices, layouts
+from zero3.estimate.between import best, between_bytes, choices, layouts
+from zero3.estimate.formulas import ELEMENT_BYTES
 from zero3.estimate.layouts import Layout
 
 
@@ -87,7 +88,7 @@ def ask(*options):
 def test_the_command_line_says_which_layout_to_take():
     """
     The example of the documentation, and options that do not go together.
-    Proves `estimate.main`, `check_nodes`, `show_layouts`, `between._advice`, `print_table`.
+    Proves `estimate.main`, `check_args`, `show_layouts`, `between._advice`, `print_table`.
     """
     told = ask("--nodes", "4", "--link", "25GB", "--gpu", "80GB")
     assert told.returncode == 0 and told.stderr == ""

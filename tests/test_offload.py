@@ -1054,21 +1054,19 @@ def test_a_file_that_was_cooled_is_not_in_the_page_cache(direct, tmp_path):
     assert _disk_bytes(False) - before >= 1 << 20
 
 
-def test_the_benchmark_prints_a_table_and_draws_it(tmp_path):
+def test_the_benchmark_prints_a_table(tmp_path):
     """
-    Twelve ways of asking, six of each kind, each told as soon as it was measured; and a picture in
-    a folder that is made for it. A folder that is not there is one line and no traceback.
-    Proves `bench.main`, `bench.sweep`, `bench.show`, `bench.draw`, `check_picture`.
+    Twelve ways of asking, six of each kind, each told as soon as it was measured. A folder that is
+    not there is one line and no traceback.
+    Proves `bench.main`, `bench.show`.
     """
-    picture = tmp_path / "pictures" / "disk.png"
     command = [sys.executable, "-m", "zero3.offload", "bench", "--folder", str(tmp_path), "--mib",
-               "64", "--rounds", "1", "--out", str(picture)]
+               "64", "--rounds", "1"]
     told = subprocess.run(command, capture_output=True, text=True)
     assert told.returncode == 0, told.stderr
     assert told.stdout.count("past the cache") == 6
     assert told.stdout.count("mapped into memory") == 6
     assert told.stderr.count("round 1 of 1: ") == told.stderr.count("\n") == 12
-    assert picture.stat().st_size > 10_000
     told = python_m("zero3.offload", "bench", "--folder", str(tmp_path / "missing"))
     assert told.returncode == 2 and "Expected: a folder that takes files. Got: " in told.stderr
     assert told.stderr.count("\n") == 1

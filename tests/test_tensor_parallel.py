@@ -489,7 +489,7 @@ def test_the_command_line_compares_tensor_sizes(capsys):
     """
     The rows are those of `splittings`: one for each size that divides the ranks. Tensor 1 is ZeRO-3
     alone. Options that do not go with it are refused.
-    Proves `splittings`, `Splitting`, `show_tensor`, `check_tensor`.
+    Proves `splittings`, `Splitting`, `show_tensor`, `check_args`.
     """
     command = ["--params", "7b", "--ranks", "12", "--tensor", "8", "--width", "4096"]
     main(command)

@@ -189,7 +189,7 @@ def test_the_rank_with_the_bug_is_told_first_and_the_others_in_a_line_each(tmp_p
     of the others. There were 148 lines before, with four tracebacks. So too if it is rank 0, whose
     store ends with it. A bug of all ranks has one traceback too. Breaks where `main` lets the
     errors through, or a lost rank does not wait for the cause.
-    Proves `tell_failure`, `fails_first`, `is_consequence`, `job.main`.
+    Proves `tell_failure`, `is_consequence`, `job.main`.
     """
     argv = [*SHORT, "--out", str(tmp_path / "out")]
     jobs = {ranks: Job(tmp_path / f"output{i}", [argv] * 4, partial(fails_in_forward, ranks))

@@ -74,36 +74,18 @@ def check_args(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None:
             within(f"--{name}", getattr(args, name), least, MOST)
     if args.nodes is not None:
-        check_nodes(args)
+        expect(args.ranks % args.nodes == 0, "--ranks do not split over --nodes",
+               f"a multiple of {args.nodes}", args.ranks, "change one of the two")
+        expect(not (args.cpu or args.nvme), "--nodes compares layouts without offload",
+               "neither --cpu nor --nvme", "one of them", "leave out --nodes to compare tiers")
     if args.tensor is not None:
-        check_tensor(args)
-
-
-def check_nodes(args: argparse.Namespace) -> None:
-    """
-    ## Refuse options that do not go with --nodes
-
-    Raises `ValueError`.
-    """
-    expect(args.ranks % args.nodes == 0, "--ranks do not split over --nodes",
-           f"a multiple of {args.nodes}", args.ranks, "change one of the two")
-    within("--layers", args.layers, 1, MOST_LAYERS)
-    expect(not (args.cpu or args.nvme), "--nodes compares layouts without offload",
-           "neither --cpu nor --nvme", "one of them", "leave out --nodes to compare tiers")
-
-
-def check_tensor(args: argparse.Namespace) -> None:
-    """
-    ## Refuse options that do not go with --tensor
-
-    Raises `ValueError`.
-    """
-    expect(args.width is not None, "--tensor", "the features of a position, --width", "none",
-           "pass it")
-    within("--tensor", args.tensor, 1, args.ranks)
-    within("--layers", args.layers, 1, MOST_LAYERS)
-    expect(args.nodes is None and args.gpu is None, "--tensor compares tensor sizes",
-           "neither --nodes nor --gpu", "one of them", "leave out --tensor to compare those")
+        expect(args.width is not None, "--tensor", "the features of a position, --width", "none",
+               "pass it")
+        within("--tensor", args.tensor, 1, args.ranks)
+        expect(args.nodes is None and args.gpu is None, "--tensor compares tensor sizes",
+               "neither --nodes nor --gpu", "one of them", "leave out --tensor to compare those")
+    if args.nodes is not None or args.tensor is not None:
+        within("--layers", args.layers, 1, MOST_LAYERS)
 
 
 if __name__ == "__main__":

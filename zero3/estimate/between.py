@@ -60,12 +60,9 @@ import argparse
 from dataclasses import dataclass
 
 from zero3.comm.encodings import Int4, Int8
-from zero3.estimate.formulas import LayerSpec, Part, gigabytes, print_table
+from zero3.estimate.formulas import ELEMENT_BYTES, LayerSpec, Part, gigabytes, print_table
 from zero3.estimate.layouts import Layout
 from zero3.estimate.predict import predict
-
-# Of an element in half precision.
-ELEMENT_BYTES = 2
 
 
 @dataclass(frozen=True)

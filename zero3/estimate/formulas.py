@@ -34,10 +34,19 @@ the papers' data types and Adam; `predict.py` uses the real layers and data type
 
 import argparse
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 
+import torch
+from torch import nn
+
+from zero3.flat import FlatParameter
+from zero3.layer import Zero3Sequential
+from zero3.sharded import Sharded
+
+# Of an element in half precision.
+ELEMENT_BYTES = 2
 # Bytes per parameter of half-precision training with Adam: for the parameter, its gradient, and its
 # optimizer states ($K$). The papers count differently, and each sum is called a basis.
 #
@@ -98,44 +107,40 @@ class LayerSpec:
         return sum(p.shard_bytes(world_size) for p in self.parts)
 
 
-def describe(layers: Any) -> list[LayerSpec]:
+def describe(layers: Zero3Sequential | Iterable[nn.Module]) -> list[LayerSpec]:
     """
     ## Describe layers, sharded already or not
 
     * `layers` is a `Zero3Sequential`, or a list of modules, each of which will be wrapped
     """
-    return [LayerSpec(_parts(layer), sum(b.nbytes for b in layer.buffers()))
-            for layer in getattr(layers, "module_list", layers)]
+    chain = layers.module_list if isinstance(layers, Zero3Sequential) else layers
+    return [LayerSpec(_parts(layer), sum(b.nbytes for b in layer.buffers())) for layer in chain]
 
 
-def _parts(layer: Any) -> tuple[Part, ...]:
+def _parts(layer: nn.Module) -> tuple[Part, ...]:
     """
     ### The parts of a layer, those that train first
-    """
-    is_sharded = hasattr(layer, "listener") and layer.flats
-    align_bytes = layer.comm.align_bytes if is_sharded else 1
-    found: dict[Any, Part] = {}
-    for trains, kind, width, numel in _parameters(layer):
-        align_numel = max(1, align_bytes // width)
-        part = found.setdefault((trains, kind), Part(0, width, trains, align_numel))
-        aligned_numel = -(-numel // align_numel) * align_numel
-        found[trains, kind] = replace(part, numel=part.numel + aligned_numel)
-    return tuple(sorted(found.values(), key=lambda part: not part.trainable))
 
-
-def _parameters(layer: Any) -> Iterator[tuple[bool, Any, int, int]]:
+    Parameters of one data type are sharded together, if all of them train or none.
     """
-    ### Each parameter: whether it trains, its kind, bytes of an element, and number of elements
-
-    Parameters of one kind are sharded together, if all of them train or none.
-    """
-    if hasattr(layer, "listener"):
-        for i, g in enumerate(layer.flats):
-            for slot in g.slots:
-                yield g.shard.requires_grad, i, g.shard.element_size(), slot.view.numel()
+    if isinstance(layer, Sharded):
+        found = [_part_of(flat, layer.comm.align_bytes) for flat in layer.flats]
     else:
-        for p in layer.parameters():
-            yield p.requires_grad, p.dtype, p.element_size(), p.numel()
+        kinds: Counter[tuple[bool, torch.dtype]] = Counter()
+        for param in layer.parameters():
+            kinds[param.requires_grad, param.dtype] += param.numel()
+        found = [Part(numel, dtype.itemsize, trains) for (trains, dtype), numel in kinds.items()]
+    return tuple(sorted(found, key=lambda part: not part.trainable))
+
+
+def _part_of(flat: FlatParameter, align_bytes: int) -> Part:
+    """
+    ### The part of one flat parameter, each of whose parameters is aligned
+    """
+    width = flat.shard.element_size()
+    align_numel = max(1, align_bytes // width)
+    numel = sum(-(-slot.view.numel() // align_numel) * align_numel for slot in flat.slots)
+    return Part(numel, width, flat.shard.requires_grad, align_numel)
 
 
 def stages(params: float, ranks: int, basis: int | str = 16) -> list[float]:

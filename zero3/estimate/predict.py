@@ -75,7 +75,6 @@ read ahead in vain; and for an `Offload` with `max_in_cpu` that another model ha
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -83,10 +82,8 @@ from zero3.estimate.formulas import LayerSpec, Part, describe
 from zero3.guards.options import expect
 from zero3.offload.disk import ALIGN_BYTES, whole_blocks
 from zero3.offload.tiers import Offload
+from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.optimizer.states import moments_of
-
-if TYPE_CHECKING:
-    from zero3.optimizer.stage3 import Zero3Optimizer
 
 
 @dataclass(frozen=True)
@@ -122,7 +119,7 @@ class Prediction:
         return {"rest_bytes": self.rest_bytes, **asdict(self)}
 
 
-def predict_optimizer(optimizer: "Zero3Optimizer", micro_batches: int = 1, no_sync: bool = False
+def predict_optimizer(optimizer: Zero3Optimizer, micro_batches: int = 1, no_sync: bool = False
                       ) -> Prediction:
     """
     ## Predict the bytes of this rank, for a model and its `Zero3Optimizer`
@@ -135,8 +132,8 @@ def predict_optimizer(optimizer: "Zero3Optimizer", micro_batches: int = 1, no_sy
     uses several `Offload`s for them; if param groups keep different states; and if its ranks are
     nodes or replicas, or something travels or rests in an encoding.
     """
-    chain = [layer for layer in getattr(optimizer.model, "module_list", ())
-             if getattr(layer, "flats", ())]
+    modules = getattr(optimizer.model, "module_list", ())
+    chain = [layer for layer in modules if getattr(layer, "flats", ())]
     offloads = {layer.offload if layer.offload.tier == "nvme" else layer.offload.tier
                 for layer in chain}
     kept = _kept(optimizer)
@@ -156,7 +153,7 @@ def predict_optimizer(optimizer: "Zero3Optimizer", micro_batches: int = 1, no_sy
                      "nodes, replicas or encodings", "measure with `Ledger`")
     ((moments, step_bytes),) = kept
     found = predict(
-        describe(optimizer.model), comm.world_size, moments=moments, step_bytes=step_bytes,
+        describe(modules), comm.world_size, moments=moments, step_bytes=step_bytes,
         by_messages=comm.by_messages, stage3=True, micro_batches=micro_batches, no_sync=no_sync,
         bucket_bytes=optimizer.buckets[0].bucket_bytes,
         reduce_bytes=optimizer.reduce_dtype.itemsize if optimizer.reduce_dtype else None,
@@ -168,7 +165,7 @@ def predict_optimizer(optimizer: "Zero3Optimizer", micro_batches: int = 1, no_sy
                    peak_bytes=found.peak_bytes + cuts * step_bytes)
 
 
-def _kept(optimizer: "Zero3Optimizer") -> set[tuple[int, int]]:
+def _kept(optimizer: Zero3Optimizer) -> set[tuple[int, int]]:
     """
     #### For each param group: how many moments, and the bytes of other states
     """
@@ -180,7 +177,7 @@ def _kept(optimizer: "Zero3Optimizer") -> set[tuple[int, int]]:
     return kept
 
 
-def memory_table(optimizer: "Zero3Optimizer", micro_batches: int = 1) -> str:
+def memory_table(optimizer: Zero3Optimizer, micro_batches: int = 1) -> str:
     """
     ## The bytes that this rank will hold, a line for each kind, before it holds them
 

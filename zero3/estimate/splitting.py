@@ -42,11 +42,8 @@ and positions travel padded.
 import argparse
 from dataclasses import dataclass
 
-from zero3.estimate.formulas import LayerSpec, Part, gigabytes, print_table
+from zero3.estimate.formulas import ELEMENT_BYTES, LayerSpec, Part, gigabytes, print_table
 from zero3.estimate.predict import predict
-
-# Of an element in half precision.
-ELEMENT_BYTES = 2
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@ r"""
 # Command lines: an error in one line
 
 `Parser` prints the error of a wrong argument as one line, without a traceback. `within` checks a
-number, `folder` a folder for files, and `missing` packages.
+number, and `folder` a folder for files.
 
 A user who mistypes a number should read one line, and not the twenty of a traceback:
 
@@ -24,7 +24,6 @@ The programs check these themselves.
 import argparse
 import os
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -59,21 +58,6 @@ def folder(name: str, path: str | Path) -> None:
         problem = f"{error}"
     expect(not problem, f"cannot write to the folder of {name}", "a folder that takes files",
            problem, "make the folder, let this user write to it, or choose another one")
-
-
-def missing(*modules: str) -> list[str]:
-    """
-    ## The modules among these that are not installed
-    """
-    found = []
-    for name in modules:
-        try:
-            there = find_spec(name) is not None
-        except (ImportError, ValueError):
-            there = False
-        if not there:
-            found.append(name)
-    return found
 
 
 def one_line(text: str) -> str:

@@ -51,7 +51,7 @@ WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel
 
 class Guarded(nn.Module, Named):
     """
-    ## A sharded layer, as far as the guards have to know it
+    ## A sharded layer, as far as guards and tiers have to know it
 
     `layer.py` imports the guards, so they cannot import `Zero3Layer`.
     """
@@ -61,6 +61,8 @@ class Guarded(nn.Module, Named):
     chunk: nn.ParameterList  # the shards
     flats: list[Any]
     cure_for_new: str  # what to do about a layer or a parameter that was added
+    layer_idx: int
+    listener: Any  # hears what happens to it
 
     def fetch_for_others(self) -> bool:
         """

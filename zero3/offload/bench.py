@@ -16,7 +16,7 @@ counts as writing) and dropped from the page cache before it is read. Afterwards
 many bytes went to the disk and came from it. If more than 1 % are missing, there is no figure.
 
 **Run this**: `python -m zero3.offload bench --folder DIR`. It takes a few minutes, and prints a
-line for each figure as it comes. `--picture FILE` draws them too.
+line for each figure as it comes.
 
 **Not covered, and what that costs**: caches inside a disk or of a virtual machine's host cannot be
 seen from here, so choose a file larger than they are. The system's asynchronous calls (`io_uring`,
@@ -30,20 +30,17 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any
 
-from zero3 import commit_name
-from zero3.guards.command_line import INSTALL, Parser, folder, missing, within
+from zero3.guards.command_line import Parser, folder, within
 from zero3.guards.options import expect, whole
 from zero3.offload.disk import File, aligned
 
 # Past the cache or not, bytes of a request, and how many are with the disk at once.
 WAYS = [(direct, mib << 20, depth) for direct in (True, False)
         for mib, depth in ((1, 1), (1, 4), (4, 1), (4, 4), (8, 4), (4, 8))]
-PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
@@ -101,21 +98,6 @@ def _disk_bytes(write: bool) -> int:
     return int(dict(line.split(": ") for line in lines)[name])
 
 
-def sweep(folder: Path, nbytes: int, rounds: int) -> Iterator[tuple[int, Speed]]:
-    """
-    ## Measure every way once in each round
-
-    * `nbytes` are as for `measure`
-
-    Yields each figure with the number of its round, as soon as it is measured. The ways take turns
-    within a round, because a shared disk is faster at one time than at another, and that would look
-    like the effect of a setting.
-    """
-    for turn in range(rounds):
-        for each in WAYS:
-            yield turn, measure(folder, nbytes, *each)
-
-
 def main(argv: list[str] | None = None) -> None:
     """
     ## The command line, of `zero3.offload.tiers`
@@ -127,8 +109,6 @@ def main(argv: list[str] | None = None) -> None:
     bench.add_argument("--folder", required=True, help="on the disk to measure")
     bench.add_argument("--mib", type=int, default=1024, help="size of the file that is written")
     bench.add_argument("--rounds", type=int, default=3, help="how often everything is measured")
-    bench.add_argument("--picture", "--out", type=Path, metavar="FILE", help="draw the figures too "
-                       f"(*{', *'.join(PICTURES)}); left out, nothing is written")
     args = parser.parse_args(argv)
     nbytes = args.mib << 20 if whole(args.mib, 64, 1 << 40) else 0
     try:
@@ -136,9 +116,7 @@ def main(argv: list[str] | None = None) -> None:
                "64 or another multiple of 32", args.mib, "pass such a number of MiB")
         within("--rounds", args.rounds, 1, 1000)
         folder("--folder", args.folder)
-        if args.picture is not None:
-            check_picture(args.picture)
-        show(Path(args.folder), nbytes, args.rounds, args.picture)
+        show(Path(args.folder), nbytes, args.rounds)
     except ValueError as error:
         bench.error(f"{error}")
     except OSError as error:
@@ -146,34 +124,18 @@ def main(argv: list[str] | None = None) -> None:
                     f"{error}. What to do: choose a folder on a larger disk, or pass --mib")
 
 
-def check_picture(picture: Path) -> None:
-    """
-    ## Raise `ValueError` if a picture could not be written
-
-    Checked before minutes are spent on its figures. Makes the folder that it goes to.
-    """
-    what = "cannot draw --picture"
-    expect(not missing("matplotlib"), what, "matplotlib", "a Python without it",
-           f"{INSTALL}, or leave --picture out")
-    expect(picture.suffix in PICTURES and not picture.is_dir(), what,
-           f"the name of a file, with one of {', '.join(PICTURES)}", picture, "pass another name")
-    try:
-        picture.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        expect(False, what, "a folder for it", error, "choose another one")
-    folder("--picture", picture.parent)
-
-
-def show(folder: Path, nbytes: int, rounds: int, picture: Path | None) -> None:
+def show(folder: Path, nbytes: int, rounds: int) -> None:
     """
     ## Measure, and print the figures
 
     Each figure goes to the error stream as soon as it is measured, because all of them take
-    minutes. Then the medians of the rounds are printed, in GB/s (1e9 bytes). Raises `OSError` as
-    `measure` does.
+    minutes. Then the medians of the rounds are printed, in GB/s (1e9 bytes). The ways take turns
+    within a round, because a shared disk is faster at one time than at another, and that would look
+    like the effect of a setting. Raises `OSError` as `measure` does.
     """
-    found: dict[Any, list[Speed]] = {}
-    for turn, speed in sweep(folder, nbytes, rounds):
+    found: dict[str, list[Speed]] = {}
+    for turn, each in product(range(rounds), WAYS):
+        speed = measure(folder, nbytes, *each)
         found.setdefault(_way(speed), []).append(speed)
         print(f"round {turn + 1} of {rounds}: {_way(speed)}   write {_figure(speed.write_gb_s):16}"
               f"read {_figure(speed.read_gb_s)}", file=sys.stderr, flush=True)
@@ -184,41 +146,6 @@ def show(folder: Path, nbytes: int, rounds: int, picture: Path | None) -> None:
     for way, rows in found.items():
         cells = [_cell([row.write_gb_s for row in rows]), _cell([row.read_gb_s for row in rows])]
         print(f"{way}   " + "".join(f"{cell:22}" for cell in cells).rstrip())
-    if picture is not None:
-        caption = f"{nbytes >> 20} MiB, {rounds} rounds, commit {commit_name()}"
-        draw([tuple(rows) for rows in found.values()], caption).savefig(picture)
-        print(f"\nwrote {picture}")
-
-
-def draw(found: list[tuple[Speed, ...]], caption: str) -> Any:
-    """
-    ## Draw how fast the disk is, for each way
-
-    * `found` has the figures of all rounds, for each way
-
-    A bar is the median, a dot is a round. If the page cache helped, there is neither.
-    """
-    # Imported here, because matplotlib takes a second to import.
-    from matplotlib.figure import Figure
-
-    fig = Figure(figsize=(9, 4.5), dpi=150, layout="constrained")
-    axes = fig.subplots(1, 2, sharey=True)
-    names = [f"{'direct' if rows[0].direct else 'mapped'}, {rows[0].block_bytes >> 20} MiB x "
-             f"{rows[0].queue_depth}" for rows in found]
-    for ax, what in zip(axes, ("write_gb_s", "read_gb_s"), strict=True):
-        for i, rows in enumerate(found):
-            speeds = [getattr(row, what) for row in rows]
-            if None not in speeds:
-                color = "#2171b5" if rows[0].direct else "#fdae6b"
-                ax.barh(i, statistics.median(speeds), color=color)
-                ax.plot(speeds, [i] * len(speeds), ".", color="#252525", markersize=4)
-        ax.set(xlabel=f"{what.split('_')[0]} (GB/s)", xlim=(0, None))
-        ax.grid(axis="x", alpha=0.3)
-        ax.spines[["top", "right"]].set_visible(False)
-    axes[0].set_yticks(range(len(names)), names, fontsize=8)
-    axes[0].invert_yaxis()
-    fig.suptitle(caption, fontsize=9)
-    return fig
 
 
 def _way(speed: Speed) -> str:

@@ -29,7 +29,6 @@ import resource
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -60,16 +59,11 @@ class File:
 
         Raises `OSError` if there is no space, or a file of that name.
         """
-        self.handle: Any
-        if name:
-            self.handle = open(folder / name, "xb+", buffering=0)
-        else:
-            self.handle = tempfile.TemporaryFile(dir=folder, buffering=0)
+        self.handle = (open(folder / name, "xb+", buffering=0) if name
+                       else tempfile.TemporaryFile(dir=folder, buffering=0))
         self.fd = self.handle.fileno()
         self.nbytes = nbytes
         allow_more_files(self.fd)
-        # Objects with tensors in it.
-        self.users: list[Any] = []
         os.posix_fallocate(self.fd, 0, nbytes)
         self.mapped: torch.Tensor | None = None
         if direct:
@@ -111,7 +105,7 @@ class File:
             else:
                 memory.copy_(there)
             return
-        call: Any = os.pwritev if write else os.preadv
+        call: Callable[..., int] = os.pwritev if write else os.preadv
         rest = memory.numpy()
         while len(rest):
             try:

@@ -50,7 +50,9 @@ from typing import Any
 
 import torch
 
+from zero3.comm.collectives import Communicator
 from zero3.comm.encodings import Encoding
+from zero3.guards.contents import Guarded
 from zero3.guards.freed import FreedParameter
 from zero3.in_flight import in_flight
 from zero3.offload.memory import copy_to
@@ -70,7 +72,7 @@ class Encoded:
     | `release` | the code, if the tier is "device" | the fetch stream has copied the shard |
     """
 
-    def __init__(self, encoding: Encoding, tier: str, owner: Any, values: torch.Tensor):
+    def __init__(self, encoding: Encoding, tier: str, owner: Guarded, values: torch.Tensor):
         """
         ### Encode a shard
 
@@ -99,7 +101,7 @@ class Encoded:
             "it rests encoded: look at it in `full_params()`")
         self._refuse_infinite(owner)
 
-    def _refuse_infinite(self, owner: Any) -> None:
+    def _refuse_infinite(self, owner: Guarded) -> None:
         """
         #### Refuse weights that an encoding cannot keep
 
@@ -208,7 +210,7 @@ class Encoded:
         # The row is fp32, and may be a view of more memory.
         return values.copy_(self.encoding.decode(code.unsqueeze(0), self.numel)[0])
 
-    def _comm(self) -> Any:
+    def _comm(self) -> Communicator:
         """
         #### The layer's communicator: a chain replaces it after the layer is built
         """

@@ -37,7 +37,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from zero3.guards.contents import Guarded
 from zero3.guards.freed import FreedParameter
 from zero3.in_flight import in_flight
 from zero3.offload.disk import SPARE_FILES, File, aligned, allow_more_files, whole_blocks
@@ -53,7 +55,7 @@ class Buffers:
     """
 
     def __init__(self, folder: str | os.PathLike | None, direct: bool, queue_depth: int,
-                 block_bytes: int, owner: Any):
+                 block_bytes: int, owner: Guarded):
         """
         ### Start the threads that read and write
 
@@ -65,9 +67,8 @@ class Buffers:
         self.block_bytes = block_bytes
         self.number = 0
         self.buffer_bytes = 0
-        self.take_memory = None
-        if owner.device.type != "cpu":
-            self.take_memory = partial(pinned, owner.device)
+        on_cpu = owner.device.type == "cpu"
+        self.take_memory = None if on_cpu else partial(pinned, owner.device)
         self.event = torch.get_device_module(owner.device).Event
         self.memory: list[torch.Tensor] = []  # all buffers
         # Buffers that nobody has, each with the event after which it may be used.
@@ -76,7 +77,7 @@ class Buffers:
         self.files: weakref.WeakSet[File] = weakref.WeakSet()
         self.workers = concurrent.futures.ThreadPoolExecutor(queue_depth, "zero3-offload")
 
-    def new_file(self, owner: Any, nbytes: int) -> File:
+    def new_file(self, owner: Guarded, nbytes: int) -> File:
         """
         ### Make a file, or say on all ranks why not
 
@@ -169,8 +170,9 @@ class InFile:
     """
 
     tier = "nvme"
+    param: nn.Parameter  # of a shard, see `become_parameter`
 
-    def __init__(self, buffers: Buffers, owner: Any, like: dict[str, torch.Tensor]):
+    def __init__(self, buffers: Buffers, owner: Guarded, like: dict[str, torch.Tensor]):
         """
         ### Take space in a file
 
@@ -186,8 +188,8 @@ class InFile:
             self.where[name] = (self.nbytes, tensor.nbytes, tensor.dtype)
             self.nbytes += whole_blocks(tensor.nbytes)
         self.file = buffers.new_file(owner, self.nbytes)
-        self.file.users.append(self)
-        self.param: Any = None
+        # All that rest in this file.
+        self.users = [self]
         self.buffer: torch.Tensor | None = None
         self.present: set[str] = set()  # tensors that are in the buffer, or on their way to it
         self.held = False  # somebody is looking at the buffer
@@ -202,7 +204,7 @@ class InFile:
         self._borrow()
         missing = [name for name in names or self.where if name not in self.present]
         if missing:
-            for user in self.file.users:
+            for user in self.users:
                 # Bytes that another one is writing are not in the file yet.
                 user._end("write")
             self._start("read", missing)
@@ -235,7 +237,7 @@ class InFile:
         """
         self._start("write", names)
         self.held = False
-        for user in self.file.users:
+        for user in self.users:
             if user is not self:
                 # Its buffer no longer has what the file says.
                 user.release()
@@ -260,21 +262,22 @@ class InFile:
         self.held = False
         self.present.clear()
 
-    def share(self, file: File) -> None:
+    def share(self, other: "InFile") -> None:
         """
-        ### Rest in another file from now on, at its beginning
+        ### Rest in the file of another one from now on, at its beginning
 
         An fp32 shard in a file shares the file of its states, where the master comes first. The
         step writes the master, and the next all-gather reads the same bytes as the shard.
         """
         self.release()
-        self.file = file
-        file.users.append(self)
+        self.file = other.file
+        self.users = other.users
+        self.users.append(self)
 
     # As a storage of a shard.
 
     @torch.no_grad()
-    def become_parameter(self, owner: Any, values: torch.Tensor, trains: bool) -> None:
+    def become_parameter(self, owner: Guarded, values: torch.Tensor, trains: bool) -> None:
         """
         ### Make a parameter without elements, for an optimizer that asks what there is to train
 

@@ -64,7 +64,8 @@ from torch import nn
 
 from zero3.comm.encodings import Encoding, is_encoding
 from zero3.flat import CURE, InMemory
-from zero3.guards.options import expect, whole
+from zero3.guards.contents import Guarded
+from zero3.guards.options import MOST, expect, whole
 from zero3.guards.room import check_room, check_step
 from zero3.offload.disk import ALIGN_BYTES
 from zero3.offload.encoded import Encoded
@@ -118,25 +119,22 @@ class Offload:
     def __post_init__(self) -> None:
         has_folder = isinstance(self.folder, (str, os.PathLike)) and bool(os.fspath(self.folder))
         fits_tier = has_folder if self.tier == "nvme" else self.folder is None
-        # The system moves less than 2 GiB in a request.
-        is_block = (whole(self.block_bytes, ALIGN_BYTES, 1 << 30)
-                    and self.block_bytes % ALIGN_BYTES == 0)
+        # A request is a thread, and has a block of a buffer; the system moves less than 2 GiB in
+        # one. There is a buffer to read into, one to step, and one to write from.
+        for name, least, most in (("max_in_cpu", 0, MOST), ("queue_depth", 1, 256),
+                                  ("buffers", 3, 1024), ("block_bytes", ALIGN_BYTES, 1 << 30)):
+            value = getattr(self, name)
+            expect(whole(value, least, most), "Offload",
+                   f"`{name}`, a whole number from {least} to {most}", repr(value), "pass one")
         for good, expected, got, cure in (
+            (self.block_bytes % ALIGN_BYTES == 0, f"`block_bytes`, a multiple of {ALIGN_BYTES}",
+             repr(self.block_bytes), "pass such a number"),
             (self.tier in TIERS, f"a tier of {TIERS}", repr(self.tier), "pass one of them"),
-            (fits_tier, "a folder with the nvme tier, "
-             "and with no other", f"tier {self.tier!r}, folder {self.folder!r}",
+            (fits_tier, "a folder with the nvme tier, and with no other",
+             f"tier {self.tier!r}, folder {self.folder!r}",
              '`Offload("nvme", folder="/mnt/nvme")`, or leave the folder out'),
-            (whole(self.max_in_cpu), "`max_in_cpu`, bytes in CPU memory, at least 0",
-             repr(self.max_in_cpu), "pass a whole number"),
             (isinstance(self.direct, bool), "`direct`, True or False", repr(self.direct),
              "pass one of the two"),
-            # Each is a thread, and has a block of a buffer.
-            (whole(self.queue_depth, 1, 256), "`queue_depth`, 1 to 256 requests at once",
-             repr(self.queue_depth), "pass a whole number"),
-            (whole(self.buffers, 3, 1024), "`buffers`, 3 to 1024: to read into, to step and to "
-             "write from", repr(self.buffers), "pass a whole number"),
-            (is_block, "`block_bytes`, a multiple of "
-             f"{ALIGN_BYTES} up to 1 GiB", repr(self.block_bytes), "pass such a number"),
             (self.frozen is None or is_encoding(self.frozen), "`frozen`, an encoding",
              repr(self.frozen), "pass `Int8()` or `Int4()`, or leave it out"),
             (self.frozen is None or self.tier != "nvme", "`frozen` with the device or the cpu tier",
@@ -155,12 +153,11 @@ class Offload:
         Raises `ValueError` for anything else, and for the name of the nvme tier, because files need
         a folder.
         """
-        if isinstance(offload, cls):
+        if isinstance(offload, Offload):
             return offload
-        tier: Any = "device" if offload is None else offload
-        return cls(tier)
+        return cls("device" if offload is None else offload)
 
-    def shard(self, owner: Any, values: torch.Tensor, trains: bool
+    def shard(self, owner: Guarded, values: torch.Tensor, trains: bool
               ) -> "InMemory | InFile | Encoded":
         """
         ### Put a layer's shard where it rests
@@ -188,7 +185,7 @@ class Offload:
             values = copy_to(cpu, values, values.dtype, owner.device)
         return InMemory(nn.Parameter(values, trains), tier)
 
-    def _encode(self, owner: Any, values: torch.Tensor, encoding: Encoding) -> Encoded:
+    def _encode(self, owner: Guarded, values: torch.Tensor, encoding: Encoding) -> Encoded:
         """
         #### Let a frozen shard rest encoded
 
@@ -213,7 +210,7 @@ class Offload:
             return "cpu"
         return self.tier
 
-    def buffers_for(self, purpose: str, owner: Any, number: int) -> Buffers:
+    def buffers_for(self, purpose: str, owner: Guarded, number: int) -> Buffers:
         """
         ### The buffers for one purpose, at least `number` of them
 
@@ -233,10 +230,8 @@ class Offload:
 
         A `Ledger` counts these bytes among the live ones, at rest too.
         """
-        found = [memory for buffers in self.in_use.values() for memory in buffers.memory]
-        for storage in self.encoded:
-            found += storage.memory()
-        return found
+        buffers = [memory for each in self.in_use.values() for memory in each.memory]
+        return [*buffers, *(tensor for storage in self.encoded for tensor in storage.memory())]
 
     def disk_bytes(self) -> int:
         """

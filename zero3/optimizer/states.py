@@ -185,7 +185,7 @@ class ShardStates:
             self.grad_holder = nn.Parameter(self.master)
             self.grad_holder.grad_dtype = self.grad_dtype
         if share_file:
-            storage.share(self.in_file.file)  # type: ignore[union-attr, attr-defined]
+            storage.share(self.in_file)  # type: ignore[union-attr, attr-defined]
         storage.release()
 
         self._receive_gradients(offload)

@@ -35,6 +35,7 @@ model, and the table as `compared.json`.
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +67,12 @@ def rules_4_half(steps: int, config: gpt.GPTConfig) -> Rules:
     """
     ## 4 bits, and half of the elements pruned
     """
-    when: dict[str, Any] = {"start": steps // 10, "end": 2 * steps // 5}
+    start = steps // 10
+    end = 2 * steps // 5
     # A row that is no multiple of 64 has one scale.
     group = None if config.d_model % 64 else 64
-    prune = Prune(0.5, scope="global", regrow=True, **when)
-    quantize = Quantize(4, group=group, start_bits=8, **when)
+    prune = Prune(0.5, scope="global", regrow=True, start=start, end=end)
+    quantize = Quantize(4, group=group, start_bits=8, start=start, end=end)
     # All matrices share a threshold, so some lose more than half, and some less.
     return {"|".join(MATRICES): [prune, quantize]}
 
@@ -79,14 +81,13 @@ def rules_rows_heads(steps: int, config: gpt.GPTConfig) -> Rules:
     """
     ## 8 bits, and half of the heads and hidden features gone
     """
-    when: dict[str, Any] = {"start": steps // 10, "end": 2 * steps // 5}
+    prune = partial(Prune, 0.5, start=steps // 10, end=2 * steps // 5)
     three = ("query.0", "key.0", "value.0")
-    rules: Rules = {"*.linear|*.projection|*.layer2": [Quantize(8)]}
-    rules["*.layer1"] = [Prune(0.5, "row", follows=("layer2",), **when), Quantize(8)]
-    rules["*.output"] = [
-        Prune(0.5, "head", heads=config.n_heads, follows=tuple(f"{name}.linear" for name in three),
-              counts=("heads", *(f"{name}.heads" for name in three)), **when), Quantize(8)]
-    return rules
+    heads = prune("head", heads=config.n_heads, follows=tuple(f"{name}.linear" for name in three),
+                  counts=("heads", *(f"{name}.heads" for name in three)))
+    return {"*.linear|*.projection|*.layer2": [Quantize(8)],
+            "*.layer1": [prune("row", follows=("layer2",)), Quantize(8)],
+            "*.output": [heads, Quantize(8)]}
 
 
 RECIPES: dict[str, Callable[[int, gpt.GPTConfig], Rules]] = {
@@ -137,16 +138,16 @@ def compare(folders: dict[str, Path]) -> dict[str, Any]:
 
     * `folders` has the folder of each recipe
     """
-    models = []
-    for recipe, folder in folders.items():
-        metrics = json.loads((folder / "metrics.json").read_text())
-        cleaned = metrics["cleaned"]
-        models.append({"recipe": recipe, "held_out": cleaned["loss"],
-                       "multiply_adds": cleaned["multiply_adds"],
-                       "file_bytes": (folder / FILE).stat().st_size})
-    options = metrics["options"]
-    about = {name: metrics[name] for name in ("ranks", "device", "torch", "commit")}
-    return about | {"steps": options["steps"], "seed": options["seed"], "models": models}
+    metrics = {recipe: json.loads((folder / "metrics.json").read_text())
+               for recipe, folder in folders.items()}
+    *_, run = metrics.values()
+    models = [{"recipe": recipe, "held_out": found["cleaned"]["loss"],
+               "multiply_adds": found["cleaned"]["multiply_adds"],
+               "file_bytes": (folders[recipe] / FILE).stat().st_size}
+              for recipe, found in metrics.items()]
+    about = {name: run[name] for name in ("ranks", "device", "torch", "commit")}
+    return about | {"steps": run["options"]["steps"], "seed": run["options"]["seed"],
+                    "models": models}
 
 
 def compared_rows(compared: dict[str, Any]) -> list[list[str]]:

@@ -34,7 +34,6 @@ import io
 import json
 import math
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -51,21 +50,16 @@ from zero3.comm.encodings import Encoding, Int4, Int8
 from zero3.comm.links import Links
 from zero3.compression.clean import table
 from zero3.compression.compress import Compression
-from zero3.estimate.formulas import LayerSpec, Part, describe
+from zero3.estimate.formulas import describe, print_table
 from zero3.estimate.ledger import Ledger, exponents
-from zero3.estimate.predict import (
-    data_parallel,
-    memory_table,
-    predict,
-    predict_optimizer,
-)
-from zero3.guards.command_line import APP, INSTALL, Parser, folder, missing, one_line, within
+from zero3.estimate.predict import data_parallel, memory_table, predict_optimizer
+from zero3.guards.command_line import Parser, folder, one_line, within
 from zero3.guards.options import MOST, expect, same
 from zero3.guards.room import room
 from zero3.layer import Zero3Layer, Zero3Sequential
 from zero3.offload.tiers import TIERS, Offload
 from zero3.optimizer.stage3 import Zero3Optimizer
-from zero3.train import compressed, gpt
+from zero3.train import compressed, gpt, report
 from zero3.train.run import (
     Ranks,
     Run,
@@ -222,9 +216,6 @@ def prepare(argv: list[str] | None) -> "Job":
     config = gpt.GPTConfig(seq_len=args.seq_len, d_model=args.d_model, n_heads=args.heads,
                            n_layers=args.layers, d_ff=2 * args.d_model)
     text, held_out = gpt.split(gpt.load_bytes(args.text), args.seq_len)
-    absent = missing(*APP)
-    expect(not absent, "a package of the application is missing", ", ".join(APP),
-           f"a Python without {', '.join(absent)}", INSTALL)
     # `folder` reports why there is none.
     with contextlib.suppress(OSError):
         Path(args.out).mkdir(parents=True, exist_ok=True)
@@ -311,54 +302,36 @@ def linked(args: argparse.Namespace) -> bool:
 
 def check_memory(config: gpt.GPTConfig, args: argparse.Namespace, ranks: Ranks) -> None:
     """
-    ## Refuse sizes that do not fit into memory, before anything is built
+    ## Refuse a model or a batch that does not fit into memory, before anything is built
 
     Each need is counted at its least, so no run is refused that would have worked. All ranks of a
-    machine share its CPU memory and its disk.
+    machine share its CPU memory. Shards and optimizer states are not counted here: the layers and
+    the optimizer look for their room, in memory or in files, when they are built.
 
     Raises `ValueError`, with the bytes that are needed and the bytes that are free.
     """
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    files = args.offload_folder or args.out
-    cpu = ("the CPU", room(torch.device("cpu")), here)
-    device = cpu if ranks.device.type == "cpu" else ("the GPU", room(ranks.device), 1)
-    tiers = {"device": device, "cpu": cpu, "nvme": (files, shutil.disk_usage(files).free, here)}
-    for what, tier, nbytes, cure in memory_needs(config, args, ranks.world_size):
-        at, free_bytes, sharers = tiers[tier]
+    cpu = torch.device("cpu")
+    # Autograd saves each block's attention and the fp32 logits.
+    saved = DTYPES[args.dtype].itemsize * config.n_layers * config.n_heads * config.seq_len**2
+    saved += 4 * config.seq_len * config.n_vocab
+    rows = args.batch / ranks.world_size / args.accumulate
+    shorter = "lower --batch or --seq-len"
+    for what, at, nbytes, cure in (
+        # Each rank builds the whole model in fp32, and then shards it layer by layer.
+        ("the model as it is built", cpu, 4 * config.numel + config.n_layers * BLOCK_BYTES,
+         "lower --d-model or --layers"),
+        # Every rank draws the windows of all ranks, first as bytes and then as 8-byte integers.
+        ("a batch", cpu, args.batch * (8 + 9 * (config.seq_len + 1)), shorter),
+        ("the activations of a step", ranks.device, rows * saved,
+         f"{shorter}, or raise --accumulate"),
+    ):
+        sharers = here if at.type == "cpu" else 1
         need_bytes = int(sharers * nbytes)
+        free_bytes = room(at)
         expect(need_bytes <= free_bytes, f"there is no room for {what}",
                f"at least {need_bytes:,} bytes on {at}, for {sharers} rank(s)",
                f"{free_bytes:,} bytes free", cure)
-
-
-def memory_needs(
-    config: gpt.GPTConfig, args: argparse.Namespace, world_size: int
-) -> list[tuple[str, str, float, str]]:
-    """
-    ## Each thing that needs memory: its name, its tier, bytes of one rank, and a remedy
-    """
-    width = DTYPES[args.dtype].itemsize
-    whole = LayerSpec((Part(config.numel, width, True),))
-    held = predict([whole], world_size, stage3=True,
-                   reduce_bytes=DTYPES[args.reduce_dtype or args.dtype].itemsize)
-    # Autograd saves each block's attention and the fp32 logits.
-    attention_bytes = width * config.n_layers * config.n_heads * config.seq_len**2
-    row_bytes = attention_bytes + 4 * config.seq_len * config.n_vocab
-    rows = args.batch / world_size / args.accumulate
-    smaller = "lower --d-model or --layers"
-    shorter = "lower --batch or --seq-len"
-    return [
-        # Each rank builds the whole model in fp32, and then shards it layer by layer.
-        ("the model as it is built", "cpu",
-         4 * config.numel + config.n_layers * BLOCK_BYTES, smaller),
-        ("the parameters", args.offload_params, held.param_bytes, smaller),
-        ("the optimizer states", args.offload_optimizer,
-         held.grad_bytes + held.master_bytes + held.optimizer_bytes, smaller),
-        # Every rank draws the windows of all ranks, first as bytes and then as 8-byte integers.
-        ("a batch", "cpu", args.batch * (8 + 9 * (config.seq_len + 1)), shorter),
-        ("the activations of a step", "device", rows * row_bytes,
-         f"{shorter}, or raise --accumulate"),
-    ]
 
 
 @dataclasses.dataclass
@@ -414,12 +387,12 @@ class Job:
         """
         ### Print and write the table of all models, on rank 0
         """
-        from zero3.train import report
-
         found = compressed.compare(folders)
         out = Path(self.args.out, compressed.COMPARED)
         out.write_text(json.dumps(found, indent=1) + "\n")
-        self.ranks.say(f"\n{report.columns(compressed.compared_rows(found))}\n\nwrote {out}")
+        print()
+        print_table([(recipe, cells, "") for recipe, *cells in compressed.compared_rows(found)])
+        self.ranks.say(f"\nwrote {out}")
 
     def train_and_finish(self) -> int:
         """
@@ -650,29 +623,25 @@ class Job:
             sizes = compressed.finish(
                 self.model, self.config, self.args.compress, self.args.steps, self.held_out_loss,
                 None if self.ranks.rank else Path(self.args.out))
-        # Predictions differ by a few bytes, because param groups cut each rank's shards elsewhere.
-        predicted = self.ranks.gather(self.predicted())
         plain = data_parallel(describe(self.model), self.ranks.world_size, mixed=True).as_dict()
-        measured = self.ranks.gather(self.run.measured)
-        tapes = self.ranks.gather(self.run.events)
-        gradients = self.ranks.gather(self.run.exponents)
+        # Predictions differ by a few bytes, because param groups cut each rank's shards elsewhere.
+        found = self.ranks.gather(
+            (self.predicted(), self.run.measured, self.run.events, self.run.exponents))
         if self.ranks.rank:
             return
-        # Imported here, because matplotlib takes a second and only rank 0 draws.
-        from zero3.train import report
-
+        predicted, measured, tapes, exponents_of = (list(each) for each in zip(*found, strict=True))
+        gradients = report.merged(exponents_of)
         self.ranks.say(f"\n{sample}\n")
         self.ranks.say(report.table(predicted, plain, measured))
-        if sizes:
-            self.ranks.say(f"\nthe model in {compressed.FILE}, and before\n{table(*sizes)}")
         metrics = self.metrics(report.device_name(self.ranks.device)) | {
             "sample": sample,
             "measured": measured,
-            "gradients": report.merged(gradients),
+            "gradients": gradients,
             "predicted": predicted,
             "data_parallel": plain,
         }
         if sizes:
+            self.ranks.say(f"\nthe model in {compressed.FILE}, and before\n{table(*sizes)}")
             metrics["cleaned"] = dataclasses.asdict(sizes[1])
         out = Path(self.args.out)
         (out / "metrics.json").write_text(json.dumps(metrics, indent=1))

@@ -18,9 +18,9 @@ NCCL between them. Without GPUs there are two ranks on the CPU, and gloo.
 **Not covered, and what that costs**: several machines. Use torchrun there.
 """
 
-import importlib
 import multiprocessing
 import pickle
+import pkgutil
 import sys
 import tempfile
 import time
@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from zero3.guards.options import expect
 
-_CONTEXT: Any = multiprocessing.get_context("forkserver")
+_CONTEXT = multiprocessing.get_context("forkserver")
 # The first words of an error that another rank has caused.
 _CONSEQUENCE = "as a consequence,"
 # Seconds that the other ranks have to notice that one has failed.
@@ -78,8 +78,7 @@ def run(worker: Callable | str, world_size: int | None = None, *args: Any, devic
            "hide GPUs with CUDA_VISIBLE_DEVICES to use only some of them")
     world_size = world_size or default_ranks()
     with tempfile.TemporaryDirectory() as folder:
-        pipes = []
-        processes = []
+        processes = {}
         for rank in range(world_size):
             mine, theirs = _CONTEXT.Pipe(duplex=False)
             process = _CONTEXT.Process(
@@ -87,13 +86,12 @@ def run(worker: Callable | str, world_size: int | None = None, *args: Any, devic
                 args=(worker, rank, world_size, f"{folder}/store", device, theirs, args))
             process.start()
             theirs.close()
-            pipes.append(mine)
-            processes.append(process)
+            processes[mine] = process
         failed = ["no answer was read"]
         try:
-            answers, failed = _answers(pipes, timeout_s)
+            answers, failed = _answers(list(processes), timeout_s)
         finally:
-            for process in processes:
+            for process in processes.values():
                 # After a failure the others may wait for the lost rank for ever.
                 process.join(timeout=0 if failed else 5)
                 process.kill()
@@ -143,9 +141,9 @@ def report(failed: list[str]) -> str:
     causes = [text for text in failed if not text.startswith(_CONSEQUENCE)]
     if not causes:
         return "\n".join(failed)
-    lines = [text.strip().splitlines()[-1] for text in failed if text.startswith(_CONSEQUENCE)]
-    lines = [f"{_CONSEQUENCE} {line.removeprefix(_CONSEQUENCE).strip()}" for line in lines]
-    return "\n".join([*causes, *lines])
+    lines = [text.strip().splitlines()[-1].removeprefix(_CONSEQUENCE).strip()
+             for text in failed if text not in causes]
+    return "\n".join([*causes, *(f"{_CONSEQUENCE} {line}" for line in lines)])
 
 
 def _answers(pipes: list[connection.Connection], timeout_s: float) -> tuple[dict, list[str]]:
@@ -205,19 +203,15 @@ def _rank(worker, rank: int, world_size: int, store: str, device: str, pipe, arg
             "nccl" if gpu else "gloo", init_method=f"file://{Path(store)}", rank=rank,
             world_size=world_size, timeout=timedelta(seconds=60))
         if isinstance(worker, str):
-            module, function = worker.split(":")
-            worker = getattr(importlib.import_module(module), function)
-        good = True
+            worker = pkgutil.resolve_name(worker)
         # Pickled here: the pipe itself would send tensors as shared memory, which ends with this
         # process.
-        answer = pickle.dumps((good, worker(*args)))
+        answer = pickle.dumps((True, worker(*args)))
     except BaseException as error:
-        good = False
         whose = f"{_CONSEQUENCE} " if is_consequence(error) else ""
-        answer = pickle.dumps((good, f"{whose}rank {rank}:\n{traceback.format_exc()}"))
-    pipe.send_bytes(answer)
-    pipe.close()
-    if good:
+        pipe.send_bytes(pickle.dumps((False, f"{whose}rank {rank}:\n{traceback.format_exc()}")))
+    else:
+        pipe.send_bytes(answer)
         # Leave together: messages that other ranks still wait for would end with this process.
         dist.barrier()
         dist.destroy_process_group()

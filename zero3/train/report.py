@@ -17,6 +17,7 @@ are visible too. `Event.time_s` has the time of each event.
 
 import os
 import platform
+import statistics
 from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
@@ -60,8 +61,6 @@ LEGEND = ("parameters whole", "layer computes", "full gradients", "optimizer ste
           "reading from files", "writing to files")
 # Colours behind the phases of a step.
 SHADES = {"forward": "#ffffff", "backward": "#f5f6f7", "step": "#e9ecef"}
-# The tapes of further ranks look the same, and are not drawn.
-MOST_RANKS = 4
 
 
 def table(predicted: list[dict[str, int]], plain: dict[str, int], measured: list[dict[str, int]]
@@ -97,18 +96,6 @@ def _difference(measured: int, predicted: int | None) -> str:
     return f"{measured - predicted:+,}" if measured != predicted else "equal"
 
 
-def columns(rows: list[list[str]]) -> str:
-    """
-    ## Rows as lines of text, the first column on the left and numbers on the right
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *others in rows:
-        cells = [f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append("   ".join([f"{first:{widths[0]}}", *cells]))
-    return "\n".join(lines)
-
-
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -124,10 +111,11 @@ def draw_loss(losses: list[float], held_out: list[tuple[int, float]], caption: s
     """
     # A line through the mean of the steps around each step.
     reach = len(losses) // 80
-    around = [losses[max(0, i - reach) : i + reach + 1] for i in range(len(losses))]
-    smooth = [sum(part) / len(part) for part in around]
-    fig, ax = _figure((8, 4.5), caption)
+    smooth = [statistics.fmean(losses[max(0, i - reach) : i + reach + 1])
+              for i in range(len(losses))]
     steps = range(1, len(losses) + 1)
+    fig = _figure(caption, 8, [4.5])
+    (ax,) = fig.axes
     ax.plot(steps, losses, color=NEUTRAL["muted"], alpha=0.4, linewidth=0.7,
             label="training, each step")
     ax.plot(steps, smooth, color=NEUTRAL["fg"], linewidth=2,
@@ -140,12 +128,16 @@ def draw_loss(losses: list[float], held_out: list[tuple[int, float]], caption: s
     return fig
 
 
-def _figure(inches: tuple[float, float], caption: str) -> tuple[Figure, Axes]:
-    fig = Figure(figsize=inches, dpi=150, layout="constrained")
-    ax = fig.subplots()
-    ax.set_title(caption, fontsize=9, loc="left")
-    ax.spines[["top", "right"]].set_visible(False)
-    return fig, ax
+def _figure(caption: str, width: float, heights: list[float]) -> Figure:
+    """
+    #### A figure with a row of axes for each height, in inches
+    """
+    fig = Figure(figsize=(width, sum(heights) + 0.3), dpi=150, layout="constrained")
+    fig.subplots(len(heights), sharex=True, height_ratios=heights)
+    fig.suptitle(caption, fontsize=9)
+    for ax in fig.axes:
+        ax.spines[["top", "right"]].set_visible(False)
+    return fig
 
 
 def spans(events: list[Event]) -> Iterator[tuple[str, str, int, int]]:
@@ -190,25 +182,19 @@ def draw_tape(
     The upper plots show the bytes that each rank holds after each event. The lowest one shows, on
     the same axis, the state of each layer on rank 0.
     """
-    shown = tapes[:MOST_RANKS]
     events = tapes[0]
-    heights = [2.4] * len(shown) + [0.8 + 0.3 * len({e.layer for e in events})]  # inches
-    fig = Figure(figsize=(11, sum(heights) + 0.5), dpi=150, layout="constrained")
-    axes = fig.subplots(len(heights), 1, sharex=True, height_ratios=heights)
-    for ax, tape, expected in zip(axes, shown, predicted, strict=False):
+    # Those of further ranks look the same.
+    shown = tapes[:4]
+    fig = _figure(caption, 11, [2.4] * len(shown) + [0.8 + 0.3 * len({e.layer for e in events})])
+    for ax, tape, expected in zip(fig.axes, shown, predicted, strict=False):
         _draw_memory(ax, tape, expected, plain)
-    _draw_layers(axes[-1], events)
-    end = 0.5
-    for phase, run in groupby(events, key=lambda e: e.phase):
-        begin = end
-        end += len(list(run))
-        for ax in axes:
-            ax.axvspan(begin, end, color=SHADES[phase], zorder=0)
-        axes[0].text((begin + end) / 2, 1.02, phase, transform=axes[0].get_xaxis_transform(),
-                     ha="center", fontsize=8)
-    for ax in axes:
-        ax.spines[["top", "right"]].set_visible(False)
-    fig.suptitle(caption, fontsize=9)
+    _draw_layers(fig.axes[-1], events)
+    for phase, run in groupby(range(len(events)), key=lambda i: events[i].phase):
+        places = list(run)
+        for ax in fig.axes:
+            ax.axvspan(places[0] + 0.5, places[-1] + 1.5, color=SHADES[phase], zorder=0)
+        fig.axes[0].text(sum(places) / len(places) + 1, 1.02, phase, ha="center", fontsize=8,
+                         transform=fig.axes[0].get_xaxis_transform())
     return fig
 
 
@@ -245,18 +231,17 @@ def _draw_layers(ax: Axes, events: list[Event]) -> None:
     """
     layers = list(dict.fromkeys(e.layer for e in events))
     names = list(STYLES)
-    for layer, name, first, last in spans(events):
+    found = list(spans(events))
+    for layer, name, first, last in found:
         color, height, below = STYLES[name]
         ax.barh(layers.index(layer) + below, last - first, left=first + 1, height=height,
                 color=color, zorder=2 + names.index(name))
     ax.set_yticks(range(len(layers)), layers, fontsize=8)
     ax.invert_yaxis()
     ax.set(xlabel="events of one step, in order", xlim=(0, len(events) + 1))
+    drawn = {name for _, name, _, _ in found}
     patches = [Patch(color=STYLES[name][0], label=text)
-               for name, text in zip(names, LEGEND, strict=True)]
-    if all(e.tier != "nvme" for e in events):
-        # Nothing was read from files or written to them.
-        patches = patches[:-2]
+               for name, text in zip(names, LEGEND, strict=True) if name in drawn]
     ax.legend(handles=patches, loc="lower left", bbox_to_anchor=(1, 0), fontsize=8, frameon=False)
 
 
@@ -268,33 +253,29 @@ def merged(gradients: list[dict[int, int]]) -> dict[int, int]:
     return dict(sorted(total.items()))
 
 
-def draw_gradients(gradients: list[dict[int, int]], caption: str) -> Figure:
+def draw_gradients(counts: dict[int, int], caption: str) -> Figure:
     """
     ## The sizes of gradients, and the range that a loss scale moves them to
 
-    * `gradients` has a dict of each rank: how many gradients lie between a power of two and the
-      next
+    * `counts` says how many gradients lie between a power of two and the next
 
     Two ranges are shaded. Below $2^{-14}$, fp16 has fewer and fewer digits, and below $2^{-24}$ it
     only has zero.
     """
-    counts = merged(gradients)
     total = sum(counts.values()) or 1
-    fig, ax = _figure((8, 4), caption)
+    fig = _figure(caption, 8, [4])
+    (ax,) = fig.axes
     for scale, alpha, name in ((0, 0.4, "as they are"), (16, 0.9, "times 65536")):
         few = sum(n for e, n in counts.items() if e + scale < -14) / total
-        label = f"{name}, {few:.1%} shaded"
         ax.bar([e + scale + 0.5 for e in counts], [100 * n / total for n in counts.values()],
-               width=0.9, color=COLORS["reduced"], alpha=alpha, label=label)
+               width=0.9, color=COLORS["reduced"], alpha=alpha, label=f"{name}, {few:.1%} shaded")
     low = min(-30, *counts)
     high = max(16, *(e + 17 for e in counts))
-    ax.axvspan(low, -24, color=NEUTRAL["line"], zorder=0)
-    ax.axvspan(-24, -14, color=NEUTRAL["line"], alpha=0.5, zorder=0)
-    for end, text in ((-24, "zero in fp16"), (-14, "fewer digits")):
+    for begin, end, alpha, text in ((low, -24, 1, "zero in fp16"), (-24, -14, 0.5, "fewer digits")):
+        ax.axvspan(begin, end, color=NEUTRAL["line"], alpha=alpha, zorder=0)
         ax.text(end - 0.3, 0.97, text, ha="right", va="top", fontsize=8,
                 transform=ax.get_xaxis_transform())
     ax.set(xlabel="gradient, as a power of two", ylabel="of the gradients of a step (%)",
-           xlim=(low, high))
-    ax.margins(y=0.35)
+           xlim=(low, high), ymargin=0.35)
     ax.legend(frameon=False, loc="upper right")
     return fig

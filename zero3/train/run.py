@@ -48,7 +48,7 @@ from zero3.train.launch import is_consequence
 OPTIONS = ("d_model", "layers", "heads", "seq_len", "batch", "accumulate", "steps", "lr", "seed",
            "dtype", "reduce_dtype", "loss_scale", "clip", "text", "gather_bits", "reduce_bits",
            "compress")
-# Seconds for which a rank that lost the others waits, so that one of them prints the cause first.
+# Seconds for which a rank waits that did not fail first, so that the cause is printed above.
 CAUSE_S = 2
 
 
@@ -135,13 +135,10 @@ class Ranks:
 
     def mean(self, values: list[torch.Tensor]) -> list[float]:
         """
-        ### The mean over ranks of each value (all-reduce; all ranks must call it)
+        ### The mean over ranks of each value (all-gather; all ranks must call it)
         """
-        total = torch.stack(values).double().to(self.device)
-        if self.world_size > 1:
-            with self.waits("a mean"):
-                dist.all_reduce(total)
-        return (total / self.world_size).tolist()
+        mine = torch.stack(values).double().tolist()
+        return [sum(each) / self.world_size for each in zip(*self.gather(mine), strict=True)]
 
     def say(self, line: str) -> None:
         """
@@ -153,9 +150,9 @@ class Ranks:
 
     def any(self, flag: object) -> bool:
         """
-        ### Whether the flag is true on some rank (all-reduce; all ranks must call it)
+        ### Whether the flag is true on some rank (all-gather; all ranks must call it)
         """
-        return self.mean([torch.tensor(float(bool(flag)))])[0] > 0
+        return any(self.gather(bool(flag)))
 
     def gather(self, thing: Any) -> list[Any]:
         """
@@ -286,47 +283,36 @@ def tell_failure(error: Exception, ranks: Ranks, store: dist.Store) -> int:
     ## Print an error, the cause first
 
     The rank that fails first prints its traceback. Ranks that fail on their own later, most likely
-    of the same bug, print one line each. So do ranks that only lost another rank; they wait for a
-    moment, so that the cause is printed above. An error that says what to do needs no traceback:
-    the learning rate was too high, say, or the disk is full.
+    of the same bug, print one line each. So do ranks that only lost another rank. All of these wait
+    for a moment, so that the cause is printed above. An error that says what to do needs no
+    traceback: the learning rate was too high, say, or the disk is full.
 
     * `store` is the one from `fresh_store`
 
     Returns the exit code: 2 if the error says what to do, else 1.
     """
-    explains = "What to do: " in str(error)
     consequence = is_consequence(error)
-    first = not consequence and fails_first(store)
-    brief = explains or not first
-    happened = "failed" if first else "failed too"
-    if consequence:
-        # Later than the cause. torchrun also reports the rank that ends first.
-        time.sleep(CAUSE_S)
-        happened = "ends as a consequence"
-        # An error in torch's own words says too little without its traceback.
-        brief = f"rank {ranks.rank}: " in str(error)
-    line = one_line(f"{type(error).__name__}: {error}")
-    told = f". {line}\n" if brief else "\n" + "".join(traceback.format_exception(error))
-    print(f"zero3.train: rank {ranks.rank} {happened}{told}", end="", file=sys.stderr, flush=True)
-    with contextlib.suppress(RuntimeError):
-        store.set("cause", "")
-    if ranks.world_size > 1 and not ranks.rank:
-        # This rank may serve the store, and others may be about to count their failures in it.
-        time.sleep(CAUSE_S)
-    return 2 if explains and not consequence else 1
-
-
-def fails_first(store: dist.Store) -> bool:
-    """
-    ## Whether no other rank has failed before; if one has, wait until it has printed the cause
-    """
     first = False
     # If the store is gone, the rank that served it has failed before, and has ended since.
     with contextlib.suppress(RuntimeError):
-        first = store.add("failures", 1) == 1
-        if not first:
-            store.wait(["cause"], timedelta(seconds=CAUSE_S))
-    return first
+        first = not consequence and store.add("failures", 1) == 1
+    line = one_line(f"{type(error).__name__}: {error}")
+    explains = "What to do: " in line
+    brief = explains or not first
+    happened = "failed" if first else "failed too"
+    if consequence:
+        happened = "ends as a consequence"
+        # An error in torch's own words says too little without its traceback.
+        brief = f"rank {ranks.rank}: " in line
+    if not first:
+        # Later than the cause. torchrun also reports the rank that ends first.
+        time.sleep(CAUSE_S)
+    told = f". {line}\n" if brief else "\n" + "".join(traceback.format_exception(error))
+    print(f"zero3.train: rank {ranks.rank} {happened}{told}", end="", file=sys.stderr, flush=True)
+    if first and ranks.world_size > 1 and not ranks.rank:
+        # This rank may serve the store, and others may be about to count their failures in it.
+        time.sleep(CAUSE_S)
+    return 2 if explains and not consequence else 1
 
 
 @contextlib.contextmanager
@@ -343,9 +329,9 @@ def progress(ranks: Ranks, steps: int) -> Iterator[Callable[..., None]]:
     elif sys.stdout.isatty():
         from labml import experiment, tracker
 
-        def track(step, *values):
-            names = ("loss.train", "loss.held_out", "bytes_per_s")
-            tracker.save(step, dict(zip(names, values, strict=True)))
+        def track(step, train, held_out, rate):
+            tracker.save(step, {"loss.train": train, "loss.held_out": held_out,
+                                "bytes_per_s": rate})
             tracker.new_line()
 
         experiment.create(name="zero3", writers={"screen", "file"})
