@@ -935,9 +935,10 @@ def padding():
         optimizer.backward(model(batch(4, step).to(BF16)).float().square().mean())
         # The last layer's 18 elements divide by three.
         for shard_states in optimizer.shard_states[:-1]:
-            states = [optimizer.state[piece] for _, _, piece in shard_states.pieces]
+            # Padding belongs to the last parameter.
+            states = optimizer.state[shard_states.pieces[-1].param]
             seen += [shard_states.shard, shard_states.master, shard_states.shard.grad]
-            seen += [s[key] for s in states for key in ("exp_avg", "exp_avg_sq") if key in s]
+            seen += [states[key] for key in ("exp_avg", "exp_avg_sq") if key in states]
         seen = [t.detach().clone() for t in seen]
         optimizer.step()
         optimizer.zero_grad()
