@@ -546,8 +546,7 @@ def test_param_groups_and_schedulers_survive_sharding(world_size):
     Weight decay for matrices, learning rates per group, and schedulers that move learning rates and
     momenta, as in plain PyTorch, where shards begin in the middle of matrices and of biases. Breaks
     with a cut that is one element off.
-    Proves I1, `Zero3Optimizer.__init__`, `Zero3Optimizer._make_shard_states`,
-    `Zero3Optimizer._params_of`.
+    Proves I1, `Zero3Optimizer.__init__`, `Zero3Optimizer._make_shard_states`.
     """
     for worst, options, different in run(grouped, world_size):
         assert worst < 1e-10 and different == 8

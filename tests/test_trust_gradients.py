@@ -434,7 +434,7 @@ def alternate(places, name, folder, group_by=None):
     counts = {name: reference.state[p].get("step") for name, p in plain.named_parameters()}
     (states,) = optimizer.shard_states
     for piece in states.pieces:
-        names = states.flat.slots[piece.index].names
+        names = states.flat.slots[piece.slot_index].names
         got = optimizer.state[piece.param].get("step")
         assert got == counts[names[0]], (names, got, counts)
     return difference(plain, model)

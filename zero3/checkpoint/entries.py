@@ -210,7 +210,7 @@ class Entries:
         shard = parameter.shard
         for states in getattr(self.optimizer, "shard_states", ()):
             if states.shard is shard:
-                pieces = [Stepped([piece.index], piece.group_index, piece.where, piece.param)
+                pieces = [Stepped([piece.slot_index], piece.group_index, piece.where, piece.param)
                           for piece in states.pieces]
                 return Flat(paths, layer, parameter, states, states.master_dtype,
                             states.in_file is not None, [*states.group_indices], pieces)

@@ -78,8 +78,9 @@ one of several inside a module, the module's `zero_grad()` does not see the full
 `no_sync` holds back.
 
 A parameter is a tensor of its own for the wrapped optimizer, as in plain PyTorch. That costs a
-counter of steps and a little time for each. If every rank lacks the gradient of some parameter of a layer, the ranks tell each other which
-ones: 8 bytes for each parameter of the layer, to each other rank, more than `predict` says.
+counter of steps and a little time for each. If every rank lacks the gradient of some parameter of a
+layer, the ranks tell each other which ones: 8 bytes for each parameter of the layer, to each other
+rank, more than `predict` says.
 """
 
 import inspect
@@ -89,6 +90,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -287,41 +289,44 @@ class Zero3Optimizer(torch.optim.Optimizer):
         * `paths` are the names of the layers in the model
         * `options` is filled with the options of each param group. All ranks have the same groups;
           a group without elements on this rank stays empty
+
+        All ranks call it. Each stage of a pipeline has other parameters. All of them get all param
+        groups, in the same order, so that a scheduler sets the same learning rates everywhere.
         """
         plain = plain_paths(self.model)
-        options += self._options_of_stages(plain)
+        trained = [(layer, flat) for layer in self.layers for flat in layer.flats
+                   if flat.shard.requires_grad and len(flat.shard)]
+        own = [self._options_of(flat, plain[layer]) for layer, flat in trained]
+        for of_stage in self.comm.gather_stages(own):
+            for special in chain.from_iterable(of_stage):
+                if special not in options:
+                    options.append(special)
+
         found = []
-        for layer in self.layers:
+        for (layer, flat), of_params in zip(trained, own, strict=True):
             in_chain = layer.layer_idx >= 0
             name = layer.label
             if paths[layer] and not in_chain:
                 name = f"{paths[layer]} ({layer.label})"
-            for flat in layer.flats:
-                if flat.shard.requires_grad and len(flat.shard):
-                    dtype = self._set_grad_dtype(layer, flat)
-                    indices = self._group_indices(flat, plain[layer], options)
-                    found.append(ShardStates(layer, name, flat, dtype, indices))
+            indices = [options.index(special) for special in of_params]
+            dtype = self._set_grad_dtype(layer, flat)
+            found.append(ShardStates(layer, name, flat, dtype, indices))
         return found
 
-    def _options_of_stages(self, plain: dict[nn.Module, str]) -> list[dict[str, Any]]:
+    def _options_of(self, flat: FlatParameter, path: str) -> list[dict[str, Any]]:
         """
-        #### The options of each param group, over all stages of a pipeline
+        #### The options of its own that `group_by` gives each parameter in a flat one
 
-        * `plain` are the names of the layers in the plain model
-
-        Each stage has other parameters. All of them get all param groups, in the same order, so
-        that a scheduler sets the same learning rates everywhere. All ranks call it.
+        * `path` is the name of the layer's module in the plain model
         """
-        if self.comm.stages.size == 1:
-            return []
-        mine: list[dict[str, Any]] = []
-        for layer in self.layers:
-            for flat in layer.flats:
-                if flat.shard.requires_grad:
-                    self._group_indices(flat, plain[layer], mine)
-        found: list[dict[str, Any]] = []
-        for theirs in self.comm.gather_stages(mine):
-            found += [each for each in theirs if each not in found]
+        found = []
+        for slot in flat.slots:
+            name = f"{path}.{slot.names[0]}".strip(".")
+            special = self.group_by(name, slot.param)
+            self.expect(not self.takes or special.keys() <= self.takes, "cannot use `group_by`",
+                        f"options of its class, {sorted(self.takes)}", f"{special}, for `{name}`",
+                        "correct the name of the option")
+            found.append(special)
         return found
 
     def _set_grad_dtype(self, layer: Zero3Layer, flat: FlatParameter) -> torch.dtype:
@@ -346,26 +351,6 @@ class Zero3Optimizer(torch.optim.Optimizer):
         # gradient in this type.
         shard.grad_dtype = dtype
         return dtype
-
-    def _group_indices(self, flat: FlatParameter, path: str,
-                       options: list[dict[str, Any]]) -> list[int]:
-        """
-        #### The param group of each parameter in a flat one
-
-        * `path` is the name of the layer's module in the plain model
-        * `options` are those of the groups so far; new ones are appended
-        """
-        indices = []
-        for slot in flat.slots:
-            name = f"{path}.{slot.names[0]}".strip(".")
-            special = self.group_by(name, slot.param)
-            self.expect(not self.takes or special.keys() <= self.takes, "cannot use `group_by`",
-                        f"options of its class, {sorted(self.takes)}", f"{special}, for `{name}`",
-                        "correct the name of the option")
-            if special not in options:
-                options.append(special)
-            indices.append(options.index(special))
-        return indices
 
     def _choose_fused(self, optimizer_class: Callable[..., torch.optim.Optimizer],
                       kwargs: dict[str, Any]) -> None:
@@ -808,7 +793,7 @@ class Zero3Optimizer(torch.optim.Optimizer):
                     grad.mul_(factor)
                 has_grad = used.get(states)
                 for piece in states.pieces:
-                    if has_grad is None or has_grad[piece.index]:
+                    if has_grad is None or has_grad[piece.slot_index]:
                         piece.param.grad = grad[piece.where]
                         pieces.append(piece)
             with self._only(pieces):

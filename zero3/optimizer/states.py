@@ -83,7 +83,7 @@ class Piece(NamedTuple):
     matrix and the third is a bias, the master has two pieces.
     """
 
-    index: int  # of the parameter, in the flat one
+    slot_index: int  # of the parameter, in the flat one
     group_index: int  # of its param group
     where: slice  # in the master; padding belongs to the parameter before it
     param: nn.Parameter  # a view of the master; without elements while the master is in a file
@@ -199,15 +199,19 @@ class ShardStates:
         parameter on other ranks has no piece here.
         """
         numel = len(self.shard)
+        # A master in a file is not in memory now. Until `release_pieces`, one zero stands for all
+        # of its elements, so that the wrapped optimizer finds parameters of the right sizes.
+        in_file = self.in_file is not None
+        master = torch.zeros(1, dtype=self.master_dtype).expand(numel) if in_file else self.master
         first = self.layer.comm.rank * numel
         offsets = [slot.offset for slot in self.flat.slots]
         bounds = [min(max(offset - first, 0), numel)
                   for offset in (*offsets, len(self.flat.full))]
         for i, (begin, end) in enumerate(pairwise(bounds)):
             if begin < end:
-                where = slice(begin, end)
-                param = nn.Parameter(self._elements(where))
-                self.pieces.append(Piece(i, self.group_indices[i], where, param))
+                param = nn.Parameter(master[begin:end])
+                piece = Piece(i, self.group_indices[i], slice(begin, end), param)
+                self.pieces.append(piece)
 
     def _open_file(self, offload: Offload, values: torch.Tensor, moments: list[str]) -> InFile:
         """
@@ -240,17 +244,6 @@ class ShardStates:
         if not isinstance(self.flat.storage, InFile):
             self.shard.__class__ = nn.Parameter if self.shard_is_master else CountedShard
             self._hook_shard()
-
-    def _elements(self, where: slice) -> torch.Tensor:
-        """
-        #### The elements of a new piece: a view of the master
-
-        A master in a file is not in memory now. Until `release_pieces`, one zero stands for all of
-        its elements, so that the wrapped optimizer finds a parameter of the right size.
-        """
-        if self.in_file is None:
-            return self.master[where]
-        return torch.zeros(1, dtype=self.master_dtype).expand(where.stop - where.start)
 
     def release_pieces(self, state: State) -> None:
         """
