@@ -103,6 +103,18 @@ class Action(NamedTuple):
     stage: int
     micro_batch: int = -1
 
+    @property
+    def is_gradient(self) -> bool:
+        return "gradient" in self.kind
+
+    @property
+    def where(self) -> str:
+        """
+        ### Its stage and micro-batch, in words
+        """
+        number = "" if self.micro_batch < 0 else f", micro-batch {self.micro_batch}"
+        return f"stage {self.stage}{number}"
+
 
 def actions(schedule: str, ranks: int, micro_batches: int, per_rank: int = 1,
             gathers: str = "stage", tied: tuple[int, int] | None = None,
