@@ -129,7 +129,7 @@ def test_a_stage_is_gathered_as_often_as_it_was_chosen():
     Gathers per stage: two for each micro-batch; breadth-first two, and one if both directions
     follow each other; a stage at a time is whole, or two while the next one is on its way. Or once
     in a step, and then all of a rank's stages may be whole.
-    Proves `_with_gathers`, `_once`, `costs`.
+    Proves `_with_gathers`, `_runs`, `costs`.
     """
     for name, p, m, v in EVERY:
         for rank in range(p):

@@ -176,12 +176,9 @@ def inject(model: nn.Module, policies: Iterable[Policy], strict: bool = True) ->
             policy.prepare(model, {m: policy.new_class(type(m)) for m in modules[policy]})
     for policy in policies:
         # Modules of one class share the new one, as they shared the old one.
-        classes: dict[type, type] = {}
+        new_class = functools.cache(policy.new_class)
         for module in modules[policy]:
-            kind = type(module)
-            if kind not in classes:
-                classes[kind] = policy.new_class(kind)
-            module.__class__ = classes[kind]
+            module.__class__ = new_class(type(module))  # type: ignore[arg-type]
             policy.by.begin(module)  # type: ignore[arg-type]
     return model
 

@@ -171,23 +171,24 @@ class Channels:
         every = [torch.empty_like(mine) for _ in self.ranks]
         self.control.together("a checksum of the batch", dist.all_gather, every, mine)
         # A process group has its ranks in ascending order.
-        order = [sorted(self.ranks).index(rank) for rank in self.ranks]
-        # One row for each stage, one column for each pipeline side by side.
-        found = torch.stack([every[i] for i in order]).view(self.line.size, -1)
-        if bool((found >= 0).all() and (found == found[0]).all()):
+        ascending = sorted(self.ranks)
+        checksums = dict(zip(ascending, torch.stack(every).tolist(), strict=True))
+        # The rank of the same pipeline that has the first stage.
+        beside = len(self.ranks) // self.line.size
+        firsts = {rank: self.ranks[i % beside] for i, rank in enumerate(self.ranks)}
+        if all(0 <= checksums[rank] == checksums[first] for rank, first in firsts.items()):
             return ""
         told: list[Any] = [None] * len(self.ranks)
         self.control.together("its batch", dist.all_gather_object, told, (problem, batch))
-        texts = [told[i] for i in order]
-        beside = len(self.ranks) // self.line.size
+        texts = dict(zip(ascending, told, strict=True))
         wrong = []
-        for i, (each, batch) in enumerate(texts):
-            first = i % beside
-            if each:
-                wrong.append(f"{each}, on rank {self.ranks[i]}")
-            elif batch != texts[first][1]:
-                wrong.append(f"{texts[first][1]}, on rank {self.ranks[first]}, and {batch}, on "
-                             f"rank {self.ranks[i]}")
+        for rank, first in firsts.items():
+            problem, batch = texts[rank]
+            expected = texts[first][1]
+            if problem:
+                wrong.append(f"{problem}, on rank {rank}")
+            elif batch != expected:
+                wrong.append(f"{expected}, on rank {first}, and {batch}, on rank {rank}")
         return "; ".join(wrong)
 
     def send(self, action: Action, to: int, value: Any) -> Sent:

@@ -85,6 +85,7 @@ bubble may be slower if it gathers more. `tests/test_pipeline_bytes.py` compares
 `Ledger` on real ranks.
 """
 
+from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -113,30 +114,25 @@ def timeline(lists: list[list[Action]], forward: float = 1, backward: float = 1
 
     Raises `RuntimeError` if every rank waits for another one: the lists are no schedule.
     """
-    ranks = len(lists)
-    passes = [[each for each in listed if each.kind in PASSES] for listed in lists]
-    last = max(action.stage for listed in passes for action in listed)
+    waiting = [deque(each for each in listed if each.kind in PASSES) for listed in lists]
+    last = max(action.stage for passes in waiting for action in passes)
     ends: dict[Action, float] = {}
-    found: list[list[Pass]] = [[] for _ in range(ranks)]
-    while any(len(done) < len(all_of) for done, all_of in zip(found, passes, strict=True)):
+    found: list[list[Pass]] = [[] for _ in lists]
+    while any(waiting):
         before = len(ends)
-        for done, all_of in zip(found, passes, strict=True):
-            if len(done) == len(all_of):
-                continue
-            action = all_of[len(done)]
-            needs = needed(action, last)
-            if needs is None or needs in ends:
+        for done, passes in zip(found, waiting, strict=True):
+            needs = needed(passes[0], last) if passes else None
+            if passes and (needs is None or needs in ends):
+                action = passes.popleft()
                 free = done[-1].end if done else 0
                 start = max(free, ends[needs] if needs else 0)
                 ends[action] = start + (forward if action.kind == "forward" else backward)
                 done.append(Pass(start, ends[action], action))
         if len(ends) == before:
-            waiting = [all_of[len(done)] for done, all_of in zip(found, passes, strict=True)
-                       if len(done) < len(all_of)]
             raise RuntimeError(
                 "the schedule does not end. Expected: lists in which some rank can go on. Got: "
-                f"ranks that wait for each other before {waiting}. What to do: look for a pass "
-                "that comes before the one that it needs.")
+                f"ranks that wait for each other before {[each[0] for each in waiting if each]}. "
+                "What to do: look for a pass that comes before the one that it needs.")
     return found
 
 
