@@ -359,10 +359,10 @@ MUTATIONS = [
             "Autograd keeps it for backward. So after forward all compressed weights are whole on "
             "every rank, and together they are as large as the model that was to be sharded."),
     Mutation(
-        "conjugate", "inject/line.py", "_Enter.backward",
+        "conjugate", "inject/line.py", "Border.enter",
         title="The gradient at the beginning of a split is not summed",
-        old="        return ctx.line.all_reduce(grad), None\n",
-        new="        return grad, None\n",
+        old="        return Swap.apply(x, same, self.line.all_reduce)\n",
+        new="        return Swap.apply(x, same, same)\n",
         breaks="I1", program="split",
         healthy="whole: gradient of first.weight: 0% off",
         symptom="rank 0 prints: whole: gradient of first.weight: 48% off",
@@ -393,7 +393,7 @@ MUTATIONS = [
     Mutation(
         "mask", "inject/sequence.py", "StreamDropout.forward",
         title="Each rank draws a mask for its own positions",
-        old="        return x * mask_of_part(x, self.p, border.dim, border.length, *own)\n",
+        old="        return x * mask_of_part(x, self.p, border.dim, border.length, begin, count)\n",
         new="        return F.dropout(x, self.p)\n",
         breaks="I1", program="split",
         healthy="by positions: outputs that differ from plain PyTorch: 0",

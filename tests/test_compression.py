@@ -844,6 +844,21 @@ def test_a_wrong_call_is_refused():
             compress(model, rules)
 
 
+def test_a_call_that_is_refused_changes_nothing():
+    """
+    All problems are found before the first rule is put in place. Breaks if an error of a later
+    pattern leaves the weights of earlier ones compressed.
+    Proves `compress`, `_check_shared`.
+    """
+    mixed = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4).bfloat16()]
+    for rules, word in (({"0": [Prune()], "1": [Quantize(4, group=3)]}, "splits"),
+                        ({"0": [Prune()], "3": [Prune()]}, "pattern"),
+                        ({"0": [Prune()], "1|2": [Prune(scope="global")]}, "one data")):
+        with pytest.raises(ValueError, match=word):
+            compress(mixed, rules)
+        assert all(type(layer) is nn.Linear for layer in mixed)
+
+
 def encoded():
     plain = layers()
     compress(plain, {"*": [Prune(0.5)]})

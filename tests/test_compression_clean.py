@@ -73,7 +73,7 @@ def test_a_file_is_as_small_as_the_bits_say_and_gives_the_same_weights(pruned, q
     with, to the bit, and so does the cleaned model. Breaks if a code is off by one, or if a pruned
     element is stored.
     Proves `write`, `Stored`, `Stored.__init__`, `clean.Plan.__init__`, `Stored.encode`,
-    `Stored.forward`, `Stored.about`, `clean.Plan`, `Plan.store`, `Plan.release`.
+    `Stored.forward`, `About`, `Stored.about`, `clean.Plan`, `Plan.store`, `Plan.release`.
     """
     if pruned is None and quantised is None:
         return

@@ -170,12 +170,11 @@ def test_every_schedule_trains_the_weights_of_plain_pytorch(shape):
     `Pipeline.full_params`, `Pipeline.named_layers`, `Pipeline.cut`, `Pipeline._run`,
     `Pipeline._build`, `Pipeline._build_tied`, `Pipeline._connect`, `Pipeline._share`,
     `Pipeline._mean_over_ranks`, `_Batch`, `_Batch.do`, `_Batch._forward`, `_Batch._backward`,
-    `_Batch._hand_on`, `_Batch._send`, `_Batch._receive`, `_Batch._send_gradient`,
-    `_Batch._receive_gradient`, `_Batch._unshard`, `_Batch._reshard`, `_Batch._reduce`,
-    `_Batch._send_tied`, `_Batch._receive_tied`, `_Batch._send_tied_gradient`,
+    `_Batch._loss_of`, `_Batch._hand_on`, `_Batch._send`, `_Batch._receive`, `Action.is_gradient`,
+    `_Batch._unshard`, `_Batch._reduce`, `_Batch._send_tied`, `_Batch._send_tied_gradient`,
     `_Batch._receive_tied_gradient`, `_trainable`, `Channels`, `Channels.send`,
     `Channels.receive`, `Channels.end`, `Channels._announce`, `Channels._receive_tensor`,
-    `Channels._recv`, `Channels._collect`, `_Shape`, `_Batch._come`, `_has_rows`, `Stage`,
+    `Channels._recv`, `Channels._collect`, `_Shape`, `_has_rows`, `Stage`,
     `Stage.unshard`, `Stage.reshard`,
     `Stage.begin`, `StageLayer`, `StageLayer.hold`, `StageLayer.wait`, `StageLayer.let_go`,
     `InTurn`, `Borrowed`, `Borrowed.take`, `Borrowed.gradients`, `untie`, `holder`,
@@ -314,7 +313,7 @@ def test_a_plan_knows_tied_weights_and_who_keeps_them():
     assert plan.shapes["4.norm.weight"][0] == 1 and [*plan.own(1)] == [2, 3, 4]
     names = [name for name, _ in holder(plan.tied).named_parameters(remove_duplicate=False)]
     assert names == ["0.tokens.weight", "4.linear.weight"]
-    assert Plan(layers, 1, [5]).ends == (0, 0) and Plan(chain(0, torch.double), 1, [5]).ends is None
+    assert Plan(layers, 1, [5]).ends == (0, 0) and not Plan(chain(0, torch.double), 1, [5]).tied
 
 
 # --------------------------------------------------------------------------------------- in its use
@@ -370,7 +369,7 @@ def test_norms_groups_accumulation_and_full_params_are_those_of_the_whole_model(
     parameter on every rank, and brings back what the first rank wrote. Gradients of two batches add
     up. A `Ledger` hears of each action.
     Proves `Pipeline.full_params`, `Pipeline.held_tensors`, `Zero3Optimizer._make_shard_states`,
-    `clip_grad_norm_`, `Counted`, `_Doer`, `ShardedModel.held_tensors`, `Borrowed.held_tensors`.
+    `clip_grad_norm_`, `Counted`, `ShardedModel.held_tensors`, `Borrowed.held_tensors`.
     """
     answers = run(used, 4)
     for norm, stepped, passes, groups, moved, back, (shape, raises) in answers:
@@ -479,7 +478,7 @@ def test_a_stage_may_write_to_what_came_in_and_hand_on_a_buffer():
     """
     The first layer of the second stage works in place. A buffer that is handed on changes in the
     next micro-batch, before its message has left.
-    Proves I1, `_Arrival`, `_arrival`, `_to_send`.
+    Proves I1, `_Arrival`, `_to_send`.
     """
     for differences in run(odd, 2, 4):
         assert max(differences) < 1e-12

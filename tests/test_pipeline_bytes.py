@@ -303,7 +303,7 @@ def test_the_recorded_run_is_the_list(shape):
     on. Layers are gathered where the list says `unshard`, or inside each pass. Breaks if a rank did
     anything sooner or later than its list.
     Proves I6, `Pipeline.train_batch`, `actions`, `timeline`, `bubble`, `costs`, `needed`,
-    `Stage.begin`, `StageLayer._cleanup_params`, `_Doer`, `_Batch`, `_Batch.do`.
+    `Stage.begin`, `StageLayer._cleanup_params`, `_Batch`, `_Batch.do`.
     """
     p, n = shape
     tried = [{**order, "gathers": gathers} for order, gathers in product(orders(), GATHERS)]

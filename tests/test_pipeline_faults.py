@@ -106,7 +106,7 @@ def test_an_error_in_one_stage_is_raised_in_all_with_its_cause(how, at, cause):
     because gradients are half summed. Breaks where a rank waits for one that has failed, or where
     an error without a text counts as none.
     Proves I6, I10, `Pipeline._together`, `Channels.fail`, `Channels.cause_of`, `Channels._cause`,
-    `Channels.receive`, `Fault`, `_words`, `Communicator.announce_fault`.
+    `Channels.receive`, `Fault`, `Action.where`, `Communicator.announce_fault`.
     """
     answers = run(train_until, 4, how, at)
     for rank, (first, second, third) in enumerate(answers):

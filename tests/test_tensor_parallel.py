@@ -211,8 +211,8 @@ def test_two_ranks_train_the_weights_of_the_plain_model(which, more):
     `Line.broadcast`, `Line.twin`, `Pattern`, `Pattern.parts`, `Split`, `Split.forward`,
     `Weights`, `Weights.split`, `Weights.end`, `Weights._whole`, `Column`, `Row`,
     `VocabularyEmbedding`, `VocabularyHead`, `SharedConvolution`, `SplitDropout`, `Border`,
-    `Border.enter`, `Border.leave`, `Border.states`, `Border.weight`, `line._Enter`, `line._Leave`,
-    `_Gather`, `_over_ranks`, `_attribute`.
+    `Border.enter`, `Border.leave`, `Border.states`, `Border.weight`, `Swap`, `identity`,
+    `Line.gather_parts`, `Line.padded`, `Line.range`, `_over_ranks`, `_attribute`.
     """
     for worst, share in run(split_alone, 2, which, more):
         assert worst < 1 and share < (0.8 if "bert" in which else 0.75), (worst, share)
@@ -256,10 +256,10 @@ def test_ranks_with_some_of_the_positions_train_the_weights_of_the_plain_model(w
     Proves I1, `tensor_parallel`, `Stream`, `Stream.begin`, `Stream.ends`, `Stream.border`,
     `Stream.inside`, `SequenceBorder`, `SequenceBorder.states`, `SequenceBorder.enter`,
     `SequenceBorder.leave`, `SequenceBorder.weight`, `SequenceBorder.range`, `SequenceBorder.own`,
-    `SequenceBorder.gathered`, `SequenceBorder.summed`, `SequenceBorder.longest`, `InStream`,
-    `StreamBegin`, `StreamEnd`, `SummedWeights`, `StreamDropout`, `mask_of_part`, `exchanged`,
-    `own_class`, `sequence._Enter`, `sequence._Leave`, `_Begin`, `_End`, `Line.reduce_scatter`,
-    `Line.border_of`.
+    `SequenceBorder.gathered`, `SequenceBorder.summed`, `SequenceBorder.begin`,
+    `SequenceBorder.end`, `Stream.blocks_of`, `InStream`, `StreamBegin`, `StreamEnd`,
+    `SummedWeights`, `StreamDropout`, `mask_of_part`, `exchanged`, `own_class`, `become`,
+    `Line.reduce_scatter`, `Line.border_of`.
     """
     for worst in run(sequence_alone, 2, which, more, length):
         assert worst < 1, worst

@@ -5,10 +5,9 @@
 `rules.py` first.
 """
 
-from zero3.compression.clean import clean as clean
-from zero3.compression.clean import read as read
-from zero3.compression.clean import write as write
-from zero3.compression.compress import compress as compress
-from zero3.compression.distill import distill as distill
-from zero3.compression.rules import Prune as Prune
-from zero3.compression.rules import Quantize as Quantize
+from zero3.compression.clean import clean, read, write
+from zero3.compression.compress import compress
+from zero3.compression.distill import distill
+from zero3.compression.rules import Prune, Quantize
+
+__all__ = ["Prune", "Quantize", "clean", "compress", "distill", "read", "write"]

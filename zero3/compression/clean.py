@@ -64,7 +64,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zero3.compression.compress import named_modules
 from zero3.compression.freeing import Compressed, drop_hooks
-from zero3.compression.stored import Stored
+from zero3.compression.stored import About, Stored, unpack
 from zero3.compression.weights import (
     Method,
     PrunedElements,
@@ -78,6 +78,8 @@ from zero3.offload.tensors import save_tensors
 from zero3.optimizer.stage3 import plain_paths
 from zero3.sharded import ShardedModel, comm_of
 
+# The mask, the codes, the scales and the zeros of a tensor, by these names.
+Parts = dict[str, dict[str, torch.Tensor]]
 # The attributes of modules that repeat the number of outputs, and of inputs.
 _SIZES = (("out_features", "out_channels", "nf", "embedding_dim"),
           ("in_features", "in_channels", "nx", "num_embeddings"))
@@ -165,12 +167,10 @@ class Plan:
         """
         self.module = module
         self.kept: torch.Tensor | None = None  # which elements are stored; `None` for all
-        self.bits: int | None = None  # of a code; `None` if elements are stored as they are
-        self.least = 0
-        self.scales: torch.Tensor | None = None  # (rows, groups)
-        self.zeros: torch.Tensor | None = None
-        # The same steps as in training, because scales are those of the weight so far.
         weight = module.parametrizations.weight.original
+        # Until the weight is cut and stored, its scales and zeros are (rows, groups).
+        self.stored = Stored(weight.shape, weight.dtype, None, 0)
+        # The same steps as in training, because scales are those of the weight so far.
         for method in _methods(module):
             if isinstance(method, (PrunedElements, PrunedFours)) and method.count:
                 self.kept = method.kept()
@@ -187,11 +187,11 @@ class Plan:
         if grid is None:
             return
         # Codes of 3 bits are stored in 4.
-        self.bits = next(each for each in (1, 2, 4, 8) if each >= grid.bits)
-        self.least = grid.least
-        self.scales = grid.scales.float().view(len(weight), -1)
+        self.stored.bits = next(each for each in (1, 2, 4, 8) if each >= grid.bits)
+        self.stored.least = grid.least
+        self.stored.scales = grid.scales.float().view(len(weight), -1)
         if not method.rule.symmetric:
-            self.zeros = grid.zeros.to(torch.uint8).view(len(weight), -1)
+            self.stored.zeros = grid.zeros.to(torch.uint8).view(len(weight), -1)
         if grid.bits == 1 and bool((weight == 0).any()):
             # A sign of zero has no code.
             self.kept = weight != 0
@@ -212,24 +212,24 @@ class Plan:
         """
         if self.kept is not None:
             self.kept = _select(self.kept, rows, columns)
-        if self.scales is None:
+        stored = self.stored
+        if stored.scales is None:
             return
+        count = stored.scales.shape[1]
         groups = None
-        if columns is not None and self.scales.shape[1] > 1:
-            groups = self._groups(name, columns)
-        self.scales = _select(self.scales, rows, groups)
-        if self.zeros is not None:
-            self.zeros = _select(self.zeros, rows, groups)
+        if columns is not None and count > 1:
+            groups = self._groups(name, columns, count)
+        stored.scales = _select(stored.scales, rows, groups)
+        if stored.zeros is not None:
+            stored.zeros = _select(stored.zeros, rows, groups)
 
-    def _groups(self, name: str, columns: torch.Tensor) -> torch.Tensor:
+    def _groups(self, name: str, columns: torch.Tensor, count: int) -> torch.Tensor:
         """
-        #### Which groups of neighbours are left, `(groups,)`
+        #### Which groups of neighbours are left, `(count,)`
 
         A group has one scale, so it stays or goes as a whole.
         """
-        assert self.scales is not None
-        elements = columns.repeat_interleave(self.column_numel)
-        groups = elements.view(self.scales.shape[1], -1)
+        groups = columns.repeat_interleave(self.column_numel).view(count, -1)
         expect(torch.equal(groups.all(dim=1), groups.any(dim=1)), f"clean: `{name}`",
                "columns that go together with all that share a scale", "some of a group",
                "leave `group` out, or let it divide the width of a head")
@@ -239,14 +239,15 @@ class Plan:
         """
         ### Store the weight in its bits, if that is less
         """
-        if self.bits is None and self.kept is None:
+        stored = self.stored
+        if stored.bits is None and self.kept is None:
             return
         weight = self.module.weight.detach()
-        stored = Stored(weight.shape, weight.dtype, self.bits, self.least)
-        if self.scales is not None:
-            stored.scales = self.scales.reshape(-1, 1)
-        if self.zeros is not None:
-            stored.zeros = self.zeros.reshape(-1, 1)
+        stored.shape = weight.shape
+        if stored.scales is not None:
+            stored.scales = stored.scales.reshape(-1, 1)
+        if stored.zeros is not None:
+            stored.zeros = stored.zeros.reshape(-1, 1)
         codes = stored.encode(weight, self.kept)
         expect(torch.equal(stored(codes), weight), f"clean: `{name}`", "codes of the weight that "
                f"was trained, {weight.dtype}", "others, or NaN", "convert the model to fp32 first",
@@ -266,7 +267,7 @@ def _put(module: Any, codes: torch.Tensor, stored: Stored) -> None:
 # ------------------------------------------------------------------------------ rows and columns
 
 # Which rows and which columns of a weight are left, bool; `None` for all.
-Cut = list[Any]
+Cut = list[torch.Tensor | None]
 
 
 def _cuts(modules: dict[str, nn.Module]) -> dict[str, Cut]:
@@ -319,8 +320,7 @@ def _add_cut(cuts: dict[str, Cut], modules: dict[str, nn.Module], name: str, is_
     """
     layer: Any = modules.get(name)
     weight = getattr(layer, "weight", None)
-    outputs, inputs = axes(layer)
-    along = outputs if is_outputs else inputs
+    along = axes(layer)[0 if is_outputs else 1]
     kind = ("rows", "columns")[along]
     fits = weight is not None and weight.dim() >= 2 and weight.shape[along] == len(kept)
     expect(fits and getattr(layer, "groups", 1) == 1, f"clean: the {kind} of `{name}`",
@@ -377,7 +377,7 @@ def write(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
     modules = named_modules(model)
     expect(not any(map(_methods, modules.values())), "write", "a cleaned model", "a compressed "
            "one", "call `clean` first")
-    weights: dict[str, dict[str, Any]] = {}
+    weights: dict[str, About] = {}
     numbers: dict[str, int] = {}
     for prefix, module in modules.items():
         if isinstance(module, Stored):
@@ -404,28 +404,28 @@ def read(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
     `ValueError` if the file is not one of `write`, or if it has other names than the model.
     """
     modules = named_modules(model)
-    about, parts = _open(path)
+    weights, numbers, parts = _open(path)
     places = {name: (module, key, tensor) for name, module, key, tensor in _tensors(modules)}
     expect(parts.keys() == places.keys(), f"read: {path}", "the names of the model",
            f"others, {sorted(parts.keys() ^ places.keys())}", "build the model as it was before "
            "`compress`; if inputs are rounded, call `compress` with the rules of inputs alone")
     for name, (module, key, old) in places.items():
         found = {part: tensor.to(old.device) for part, tensor in parts[name].items()}
-        if name in about["weights"]:
-            _put(module, found.pop("codes"), Stored.of(about["weights"][name], found))
+        if name in weights:
+            _put(module, found.pop("codes"), Stored.of(weights[name], found))
         elif isinstance(old, nn.Parameter):
             setattr(module, key, nn.Parameter(found[""], old.requires_grad))
         else:
             setattr(module, key, found[""])
-    for name, number in about["numbers"].items():
+    for name, number in numbers.items():
         prefix, _, key = name.rpartition(".")
         if hasattr(modules.get(prefix), key):
             setattr(modules[prefix], key, number)
 
 
-def _open(path: str | Path) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
+def _open(path: str | Path) -> tuple[dict[str, About], dict[str, int], Parts]:
     """
-    #### What a file says about its weights and numbers, and the parts of each tensor of the model
+    #### What a file says about its weights, its numbers, and the parts of each tensor of the model
 
     A tensor that is stored as it is has one part, without a name.
     """
@@ -434,14 +434,15 @@ def _open(path: str | Path) -> tuple[dict[str, Any], dict[str, dict[str, torch.T
     expect("zero3" in metadata, f"read: {path}", "a file of `write`", "another one", "pass such a "
            "file; `load_state_dict` loads plain tensors")
     about = json.loads(metadata["zero3"])
-    parts: dict[str, dict[str, torch.Tensor]] = {}
+    weights = about["weights"]
+    parts: Parts = {}
     for name, tensor in load_file(path).items():
         weight, _, part = name.rpartition(".")
-        if weight in about["weights"]:
+        if weight in weights:
             parts.setdefault(weight, {})[part] = tensor
         else:
             parts[name] = {"": tensor}
-    return about, parts
+    return weights, about["numbers"], parts
 
 
 def _tensors(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
@@ -494,8 +495,7 @@ def measure(model: nn.Module, example: torch.Tensor, loss: float) -> Size:
         if isinstance(module, Stored):
             kept = module.shape.numel()
             if module.mask is not None:
-                # A byte has up to eight bits that are set.
-                kept = int(sum((module.mask >> bit & 1).sum() for bit in range(8)))
+                kept = int(unpack(module.mask, 1).sum())
             left += kept
     return Size(sum(t.nbytes for t in tensors), left, counter.get_total_flops() // 2, loss)
 

@@ -77,12 +77,14 @@ from zero3.compression.weights import (
     QuantisedInput,
     axes,
 )
+from zero3.guards.contents import Guarded
 from zero3.guards.options import expect
 from zero3.optimizer.buckets import Bucket
 from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.sharded import Sharded, ShardedModel
 
-Rules = dict[str, list[Prune | Quantize]]
+Rule = Prune | Quantize
+Rules = dict[str, list[Rule]]
 # Magnitude and place of an element are a key of at most 63 bits.
 MOST_SHARED = 2**31 - 1
 
@@ -98,8 +100,8 @@ def compress(model: nn.Module | Iterable[nn.Module], rules: Rules) -> "Compressi
       weight has, elements are pruned first, then rows, channels and heads; then it is quantised
 
     Returns the record of what is compressed. Raises `TypeError` for anything that is no rule, and
-    `ValueError` if the model is sharded, if a pattern matches no weight, if a weight is matched
-    twice or is tied, or if a rule does not fit the weight's shape.
+    `ValueError` if the model is sharded, if a pattern matches no weight that no earlier one has, if
+    a weight is tied, or if a rule does not fit the weight's shape. Nothing has changed then.
     """
     found = named_modules(model)
     split = [name for name, module in found.items() if "line" in vars(module)]
@@ -107,17 +109,24 @@ def compress(model: nn.Module | Iterable[nn.Module], rules: Rules) -> "Compressi
            f"`{split[:1]}`, which `tensor_parallel` has split", "leave one of the two out")
     # A tied weight has several.
     uses = Counter(p for module in found.values() for p in module._parameters.values())
-    methods: list[Method] = []
-    groups: list[list[PrunedElements]] = []
+    # Find every problem before anything changes.
+    left = {name: module for name, module in found.items()
+            if getattr(module._parameters.get("weight"), "ndim", 0) >= 2}
+    matches: list[tuple[list[nn.Module], list[Rule]]] = []
     for pattern, of_pattern in rules.items():
-        matched = {name: module for name, module in found.items() if _has_weight(module)
-                   and any(fnmatchcase(name, each) for each in pattern.split("|"))}
+        matched = {name: left.pop(name) for name in [*left]
+                   if any(fnmatchcase(name, each) for each in pattern.split("|"))}
         expect(bool(matched), f"compress: the pattern `{pattern}`", "a layer with a weight of two "
                "dimensions or more", "none, or one that another pattern has compressed",
                f"look at the names, {[*found][:20]}")
         for name, module in matched.items():
             _check(name, module, of_pattern, uses)
-        added = [method for module in matched.values() for method in _add(module, of_pattern)]
+        _check_shared([*matched.values()], of_pattern)
+        matches.append(([*matched.values()], of_pattern))
+    methods: list[Method] = []
+    groups: list[list[PrunedElements]] = []
+    for modules, of_pattern in matches:
+        added = [method for module in modules for method in _add(module, of_pattern)]
         groups += _groups(added)
         methods += added
     compression = Compression(found[""], methods, groups)
@@ -142,7 +151,7 @@ def named_modules(model: nn.Module | Iterable[nn.Module]) -> dict[str, nn.Module
     return found
 
 
-def _params(model: nn.Module) -> Iterator[Any]:
+def _params(model: nn.Module) -> Iterator[nn.Parameter]:
     """
     #### The parameters of a model, also if its layers are sharded
 
@@ -173,13 +182,14 @@ class Compression:
         self.all_methods = methods
         self.groups = groups
         # The steps that each optimizer has taken, and the most of them.
-        self.taken: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.taken: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
+            weakref.WeakKeyDictionary())
         self.most_taken = 0
         for method in methods:
             method.compression = self
         ours = weakref.ref(self)
 
-        def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        def after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
             compression = ours()
             # `step(closure)` of a `Zero3Optimizer` calls `step()`, which has been counted.
             closure = [*args[1:], kwargs.get("closure")]
@@ -189,7 +199,7 @@ class Compression:
 
         weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Compression":
+    def __deepcopy__(self, memo: dict) -> "Compression":
         # The copy of a model follows its own optimizer.
         new = Compression.__new__(Compression)
         memo[id(self)] = new
@@ -247,7 +257,7 @@ class Compression:
 
         Gathers counts of all groups together: see `kth_keys`. All ranks must call this.
         """
-        groups = self._active()
+        groups = [group for group in self.groups if group[0].count]
         if not groups:
             return
         layer = _layer_of_any(pruned.ranked for group in groups for pruned in group)
@@ -268,12 +278,6 @@ class Compression:
         for group, threshold in zip(groups, found, strict=True):
             for pruned in group:
                 pruned.state[1] = threshold
-
-    def _active(self) -> list[list[PrunedElements]]:
-        """
-        #### The groups that prune something now
-        """
-        return [group for group in self.groups if group[0].count]
 
     def _move_ranges(self) -> None:
         """
@@ -296,14 +300,14 @@ class Compression:
             each.move(new)
 
 
-def _layer_of_any(params: Iterable[Any]) -> Any:
+def _layer_of_any(params: Iterable[torch.Tensor]) -> Guarded | None:
     """
     #### The first sharded layer of these parameters, which sends for all; or none in a plain model
     """
     return next((layer for layer in map(layer_of, params) if layer is not None), None)
 
 
-def _is_stepped(param: Any, optimizer: torch.optim.Optimizer, stepped: set[int]) -> bool:
+def _is_stepped(param: nn.Parameter, optimizer: torch.optim.Optimizer, stepped: set[int]) -> bool:
     """
     #### Whether an optimizer trains a weight, or its shard
 
@@ -322,15 +326,8 @@ def _is_stepped(param: Any, optimizer: torch.optim.Optimizer, stepped: set[int])
 # ------------------------------------------------------------------------------------ put in place
 
 
-def _has_weight(module: nn.Module) -> bool:
-    """
-    #### Whether a module has a weight that can be compressed
-    """
-    weight = module._parameters.get("weight")
-    return weight is not None and weight.dim() >= 2
-
-
-def _check(name: str, module: Any, rules: list[Any], uses: Counter[Any]) -> None:
+def _check(name: str, module: Any, rules: list[Rule],
+           uses: Counter[nn.Parameter | None]) -> None:
     """
     #### Refuse rules that do not fit a weight, before anything changes
     """
@@ -343,9 +340,11 @@ def _check(name: str, module: Any, rules: list[Any], uses: Counter[Any]) -> None
            rules, "leave one of them out")
     # `clean` removes channels from the input, and so from the range of a batch.
     removes = any(isinstance(rule, Prune) and rule.kind != "row" and rule.follows for rule in rules)
-    moves = all(rule.moving is not None for rule in rules if getattr(rule, "of", "") == "input")
-    expect(moves or not removes, f"compress: the rules of `{name}`", "inputs with a moving range, "
-           "if channels or heads are removed", rules, "pass `moving=0.9`, or leave `follows` out")
+    jumps = any(isinstance(rule, Quantize) and rule.of == "input" and rule.moving is None
+                for rule in rules)
+    expect(not (removes and jumps), f"compress: the rules of `{name}`", "inputs with a moving "
+           "range, if channels or heads are removed", rules, "pass `moving=0.9`, or leave "
+           "`follows` out")
     weight = module.weight
     expect(not weight.is_meta, f"compress: `{name}`", "a weight with values", "one on the meta "
            "device", "build the layer first")
@@ -358,7 +357,21 @@ def _check(name: str, module: Any, rules: list[Any], uses: Counter[Any]) -> None
                "pass other numbers, or match other layers")
 
 
-def _suits(rule: Prune | Quantize, module: Any) -> bool:
+def _check_shared(modules: list[Any], rules: list[Rule]) -> None:
+    """
+    #### Refuse weights that cannot share a threshold
+    """
+    if not any(isinstance(rule, Prune) and rule.scope == "global" for rule in rules):
+        return
+    dtypes = {module.weight.dtype for module in modules}
+    expect(len(dtypes) == 1, "compress: a global threshold", "weights of one data type, because "
+           "their bits are compared", dtypes, "use several patterns, or `scope=\"layer\"`")
+    numel = sum(module.weight.numel() for module in modules)
+    expect(numel <= MOST_SHARED, "compress: a global threshold", f"at most {MOST_SHARED:,} "
+           "elements", f"{numel:,}", "use several patterns, or `scope=\"layer\"`")
+
+
+def _suits(rule: Rule, module: Any) -> bool:
     """
     #### Whether the shape and the data type of a weight allow a rule
     """
@@ -384,24 +397,16 @@ def _axis(rule: Prune, module: nn.Module) -> int:
     return outputs if rule.kind == "row" else inputs
 
 
-def _class(rule: Prune | Quantize) -> Any:
-    """
-    #### The class that does what a rule says
-    """
-    if isinstance(rule, Prune):
-        return {"element": PrunedElements, "2:4": PrunedFours}.get(rule.kind, PrunedParts)
-    return Quantised if rule.of == "weight" else QuantisedInput
-
-
-def _order(rule: Prune | Quantize) -> int:
+def _order(rule: Rule) -> int:
     """
     #### The place of a rule among those of a layer, which has one of each place
     """
-    places = {PrunedElements: 0, PrunedFours: 0, PrunedParts: 1, Quantised: 2, QuantisedInput: 3}
-    return places[_class(rule)]
+    if isinstance(rule, Quantize):
+        return 2 if rule.of == "weight" else 3
+    return int(rule.kind in ("row", "channel", "head"))
 
 
-def _add(module: Any, rules: list[Any]) -> list[Method]:
+def _add(module: Any, rules: list[Rule]) -> list[Method]:
     """
     #### Put rules on one layer
     """
@@ -415,13 +420,18 @@ def _add(module: Any, rules: list[Any]) -> list[Method]:
     return methods
 
 
-def _method(rule: Prune | Quantize, module: Any) -> Method:
+def _method(rule: Rule, module: Any) -> Method:
     """
     #### What a rule does to a module's weight, or to its input
     """
-    kind = _class(rule)
-    along = (_axis(rule, module),) if isinstance(rule, Prune) and kind is PrunedParts else ()
-    return kind(rule, module.weight, *along)
+    if isinstance(rule, Quantize):
+        kind = Quantised if rule.of == "weight" else QuantisedInput
+        return kind(rule, module.weight)
+    if rule.kind == "element":
+        return PrunedElements(rule, module.weight)
+    if rule.kind == "2:4":
+        return PrunedFours(rule, module.weight)
+    return PrunedParts(rule, module.weight, _axis(rule, module))
 
 
 def _add_to_weight(module: Any, methods: list[Method]) -> None:
@@ -440,8 +450,7 @@ def _add_to_weight(module: Any, methods: list[Method]) -> None:
             parametrize.register_parametrization(module, "bias", PrunedBias(method), unsafe=True)
 
 
-def _round_input(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-                 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _round_input(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """
     #### A hook before the forward pass of a layer
     """
@@ -458,12 +467,7 @@ def _groups(methods: list[Method]) -> list[list[PrunedElements]]:
     pruned = [method for method in methods if isinstance(method, PrunedElements)]
     if not pruned or pruned[0].rule.scope == "layer":
         return [[each] for each in pruned]
-    dtypes = {each.ranked.dtype for each in pruned}
-    expect(len(dtypes) == 1, "compress: a global threshold", "weights of one data type, because "
-           "their bits are compared", dtypes, "use several patterns, or `scope=\"layer\"`")
     numel = sum(each.shape.numel() for each in pruned)
-    expect(numel <= MOST_SHARED, "compress: a global threshold", f"at most {MOST_SHARED:,} "
-           "elements", f"{numel:,}", "use several patterns, or `scope=\"layer\"`")
     first = 0
     for each in pruned:
         each.share(first, numel)

@@ -42,8 +42,8 @@ memory until the loss is there.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -52,6 +52,7 @@ from torch.nn import functional as F
 from zero3.compression.weights import Method
 from zero3.guards.options import expect, whole
 from zero3.layer import Zero3Sequential
+from zero3.sharded import Sharded
 
 Chain = Zero3Sequential | nn.Sequential
 
@@ -94,19 +95,20 @@ def distill(student: Chain, teacher: Chain, keep: list[int], *, logits: float = 
     return Distillation(student, teacher, keep, logits, hidden, temperature)
 
 
+@dataclass(eq=False)
 class Distillation:
     """
     ## The loss of a student
+
+    The numbers are as for `distill`.
     """
 
-    def __init__(self, student: Chain, teacher: Chain, keep: list[int], logits: float,
-                 hidden: float, temperature: float):
-        self.student = student
-        self.teacher = teacher
-        self.keep = keep
-        self.logits = logits
-        self.hidden = hidden
-        self.temperature = temperature
+    student: Chain
+    teacher: Chain
+    keep: list[int]
+    logits: float
+    hidden: float
+    temperature: float
 
     def __call__(self, x: torch.Tensor, task: Callable[[torch.Tensor], torch.Tensor]
                  ) -> torch.Tensor:
@@ -146,15 +148,15 @@ def outputs(model: Chain, x: torch.Tensor) -> Iterator[torch.Tensor]:
         yield x
 
 
-def _layers(model: Any) -> list[Any]:
+def _layers(model: Chain) -> list[nn.Module]:
     """
     #### The layers of a chain
     """
-    return [*getattr(model, "module_list", model)]
+    return [*(model.module_list if isinstance(model, Zero3Sequential) else model)]
 
 
 @torch.no_grad()
-def _copy(layer: Any, teacher: Any) -> None:
+def _copy(layer: nn.Module, teacher: nn.Module) -> None:
     """
     #### Copy the weights and buffers of a teacher's layer into one of the student's
 
@@ -177,17 +179,18 @@ def _copy(layer: Any, teacher: Any) -> None:
             buffer.copy_(buffers[name])
 
 
-def _plain(layer: Any) -> Any:
+def _plain(layer: nn.Module) -> nn.Module:
     """
     #### The module inside a sharded layer
     """
-    return layer.module if hasattr(layer, "full_params") else layer
+    return layer.module if isinstance(layer, Sharded) else layer
 
 
-def _whole(layer: Any, **options: Any) -> Any:
+def _whole(layer: nn.Module, writeback: bool = False
+           ) -> AbstractContextManager[dict[str, nn.Parameter]]:
     """
     #### The parameters of a layer, whole while the block runs
     """
-    if hasattr(layer, "full_params"):
-        return layer.full_params(**options)
+    if isinstance(layer, Sharded):
+        return layer.full_params(writeback)
     return nullcontext(dict(layer.named_parameters()))

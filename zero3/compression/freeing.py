@@ -89,7 +89,7 @@ class Compressed(nn.ModuleList):
         return weight
 
 
-def before_forward(module: Any, args: Any) -> None:
+def before_forward(module: Any, args: object) -> None:
     """
     ## A module is about to compute
 
@@ -99,7 +99,7 @@ def before_forward(module: Any, args: Any) -> None:
 
 
 @torch.no_grad()
-def after_forward(module: Any, args: Any, output: Any) -> None:
+def after_forward(module: Any, args: object, output: object) -> None:
     """
     ## A module has computed: free its weight, until the gradient of its output is there
 
@@ -132,7 +132,7 @@ def drop_hooks(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _fill(module: Any, place: torch.Tensor, grads: Any) -> None:
+def _fill(module: Any, place: torch.Tensor, grads: object) -> None:
     """
     #### Make the weight again, into the memory where autograd looks for it
     """
@@ -141,5 +141,5 @@ def _fill(module: Any, place: torch.Tensor, grads: Any) -> None:
     place.copy_(stored[0].value(stored.original))
 
 
-def _free(place: torch.Tensor, grad: Any = None) -> None:
+def _free(place: torch.Tensor, grad: object = None) -> None:
     place.untyped_storage().resize_(0)

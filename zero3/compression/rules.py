@@ -33,7 +33,6 @@ enough, so that training goes on for a while with the final sparsity and the fin
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from zero3.guards.options import MOST, expect, whole
 
@@ -181,7 +180,7 @@ class Prune:
         return self.sparsity * (1 - (1 - progress(step, self.start, self.end)) ** 3)
 
 
-def _check_steps(who: str, start: Any, end: Any) -> None:
+def _check_steps(who: str, start: int, end: int | None) -> None:
     """
     #### Refuse a schedule that ends before it starts
     """

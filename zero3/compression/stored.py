@@ -41,10 +41,21 @@ The library torchao has such kernels. This package does not depend on it. Scales
 not compressed themselves.
 """
 
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import nn
+
+
+class About(TypedDict):
+    """
+    ## What a reader of the file needs besides the tensors
+    """
+
+    shape: list[int]
+    dtype: str  # without `torch.`
+    bits: int | None
+    least: int
 
 
 class Stored(nn.Module):
@@ -126,15 +137,15 @@ class Stored(nn.Module):
         zeros = 0 if self.zeros is None else self.zeros.float()
         return (codes + self.least - zeros) * self.scales
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> About:
         """
-        ### What a reader of the file needs besides the tensors
+        ### What the file says of this weight
         """
         return {"shape": [*self.shape], "dtype": str(self.dtype).removeprefix("torch."),
                 "bits": self.bits, "least": self.least}
 
     @staticmethod
-    def of(about: dict[str, Any], parts: dict[str, torch.Tensor]) -> "Stored":
+    def of(about: About, parts: dict[str, torch.Tensor]) -> "Stored":
         """
         ### What a reader makes of it
 

@@ -41,11 +41,11 @@ small may take the place of one that has become large.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from zero3.compression.weights import PrunedElements
+from zero3.guards.contents import Guarded
 from zero3.guards.freed import FreedParameter
 
 # The bits of a digit.
@@ -96,7 +96,7 @@ def own_keys(prunings: list[PrunedElements]) -> dict[PrunedElements, torch.Tenso
     ## The keys of the elements that this rank has: `(n,)` int64 of each weight
     """
     found = {}
-    sharded: dict[Any, dict[int, PrunedElements]] = {}
+    sharded: dict[Guarded, dict[int, PrunedElements]] = {}
     for pruned in prunings:
         layer = layer_of(pruned.ranked)
         if layer is None:
@@ -108,7 +108,7 @@ def own_keys(prunings: list[PrunedElements]) -> dict[PrunedElements, torch.Tenso
     return found
 
 
-def _keys_in_shards(layer: Any, by_param: dict[int, PrunedElements]
+def _keys_in_shards(layer: Guarded, by_param: dict[int, PrunedElements]
                     ) -> dict[PrunedElements, torch.Tensor]:
     """
     #### The keys of the elements that are in this rank's shards of a layer
@@ -148,7 +148,7 @@ def key_bits(groups: list[list[PrunedElements]]) -> int:
                for group in groups for pruned in group)
 
 
-def layer_of(param: Any) -> Any:
+def layer_of(param: torch.Tensor) -> Guarded | None:
     """
     ## The sharded layer that has a parameter, or `None`
 

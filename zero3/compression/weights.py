@@ -53,6 +53,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from zero3.compression.rules import Prune, Quantize
 from zero3.guards.options import expect
@@ -84,9 +85,9 @@ class Method(nn.Module):
         # Its two numbers as Python's, with the buffer that they are from and its version. So
         # reading them waits for the device once in a step.
         self._numbers = [0, NOTHING]
-        self._from: tuple[Any, int] = (None, 0)
+        self._from: tuple[torch.Tensor | None, int] = (None, 0)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict) -> None:
         # The buffer of a copy begins with a version of its own.
         super().__setstate__(state | {"_from": (None, 0)})
 
@@ -136,13 +137,13 @@ class Pruned(Method):
         """
         super().__init__(rule, weight.device)
         self.shape = weight.shape
-        self._stored: tuple[Any, ...] = ()
+        self._stored: tuple[ParametrizationList, ...] = ()
         self.register_parameter("score", None)
         if rule.score == "learnt":
             # It begins as the magnitude.
             self.score = nn.Parameter(self.sizes(weight).to(weight.dtype))
 
-    def attach(self, stored: Any) -> None:
+    def attach(self, stored: ParametrizationList) -> None:
         """
         ### Say which list of parametrizations has the stored weight, `original`
 
@@ -185,7 +186,7 @@ class Pruned(Method):
         """
         raise NotImplementedError
 
-    def spread(self, parts: Any) -> Any:
+    def spread(self, parts: torch.Tensor) -> torch.Tensor:
         """
         ### A number for each part, so that they expand to the weight's shape
         """
@@ -342,7 +343,7 @@ class PrunedParts(Pruned):
         """
         return self.spread(self.kept_units())
 
-    def spread(self, parts: Any) -> Any:
+    def spread(self, parts: torch.Tensor) -> torch.Tensor:
         """
         ### `(units,)` to `(rows, 1, ...)` along the first axis, or `(1, columns, ...)`
         """

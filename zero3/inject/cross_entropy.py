@@ -28,24 +28,24 @@ $$L = \frac{1}{T} \sum_{i=1}^{T} \Big( \log \sum_v e^{W_v \cdot h_i} - W_{y_i} \
 
 Backward only multiplies the two finished gradients by the gradient that comes in.
 
-**Run this**: `python -m zero3.inject`.
+**Run this**: `python -m pytest tests/test_inject.py -k chunks`.
 
 **Not covered, and what that costs**: the gradient of the head's weight exists from forward to
 backward, as large as the weight. Class weights and label smoothing are not here.
 """
-
-from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from zero3.comm.parts import WeightPart
+from zero3.inject.line import Line
 
 
 def chunked_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor,
                           bias: torch.Tensor | None = None, *, rows: int = 1024,
-                          ignore_index: int = -100, count: Any = None, split: Any = None,
+                          ignore_index: int = -100, count: torch.Tensor | int | None = None,
+                          split: Line | None = None,
                           own: WeightPart | None = None) -> torch.Tensor:
     """
     ## `cross_entropy(linear(hidden, weight, bias), targets)`, a chunk at a time
@@ -72,7 +72,7 @@ def chunked_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: t
         count = counts.sum()
     grads = torch.is_grad_enabled()
     first = own.begin if own else 0
-    return _Chunked.apply(hidden, weight, bias, targets, rows, ignore_index, count, grads, split,
+    return _Chunked.apply(hidden, weight, bias, targets, rows, ignore_index, grads, count, split,
                           first)
 
 
@@ -82,9 +82,9 @@ class _Chunked(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-                targets: torch.Tensor, rows: int, ignore_index: int, count: Any, grads: bool,
-                split: Any, first: int) -> torch.Tensor:
+    def forward(ctx, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+                targets: torch.Tensor, rows: int, ignore_index: int, grads: bool,
+                count: torch.Tensor | int, split: Line | None, first: int) -> torch.Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         inputs = (hidden, weight, bias)
         wanted = [grads and t is not None and t.requires_grad for t in inputs]
@@ -125,13 +125,13 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+    def backward(ctx, grad: torch.Tensor) -> tuple:  # type: ignore[override]
         found = [None if total is None else (total * grad).to(dtype)
                  for total, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
         return (*found, *[None] * (10 - len(found)))
 
 
-def _over_ranks(split: Any, total: torch.Tensor, of_target: torch.Tensor
+def _over_ranks(split: Line | None, total: torch.Tensor, of_target: torch.Tensor
                 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     #### Logarithms of sums and logits of targets, `(rows, 1)` each, over all tokens

@@ -27,7 +27,7 @@ activations overlaps computation.
 """
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -36,12 +36,18 @@ from weakref import WeakKeyDictionary, finalize, ref
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from zero3.comm.collectives import all_to_all_single, reduce_scatter_single
+from zero3.comm.collectives import all_gather_single, all_to_all_single, reduce_scatter_single
 from zero3.comm.mesh import Group
 from zero3.comm.parts import connect
 from zero3.guards.options import expect, same
+from zero3.sharded import ShardedModel
+
+# What happens to an activation, or to its gradient.
+Operation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Line:
@@ -62,11 +68,11 @@ class Line:
         # A `Ledger` asks for the rank here.
         self.comm = self.group
         # The sharded model, once there is one: `connect` sets it.
-        self.model: Any = None
+        self.model: ShardedModel | None = None
         self.sent_bytes = 0
         self.compared = False
-        # By the id of a parameter: the parameter, and the one that replaced it.
-        self.twins: dict[int, tuple[Any, Any]] = {}
+        # By a parameter: the one that replaced it, weakly.
+        self.twins = WeakTensorKeyDictionary()
         self.patterns: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # of split modules
         self.border = Border(self)
         # The modules of streams have another one.
@@ -80,7 +86,7 @@ class Line:
     def place(self) -> int:
         return self.group.rank
 
-    def __deepcopy__(self, memo: Any) -> "Line":
+    def __deepcopy__(self, memo: dict) -> "Line":
         # A copy of a model is split over the same ranks.
         return self
 
@@ -105,9 +111,38 @@ class Line:
         found = x.new_empty(self.size, *x.shape)
         if self.size == 1:
             return found.copy_(x)
-        self.group.together("activations", dist.all_gather, [*found], x.contiguous())
+        self.group.together("activations", all_gather_single, found.view(-1), x.reshape(-1))
         self._count("gather", found.nbytes, (self.size - 1) * x.nbytes)
         return found
+
+    def range(self, size: int, place: int) -> tuple[int, int]:
+        """
+        ### The part of a rank: the first of `size` things that are split, and their number
+        """
+        begin = size * place // self.size
+        return begin, size * (place + 1) // self.size - begin
+
+    def padded(self, x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+        """
+        ### A part with zeros behind it, so that all parts are as long as the longest one
+        """
+        longest = -(-size // self.size)
+        # Padding is given from the last dimension on, in front and behind.
+        behind = (0, 0) * (x.dim() - 1 - dim % x.dim())
+        return F.pad(x, (*behind, 0, longest - x.shape[dim]))
+
+    def gather_parts(self, x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+        """
+        ### The parts of all ranks in a row (all-gather)
+
+        * `x` is this rank's, of `size` elements along `dim`
+
+        A rank sends $t-1$ times the bytes of the longest part. All ranks must call it.
+        """
+        rows = self.all_gather(self.padded(x, dim, size))
+        counts = [self.range(size, place)[1] for place in range(self.size)]
+        parts = [row.narrow(dim, 0, n) for row, n in zip(rows, counts, strict=True)]
+        return torch.cat(parts, dim)
 
     def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
         r"""
@@ -169,13 +204,22 @@ class Line:
                 self.broadcast(tensor.detach(), 0)
         self._watch_steps(model)
 
+    def _told(self, own: list) -> list[list]:
+        """
+        #### What each rank says of its own (all-gather); all ranks must call it
+        """
+        every = [own] * self.size
+        if self.size > 1:
+            self.group.together("small objects", dist.all_gather_object, every, own)
+        return every
+
     def _watch_steps(self, model: nn.Module) -> None:
         """
         #### Have each step of an optimizer compare gradients first, until the model is sharded
         """
         ours = ref(model)
 
-        def before_step(optimizer: Any, *_: Any) -> None:
+        def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
             split = ours()
             if split is not None and self.model is None:
                 self.compare_gradients(split, optimizer)
@@ -239,15 +283,17 @@ class Line:
                                 group_src=place)
             tensor.copy_(whole)
 
-    def twin(self, param: nn.Parameter, make: Any) -> nn.Parameter:
+    def twin(self, param: nn.Parameter, make: Operation) -> nn.Parameter:
         """
         ### The parameter that replaces another one; the same one wherever it is tied
+
+        * `make` makes the values of the new one from those of the old one
         """
-        old, new = self.twins.get(id(param), (lambda: None, lambda: None))
-        found = new() if old() is param else None
+        known = self.twins.get(param)
+        found = known() if known else None
         if found is None:
-            found = nn.Parameter(make(), param.requires_grad)
-            self.twins[id(param)] = (ref(param), ref(found))
+            found = nn.Parameter(make(param.detach()), param.requires_grad)
+            self.twins[param] = ref(found)
         return found
 
     def compare_once(self, tensors: list[torch.Tensor]) -> None:
@@ -292,7 +338,7 @@ class Border:
     def __init__(self, line: Line):
         self.line = line
 
-    def __deepcopy__(self, memo: Any) -> "Border":
+    def __deepcopy__(self, memo: dict) -> "Border":
         return self
 
     def states(self, args: tuple, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -303,22 +349,26 @@ class Border:
                 if isinstance(value, torch.Tensor) and value.requires_grad]
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """
+        r"""
         ### $f$, where the split layers begin
+
+        $$f(x) = x \qquad \frac{\partial L}{\partial x} = \sum_r \frac{\partial L}{\partial f_r}$$
 
         All ranks must call it and its backward (all-reduce of the gradient).
         """
-        return _Enter.apply(x, self.line)
+        return Swap.apply(x, identity, self.line.all_reduce)
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
-        """
+        r"""
         ### $g$, where they end
 
         * `x` is this rank's summand
 
+        $$g(x) = \sum_r x_r \qquad \frac{\partial L}{\partial x} = \frac{\partial L}{\partial g}$$
+
         All ranks must call it (all-reduce).
         """
-        return _Leave.apply(x, self.line)
+        return Swap.apply(x, self.line.all_reduce, identity)
 
     def weight(self, param: torch.Tensor) -> torch.Tensor:
         """
@@ -329,30 +379,25 @@ class Border:
         return param
 
 
-class _Enter(torch.autograd.Function):
+def identity(x: torch.Tensor) -> torch.Tensor:
     """
-    #### $f$: identity in forward, all-reduce of the gradient in backward
+    ## The identity, a view
     """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, line: Line) -> torch.Tensor:
-        ctx.line = line
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
-        return ctx.line.all_reduce(grad), None
+    return x.view_as(x)
 
 
-class _Leave(torch.autograd.Function):
-    """
-    #### $g$: all-reduce in forward, identity in backward
+class Swap(torch.autograd.Function):
+    r"""
+    ## A conjugate pair: one operation in forward, the other one in backward
+
+    `Swap.apply(x, there, back)` is `there(x)`, and a gradient $g$ becomes `back(g)`.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, line: Line) -> torch.Tensor:
-        return line.all_reduce(x)
+    def forward(ctx, x: torch.Tensor, there: Operation, back: Operation) -> torch.Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
-        return grad, None
+    def backward(ctx, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+        return ctx.back(grad), None, None

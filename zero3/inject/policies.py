@@ -43,7 +43,7 @@ gradient is an error in `swiglu`, `rms_norm` and `cross_entropy`.
 import inspect
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -153,7 +153,7 @@ class _Norm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         r = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
         r = r.div_(x.shape[-1]).add_(eps).rsqrt_()  # (..., 1)
@@ -162,7 +162,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+    def backward(ctx, grad: torch.Tensor) -> tuple:  # type: ignore[override]
         x, weight, r = ctx.saved_tensors
         normed = x * r
         of_weight = (grad * normed).reshape(-1, len(weight)).sum(0)
@@ -213,13 +213,13 @@ class _GatedProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(a, b)
         return F.silu(a).mul_(b)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+    def backward(ctx, grad: torch.Tensor) -> tuple:  # type: ignore[override]
         a, b = ctx.saved_tensors
         of_b = F.silu(a).mul_(grad)
         return torch.ops.aten.silu_backward(grad * b, a), of_b
@@ -264,7 +264,7 @@ class CrossEntropy(Replacement):
         """
         ### As the model's own
         """
-        plain = cast(Any, super()).forward
+        plain = super().forward
         # Some by their places, in the order of its signature.
         kwargs.update(zip(inspect.signature(plain).parameters, args, strict=False))
         if kwargs.get("labels") is None or self.others & kwargs.keys():

@@ -63,7 +63,7 @@ from zero3.guards.contents import is_sharded
 from zero3.guards.options import expect
 
 
-class Replacement:
+class Replacement(nn.Module):
     """
     ## What a module of another class gets: a forward, and a mapping of its weights
 
@@ -119,7 +119,7 @@ class Policy:
         return next((base for base in kind.__mro__
                      if base in self.replaces or full_name(base) in self.replaces), None)
 
-    def new_class(self, kind: Any) -> type:
+    def new_class(self, kind: type[nn.Module]) -> type:
         """
         ### The class of a replaced module: the methods of the replacement, in front of its own
 
@@ -127,14 +127,14 @@ class Policy:
         """
         base: Any = self.base_of(kind)
         options = self.replaces[base if base in self.replaces else full_name(base)]
-        by: Any = self.by
 
         # With the signature of its own, which a model's `generate` and trainers ask for.
         @functools.wraps(kind.forward)
-        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-            return by.forward(module, *args, **kwargs)
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self.by.forward(module, *args, **kwargs)
 
-        return type(f"{self.name}({kind.__name__})", (by, kind), {**options, "forward": forward})
+        members = {**options, "forward": forward}
+        return type(f"{self.name}({kind.__name__})", (self.by, kind), members)
 
 
 class Finding(NamedTuple):
@@ -176,12 +176,9 @@ def inject(model: nn.Module, policies: Iterable[Policy], strict: bool = True) ->
             policy.prepare(model, {m: policy.new_class(type(m)) for m in modules[policy]})
     for policy in policies:
         # Modules of one class share the new one, as they shared the old one.
-        classes: dict[type, type] = {}
+        new_class = functools.cache(policy.new_class)
         for module in modules[policy]:
-            kind = type(module)
-            if kind not in classes:
-                classes[kind] = policy.new_class(kind)
-            module.__class__ = classes[kind]
+            module.__class__ = new_class(type(module))  # type: ignore[arg-type]
             policy.by.begin(module)  # type: ignore[arg-type]
     return model
 
@@ -231,9 +228,8 @@ def restore(model: nn.Module) -> nn.Module:
     """
     report(model, ())
     for module in model.modules():
-        for new in _replacements(type(module)):
-            by, kind = new.__bases__
-            by.end(module)  # type: ignore[attr-defined]
+        for by, kind in _replacements(type(module)):
+            by.end(module)
             module.__class__ = kind
     return model
 
@@ -243,8 +239,7 @@ def _problem(module: nn.Module, policy: Policy) -> str:
     #### Why a policy does not fit a module, or an empty string
     """
     kind = type(module)
-    for new in _replacements(kind):
-        by: Any = new.__bases__[0]
+    for by, _ in _replacements(kind):
         if by is policy.by:
             return "it is replaced already"
         if by.all_or_none:
@@ -261,13 +256,23 @@ def _problem(module: nn.Module, policy: Policy) -> str:
     return options.problem(module)
 
 
-def _replacements(kind: type) -> Iterator[type]:
+def _replacements(kind: Any) -> Iterator[tuple[Any, type]]:
     """
-    #### The classes that `inject` has made around a module's own, the last one first
+    #### The replacements around a module's own class, the last one first, each with what is inside
     """
     while issubclass(kind, Replacement):
-        yield kind
-        kind = kind.__bases__[1]
+        by, kind = kind.__bases__
+        yield by, kind
+
+
+def become(module: nn.Module, by: type[Replacement], **options: Any) -> None:
+    """
+    ## Put a replacement in front of the class of a module that no policy names
+
+    It is inside of a module that one names. `options` are attributes of its new class.
+    """
+    kind = type(module)
+    module.__class__ = type(f"{by.__name__}({kind.__name__})", (by, kind), options)
 
 
 def own_class(module: nn.Module) -> type:
@@ -275,8 +280,8 @@ def own_class(module: nn.Module) -> type:
     ## The class that a module has without policies
     """
     kind = type(module)
-    for new in _replacements(kind):
-        kind = new.__bases__[1]
+    for _, inside in _replacements(kind):
+        kind = inside
     return kind
 
 

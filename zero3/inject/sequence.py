@@ -63,8 +63,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from zero3.guards.options import expect
-from zero3.inject.line import Border, Line
-from zero3.inject.replace import Replacement, full_name, own_class
+from zero3.inject.line import Border, Line, Swap
+from zero3.inject.replace import Replacement, become, full_name, own_class
 
 # How the classes of known streams name the states that they are called with.
 _STATES = ("hidden_states", "x", "query", "key", "value")
@@ -93,9 +93,15 @@ class Stream:
         """
         ### The module that the stream begins with, and the one that it ends with
         """
-        blocks: Any = module.get_submodule(self.blocks)
+        blocks = self.blocks_of(module)
         last = module.get_submodule(self.last) if self.last else blocks[-1]
         return blocks[0], last
+
+    def blocks_of(self, module: nn.Module) -> list[nn.Module]:
+        """
+        ### The blocks, in their order
+        """
+        return [*cast(nn.ModuleList, module.get_submodule(self.blocks))]
 
     def inside(self, module: nn.Module, split: Mapping[nn.Module, Any]) -> Iterator[nn.Module]:
         """
@@ -104,8 +110,7 @@ class Stream:
         * `split` has the patterns of split modules. What is inside of such a module has all
           positions, unless it comes after the last split layer
         """
-        blocks: Any = module.get_submodule(self.blocks)
-        waiting = [*blocks, *([module.get_submodule(self.last)] if self.last else ())]
+        waiting = [*self.blocks_of(module), self.ends(module)[1]]
         while waiting:
             each = waiting.pop()
             yield each
@@ -119,7 +124,7 @@ class Stream:
         """
         ### Why the stream cannot be split, or an empty string
         """
-        blocks: Any = [*cast(Any, module.get_submodule(self.blocks))]
+        blocks = self.blocks_of(module)
         if len({*blocks}) < len(blocks):
             return f"a {own_class(blocks[0]).__name__} that it uses several times"
         for each in self.inside(module, split):
@@ -142,21 +147,15 @@ class Stream:
         ### Give the modules of the stream their new classes
         """
         first, last = self.ends(module)
-        border: Any = line.border_of(first)
+        border = line.border_of(first)
         for each in dict.fromkeys(self.inside(module, line.patterns)):
             names = tuple(name for name, p in each._parameters.items() if p is not None)
             if isinstance(each, nn.Dropout):
-                _replace(each, StreamDropout, border)
+                become(each, StreamDropout, border=border)
             elif names and each not in line.patterns:
-                _replace(each, SummedWeights, border, names=names)
-        _replace(first, StreamBegin, border)
-        _replace(last, StreamEnd, border)
-
-
-def _replace(module: nn.Module, by: type, border: "SequenceBorder", **options: Any) -> None:
-    kind = type(module)
-    module.__class__ = type(f"{by.__name__}({kind.__name__})", (by, kind),
-                            {"border": border, **options})
+                become(each, SummedWeights, border=border, names=names)
+        become(first, StreamBegin, border=border)
+        become(last, StreamEnd, border=border)
 
 
 class SequenceBorder(Border):
@@ -179,10 +178,31 @@ class SequenceBorder(Border):
         return [*args[:1], *(kwargs[name] for name in _STATES if name in kwargs)]
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        return _Enter.apply(x, self)
+        """
+        ### $f$: all-gather in forward, reduce-scatter in backward
+        """
+        return Swap.apply(x, self.gathered, self.summed)
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
-        return _Leave.apply(x, self)
+        """
+        ### $g$: reduce-scatter in forward, all-gather in backward
+        """
+        return Swap.apply(x, self.summed, self.gathered)
+
+    def begin(self, whole: torch.Tensor) -> torch.Tensor:
+        """
+        ### The own positions in forward, all-gather in backward
+        """
+        self.length = whole.shape[self.dim]
+        return Swap.apply(whole, self.own, self.gathered)
+
+    def end(self, x: torch.Tensor) -> torch.Tensor:
+        """
+        ### All-gather in forward, the own positions in backward
+
+        Everything after it is the same on all ranks, so each has the whole gradient.
+        """
+        return Swap.apply(x, self.gathered, self.own)
 
     def weight(self, param: torch.Tensor) -> torch.Tensor:
         """
@@ -190,26 +210,17 @@ class SequenceBorder(Border):
         """
         return self.line.border.enter(param) if param.requires_grad else param
 
-    @property
-    def longest(self) -> int:
+    def range(self) -> tuple[int, int]:
         """
-        ### The positions of the rank that has the most of them
+        ### The first position of this rank, and the number of its positions
         """
-        return -(-self.length // self.line.size)
-
-    def range(self, place: int) -> tuple[int, int]:
-        """
-        ### The first position of a rank, and the number of its positions
-        """
-        begin = self.length * place // self.line.size
-        return begin, self.length * (place + 1) // self.line.size - begin
+        return self.line.range(self.length, self.line.place)
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
         """
         ### This rank's positions, a copy
         """
-        return whole.narrow(self.dim, *self.range(self.line.place)).clone(
-            memory_format=torch.contiguous_format)
+        return whole.narrow(self.dim, *self.range()).clone(memory_format=torch.contiguous_format)
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
         r"""
@@ -218,13 +229,11 @@ class SequenceBorder(Border):
         A rank sends $t-1$ times the bytes of the longest part. All ranks must call it. Raises
         `RuntimeError` if `x` is of a sequence of another length.
         """
-        _, count = self.range(self.line.place)
+        _, count = self.range()
         expect(x.shape[self.dim] == count, "sequence parallelism", f"{count} of {self.length} "
                "positions on this rank", f"{x.shape[self.dim]} positions", "run no pass of another "
                "length between forward and backward", RuntimeError)
-        rows = self.line.all_gather(self._padded(x))
-        parts = [row.narrow(self.dim, 0, self.range(place)[1]) for place, row in enumerate(rows)]
-        return torch.cat(parts, self.dim)
+        return self.line.gather_parts(x, self.dim, self.length)
 
     def summed(self, x: torch.Tensor) -> torch.Tensor:
         r"""
@@ -234,81 +243,12 @@ class SequenceBorder(Border):
 
         A rank sends $t-1$ times the bytes of the longest part. All ranks must call it.
         """
-        rows = [self._padded(x.narrow(self.dim, *self.range(place)))
-                for place in range(self.line.size)]
+        ranges = [self.line.range(self.length, place) for place in range(self.line.size)]
+        parts = [x.narrow(self.dim, begin, count) for begin, count in ranges]
+        rows = [self.line.padded(part, self.dim, self.length) for part in parts]
         total = self.line.reduce_scatter(torch.stack(rows))
-        _, count = self.range(self.line.place)
+        _, count = self.range()
         return total.narrow(self.dim, 0, count).contiguous()
-
-    def _padded(self, x: torch.Tensor) -> torch.Tensor:
-        # Padding is given from the last dimension on, in front and behind.
-        behind = (0, 0) * (x.dim() - 1 - self.dim)
-        return F.pad(x, (*behind, 0, self.longest - x.shape[self.dim]))
-
-
-# --------------------------------------------------------------------------- the four operations
-
-
-class _Enter(torch.autograd.Function):
-    """
-    #### $f$: all-gather in forward, reduce-scatter in backward
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, border: SequenceBorder) -> torch.Tensor:
-        ctx.border = border
-        return border.gathered(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
-        return ctx.border.summed(grad), None
-
-
-class _Leave(torch.autograd.Function):
-    """
-    #### $g$: reduce-scatter in forward, all-gather in backward
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, border: SequenceBorder) -> torch.Tensor:
-        ctx.border = border
-        return border.summed(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
-        return ctx.border.gathered(grad), None
-
-
-class _Begin(torch.autograd.Function):
-    """
-    #### The own positions in forward, all-gather in backward
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, border: SequenceBorder) -> torch.Tensor:
-        ctx.border = border
-        return border.own(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
-        return ctx.border.gathered(grad), None
-
-
-class _End(torch.autograd.Function):
-    """
-    #### All-gather in forward, the own positions in backward
-
-    Whatever comes after it is the same on all ranks, so each has the whole gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, border: SequenceBorder) -> torch.Tensor:
-        ctx.border = border
-        return border.gathered(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
-        return ctx.border.own(grad), None
 
 
 # --------------------------------------------------------------------------- modules of a stream
@@ -328,11 +268,10 @@ class StreamBegin(InStream):
     ## The first block, which keeps its rank's positions
     """
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         whole, *_ = self.border.states(args, kwargs)
-        self.border.length = whole.shape[self.border.dim]
-        args, kwargs = exchanged(args, kwargs, {id(whole): _Begin.apply(whole, self.border)})
-        return cast(Any, super()).forward(*args, **kwargs)
+        args, kwargs = exchanged(args, kwargs, {id(whole): self.border.begin(whole)})
+        return super().forward(*args, **kwargs)
 
 
 class StreamEnd(InStream):
@@ -340,8 +279,8 @@ class StreamEnd(InStream):
     ## The last module, whose output has all positions again
     """
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _End.apply(cast(Any, super()).forward(*args, **kwargs), self.border)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.border.end(super().forward(*args, **kwargs))
 
 
 class SummedWeights(InStream):
@@ -351,7 +290,7 @@ class SummedWeights(InStream):
 
     names: tuple[str, ...]  # of its weights
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         # A plain module has its weights among its parameters, and a sharded one among its
         # attributes. Attributes are found first.
         attributes = vars(self)
@@ -359,7 +298,7 @@ class SummedWeights(InStream):
         try:
             attributes.update({name: self.border.weight(getattr(self, name))
                                for name in self.names})
-            return cast(Any, super()).forward(*args, **kwargs)
+            return super().forward(*args, **kwargs)
         finally:
             for name in self.names:
                 attributes.pop(name, None)
@@ -371,12 +310,14 @@ class StreamDropout(InStream):
     ## Dropout of some of the positions, with the mask of the plain model
     """
 
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    p: float
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or not self.p:
             return x
         border = self.border
-        own = border.range(border.line.place)
-        return x * mask_of_part(x, self.p, border.dim, border.length, *own)
+        begin, count = border.range()
+        return x * mask_of_part(x, self.p, border.dim, border.length, begin, count)
 
 
 def mask_of_part(x: torch.Tensor, p: float, dim: int, size: int, begin: int, count: int

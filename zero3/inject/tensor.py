@@ -64,9 +64,10 @@ not again. A model on the meta device gets the values of the plain model from `w
 layers stay whole.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -74,8 +75,8 @@ from torch.nn import functional as F
 
 from zero3.comm.parts import WeightPart
 from zero3.guards.options import expect
-from zero3.inject.line import Border, Line
-from zero3.inject.replace import Replacement, full_name
+from zero3.inject.line import Border, Line, Swap
+from zero3.inject.replace import Replacement, become, full_name
 from zero3.inject.sequence import Stream, exchanged, mask_of_part
 
 
@@ -137,6 +138,8 @@ class Split(Replacement):
     all_or_none = True
     line: Line
     pattern: Pattern
+    border: Border
+    whole_values: dict[str, int]  # of the numbers that are divided
 
     @classmethod
     def problem(cls, module: nn.Module) -> str:
@@ -153,7 +156,7 @@ class Split(Replacement):
                 return f"its {type(child).__name__} {problem}"
         return ""
 
-    def begin(self: Any) -> None:
+    def begin(self) -> None:
         if self.pattern.stream:
             self.pattern.stream.begin(self, self.line)
         self.border = self.line.border_of(self)
@@ -167,31 +170,29 @@ class Split(Replacement):
         for child, by, dims in parts:
             expect(not isinstance(child, Replacement), "tensor_parallel", "plain layers",
                    f"a {type(child).__name__}", "leave the other policy out", RuntimeError)
-            child.__class__ = type(f"{by.__name__}({type(child).__name__})", (by, type(child)), {})
+            become(child, by)
             child.split(self.line, dims, self.border)
         for name, dim in self.pattern.dropouts:
-            dropout = self.get_submodule(name)
-            dropout.__class__ = type("SplitDropout", (SplitDropout, type(dropout)),
-                                     {"line": self.line, "dim": dim})
+            become(self.get_submodule(name), SplitDropout, line=self.line, dim=dim)
 
-    def end(self: Any) -> None:
+    def end(self) -> None:
         for name, value in self.whole_values.items():
             _set_attribute(self, name, value)
         del self.whole_values, self.border
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """
         ### $f$ for its inputs, then the module's own forward
         """
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
         self.line.compare_once(tensors)
         if not self.pattern.columns:
-            return cast(Any, super()).forward(*args, **kwargs)
+            return super().forward(*args, **kwargs)
         # One tensor may be query, key and value, and is one summand of the gradient then.
         states = {id(t): t for t in self.border.states(args, kwargs)}
         entered = {name: self.border.enter(t) for name, t in states.items()}
         args, kwargs = exchanged(args, kwargs, entered)
-        return cast(Any, super()).forward(*args, **kwargs)
+        return super().forward(*args, **kwargs)
 
 
 class Weights(Replacement):
@@ -204,6 +205,11 @@ class Weights(Replacement):
     stands_for: type[nn.Module] = nn.Linear
     # Whether ranks may have parts of different size.
     uneven = False
+    line: Line
+    border: Border
+    parts: dict[str, WeightPart]
+    weight: torch.Tensor
+    bias: torch.Tensor | None
 
     @classmethod
     def unfit(cls, module: Any, dims: dict[str, tuple[int, int]], ranks: int) -> str:
@@ -223,7 +229,7 @@ class Weights(Replacement):
                 return f"has {size} features, for {ranks} ranks"
         return ""
 
-    def split(self: Any, line: Line, dims: dict[str, tuple[int, int]], border: Border) -> None:
+    def split(self, line: Line, dims: dict[str, tuple[int, int]], border: Border) -> None:
         """
         ### Keep this rank's part of each of these parameters
 
@@ -234,35 +240,32 @@ class Weights(Replacement):
         self.border = border
         self.parts = {}
         for name, (dim, blocks) in dims.items():
-            whole = self._parameters[name]
+            whole = self.get_parameter(name)
             part = WeightPart.of(whole.shape, dim, line.place, line.size, blocks)
-            shape = [*whole.shape]
-            shape[dim] = (part.end - part.begin) * blocks
             self.parts[name] = part
-            self._parameters[name] = line.twin(
-                whole, lambda w=whole, p=part, s=shape: p.take(w.detach()).view(s))
+            self._parameters[name] = line.twin(whole, partial(_taken, part, dim))
 
     @torch.no_grad()
-    def end(self: Any) -> None:
+    def end(self) -> None:
         """
         ### Gather the whole weights (a broadcast from each rank; all ranks must call it)
         """
         line = self.line
         for name, part in self.parts.items():
-            self._parameters[name] = line.twin(
-                self._parameters[name], lambda p=part, n=name: self._whole(p, self._parameters[n]))
+            own = self.get_parameter(name)
+            self._parameters[name] = line.twin(own, partial(self._whole, part))
         del self.line, self.border, self.parts
 
-    def _whole(self: Any, part: WeightPart, own: torch.Tensor) -> torch.Tensor:
+    def _whole(self, part: WeightPart, own: torch.Tensor) -> torch.Tensor:
         """
         #### A whole weight, of the parts of all ranks
         """
         line = self.line
         whole = own.new_empty(part.shape)
         for place in range(line.size):
-            theirs = replace(part, begin=part.size * place // line.size,
-                             end=part.size * (place + 1) // line.size)
-            values = own.detach() if place == line.place else theirs.take(whole)
+            begin, count = line.range(part.size, place)
+            theirs = replace(part, begin=begin, end=begin + count)
+            values = own if place == line.place else theirs.take(whole)
             line.broadcast(values, place)
             theirs.put(whole, values)
         return whole
@@ -283,7 +286,7 @@ class Row(Weights):
     $g$ adds up the products of all ranks. The bias is whole on each, and is added once, afterwards.
     """
 
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Hugging Face's `Conv1D` keeps the transposed weight.
         weight = self.weight if _conv1d(self) else self.weight.t()
         out = self.border.leave(x @ weight)
@@ -299,6 +302,7 @@ class VocabularyEmbedding(Weights):
 
     stands_for = nn.Embedding
     uneven = True
+    padding_idx: int | None
 
     @classmethod
     def unfit(cls, module: Any, dims: dict[str, tuple[int, int]], ranks: int) -> str:
@@ -306,7 +310,7 @@ class VocabularyEmbedding(Weights):
             return f"is {module}"
         return super().unfit(module, dims, ranks)
 
-    def forward(self: Any, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
         part = self.parts["weight"]
         is_token = ((ids >= 0) & (ids < part.size)).all()
         if ids.device.type == "cpu":
@@ -331,30 +335,12 @@ class VocabularyHead(Weights):
 
     uneven = True
 
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         own = F.linear(self.border.enter(x), self.weight, self.bias)
-        return _Gather.apply(own, self.line, self.parts["weight"])
-
-
-class _Gather(torch.autograd.Function):
-    """
-    #### All-gather of the last dimension in forward; in backward each rank keeps its part
-
-    Parts that are shorter are padded while they travel.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, line: Line, part: WeightPart) -> torch.Tensor:
-        ctx.part = part
-        longest = -(-part.size // line.size)
-        rows = line.all_gather(F.pad(x, (0, longest - x.shape[-1])))
-        ends = [part.size * place // line.size for place in range(line.size + 1)]
-        return torch.cat([row[..., : end - begin] for row, begin, end
-                          in zip(rows, ends, ends[1:], strict=False)], -1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
-        return grad[..., ctx.part.begin : ctx.part.end], None, None
+        part = self.parts["weight"]
+        # All-gather in forward; in backward each rank keeps its part of the gradient.
+        return Swap.apply(own, lambda x: self.line.gather_parts(x, -1, part.size),
+                          lambda grad: grad[..., part.begin : part.end])
 
 
 class SharedConvolution(Weights):
@@ -365,8 +351,9 @@ class SharedConvolution(Weights):
     """
 
     stands_for = nn.Conv1d
+    _conv_forward: Callable[..., torch.Tensor]  # torch's
 
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = (None if p is None else self.line.border.enter(p)
                         for p in (self.weight, self.bias))
         return self._conv_forward(x, weight, bias)
@@ -381,13 +368,21 @@ class SplitDropout(Replacement):
 
     line: Line
     dim: int
+    p: float
 
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or not self.p:
             return x
         count = x.shape[self.dim]
         whole = count * self.line.size
         return x * mask_of_part(x, self.p, self.dim, whole, self.line.place * count, count)
+
+
+def _taken(part: WeightPart, dim: int, whole: torch.Tensor) -> torch.Tensor:
+    """
+    #### This rank's part of a weight that is split along a dimension
+    """
+    return part.take(whole).view(*whole.shape[:dim], -1, *whole.shape[dim + 1 :])
 
 
 def _conv1d(module: nn.Module) -> type | None:

@@ -46,8 +46,8 @@ import pickle
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -102,14 +102,14 @@ class Channels:
     ## The ways from this rank to the others of its pipeline, and back
     """
 
-    def __init__(self, line: Group, ranks: tuple[int, ...], tied: list[tuple[int, int]],
+    def __init__(self, line: Group, ranks: tuple[int, ...], tied: tuple[int, int],
                  device: torch.device):
         """
         ### Make the process groups
 
         * `line` has the ranks of this pipeline, in order
         * `ranks` are those of all pipelines side by side, first those that have the first stage
-        * `tied` has the places of the two ranks that share tied weights, if there are any
+        * `tied` has the places of the two ranks that share tied weights, or one place twice
         * `device` is where tensors arrive
 
         All of these ranks call it.
@@ -140,7 +140,7 @@ class Channels:
                               use_local_synchronization=True)
         return Group(ranks, ranks.index(here), weakref.ref(made))
 
-    def _data_groups(self, tied: list[tuple[int, int]]) -> dict[tuple[bool, int, int], Group]:
+    def _data_groups(self, tied: tuple[int, int]) -> dict[tuple[bool, int, int], Group]:
         """
         #### The process group of each kind, sender and receiver: whether of gradients, and places
 
@@ -149,7 +149,8 @@ class Channels:
         line = self.line
         ways = {(gradients, here, (here + (-1 if gradients else 1)) % line.size)
                 for gradients in (False, True) for here in range(line.size)}
-        for first, last in tied:
+        first, last = tied
+        if first != last:
             ways |= {(False, first, last), (True, last, first)}
         if self.device.type == "cpu":
             return dict.fromkeys(ways, self._group(line.ranks, None))
@@ -204,7 +205,7 @@ class Channels:
         is_new = self._told.get((action.kind, action.stage)) != told
         self._told[action.kind, action.stage] = told
         self._collect()
-        gradients = _is_gradient(action)
+        gradients = action.is_gradient
         numbers = [KINDS.index(action.kind), action.stage, action.micro_batch]
         order_bytes = self._announce(numbers, told if is_new else b"", to, gradients)
         for tensor in tensors:
@@ -223,14 +224,14 @@ class Channels:
         Returns the value, with tensors on the device. Those that need gradients there do so here.
         Raises `Fault` if the sender has failed, and `RuntimeError` if it does something else.
         """
-        gradients = _is_gradient(action)
+        gradients = action.is_gradient
         row = torch.empty(_ROW, dtype=torch.int64, device="cpu")
         self._recv(row, source, self.control, gradients)
         kind, stage, micro_batch, length = row.tolist()
         text = torch.empty(length, dtype=torch.uint8, device="cpu")
         self._recv(text, source, self.control, _TOLD_TAG + gradients)
         told = text.numpy().tobytes()
-        where = f"rank {self.line.global_rank}: {_words(action)}"
+        where = f"rank {self.line.global_rank}: {action.kind}, {action.where}"
         if kind == _FAULT:
             cause = told.decode()
             raise Fault(f"{where}: another rank has failed. Expected: its tensors. Got: {cause} "
@@ -239,8 +240,9 @@ class Channels:
         if theirs != action:
             raise RuntimeError(
                 f"{where}: the stages diverged. Expected: its tensors. Got: those for "
-                f"`{_words(theirs)}`, from rank {self.line.ranks[source]}. What to do: call "
-                "`train_batch` and `eval_batch` in the same order on all ranks. Start again.")
+                f"`{theirs.kind}, {theirs.where}`, from rank {self.line.ranks[source]}. What to "
+                "do: call `train_batch` and `eval_batch` in the same order on all ranks. Start "
+                "again.")
         if told:
             self._known[action.kind, action.stage] = pickle.loads(told)
         return pytree.tree_map_only(
@@ -320,7 +322,8 @@ class Channels:
         """
         if tensor.numel():
             peer = self.line.ranks[to]
-            work = self._explained(lambda: dist.isend(tensor, peer, group.process_group, tag=tag))
+            with self._explained():
+                work = dist.isend(tensor, peer, group.process_group, tag=tag)
             self._leaving.append((work, tensor))
 
     def _recv(self, buffer: torch.Tensor, source: int, group: Group, tag: int) -> None:
@@ -329,8 +332,9 @@ class Channels:
         """
         if buffer.numel():
             peer = self.line.ranks[source]
-            self._land(self._explained(
-                lambda: dist.irecv(buffer, peer, group.process_group, tag=tag)))
+            with self._explained():
+                work = dist.irecv(buffer, peer, group.process_group, tag=tag)
+            self._land(work)
 
     def _land(self, work: Any) -> None:
         """
@@ -338,7 +342,8 @@ class Channels:
 
         No longer than the group of all ranks would wait.
         """
-        self._explained(lambda: work.wait(self.control.timeout))
+        with self._explained():
+            work.wait(self.control.timeout)
 
     def _described(self, leaf: Any) -> Any:
         """
@@ -364,12 +369,13 @@ class Channels:
         while self._leaving and self._leaving[0][0].is_completed():
             self._leaving.popleft()
 
-    def _explained(self, does: Callable[[], Any]) -> Any:
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
         """
         #### Explain the error if the connection to another rank is gone
         """
         try:
-            return does()
+            yield
         # torch raises the latter for a process group that is gone.
         except (RuntimeError, ValueError) as error:
             raise RuntimeError(
@@ -398,12 +404,3 @@ def _to_send(tensor: torch.Tensor) -> torch.Tensor:
     found = tensor.detach().resolve_conj().resolve_neg().contiguous()
     is_same = found.data_ptr() == tensor.data_ptr()
     return found.clone() if is_same and tensor.grad_fn is None else found
-
-
-def _is_gradient(action: Action) -> bool:
-    return "gradient" in action.kind
-
-
-def _words(action: Action) -> str:
-    number = "" if action.micro_batch < 0 else f", micro-batch {action.micro_batch}"
-    return f"{action.kind}, stage {action.stage}{number}"

@@ -50,9 +50,11 @@ accelerator finishes the step before that first.
 
 import copy
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal, overload
 
 import torch
@@ -157,7 +159,7 @@ class Pipeline(ShardedModel):
         self._build(plan, make, Offload.of(offload))
         self._connect(line.group)
         self._free_others(plan)
-        partners = [(plan.ends[0] % self.ranks, plan.ends[1] % self.ranks)] if plan.ends else []
+        partners = (plan.ends[0] % self.ranks, plan.ends[1] % self.ranks)
         self.channels = Channels(line.group, self.comm.ranks, partners, self.device)
 
     def _build(self, plan: Plan, make: Callable[..., StageLayer], offload: Offload | None) -> None:
@@ -174,25 +176,24 @@ class Pipeline(ShardedModel):
         # The layer of tied weights, if this rank uses any. `borrowed` is set if another rank keeps
         # them.
         self.tied: tuple[StageLayer, ...] = ()
-        self.borrowed: Borrowed | None = None
+        self.borrowed: tuple[Borrowed, ...] = ()
         if uses:
             self._build_tied(plan, make, offload)
         for module, name, param in uses:
             # The module finds the weight again, as a plain attribute: its owner is the tied layer.
             vars(module)[name] = param
-        stages = {}
+        # A dict is not registered: its layers are in `module_list` already.
+        self.stages: dict[int, Stage] = {}
         for s in sorted({plan.places[i] for i in built}):
             layers = {i: layer for i, layer in built.items() if plan.places[i] == s}
-            stages[s] = Stage(s, layers, self.tied if s in (self.ends or ()) else ())
-        # A dict is not registered: its layers are in `module_list` already.
-        self.stages = stages
+            self.stages[s] = Stage(s, layers, self.tied if s in self.ends else ())
 
     def _build_tied(self, plan: Plan, make: Callable[..., StageLayer],
                     offload: Offload | None) -> None:
         """
         #### Shard the tied weights, to keep or to borrow them
         """
-        keeps = self.ends is not None and self.place == self.ends[0] % self.ranks
+        keeps = self.place == self.ends[0] % self.ranks
         tied = make(holder(plan.tied), offload=offload if keeps else None)
         tied.layer_idx = len(plan.layers)
         tied.label = "the tied weights"
@@ -214,7 +215,7 @@ class Pipeline(ShardedModel):
             layer.comm = first.comm
             layer.reducer = first.reducer
         if self.tied and self.tied[0] not in self.sharded_layers:
-            self.borrowed = Borrowed(self.tied[0])
+            self.borrowed = (Borrowed(self.tied[0]),)
         first.comm.stages = line
         # For what concerns all ranks at once: the same, with the stages among its groups.
         self.comm = copy.copy(first.comm)
@@ -246,7 +247,7 @@ class Pipeline(ShardedModel):
         """
         for i, layer in self.module_list.items():
             yield f"{i}.", layer  # type: ignore[misc]
-        if self.tied and self.borrowed is None:
+        if self.tied and not self.borrowed:
             yield "", self.tied[0]
 
     @contextmanager
@@ -307,8 +308,8 @@ class Pipeline(ShardedModel):
         """
         ### The borrowed weights, which no module has
         """
-        if self.borrowed is not None:
-            yield from self.borrowed.held_tensors()
+        for borrowed in self.borrowed:
+            yield from borrowed.held_tensors()
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
         """
@@ -355,9 +356,9 @@ class Pipeline(ShardedModel):
         The rest is as for `train_batch`.
         """
         batch = _Batch(self, self.eval_list, x, y, None)
-        batch.keeps_outputs = outputs
+        batch.outputs = [] if outputs else None
         loss = self._run(batch)
-        if not outputs:
+        if batch.outputs is None:
             return loss
         return loss, pytree.tree_map(_concatenated, *batch.outputs) if batch.outputs else None
 
@@ -366,15 +367,16 @@ class Pipeline(ShardedModel):
         #### Carry out the actions of a batch, and return its mean loss
         """
         optimizer = batch.optimizer
-        if self.borrowed is not None:
-            self.borrowed.layer.listener = self.listener
-            self.borrowed.reduce_in(optimizer.reduce_dtype if optimizer else None)
+        for borrowed in self.borrowed:
+            borrowed.layer.listener = self.listener
+            borrowed.reduce_in(optimizer.reduce_dtype if optimizer else None)
         buffers = self._sums_of_shared()
         with self._together():
-            for number, action in enumerate(batch.listed):
-                batch.number = number
+            while batch.waiting:
+                action = batch.waiting.popleft()
                 sent = batch.do(action)
-                self.listener.record(_Doer(self.comm, action), action.kind, 0, sent)
+                sender = SimpleNamespace(comm=self.comm, label=action.where)
+                self.listener.record(sender, action.kind, 0, sent)
             self._refuse_written(buffers)
             if optimizer is not None:
                 # The last stage has scaled the loss, and so all gradients.
@@ -408,16 +410,6 @@ class Pipeline(ShardedModel):
                "share", "the same values on all of them", f"{written}, which this rank has written",
                "give each layer a module of its own, `copy.deepcopy`; or keep these layers on one "
                "rank, with `stages=`", RuntimeError)
-
-    def _source(self, action: Action) -> int:
-        """
-        #### The place of the rank that sends for this action
-        """
-        back = "gradient" in action.kind
-        stage = action.stage + (1 if back else -1)
-        if "tied" in action.kind and self.ends:
-            stage = self.ends[back]
-        return stage % self.ranks
 
     def cut(self, x: Any, y: Any, does: str) -> list[tuple[Any, Any]]:
         """
@@ -506,17 +498,6 @@ class Pipeline(ShardedModel):
             raise
 
 
-class _Doer:
-    """
-    ## The sender that a `Ledger` records for an action
-    """
-
-    def __init__(self, comm: Communicator, action: Action):
-        self.comm = comm
-        number = "" if action.micro_batch < 0 else f", micro-batch {action.micro_batch}"
-        self.label = f"stage {action.stage}{number}"
-
-
 class _Batch:
     """
     ## A batch on its way through the stages of this rank
@@ -525,8 +506,7 @@ class _Batch:
     def __init__(self, pipeline: Pipeline, listed: list[Action], x: Any, y: Any,
                  optimizer: Zero3Optimizer | None):
         self.pipeline = pipeline
-        self.listed = listed
-        self.number = 0  # of the action that is carried out
+        self.waiting = deque(listed)  # the actions that are still to come
         self.optimizer = optimizer
         self.stages = pipeline.stages
         self.channels = pipeline.channels
@@ -540,14 +520,37 @@ class _Batch:
         self.kept: dict[tuple[int, int], tuple[list[torch.Tensor], list[Any]]] = {}
         self.loss = torch.zeros((), dtype=torch.double, device=pipeline.device)
         # What the last layer has returned for each micro-batch, if somebody wants it.
-        self.keeps_outputs = False
-        self.outputs: list[Any] = []
+        self.outputs: list[Any] | None = None
 
     def do(self, action: Action) -> Sent | None:
         """
-        ### Carry out one action of the list
+        ### Carry out one action of the list, and return what it has sent
         """
-        return getattr(self, "_" + action.kind.replace(" ", "_"))(action)
+        match action.kind:
+            case "forward":
+                self._forward(action)
+            case "backward":
+                self._backward(action)
+            case "send" | "send gradient":
+                return self._send(action)
+            case "receive" | "receive gradient":
+                self.arrived[action[1:]] = self._receive(action)
+            case "unshard":
+                self._unshard(action)
+            case "reshard":
+                self.stages[action.stage].reshard()
+            case "reduce":
+                self._reduce(action)
+            case "send tied":
+                return self._send_tied()
+            case "receive tied":
+                (borrowed,) = self.pipeline.borrowed
+                borrowed.take(self._receive(action))
+            case "send tied gradient":
+                return self._send_tied_gradient()
+            case "receive tied gradient":
+                self._receive_tied_gradient(action)
+        return None
 
     # ------------------------------------------------------------------------------------- compute
 
@@ -555,32 +558,38 @@ class _Batch:
         """
         #### Compute a micro-batch through a stage
         """
-        key = (action.stage, action.micro_batch)
+        key = action[1:]
         came_in: list[torch.Tensor] = []
         x, y = self.parts[action.micro_batch]
         if action.stage:
             value = self.arrived.pop(key)
             came_in = _trainable(value)
-            value = pytree.tree_map_only(torch.Tensor, _arrival, value)
+            value = pytree.tree_map_only(torch.Tensor, _Arrival.apply, value)
         else:
             value = _copied(x)
         self.stages[action.stage].begin()
         output = self.stages[action.stage](value)
         if action.stage == self.pipeline.count - 1:
-            if self.keeps_outputs:
-                self.outputs.append(output)
-            output = self.pipeline.loss_fn(output, _copied(y))
-            is_mean = isinstance(output, torch.Tensor) and output.numel() == 1
-            expect(is_mean, "`loss_fn`", "the mean loss, a tensor of one element",
-                   f"{getattr(output, 'shape', type(output))}", "take the mean over the rows")
-            output = output.reshape(())
-            self.loss += output.detach().double() / self.pipeline.micro_batches
-            edges: list[Any] = [output]
+            edges: list[Any] = [self._loss_of(output, y)]
         else:
             self._hand_on((action.stage + 1, action.micro_batch), output)
             edges = [get_gradient_edge(t) for t in _trainable(output)]
         if self.optimizer is not None:
             self.kept[key] = (came_in, edges)
+
+    def _loss_of(self, output: Any, y: Any) -> torch.Tensor:
+        """
+        #### The loss of a micro-batch, which also counts in the mean of the batch
+        """
+        if self.outputs is not None:
+            self.outputs.append(output)
+        loss = self.pipeline.loss_fn(output, _copied(y))
+        is_mean = isinstance(loss, torch.Tensor) and loss.numel() == 1
+        expect(is_mean, "`loss_fn`", "the mean loss, a tensor of one element",
+               f"{getattr(loss, 'shape', type(loss))}", "take the mean over the rows")
+        loss = loss.reshape(())
+        self.loss += loss.detach().double() / self.pipeline.micro_batches
+        return loss
 
     def _backward(self, action: Action) -> None:
         """
@@ -588,7 +597,7 @@ class _Batch:
 
         A stage whose outputs need no gradient is frozen, and so is everything before it.
         """
-        key = (action.stage, action.micro_batch)
+        key = action[1:]
         came_in, edges = self.kept.pop(key)
         assert self.optimizer is not None
         self.stages[action.stage].begin()
@@ -619,35 +628,26 @@ class _Batch:
 
     def _send(self, action: Action) -> Sent:
         """
-        #### Send activations to the rank of the next stage
+        #### Send activations to the rank of the next stage, or gradients to that of the one before
         """
-        there = Action("receive", action.stage + 1, action.micro_batch)
+        if action.is_gradient:
+            there = Action("receive gradient", action.stage - 1, action.micro_batch)
+        else:
+            there = Action("receive", action.stage + 1, action.micro_batch)
         return self._send_to(there, self.leaving.pop(there[1:]))
-
-    def _receive(self, action: Action) -> None:
-        """
-        #### Wait for the activations of the stage before
-        """
-        self.arrived[action[1:]] = self._come(action)
-
-    def _send_gradient(self, action: Action) -> Sent:
-        """
-        #### Send the gradients of what came in to the rank of the stage before
-        """
-        there = Action("receive gradient", action.stage - 1, action.micro_batch)
-        return self._send_to(there, self.leaving.pop(there[1:]))
-
-    def _receive_gradient(self, action: Action) -> None:
-        """
-        #### Wait for the gradients of what went out
-        """
-        self.arrived[action[1:]] = self._come(action)
 
     def _send_to(self, there: Action, value: Any) -> Sent:
         return self.channels.send(there, there.stage % self.pipeline.ranks, value)
 
-    def _come(self, action: Action) -> Any:
-        return self.channels.receive(action, self.pipeline._source(action))
+    def _receive(self, action: Action) -> Any:
+        """
+        #### Wait for what another rank sends for this action
+        """
+        if "tied" in action.kind:
+            stage = self.pipeline.ends[action.is_gradient]
+        else:
+            stage = action.stage + (1 if action.is_gradient else -1)
+        return self.channels.receive(action, stage % self.pipeline.ranks)
 
     # ---------------------------------------------------------------------------- gather and reduce
 
@@ -655,15 +655,9 @@ class _Batch:
         """
         #### Gather a stage; or, if each pass gathers, leave it to the layers themselves
         """
-        upcoming = next(each.kind for each in self.listed[self.number :]
+        upcoming = next(each.kind for each in self.waiting
                         if each.stage == action.stage and each.kind in PASSES)
         self.stages[action.stage].unshard(self.pipeline.holds, upcoming == "backward")
-
-    def _reshard(self, action: Action) -> None:
-        """
-        #### Free a stage
-        """
-        self.stages[action.stage].reshard()
 
     @torch.no_grad()
     def _reduce(self, action: Action) -> None:
@@ -675,40 +669,32 @@ class _Batch:
         stage = self.stages[action.stage]
         for layer in reversed(stage.module_list):
             layer.reduce()
-        ends = self.pipeline.ends
+        first, last = self.pipeline.ends
         # Weights that another rank borrows wait for its gradient.
-        if ends and ends[0] == action.stage and (ends[1] - ends[0]) % self.pipeline.ranks == 0:
-            self.pipeline.tied[0].reduce()
+        if first == action.stage and (last - first) % self.pipeline.ranks == 0:
+            for layer in stage.tied:
+                layer.reduce()
 
     # -------------------------------------------------------------------------------- tied weights
 
-    def _send_tied(self, action: Action) -> Sent:
+    def _send_tied(self) -> Sent:
         """
         #### Lend this rank's shard of the tied weights to its partner in the last stage
         """
-        (tied,), ends = self.pipeline.tied, self.pipeline.ends
-        assert ends is not None
+        (tied,) = self.pipeline.tied
         shards = [(flat.shard.requires_grad,
                    flat.storage.load().detach().to(tied.device, copy=True)) for flat in tied.flats]
         for flat in tied.flats:
             flat.storage.release()
-        return self._send_to(Action("receive tied", ends[1]), shards)
+        return self._send_to(Action("receive tied", self.pipeline.ends[1]), shards)
 
-    def _receive_tied(self, action: Action) -> None:
-        """
-        #### Borrow the shard
-        """
-        borrowed = self.pipeline.borrowed
-        assert borrowed is not None
-        borrowed.take(self._come(action))
-
-    def _send_tied_gradient(self, action: Action) -> Sent:
+    def _send_tied_gradient(self) -> Sent:
         """
         #### Reduce the gradient of the borrowed weights, and send it to where they are kept
         """
-        borrowed, ends = self.pipeline.borrowed, self.pipeline.ends
-        assert borrowed is not None and ends is not None
-        return self._send_to(Action("receive tied gradient", ends[0]), borrowed.gradients())
+        (borrowed,) = self.pipeline.borrowed
+        there = Action("receive tied gradient", self.pipeline.ends[0])
+        return self._send_to(there, borrowed.gradients())
 
     @torch.no_grad()
     def _receive_tied_gradient(self, action: Action) -> None:
@@ -719,7 +705,7 @@ class _Batch:
         replicas it is a sum over all of them already, and only the first one adds it.
         """
         (tied,) = self.pipeline.tied
-        for flat, theirs in zip(tied.flats, self._come(action), strict=True):
+        for flat, theirs in zip(tied.flats, self._receive(action), strict=True):
             if theirs is None:
                 continue
             used, grad = theirs
@@ -792,10 +778,6 @@ def _concatenated(*outputs: Any) -> Any:
     #### The outputs of all micro-batches as one tensor, or as a tuple if they have no rows
     """
     return torch.cat(outputs) if _has_rows(outputs[0]) else outputs
-
-
-def _arrival(tensor: torch.Tensor) -> torch.Tensor:
-    return _Arrival.apply(tensor) if tensor.requires_grad else tensor
 
 
 def _trainable(value: Any) -> list[torch.Tensor]:

@@ -103,6 +103,18 @@ class Action(NamedTuple):
     stage: int
     micro_batch: int = -1
 
+    @property
+    def is_gradient(self) -> bool:
+        return "gradient" in self.kind
+
+    @property
+    def where(self) -> str:
+        """
+        ### Its stage and micro-batch, in words
+        """
+        number = "" if self.micro_batch < 0 else f", micro-batch {self.micro_batch}"
+        return f"stage {self.stage}{number}"
+
 
 def actions(schedule: str, ranks: int, micro_batches: int, per_rank: int = 1,
             gathers: str = "stage", tied: tuple[int, int] | None = None,
@@ -214,49 +226,35 @@ def _with_gathers(passes: list[Action], gathers: str) -> Iterator[Action]:
     """
     #### Gather a stage before a run of passes, and free it afterwards
 
-    The gather of the next run comes before the last pass of this one, so that it overlaps that
-    pass. If the next run is of the same stage, its gather waits until the stage has been freed, and
-    overlaps nothing.
+    The gather comes one pass earlier, so that it overlaps that pass. If that pass is of the same
+    stage, the gather waits until the stage has been freed, and overlaps nothing.
     """
-    if gathers == "step":
-        yield from _once(passes)
-        return
-
-    def run_of(item: tuple[int, Action]) -> tuple:
-        number, action = item
-        return {"each": (number,), "direction": action[:2], "stage": (action.stage,)}[gathers]
-
-    runs = [[action for _, action in run] for _, run in groupby(enumerate(passes), run_of)]
-    gathered = False
-    for this, following in zip(runs, [*runs[1:], None], strict=True):
-        stage = this[0].stage
-        if not gathered:
-            yield Action("unshard", stage)
-        yield from this[:-1]
-        gathered = following is not None and following[0].stage != stage
-        if following is not None and gathered:
-            yield Action("unshard", following[0].stage)
-        yield this[-1]
-        yield Action("reshard", stage)
-
-
-def _once(passes: list[Action]) -> Iterator[Action]:
-    """
-    #### Gather each stage before its first pass, and free it after its last one
-
-    The gather comes one pass earlier, so that it overlaps that pass.
-    """
-    begins: dict[int, int] = {}
+    runs = _runs(passes, gathers)
     for k, action in enumerate(passes):
-        begins.setdefault(action.stage, k)
-    ends = {action.stage: k for k, action in enumerate(passes)}
-    for k, action in enumerate(passes):
-        for stage, begin in begins.items():
-            if max(begin - 1, 0) == k:
+        for begin, _ in runs:
+            stage = passes[begin].stage
+            earlier = max(begin - 1, 0)
+            if k == (begin if passes[earlier].stage == stage else earlier):
                 yield Action("unshard", stage)
         yield action
-        if ends[action.stage] == k:
+        if any(end == k for _, end in runs):
             yield Action("reshard", action.stage)
+
+
+def _runs(passes: list[Action], gathers: str) -> list[tuple[int, int]]:
+    """
+    #### The numbers of the first and the last pass of each run that a stage stays whole for
+    """
+    numbers = range(len(passes))
+    if gathers == "step":
+        stages = dict.fromkeys(action.stage for action in passes)
+        runs = [[k for k in numbers if passes[k].stage == stage] for stage in stages]
+    else:
+        # Neighbours of the same key are a run.
+        keys = {"each": numbers, "direction": [action[:2] for action in passes],
+                "stage": [action.stage for action in passes]}
+        runs = [[*run] for _, run in groupby(numbers, keys[gathers].__getitem__)]
+    return [(run[0], run[-1]) for run in runs]
 
 
 def _with_transfers(found: Iterator[Action], ranks: int, stages: int) -> Iterator[Action]:

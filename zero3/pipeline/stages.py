@@ -75,7 +75,7 @@ class StageLayer(Zero3Layer):
     Two stages of one rank may use the same tied weights, so it knows who holds it.
     """
 
-    holders: Any = frozenset()
+    holders: frozenset[int] = frozenset()
 
     def hold(self, stage: int) -> None:
         """
@@ -238,8 +238,9 @@ class Plan:
     places: list[int] = field(init=False)  # the stage of each layer
     names: dict[nn.Parameter, list[str]] = field(init=False)  # in `nn.Sequential(*layers)`
     tied: dict[nn.Parameter, list[str]] = field(init=False)  # those of several layers
-    # The first and the last stage that use tied weights; the same one, if only its layers do.
-    ends: tuple[int, int] | None = None
+    # The first and the last stage that use tied weights; the same one, if only its layers do, or if
+    # there are none.
+    ends: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         self._check_counts()

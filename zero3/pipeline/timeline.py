@@ -85,12 +85,12 @@ bubble may be slower if it gathers more. `tests/test_pipeline_bytes.py` compares
 `Ledger` on real ranks.
 """
 
-from argparse import Namespace
+from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from zero3.guards.command_line import Parser, within
-from zero3.guards.options import MOST, expect
+from zero3.guards.options import expect
 from zero3.pipeline.schedules import GATHERS, ORDERS, PASSES, Action, actions
 
 
@@ -114,30 +114,25 @@ def timeline(lists: list[list[Action]], forward: float = 1, backward: float = 1
 
     Raises `RuntimeError` if every rank waits for another one: the lists are no schedule.
     """
-    ranks = len(lists)
-    passes = [[each for each in listed if each.kind in PASSES] for listed in lists]
-    last = max(action.stage for listed in passes for action in listed)
+    waiting = [deque(each for each in listed if each.kind in PASSES) for listed in lists]
+    last = max(action.stage for passes in waiting for action in passes)
     ends: dict[Action, float] = {}
-    found: list[list[Pass]] = [[] for _ in range(ranks)]
-    while any(len(done) < len(all_of) for done, all_of in zip(found, passes, strict=True)):
+    found: list[list[Pass]] = [[] for _ in lists]
+    while any(waiting):
         before = len(ends)
-        for done, all_of in zip(found, passes, strict=True):
-            if len(done) == len(all_of):
-                continue
-            action = all_of[len(done)]
-            needs = needed(action, last)
-            if needs is None or needs in ends:
+        for done, passes in zip(found, waiting, strict=True):
+            needs = needed(passes[0], last) if passes else None
+            if passes and (needs is None or needs in ends):
+                action = passes.popleft()
                 free = done[-1].end if done else 0
                 start = max(free, ends[needs] if needs else 0)
                 ends[action] = start + (forward if action.kind == "forward" else backward)
                 done.append(Pass(start, ends[action], action))
         if len(ends) == before:
-            waiting = [all_of[len(done)] for done, all_of in zip(found, passes, strict=True)
-                       if len(done) < len(all_of)]
             raise RuntimeError(
                 "the schedule does not end. Expected: lists in which some rank can go on. Got: "
-                f"ranks that wait for each other before {waiting}. What to do: look for a pass "
-                "that comes before the one that it needs.")
+                f"ranks that wait for each other before {[each[0] for each in waiting if each]}. "
+                "What to do: look for a pass that comes before the one that it needs.")
     return found
 
 
@@ -282,64 +277,29 @@ def main(argv: list[str] | None = None) -> None:
     add("--per-rank", type=int, default=1, help="how many of them each rank has")
     add("--micro-batches", type=int, default=8, help="micro-batches in a step")
     add("--gathers", choices=GATHERS, default="stage", help="how long a stage stays whole")
-    add("--backward", type=int, default=1, help="length of a backward pass, in forward passes")
-    add("--stage-mib", type=float, default=64, help="parameters of a stage")
-    add("--activation-mib", type=float, default=1, help="activations between two stages")
-    add("--shards", type=int, default=2, help="ranks that share each stage")
     args = parser.parse_args(argv)
     try:
-        for name, least, most in (
-                ("stages", 1, 64), ("per_rank", 1, 64), ("micro_batches", 1, 256),
-                ("backward", 1, 16), ("shards", 1, MOST), ("stage_mib", 0, MOST),
-                ("activation_mib", 0, MOST)):
-            within(f"--{name.replace('_', '-')}", getattr(args, name), least, most)
+        within("--stages", args.stages, 1, 64)
+        within("--per-rank", args.per_rank, 1, args.stages)
+        within("--micro-batches", args.micro_batches, 1, 256)
         expect(args.stages % args.per_rank == 0, "--stages",
                f"a multiple of {args.per_rank}, the stages on a rank", args.stages,
                "pass another number")
-        lists = _lists(args, args.gathers)
+        ranks = args.stages // args.per_rank
+        lists = actions(args.schedule, ranks, args.micro_batches, args.per_rank, args.gathers)
     except ValueError as error:
         parser.error(str(error))
-    found = timeline(lists, 1, args.backward)
-    print(f"{args.schedule}: {args.stages} stages on {len(lists)} ranks, {args.micro_batches} "
+    found = timeline(lists)
+    print(f"{args.schedule}: {args.stages} stages on {ranks} ranks, {args.micro_batches} "
           "micro-batches\n0 is the forward pass of micro-batch 0, and (0) its backward pass.\n"
           "A stage is gathered at [ and freed at ]; R reduces its gradients.\n")
     print(drawn(found, lists))
     print(f"\nRanks wait for {bubble(found):.1%} of the step, the bubble.\n")
-    _show_costs(args, lists)
-
-
-def _lists(args: Namespace, gathers: str) -> list[list[Action]]:
-    ranks = args.stages // args.per_rank
-    return actions(args.schedule, ranks, args.micro_batches, args.per_rank, gathers)
-
-
-def _show_costs(args: Namespace, lists: list[list[Action]]) -> None:
-    """
-    #### Print what each rank gathers, keeps and sends, and what the other choices would send
-    """
-    print(f"{'':8}{'gathers':>8}{'whole':>8}{'in flight':>12}{'MiB sent:  gathers':>22}"
-          f"{'reduces':>11}{'activations':>14}{'all':>11}")
+    print(f"{'':8}{'gathers':>8}{'reduces':>8}{'sends':>8}{'whole':>8}{'in flight':>12}")
     for rank, listed in enumerate(lists):
         cost = costs(listed)
-        sent = _mib(args, cost)
-        print(f"rank {rank:<3}{cost.gathers:>8}{cost.whole:>8}{cost.kept:>12}{sent[0]:>22,.1f}"
-              f"{sent[1]:>11,.1f}{sent[2]:>14,.1f}{sum(sent):>11,.1f}")
-    print(f"""
-gathers: of a stage. whole: the most stages at a time. in flight: the most micro-batches whose
-activations are kept. A stage has {args.stage_mib:g} MiB, and {args.shards} ranks share it.
-Activations have {args.activation_mib:g} MiB for each micro-batch, and so have their gradients.
-""")
-    print("With --gathers, the ranks above send:")
-    for gathers in GATHERS:
-        sums = [sum(_mib(args, costs(listed))) for listed in _lists(args, gathers)]
-        print(f"{gathers:12}{sum(sums):>12,.1f} MiB")
-
-
-def _mib(args: Namespace, cost: Costs) -> tuple[float, float, float]:
-    """
-    #### MiB that a rank sends: in gathers, in reduces, and between stages
-
-    A gather or a reduce sends a stage, but for this rank's own shard.
-    """
-    share = args.stage_mib * (args.shards - 1) / args.shards
-    return share * cost.gathers, share * cost.reduces, args.activation_mib * cost.sends
+        print(f"rank {rank:<3}{cost.gathers:>8}{cost.reduces:>8}{cost.sends:>8}{cost.whole:>8}"
+              f"{cost.kept:>12}")
+    print("\ngathers, reduces: of a stage. sends: of activations or their gradients, between "
+          "stages.\nwhole: the most stages at a time. in flight: the most micro-batches whose "
+          "activations are kept.")
