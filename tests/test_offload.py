@@ -224,11 +224,10 @@ def test_states_in_files_leave_pieces_without_elements(tmp_path):
     optimizer = Zero3Optimizer(model, torch.optim.Adagrad, initial_accumulator_value=0.25,
                                offload=Offload("nvme", tmp_path))
     pieces = [p for group in optimizer.param_groups for p in group["params"]]
-    assert [p.numel() for p in pieces] == [0, 0] and "sum" in optimizer.state[pieces[0]]
+    assert [p.numel() for p in pieces] == [0] and "sum" in optimizer.state[pieces[0]]
     (states,) = optimizer.shard_states
     with states.in_memory(optimizer.state, write=False):
-        sums = [optimizer.state[p]["sum"].tolist() for p in pieces]
-    assert sums == [[0.25] * 9, [0.25] * 3]
+        assert optimizer.state[pieces[0]]["sum"].tolist() == [0.25] * 12
 
 
 def test_weights_written_and_states_loaded_arrive_in_every_tier(tmp_path):

@@ -546,7 +546,8 @@ def test_param_groups_and_schedulers_survive_sharding(world_size):
     Weight decay for matrices, learning rates per group, and schedulers that move learning rates and
     momenta, as in plain PyTorch, where shards begin in the middle of matrices and of biases. Breaks
     with a cut that is one element off.
-    Proves I1, `Zero3Optimizer.__init__`, `Zero3Optimizer._make_shard_states`.
+    Proves I1, `Zero3Optimizer.__init__`, `Zero3Optimizer._make_shard_states`,
+    `Zero3Optimizer._params_of`.
     """
     for worst, options, different in run(grouped, world_size):
         assert worst < 1e-10 and different == 8
@@ -934,10 +935,9 @@ def padding():
         optimizer.backward(model(batch(4, step).to(BF16)).float().square().mean())
         # The last layer's 18 elements divide by three.
         for shard_states in optimizer.shard_states[:-1]:
-            # Padding belongs to the last parameter.
-            states = optimizer.state[shard_states.pieces[-1].param]
+            states = [optimizer.state[piece] for _, _, piece in shard_states.pieces]
             seen += [shard_states.shard, shard_states.master, shard_states.shard.grad]
-            seen += [states[key] for key in ("exp_avg", "exp_avg_sq") if key in states]
+            seen += [s[key] for s in states for key in ("exp_avg", "exp_avg_sq") if key in s]
         seen = [t.detach().clone() for t in seen]
         optimizer.step()
         optimizer.zero_grad()

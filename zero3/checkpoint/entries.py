@@ -46,7 +46,7 @@ another.
 is not saved; pass it as `extra`. An optimizer of torch's has a single state for a whole shard. So
 if its parameters are loaded into other layers, all parameters of the new flat parameter need the
 same number of steps, and the same parameters have to be trainable; otherwise there is an error.
-`Zero3Optimizer` has no such limit, because it keeps a state for each parameter.
+`Zero3Optimizer` has no such limit: it cuts a shard between such parameters.
 """
 
 import json
@@ -79,7 +79,7 @@ from zero3.layer import Zero3Layer
 from zero3.offload.in_file import InFile
 from zero3.offload.tensors import TYPES, Broken, type_name
 from zero3.optimizer.stage3 import Zero3Optimizer, plain_names
-from zero3.optimizer.states import ShardStates, first_state
+from zero3.optimizer.states import Piece, ShardStates, first_state
 from zero3.sharded import comm_of
 from zero3.whole_model.wrap import Zero3Model
 
@@ -90,24 +90,13 @@ _NOT_SAVED = ("params", "fused", "foreach", "capturable", "differentiable")
 _SCALE = ("loss_scale", "good_steps", "skipped_steps")
 
 
-class Stepped(NamedTuple):
-    """
-    ## A range of a shard that the optimizer steps as one tensor, with one state
-    """
-
-    params: list[int]  # which parameters of the flat one have this state
-    group_index: int  # of the param group
-    where: slice  # in the shard
-    tensor: nn.Parameter  # the optimizer's
-
-
 @dataclass(eq=False)
 class Flat:
     """
     ## A flat parameter of this model, with its optimizer state
 
-    It looks the same for both kinds of optimizers. A `Zero3Optimizer` has a state for each
-    parameter. One of torch's has a single state, that of the whole shard.
+    It looks the same for both kinds of optimizers. A `Zero3Optimizer` may have several pieces of a
+    shard. With one of torch's there is a single piece, the whole shard.
     """
 
     paths: list[str]  # its layer's names in the plain model: several if it is registered twice
@@ -116,8 +105,11 @@ class Flat:
     owned: ShardStates | None  # the optimizer state, if the optimizer is a `Zero3Optimizer`
     dtype: torch.dtype  # of the saved values: the master's, or else the shard's
     in_file: bool  # whether the saved values are in a file
-    indices: list[int | None]  # the param group of each parameter
-    stepped: list[Stepped]
+    # The param group of each parameter, and the range of the shard that shares its state.
+    indices: list[int | None]
+    spans: list[slice]
+    # As in `ShardStates`: the param group, the range of the shard, and the optimizer's parameter.
+    pieces: list[Piece]
     # `Entries.check` fills these in: each parameter's record in the checkpoint, and its state.
     found: list[Param] = field(default_factory=list)
     states: list[StatesEntry] = field(default_factory=list)
@@ -128,6 +120,16 @@ class Flat:
         ### The moments that the checkpoint has for this flat parameter
         """
         return sorted({key for states in self.states for key in states["moments"]})
+
+    def within(self, where: slice) -> list[int]:
+        """
+        ### Indices of the parameters whose state covers part of this range of the shard
+
+        An optimizer keeps its state for a range of the shard. The manifest lists states by
+        parameter, so that they can be loaded into shards with other boundaries.
+        """
+        return [i for i, span in enumerate(self.spans)
+                if max(span.start, where.start) < min(span.stop, where.stop)]
 
 
 class Entry(NamedTuple):
@@ -192,8 +194,8 @@ class Entries(Named):
         self.flats = [self._flat(layer, paths[layer], p) for layer in layers for p in layer.flats]
         # The layers of a rank in a pipeline may all be frozen.
         frozen = self.comm.stages.size > 1 and getattr(optimizer, "model", None) is model
-        is_stepped = any(flat.stepped for flat in self.flats)
-        self.expect(optimizer is None or is_stepped or frozen, "cannot save or load this optimizer",
+        has_pieces = any(flat.pieces for flat in self.flats)
+        self.expect(optimizer is None or has_pieces or frozen, "cannot save or load this optimizer",
                     "one of this model's shards", type(optimizer).__name__,
                     "build the optimizer after the model is wrapped, on the wrapped model")
         # Each rank has these whole: buffers, and frozen parameters outside of layers.
@@ -211,18 +213,18 @@ class Entries(Named):
         shard = parameter.shard
         for states in getattr(self.optimizer, "shard_states", ()):
             if states.shard is shard:
-                pieces = [Stepped([piece.slot_index], piece.group_index, piece.where, piece.param)
-                          for piece in states.pieces]
                 return Flat(paths, layer, parameter, states, states.master_dtype,
-                            states.in_file is not None, [*states.group_indices], pieces)
+                            states.in_file is not None, [*states.group_indices], states.spans,
+                            states.pieces)
+        whole = slice(0, len(shard))
+        pieces = [Piece(index, whole, shard) for index, group in enumerate(self.param_groups)
+                  if any(p is shard for p in group["params"])]
+        slots = parameter.slots
         # One of torch's optimizers has a single state for the shard, and so for all parameters.
-        params = [i for i, slot in enumerate(parameter.slots) if slot.view.numel()]
-        whole = [Stepped(params, index, slice(0, len(shard)), shard)
-                 for index, group in enumerate(self.param_groups)
-                 if any(p is shard for p in group["params"])]
-        indices = [whole[0].group_index if whole else None] * len(parameter.slots)
         return Flat(paths, layer, parameter, None, shard.dtype,
-                    isinstance(parameter.storage, InFile), indices, whole)
+                    isinstance(parameter.storage, InFile),
+                    [pieces[0][0] if pieces else None] * len(slots),
+                    [whole if slot.view.numel() else slice(0, 0) for slot in slots], pieces)
 
     def _find_replicated(self, paths: dict[nn.Module, list[str]]) -> dict[str, torch.Tensor]:
         """
@@ -296,15 +298,15 @@ class Entries(Named):
             numel = slots[-1].end
             keys = {"param": type_name(flat.dtype)}
             states: dict[int, dict[str, object]] = {}
-            for params, index, _, stepped in flat.stepped:
+            for index, where, piece in flat.pieces:
                 # An optimizer has no state for a parameter that it has not stepped yet.
-                if state := self.state.get(stepped):
+                if state := self.state.get(piece):
                     moments = {key: value for key, value in state.items()
                                if isinstance(value, torch.Tensor) and value.dim() == 1}
                     scalars = {k: encode(v, k) for k, v in state.items() if k not in moments}
                     entry = {"param_group": index, "moments": [*moments], "scalars": scalars}
                     keys |= {key: type_name(value.dtype) for key, value in moments.items()}
-                    states |= dict.fromkeys(params, entry)
+                    states |= dict.fromkeys(flat.within(where), entry)
             parts = [self.part(flat, slot) for slot in slots]
             described.append({
                 "place": self.place,
@@ -395,8 +397,8 @@ class Entries(Named):
                     if entry.key == "param":
                         yield values
                         continue
-                    for _, _, where, stepped in flat.stepped:
-                        moment = self.state.get(stepped, {}).get(entry.key)
+                    for _, where, piece in flat.pieces:
+                        moment = self.state.get(piece, {}).get(entry.key)
                         if moment is None:
                             # Only other param groups have this moment, because of their options.
                             moment = torch.zeros(where.stop - where.start, dtype=entry.dtype)
@@ -514,7 +516,7 @@ class Entries(Named):
                     _check_states(param.name, states, needed[index])
             if not flat.owned:
                 # One of torch's optimizers has a single state for the shard.
-                shared = [flat.states[i] for stepped in flat.stepped for i in stepped.params]
+                shared = [flat.states[i] for _, where, _ in flat.pieces for i in flat.within(where)]
                 _expect(all(states == shared[0] for states in shared),
                         f"the parameters from `{flat.found[0].name}` on share a shard here, and "
                         "have different optimizer states, different numbers of steps for instance")
@@ -596,6 +598,13 @@ class Entries(Named):
             # A layer may still have full parameters, with the old values.
             layer.reshard()
         for flat in self.flats:
+            if flat.owned:
+                # Cut the shard between parameters that have different states in the checkpoint.
+                flat.owned.repartition(flat.states, self.state)
+                flat.pieces = flat.owned.pieces
+        if isinstance(self.optimizer, Zero3Optimizer):
+            self.optimizer.regroup()
+        for flat in self.flats:
             with self.here(flat, write=True) as values:
                 param = self.shard(checkpoint, flat, "param")
                 values.copy_(param)
@@ -615,22 +624,22 @@ class Entries(Named):
 
         * `dtype` is the master's data type here, and `saved_dtype` the one in the checkpoint
         """
-        for params, index, where, stepped in flat.stepped:
-            # All of these parameters have the same state.
-            states = flat.states[params[0]]
+        for index, where, piece in flat.pieces:
+            # All parameters of a piece have the same state.
+            states = flat.states[flat.within(where)[0]]
             new: dict[str, Any] = {}
             for key in sorted(states["moments"]):
                 moment = self.shard(checkpoint, flat, key, where)
                 # A moment that was saved in the master's data type gets this master's.
                 new_dtype = dtype if moment.dtype == saved_dtype else moment.dtype
-                new[key] = moment.to(stepped.device, new_dtype)
-            # Decode again for each state: the optimizer updates its number of steps in place.
+                new[key] = moment.to(piece.device, new_dtype)
+            # Decode again for each piece: the optimizer updates its number of steps in place.
             scalars = decode(states["scalars"])
-            new |= _on_device(scalars, self.param_groups[index], stepped.device)
+            new |= _on_device(scalars, self.param_groups[index], piece.device)
             # Replace the old state, because it may have other keys.
-            self.state.pop(stepped, None)
+            self.state.pop(piece, None)
             if new:
-                self.state[stepped] = new
+                self.state[piece] = new
 
     def _take_options(self, saved: OptimizerEntry, groups: dict[int, int]) -> None:
         """

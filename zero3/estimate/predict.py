@@ -158,10 +158,11 @@ def predict_optimizer(optimizer: Zero3Optimizer, micro_batches: int = 1, no_sync
         bucket_bytes=optimizer.buckets[0].bucket_bytes,
         reduce_bytes=optimizer.reduce_dtype.itemsize if optimizer.reduce_dtype else None,
         params_in=elsewhere[0] if elsewhere else None, states_in=optimizer.offload)
-    # Each parameter in a shard has a count of steps, and `predict` counts one for each shard.
-    more_bytes = step_bytes * sum(len(states.pieces) - 1 for states in optimizer.shard_states)
-    return replace(found, optimizer_bytes=found.optimizer_bytes + more_bytes,
-                   peak_bytes=found.peak_bytes + more_bytes)
+    # Param groups, and parameters that were used in different steps, cut a shard into pieces. Each
+    # has a count of steps.
+    cuts = sum(len(states.pieces) - 1 for states in optimizer.shard_states if states.pieces)
+    return replace(found, optimizer_bytes=found.optimizer_bytes + cuts * step_bytes,
+                   peak_bytes=found.peak_bytes + cuts * step_bytes)
 
 
 def _kept(optimizer: Zero3Optimizer) -> set[tuple[int, int]]:

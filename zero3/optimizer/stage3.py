@@ -36,8 +36,8 @@ Master, momentum and variance take $K = 12$ bytes per parameter
 ([ZeRO](https://arxiv.org/abs/1910.02054), section 3.1). The first step creates the moments. From
 then on, a rank with half-precision parameters and gradients has $\frac{(2 + 2 + K)\Psi}{N} =
 \frac{16\Psi}{N}$ bytes of model states after the backward pass, and $\frac{14\Psi}{N}$ after
-`zero_grad()`. Padding comes on top, and 4 bytes in which torch's Adam counts the steps of each
-parameter in the shard.
+`zero_grad()`. Padding comes on top, and 4 bytes for each shard in which torch's Adam counts its
+steps.
 
 **Why the masters are fp32.** bf16 has 8 significant bits, so the neighbours of 1 are
 $1 + \frac{1}{128}$ and $1 - \frac{1}{256}$. A step of 0.001 from 1 is rounded away. A thousand such
@@ -77,10 +77,10 @@ raise an error. They also raise one if a rank has no gradient at all for a layer
 one of several inside a module, the module's `zero_grad()` does not see the full gradients that
 `no_sync` holds back.
 
-A parameter is a tensor of its own for the wrapped optimizer, as in plain PyTorch. That costs a
-counter of steps and a little time for each. If every rank lacks the gradient of some parameter of a
-layer, the ranks tell each other which ones: 8 bytes for each parameter of the layer, to each other
-rank, more than `predict` says.
+A parameter that was used in other steps than its neighbours becomes a piece of its own, as it is a
+tensor of its own in plain PyTorch. That costs one more counter of steps and a little time in each
+step. If every rank lacks the gradient of some parameter of a layer, the ranks tell each other which
+ones: 8 bytes for each parameter of the layer, to each other rank, more than `predict` says.
 """
 
 import inspect
@@ -90,7 +90,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import chain
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -281,44 +281,42 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         * `paths` are the names of the layers in the model
         * `options` is filled with the options of each param group. All ranks have the same groups;
           a group without elements on this rank stays empty
-
-        All ranks call it. Each stage of a pipeline has other parameters. All of them get all param
-        groups, in the same order, so that a scheduler sets the same learning rates everywhere.
         """
         plain = plain_paths(self.model)
-        trained = [(layer, flat) for layer in self.layers for flat in layer.flats
-                   if flat.shard.requires_grad and len(flat.shard)]
-        own = [self._options_of(flat, plain[layer]) for layer, flat in trained]
-        for of_stage in self.comm.stages.gather(own):
-            for special in chain.from_iterable(of_stage):
-                if special not in options:
-                    options.append(special)
-
+        options += self._options_of_stages(plain)
         found = []
-        for (layer, flat), of_params in zip(trained, own, strict=True):
+        for layer in self.layers:
             in_chain = layer.layer_idx >= 0
             name = layer.label
             if paths[layer] and not in_chain:
                 name = f"{paths[layer]} ({layer.label})"
-            indices = [options.index(special) for special in of_params]
-            dtype = self._set_grad_dtype(layer, flat)
-            found.append(ShardStates(layer, name, flat, dtype, indices))
+            for flat in layer.flats:
+                if flat.shard.requires_grad and len(flat.shard):
+                    dtype = self._set_grad_dtype(layer, flat)
+                    indices = self._group_indices(flat, plain[layer], options)
+                    spans = self._spans(flat)
+                    found.append(ShardStates(layer, name, flat, dtype, indices, spans))
         return found
 
-    def _options_of(self, flat: FlatParameter, path: str) -> list[dict[str, Any]]:
+    def _options_of_stages(self, plain: dict[nn.Module, str]) -> list[dict[str, Any]]:
         """
-        #### The options of its own that `group_by` gives each parameter in a flat one
+        #### The options of each param group, over all stages of a pipeline
 
-        * `path` is the name of the layer's module in the plain model
+        * `plain` are the names of the layers in the plain model
+
+        Each stage has other parameters. All of them get all param groups, in the same order, so
+        that a scheduler sets the same learning rates everywhere. All ranks call it.
         """
-        found = []
-        for slot in flat.slots:
-            name = f"{path}.{slot.names[0]}".strip(".")
-            special = self.group_by(name, slot.param)
-            self.expect(not self.takes or special.keys() <= self.takes, "cannot use `group_by`",
-                        f"options of its class, {sorted(self.takes)}", f"{special}, for `{name}`",
-                        "correct the name of the option")
-            found.append(special)
+        if self.comm.stages.size == 1:
+            return []
+        mine: list[dict[str, Any]] = []
+        for layer in self.layers:
+            for flat in layer.flats:
+                if flat.shard.requires_grad:
+                    self._group_indices(flat, plain[layer], mine)
+        found: list[dict[str, Any]] = []
+        for theirs in self.comm.stages.gather(mine):
+            found += [each for each in theirs if each not in found]
         return found
 
     def _set_grad_dtype(self, layer: Zero3Layer, flat: FlatParameter) -> torch.dtype:
@@ -343,6 +341,39 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         # gradient in this type.
         shard.grad_dtype = dtype
         return dtype
+
+    def _group_indices(self, flat: FlatParameter, path: str,
+                       options: list[dict[str, Any]]) -> list[int]:
+        """
+        #### The param group of each parameter in a flat one
+
+        * `path` is the name of the layer's module in the plain model
+        * `options` are those of the groups so far; new ones are appended
+        """
+        indices = []
+        for slot in flat.slots:
+            name = f"{path}.{slot.names[0]}".strip(".")
+            special = self.group_by(name, slot.param)
+            self.expect(not self.takes or special.keys() <= self.takes, "cannot use `group_by`",
+                        f"options of its class, {sorted(self.takes)}", f"{special}, for `{name}`",
+                        "correct the name of the option")
+            if special not in options:
+                options.append(special)
+            indices.append(options.index(special))
+        return indices
+
+    def _spans(self, flat: FlatParameter) -> list[slice]:
+        """
+        #### The part of this rank's shard that each parameter of a flat one has
+
+        A parameter on other ranks has an empty part here. Padding belongs to the parameter before
+        it.
+        """
+        numel = len(flat.shard)
+        first = self.comm.rank * numel
+        offsets = [slot.offset for slot in flat.slots]
+        bounds = [min(max(offset - first, 0), numel) for offset in (*offsets, len(flat.full))]
+        return [slice(begin, end) for begin, end in pairwise(bounds)]
 
     def _choose_fused(self, optimizer_class: Callable[..., torch.optim.Optimizer],
                       kwargs: dict[str, Any]) -> None:
@@ -403,9 +434,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         The formula of the step is torch's own. The wrapped optimizer finds ordinary parameters on
         one rank, and knows nothing of shards.
         """
-        pieces = [piece for states in self.shard_states for piece in states.pieces]
-        groups = [{**each, "params": [piece.param for piece in pieces if piece.group_index == i]}
-                  for i, each in enumerate(options)]
+        groups = [{**each, "params": self._params_of(i)} for i, each in enumerate(options)]
         self.inner = optimizer_class(groups, **kwargs)
         self.made_by = (optimizer_class, kwargs)
         whose = [(states.name, states.flat.slots[0].names, states.group_indices)
@@ -419,6 +448,26 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         self.state = self.inner.state
         for states in self.shard_states:
             states.release_pieces(self.state)
+
+    def _params_of(self, group_index: int) -> list[nn.Parameter]:
+        """
+        #### The pieces of all shards that belong to a param group
+
+        A shard with a matrix that decays and a bias that does not has pieces in two groups.
+        """
+        return [piece.param for states in self.shard_states for piece in states.pieces
+                if piece.group_index == group_index]
+
+    def regroup(self) -> None:
+        """
+        ### Put the pieces of all shards into their param groups again, after some were cut
+
+        The step calls it if only some parameters had a gradient, and loading a checkpoint calls it
+        too. An optimizer steps the parameters in its groups, so a new piece that is missing there
+        would never be stepped.
+        """
+        for i, group in enumerate(self.param_groups):
+            group["params"] = self._params_of(i)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """
@@ -774,6 +823,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         pieces: list[Piece] = []
         with ExitStack() as in_memory:
             for states in batch:
+                stepped = self._pieces(states, used.get(states))
                 master, grad = in_memory.enter_context(states.in_memory(self.state))
                 if grad.dtype != master.dtype:
                     # One after the other, all shards use this memory. Keeping all fp32 gradients
@@ -783,11 +833,9 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
                 if factor != 1:
                     # In place, so a gradient that was wide enough is used up after this.
                     grad.mul_(factor)
-                has_grad = used.get(states)
-                for piece in states.pieces:
-                    if has_grad is None or has_grad[piece.slot_index]:
-                        piece.param.grad = grad[piece.where]
-                        pieces.append(piece)
+                for piece in stepped:
+                    piece.param.grad = grad[piece.where]
+                pieces += stepped
             with self._only(pieces):
                 self.inner.step()
             for states in batch:
@@ -799,6 +847,20 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
                 piece.param.grad = None
         for states in batch:
             states.drop_scaled_grad()
+
+    def _pieces(self, states: ShardStates, used: list[bool] | None) -> list[Piece]:
+        """
+        #### The pieces of a shard that have a gradient
+
+        * `used` says for each parameter whether it has one; `None` means that all have
+        """
+        if used is None:
+            return states.pieces
+        count = len(states.pieces)
+        pieces = states.split_by_use(used, self.state)
+        if len(states.pieces) != count:
+            self.regroup()
+        return pieces
 
     @contextmanager
     def _only(self, pieces: list[Piece]) -> Iterator[None]:
@@ -863,6 +925,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         # In the order of the params, whichever of them was stepped first.
         found["state"] = {i: known[params[i]] for i in sorted(found["state"])}
         return {**found, "masters": masters, "place": self._place,
+                "cuts": [states.piece_numbers() for states in self.shard_states],
                 "loss_scale": self.loss_scale, "good_steps": self.good_steps,
                 "skipped_steps": self.skipped_steps}
 
@@ -883,7 +946,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         * `state_dict` comes from `state_dict()`
 
         Raises `RuntimeError` if it is of another rank, or if the shards have other sizes; then
-        nothing has changed. Raises torch's `ValueError` if the param groups have other parameters.
+        nothing has changed. Raises torch's `ValueError` if the param groups differ.
         """
         masters = state_dict["masters"]
         # A file of an earlier version does not say whose it is.
@@ -896,8 +959,11 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         sizes = [len(master) for master in masters]
         self.expect(sizes == expected, "cannot load this state", f"shards of {expected} elements",
                     f"{sizes}", "load it into the same model on as many ranks, on the same rank")
-        for states in self.shard_states:
-            states.bring_back()
+        if len(state_dict["param_groups"]) == len(self.param_groups):
+            for states, numbers in zip(self.shard_states, state_dict["cuts"], strict=True):
+                # Cut like the saved pieces, between parameters that were used in different steps.
+                states.repartition(numbers, self.state)
+            self.regroup()
         self.inner.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state

@@ -13,11 +13,10 @@ the device, in CPU memory or in a file.
 | *moments* | the optimizer's memory of past gradients | two numbers for each weight | fp32 | 24 |
 | gradient | from the backward pass until `zero_grad()` | .3 .2 .4 | bf16 | 6 |
 
-The optimizer sees *pieces* of the master, one for each parameter, as plain PyTorch has. If the
-first two weights are a matrix and the third is a bias, the master has two pieces. They may belong
-to different param groups, and each has a number of steps and moments of its own. Master, moments
-and gradient have $\lceil P_\ell/N \rceil$ elements each. With Adam and gradients of $b_g$ bytes
-that is
+The optimizer sees *pieces* of the master. If the first two weights decay and the third does not,
+they belong to two param groups, and the master is cut into two pieces. Each piece is a parameter of
+the wrapped torch optimizer. Master, moments and gradient have $\lceil P_\ell/N \rceil$ elements
+each. With Adam and gradients of $b_g$ bytes that is
 
 $$\underbrace{4}_{\text{master}} + \underbrace{4 + 4}_{\text{moments}}
 + \underbrace{b_g}_{\text{gradient}} \quad \text{bytes per element of a shard}$$
@@ -36,19 +35,22 @@ A gradient goes to the place of the master as soon as it is reduced. During the 
 disk has less to do than during the step. So the states that the step needs first are prefetched
 before the last few gradients arrive. A chain with no more shards than buffers does not do this.
 
+**Pieces are cut once more** between parameters that are used in different steps. The optimizer
+counts the steps of each piece, and a piece's moments begin with its first gradient.
+
 **Run this**: `make train ARGS="--offload-optimizer nvme"`; `tape.png` shows the reads and writes.
 
 **Not covered, and what that costs**: reading a part of a shard's states. They are read and written
-whole, even if only one parameter has something to step. On an accelerator the step waits while an
+whole, even if only one piece has something to step. On an accelerator the step waits while an
 updated shard is copied back from CPU memory. With several micro-batches the states are prefetched
 in each one, and only the last prefetch is used.
 """
 
+import copy
 import weakref
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -77,15 +79,13 @@ class Away(Protocol):
 
 class Piece(NamedTuple):
     """
-    ## The part of a master that belongs to one parameter
+    ## A part of a master that the optimizer steps as one parameter
 
-    It is a parameter of the wrapped torch optimizer. If the first two of the weights 1 2 3 are a
-    matrix and the third is a bias, the master has two pieces.
+    If the first two of the weights 1 2 3 decay and the third does not, the master has two pieces.
     """
 
-    slot_index: int  # of the parameter, in the flat one
     group_index: int  # of its param group
-    where: slice  # in the master; padding belongs to the parameter before it
+    where: slice  # in the master
     param: nn.Parameter  # a view of the master; without elements while the master is in a file
 
 
@@ -104,6 +104,7 @@ class ShardStates:
     flat: FlatParameter
     grad_dtype: torch.dtype
     group_indices: list[int]  # the param group of each parameter in the flat one
+    spans: list[slice]  # where in the shard each of these is; padding belongs to the one before it
     pieces: list[Piece] = field(default_factory=list)
     # (shard_numel,), fp32 or wider, in memory; `None` while it rests in a file.
     master: Any = None
@@ -188,30 +189,11 @@ class ShardStates:
         storage.release()
 
         self._receive_gradients(offload)
-        self._make_pieces()
+        # A shard holds matrices and biases one after the other and may begin or end inside one. Cut
+        # it where the param group changes.
+        for where, group_index in self._runs(slice(0, len(values)), self.group_indices):
+            self.pieces.append(Piece(group_index, where, nn.Parameter(self._elements(where))))
         self.synced_version = self.shard._version
-
-    def _make_pieces(self) -> None:
-        """
-        #### Cut the master into one piece for each parameter
-
-        A shard holds matrices and biases one after the other, and may begin or end inside one. A
-        parameter on other ranks has no piece here.
-        """
-        numel = len(self.shard)
-        # A master in a file is not in memory now. Until `release_pieces`, one zero stands for all
-        # of its elements, so that the wrapped optimizer finds parameters of the right sizes.
-        in_file = self.in_file is not None
-        master = torch.zeros(1, dtype=self.master_dtype).expand(numel) if in_file else self.master
-        first = self.layer.comm.rank * numel
-        offsets = [slot.offset for slot in self.flat.slots]
-        bounds = [min(max(offset - first, 0), numel)
-                  for offset in (*offsets, len(self.flat.full))]
-        for i, (begin, end) in enumerate(pairwise(bounds)):
-            if begin < end:
-                param = nn.Parameter(master[begin:end])
-                piece = Piece(i, self.group_indices[i], slice(begin, end), param)
-                self.pieces.append(piece)
 
     def _open_file(self, offload: Offload, values: torch.Tensor, moments: list[str]) -> InFile:
         """
@@ -244,6 +226,17 @@ class ShardStates:
         if not isinstance(self.flat.storage, InFile):
             self.shard.__class__ = nn.Parameter if self.shard_is_master else CountedShard
             self._hook_shard()
+
+    def _elements(self, where: slice) -> torch.Tensor:
+        """
+        #### The elements of a new piece: a view of the master
+
+        A master in a file is not in memory now. Until `release_pieces`, one zero stands for all of
+        its elements, so that the wrapped optimizer finds a parameter of the right size.
+        """
+        if self.in_file is None:
+            return self.master[where]
+        return torch.zeros(1, dtype=self.master_dtype).expand(where.stop - where.start)
 
     def release_pieces(self, state: State) -> None:
         """
@@ -599,6 +592,99 @@ class ShardStates:
                 if name in views and isinstance(value, torch.Tensor):
                     yield known, name, views[name][piece.where]
 
+    # --------------------------------------------------------------------------------------- pieces
+
+    def split_by_use(self, used: list[bool], state: State) -> list[Piece]:
+        """
+        ### The pieces to step if only some parameters have a gradient
+
+        * `used` says for each parameter of the flat one whether it has
+        * `state` is the optimizer's
+
+        A piece with parameters of both kinds is split between them for good. From now on the
+        optimizer counts their steps separately. The moments of the new pieces are views of the old
+        piece's.
+        """
+        self.bring_back()
+        pieces: list[Piece] = []
+        stepped: list[Piece] = []
+        for piece in self.pieces:
+            for part, is_used in self._parts(piece, used, state):
+                pieces.append(part)
+                if is_used:
+                    stepped.append(part)
+        self.pieces = pieces
+        return stepped
+
+    def _parts(self, piece: Piece, used: list[bool], state: State) -> list[tuple[Piece, bool]]:
+        """
+        #### Split one piece between used and unused parameters
+        """
+        runs = self._runs(piece.where, used)
+        if len(runs) == 1:
+            return [(piece, runs[0][1])]
+        known = state.pop(piece.param, {})
+        first = piece.where.start
+        parts = []
+        for where, is_used in runs:
+            inside = slice(where.start - first, where.stop - first)
+            part = piece._replace(where=where, param=nn.Parameter(piece.param.detach()[inside]))
+            if known:
+                state[part.param] = _states_of_part(known, inside, piece.where.stop - first)
+            parts.append((part, is_used))
+        return parts
+
+    def repartition(self, keys: list[Any], state: State) -> None:
+        """
+        ### Cut all pieces again, between neighbours with different keys, and forget their states
+
+        * `keys` has one key for each parameter of the flat one
+        * `state` is the optimizer's
+
+        Nothing happens if the pieces are cut like that already.
+        """
+        self.bring_back()
+        whole = slice(0, len(self.shard))
+        runs = self._runs(whole, [*zip(self.group_indices, keys, strict=True)])
+        if [where for where, _ in runs] == [piece.where for piece in self.pieces]:
+            return
+        for piece in self.pieces:
+            state.pop(piece.param, None)
+        self.pieces = []
+        for where, (group_index, _) in runs:
+            no_elements = torch.empty(0, dtype=self.master_dtype)
+            elements = no_elements if self.in_file is not None else self.master[where]
+            self.pieces.append(Piece(group_index, where, nn.Parameter(elements)))
+
+    def _runs(self, within: slice, keys: list[Any]) -> list[tuple[slice, Any]]:
+        """
+        #### Merge neighbouring parameters with equal keys
+
+        * `within` is the part of the shard to look at
+        * `keys` has one key for each parameter of the flat one
+
+        Returns runs of the shard, with the key of each.
+        """
+        runs: list[tuple[slice, Any]] = []
+        for span, key in zip(self.spans, keys, strict=True):
+            begin = max(span.start, within.start)
+            end = min(span.stop, within.stop)
+            if begin >= end:
+                continue
+            if runs and runs[-1][1] == key:
+                begin = runs.pop()[0].start
+            runs.append((slice(begin, end), key))
+        return runs
+
+    def piece_numbers(self) -> list[int]:
+        """
+        ### The number of the piece that each parameter of the flat one begins in
+
+        `Zero3Optimizer.state_dict` saves these, and `repartition` takes them as keys.
+        """
+        return [sum(piece.where.start <= span.start for piece in self.pieces)
+                for span in self.spans]
+
 
 class CountedShard(nn.Parameter):
     """
@@ -624,6 +710,24 @@ class CountedShard(nn.Parameter):
                     return None
                 torch.autograd.graph.increment_version(shard)
             return func(*args, **(kwargs or {}))
+
+
+def _states_of_part(known: dict[str, Any], inside: slice, numel: int) -> dict[str, Any]:
+    """
+    #### The states of one part of a piece that was split
+
+    * `known` are the states of the whole piece, which has `numel` elements
+    * `inside` says where in the piece the part is
+    """
+    found = {}
+    for name, value in known.items():
+        is_moment = isinstance(value, torch.Tensor) and value.dim() == 1
+        if is_moment and len(value) == numel:
+            found[name] = value[inside]
+        else:
+            # A counter, or a moment without elements because it rests in a file.
+            found[name] = copy.deepcopy(value)
+    return found
 
 
 def moments_of(
