@@ -361,8 +361,8 @@ MUTATIONS = [
     Mutation(
         "conjugate", "inject/line.py", "Border.enter",
         title="The gradient at the beginning of a split is not summed",
-        old="        return Swap.apply(x, same, self.line.all_reduce)\n",
-        new="        return Swap.apply(x, same, same)\n",
+        old="        return Swap.apply(x, identity, self.line.all_reduce)\n",
+        new="        return Swap.apply(x, identity, identity)\n",
         breaks="I1", program="split",
         healthy="whole: gradient of first.weight: 0% off",
         symptom="rank 0 prints: whole: gradient of first.weight: 48% off",
