@@ -308,16 +308,19 @@ class Site:
         ### An executed notebook
         """
         parts = []
+        said = [Path(path).stem]  # the headings so far, the last of which says what a picture shows
         for cell in nbformat.read(ROOT / path, as_version=4).cells:
             if cell.cell_type == "markdown":
                 parts.append(self.prose(cell.source, path))
+                said = re.findall(r"^#+ (.*)", cell.source, re.MULTILINE) or said
                 continue
             parts.append(f'<pre class="cell">{colored(cell.source)}</pre>')
             for output in joined(cell.outputs):
                 data = output.get("data", {})
                 if "image/png" in data:
-                    parts.append('<div class="picture"><img alt="output of this cell" src="data:'
-                                 f'image/png;base64,{data["image/png"].strip()}"></div>')
+                    about = escape(re.sub("[`$*]", "", f"Figure: {said[-1]}"))
+                    parts.append(f'<div class="picture"><img alt="{about}" src="data:image/png;'
+                                 f'base64,{data["image/png"].strip()}"></div>')
                 elif text := output.get("text") or data.get("text/plain"):
                     parts.append(f'<pre class="output">{escape(text)}</pre>')
         return f'<div class="text">{"".join(parts)}</div>'

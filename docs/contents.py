@@ -319,9 +319,10 @@ def appendix() -> tuple[Chapter, ...]:
     ## The chapters of the appendix
     """
     tests = found("tests/*.py")
-    tools = (*found("docs/*.py"), *found("notebooks/*.py"))
-    own = [item for item in tools if not re.search(r"notebooks/(\d|worker_)", item.path)]
-    exercises = found("docs/exercises/*.py")
+    exercises = found("docs/exercises/ex*.py")
+    tools = (*found("docs/**/*.py"), *found("notebooks/*.py"))
+    own = [item for item in tools
+           if item not in exercises and not re.search(r"notebooks/(\d|worker_)", item.path)]
     practice = dataclasses.replace(PRACTICE, items=(*PRACTICE.items, *exercises))
     return (REFERENCE, practice,
             Chapter("Tests", "each claim, as a program", tests),

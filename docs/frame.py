@@ -127,7 +127,9 @@ class Frame:
         here = self.places.get(page, (None, 0))[0]
         path = "".join(self._entry(each, here, page) for each in contents.PATH)
         further = "".join(self._entry(each, here, page) for each in contents.FURTHER)
-        appendix = "".join(self._entry(each, here, page) for each in self.appendix)
+        # Tests and the source of the book are reached by links, and are in the menu of their pages.
+        looked_up = [each for each in self.appendix if each is here or each.first.about]
+        appendix = "".join(self._entry(each, here, page) for each in looked_up)
         return (f'<p>The path</p><ol class="path">{path}</ol><p>Further chapters</p>'
                 f"<ul>{further}</ul><p>Appendix</p><ul>{appendix}</ul>")
 

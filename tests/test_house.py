@@ -45,11 +45,11 @@ ROWS = (
     {"train"},
 )
 # What a folder may have, in statements. A chapter that grows beyond it raises its number here.
-MOST = {"": 1050, "checkpoint": 1400, "comm": 1050, "compiler": 1100, "compression": 960,
-        "estimate": 730, "guards": 410, "inject": 795, "offload": 650, "optimizer": 890,
-        "pipeline": 985, "train": 950, "whole_model": 1060}
+MOST = {"": 1049, "checkpoint": 1385, "comm": 1047, "compiler": 1075, "compression": 961,
+        "estimate": 730, "guards": 401, "inject": 791, "offload": 636, "optimizer": 873,
+        "pipeline": 971, "train": 944, "whole_model": 1048}
 # What the heart reaches by its imports, in lines of code.
-MOST_REACHED = 2050
+MOST_REACHED = 2048
 # The map imports by name what somebody asks for, and `offload` has a command line.
 LAZY = {"__init__"}
 

@@ -259,7 +259,7 @@ def lacks(layer, chain):
     dtypes = {p.dtype for p in mixed.parameters()}
     return {"unused": grads(of(Unused(), nn.Linear(3, 3))),
             "frozen": said(lambda: of(frozen)),
-            "exception": old(of(nn.Linear(3, 3), Fails(3, 3), nn.Linear(3, 3))),
+            "exception": old(of(nn.Linear(3, 3), Fails(3, 3))),
             "no backward": old(of(nn.Linear(3, 3))),
             "two": said(lambda: of(Two())(x, x)),
             "mixed": sorted(str(dtype) for dtype in dtypes)}
