@@ -39,8 +39,8 @@ WORDS_PER_MINUTE = 220
 LINES_PER_MINUTE = 5
 HEAD = "| chapter | file | contents |\n|---|---|---|\n"
 NOTEBOOKS = "| | notebook | question |\n|---|---|---|\n"
-SPEED = ("| two ranks on two CPU cores | DDP | FSDP2 | `Zero3Sequential` | `wrap` |\n"
-         "|---|---|---|---|---|\n")
+SPEED = ("| two ranks on two CPU cores | DDP | FSDP2 | `Zero3Sequential` | `wrap` | `minimal.py` |\n"
+         "|---|---|---|---|---|---|\n")
 
 
 @dataclass(frozen=True)
@@ -363,7 +363,7 @@ def speed_rows() -> Iterator[str]:
     ## The rows of the table of measured figures, from the recorded benchmark
     """
     medians = json.loads((ROOT / "docs/bench.json").read_text())["medians"]
-    peers = ("ddp", "fsdp2", "zero3", "wrap")
+    peers = ("ddp", "fsdp2", "zero3", "wrap", "minimal")
     for about, key, unit, decimals in (
             ("tokens in a second, in all", "tokens_per_s", 1, 0),
             ("MiB of a rank at the highest moment", "peak_bytes", 2**20, 0),

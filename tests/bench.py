@@ -1,12 +1,12 @@
 r"""
 # Benchmark: beside DDP and FSDP2, in alternating rounds
 
-Trains the same toy GPT four ways and measures what each costs: time, memory, processor time, bytes
+Trains the same toy GPT in five ways and measures what each costs: time, memory, processor time, bytes
 on the wire.
 
 The peers are our `Zero3Sequential`, our `wrap` of the same model, `DistributedDataParallel`, which
-holds everything whole, and FSDP2's `fully_shard` on each layer, which shards as we do. They get the
-same weights, batches and AdamW. A machine that does other things too is faster in one minute than
+holds everything whole, FSDP2's `fully_shard` on each layer, which shards as we do, and the chain of
+`minimal.py`. They get the same weights, batches and AdamW. A machine that does other things too is faster in one minute than
 in the next, so each round runs every peer once, in fresh processes, and ratios are taken within a
 round. Bytes on the wire are the loopback's own count, also in units in which the ring all-reduce of
 data parallelism is 2 and ZeRO-3 is 3:
@@ -759,9 +759,8 @@ def main():
     if not args.nodes:
         own_network(args)
     # New ranks measure each peer, so let them share what they import.
-    kinds = [kind for kind in ("nodes", "pipeline", "compile") if getattr(args, kind)]
-    launch.preload("tests.bench", "torch.distributed.fsdp",
-                   *(f"tests.bench_{kind}" for kind in kinds))
+    launch.preload("torch.distributed.fsdp", "torch.distributed.pipelining", "zero3.minimal",
+                   "zero3.optimizer.stage3", "zero3.whole_model.wrap", "zero3.pipeline.pipeline")
     facts = machine(args)
     print(f"{facts['gpu'] or facts['cpu']}, {facts['cores']} cores, load {facts['load'][0]:.1f}, "
           f"torch {facts['torch']}, {args.ranks} ranks")

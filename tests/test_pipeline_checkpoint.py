@@ -592,7 +592,8 @@ def test_what_is_wrong_in_one_stage_is_an_error_in_all(tmp_path):
     answers = run(is_refused, 4, tmp_path / "run")
     causes = [*(f"the file of rank {i}, is damaged" for i in range(4)),
               "`5.weight` is missing in the checkpoint", "`5.weight`, 2 in all, in the checkpoint",
-              "Input/output error", "1 on rank 0, and 2 on rank 2", "`extra` is a builtin", "Got: SGD"]
+              "Input/output error", "1 on rank 0, and 2 on rank 2", "`extra` is a builtin",
+              "Got: SGD"]
     for rank, (told, as_before, stepped) in enumerate(answers):
         assert as_before and stepped
         for mine, cause in zip(told, causes, strict=True):
