@@ -39,7 +39,7 @@ WORDS_PER_MINUTE = 220
 LINES_PER_MINUTE = 5
 HEAD = "| chapter | file | contents |\n|---|---|---|\n"
 NOTEBOOKS = "| | notebook | question |\n|---|---|---|\n"
-SPEED = ("| two ranks on two CPU cores | DDP | FSDP2 | `Zero3Sequential` | `wrap` | `minimal.py` |\n"
+SPEED = ("| two ranks, two CPU cores | DDP | FSDP2 | `Zero3Sequential` | `wrap` | `minimal.py` |\n"
          "|---|---|---|---|---|---|\n")
 
 

@@ -1,15 +1,15 @@
 r"""
 # Benchmark: beside DDP and FSDP2, in alternating rounds
 
-Trains the same toy GPT in five ways and measures what each costs: time, memory, processor time, bytes
-on the wire.
+Trains the same toy GPT in five ways and measures what each costs: time, memory, processor time and
+bytes on the wire.
 
 The peers are our `Zero3Sequential`, our `wrap` of the same model, `DistributedDataParallel`, which
 holds everything whole, FSDP2's `fully_shard` on each layer, which shards as we do, and the chain of
-`minimal.py`. They get the same weights, batches and AdamW. A machine that does other things too is faster in one minute than
-in the next, so each round runs every peer once, in fresh processes, and ratios are taken within a
-round. Bytes on the wire are the loopback's own count, also in units in which the ring all-reduce of
-data parallelism is 2 and ZeRO-3 is 3:
+`minimal.py`. They get the same weights, batches and AdamW. A machine that does other things too is
+faster in one minute than in the next, so each round runs every peer once, in fresh processes, and
+ratios are taken within a round. Bytes on the wire are the loopback's own count, also in units in
+which the ring all-reduce of data parallelism is 2 and ZeRO-3 is 3:
 
 $$\text{sent} \Big/ \Psi\frac{N-1}{N}$$
 
