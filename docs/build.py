@@ -102,8 +102,9 @@ class Site:
                     self.proofs[claim].append((test, row))
         # The page of each file, by its path from the root.
         self.files = {path: page_of(path) for path in self.paths}
-        # The page of each chapter, by file name without folder.
+        # The page of each chapter, by file name without folder and with it.
         self.by_name = {source.path.name: source.page for source in self.chapters}
+        self.by_name |= {path.removeprefix("zero3/"): page_of(path) for path in contents.sources()}
         # For each page its HTML, and its headings with their levels and anchors.
         self.bodies: dict[str, str] = {}
         self.headings: dict[str, list[tuple[int, str, str]]] = defaultdict(list)

@@ -10,7 +10,7 @@ the small file lacks is what this one is about:
 
 | what | goes wrong in `minimal.py` | here |
 |---|---|---|
-| a parameter without a gradient | two layers get no gradient, without a word | `settle` |
+| a parameter without a gradient | two layers get no gradient, without a word | `Zero3Layer.settle` |
 | a frozen parameter | an error when it is sharded | `_shard`, `_follow_requires_grad` |
 | an exception in a layer | it and the next one stay whole, and their weights become old | `walk` |
 | a forward pass without backward | the weights of the last layer become old | `_prepare` |
