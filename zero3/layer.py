@@ -10,12 +10,12 @@ the small file lacks is what this one is about:
 
 | what | goes wrong in `minimal.py` | here |
 |---|---|---|
-| a parameter without a gradient | two layers get no gradient, without a word | `Zero3Layer.settle` |
+| a parameter without a gradient | two layers get no gradient, silently | `Zero3Layer.settle` |
 | a frozen parameter | an error when it is sharded | `_shard`, `_follow_requires_grad` |
 | an exception in a layer | it and the next one stay whole, and their weights become old | `walk` |
 | a forward pass without backward | the weights of the last layer become old | `_prepare` |
 | several inputs or outputs | an error | `watch.py` |
-| a layer with two data types | all of it becomes fp32, without a word | `alike` |
+| a layer with two data types | all of it becomes fp32, silently | `alike` |
 | a freed parameter is read | the process ends without a word | `guards/freed.py` |
 
 The sent bytes are the same. Each rank keeps $\lceil P_\ell / N \rceil$ elements of a layer with

@@ -12,7 +12,7 @@ a layer. The last column is the number of gathers that overlap computation:
 |---|---|---|
 | `insert` | gather a, wait a, \|a, release a, gather b, wait b, \|b, release b, ... | 0 |
 | then `prefetch` | gather a, gather b, wait a, \|a, release a, gather c, wait b, \|b, ... | 3 |
-| or `bucket`, of 20 elements | gather a b, wait a, \|a, release a, wait b, \|b, ... | 0 |
+| or `bucket`, of 20 elements, limit 30 | gather a b, wait a, \|a, release a, wait b, \|b, ... | 0 |
 | and `prefetch`, limit 50 | gather a b, gather c d, wait a, \|a, release a, wait b, ... | 1 |
 
 `prefetch` moves each gather up as far as the limit admits. So the all-gather of b overlaps the

@@ -43,8 +43,8 @@ breadth-first waits at the end of each stage, too.
 
 **Gathers.** With ZeRO-3 the layers of a stage are sharded too. If every forward and every backward
 gathers them again, a step of $m$ micro-batches sends $2m$ times the weights, where plain ZeRO-3
-sends them twice. DeepSpeed refuses the combination for this reason. But a stage may stay whole from
-one micro-batch to the next. How long is a choice, between bytes on the wire and bytes in memory:
+sends them twice. But a stage may stay whole from one micro-batch to the next. How long is a choice,
+between bytes on the wire and bytes in memory:
 
 | `gathers` | a stage is gathered | in the example, rank 0 |
 |---|---|---|
