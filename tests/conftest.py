@@ -6,9 +6,13 @@ what they recorded once.
 """
 
 import contextlib
+import fcntl
 import os
+import pickle
 import sys
 import time
+
+import pytest
 
 # A long file that begins last would keep one process busy while the others have nothing to do.
 # `test_trust_job` mostly waits, so it runs beside the file that computes most.
@@ -40,6 +44,29 @@ def pytest_collection_finish():
     # Tests without ranks need not import torch for it.
     if "tests.ranks" in sys.modules:
         sys.modules["tests.ranks"].preload()
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory):
+    """
+    ## What several files need is recorded once, whichever process gets there first
+
+    `once(name, make)` returns what `make()` has returned in one of the processes.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # The folder of all processes that run side by side.
+        folder = folder.parent
+
+    def recorded(name, make):
+        with open(folder / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            path = folder / f"{name}.recorded"
+            if not path.exists():
+                path.write_bytes(pickle.dumps(make()))
+            return pickle.loads(path.read_bytes())
+
+    return recorded
 
 
 def pytest_configure(config):

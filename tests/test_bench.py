@@ -168,7 +168,8 @@ def test_the_benchmark_of_pipelines_trains_all_peers_alike_and_counts_what_a_sta
     Proves `Pipeline`, `Pipeline.train_batch`.
     """
     out = tmp_path / "pipeline.json"
-    sizes = "--dim 64 --blocks 2 --heads 2 --seq 16 --warmup 1 --steps 2 --rounds 1"
+    sizes = ("--dim 64 --blocks 2 --heads 2 --seq 16 --warmup 1 --steps 2 --rounds 1 "
+             "--peers zero3 zero3-each plain ddp fsdp2 fsdp2-each")
     results = benchmark("--pipeline", sizes, out, 240)
     assert [*results["cases"]] == ["1f1b, 2 x 1", "1f1b, 2 x 2"]
     for case in results["cases"].values():

@@ -23,10 +23,13 @@ from zero3.train.gpt import gpt_layers
 
 
 @pytest.fixture(scope="module")
-def climbed(tmp_path_factory):
+def climbed(tmp_path_factory, once):
     """What the command wrote, by rung, and what it printed"""
     out = tmp_path_factory.mktemp("ladder") / "ladder.json"
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    climb = ladder.climb
+    with pytest.MonkeyPatch.context() as patch, \
+            contextlib.redirect_stdout(io.StringIO()) as said:
+        patch.setattr(ladder, "climb", lambda: once("ladder", climb))
         ladder.main(["--out", str(out)])
     answer = json.loads(out.read_text())
     return {row["rung"]: row for row in answer["rows"]}, answer, said.getvalue()

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("markdown_it", reason="the libraries of the site are not installed")
 
-from docs import build, contents, figures
+from docs import build, contents, figures, ladder, tape
 from docs.annotate import Names, Source
 
 WIDE, PHONE = (1280, 900), (375, 800)
@@ -29,9 +29,13 @@ def read_once():
 
 
 @pytest.fixture(scope="module")
-def measured():
+def measured(once):
     """What the site runs to be built, once."""
-    return figures.Figures()
+    climb, recordings = ladder.climb, tape.recordings
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ladder, "climb", lambda: once("ladder", climb))
+        patch.setattr(tape, "recordings", lambda: once("tapes", recordings))
+        return figures.Figures()
 
 
 @pytest.fixture(scope="module")

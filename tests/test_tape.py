@@ -35,13 +35,13 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def tapes():
+def tapes(once):
     """
     One step of the toy transformer on one, two and three ranks, with prefetch and without
     """
     # Where no ranks have run yet: their imports are most of the time.
     launch.preload("docs.tape")
-    return recordings()
+    return once("tapes", recordings)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import re
+import time
 import warnings
 from pathlib import Path
 
@@ -556,8 +557,13 @@ def test_transforms_of_functions_are_errors_around_a_layer_and_right_inside():
 
 def left_alone(file):
     """What rank 1 is told after rank 0 has ended, in a file: nobody waits for its answer."""
+    connected = Path(f"{file}-connected")
     if dist.get_rank() == 0:
+        # Not before the other one is connected, which would fail already.
+        while not connected.exists():
+            time.sleep(0.01)
         os._exit(1)
+    connected.touch()
     comm, layer = Communicator(), Zero3Layer
     said = [message(does) for does in (
         lambda: Zero3Layer(nn.Linear(4, 4)), lambda: comm.agree(layer, "", "", "", ""),
