@@ -17,7 +17,7 @@ like this. `python -m zero3.minimal` takes the step on two ranks, and prints the
 |---|---|---|---|
 | flatten and pad | 1 2 3 0 | 1 2 3 0 | four elements, so that each rank gets two |
 | **shard** | **1 2** | **3 0** | only this stays in memory |
-| **all-gather** | **1 2 3 0** | **1 2 3 0** | before forward, and again before backward |
+| **all-gather** | **1 2 3 0** | **1 2 3 0** | before forward, and before backward unless last |
 | free | | | right after each of the two; the last layer, after backward |
 | gradients | 2 4 6 0 | 4 0 2 0 | on this rank's part of the batch |
 | divide by 2 | 1 2 3 0 | 2 0 1 0 | so that a sum over ranks is the mean |
@@ -32,14 +32,15 @@ $$\underbrace{(N-1)\,s}_{\text{all-gather, forward}} +
 
 elements for the layer. The last layer of a chain stays from forward to backward, as in this
 example, so it sends $2\,(N-1)\,s$. Data parallel training sends $2\,(N-1)\,s$ for each layer,
-and keeps $N$ times as much.
+and keeps $N$ times as many parameters, gradients and optimizer states.
 
 **Run this**: `python -m zero3.minimal`.
 
 **Not covered, and what that costs**: every layer takes one tensor and returns one, and is in the
-chain once. Its parameters have one data type, and each is trained and used. A forward pass with
-gradients is followed by its backward pass. Otherwise weights may be stale, or gradients lost,
-without an error; and who reads a parameter outside its layer's forward crashes the process.
+chain once. It has parameters of one data type, and each is trained and used. A forward pass with
+gradients is followed by its backward pass. Where one of these does not hold, weights may be stale
+or gradients lost, often without an error. Reading a parameter outside its layer's forward can crash
+the process. Reading a shard from a file overlaps nothing.
 `layer.py` is this file grown up: it does these things right, or raises an error.
 """
 
@@ -123,8 +124,8 @@ class Zero3Layer(nn.Module):
         is freed they have none.
         """
         for p, offset in zip(self.params, self.offsets, strict=False):
-            # The parameter keeps a count of writes of its own, so autograd does not take a gather
-            # for a change of the values that it saved.
+            # A parameter that is set through `.data` keeps a version counter of its own. A gather
+            # does not raise it, so autograd does not complain that a saved tensor was modified.
             p.data = self.full[offset : offset + p.numel()].view(p.shape)
         # `parameters()` shall yield the shards alone, because an optimizer takes what it yields. As
         # plain attributes the modules still find their parameters.
