@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.optim import optimizer as torch_optimizer
 
 from tests.limits import ROOM_BYTES, in_a_quarter
 from tests.ranks import run
@@ -43,6 +42,7 @@ from tests.wholes import (
 from zero3 import Deferred, Offload, Zero3Optimizer, wrap
 from zero3.comm.collectives import Communicator
 from zero3.estimate.ledger import Ledger, held_bytes
+from zero3.optimizer.steps import after_steps
 from zero3.whole_model.units import Trace
 from zero3.whole_model.wrap import continue_tokens, main
 
@@ -1194,22 +1194,22 @@ def test_what_persists_is_gathered_again_after_a_change_of_its_shards_and_of_not
 
 def test_a_model_that_is_gone_leaves_nothing_behind():
     """
-    Neither its memory nor the hook that counts steps.
+    Neither its memory nor what counts its steps.
     Proves `Zero3Model`, `Unit.__init__`.
     """
     # Models of other tests, too.
     gc.collect()
-    before = len(torch_optimizer._global_optimizer_post_hooks)
+    before = len(after_steps)
     model = wrap(Plain(), Layer)
     optimizer = Zero3Optimizer(model, lr=0.1)
     model(tokens(0, 2)).sum().backward()
     optimizer.step()
-    assert len(torch_optimizer._global_optimizer_post_hooks) == before + 1
+    assert len(after_steps) == before + 1
     units = [weakref.ref(unit) for unit in model.units]
     del model, optimizer
     gc.collect()
     assert not any(unit() for unit in units)
-    assert len(torch_optimizer._global_optimizer_post_hooks) == before
+    assert len(after_steps) == before
 
 
 def test_shards_have_the_plain_models_names_for_param_groups():

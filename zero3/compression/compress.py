@@ -61,7 +61,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zero3.compression.freeing import Compressed, after_forward, before_forward
 from zero3.compression.rules import Prune, Quantize
@@ -81,6 +80,7 @@ from zero3.guards.contents import Guarded
 from zero3.guards.options import expect
 from zero3.optimizer.buckets import Bucket
 from zero3.optimizer.stage3 import Zero3Optimizer
+from zero3.optimizer.steps import after_steps
 from zero3.sharded import Sharded, ShardedModel
 
 Rule = Prune | Quantize
@@ -187,17 +187,14 @@ class Compression:
         self.most_taken = 0
         for method in methods:
             method.compression = self
-        ours = weakref.ref(self)
+        after_steps.add(self, Compression._hear)
 
-        def after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-            compression = ours()
-            # `step(closure)` of a `Zero3Optimizer` calls `step()`, which has been counted.
-            closure = [*args[1:], kwargs.get("closure")]
-            is_twice = isinstance(optimizer, Zero3Optimizer) and any(closure)
-            if compression is not None and not is_twice and compression.is_trained_by(optimizer):
-                compression.follow(optimizer)
-
-        weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
+    def _hear(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        # `step(closure)` of a `Zero3Optimizer` calls `step()`, which has been counted.
+        closure = [*args[1:], kwargs.get("closure")]
+        is_twice = isinstance(optimizer, Zero3Optimizer) and any(closure)
+        if not is_twice and self.is_trained_by(optimizer):
+            self.follow(optimizer)
 
     def __deepcopy__(self, memo: dict) -> "Compression":
         # The copy of a model follows its own optimizer.

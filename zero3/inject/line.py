@@ -31,19 +31,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary, finalize, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero3.comm.collectives import all_gather_single, all_to_all_single, reduce_scatter_single
 from zero3.comm.mesh import Group
 from zero3.comm.parts import connect
 from zero3.guards.options import expect, same
+from zero3.optimizer.steps import before_steps
 from zero3.sharded import ShardedModel
 
 # What happens to an activation, or to its gradient.
@@ -217,14 +217,14 @@ class Line:
         """
         #### Have each step of an optimizer compare gradients first, until the model is sharded
         """
-        ours = ref(model)
+        ours = ref(self)  # the line has the sharded model, which has this one
 
-        def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            split = ours()
-            if split is not None and self.model is None:
-                self.compare_gradients(split, optimizer)
+        def compare(split: nn.Module, optimizer: torch.optim.Optimizer, *_: object) -> None:
+            line = ours()
+            if line is not None and line.model is None:
+                line.compare_gradients(split, optimizer)
 
-        finalize(model, register_optimizer_step_pre_hook(before_step).remove)
+        before_steps.add(model, compare)
 
     @torch.no_grad()
     def compare_gradients(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -49,7 +49,6 @@ says what a unit's module is, but not what the whole model is: ask `model.module
 """
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -60,7 +59,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zero3.comm.links import Links
 from zero3.comm.mesh import Group
@@ -73,6 +71,7 @@ from zero3.guards.options import MOST, expect, whole
 from zero3.guards.shard_gradients import grad_of
 from zero3.layer import Zero3Layer
 from zero3.offload.tiers import Offload
+from zero3.optimizer.steps import after_steps
 from zero3.sharded import Sharded, communicator
 from zero3.watch import tensors_in
 from zero3.whole_model.materialise import Deferred, Source, WholeModel, save
@@ -117,7 +116,7 @@ class Zero3Model(WholeModel):
         self.mark_persistent_parameters(persist_below_numel)
         if can_share(self.comm):
             self.order.bucket_numel = bucket_numel
-        self._stop_counting = self._count_steps()
+        self._count_steps()
         connect(self)
         self.known = Known([self])
 
@@ -168,31 +167,29 @@ class Zero3Model(WholeModel):
         self.order.max_live_numel = max_live_numel
         self.order.prefetch_numel = largest_numel if prefetch_numel is None else prefetch_numel
 
-    def _count_steps(self) -> weakref.finalize:
+    def _count_steps(self) -> None:
         """
         #### Count the steps of optimizers that have shards of this model
 
         A persistent unit is gathered again after such a step. Also remember which shards have a
-        gradient, and no optimizer yet. Returns a function that stops it.
+        gradient, and no optimizer yet.
         """
-        ours = weakref.ref(self)
         shards = {id(shard) for shard in self.get_trainable_chunk()}
         missed = set(shards)
 
-        def count(optimizer: Any, *_) -> None:
+        def count(model: Zero3Model, optimizer: Any, *_) -> None:
             stepped = [p for group in optimizer.param_groups for p in group["params"]]
             stepped += [states.shard for states in getattr(optimizer, "shard_states", ())]
-            found = ours()
-            if found is None or shards.isdisjoint(map(id, stepped)):
+            if shards.isdisjoint(map(id, stepped)):
                 return
-            found.order.steps += 1
+            model.order.steps += 1
             for shard in stepped:
                 missed.discard(id(shard))
-            found.missed = [] if not missed else [
-                unit.title for unit in found.units for shard in unit.get_trainable_chunk()
+            model.missed = [] if not missed else [
+                unit.title for unit in model.units for shard in unit.get_trainable_chunk()
                 if id(shard) in missed and grad_of(shard) is not None]
 
-        return weakref.finalize(self, register_optimizer_step_post_hook(count).remove)
+        after_steps.add(self, count)
 
     # The model's attributes, and the methods of a container.
 
@@ -436,7 +433,7 @@ class Zero3Model(WholeModel):
         self._modules.clear()
         self.units.clear()
         self.sharded_layers = ()
-        self._stop_counting()
+        after_steps.remove(self)
         return plain
 
     def memory_report(self) -> str:
