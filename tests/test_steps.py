@@ -69,7 +69,7 @@ def test_a_model_that_python_collects_within_a_step_harms_nobody(name):
     A cell of a notebook that is run again leaves the old model to Python, which collects it at any
     moment. Breaks if a hook is removed while PyTorch goes through the hooks: `OrderedDict mutated
     during iteration`, in a step of another model. Breaks too if a model that is gone is kept.
-    Proves `Followers`, `Followers.add`.
+    Proves `Followers`, `Followers.__init__`, `Followers.add`.
     """
     assert run(collected_meanwhile, 1, name) == [True]
 

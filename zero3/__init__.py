@@ -23,6 +23,7 @@ is `minimal.py` grown up. Each folder adds one thing to the heart. Those with "m
 | 7 | `optimizer/stage3.py` | `Zero3Optimizer`: loss scale, clipping, micro-batches, the step |
 | 7 | `optimizer/buckets.py` | small layers share a reduce-scatter |
 | 7 | `optimizer/states.py` | masters, moments and gradients of a shard, in any tier |
+| 7 | `optimizer/steps.py` | who hears of the steps of all optimizers |
 | more | `offload/tiers.py` | `Offload`: shards on the device, in CPU memory or in files |
 | more | `offload/encoded.py` | frozen weights that rest in 8 or 4 bits |
 | more | `offload/in_file.py` | tensors in a file, read ahead into a few buffers |
