@@ -57,12 +57,22 @@
 
   // Buttons to choose among the recordings.
   function choice(player) {
-    const choose = (ranks, prefetch) => Tape.load(
-      `${ranks}-${prefetch ? "prefetch" : "demand"}`, tape => player.change(tape));
+    // A recording takes a moment to come. By then another button may have been pressed, which says
+    // nothing of the first choice; and files may come in another order than they were asked for.
+    let asked = {};
+    const choose = wanted => {
+      const choice = asked = { ...player.tape, ...asked, ...wanted };
+      const { world_size: ranks, prefetch } = choice;
+      Tape.load(`${ranks}-${prefetch ? "prefetch" : "demand"}`, tape => {
+        if (asked !== choice) return;
+        asked = {};
+        player.change(tape);
+      });
+    };
     const ranks = [1, 2, 3].map(n =>
-      button(String(n), () => choose(n, player.tape.prefetch), { "aria-label": `ranks: ${n}` }));
+      button(String(n), () => choose({ world_size: n }), { "aria-label": `ranks: ${n}` }));
     const fetch = [true, false].map(on =>
-      button(on ? "on" : "off", () => choose(player.tape.world_size, on),
+      button(on ? "on" : "off", () => choose({ prefetch: on }),
         { "aria-label": `prefetch: ${on ? "on" : "off"}` }));
     const group = (name, buttons) => el("span", { class: "tape-group", role: "group",
       "aria-label": name }, [name, buttons]);

@@ -662,7 +662,7 @@ def test_the_search_is_used_with_the_keyboard(site, browser):
 # --------------------------------------------------------------------------------------- the tape
 
 
-def until(browser, condition, seconds=10):
+def until(browser, condition, seconds=60):
     """Waits until a script returns something true, and returns it."""
     end_s = time.monotonic() + seconds
     while not (found := browser.execute_script(f"return {condition}")):
@@ -807,6 +807,25 @@ def test_ranks_and_prefetch_choose_a_recording_at_the_same_event(site, browser):
     assert len(seen) == 6
     find(browser, "a[data-event]").click()
     assert browser.execute_script("return tape.event.event") == "compute"
+
+
+def test_of_two_choices_of_a_recording_the_second_one_counts(site, browser):
+    """
+    The first one's file comes last. Breaks where it then takes the place of the second, or where
+    the second button forgets what the first one chose.
+    """
+    visit(browser, site, "tape.html", motion="reduce")
+    browser.execute_script("""
+        const load = Tape.load;
+        window.late = [];
+        Tape.load = (key, then) => load(key, tape => late.push([key, () => then(tape)]));""")
+    for name in ("ranks: 1", "prefetch: off"):
+        find(browser, f"#tape [aria-label='{name}']").click()
+    until(browser, "late.length === 2")
+    found = browser.execute_script("""
+        late.sort((a, b) => a[0] === "1-prefetch" ? 1 : -1).forEach(each => each[1]());
+        return [late.map(each => each[0]), tape.tape.key]""")
+    assert found == [["1-demand", "1-prefetch"], "1-demand"]
 
 
 def test_the_dock_marks_the_line_that_runs(site, browser):
