@@ -18,8 +18,8 @@ After a layer has computed, free the memory of its whole parameters. The shards 
 nothing else.
 
 **Keeps** I1: no message arrives in memory that has been freed. I2: nothing of the other ranks'
-shards stays in memory. Autograd has views of the storage of `flat.full`, so it is not enough to drop the
-reference. I3: the memory is freed immediately, and the tape records it.
+shards stays in memory. Autograd has views of the storage of `flat.full`, so it is not enough to
+drop the reference. I3: the memory is freed immediately, and the tape records it.
 
 **Hint**: `tensor.untyped_storage().resize_(0)` frees the memory of a tensor and of all its views,
 which keep their shapes. To turn a parameter into a freed one, assign to `slot.param.__class__`.
