@@ -92,7 +92,7 @@ is `minimal.py` grown up. Those with "more" can be skipped.
 | more | `train/report.py` | its table and pictures |
 | more | `train/launch.py` | ranks started from Python |
 
-Ten invariants always hold. Each has a number, and a test that fails if it is broken:
+Ten invariants always hold, and each has a test:
 
 | invariant | claim |
 |---|---|
@@ -123,11 +123,10 @@ gradient is zero, and weight decay, momentum and step counts of torch's optimize
 | `Links` | yes | | | | | |
 
 Compressed layers of a compiled model run with hooks. Elements are not pruned where `Links` encodes
-the weights. Policies are those of `inject`, and all of them come in one call with
-`tensor_parallel`. Inject and compress in any order, then shard, and build the optimizer last.
+the weights. Policies are those of `inject`. With `tensor_parallel` they all come in one call. Inject and
+compress in any order, then shard, and build the optimizer last.
 
-Code, tests and the main job go through the same three steps: predict the bytes (`predict`), run and
-measure them (`Ledger`), compare.
+Code, tests and the main job predict bytes (`predict`), measure them (`Ledger`), and compare.
 """
 
 import shutil

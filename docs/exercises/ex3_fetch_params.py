@@ -20,9 +20,9 @@ Before a layer computes, its shards are gathered into the memory that its parame
 **Do**: start the unshard and return without waiting for it. Do nothing if it has started already,
 if the layer has no flat parameters, or inside of `full_params()`.
 
-**Keeps** I1: the parameters have the values of the last optimizer step. I3: the layer is in memory
-once. Autograd has saved views of `flat.full`'s storage, so the all-gather must fill this storage,
-not new memory. I4: there is one all-gather each time the layer is needed.
+**Keeps** I1: the parameters have their values. I3: the layer is in memory once. Autograd has saved
+views of `flat.full`'s storage, so the all-gather must fill this storage, not new memory. I4: there
+is one all-gather each time the layer is needed.
 
 **Hint**: seven lines are enough.
 """

@@ -25,10 +25,9 @@ receives the result.
 * `self.drop_full_grads()`: sets each `flat.grad` to `None` and empties `flat.ready`
 
 **Do** in `_backup_grads`: reshard, and clear `self.watch.arrived`. In each full gradient, zero the
-places of parameters that got none. Reduce the pairs of all flat parameters that have a full
-gradient, if there are any. If the layer is alone, finish immediately. In `add_reduced`: add each
-total to the gradient of its shard, in the same order. Then drop the full gradients, and free the
-receive buffers.
+places of parameters that got none. Reduce the flat parameters that have a full gradient, if there
+are any. If the layer is alone, finish immediately. In `add_reduced`: add each total to the gradient
+of its shard, in the same order. Then drop the full gradients, and free the receive buffers.
 
 **Keeps** I1: gradients are means over ranks. I2, I3: neither whole parameters nor whole gradients
 stay in memory. I4: a layer is reduced once. I7: a second backward pass adds to the gradients.

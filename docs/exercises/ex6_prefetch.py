@@ -11,8 +11,8 @@ Communication then overlaps computation.
 * `layer.fetch_params()` starts an unshard, unless it has started already
 * `layer._cleanup_params()` reshards, if there is something to free
 * `layer.kept_for`: not `None` if the layer stays whole for the following backward pass
-* `in_backward()`: whether a backward pass is running. Under activation checkpointing forward runs
-  during backward, too
+* `in_backward()`: whether a backward pass is running. With activation checkpointing, forward runs
+  there too
 
 **Do**: write a generator that yields the layers in order. When it yields a layer, the unshards of
 this layer and of the next one have started, and no others. The caller calls the layer, which

@@ -1,9 +1,8 @@
 r"""
 # Exercise 7: reshard a checkpoint
 
-$N$ ranks have saved their shards, and $M$ ranks want to resume. Shards begin elsewhere and have
-other padding then, and the model may be divided into other layers. Only the parameters' names and
-elements stay the same. A layer with three elements:
+$N$ ranks have saved their shards, and $M$ ranks want to resume. The model may also be divided into
+other layers now. A layer with three elements:
 
 | | rank 0 | rank 1 | rank 2 |
 |---|---|---|---|

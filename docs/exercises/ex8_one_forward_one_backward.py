@@ -24,8 +24,7 @@ the smaller one. Rank 0 has the first stage.
 
 **Keeps** I1: each micro-batch goes forward and backward once. I6: no rank waits forever. Idle: with
 $p$ ranks and $m$ micro-batches all ranks are done after $2(m + p - 1)$ slots. Kept: rank $r$ never
-keeps the activations of more than $\min(m, p - r)$ micro-batches, from the beginning of their
-forward passes to the end of their backward passes.
+keeps the activations of more than $\min(m, p - r)$ micro-batches.
 
 **Hint**: the list has three parts: some forwards, then a forward and a backward by turns, then the
 rest of the backwards. How many forwards does the last rank need before its first backward? And the

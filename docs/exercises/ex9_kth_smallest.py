@@ -10,8 +10,7 @@ on the threshold digit by digit. The second smallest of four numbers:
 | first digits | one 1, one 4 | one 1, one 4 | two 1, two 4 | the second smallest begins with 1 |
 | second digits, of those with a 1 | one 7 | one 3 | one 3, one 7 | it is 17 |
 
-The third smallest would be the *first* smallest of those with a 4, because two numbers begin with
-a smaller digit.
+The third smallest of all is the *first* smallest of those with a 4.
 
 **Given**
 
