@@ -123,8 +123,8 @@ gradient is zero, and weight decay, momentum and step counts of torch's optimize
 | `Links` | yes | | | | | |
 
 Compressed layers of a compiled model run with hooks. Elements are not pruned where `Links` encodes
-the weights. Policies are those of `inject`. With `tensor_parallel` they all come in one call. Inject and
-compress in any order, then shard, and build the optimizer last.
+the weights. Policies are those of `inject`. With `tensor_parallel` they all come in one call.
+Inject and compress in any order, then shard, and build the optimizer last.
 
 Code, tests and the main job predict bytes (`predict`), measure them (`Ledger`), and compare.
 """
