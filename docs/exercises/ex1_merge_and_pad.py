@@ -1,9 +1,8 @@
 r"""
 # Exercise 1: merge and pad
 
-To shard a layer over $N$ ranks, we need it as one vector whose length is divisible by $N$: the
-*flat parameter*. On two ranks, `[[1, 2], [3, 4]]` and `5` become `1 2 3 4 5 0`, three for each
-rank. Write the function that makes it.
+Make the *flat parameter* of a layer: one vector whose length is divisible by the number of ranks.
+On two ranks, `[[1, 2], [3, 4]]` and `5` become `1 2 3 4 5 0`, three for each rank.
 
 **Given**
 
@@ -20,7 +19,7 @@ of an autograd graph.
 zero. Training would not notice a NaN there, but a norm of the weights would be NaN, and two files
 of the same model would differ.
 
-**Hint**: in Python `-7 % 3` is 2. Seven elements need two more to be divisible by 3.
+**Hint**: in Python `-7 % 3` is 2.
 """
 
 import torch

@@ -8,14 +8,14 @@ Before a layer computes, its shards are gathered into the memory that its parame
 * `self.flats`: its flat parameters. `flat.full` is the whole vector of one of them,
   `(world_size * shard_numel,)`. While the layer is sharded, its storage has no bytes
 * `flat.storage.load()`: this rank's shard, `(shard_numel,)`
-* `self.comm.all_gather(self, pairs)`: starts to gather, and returns a *transfer*. A pair is
-  `(full, shard)`; the memory of `full` is allocated. All pairs go in a single call
+* `self.comm.all_gather(self, pairs)`: allocates and starts to gather pairs `(full, shard)`, all in
+  a single call, and returns a *transfer*
 * `self._gather`: the transfer that `_wait_params()` waits for later, or `None`
 * `self.is_fetched`: whether an unshard has started since the last reshard
 * `self.is_full_elsewhere`: true inside of `with layer.full_params():`
 * `self._settle_at_end_of_backward()` and `self.reducer.finish(self)`: call both before the
-  all-gather. The first has the end of a backward pass clean up this layer; the second waits for a
-  reduce whose receive buffer is the memory of `flat.full`
+  all-gather. The end of a backward pass then cleans up this layer, and no reduce still uses
+  the memory of `flat.full`
 
 **Do**: start the unshard and return without waiting for it. Do nothing if it has started already,
 if the layer has no flat parameters, or inside of `full_params()`.

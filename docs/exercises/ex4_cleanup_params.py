@@ -9,7 +9,7 @@ After a layer has computed, free the memory of its whole parameters. The shards 
 * `self._wait_params()`: waits for an unshard that is still in flight
 * `self.flats`: its flat parameters, each with the whole vector `flat.full`
 * `self.slots()`: a slot for each parameter. `slot.param` is the parameter, a view of `flat.full`.
-  `slot.freed_class` is a subclass of `FreedParameter`, which raises an error at each use
+  `slot.freed_class` is a class that raises an error at each use
 * `self.kept_for`: keeps the last layer whole from forward to backward, or `None`
 * `self.listener.record(self, "free", nbytes)`: records on the tape that so many bytes were freed
 
@@ -18,8 +18,8 @@ After a layer has computed, free the memory of its whole parameters. The shards 
 nothing else.
 
 **Keeps** I1: no message arrives in memory that has been freed. I2: nothing of the other ranks'
-shards stays in memory. Autograd has views of the storage of `flat.full`, so it is not enough to
-drop the reference. I3: the memory is freed immediately, and the tape records it.
+shards stays in memory, although autograd has views of the storage of `flat.full`. I3: the memory is
+freed immediately, and the tape records it.
 
 **Hint**: `tensor.untyped_storage().resize_(0)` frees the memory of a tensor and of all its views,
 which keep their shapes. To turn a parameter into a freed one, assign to `slot.param.__class__`.

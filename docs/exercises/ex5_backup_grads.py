@@ -1,9 +1,8 @@
 r"""
 # Exercise 5: reduce the gradients
 
-All gradients of a layer are complete. A reduce-scatter leaves each rank with the mean gradient of
-its own shard, while the next layer goes backward. `_backup_grads` starts it, and `add_reduced`
-receives the result.
+A reduce-scatter leaves each rank with the mean gradient of its own shard, while the next layer goes
+backward. `_backup_grads` starts it, and `add_reduced` receives the result.
 
 **Given** a `Zero3Layer` with
 
@@ -17,9 +16,8 @@ receives the result.
 * `self._release()`: reshards, as in exercise 4
 * `self.watch.arrived`: names of the parameters whose gradients are ready
 * `self.reducer.keeps(self, pairs)`: whether the pairs `(flat.grad, flat.receive_buffer)` wait in a
-  bucket. If not, `self.comm.reduce_scatter([self], pairs)` starts to reduce all of them and returns
-  a transfer. Pass it to `self.reducer.started([self], transfer)`, which calls
-  `self.add_reduced(totals)` when it has arrived
+  bucket. If not, pass what `self.comm.reduce_scatter([self], pairs)` returns to
+  `self.reducer.started([self], transfer)`, which later calls `self.add_reduced(totals)`
 * `self.reducer.finish(self)`: waits for the reduce of this layer now
 * `self.is_alone`: whether the layer is in no chain
 * `self.drop_full_grads()`: sets each `flat.grad` to `None` and empties `flat.ready`
@@ -32,8 +30,7 @@ of its shard, in the same order. Then drop the full gradients, and free the rece
 **Keeps** I1: gradients are means over ranks. I2, I3: neither whole parameters nor whole gradients
 stay in memory. I4: a layer is reduced once. I7: a second backward pass adds to the gradients.
 
-**Hint**: the memory of `flat.full` is freed by the reshard, serves as the receive buffer, and is
-freed again with `untyped_storage().resize_(0)`.
+**Hint**: free the receive buffers with `untyped_storage().resize_(0)`.
 """
 
 import torch

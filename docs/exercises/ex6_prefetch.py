@@ -2,7 +2,6 @@ r"""
 # Exercise 6: prefetch
 
 In a chain we know the next layer, so its all-gather can start before the current layer computes.
-Communication then overlaps computation.
 
 **Given** a `Zero3Sequential` with
 
@@ -15,8 +14,7 @@ Communication then overlaps computation.
   there too
 
 **Do**: write a generator that yields the layers in order. When it yields a layer, the unshards of
-this layer and of the next one have started, and no others. The caller calls the layer, which
-reshards itself. If the caller stops early, with `break` or an exception, reshard the layers that
+this layer and of the next one have started, and no others. The layer reshards itself. If the caller stops early, with `break` or an exception, reshard the layers that
 were fetched needlessly, but none that is kept. During a backward pass reshard nothing,
 because backward needs these layers next.
 

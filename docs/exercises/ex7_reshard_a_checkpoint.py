@@ -16,8 +16,7 @@ other layers now. A layer with three elements:
   `place.offset` is where it begins in the flat parameter, and `place.numel` is its number of
   elements. Padding is at the end. `layout.shard_numels()` lists the elements of a shard for each
   layer, including padding
-* `read(layer, rank, begin, end)`: elements `begin` to `end` of a saved shard, `(end - begin,)`.
-  Shards may be in files, so read only the elements that you need
+* `read(layer, rank, begin, end)`: elements `begin` to `end` of a saved shard
 * `rank`: the rank among the $M$ new ones, and `dtype`, the data type of the shards to return
 
 **Return** a list of this rank's shards, `(shard_numel,)` each, one for each wanted layer in order.
@@ -25,9 +24,8 @@ other layers now. A layer with three elements:
 **Keeps** I1: each element ends up in its place. I2: a rank reads only the elements of its own
 shards. I5: the new padding is zero. The checker puts NaN into the old padding.
 
-**Hint**: for each parameter, find the range of it that is in this rank's shard. In the saved layer
-this range may be spread over the shards of several ranks. `divmod` gives the rank, and the position
-in its shard.
+**Hint**: for each parameter, find the range of it that is in this rank's shard. Several saved
+shards may have parts of it. `divmod` gives the rank, and the position in its shard.
 """
 
 from collections.abc import Callable

@@ -27,8 +27,7 @@ $p$ ranks and $m$ micro-batches all ranks are done after $2(m + p - 1)$ slots. K
 keeps the activations of more than $\min(m, p - r)$ micro-batches.
 
 **Hint**: the list has three parts: some forwards, then a forward and a backward by turns, then the
-rest of the backwards. How many forwards does the last rank need before its first backward? And the
-rank before it?
+rest of the backwards. How many forwards does the last rank need first? And the rank before it?
 """
 
 

@@ -25,7 +25,7 @@ The third smallest of all is the *first* smallest of those with a 4.
 and with as many counts. Sent: a rank sends 256 counts for each digit.
 
 **Hint**: `(numbers >> shift) & 255` is a digit of each number, and `torch.bincount` counts digits.
-Before the next digit, drop the numbers that have another one, and change `k`.
+Then drop the numbers that have another digit, and change `k`.
 """
 
 from collections.abc import Callable
