@@ -1,100 +1,98 @@
 r"""
 # zero3: the chapters
 
-`zero3` is ZeRO-3 to read and to train with. Tests check its claims about numbers, bytes and order.
-
 Read the files with numbers in this order. `minimal.py` is the idea, and `layer.py` the heart, which
-is `minimal.py` grown up. Each folder adds one thing to the heart. Those with "more" can be skipped.
+is `minimal.py` grown up. Those with "more" can be skipped.
 
 | chapter | file | contents |
 |---|---|---|
-| 3 | `minimal.py` | the idea, whole: one file that imports torch and nothing else |
+| 3 | `minimal.py` | the idea, whole, in one file |
 | 5 | `layer.py` | the heart: `Zero3Layer` and `Zero3Sequential` |
-| 5 | `flat.py` | the flat parameter: one buffer that all parameters of a layer are views of |
+| 5 | `flat.py` | the flat parameter: one buffer for all parameters of a layer |
 | 5 | `watch.py` | when the backward pass of a layer begins and ends |
 | 5 | `schedule.py` | which layer is gathered next, and which stays full |
-| 5 | `sharded.py` | what a sharded layer offers its users: full parameters, clipping, errors |
+| 5 | `sharded.py` | full parameters, clipping, errors |
 | 5 | `gradients.py` | the norm of a sharded gradient, and clipping by it |
-| 6 | `comm/collectives.py` | the communicator: collectives that overlap computation |
+| 6 | `comm/collectives.py` | collectives that overlap computation |
 | 6 | `comm/reducer.py` | the reduce of a layer, while the next one goes backward |
-| 6 | `comm/order.py` | the ranks of a model: alike, or an error on all of them |
-| 6 | `in_flight.py` | memory in flight: one owner, which alone may free it |
+| 6 | `comm/order.py` | all ranks alike, or an error on all of them |
+| 6 | `in_flight.py` | memory in flight, and who may free it |
 | 6 | `comm/leaving.py` | the end of a program: gloo's threads end first |
-| 7 | `optimizer/stage3.py` | `Zero3Optimizer`: loss scale, clipping, micro-batches, the step |
+| 7 | `optimizer/stage3.py` | `Zero3Optimizer`: loss scale, clipping, the step |
 | 7 | `optimizer/buckets.py` | small layers share a reduce-scatter |
-| 7 | `optimizer/states.py` | masters, moments and gradients of a shard, in any tier |
+| 7 | `optimizer/states.py` | masters, moments and gradients of a shard |
 | 7 | `optimizer/steps.py` | who hears of the steps of all optimizers |
-| more | `offload/tiers.py` | `Offload`: shards on the device, in CPU memory or in files |
+| more | `offload/tiers.py` | `Offload`: shards in CPU memory or in files |
 | more | `offload/encoded.py` | frozen weights that rest in 8 or 4 bits |
-| more | `offload/in_file.py` | tensors in a file, read ahead into a few buffers |
+| more | `offload/in_file.py` | tensors in a file, read ahead |
 | more | `offload/disk.py` | reads and writes past the page cache |
 | more | `offload/tensors.py` | safetensors files, written tensor by tensor |
-| more | `offload/memory.py` | pinned CPU memory, which an accelerator copies by itself |
+| more | `offload/memory.py` | pinned CPU memory |
 | more | `offload/bench.py` | the speed of a disk |
-| more | `whole_model/units.py` | layers of a whole model, prefetched in a recorded order |
+| more | `whole_model/units.py` | layers of a whole model, in a recorded order |
 | more | `whole_model/wrap.py` | `wrap`: shard a whole model without changing it |
-| more | `whole_model/materialise.py` | models larger than memory: built and read layer by layer |
+| more | `whole_model/materialise.py` | models larger than memory |
 | more | `whole_model/together.py` | small layers share an all-gather |
-| more | `checkpoint/save_load.py` | `save` and `load`: on any number of ranks, beside training |
+| more | `checkpoint/save_load.py` | `save` and `load`, on any number of ranks |
 | more | `checkpoint/reader.py` | a checkpoint on disk, complete or absent |
-| more | `checkpoint/entries.py` | the contents of a checkpoint: model, optimizer, random states |
-| more | `checkpoint/tensor_files.py` | reads of ranges from files of tensors, with checksums |
+| more | `checkpoint/entries.py` | the contents of a checkpoint |
+| more | `checkpoint/tensor_files.py` | ranges of tensors in files |
 | more | `checkpoint/formats.py` | formats of other libraries |
 | more | `checkpoint/convert.py` | converting between them |
-| more | `comm/mesh.py` | groups of ranks: a model on some of them, and replicas of it |
-| more | `comm/links.py` | `Links`: nodes, copies inside a node, and fewer bytes between nodes |
-| more | `comm/encodings.py` | `Int8` and `Int4`: the same numbers in fewer bytes |
+| more | `comm/mesh.py` | a model on some of the ranks, and replicas |
+| more | `comm/links.py` | `Links`: fewer bytes between nodes |
+| more | `comm/encodings.py` | `Int8` and `Int4`: numbers in fewer bytes |
 | more | `comm/parts.py` | which part of a weight a rank has |
-| more | `estimate/ledger.py` | `Ledger`: measured bytes that a rank sends, holds and reads |
+| more | `estimate/ledger.py` | `Ledger`: measured bytes |
 | more | `estimate/predict.py` | `predict`: the same bytes, from shapes |
-| more | `estimate/formulas.py` | the papers' formulas; `python -m zero3.estimate` |
-| more | `estimate/layouts.py` | `Layout`: groups of ranks, and encodings between them |
-| more | `estimate/between.py` | which layout sends the fewest bytes between nodes |
-| more | `estimate/splitting.py` | what layers that ranks split keep and send |
+| more | `estimate/formulas.py` | the papers' formulas |
+| more | `estimate/layouts.py` | `Layout`: groups of ranks and encodings |
+| more | `estimate/between.py` | which layout sends the fewest bytes |
+| more | `estimate/splitting.py` | what split layers keep and send |
 | more | `pipeline/schedules.py` | a pipeline's step as a list of actions |
 | more | `pipeline/timeline.py` | what a schedule costs, before it runs |
-| more | `pipeline/stages.py` | stages: layers that stay whole as long as the schedule says |
-| more | `pipeline/channels.py` | channels: activations and gradients between the stages |
-| more | `pipeline/pipeline.py` | `Pipeline`: train a model in stages that are sharded, too |
-| more | `pipeline/__init__.py` | `Pipeline`, imported when it is used first |
+| more | `pipeline/stages.py` | stages: layers that stay whole for longer |
+| more | `pipeline/channels.py` | activations and gradients between the stages |
+| more | `pipeline/pipeline.py` | `Pipeline`: train a model in sharded stages |
+| more | `pipeline/__init__.py` | its name |
 | more | `compiler/graph.py` | a step as a list of operations |
-| more | `compiler/passes.py` | passes: gather earlier, keep, share and wait later |
+| more | `compiler/passes.py` | passes: gather earlier, keep, share |
 | more | `compiler/trace.py` | from a model to graphs, by `torch.compile` |
-| more | `compiler/engines.py` | engines: who computes between two communications |
-| more | `compiler/away.py` | optimizer states on their way to CPU memory and back |
+| more | `compiler/engines.py` | who computes between two communications |
+| more | `compiler/away.py` | optimizer states that leave the device |
 | more | `compiler/model.py` | `compile`: a sharded model that runs as graphs |
-| more | `inject/replace.py` | `inject` and `restore`: other forwards, same model |
+| more | `inject/replace.py` | `inject` and `restore` |
 | more | `inject/policies.py` | policies: which modules, and which forwards |
 | more | `inject/cross_entropy.py` | a loss that never has all logits |
-| more | `inject/tensor.py` | tensor parallelism: ranks that compute one layer together |
-| more | `inject/line.py` | the ranks that split a model, and what they exchange |
-| more | `inject/sequence.py` | norms and the residual stream on some of the positions |
+| more | `inject/tensor.py` | tensor parallelism |
+| more | `inject/line.py` | what the ranks of a split model exchange |
+| more | `inject/sequence.py` | norms on some of the positions |
 | more | `inject/patterns.py` | patterns: how known models are split |
-| more | `inject/__init__.py` | `inject`, `restore`, `report`, imported when used first |
+| more | `inject/__init__.py` | its names |
 | more | `compression/rules.py` | rules: which compression, and when |
 | more | `compression/weights.py` | compressed weights: masks and grids |
 | more | `compression/thresholds.py` | the k-th smallest number of all ranks |
 | more | `compression/compress.py` | `compress`: rules that advance with the optimizer |
-| more | `compression/freeing.py` | compressed weights live only while a module computes |
-| more | `compression/distill.py` | `distill`: a student from some layers of a teacher |
+| more | `compression/freeing.py` | compressed weights are freed after use |
+| more | `compression/distill.py` | `distill`: a student from a teacher's layers |
 | more | `compression/clean.py` | `clean`: a model that really is smaller |
 | more | `compression/stored.py` | weights that are stored in their bits |
-| more | `compression/__init__.py` | its names, imported when they are used first |
-| more | `guards/freed.py` | a freed parameter, which reports every use |
-| more | `guards/placement.py` | the same parameters on every rank, on the right device |
+| more | `compression/__init__.py` | its names |
+| more | `guards/freed.py` | a freed parameter reports every use |
+| more | `guards/placement.py` | the same parameters on every rank |
 | more | `guards/contents.py` | modules and libraries around a sharded model |
-| more | `guards/shard_gradients.py` | gradients of shards, which refuse a norm of a part |
-| more | `guards/room.py` | memory that is left, before it is taken |
+| more | `guards/shard_gradients.py` | no norm of a part of a gradient |
+| more | `guards/room.py` | memory that is left |
 | more | `guards/options.py` | checks of arguments |
-| more | `guards/command_line.py` | errors of command lines, in one line |
+| more | `guards/command_line.py` | errors of command lines |
 | more | `train/job.py` | the main job, `make train` |
 | more | `train/gpt.py` | a byte-level GPT, as a list of layers |
 | more | `train/run.py` | its ranks and its checkpoints |
 | more | `train/compressed.py` | the same job, compressed while it trains |
 | more | `train/report.py` | its table and pictures |
-| more | `train/launch.py` | ranks started from Python, for notebooks and tests |
+| more | `train/launch.py` | ranks started from Python |
 
-Ten invariants always hold. Each has a number, and a test that fails if it is broken:
+Ten invariants always hold, and each has a test:
 
 | invariant | claim |
 |---|---|
@@ -109,11 +107,9 @@ Ten invariants always hold. Each has a number, and a test that fails if it is br
 | I9, devices | CPUs with gloo and GPUs with NCCL run the same lines |
 | I10, faults | a crash at any moment leaves the last checkpoint, and no garbage |
 
-I1 holds with `Zero3Optimizer`. It also holds with torch's optimizers on the shards, as long as each
-parameter gets a gradient. If the loss does not depend on a parameter, that parameter has no
-gradient in plain PyTorch, and does not change. In a shard it lies between others and has a gradient
-of zero. Weight decay, momentum and step counts of torch's optimizers then move it.
-`Zero3Optimizer` does not change it.
+I1 holds with `Zero3Optimizer`, and with torch's optimizers on the shards as long as each parameter
+gets a gradient. In plain PyTorch a parameter without a gradient does not change. In a shard its
+gradient is zero, and weight decay, momentum and step counts of torch's optimizers move it.
 
 **Which chapters combine.** A "no" is an error with these words, before anything trains:
 
@@ -127,11 +123,10 @@ of zero. Weight decay, momentum and step counts of torch's optimizers then move 
 | `Links` | yes | | | | | |
 
 Compressed layers of a compiled model run with hooks. Elements are not pruned where `Links` encodes
-the weights. Policies are those of `inject`, and all of them come in one call with
-`tensor_parallel`. Inject and compress in any order, then shard, and build the optimizer last.
+the weights. Policies are those of `inject`. With `tensor_parallel` they all come in one call.
+Inject and compress in any order, then shard, and build the optimizer last.
 
-Code, tests and the main job go through the same three steps: predict the bytes (`predict`), run and
-measure them (`Ledger`), compare.
+Code, tests and the main job predict bytes (`predict`), measure them (`Ledger`), and compare.
 """
 
 import shutil

@@ -1,14 +1,13 @@
 r"""
 # Exercise 1: merge and pad
 
-To shard a layer over $N$ ranks, we need it as one vector whose length is divisible by $N$. This
-vector is the *flat parameter*. For example, the parameters `[[1, 2], [3, 4]]` and `5` on two ranks
-become `1 2 3 4 5 0`: six elements, three for each rank. Write the function that makes it.
+Make the *flat parameter* of a layer: one vector whose length is divisible by the number of ranks.
+On two ranks, `[[1, 2], [3, 4]]` and `5` become `1 2 3 4 5 0`, three for each rank.
 
 **Given**
 
-* `params`: the layer's parameters, all of one data type. They may have any shape: matrices,
-  scalars, shapes without elements, transposed matrices. Together they have $P \ge 1$ elements
+* `params`: the layer's parameters, of one data type and any shapes, also transposed ones and shapes
+  without elements. Together they have $P \ge 1$ elements
 * `self.comm.world_size`: the number of ranks, $N$
 * `self._empty(numel, dtype)`: an uninitialised vector on the layer's device
 
@@ -16,12 +15,11 @@ become `1 2 3 4 5 0`: six elements, three for each rank. Write the function that
 row, and then the padding. It is on `self.device`, has the parameters' data type, and is not part
 of an autograd graph.
 
-**Keeps** I1: no element is lost. I2: a shard has $\lceil P/N \rceil$ elements, so there is as
-little padding as possible. I5: the padding is zero. No parameter views it, and the padding of a
-gradient is zeroed apart, so training alone would not notice a NaN there. But a norm of the weights
-would be NaN, and two files of the same model would differ.
+**Keeps** I1: no element is lost. I2: there is as little padding as possible. I5: the padding is
+zero. Training would not notice a NaN there, but a norm of the weights would be NaN, and two files
+of the same model would differ.
 
-**Hint**: in Python `-7 % 3` is 2. Seven elements need two more to be divisible by 3.
+**Hint**: in Python `-7 % 3` is 2.
 """
 
 import torch

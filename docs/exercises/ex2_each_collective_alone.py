@@ -1,10 +1,7 @@
 r"""
 # Exercise 2: each collective alone
 
-ZeRO-3 needs two collectives. An *all-gather* gives each rank the shards of all ranks. A
-*reduce-scatter* sums a vector over the ranks and gives each rank its own row of the sum; here it
-takes the mean. Implement both with point-to-point messages.
-
+Implement an *all-gather* and a *reduce-scatter* that takes the mean, with point-to-point messages.
 On two ranks with shards of two elements:
 
 | | rank 0 has | rank 1 has | rank 0 gets | rank 1 gets |
@@ -17,21 +14,18 @@ On two ranks with shards of two elements:
 * `full`, `(world_size * shard_numel,)`, to be filled: row $k$ of `full.view(world_size,
   shard_numel)` is the place of rank $k$'s shard
 * `shard`, `(shard_numel,)`: this rank's shard
-* `grad`, `(world_size * shard_numel,)`: this rank's gradient of all shards; row $k$ is for rank
-  $k$. You may overwrite it
+* `grad`, `(world_size * shard_numel,)`: row $k$ is for rank $k$. You may overwrite it
 * `dist.isend(tensor, rank)` and `dist.irecv(tensor, rank)` start a message and return a handle;
   `handle.wait()` waits until it is complete
 
-**Do**: `all_gather` fills `full` and returns nothing. `reduce_scatter` returns `(shard_numel,)` in
-the gradient's data type: the mean over ranks of this rank's row. When either of them returns, all
-its messages are complete.
+**Do**: `all_gather` fills `full`. `reduce_scatter` returns the mean over ranks of this rank's row,
+`(shard_numel,)`. When either returns, all its messages are complete.
 
 **Keeps** I1: the numbers are right, also in fp16, whose range may be too small for the sum
-although the mean fits. I4: a rank sends each other rank `shard_numel` elements and no more. It
-sends nothing to itself. I6: no rank waits forever.
+although the mean fits. I4: a rank sends each other rank `shard_numel` elements, and itself
+nothing. I6: no rank waits forever.
 
-**Hint**: start all messages before you wait for any. If each rank first waits until its message
-has been received, and only then begins to receive, all of them wait forever.
+**Hint**: start all messages before you wait for any.
 """
 
 import torch

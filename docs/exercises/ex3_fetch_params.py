@@ -1,39 +1,30 @@
 r"""
 # Exercise 3: unshard
 
-Before a layer computes, its shards have to be gathered. This is called *unshard*, and it is an
-all-gather. It starts early, while the previous layer computes, so that communication overlaps
-computation. It writes into the memory that the module's parameters are views of.
+Before a layer computes, its shards are gathered into the memory that its parameters are views of.
 
 **Given** a `Zero3Layer` with
 
-* `self.flats`: its flat parameters. `flat.full` is the whole vector of one of them, `(world_size *
-  shard_numel,)`. While the layer is sharded, its storage has no bytes
-* `flat.storage.load()`: this rank's shard of one flat parameter, `(shard_numel,)`
-* `self.comm.all_gather(self, pairs)`: starts to gather shards, and immediately returns a
-  *transfer*. A pair is `(full, shard)`: the vector to gather into, whose memory it allocates, and
-  this rank's shard. All pairs go in a single call
+* `self.flats`: its flat parameters. `flat.full` is the whole vector of one of them,
+  `(world_size * shard_numel,)`. While the layer is sharded, its storage has no bytes
+* `flat.storage.load()`: this rank's shard, `(shard_numel,)`
+* `self.comm.all_gather(self, pairs)`: allocates and starts to gather pairs `(full, shard)`, all in
+  a single call, and returns a *transfer*
 * `self._gather`: the transfer that `_wait_params()` waits for later, or `None`
 * `self.is_fetched`: whether an unshard has started since the last reshard
-* `self.is_full_elsewhere`: true inside of `with layer.full_params():`, when the whole parameters
-are
-  in other memory
-* `self._settle_at_end_of_backward()`: call it before the all-gather. If a backward pass is running,
-  its end then cleans up this layer
-* `self.reducer.finish(self)`: call this before the all-gather, too. The reduce of this layer's
-  gradients may be in flight, and its receive buffer is the memory of `flat.full`
+* `self.is_full_elsewhere`: true inside of `with layer.full_params():`
+* `self._settle_at_end_of_backward()` and `self.reducer.finish(self)`: call both before the
+  all-gather. The end of a backward pass then cleans up this layer, and no reduce still uses
+  the memory of `flat.full`
 
-**Do**: start the unshard and return without waiting for it. A second call before the next reshard
-does nothing. Neither does a call for a layer without flat parameters, or a call inside of
-`full_params()`.
+**Do**: start the unshard and return without waiting for it. Do nothing if it has started already,
+if the layer has no flat parameters, or inside of `full_params()`.
 
-**Keeps** I1: the parameters have the values of the last optimizer step. I3: the layer is in memory
-once. The tensors that autograd saved in forward are views of `flat.full`'s storage, and backward
-reads them. So the all-gather must fill this storage, not new memory. I4: there is one all-gather
-each time the layer is needed.
+**Keeps** I1: the parameters have their values. I3: the layer is in memory once. Autograd has saved
+views of `flat.full`'s storage, so the all-gather must fill this storage, not new memory. I4: there
+is one all-gather each time the layer is needed.
 
-**Hint**: seven lines are enough. The real function has a few more, which prefetch the next shard
-from its file. Leave them out.
+**Hint**: seven lines are enough.
 """
 
 from zero3 import Zero3Layer

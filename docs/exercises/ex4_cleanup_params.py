@@ -1,18 +1,15 @@
 r"""
 # Exercise 4: reshard
 
-After a layer has computed, free the memory of its whole parameters. This is called *reshard*. The
-shards stay.
+After a layer has computed, free the memory of its whole parameters. The shards stay.
 
 **Given** a `Zero3Layer` with
 
 * `self.is_fetched`: whether an unshard has started since the last reshard
 * `self._wait_params()`: waits for an unshard that is still in flight
-* `self.flats`: its flat parameters. `flat.full` is the whole vector of one of them, `(world_size *
-  shard_numel,)`
-* `self.slots()`: a slot for each parameter of the module. `slot.param` is the parameter, a view
-  of `flat.full`. `slot.freed_class` is a subclass of `FreedParameter`, which raises an error with
-  the parameter's name if some code uses it
+* `self.flats`: its flat parameters, each with the whole vector `flat.full`
+* `self.slots()`: a slot for each parameter. `slot.param` is the parameter, a view of `flat.full`.
+  `slot.freed_class` is a class that raises an error at each use
 * `self.kept_for`: keeps the last layer whole from forward to backward, or `None`
 * `self.listener.record(self, "free", nbytes)`: records on the tape that so many bytes were freed
 
@@ -21,14 +18,11 @@ shards stay.
 nothing else.
 
 **Keeps** I1: no message arrives in memory that has been freed. I2: nothing of the other ranks'
-shards stays in memory. It is not enough to drop the reference to `flat.full`, because autograd has
-views of its storage until backward, and they would keep the memory alive. I3: the memory is freed
-immediately, and the tape records it.
+shards stays in memory, although autograd has views of the storage of `flat.full`. I3: the memory is
+freed immediately, and the tape records it.
 
-**Hint**: `tensor.untyped_storage().resize_(0)` frees the memory of a tensor and of all its views.
-The tensors still exist and keep their shapes. To turn a parameter into a freed one, assign to
-`slot.param.__class__`. The real function calls `flat.close()`, which also raises the parameters'
-counts of writes, so that a backward pass through a freed layer is an error.
+**Hint**: `tensor.untyped_storage().resize_(0)` frees the memory of a tensor and of all its views,
+which keep their shapes. To turn a parameter into a freed one, assign to `slot.param.__class__`.
 """
 
 from zero3 import Zero3Layer

@@ -1,48 +1,36 @@
 r"""
 # Exercise 5: reduce the gradients
 
-All gradients of a layer are complete, so it does not need its whole parameters any more and can be
-resharded. Each rank has a gradient of the whole layer, computed on its own rows of the batch. The
-*reduce-scatter* leaves each rank with the mean gradient of its own shard. It overlaps the backward
-pass of the layer with the next lower number, so there are two functions: `_backup_grads` starts
-it, and `add_reduced` receives the result.
+A reduce-scatter leaves each rank with the mean gradient of its own shard, while the next layer goes
+backward. `_backup_grads` starts it, and `add_reduced` receives the result.
 
 **Given** a `Zero3Layer` with
 
 * `self.flats`: its flat parameters. `flat.grad` is the full gradient of one of them,
-  `(world_size * shard_numel,)`, or `None` if none of its parameters got a gradient. It was
-  allocated by `torch.empty`, so the places of parameters without a gradient are uninitialised; the
-  padding is zero already. Gradients have
-  already been divided by `world_size`
-* `flat.slots`: one for each parameter. `slot.names in flat.ready` says whether the parameter's
-  gradient is ready, and `slot.of(flat.grad)` is its place in the full gradient
-* `flat.receive_buffer`: the tensor into which gradients from other ranks arrive; usually
-  `flat.full`
-* `flat.shard`: this rank's shard, `(shard_numel,)`; the optimizer uses `flat.shard.grad`
+  `(world_size * shard_numel,)`, divided by `world_size` already, or `None` if none of its
+  parameters got one. The places of parameters without a gradient are uninitialised
+* `flat.slots`: one for each parameter. `slot.names in flat.ready` says whether its gradient is
+  ready, and `slot.of(flat.grad)` is its place in the full gradient
+* `flat.receive_buffer`, usually `flat.full`: gradients from other ranks arrive here
+* `flat.shard`: this rank's shard, `(shard_numel,)`, with `flat.shard.grad`
 * `self._release()`: reshards, as in exercise 4
-* `self.watch.arrived`: names of the parameters whose gradients are ready; clear it
+* `self.watch.arrived`: names of the parameters whose gradients are ready
 * `self.reducer.keeps(self, pairs)`: whether the pairs `(flat.grad, flat.receive_buffer)` wait in a
-  bucket. If they do not, it has finished the reduce that was in flight, and you start the next one
-* `self.comm.reduce_scatter([self], pairs)`: starts the reduce-scatter of all pairs, in a single
-  call, and returns a transfer
-* `self.reducer.started([self], transfer)`: keeps the transfer. When it has arrived, the reducer
-  calls `self.add_reduced(totals)`
+  bucket. If not, pass what `self.comm.reduce_scatter([self], pairs)` returns to
+  `self.reducer.started([self], transfer)`, which later calls `self.add_reduced(totals)`
 * `self.reducer.finish(self)`: waits for the reduce of this layer now
 * `self.is_alone`: whether the layer is in no chain
 * `self.drop_full_grads()`: sets each `flat.grad` to `None` and empties `flat.ready`
 
 **Do** in `_backup_grads`: reshard, and clear `self.watch.arrived`. In each full gradient, zero the
-places of parameters that got none. Pass all flat parameters that have a full gradient to the
-reducer, if there are any. If the layer is not in a chain, finish the reduction immediately. In
-`add_reduced`: add each total to the gradient of its shard; the totals have the order of the flat
-parameters with a full gradient. Then drop the full gradients, and free the memory of the receive
-buffers.
+places of parameters that got none. Reduce the flat parameters that have a full gradient, if there
+are any. If the layer is alone, finish immediately. In `add_reduced`: add each total to the gradient
+of its shard, in the same order. Then drop the full gradients, and free the receive buffers.
 
 **Keeps** I1: gradients are means over ranks. I2, I3: neither whole parameters nor whole gradients
 stay in memory. I4: a layer is reduced once. I7: a second backward pass adds to the gradients.
 
-**Hint**: the memory of `flat.full` is used twice. The reshard frees it, and then it serves as the
-receive buffer. Free it again with `untyped_storage().resize_(0)`.
+**Hint**: free the receive buffers with `untyped_storage().resize_(0)`.
 """
 
 import torch

@@ -1,26 +1,23 @@
 r"""
 # Exercise 6: prefetch
 
-If a layer is unsharded only when it is called, it has to wait for the whole all-gather. In a chain
-we know the next layer, so we can start its all-gather before the current layer computes.
-Communication then overlaps computation. This is called *prefetch*.
+In a chain we know the next layer, so its all-gather can start before the current layer computes.
 
 **Given** a `Zero3Sequential` with
 
 * `self.module_list`: all layers, in forward order
-* `layer.next_layer`: a list with the next layer that has parameters. It is empty for the last one,
-  and for a layer without parameters
-* `layer.fetch_params()` starts an unshard, and does nothing if it has already started
-* `layer._cleanup_params()` reshards, and does nothing if there is nothing to free
-* `layer.kept_for`: not `None` if the layer stays whole on purpose, for the following backward pass
-* `in_backward()`: whether a backward pass is running. Under activation checkpointing forward runs
-  during backward, too
+* `layer.next_layer`: a list with the next layer that has parameters, if there is one
+* `layer.fetch_params()` starts an unshard, unless it has started already
+* `layer._cleanup_params()` reshards, if there is something to free
+* `layer.kept_for`: not `None` if the layer stays whole for the following backward pass
+* `in_backward()`: whether a backward pass is running. With activation checkpointing, forward runs
+  there too
 
 **Do**: write a generator that yields the layers in order. When it yields a layer, the unshards of
-this layer and of the next one have started, and no others. The caller then calls the layer, which
-reshards itself. The caller may stop early, with `break` or with an exception. In that case reshard
-the layers that were fetched needlessly. Do not reshard a layer that is kept on purpose. During a
-backward pass reshard nothing, because backward needs these layers next.
+this layer and of the next one have started, and no others. The layer reshards itself. If the
+caller stops early, with `break` or an exception, reshard the layers that were fetched needlessly,
+but none that is kept. During a backward pass reshard nothing, because backward needs these layers
+next.
 
 **Keeps** I2: if the walk ends early, nothing stays in memory. I3: while a layer computes, only
 this layer and the next one are whole. I4: a layer that is kept for backward is not gathered again.

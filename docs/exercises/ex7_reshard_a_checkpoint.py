@@ -1,40 +1,31 @@
 r"""
 # Exercise 7: reshard a checkpoint
 
-$N$ ranks have saved their shards, and $M$ ranks want to resume. The number of ranks determines
-where each shard begins and how much padding there is. The model may also be divided into other
-layers now. Only the parameters' names and elements stay the same.
-
-For example, one layer with a parameter `a` = 1 2 3:
+$N$ ranks have saved their shards, and $M$ ranks want to resume. The model may also be divided into
+other layers now. A layer with three elements:
 
 | | rank 0 | rank 1 | rank 2 |
 |---|---|---|---|
-| saved by two ranks | 1 2 | 3 0 | |
-| wanted on three ranks | 1 | 2 | 3 |
-
-Rank 1 of the new run reads the second element of rank 0's saved shard.
+| saved by two ranks | 4 5 | 6 0 | |
+| wanted on three ranks | 4 | 5 | 6 |
 
 **Given**
 
-* `saved` and `wanted`, each a [`Layout`](layout.py). `layout.world_size` is its number of ranks,
-  and `layout.places` maps the name of each parameter to a `Place`. `place.layer` is the number of
-  the layer whose flat parameter contains it, `place.offset` is where it begins there, and
-  `place.numel` is its number of elements. The parameters of a layer follow each other without
-  gaps, and the padding is at the end. `layout.shard_numels()` lists the number of elements of a
-  shard for each layer, including padding
-* `read(layer, rank, begin, end)`: elements `begin` to `end` of the shard of this layer that this
-  rank has saved, `(end - begin,)`. Shards may be in files, so read only the elements that you need
+* `saved` and `wanted`, each a [`Layout`](layout.py). `layout.world_size` is its number of ranks.
+  `layout.places` maps the name of each parameter to a `Place`: `place.layer` is its layer,
+  `place.offset` is where it begins in the flat parameter, and `place.numel` is its number of
+  elements. Padding is at the end. `layout.shard_numels()` lists the elements of a shard for each
+  layer, including padding
+* `read(layer, rank, begin, end)`: elements `begin` to `end` of a saved shard
 * `rank`: the rank among the $M$ new ones, and `dtype`, the data type of the shards to return
 
 **Return** a list of this rank's shards, `(shard_numel,)` each, one for each wanted layer in order.
 
 **Keeps** I1: each element ends up in its place. I2: a rank reads only the elements of its own
-shards, and no whole parameter. I5: the new padding is zero, and the old padding is not copied. The
-checker puts NaN into the old padding to detect copies.
+shards. I5: the new padding is zero. The checker puts NaN into the old padding.
 
-**Hint**: for each parameter, find the range of it that is in this rank's shard. It begins at the
-larger of two begins and ends at the smaller of two ends. In the saved layer this range may be
-spread over the shards of several ranks. `divmod` gives the rank, and the position in its shard.
+**Hint**: for each parameter, find the range of it that is in this rank's shard. Several saved
+shards may have parts of it. `divmod` gives the rank, and the position in its shard.
 """
 
 from collections.abc import Callable

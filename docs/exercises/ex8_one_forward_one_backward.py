@@ -1,34 +1,22 @@
 r"""
 # Exercise 8: the list of a pipeline
 
-In a pipeline each rank has one stage of the model, and the batch is cut into micro-batches. A rank
-computes a list of passes, one after the other. If a pass needs something from another rank, the
-rank waits for it. The schedule *1F1B* orders the passes so that no rank waits longer than
-necessary, and no rank keeps more activations than necessary.
-
-Here are two ranks with three micro-batches. `F0` is the forward pass of micro-batch 0, `B0` its
-backward pass, and each takes one slot:
+Each rank of a pipeline has one stage of the model and computes a list of passes. The schedule
+*1F1B* orders the passes so that ranks wait, and keep activations, no longer than necessary. `F0` is
+the forward pass of micro-batch 0, `B0` its backward pass, and each takes one slot:
 
 | slot | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |
 |---|---|---|---|---|---|---|---|---|
 | rank 0 | F0 | F1 | | B0 | F2 | B1 | | B2 |
 | rank 1 | | F0 | B0 | F1 | B1 | F2 | B2 | |
 
-The list of rank 0 is F0 F1 B0 F2 B1 B2. The empty slots are not in the list.
+**Given** `rank`, from 0 to `ranks - 1`, and the numbers `ranks` and `micro_batches`; either may be
+the smaller one. Rank 0 has the first stage.
 
-**Given**
+* a forward pass needs that of the same micro-batch on the rank before
+* a backward pass needs that on the next rank; on the last rank, its forward pass
 
-* `rank`, from 0 to `ranks - 1`. Rank 0 has the first stage of the model, and the last rank has the
-  last one
-* `ranks`, the number of ranks, which is the number of stages
-* `micro_batches`, their number, which may be smaller than `ranks`
-
-The passes depend on each other:
-
-* the forward pass of a micro-batch on a rank needs that of the same micro-batch on the rank before
-* its backward pass needs the backward pass on the next rank; on the last rank, its forward pass
-
-**Return** the passes of this rank in order, as a list of pairs. The list above is
+**Return** the passes of this rank in order, without the empty slots. For rank 0 above:
 
 ```
 [("forward", 0), ("forward", 1), ("backward", 0), ("forward", 2), ("backward", 1), ("backward", 2)]
@@ -36,13 +24,10 @@ The passes depend on each other:
 
 **Keeps** I1: each micro-batch goes forward and backward once. I6: no rank waits forever. Idle: with
 $p$ ranks and $m$ micro-batches all ranks are done after $2(m + p - 1)$ slots. Kept: rank $r$ never
-keeps the activations of more than $\min(m, p - r)$ micro-batches. It keeps those of a micro-batch
-from the beginning of its forward pass to the end of its backward pass.
+keeps the activations of more than $\min(m, p - r)$ micro-batches.
 
 **Hint**: the list has three parts: some forwards, then a forward and a backward by turns, then the
-rest of the backwards. All three lengths follow from that of the first part, which is different on
-each rank. How many forwards does the last rank need before its first backward? And the rank before
-it?
+rest of the backwards. How many forwards does the last rank need first? And the rank before it?
 """
 
 

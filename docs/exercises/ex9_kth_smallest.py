@@ -2,36 +2,30 @@ r"""
 # Exercise 9: the k-th smallest number of all ranks
 
 To prune half of a sharded model, the ranks need a threshold: the number that exactly $k$ of all
-numbers do not exceed. No rank has all of them, and gathering them to sort them would send the whole
-model. But ranks can *count*, and agree on the threshold digit by digit.
-
-Here are two ranks with two numbers each, and the second smallest of all four is wanted:
+numbers do not exceed. Gathering them would send the whole model. But ranks can *count*, and agree
+on the threshold digit by digit. The second smallest of four numbers:
 
 | | rank 0 has 42 and 17 | rank 1 has 13 and 45 | together | so |
 |---|---|---|---|---|
 | first digits | one 1, one 4 | one 1, one 4 | two 1, two 4 | the second smallest begins with 1 |
 | second digits, of those with a 1 | one 7 | one 3 | one 3, one 7 | it is 17 |
 
-If the third smallest were wanted, it would begin with 4. Two numbers begin with a smaller digit, so
-it is the *first* smallest of those with a 4.
+The third smallest of all is the *first* smallest of those with a 4.
 
 **Given**
 
-* `numbers`, `(n,)` int64, those of this rank, from 0 to $2^\text{bits} - 1$. A rank may have none,
-  and a number may be there several times
+* `numbers`, `(n,)` int64, of this rank, from 0 to $2^\text{bits} - 1$. A rank may have none
 * `k`, from 1 to the number of all numbers of all ranks
 * `bits`, a multiple of 8. Take digits of 8 bits
-* `total(counts)`, which adds up counts over all ranks, `(m,)` int64 to the same shape. All ranks
-  have to call it together
+* `total(counts)`: adds up counts over all ranks, `(m,)` int64. All ranks call it together
 
 **Return** the k-th smallest number of all ranks, an `int`.
 
 **Keeps** I1: the number is exact, and the same on all ranks. I6: all ranks call `total` as often,
-and with as many counts. Sent: a rank sends 256 counts for each digit, however many numbers it has.
+and with as many counts. Sent: a rank sends 256 counts for each digit.
 
-**Hint**: `(numbers >> shift) & 255` is a digit of each number. `torch.bincount` counts digits, and
-`torch.cumsum` says how many numbers have a digit up to some value. Before the next digit, drop the
-numbers that have another one, and change `k`.
+**Hint**: `(numbers >> shift) & 255` is a digit of each number, and `torch.bincount` counts digits.
+Then drop the numbers that have another digit, and change `k`.
 """
 
 from collections.abc import Callable
