@@ -491,6 +491,9 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         loss.backward()
 
     def _check_loss(self, loss: torch.Tensor) -> None:
+        """
+        #### Refuse a loss that cannot be scaled or has no graph
+        """
         is_tensor = isinstance(loss, torch.Tensor)
         self.expect(is_tensor and loss.numel() == 1, "cannot go backward", "a loss of one element",
                     f"one of shape {tuple(loss.shape)}" if is_tensor else type(loss).__name__,
@@ -600,7 +603,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         if threads == before:
             yield
             return
-        # Only during the step: torchrun has a reason for its one thread.
+        # Only during the step.
         torch.set_num_threads(threads)
         try:
             yield
@@ -877,6 +880,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         masters = []
         known: dict[torch.Tensor, dict[str, Any]] = {}
         for states in self.shard_states:
+            # The next shard gets the buffer of this one, so copy what is in it.
             in_buffer = states.in_file is not None
             with states.in_memory(self.state, write=False) as (master, _):
                 masters.append(_kept(master, in_buffer))
