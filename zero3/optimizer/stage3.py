@@ -5,8 +5,8 @@ r"""
 moments of this rank's shards, scales the loss, clips the gradient, and steps.
 
 Layers in half precision take half the memory and half the communication. But a sum of many small
-steps needs more digits than a single product does. So the optimizer steps an fp32 copy of every
-shard, the master, and rounds the result into the shard that the layer gathers.
+steps needs more digits. So the optimizer steps an fp32 copy of every shard, the master, and rounds
+the result into the shard that the layer gathers.
 
 **Two weights on two ranks.** Each rank has one bf16 weight. The loss is scaled by $S = 4$, the
 gradient of the unscaled loss is (3, 4), the norm is clipped to 1, and SGD has a learning rate of
@@ -35,20 +35,20 @@ Master, momentum and variance take $K = 12$ bytes per parameter
 ([ZeRO](https://arxiv.org/abs/1910.02054), section 3.1). The first step creates the moments. From
 then on, a rank with half-precision parameters and gradients has $\frac{(2 + 2 + K)\Psi}{N} =
 \frac{16\Psi}{N}$ bytes of model states after the backward pass, and $\frac{14\Psi}{N}$ after
-`zero_grad()`. Padding and counters of steps come on top.
+`zero_grad()`. Padding comes on top.
 
 **Why the masters are fp32.** bf16 has 8 significant bits, so the neighbours of 1 are $1 +
 \frac{1}{128}$ and $1 - \frac{1}{256}$. A step of 0.001 from 1 is rounded away. A thousand such
-steps are rounded away one after the other, while an fp32 master reaches 0, to four digits.
+steps are all rounded away, while an fp32 master reaches 0, to four digits.
 
 **Why the loss is scaled.** Below $2^{-14}$ fp16 has fewer and fewer digits, and below $2^{-24}$ it
-has no number at all. Many gradients are smaller than that. The gradient of $S$ times the loss is
-$S$ times the gradient. So scaling moves gradients up to the range with all digits, and the fp32
-gradient is divided by $S$ afterwards. bf16 has the range of fp32 and needs no scale. The idea is
-section 3.2 of [Mixed Precision Training](https://arxiv.org/abs/1710.03740).
+has no number at all. The gradient of $S$ times the loss is $S$ times the gradient. So scaling moves
+gradients up to the range with all digits, and the fp32 gradient is divided by $S$ afterwards. bf16
+has the range of fp32 and needs no scale. The idea is section 3.2 of [Mixed Precision
+Training](https://arxiv.org/abs/1710.03740).
 
-**Where the states rest.** On the device, in CPU memory or in files: `states.py` brings the states
-of a shard into memory. Small layers wait for each other and are reduced together: see `buckets.py`.
+The states may rest on the device, in CPU memory or in files (`states.py`), and small layers are
+reduced together (`buckets.py`).
 
 **Run this**: `make train ARGS="--dtype fp16 --loss-scale dynamic --accumulate 4 --clip 1.0"`. With
 `bf16` the same works without a loss scale.

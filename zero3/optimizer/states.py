@@ -21,18 +21,16 @@ each. With Adam and gradients of $b_g$ bytes that is
 $$\underbrace{4}_{\text{master}} + \underbrace{4 + 4}_{\text{moments}}
 + \underbrace{b_g}_{\text{gradient}} \quad \text{bytes per element of a shard}$$
 
-An fp32 shard can be its own master and is not kept twice: if it rests in the memory where it is
-stepped, or if shard and states both rest in files. Then they share one file, and the layer reads
-the beginning of it.
+An fp32 shard that rests where it is stepped is its own master. If it and its states rest in files,
+they share one, and the layer reads the beginning of it.
 
 **States in files.** A step needs all states of a shard together, and none of them before the next
 step. They lie side by side in the file, so one read brings them all into one of a few buffers. The
 optimizer prefetches the states of the next shards before it steps this one, and does not wait for
-the writes of the previous shards. At all other times the pieces and their moments have no elements.
+the writes of the previous shards.
 
 A gradient goes to the place of the master as soon as it is reduced. Before the last few gradients
-arrive, the states that the step needs first are prefetched, because the disk has less to do in
-backward than in the step. A chain with no more shards than buffers does not do this.
+arrive, the states that the step needs first are prefetched, unless all shards have a buffer.
 
 **Pieces are cut once more** between parameters that are used in different steps, because the
 optimizer counts the steps of each piece.
@@ -546,7 +544,9 @@ class ShardStates:
         self, state: State, views: dict[str, torch.Tensor]
     ) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
         """
-        #### Every moment of every piece: the piece's states, the moment's name, its view of the buffer
+        #### Every moment of every piece, and its view of the buffer
+
+        Yields the states of the piece's parameter, the moment's name in them, and the view.
         """
         for piece in self.pieces:
             known = state[piece.param]

@@ -3,9 +3,8 @@
 
 A whole model counts the steps of its optimizers, whoever has made them. PyTorch has a hook for
 that, which runs for each optimizer of the process. Such a hook has to go with the model. But Python
-collects a model at any moment, and one of them is the middle of a step, while PyTorch is going
-through the hooks. One hook fewer is an error there, in a step that has nothing to do with the model
-that is gone:
+collects a model at any moment, even in the middle of a step, while PyTorch is going through the
+hooks. One hook fewer is an error there, in a step of another model:
 
 > RuntimeError: OrderedDict mutated during iteration
 
