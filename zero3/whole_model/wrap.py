@@ -487,7 +487,8 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
     * `seed`, `init` and `checkpoint` are as for `Source`
     * `mesh` has the ranks that share the model, and in a second dimension its replicas or its nodes
       (see `mesh.py`); left out, all ranks share it. `Links` adds encodings to a mesh
-    * `debug` turns a hang of NCCL into an error that names both units. On the CPU it is always on
+    * `debug` has the ranks compare what they are about to gather, as they always do on the CPU. So
+      a hang of NCCL becomes an error that names both units
     * `kind` is the class of the result; `zero3.compile` passes another one
 
     Raises `TypeError` or `ValueError` for an impossible argument, before anything changes. Raises
