@@ -3,11 +3,10 @@ r"""
 
 `Encoded` keeps a frozen shard in 8 or 4 bits, and decodes it whenever its layer is gathered.
 
-A frozen weight never changes. No optimizer adds a small step to it, so it does not need the digits
-that a step needs. Fine-tuning often freezes nearly all weights and trains a few new ones beside
-them. Then the frozen shards are most of what a rank keeps. An encoding makes them smaller, by half
-from bf16 to 8 bits, and to less than a seventh from fp32 to 4 bits. `Zero3Layer(module,
-offload=Offload(frozen=Int4()))` asks for it.
+A frozen weight never changes, so it does not need the digits that the small steps of an optimizer
+need. Fine-tuning often freezes nearly all weights, and their shards are most of what a rank keeps.
+An encoding makes them smaller, by half from bf16 to 8 bits, and to less than a seventh from fp32 to
+4 bits. `Zero3Layer(module, offload=Offload(frozen=Int4()))` asks for it.
 
 **A layer of four frozen weights on one rank**, with the numbers of `encodings.py`:
 
@@ -20,9 +19,8 @@ offload=Offload(frozen=Int4()))` asks for it.
 
 In fp32 the weights take 16 bytes; here two bytes have four codes, and two the scale. The weights
 were 0.6, −1.3, 3.5 and 0 before. From wrapping on, 0.5 and −1.5 *are* the weights: every pass
-computes with them, `full_params()` shows them, and a checkpoint has them. Nothing is lost a second
-time, because decoded weights encode to the same bytes. So a checkpoint that is loaded into as many
-shards, on the same kind of device, gives the same weights again.
+computes with them, and a checkpoint has them. Decoded weights encode to the same bytes, so nothing
+is lost a second time.
 
 An `encoding` needs `nbytes` for a row, and a layer has $F_\ell$ frozen parameters. Then a rank
 keeps
@@ -93,7 +91,7 @@ class Encoded:
         at = torch.device("cpu") if tier == "cpu" else self.device
         # (nbytes,) uint8
         self.code = copy_to(at, self._encode(values), torch.uint8, self.device)
-        # The code on the device. If it rests elsewhere, this is a copy for as long as it is used.
+        # The code on the device, or a copy of it for as long as it is used.
         self.near: torch.Tensor | None = self.code if at == self.device else None
         self.decoded: torch.Tensor | None = None  # (shard_numel,), device
         self.param = FrozenShard.of_shard(
@@ -133,8 +131,7 @@ class Encoded:
         """
         ### Begin to copy the code from CPU memory to the device
 
-        The layer before calls it, so the copy overlaps that layer's computation. It is much smaller
-        than the shard.
+        The layer before calls it, so the copy overlaps that layer's computation.
         """
         if self.near is None:
             comm = self._comm()
@@ -147,9 +144,7 @@ class Encoded:
         """
         ### Decode the shard: `(shard_numel,)`, on the device
 
-        On the fetch stream, which copies it next: so its memory is that stream's, and can be freed
-        without a wait. The compute stream waits for the decoding too, because others may read or
-        write the shard there.
+        On the fetch stream, which copies it next, so the memory can be freed without a wait.
         """
         self.read_async()
         if self.decoded is None:
@@ -159,6 +154,8 @@ class Encoded:
                 self.decoded = self._decode(self.near)
                 done = comm.event()
                 done.record()
+            # The compute stream waits for the decoding, because the shard may be read or written
+            # there.
             comm.current_stream().wait_event(done)
         return self.decoded
 
@@ -167,7 +164,7 @@ class Encoded:
         """
         ### Encode the decoded shard again
 
-        `full_params(writeback=True)` and the load of a checkpoint have written to it.
+        `full_params(writeback=True)` or the load of a checkpoint has written to it.
         """
         assert self.decoded is not None
         self.code.copy_(self._encode(self.decoded))
@@ -185,8 +182,8 @@ class Encoded:
         """
         ### Free the decoded shard, and the copy of the code
 
-        No stream has to be waited for: the memory is the fetch stream's, which used it last, or
-        waits for the compute stream before it uses it again.
+        No stream has to wait: the memory is the fetch stream's, which used it last, or waits for
+        the compute stream before it uses it again.
         """
         if self.decoded is not None:
             # The transfer in flight still refers to it, and ends one layer later.
@@ -223,8 +220,7 @@ class FrozenShard(FreedParameter):
     """
     ## The parameter of a shard that rests encoded
 
-    It has a length and a data type, and no elements. It cannot be made trainable, because an
-    optimizer's small steps would be rounded away.
+    It has a length and a data type, and no elements, and cannot be made trainable.
     """
 
     @classmethod

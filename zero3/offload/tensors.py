@@ -15,12 +15,11 @@ becomes a file of 160 bytes:
 | 144 to 160 | 1, 2, 3 and 4, with 4 bytes each |
 
 The header is JSON, with spaces at its end until its length is a multiple of 8. Nothing in the file
-is ever executed, unlike a pickle, and other libraries can open it.
+is ever executed, unlike a pickle.
 
-The safetensors library writes a file from a dict of tensors, all of them in memory. Offloaded
-optimizer states are read from files one shard at a time, so `Writer` takes one tensor at a time. It
-writes in pieces, past the page cache: threads write some pieces while the next one is filled. With
-four pieces of 8 MiB:
+The safetensors library writes a dict of tensors, all of them in memory. `Writer` takes one tensor
+at a time, because offloaded optimizer states are read from files one shard at a time. Threads write
+some pieces past the page cache while the next one is filled. With four pieces of 8 MiB:
 
 $$\text{memory} \le 4 \cdot 8 \text{ MiB} = 32 \text{ MiB}$$
 
@@ -81,8 +80,7 @@ def write_tensors(path: Path, like: Like, read: Callable[[str], Iterable[torch.T
 
     * `path` is the file, which must not exist yet
     * `like` has the data type and the shape of each tensor
-    * `read(name)` yields the elements of a tensor, in parts of any shape and data type. It is
-      called when the tensor's turn comes
+    * `read(name)` yields the elements of a tensor, in parts of any shape and data type
     * `metadata` is stored in the header
 
     Returns the file's length and checksums. Raises `OSError`, `Broken` as `Writer` does, and
@@ -123,9 +121,6 @@ class Writer:
     """
     ## Write a safetensors file, tensor by tensor
 
-    The file is written in pieces past the page cache. A thread writes each piece while the next one
-    is filled, so a writer takes the memory of four pieces, however large the tensors are.
-
     Use it in a `with` block: an exception in the block removes the file. The file is complete and
     on the disk once `finish` has returned.
     """
@@ -134,14 +129,12 @@ class Writer:
         """
         ### Create the file and reserve its space
 
-        * `path` is the file, which must not exist yet
         * `like` has the data type and the shape of each tensor, in the order of the later writes.
-          Tensors with larger elements have to come first: then each begins at a multiple of its
-          element size, and other programs can map it into memory
-        * `metadata` is stored in the header
+          Tensors with larger elements come first: then each begins at a multiple of its element
+          size, and other programs can map it into memory
 
-        Raises `OSError` if the disk has no space, and `Broken` if safetensors has no name for a
-        data type.
+        The rest is as for `write_tensors`. Raises `OSError` if the disk has no space, and `Broken`
+        if safetensors has no name for a data type.
         """
         header, data_bytes = _header(like, metadata)
         self.path = path
@@ -171,8 +164,8 @@ class Writer:
         """
         ### Write the next elements
 
-        * `values` has the announced data type. Its shape and its device do not matter, and it may
-          change as soon as this returns
+        * `values` has the announced data type, any shape and device, and may change as soon as this
+          returns
 
         Raises `OSError` if an earlier piece could not be written.
         """
@@ -228,8 +221,6 @@ class Writer:
 def _header(like: Like, metadata: dict[str, str] | None) -> tuple[bytes, int]:
     """
     #### The beginning of a file, up to the first number, and how many bytes of numbers follow
-
-    It has the offset of each tensor, so all shapes are known before the first number is written.
     """
     header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     end = 0
@@ -258,8 +249,7 @@ def fsync_folder(folder: Path) -> None:
     """
     ## Force a folder's list of files to the disk
 
-    `fsync` of a file forces out its content only. After a power cut a new file could be missing
-    from its folder.
+    `fsync` of a file forces out its content only, and a power cut could take the file's name.
     """
     fd = os.open(folder, os.O_RDONLY)
     try:
@@ -285,9 +275,8 @@ class Broken(Exception):
     r"""
     ## A checkpoint is damaged, or something does not fit into one
 
-    The message may quote a name from a file, and that can be anything: `\x1b[2J` would clear a
-    terminal, and a line break could make a second message. So characters that do not print are
-    escaped.
+    The message may quote a name from a file, and `\x1b[2J` in it would clear a terminal. So
+    characters that do not print are escaped.
     """
 
     def __str__(self) -> str:
