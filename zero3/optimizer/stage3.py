@@ -147,16 +147,15 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         * `group_by` gets the name and the parameter, which has a shape but no values, and returns
           the options that differ for it: `lambda name, p: {"weight_decay": 0.1 * (p.ndim > 1)}`
           decays matrices only
-        * `loss_scale` is a number, or "dynamic". A dynamic scale starts at 65536, halves when a
-          gradient overflows, doubles after `scale_window` steps without overflow, and never goes
-          below `scale_floor`
+        * `loss_scale` is a number, or "dynamic": from 65536 on, half of it after an overflow, but
+          at least `scale_floor`, and twice as much after `scale_window` steps without one
         * `clip_grad_norm` limits the norm of the mean gradient of the whole model
         * `reduce_dtype` is the data type of the gradients during the reduce and in the shard. It
           defaults to the layer's
         * `bucket_bytes` of full gradients, over all ranks' shards, are reduced together. As many
           bytes of shards are stepped together
         * `offload` says where masters, moments and the shards' gradients rest, as an `Offload` or
-          as "cpu". It defaults to the device. In the two other tiers the CPU computes the step
+          as "cpu"; left out, on the device. In the two other tiers the CPU computes the step
 
         Raises `RuntimeError` if parameters are not sharded, if the optimizer is not elementwise, if
         an argument is out of range, or if there is not enough memory. ZeRO, section 3.1. Keeps the
@@ -348,8 +347,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         """
         #### The part of this rank's shard that each parameter of a flat one has
 
-        The part is empty for a parameter on other ranks. Padding belongs to the parameter before
-        it.
+        It may be empty. Padding belongs to the parameter before it.
         """
         numel = len(flat.shard)
         first = self.comm.rank * numel
@@ -442,8 +440,6 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
     def regroup(self) -> None:
         """
         ### Put the pieces of all shards into their param groups again, after some were cut
-
-        A piece that is in no group would never be stepped.
         """
         for i, group in enumerate(self.param_groups):
             group["params"] = self._params_of(i)
@@ -533,8 +529,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         """
         ### Update the shards
 
-        * `closure` clears the gradients, computes the loss, calls `backward` and returns the loss,
-          as for torch's optimizers. Without it the step uses the present gradients
+        * `closure` is as for torch's optimizers, and calls `backward` of this one
 
         All ranks call it. Returns the norm of the mean gradient of the whole model, before clipping
         and without the scale; `None` if a gradient overflowed, and then no rank has stepped. With a
@@ -836,8 +831,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         """
         #### Let the param groups have these pieces only
 
-        With all pieces in the groups, the wrapped optimizer would look at all of them for every
-        batch.
+        The wrapped optimizer would look at all others for every batch.
         """
         all_params = [group["params"] for group in self.param_groups]
         try:
@@ -951,8 +945,8 @@ def step_threads(at: torch.device, device: torch.device, threads: int, ranks: in
     * `at` is the device of the step, and `device` that of the layers
     * `threads` is torch's present number; `ranks` is the number of ranks on this machine
 
-    torchrun gives each rank one thread. While an accelerator computes the layers, the cores have
-    only the step to compute, so the ranks share them.
+    torchrun gives each rank one thread. If an accelerator computes the layers, the ranks share all
+    cores for the step.
     """
     idle = at.type == "cpu" and device.type != "cpu" and threads == 1
     return max(1, len(os.sched_getaffinity(0)) // ranks) if idle else threads
@@ -980,8 +974,7 @@ def plain_paths(model: nn.Module) -> dict[nn.Module, str]:
     """
     ## The name of each module in the plain model
 
-    The names that `group_by` gets begin with these, so the same function works for every way of
-    wrapping.
+    `group_by` gets names that begin with these.
     """
     return {module: names[0] for module, names in plain_names(model).items()}
 

@@ -4,12 +4,11 @@ r"""
 `Source` gives a layer its values, `Deferred` is a placeholder for a layer that does not exist yet,
 and `save` writes a sharded model to files.
 
-If no rank has enough memory for a model, the model must never exist as a whole, not even when it is
+If no rank has enough memory for a model, it must never exist as a whole, not even when it is
 created. So build it without values, on torch's `meta` device or from `Deferred` layers. `wrap` then
-goes through the layers one by one: every rank allocates the layer, gives it its values, shards it
-and frees it, before the next layer is allocated. The values come from the module's own
-`reset_parameters`, from a function, or from a checkpoint. Section 7.2 of
-[ZeRO-Infinity](https://arxiv.org/abs/2104.07857) initializes models in the same way.
+allocates a layer, gives it its values, shards it and frees it, before it comes to the next one. The
+values come from the module's own `reset_parameters`, from a function, or from a checkpoint. Section
+7.2 of [ZeRO-Infinity](https://arxiv.org/abs/2104.07857) initializes models in the same way.
 
 **Two layers on two ranks.** The first layer has 4 elements, the second one has 6. Memory while
 `wrap` makes the model, in elements on each rank:
@@ -21,7 +20,7 @@ and frees it, before the next layer is allocated. The values come from the modul
 | allocate layer 2, and copy it to its flat parameter | 2 | 6 + 6 | 14 |
 | shard it, and free the rest | 2 | 3 | 5 |
 
-The largest layer counts twice, once as parameters and once as a flat parameter:
+The largest layer counts twice:
 
 $$\text{memory while a model is made} \le \sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil
 + 2 \max_\ell P_\ell \quad \text{elements}$$
@@ -29,8 +28,7 @@ $$\text{memory while a model is made} \le \sum_\ell \left\lceil \frac{P_\ell}{N}
 A tensor that is read from a checkpoint is one more copy.
 
 Each module is seeded by its name, so the values depend neither on the number of ranks nor on the
-layers before. They differ from those of a model that is built in one go, from a single stream of
-random numbers.
+layers before. A model that is built in one go gets others.
 
 **Run this**: `python -m pytest tests/test_coordinator.py -k memory` makes, trains and saves a model
 of four times the memory that each rank may take.
@@ -109,8 +107,7 @@ class Source:
         """
         ### Make a deferred layer; return any other module as it is
 
-        * `model` is used for errors
-        * `path` is the layer's name in the model
+        * `path` is the layer's name in `model`
 
         Raises `RuntimeError` on all ranks if the factory raises on one of them.
         """
@@ -136,16 +133,15 @@ class Source:
         """
         ### Give values to the tensors of a layer that have none
 
-        * `model` is used for errors
-        * `modules` are the layer's own, by their names in the model; `path` is the layer's name
+        * `modules` are the layer's own, by their names in `model`; `path` is the layer's name
         * `names` are all names of each tensor in the model
 
         All ranks must call it. Rank 0 draws or reads the values, because sharding the layer sends
-        its values to all ranks. It tells the others if that failed (all-gather of a text). Returns
-        the new tensors by the meta tensors that they replace.
+        them to all ranks, and tells the others if that failed (all-gather of a text). Returns the
+        new tensors by the meta tensors that they replace.
 
         Raises `RuntimeError` on all ranks if a tensor gets no values, or if a checkpoint does not
-        fit. So no rank waits in vain for another one (invariant I6).
+        fit (invariant I6).
         """
         made, empty = self._allocate(modules)
         if not empty and self.checkpoint is None:
@@ -305,9 +301,8 @@ def save(model: WholeModel, folder: Path) -> None:
     ## Write a whole model's weights, one unit at a time
 
     Writes safetensors, a file for each unit and an index, in Hugging Face's layout. A parameter
-    with several names is written once, under the first name in its unit. All ranks must call it,
-    because each unit is all-gathered; rank 0 writes. A model of Hugging Face's gets its
-    `config.json` too.
+    with several names is written once. All ranks must call it, because each unit is all-gathered;
+    rank 0 writes.
 
     Raises `RuntimeError` on all ranks if rank 0 cannot write (invariant I6).
     """

@@ -4,9 +4,8 @@ r"""
 `fetch_together` starts one all-gather for several units. Each of them takes its parameters out of
 it when it is about to compute.
 
-A collective takes a fixed time plus the time of its bytes. In a model of many small units the fixed
-times add up: for 64 x 64 weights they are most of a step. Gradients of small layers share a
-reduce-scatter already (see `buckets.py`); here small units share the all-gather.
+Gradients of small layers share a reduce-scatter (see `buckets.py`), because a collective takes a
+fixed time beside the time of its bytes. Here small units share the all-gather.
 
 **Two units on two ranks.** Unit a is the layer of the example in `layer.py`: its flat parameter is
 1 2 3 0, so rank 0 has the shard 1 2 and rank 1 has 3 0. Unit b has the two weights 5 6. Each rank
@@ -21,8 +20,7 @@ packs its shards side by side into its own row of a *packed buffer*:
 | b takes column 2 | 5 | 6 |
 
 When a is about to compute, it copies its columns, row by row, into its flat parameter 1 2 3 0.
-Later b does the same, and then the packed buffer is freed. If a collective takes $t$ seconds beside
-its bytes, $n$ units that share one save
+Later b does the same, and then the packed buffer is freed. If the fixed time is $t$, $n$ units save
 
 $$(n - 1)\, t \quad \text{seconds, and cost} \quad \sum_{i=1}^{n} P_{u_i} \quad
 \text{elements of memory}$$
@@ -43,8 +41,7 @@ elements in each bucket, the most is therefore $(2 k + 1)\, P$ elements.
 unit has all their parameters. Then nothing is packed: a and b of the example have one flat
 parameter from the beginning, 1 2 3 5 6 0, and one shard on each rank. Each layer still computes by
 itself, and uses the parameters of that unit as it would use a tied weight. `zero3.compile` does
-this, if it is asked to. With hooks it would not pay, because each layer has hooks of its own either
-way.
+this, if it is asked to.
 
 **Run this**: `python -m pytest tests/test_together.py -k collectives`.
 
@@ -84,8 +81,7 @@ class Together(nn.Module):
     """
     ## Layers that share a unit
 
-    It has the layers as children, by their names in the model, so the names of their parameters are
-    those of the plain model. Nobody calls it.
+    It has the layers as children, by their names in the model. Nobody calls it.
     """
 
     def __init__(self, places: list[LayerPlace]):
@@ -110,8 +106,7 @@ def neighbours(places: Iterable[LayerPlace], most_bytes: int, most_numel: float
     ## Layers that follow each other, and together are small
 
     * `places` are those of layers, in the order of the model's modules
-    * `most_bytes` is what the layers of a unit may have together
-    * `most_numel` is how many elements they may have together
+    * `most_bytes` and `most_numel` are what the layers of a unit may have together
 
     Returns lists of at least two places.
     """
@@ -137,12 +132,11 @@ def fetch_together(units: Iterable[Any]) -> None:
 
     * `units` are `Unit`s of one model. Those that are full already are left alone
 
-    Start the all-gather and return. Each unit waits for it as for one of its own. All ranks must
-    call it, with the same units in the same order. A rank sends to each other rank its shards of
-    all of them.
+    Start the all-gather and return. All ranks must call it, with the same units in the same order.
+    A rank sends to each other rank its shards of all of them.
 
-    Raises `RuntimeError` if the units are of several models. Ranks that call it with other units
-    get the error about ranks that diverged when they wait (I6).
+    Raises `RuntimeError` if the units are of several models. Ranks with other units get the error
+    about ranks that diverged when they wait (I6).
     """
     several = list(dict.fromkeys(units))
     for unit in several:

@@ -21,7 +21,7 @@ Take three units of 10 elements, a, b and c, with room for 10 elements ahead. Af
 | backward, a | | | a |
 
 A pass that goes another way is noticed at the first difference. From there on it gathers on demand,
-which is slower and equally right, and the next pass expects the new order.
+and the next pass expects the new order.
 
 $$\underbrace{u_1, \ldots, u_p}_{\text{seen}}\;
 \underbrace{u_{p+1}, \ldots, u_{p+k}}_{\text{soon: prefetched, or not freed}}\;
@@ -40,8 +40,7 @@ of [ZeRO-Infinity](https://arxiv.org/abs/2104.07857).
 | the root | the beginning of forward | the end of backward | 1 |
 | a persistent one | its first use after a step | its first use after the next step | 1 |
 
-With several micro-batches the first three counts are per micro-batch. At any moment a unit is in
-one of these states:
+The first three counts are per micro-batch. At any moment a unit is in one of these states:
 
 | state | memory | parameters | until |
 |---|---|---|---|
@@ -50,9 +49,8 @@ one of these states:
 | in use | whole | open | all its `users` have computed |
 | staying | whole | closed | it computes again, or the pass ends, or the optimizer steps |
 
-*Closed* means that the parameters report each use. So the first use of one unit's parameter by
-another is noticed, even if that one happens to be whole; section 7.1 of the paper calls such
-parameters external. From then on both are gathered together, forward and backward.
+*Closed* parameters report each use. So the first use of one unit's parameter by another is noticed;
+section 7.1 of the paper calls such parameters external. From then on both are gathered together.
 
 **Run this**: `python -m zero3.whole_model` prints the order of events in two steps of a small
 model.
@@ -120,8 +118,7 @@ class Trace:
         """
         ### Expect the next pass of this kind to go like this one
 
-        If it went another way than expected, it counts as a miss. The last pass is the best guess
-        for the next either way.
+        A pass that went another way counts as a miss.
         """
         if self.kind:
             expected = self.learnt.get(self.kind, self.seen)
@@ -139,8 +136,7 @@ class Trace:
         """
         ### The units that the pass will reach, in order
 
-        In the example above, when forward has reached a, these are b and c. After a difference
-        there are none.
+        After a difference there are none.
         """
         return self.known[len(self.seen) :] if self.follows() else []
 
@@ -149,8 +145,7 @@ class Unit(Zero3Layer):
     """
     ## A layer of a whole model
 
-    A `Zero3Layer` in the place of a module. It reads attributes that it does not have from the
-    module, and writes them to the module if the module has them.
+    A `Zero3Layer` in the place of a module, which has the module's attributes.
     """
 
     cure = ("call what `wrap` returned, and use the parameter in the forward of a module; where "
@@ -198,8 +193,7 @@ class Unit(Zero3Layer):
         """
         ### Read an attribute of the module
 
-        A property may look at the parameters, as `device` of Hugging Face models does. Freed
-        parameters still tell their data type and device.
+        A property may ask freed parameters for their data type and device.
         """
         module = super().__getattr__("module")
         if not isinstance(getattr(type(module), name, None), property):
@@ -262,8 +256,7 @@ class Unit(Zero3Layer):
         """
         ### Whether a sharded layer is a unit of the same model
 
-        A model may move its units about. A sharded layer of another model would be in none of the
-        passes here.
+        A sharded layer of another model would be in none of the passes here.
         """
         return any(layer is unit for unit in self.order.units)
 
@@ -470,7 +463,7 @@ class Unit(Zero3Layer):
         """
         #### The gradient of an output is here: this unit's backward begins
 
-        As in forward, the unit arrives first; with several outputs, with the first gradient.
+        As in forward, the unit arrives first.
         """
         if call not in self.watch.entered:
             self.order.arrive(self)
@@ -491,8 +484,8 @@ class Unit(Zero3Layer):
             # A frozen parameter may lie between the unit and a gradient of another unit's
             # parameter.
             return False
-        # A leaf does not wait for gradients of its parameters: an expert that had nothing to do on
-        # this rank gets none. It is over with the last gradient of an input, or with the pass.
+        # A leaf does not wait for gradients of its parameters, because an idle expert gets none. It
+        # is over with the last gradient of an input, or with the pass.
         if not self.leaf:
             return super().is_over()
         entered = self.watch.entered
@@ -531,7 +524,7 @@ class Unit(Zero3Layer):
         """
         #### Use zeros for the gradients of a leaf that did not arrive
 
-        So that all ranks reduce its gradient if any of them has one.
+        All ranks reduce its gradient if one of them has one.
         """
         if not self.leaf or not self.watch.entered:
             return
@@ -628,8 +621,7 @@ class TracedOrder:
         """
         #### A forward pass of the model begins
 
-        Units may be full since a forward pass whose backward never came. The optimizer may have
-        stepped since.
+        Units may be full since a forward pass whose backward never came.
         """
         for unit in self.units:
             if unit.kept_for:
@@ -668,8 +660,6 @@ class TracedOrder:
     def _fetch_all(self, wanted: list[Unit], upcoming: list[Unit]) -> None:
         """
         #### Gather these units, small ones together with the small ones that come after them
-
-        * `upcoming` are the units that the pass will reach, in order
         """
         bucket = self._bucket(wanted, upcoming)
         if bucket:
@@ -696,7 +686,7 @@ class TracedOrder:
             if unit.is_here or unit in bucket:
                 continue
             numel += unit.numel
-            # It ends before a unit that is too large for the rest of it.
+            # And ends before a unit that is too large.
             if numel > self.bucket_numel or not self._fits([*wanted, *bucket, unit], numel):
                 break
             bucket.append(unit)
@@ -705,8 +695,6 @@ class TracedOrder:
     def _make_room(self, wanted: list[Unit], upcoming: list[Unit]) -> None:
         """
         #### Free units that nobody uses now, until the wanted ones fit
-
-        * `upcoming` are the units that the pass will reach, in order
         """
         if self._fits(wanted):
             return
@@ -734,7 +722,7 @@ class TracedOrder:
         """
         full_numel = sum(unit.numel for unit in self.units
                          if unit.is_fetched or unit.is_full_elsewhere or unit in wanted)
-        # A packed buffer counts beside its units, which take memory of their own when they compute.
+        # Packed buffers count beside their units.
         packed = {unit.packed for unit in self.units}
         return full_numel + sum(each.numel for each in packed if each)
 
@@ -786,7 +774,7 @@ class TracedOrder:
         ### Have the ranks tell each other which unit they are about to gather
 
         All-gather of their labels; all ranks must call it. Raises `RuntimeError` on all of them if
-        one is about to gather another unit.
+        they differ.
         """
         told = {"communication": f"gather of {unit.label}"}
         same(f"rank {unit.comm.global_rank}: {unit.label} is about to be gathered, and the ranks "

@@ -21,9 +21,8 @@ $$\underbrace{P_{\text{root}}}_{\text{forward and backward}} + \;
 If units use each other's parameters, or are inside each other, $P_\ell$ counts all of them.
 Persistent units come on top.
 
-A parameter with two names, of an embedding and a head for instance, has one owner, one shard and
-one gradient. The root owns it if it has it, and otherwise the first unit that does. For the other
-units it is an external parameter.
+A parameter with two names, of an embedding and a head for instance, has one owner: the root if it
+has it, and otherwise the first unit that does. For the other units it is an external parameter.
 
 | argument | DeepSpeed's name for it |
 |---|---|
@@ -103,7 +102,6 @@ class Zero3Model(WholeModel):
         self.beside = nn.ModuleList(wrapping.together)
         self.order.units = self.units
         self.sharded_layers = tuple(self.units)
-        # Parameters by each of several names, and the names in each plain module.
         self.tied = wrapping.tied_by_name()  # parameters with several names, by these
         self.layout = wrapping.layout  # the names of the parameters that a plain module has
         self.module: Any = self.units[0]
@@ -125,8 +123,7 @@ class Zero3Model(WholeModel):
         """
         ### The layers that share a unit: none, unless a later chapter overrides this
 
-        * `places` are those of the layers that may; `rest_numel` is what the model has outside its
-          layers
+        * `places` are those of layers that may; `rest_numel` is what is outside of all layers
         """
         return []
 
@@ -134,7 +131,7 @@ class Zero3Model(WholeModel):
         """
         #### Give each unit its number, its neighbours in the tree, and the model's communicator
 
-        The numbers are the same on all ranks, which announce them before each collective.
+        All ranks find the same numbers.
         """
         # All units share a reducer, because one reduce is in flight at a time.
         reducer = Reducer(self.comm)
@@ -151,10 +148,9 @@ class Zero3Model(WholeModel):
     def _limit_live(self, max_live_numel: int | None, prefetch_numel: int | None) -> None:
         """
         #### Set how many elements may be full, and how many are prefetched
-
-        The root is full through the whole pass, and beside it at least the unit that computes.
         """
         largest_numel = max(unit.numel for unit in self.units[1:])
+        # The root is full through the whole pass, and beside it the unit that computes.
         least_numel = self.units[0].numel + largest_numel
         self.expect(max_live_numel is None or max_live_numel >= least_numel, "cannot be this "
                     "small", f"`max_live_numel` of at least {least_numel:,}, the rest and the "
@@ -172,7 +168,7 @@ class Zero3Model(WholeModel):
         missed = set(shards)
 
         def count(model: Zero3Model, optimizer: Any, *_) -> None:
-            # The shards that this optimizer steps, torch's or ours.
+            # The shards of this optimizer.
             stepped = [p for group in optimizer.param_groups for p in group["params"]]
             stepped += [states.shard for states in getattr(optimizer, "shard_states", ())]
             if shards.isdisjoint(map(id, stepped)):
@@ -240,7 +236,6 @@ class Zero3Model(WholeModel):
             left_out = value is None and name == "model_numel"
             expect(left_out or whole(value), f"mark_persistent_parameters: `{name}`", "a whole "
                    "number of elements", repr(value), "pass such a number")
-        # In the order of the units, as many as there is room for.
         self.release_all()
         left_numel = float("inf") if model_numel is None else model_numel
         persistent_numel = 0
@@ -255,8 +250,8 @@ class Zero3Model(WholeModel):
         """
         ### Say that a module uses a parameter of another unit
 
-        Only needed if not all ranks use the parameter: otherwise the first use is noticed. All
-        ranks call it alike. Raises `RuntimeError` if either is not part of this model.
+        Needed if not all ranks use the parameter. All ranks call it alike. Raises `RuntimeError` if
+        either is not part of this model.
         """
         users = [u for u in self.units for m in (u, *dict(own_modules(u.module)).values())
                  if m is module]
@@ -328,7 +323,7 @@ class Zero3Model(WholeModel):
         """
         ### The full parameters of all units at once, under all their names in the plain model
 
-        A tied weight appears once under each of its names. Each rank holds the whole model inside.
+        Each rank holds the whole model inside.
         """
         with super().full_params(writeback) as params:
             yield params | self.tied
@@ -398,8 +393,7 @@ class Zero3Model(WholeModel):
         * `weights` says that each rank gets the whole model; without it, the parameters are on the
           meta device
 
-        All ranks call it, and all-gather each unit if they want the weights. Neither this object
-        nor its optimizer is of any use then.
+        All ranks call it, and all-gather each unit if they want the weights.
         """
         self.release_all()
         new: dict[torch.Tensor, nn.Parameter] = {}
@@ -433,7 +427,7 @@ class Zero3Model(WholeModel):
         """
         ### A table of what each unit holds on this rank now
 
-        Elements with their padding, and bytes of parameters: at rest, and full.
+        Elements with their padding, and bytes at rest and full.
         """
         table = [f"rank {self.comm.global_rank}, with 1/{self.comm.world_size} of each parameter",
                  f"{'elements':>14} {'at rest':>14} {'full':>14}  tier    unit"]
@@ -473,29 +467,29 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
     * `model` may have its values, and then all ranks get those of rank 0. Or it is on the meta
       device, or has `Deferred` layers, and then it is made one unit at a time
     * `layer_classes` is a class or several; layers inside other layers are units too
-    * `leaf_classes` become units together with everything inside them. Put there whatever depends
-      on a rank's data, for instance the experts of a mixture with their router
-    * `prefetch_numel` elements are gathered ahead, or not freed because they are needed again soon;
-      left out, as many as the largest unit has
-    * `max_live_numel` is how many elements of full parameters there are at once, at most;
-      `full_params` and `save` come on top. Left out, there is no limit
+    * `leaf_classes` become units together with everything inside them: whatever depends on a rank's
+      data, for instance the experts of a mixture with their router
+    * `prefetch_numel` elements are gathered ahead, or not freed in between; left out, as many as
+      the largest unit has
+    * `max_live_numel` is how many elements of full parameters there are at once, at most, but for
+      `full_params` and `save`; left out, any number
     * `persist_below_numel`: as for `mark_persistent_parameters`
-    * `bucket_numel` elements of small units that come one after the other share an all-gather, at
-      most: see `together.py`
+    * `bucket_numel` is how many elements of small units share an all-gather, at most: see
+      `together.py`
     * `offload` says where shards rest, as an `Offload` or as "cpu"; left out, on the device
     * `device` is where the model is made; left out, where it is, or the CPU
     * `seed`, `init` and `checkpoint` are as for `Source`
     * `mesh` has the ranks that share the model, and in a second dimension its replicas or its nodes
-      (see `mesh.py`); left out, all ranks share it. `Links` adds encodings to a mesh
+      (see `mesh.py`), or is a `Links`; left out, all ranks share it
     * `debug` has the ranks compare what they are about to gather, as they always do on the CPU. So
       a hang of NCCL becomes an error that names both units
     * `kind` is the class of the result; `zero3.compile` passes another one
 
     Raises `TypeError` or `ValueError` for an impossible argument, before anything changes. Raises
-    `RuntimeError` if there is nothing to wrap, a unit has no values or the limit is too low, and as
-    `Zero3Layer` does; also in the first pass, if units inside others or external ones exceed the
-    limit. ZeRO-Infinity, sections 6.2, 7.1 and 7.2. Keeps I1 to I8, but I2 not for persistent
-    units; I3 and I4 are as the formula and the table in `units.py` say.
+    `RuntimeError` if there is nothing to wrap, a unit has no values or the limit is too low,
+    perhaps only in the first pass, and as `Zero3Layer` does. ZeRO-Infinity, sections 6.2, 7.1 and
+    7.2. Keeps I1 to I8, but I2 not for persistent units; I3 and I4 are as the formula and the table
+    in `units.py` say.
     """
     expect(isinstance(model, nn.Module), "wrap", "a model", repr(model),
            "pass the model itself, and not its class", TypeError)
@@ -551,13 +545,11 @@ class _Wrapping:
         self._check((*layers, *leaves), len(places))
         for name, param in self.model.named_parameters(remove_duplicate=False):
             self.names.setdefault(param, []).append(name)
-        # What is outside all layers belongs to the root, also if a layer uses it too: the root is
-        # full all along.
+        # The root owns whatever is outside all layers, because it is full all along.
         inside = {m for place in places for m in place.layer.modules()}
         self.at_root = {p for m in self.model.modules() if m not in inside
                         for p in m._parameters.values() if p is not None}
         self.together = self._units_together(places)
-        # A layer that stands in two places becomes one unit.
         units: dict[nn.Module, Unit] = {}
         for place in places:
             layer = place.layer
@@ -619,7 +611,6 @@ class _Wrapping:
         self.made |= self.source.fill(self.owner, modules, path, self.names)
         for _, m, name in ties:
             del vars(m)[name]
-        # Shard it.
         unit = self.owner.unit_class(module, self.owner.order, path, leaf, self.source.device,
                                      self.offload, self.mesh)
         if unit.flats:
@@ -634,8 +625,6 @@ class _Wrapping:
     def _untie(self, modules: dict[str, Any], is_root: bool) -> list[tuple]:
         """
         #### Take parameters of other units out of a unit's modules, and say which and where
-
-        Two units must not shard the same parameter.
         """
         others = set(self.owners)
         if not is_root:
@@ -672,10 +661,10 @@ def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 2
 
     * `model` returns logits, `(batch, length, vocabulary)`, first
     * `ids` are `(batch, length)`, of this rank
-    * `eos_token_id` ends a sequence, and pads it from there on
+    * `eos_token_id` ends a sequence, and pads it
     * `temperature` 0 takes the likeliest token, others draw with `generator`
     * `window` is the longest sequence that the model takes
-    * `groups` have the ranks that go on until all of them are done
+    * `groups` have the ranks that wait for each other
 
     Returns `(batch, length + n)`, where n is at most `max_new_tokens`.
     """
