@@ -10,9 +10,8 @@ buffers. Their addresses, offsets and lengths then have to be multiples of the d
 
 $$\text{bytes on disk} = \left\lceil \frac{\text{bytes}}{4096} \right\rceil \cdot 4096$$
 
-Several requests are in flight, each from a thread of its own; Python releases its lock while the
-system works. The other way, a file mapped into memory, needs no alignment and no thread, and shows
-in one line what offloading is.
+Several requests are in flight, each from a thread of its own. The other way, a file mapped into
+memory, needs no alignment and no thread.
 
 **Run this**: `python -m zero3.offload bench --folder DIR` compares both.
 
@@ -50,8 +49,8 @@ class File:
         ### Take space for it
 
         * `folder` is on the disk; `nbytes` is a multiple of `ALIGN_BYTES`
-        * `direct` goes past the page cache, if the file system supports it; otherwise the file is
-          mapped into memory
+        * `direct` goes past the page cache, if the file system can; otherwise the file is mapped
+          into memory
         * `name` is for a new file that stays
 
         Raises `OSError` if there is no space, or a file of that name.
@@ -135,8 +134,8 @@ def allow_more_files(fd: int) -> int:
     * `fd` is the descriptor of the file that was opened last. The system hands out the lowest free
       number, so it says how many files are open
 
-    Each file of a shard stays open, and most systems allow a process 1024 files unless it asks for
-    more. Returns how many more files may be opened.
+    Each file of a shard stays open, and the soft limit is often 1024. Returns how many more files
+    may be opened.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 2 * fd + SPARE_FILES >= soft and soft < hard:

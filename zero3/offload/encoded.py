@@ -4,9 +4,9 @@ r"""
 `Encoded` keeps a frozen shard in 8 or 4 bits, and decodes it whenever its layer is gathered.
 
 A frozen weight never changes, so it does not need the digits that the small steps of an optimizer
-need. Fine-tuning often freezes nearly all weights, and their shards are most of what a rank keeps.
-An encoding makes them smaller, by half from bf16 to 8 bits, and to less than a seventh from fp32 to
-4 bits. `Zero3Layer(module, offload=Offload(frozen=Int4()))` asks for it.
+need. Fine-tuning often freezes nearly all weights. An encoding makes their shards smaller, by half
+from bf16 to 8 bits, and to less than a seventh from fp32 to 4 bits. `Zero3Layer(module,
+offload=Offload(frozen=Int4()))` asks for it.
 
 **A layer of four frozen weights on one rank**, with the numbers of `encodings.py`:
 
@@ -22,15 +22,12 @@ were 0.6, −1.3, 3.5 and 0 before. From wrapping on, 0.5 and −1.5 *are* the w
 computes with them, and a checkpoint has them. Decoded weights encode to the same bytes, so nothing
 is lost a second time.
 
-An `encoding` needs `nbytes` for a row, and a layer has $F_\ell$ frozen parameters. Then a rank
-keeps
+If a layer has $F_\ell$ frozen parameters, a rank keeps
 
 $$\sum_\ell \text{nbytes}\left(\left\lceil \frac{F_\ell}{N} \right\rceil\right)$$
 
-bytes for them. While a layer is gathered, its decoded shard comes on top.
-
-The idea is from [QLoRA](https://arxiv.org/abs/2305.14314), section 3, which trains small matrices
-beside frozen weights in 4 bits.
+bytes, and the decoded shard of the layer that is gathered. The idea is from
+[QLoRA](https://arxiv.org/abs/2305.14314), section 3.
 
 **Run this**: `python -m pytest tests/test_at_rest.py`.
 
@@ -75,8 +72,7 @@ class Encoded:
         ### Encode a shard
 
         * `tier` is "device" or "cpu", where the code rests
-        * `owner` is the layer
-        * `values` are `(shard_numel,)`, on the device
+        * `values` are `(shard_numel,)`, on the device of the layer, `owner`
 
         All ranks call it alike. Raises `RuntimeError` on all ranks if a weight is infinite or NaN
         afterwards.
@@ -182,8 +178,7 @@ class Encoded:
         """
         ### Free the decoded shard, and the copy of the code
 
-        No stream has to wait: the memory is the fetch stream's, which used it last, or waits for
-        the compute stream before it uses it again.
+        No stream has to wait, because the memory is the fetch stream's.
         """
         if self.decoded is not None:
             # The transfer in flight still refers to it, and ends one layer later.

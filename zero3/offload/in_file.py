@@ -49,8 +49,7 @@ class Buffers:
     """
     ## The buffers between the files of one rank and everything else
 
-    A buffer holds the largest file, rounded up to whole blocks of the disk. A file that needs one
-    may have to wait until a write ends.
+    A file that needs a buffer may have to wait until a write ends.
     """
 
     def __init__(self, folder: str | os.PathLike | None, direct: bool, queue_depth: int,
@@ -80,8 +79,7 @@ class Buffers:
         """
         ### Make a file, or say on all ranks why not
 
-        It takes all its space now, so a disk that is too small says so before training starts.
-        Raises `RuntimeError` on all ranks.
+        It takes all its space now, before training starts. Raises `RuntimeError` on all ranks.
         """
         made = None
         problem = ""
@@ -135,8 +133,6 @@ class Buffers:
     def _grow(self, borrower: "InFile") -> None:
         """
         #### Make new buffers, as large as the largest file
-
-        Nobody is looking at the old ones while a model is built.
         """
         for other in list(self.borrowers):
             other.release()
@@ -154,8 +150,8 @@ class InFile:
     """
     ## Tensors that rest in a file
 
-    They lie one after the other, each from the beginning of a block, both in the file and in the
-    buffer. So several are read in one go. A tensor that is still in the buffer is not read again.
+    They stand one after the other, each from the beginning of a block, both in the file and in the
+    buffer. A tensor that is still in the buffer is not read again.
 
     | | buffer | when |
     |---|---|---|
@@ -218,8 +214,7 @@ class InFile:
         """
         ### The same without reading, to be filled
 
-        It saves a read if nobody needs the old values: those of the first gradient after
-        `zero_grad()`, for instance.
+        It saves a read if nobody needs the old values.
         """
         self._borrow()
         self.present.update(names)
@@ -262,8 +257,7 @@ class InFile:
         """
         ### Rest in the file of another one from now on, at its beginning
 
-        An fp32 shard shares the file of its states, where the master comes first. The step writes
-        the master, and the next all-gather reads the same bytes as the shard.
+        The step writes the master, and the next all-gather reads the same bytes as an fp32 shard.
         """
         self.release()
         self.file = other.file
@@ -276,8 +270,6 @@ class InFile:
     def become_parameter(self, owner: Guarded, values: torch.Tensor, trains: bool) -> None:
         """
         ### Make a parameter without elements, for an optimizer that asks what there is to train
-
-        Reading one of its elements is an error that names `full_params()`.
         """
         self.param = FreedParameter.of_shard(
             owner, torch.empty(len(values), dtype=values.dtype), trains, "it rests in a file: look "
@@ -367,8 +359,7 @@ class InFile:
         """
         #### Wait for the blocks that are being read or written
 
-        Raises `RuntimeError` if a block did not arrive. All ranks stop then, so nobody uses a file
-        that is half written.
+        Raises `RuntimeError` if a block did not arrive; all ranks stop then.
         """
         if not self.moving[event]:
             return

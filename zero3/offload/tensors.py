@@ -18,8 +18,8 @@ The header is JSON, with spaces at its end until its length is a multiple of 8. 
 is ever executed, unlike a pickle.
 
 The safetensors library writes a dict of tensors, all of them in memory. `Writer` takes one tensor
-at a time, because offloaded optimizer states are read from files one shard at a time. Threads write
-some pieces past the page cache while the next one is filled. With four pieces of 8 MiB:
+at a time, as offloaded states are read. Threads write some pieces while the next one is filled.
+With four pieces of 8 MiB:
 
 $$\text{memory} \le 4 \cdot 8 \text{ MiB} = 32 \text{ MiB}$$
 
@@ -78,10 +78,9 @@ def write_tensors(path: Path, like: Like, read: Callable[[str], Iterable[torch.T
     """
     ## Write a safetensors file
 
-    * `path` is the file, which must not exist yet
+    * `path` must not exist yet
     * `like` has the data type and the shape of each tensor
     * `read(name)` yields the elements of a tensor, in parts of any shape and data type
-    * `metadata` is stored in the header
 
     Returns the file's length and checksums. Raises `OSError`, `Broken` as `Writer` does, and
     whatever `read` raises; no file is left then.
@@ -129,9 +128,8 @@ class Writer:
         """
         ### Create the file and reserve its space
 
-        * `like` has the data type and the shape of each tensor, in the order of the later writes.
-          Tensors with larger elements come first: then each begins at a multiple of its element
-          size, and other programs can map it into memory
+        * `like` is in the order of the later writes. Tensors with larger elements come first: then
+          each begins at a multiple of its element size, and other programs can map it into memory
 
         The rest is as for `write_tensors`. Raises `OSError` if the disk has no space, and `Broken`
         if safetensors has no name for a data type.
@@ -194,8 +192,7 @@ class Writer:
         """
         #### Write a piece and return its checksums
 
-        Runs in a thread. The last piece is written up to the end of a disk block; `finish` cuts the
-        file to its length.
+        In a thread. `finish` cuts the last block to the file's length.
         """
         self.file.move(True, buffer[: whole_blocks(nbytes)], offset)
         return checksums(buffer[:nbytes])
@@ -249,7 +246,7 @@ def fsync_folder(folder: Path) -> None:
     """
     ## Force a folder's list of files to the disk
 
-    `fsync` of a file forces out its content only, and a power cut could take the file's name.
+    `fsync` of a file forces out its content only.
     """
     fd = os.open(folder, os.O_RDONLY)
     try:

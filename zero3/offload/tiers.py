@@ -4,10 +4,9 @@ r"""
 `Offload` says where shards rest: on the device, in CPU memory or in files. `InMemory` is a shard in
 memory, `InFile` one in a file.
 
-In a training step a rank needs a shard twice to gather it, and once to update it. It needs the
-optimizer states once. In between both can rest in cheaper memory, if they are brought back in time.
-Such a place is a *tier*: the device that computes; CPU memory, pinned so that a GPU copies it while
-it computes; or files on an NVMe disk.
+In a training step a rank needs a shard twice to gather it, and once to update it, and the optimizer
+states once. In between they can rest in cheaper memory. Such a place is a *tier*: the device that
+computes; CPU memory, pinned so that a GPU copies it while it computes; or files on an NVMe disk.
 
 **A layer of three weights on two ranks**, with shards in files. Rank 0 keeps the weights 1 and 2:
 
@@ -19,9 +18,8 @@ it computes; or files on an NVMe disk.
 | free | 1 2 | | |
 | the optimizer reads, steps and writes | 0.7 1.8 | 0.7 1.8 | |
 
-All files of a rank share a few buffers, which are made while the model is built: two for shards,
-and by default five for optimizer states. Between two steps a model in files takes no other memory.
-If each layer has one flat parameter:
+All files of a rank share a few buffers: two for shards, and by default five for optimizer states.
+Between two steps a model in files takes no other memory. If each layer has one flat parameter:
 
 $$\text{buffers} = 2 \cdot \text{largest shard} \; + \; 5 \cdot \text{largest states of a shard}$$
 
@@ -29,13 +27,9 @@ The papers are [ZeRO-Offload](https://arxiv.org/abs/2101.06840) for the CPU and
 [ZeRO-Infinity](https://arxiv.org/abs/2104.07857) for NVMe. `formulas.py` has their estimates: which
 bandwidth is enough, and which tier a model needs.
 
-| | the file is | the page cache |
-|---|---|---|
-| `direct=False` | mapped into memory, so reading is copying | holds the bytes a second time |
-| `direct=True` | read and written past it, in blocks, by a few threads | stays unused |
-
-The first way is the one to understand, the second the one to use. With `Offload(frozen=Int8())`, a
-frozen shard rests in 8 bits for each element, in memory: see `encoded.py`.
+With `direct=True` files are read and written past the page cache, and otherwise through it: see
+`disk.py`. With `frozen=Int8()` a frozen shard rests in memory, in 8 bits for each element: see
+`encoded.py`.
 
 **Run this**: `python -m zero3.offload bench --folder DIR` measures a disk both ways; `make train
 ARGS="--offload-params nvme --offload-optimizer nvme"` trains from files.
@@ -82,10 +76,10 @@ class Offload:
     * `tier` is "device", "cpu" or "nvme"
     * `folder` is where files go, on a disk of this machine; each rank has files of its own
     * `max_in_cpu` bytes of a rank's shards and states stay in CPU memory: each, in the order in
-      which they come, that still fits. For the nvme tier alone; buffers come on top
+      which they come, that still fits. For the nvme tier alone
     * `direct` reads and writes past the page cache, if the file system supports it
-    * `queue_depth` is the number of parallel requests, one thread each; parameters and states have
-      so many each
+    * `queue_depth` is the number of parallel requests, one thread each, for parameters and for
+      states
     * `block_bytes` is the size of a request
     * `buffers` is how many shards' optimizer states are in memory at once
     * `frozen` encodes the shards of parameters that are frozen when their layer is wrapped:
@@ -141,9 +135,8 @@ class Offload:
         """
         ### Turn the argument `offload` of a layer into an `Offload`
 
-        * `offload` is one already, the name of a tier, or nothing, which is the device
-
-        Raises `ValueError` for anything else, and for "nvme", because files need a folder.
+        `None` is the device. Raises `ValueError` for anything else, and for "nvme", because files
+        need a folder.
         """
         if isinstance(offload, Offload):
             return offload
@@ -206,8 +199,8 @@ class Offload:
         """
         ### The buffers for one purpose, at least `number` of them
 
-        Shards have the buffers "params", and optimizer states have "states", because backward reads
-        shards while it writes gradients.
+        "params" and "states" have their own, because backward reads shards while it writes
+        gradients.
         """
         if purpose not in self.in_use:
             self.in_use[purpose] = Buffers(self.folder, self.direct, self.queue_depth,
@@ -219,8 +212,6 @@ class Offload:
     def memory(self) -> list[torch.Tensor]:
         """
         ### The memory of all buffers, and of encoded shards
-
-        A `Ledger` counts these bytes among the live ones, at rest too.
         """
         buffers = [memory for each in self.in_use.values() for memory in each.memory]
         return [*buffers, *(tensor for storage in self.encoded for tensor in storage.memory())]

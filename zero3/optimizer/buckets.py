@@ -3,9 +3,8 @@ r"""
 
 `Bucket` lets the gradients of small layers wait for each other and reduces them together.
 
-A collective takes a fixed time plus the time of its bytes. A model of many small layers would spend
-its backward pass on the fixed times. So small layers fill a *bucket* first, and one reduce-scatter
-takes them all.
+A collective takes a fixed time plus the time of its bytes. With many small layers the fixed times
+add up. So small layers fill a *bucket* first, and one reduce-scatter takes them all.
 
 **Two layers on two ranks.** Layer 1 is the layer of the example in `layer.py`: its flat gradient on
 rank 0 is 1 2 3 0, divided by two already. Layer 0 has two weights, with the gradient 5 6. Written
@@ -60,8 +59,6 @@ class Bucket(Reducer):
     def keeps(self, layer: Reducible, pairs: Pairs) -> bool:
         """
         ### Put a layer's gradients in, and send the bucket when it is full
-
-        * `pairs` are as for `Communicator.reduce_scatter`
 
         Returns true, because the bucket sends by itself.
         """
