@@ -23,7 +23,8 @@ gradient of the unscaled loss is (3, 4), the norm is clipped to 1, and SGD has a
 | shard, bf16 | .99609 | .99609 | the masters remember the difference |
 
 The step is elementwise, so a rank steps its own shards without communication. Only the norm of the
-gradient concerns the whole model, and whether it is finite. One small collective answers both.
+gradient concerns the whole model, and it also shows an infinity or a NaN. One small collective
+computes it.
 
 $$g = \frac{1}{S} \min\!\Big(1, \frac{c}{\lVert g_S \rVert / S}\Big)\, g_S
 \qquad w_{32} \leftarrow w_{32} - \eta\, \text{Adam}(g)
@@ -147,8 +148,9 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         * `group_by` gets the name and the parameter, which has a shape but no values, and returns
           the options that differ for it: `lambda name, p: {"weight_decay": 0.1 * (p.ndim > 1)}`
           decays matrices only
-        * `loss_scale` is a number, or "dynamic": from 65536 on, half of it after an overflow, but
-          at least `scale_floor`, and twice as much after `scale_window` steps without one
+        * `loss_scale` is a number, or "dynamic". A dynamic scale starts at 65536, halves when a
+          gradient overflows, and doubles after `scale_window` steps without overflow. It never goes
+          below `scale_floor`
         * `clip_grad_norm` limits the norm of the mean gradient of the whole model
         * `reduce_dtype` is the data type of the gradients during the reduce and in the shard. It
           defaults to the layer's
@@ -175,7 +177,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         self.reduce_dtype = reduce_dtype
         self.bucket_bytes = bucket_bytes
 
-        # Without a scale, gradients are multiplied by 1.
+        # Without a scale, multiply by 1.
         self.dynamic = loss_scale == "dynamic"
         self.scaled = loss_scale is not None
         self.scale_window = scale_window
@@ -347,7 +349,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         """
         #### The part of this rank's shard that each parameter of a flat one has
 
-        It may be empty. Padding belongs to the parameter before it.
+        A part may be empty. Padding belongs to the parameter before it.
         """
         numel = len(flat.shard)
         first = self.comm.rank * numel
@@ -609,8 +611,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         """
         #### Step all shards, if the gradient is finite
 
-        All ranks decide from the same norm. If one rank skipped its step alone, shards from
-        different steps would form the model.
+        All ranks decide from the same norm, because shards from different steps are no model.
         """
         # This is the norm that plain training on the global batch has, because the gradients are
         # means over ranks already. The mean of the ranks' own norms would be another: with the
@@ -634,16 +635,14 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         factor = min(clip, 1.0) / self.loss_scale
         # (bytes of the largest master,), where the gradient of each shard in turn is widened.
         scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self.device)
-        # A negative sign says that this rank had no gradient for some of a shard's parameters (see
-        # `_squares`).
+        # A negative sign: this rank had no gradient for some of the parameters (see `_squares`).
         used = self._used(squares.signbit().all(dim=0).tolist())
         stepped = [states for states in self.shard_states
                    if states.has_grad and any(used.get(states, [True]))]
         batches = self._batches(stepped)
         for i, batch in enumerate(batches):
-            # If states rest in files, reads and writes overlap the step. One buffer is being
-            # written, one has the states of this shard, and the others receive those of the next
-            # shards.
+            # If states rest in files, one buffer is being written, one has the states of this
+            # shard, and the others receive those of the next shards.
             for upcoming in batches[i : i + self.offload.buffers - 1]:
                 for states in upcoming:
                     states.read_async()
@@ -744,8 +743,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         if stage == self.comm.stages.rank:
             worst = squares.abs().sum(dim=0).nan_to_num(math.inf)
             name = self.shard_states[int((worst == worst.max()).nonzero().max())].name
-        # A fixed scale skips the step too. Without a scale, or at the floor, a smaller one is no
-        # remedy.
+        # A fixed scale skips the step too. Without a scale, or at its floor, it is an error.
         may_skip = self.scaled and (not self.dynamic or self.loss_scale / 2 >= self.scale_floor)
         scaled = f" at a loss scale of {self.loss_scale:g}, the lowest" if self.scaled else ""
         self.expect(may_skip, "cannot step", f"a finite gradient{scaled}",
@@ -782,8 +780,8 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         """
         #### Unscale, clip, step and round some shards
 
-        * `used` has a flag for each parameter; in a shard that is not in there all parameters have
-          a gradient
+        * `used` says which parameters have a gradient; shards that are not in there have all of
+          them
         """
         pieces: list[Piece] = []
         with ExitStack() as in_memory:
@@ -831,7 +829,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         """
         #### Let the param groups have these pieces only
 
-        The wrapped optimizer would look at all others for every batch.
+        Otherwise the wrapped optimizer would look at all pieces for every batch.
         """
         all_params = [group["params"] for group in self.param_groups]
         try:
