@@ -41,7 +41,6 @@ ahead and then not needed stays on the device, encoded, until its next use.
 
 import weakref
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -174,7 +173,7 @@ class Encoded:
         self.load().copy_(values)
         self.save()
 
-    def release(self, stream: Any = None) -> None:
+    def release(self, stream: torch.Stream | None = None) -> None:
         """
         ### Free the decoded shard, and the copy of the code
 

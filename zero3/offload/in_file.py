@@ -33,7 +33,6 @@ import weakref
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -70,7 +69,7 @@ class Buffers:
         self.event = torch.get_device_module(owner.device).Event
         self.memory: list[torch.Tensor] = []  # all buffers
         # Buffers that nobody has, each with the event after which it may be used.
-        self.free: list[tuple[torch.Tensor, Any]] = []
+        self.free: list[tuple[torch.Tensor, torch.Event]] = []
         self.borrowers: list[InFile] = []  # the one that used its buffer last is at the end
         self.files: weakref.WeakSet[File] = weakref.WeakSet()
         self.workers = concurrent.futures.ThreadPoolExecutor(queue_depth, "zero3-offload")
@@ -233,7 +232,7 @@ class InFile:
                 # Its buffer no longer has what the file says.
                 user.release()
 
-    def release(self, stream: Any = None) -> None:
+    def release(self, stream: torch.Stream | None = None) -> None:
         """
         ### Give the buffer back
 

@@ -99,9 +99,9 @@ class Source:
 
     device: torch.device
     seed: int = 0
-    init: Callable[[nn.Module], Any] | None = None
+    init: Callable[[nn.Module], object] | None = None
     checkpoint: str | Path | None = None
-    own_init: Callable[[nn.Module], Any] | None = None
+    own_init: Callable[[nn.Module], object] | None = None
 
     def make(self, model: WholeModel, module: nn.Module, path: str) -> nn.Module:
         """

@@ -62,7 +62,8 @@ import torch
 from torch import nn
 
 from zero3.comm.collectives import Communicator, Transfer, allocate
-from zero3.comm.order import Listener
+from zero3.comm.order import Listener, Sender
+from zero3.flat import FlatParameter
 
 
 class LayerPlace(NamedTuple):
@@ -199,7 +200,7 @@ class Packed:
         self.buffers: list[torch.Tensor] = []  # (world_size * sum of shard_numel,) each, device
         self.transfer: Transfer | None = None
         # For each unit that has not taken its parameters: its flat parameters and their columns.
-        self.columns: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self.columns: dict[Sender, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     @property
     def listener(self) -> Listener:
@@ -216,7 +217,7 @@ class Packed:
         """
         ### Pack the shards of this rank, and start the all-gather
         """
-        by_dtype: dict[torch.dtype, list[tuple[Any, Any]]] = {}
+        by_dtype: dict[torch.dtype, list[tuple[Sender, FlatParameter]]] = {}
         for unit in self.units:
             unit.compare()
             self.columns[unit] = []
@@ -235,7 +236,7 @@ class Packed:
         for unit in self.units:
             unit.come_with(Part(self, unit))
 
-    def _pack(self, members: list[tuple[Any, Any]]) -> torch.Tensor:
+    def _pack(self, members: list[tuple[Sender, FlatParameter]]) -> torch.Tensor:
         """
         #### A packed buffer with this rank's row: `(world_size * sum of shard_numel,)`, device
 
@@ -255,7 +256,7 @@ class Packed:
             self.columns[unit].append((flat.full, parts[i]))
         return buffer
 
-    def take(self, unit: Any) -> None:
+    def take(self, unit: Sender) -> None:
         """
         ### Copy a unit's columns into its flat parameters
 
@@ -285,7 +286,7 @@ class Part:
     The unit waits for it as for a `Transfer` of its own.
     """
 
-    def __init__(self, packed: Packed, unit: Any):
+    def __init__(self, packed: Packed, unit: Sender):
         self.packed = packed
         self.unit = unit
 
