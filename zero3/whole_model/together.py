@@ -62,8 +62,7 @@ import torch
 from torch import nn
 
 from zero3.comm.collectives import Communicator, Transfer, allocate
-from zero3.comm.order import Listener, Sender
-from zero3.flat import FlatParameter
+from zero3.comm.order import Listener
 
 
 class LayerPlace(NamedTuple):
@@ -200,7 +199,7 @@ class Packed:
         self.buffers: list[torch.Tensor] = []  # (world_size * sum of shard_numel,) each, device
         self.transfer: Transfer | None = None
         # For each unit that has not taken its parameters: its flat parameters and their columns.
-        self.columns: dict[Sender, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self.columns: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     @property
     def listener(self) -> Listener:
@@ -217,7 +216,7 @@ class Packed:
         """
         ### Pack the shards of this rank, and start the all-gather
         """
-        by_dtype: dict[torch.dtype, list[tuple[Sender, FlatParameter]]] = {}
+        by_dtype: dict[torch.dtype, list[tuple[Any, Any]]] = {}
         for unit in self.units:
             unit.compare()
             self.columns[unit] = []
@@ -236,7 +235,7 @@ class Packed:
         for unit in self.units:
             unit.come_with(Part(self, unit))
 
-    def _pack(self, members: list[tuple[Sender, FlatParameter]]) -> torch.Tensor:
+    def _pack(self, members: list[tuple[Any, Any]]) -> torch.Tensor:
         """
         #### A packed buffer with this rank's row: `(world_size * sum of shard_numel,)`, device
 
@@ -256,7 +255,7 @@ class Packed:
             self.columns[unit].append((flat.full, parts[i]))
         return buffer
 
-    def take(self, unit: Sender) -> None:
+    def take(self, unit: Any) -> None:
         """
         ### Copy a unit's columns into its flat parameters
 
@@ -286,7 +285,7 @@ class Part:
     The unit waits for it as for a `Transfer` of its own.
     """
 
-    def __init__(self, packed: Packed, unit: Sender):
+    def __init__(self, packed: Packed, unit: Any):
         self.packed = packed
         self.unit = unit
 

@@ -213,20 +213,20 @@ class Unit(Zero3Layer):
         else:
             super().__setattr__(name, value)
 
-    # A model may treat its layers by their classes. `isinstance(unit, Unit)` is true as well,
-    # because Python asks `type(unit)` first.
     @property  # type: ignore[misc]
     def __class__(self) -> type:
+        """
+        ### The module's class, so that `isinstance` says of a unit what it says of the module
+
+        A model may treat its layers by their classes. `isinstance(unit, Unit)` is true as well,
+        because Python asks `type(unit)` first.
+        """
         module = vars(self).get("_modules", {}).get("module")
         return Unit if module is None else type(module)
 
     @__class__.setter
     def __class__(self, new: type) -> None:
-        """
-        ### The module's class, so that `isinstance` says of a unit what it says of the module
-
-        Raises `RuntimeError` if another one is set, as `fully_shard` does with its modules.
-        """
+        # `fully_shard` gives the modules that it shards another class.
         self.expect(False, "cannot change its class", "a unit", new.__name__, "leave sharded "
                     "modules out of `fully_shard`, or do not `wrap` them")
 
