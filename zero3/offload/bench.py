@@ -14,8 +14,7 @@ $$\text{bandwidth} = \min\Big(\text{bw}_\text{disk},\;
 counts as writing) and dropped from the page cache before it is read. If the system then counts less
 than 99 % of the bytes on the disk, there is no figure.
 
-**Run this**: `python -m zero3.offload bench --folder DIR`. It takes a few minutes, and prints a
-line for each figure as it comes.
+**Run this**: `python -m zero3.offload bench --folder DIR`. It takes a few minutes.
 
 **Not covered, and what that costs**: caches inside a disk or of a virtual machine's host cannot be
 seen from here, so choose a file larger than they are. `make bench ARGS="--disk DIR"` compares with

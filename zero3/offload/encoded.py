@@ -3,10 +3,9 @@ r"""
 
 `Encoded` keeps a frozen shard in 8 or 4 bits, and decodes it whenever its layer is gathered.
 
-A frozen weight never changes, so it does not need the digits that the small steps of an optimizer
-need. Fine-tuning often freezes nearly all weights. An encoding makes their shards smaller, by half
-from bf16 to 8 bits, and to less than a seventh from fp32 to 4 bits. `Zero3Layer(module,
-offload=Offload(frozen=Int4()))` asks for it.
+A frozen weight does not need the digits that the small steps of an optimizer need. An encoding
+makes its shard smaller, by half from bf16 to 8 bits, and to less than a seventh from fp32 to 4
+bits. `Zero3Layer(module, offload=Offload(frozen=Int4()))` asks for it.
 
 **A layer of four frozen weights on one rank**, with the numbers of `encodings.py`:
 
@@ -18,9 +17,8 @@ offload=Offload(frozen=Int4()))` asks for it.
 | *reshard* | 4 bytes | | |
 
 In fp32 the weights take 16 bytes; here two bytes have four codes, and two the scale. The weights
-were 0.6, −1.3, 3.5 and 0 before. From wrapping on, 0.5 and −1.5 *are* the weights: every pass
-computes with them, and a checkpoint has them. Decoded weights encode to the same bytes, so nothing
-is lost a second time.
+were 0.6, −1.3, 3.5 and 0 before. From wrapping on, 0.5 and −1.5 *are* the weights. They encode to
+the same bytes again, so nothing is lost a second time.
 
 If a layer has $F_\ell$ frozen parameters, a rank keeps
 
@@ -126,7 +124,7 @@ class Encoded:
         """
         ### Begin to copy the code from CPU memory to the device
 
-        The layer before calls it, so the copy overlaps that layer's computation.
+        The copy overlaps the computation of the layer before.
         """
         if self.near is None:
             comm = self._comm()
@@ -158,8 +156,6 @@ class Encoded:
     def save(self) -> None:
         """
         ### Encode the decoded shard again
-
-        `full_params(writeback=True)` or the load of a checkpoint has written to it.
         """
         assert self.decoded is not None
         self.code.copy_(self._encode(self.decoded))
@@ -214,7 +210,7 @@ class FrozenShard(FreedParameter):
     """
     ## The parameter of a shard that rests encoded
 
-    It has a length and a data type, and no elements, and cannot be made trainable.
+    It has no elements, and cannot be made trainable.
     """
 
     @classmethod

@@ -4,9 +4,9 @@ r"""
 `Zero3Optimizer` lets a model compute in 16 bits and learn in 32. It keeps fp32 *master weights* and
 moments of this rank's shards, scales the loss, clips the gradient, and steps.
 
-Layers in half precision take half the memory and half the communication. But a sum of many small
-steps needs more digits. So the optimizer steps an fp32 copy of every shard, the master, and rounds
-the result into the shard that the layer gathers.
+Half precision takes half the memory and half the communication, but a sum of many small steps needs
+more digits. So the optimizer steps an fp32 copy of every shard, the master, and rounds the result
+into the shard that the layer gathers.
 
 **Two weights on two ranks.** Each rank has one bf16 weight. The loss is scaled by $S = 4$, the
 gradient of the unscaled loss is (3, 4), the norm is clipped to 1, and SGD has a learning rate of
@@ -480,7 +480,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
 
         All ranks call it. If $k$ micro-batches form one batch, pass `loss / k` for each. Gradients
         add up until `zero_grad()`. Keeps I7 (micro-batches). Raises `RuntimeError` if the loss is
-        not a scalar or has no graph, or if its data type has no number for the scale.
+        no scalar, has no graph, or is in a data type without a number for the scale.
         """
         self._check_loss(loss)
         self.has_scaled = True
@@ -683,9 +683,8 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         #### The squared norm of each shard's gradient, on each rank
 
         Each element is in exactly one shard, and padding is zero. So the sum of these numbers is
-        the squared norm of the whole model. All-gather: all ranks call it, and send 8 bytes for
-        each shard to each other rank. Returns `(all ranks, shards)` fp64, the same bits on all
-        ranks.
+        the squared norm of the whole model. All-gather: all ranks call it, with 8 bytes for each
+        shard. Returns `(all ranks, shards)` fp64, the same bits on all ranks.
         """
         if not self.shard_states:
             # All layers of this stage are frozen.

@@ -25,8 +25,6 @@ The largest layer counts twice:
 $$\text{memory while a model is made} \le \sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil
 + 2 \max_\ell P_\ell \quad \text{elements}$$
 
-A tensor that is read from a checkpoint is one more copy.
-
 Each module is seeded by its name, so the values depend neither on the number of ranks nor on the
 layers before. A model that is built in one go gets others.
 
@@ -74,8 +72,8 @@ class Deferred(nn.Module):
     """
     ## A placeholder for a layer that does not exist yet
 
-    `wrap` calls `factory()` on each rank, and puts the layer that it returns in this place. The
-    layer becomes one unit, with everything inside it.
+    `wrap` puts the layer that `factory()` returns in this place, as one unit with everything inside
+    it.
     """
 
     def __init__(self, factory: Callable[[], nn.Module]):
@@ -90,11 +88,11 @@ class Source:
 
     * `device` is where layers are allocated
     * `seed` is for values that are drawn, of layers that are deferred or on the meta device
-    * `init` gives a module its values, instead of the module's `reset_parameters`. It is called on
-      rank 0, with each module that has tensors without values, innermost first
+    * `init` is called instead of `reset_parameters`, on rank 0, with each module that has tensors
+      without values, innermost first
     * `checkpoint` is a file of safetensors, the index of several, or their folder; rank 0 reads it
-    * `own_init` is the model's `_init_weights`. It serves beside a checkpoint, for modules without
-      `reset_parameters`, because Hugging Face's models compute buffers by it that are in no file
+    * `own_init` is the model's `_init_weights`, by which Hugging Face's models compute buffers that
+      are in no file
     """
 
     device: torch.device
@@ -227,8 +225,8 @@ class Source:
         """
         #### Read the values of a layer
 
-        * `more` returns all names of a tensor. A file has a tied parameter under one of them,
-          perhaps its name in another layer
+        * `more` returns all names of a tensor, because a tied parameter is in the file under one of
+          them
         """
         places: dict[torch.Tensor, list[str]] = {}
         parts: dict[torch.Tensor, WeightPart | None] = {}
@@ -281,8 +279,6 @@ class Source:
     def _seeded(self, at: str) -> Iterator[None]:
         """
         #### Seed the random numbers by a module's name, and restore them afterwards
-
-        So a module draws the same numbers on any number of ranks, and in any order of the layers.
         """
         seed = zlib.crc32(f"{self.seed} {at}".encode())
         # `torch.manual_seed` and a bare `fork_rng` would initialize every GPU of the machine.

@@ -28,10 +28,10 @@ $$\underbrace{u_1, \ldots, u_p}_{\text{seen}}\;
 u_{p+k+1}, \ldots
 \qquad \sum_{i=1}^{k} P_{u_{p+i}} \le \text{elements to prefetch}$$
 
-One rule serves three purposes. Units that come *soon* are prefetched. A unit that comes soon
-*again* is not freed in between. And because backward follows right after forward, the last units
-stay full, which saves their second all-gather. Prefetching along a recorded sequence is section 6.2
-of [ZeRO-Infinity](https://arxiv.org/abs/2104.07857).
+Units that come *soon* are prefetched, and a unit that comes soon *again* is not freed in between.
+So the last units stay full from forward to backward, which saves their second all-gather.
+Prefetching along a recorded sequence is section 6.2 of
+[ZeRO-Infinity](https://arxiv.org/abs/2104.07857).
 
 | a unit | is full from | to | all-gathers in a step |
 |---|---|---|---|
