@@ -236,6 +236,7 @@ class Zero3Model(WholeModel):
             left_out = value is None and name == "model_numel"
             expect(left_out or whole(value), f"mark_persistent_parameters: `{name}`", "a whole "
                    "number of elements", repr(value), "pass such a number")
+        # In the order of the units, while there is room.
         self.release_all()
         left_numel = float("inf") if model_numel is None else model_numel
         persistent_numel = 0
@@ -403,7 +404,7 @@ class Zero3Model(WholeModel):
                     values = [slot.param.clone() for slot in unit.slots()]
             else:
                 values = [torch.empty_like(slot.view, device="meta") for slot in unit.slots()]
-            # The same objects as before, in their own shapes.
+            # The same objects as before, if they have values.
             for slot, value in zip(unit.slots(), values, strict=True):
                 new[slot.param] = _restored(slot, value)
             for refusal in unit.contents.refusals:
@@ -504,6 +505,7 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
         left_out = value is None and name in ("prefetch_numel", "max_live_numel")
         expect(left_out or whole(value, least), f"wrap: `{name}`",
                f"a whole number of at least {least}", repr(value), "pass such a number")
+    # The device of the first parameter that has values.
     at = next((p.device for p in model.parameters() if not p.is_meta), "cpu")
     source = Source(torch.device(device or at), seed, init, checkpoint,
                     getattr(model, "_init_weights", None))
@@ -576,7 +578,7 @@ class _Wrapping:
         for place in places:
             tied = any(len(self.names[p]) > 1 for p in place.layer.parameters())
             has_units = any(m in layers for m in place.layer.modules() if m is not place.layer)
-            # A layer that does not exist yet cannot share.
+            # Not a layer with a tied weight, with units inside it, or that does not exist yet.
             if not (tied or has_units or isinstance(place.layer, Deferred)):
                 may_share.append(place)
         rest_numel = sum(p.numel() for p in self.at_root)
