@@ -3,10 +3,10 @@ r"""
 
 `File` reads and writes blocks of a file in two ways: past the page cache, or mapped into memory.
 
-A file system keeps whatever it reads and writes in free memory, its page cache. For a model that
-does not fit in memory this is the wrong place: each byte is copied once more and pushes out another
-byte that is needed sooner. So blocks go past it (`O_DIRECT`), straight between the disk and our
-buffers. Their addresses, offsets and lengths then have to be multiples of the disk's block:
+A file system keeps whatever it reads and writes in its page cache. If a model does not fit in
+memory, each byte there pushes out another one that is needed sooner. So blocks go past it
+(`O_DIRECT`), straight between the disk and our buffers. Their addresses, offsets and lengths then
+have to be multiples of the disk's block:
 
 $$\text{bytes on disk} = \left\lceil \frac{\text{bytes}}{4096} \right\rceil \cdot 4096$$
 
@@ -40,8 +40,7 @@ class File:
     """
     ## A file, usually without a name
 
-    Nobody else can open such a file, and the system removes it with the last process that has it
-    open.
+    The system removes such a file with the last process that has it open.
     """
 
     def __init__(self, folder: Path, nbytes: int, direct: bool, name: str = ""):
@@ -134,8 +133,7 @@ def allow_more_files(fd: int) -> int:
     * `fd` is the descriptor of the file that was opened last. The system hands out the lowest free
       number, so it says how many files are open
 
-    Each file of a shard stays open, and the soft limit is often 1024. Returns how many more files
-    may be opened.
+    Returns how many more files may be opened.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 2 * fd + SPARE_FILES >= soft and soft < hard:

@@ -17,8 +17,8 @@ The buffers are made while the model is built. Files cost no other memory:
 
 $$\text{buffers} = \text{number} \cdot \text{the largest file, in whole blocks of the disk}$$
 
-**Run this**: `make train ARGS="--offload-params nvme --offload-optimizer nvme"`; the reads and
-writes are on the tape, `tape.png`.
+**Run this**: `make train ARGS="--offload-params nvme --offload-optimizer nvme"` draws reads and
+writes in `tape.png`.
 
 **Not covered, and what that costs**: files are scratch and have no name, so the system frees their
 space however the run ends. `ls` does not show them, `df` does.
@@ -256,7 +256,7 @@ class InFile:
         """
         ### Rest in the file of another one from now on, at its beginning
 
-        The step writes the master, and the next all-gather reads the same bytes as an fp32 shard.
+        The next all-gather reads the master that the step wrote.
         """
         self.release()
         self.file = other.file
@@ -284,8 +284,6 @@ class InFile:
     def load(self) -> torch.Tensor:
         """
         ### The shard, in a buffer: `(shard_numel,)`
-
-        The buffer is given back as soon as the fetch stream has copied the shard.
         """
         return self.wait("shard")["shard"]
 

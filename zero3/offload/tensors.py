@@ -14,8 +14,7 @@ becomes a file of 160 bytes:
 | 8 to 144 | `{"weight": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}, "bias": ...}` |
 | 144 to 160 | 1, 2, 3 and 4, with 4 bytes each |
 
-The header is JSON, with spaces at its end until its length is a multiple of 8. Nothing in the file
-is ever executed, unlike a pickle.
+The header is JSON, with spaces at its end until its length is a multiple of 8.
 
 The safetensors library writes a dict of tensors, all of them in memory. `Writer` takes one tensor
 at a time, as offloaded states are read. Threads write some pieces while the next one is filled.
@@ -162,8 +161,7 @@ class Writer:
         """
         ### Write the next elements
 
-        * `values` has the announced data type, any shape and device, and may change as soon as this
-          returns
+        * `values` has the announced data type, and may change as soon as this returns
 
         Raises `OSError` if an earlier piece could not be written.
         """
@@ -235,9 +233,9 @@ def checksums(data: torch.Tensor) -> str:
     """
     ## The checksum of each block
 
-    * `data` is `(bytes,)` uint8, and begins at the beginning of a block
+    * `data` is `(bytes,)` uint8, and begins with a block
 
-    Returns eight hexadecimal digits for each block, one checksum after the other.
+    Returns eight hexadecimal digits for each block.
     """
     return "".join(f"{zlib.crc32(block.numpy()):08x}" for block in data.split(BLOCK_BYTES))
 

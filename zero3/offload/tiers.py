@@ -23,13 +23,12 @@ Between two steps a model in files takes no other memory. If each layer has one 
 
 $$\text{buffers} = 2 \cdot \text{largest shard} \; + \; 5 \cdot \text{largest states of a shard}$$
 
-The papers are [ZeRO-Offload](https://arxiv.org/abs/2101.06840) for the CPU and
-[ZeRO-Infinity](https://arxiv.org/abs/2104.07857) for NVMe. `formulas.py` has their estimates: which
-bandwidth is enough, and which tier a model needs.
+`formulas.py` has the estimates of [ZeRO-Offload](https://arxiv.org/abs/2101.06840) and
+[ZeRO-Infinity](https://arxiv.org/abs/2104.07857): which bandwidth is enough, and which tier a model
+needs.
 
-With `direct=True` files are read and written past the page cache, and otherwise through it: see
-`disk.py`. With `frozen=Int8()` a frozen shard rests in memory, in 8 bits for each element: see
-`encoded.py`.
+Files are read and written past the page cache, or through it with `direct=False` (`disk.py`). With
+`frozen=Int8()` frozen shards rest in 8 bits for each element (`encoded.py`).
 
 **Run this**: `python -m zero3.offload bench --folder DIR` measures a disk both ways; `make train
 ARGS="--offload-params nvme --offload-optimizer nvme"` trains from files.
@@ -77,7 +76,7 @@ class Offload:
     * `folder` is where files go, on a disk of this machine; each rank has files of its own
     * `max_in_cpu` bytes of a rank's shards and states stay in CPU memory: each, in the order in
       which they come, that still fits. For the nvme tier alone
-    * `direct` reads and writes past the page cache, if the file system supports it
+    * `direct` reads and writes past the page cache, if the file system can
     * `queue_depth` is the number of parallel requests, one thread each, for parameters and for
       states
     * `block_bytes` is the size of a request

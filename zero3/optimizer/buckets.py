@@ -7,8 +7,8 @@ A collective takes a fixed time plus the time of its bytes. With many small laye
 add up. So small layers fill a *bucket* first, and one reduce-scatter takes them all.
 
 **Two layers on two ranks.** Layer 1 is the layer of the example in `layer.py`: its flat gradient on
-rank 0 is 1 2 3 0, divided by two already. Layer 0 has two weights, with the gradient 5 6. Written
-with one row for each rank, the gradients are packed side by side:
+rank 0 is 1 2 3 0, divided by two already. Layer 0 has the gradient 5 6. They are packed side by
+side, one row for each rank:
 
 | gradients of rank 0 | for rank 0 | for rank 1 |
 |---|---|---|
@@ -98,8 +98,8 @@ class Bucket(Reducer):
         """
         ### Forget a layer's gradients while they wait; end their reduce if it has begun
 
-        A layer calls it after an exception in backward. The other ranks take part in a reduce that
-        has begun, so it has to end.
+        After an exception in backward. The other ranks take part in a reduce that has begun, so it
+        has to end.
         """
         self.waiting = [g for g in self.waiting if g.layer is not layer]
         self.finish(layer)
@@ -117,9 +117,6 @@ class Bucket(Reducer):
     def _send_waiting(self) -> None:
         """
         #### Send the bucket, full or not
-
-        It is not full at the end of backward, or if one of its layers is about to be gathered
-        again.
         """
         self.land()
         waiting = self.waiting

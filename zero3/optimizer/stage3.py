@@ -463,7 +463,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         """
         #### torch's `GradScaler` asks for this. It cannot scale for this optimizer
 
-        The pieces get their gradients only inside the step, so the scaler would find none.
+        The scaler would find no gradients.
         """
         self.expect(False, "cannot step", "its own loss scale", "torch's GradScaler",
                     "pass `loss_scale=\"dynamic\"`, and call `optimizer.backward(loss)` and "
@@ -513,8 +513,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         Use it for all micro-batches but the last one, on all ranks alike. Each layer then keeps its
         full gradient, $N \lceil P_\ell/N \rceil$ elements, and each rank saves
         $(k-1)\Psi\frac{N-1}{N}$ elements of communication. Keeps I7 (micro-batches), suspends I2
-        (memory at rest). After an exception call `zero_grad()`, because only some layers have
-        dropped their gradients.
+        (memory at rest). After an exception call `zero_grad()`.
         """
         for bucket in self.buckets:
             bucket.holds += 1
@@ -865,8 +864,8 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         """
         ### This rank's masters, moments, param groups and loss scale
 
-        It fits the same rank of a run with as many ranks. Tensors in memory are returned as they
-        are; states in files are copied into memory, all at once.
+        It fits the same rank of a run with as many ranks. States in files are copied into memory,
+        all at once.
         """
         masters = []
         known: dict[torch.Tensor, dict[str, Any]] = {}

@@ -24,10 +24,9 @@ $$\underbrace{4}_{\text{master}} + \underbrace{4 + 4}_{\text{moments}}
 An fp32 shard that rests where it is stepped is its own master. If it and its states rest in files,
 they share one, and the layer reads the beginning of it.
 
-**States in files.** A step needs all states of a shard together, and none of them before the next
-step. They lie side by side in the file, so one read brings them all into one of a few buffers. The
-optimizer prefetches the states of the next shards before it steps this one, and does not wait for
-the writes of the previous shards.
+**States in files.** A step needs all states of a shard together. They stand side by side in the
+file, so one read brings them all into one of a few buffers. The optimizer prefetches the states of
+the next shards before it steps this one, and does not wait for the writes of the previous shards.
 
 A gradient goes to the place of the master as soon as it is reduced. Before the last few gradients
 arrive, the states that the step needs first are prefetched, unless all shards have a buffer.

@@ -134,9 +134,9 @@ class Source:
         * `modules` are the layer's own, by their names in `model`; `path` is the layer's name
         * `names` are all names of each tensor in the model
 
-        All ranks must call it. Rank 0 draws or reads the values, because sharding the layer sends
-        them to all ranks, and tells the others if that failed (all-gather of a text). Returns the
-        new tensors by the meta tensors that they replace.
+        All ranks must call it. Rank 0 draws or reads the values, and tells the others if that
+        failed (all-gather of a text). Returns the new tensors by the meta tensors that they
+        replace.
 
         Raises `RuntimeError` on all ranks if a tensor gets no values, or if a checkpoint does not
         fit (invariant I6).
@@ -296,9 +296,8 @@ def save(model: WholeModel, folder: Path) -> None:
     """
     ## Write a whole model's weights, one unit at a time
 
-    Writes safetensors, a file for each unit and an index, in Hugging Face's layout. A parameter
-    with several names is written once. All ranks must call it, because each unit is all-gathered;
-    rank 0 writes.
+    Safetensors, a file for each unit and an index, in Hugging Face's layout. All ranks must call
+    it, because each unit is all-gathered; rank 0 writes.
 
     Raises `RuntimeError` on all ranks if rank 0 cannot write (invariant I6).
     """

@@ -20,7 +20,7 @@ packs its shards side by side into its own row of a *packed buffer*:
 | b takes column 2 | 5 | 6 |
 
 When a is about to compute, it copies its columns, row by row, into its flat parameter 1 2 3 0.
-Later b does the same, and then the packed buffer is freed. If the fixed time is $t$, $n$ units save
+Later b does the same. If the fixed time is $t$, $n$ units save
 
 $$(n - 1)\, t \quad \text{seconds, and cost} \quad \sum_{i=1}^{n} P_{u_i} \quad
 \text{elements of memory}$$
@@ -39,9 +39,8 @@ elements in each bucket, the most is therefore $(2 k + 1)\, P$ elements.
 
 **One unit for several layers.** `Together` holds small layers that follow each other, so that one
 unit has all their parameters. Then nothing is packed: a and b of the example have one flat
-parameter from the beginning, 1 2 3 5 6 0, and one shard on each rank. Each layer still computes by
-itself, and uses the parameters of that unit as it would use a tied weight. `zero3.compile` does
-this, if it is asked to.
+parameter, 1 2 3 5 6 0. Each layer still computes by itself, and uses these parameters like tied
+weights. `zero3.compile` does this, if it is asked to.
 
 **Run this**: `python -m pytest tests/test_together.py -k collectives`.
 
@@ -259,8 +258,8 @@ class Packed:
         """
         ### Copy a unit's columns into its flat parameters
 
-        The first unit waits for the all-gather. The last one frees the packed buffers. The compute
-        stream copies, so each flat parameter is there when the unit computes.
+        On the compute stream. The first unit waits for the all-gather, and the last one frees the
+        packed buffers.
         """
         if unit not in self.columns:
             return

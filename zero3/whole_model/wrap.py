@@ -343,9 +343,9 @@ class Zero3Model(WholeModel):
         """
         ### Continue sequences of tokens, all ranks in step
 
-        Calls the model's own `generate` if it has one, and `continue_tokens` otherwise, with the
-        same arguments. All ranks call it, each with sequences of its own, and go on until all of
-        them are done (all-reduce of a number after each token).
+        By the model's own `generate` if it has one, and by `continue_tokens` otherwise. All ranks
+        call it, each with sequences of its own, and go on until all are done (all-reduce of a
+        number after each token).
         """
         root = self.module
         plain = root.module
@@ -465,8 +465,8 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
 
     All ranks call it alike. Call the model that this returns; the original has lost its parameters.
 
-    * `model` may have its values, and then all ranks get those of rank 0. Or it is on the meta
-      device, or has `Deferred` layers, and then it is made one unit at a time
+    * `model` has values, and all ranks get those of rank 0; or it is on the meta device or has
+      `Deferred` layers, and is made one unit at a time
     * `layer_classes` is a class or several; layers inside other layers are units too
     * `leaf_classes` become units together with everything inside them: whatever depends on a rank's
       data, for instance the experts of a mixture with their router
@@ -482,8 +482,8 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
     * `seed`, `init` and `checkpoint` are as for `Source`
     * `mesh` has the ranks that share the model, and in a second dimension its replicas or its nodes
       (see `mesh.py`), or is a `Links`; left out, all ranks share it
-    * `debug` has the ranks compare what they are about to gather, as they always do on the CPU. So
-      a hang of NCCL becomes an error that names both units
+    * `debug` has the ranks compare what they are about to gather, so that a hang of NCCL becomes an
+      error
     * `kind` is the class of the result; `zero3.compile` passes another one
 
     Raises `TypeError` or `ValueError` for an impossible argument, before anything changes. Raises
