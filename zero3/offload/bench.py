@@ -1,8 +1,8 @@
 r"""
 # How fast a disk is
 
-`measure` writes a file and reads it again, past the page cache or through it, and `python -m
-zero3.offload bench` compares the ways.
+`measure` writes a file and reads it again, past the page cache or through it, and
+`python -m zero3.offload bench` compares the ways.
 
 One request at a time keeps a fast disk waiting for the next one. So the bandwidth depends on how
 many requests are in flight and how large they are:

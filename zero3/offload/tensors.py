@@ -190,7 +190,7 @@ class Writer:
         """
         #### Write a piece and return its checksums
 
-        In a thread. `finish` cuts the last block to the file's length.
+        Runs in a thread. `finish` cuts the last block to the file's length.
         """
         self.file.move(True, buffer[: whole_blocks(nbytes)], offset)
         return checksums(buffer[:nbytes])

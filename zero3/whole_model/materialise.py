@@ -187,7 +187,7 @@ class Source:
         """
         #### Draw or read the values of a layer
 
-        On rank 0 alone. Raises `ValueError` if a tensor gets no values.
+        Runs on rank 0 alone. Raises `ValueError` if a tensor gets no values.
         """
         # Innermost first, because an outer module may change the values of an inner one.
         for at, keys in reversed(empty.items()):
@@ -296,7 +296,7 @@ def save(model: WholeModel, folder: Path) -> None:
     """
     ## Write a whole model's weights, one unit at a time
 
-    Safetensors, a file for each unit and an index, in Hugging Face's layout. All ranks must call
+    Writes safetensors, a file for each unit and an index, in Hugging Face's layout. All ranks must call
     it, because each unit is all-gathered; rank 0 writes.
 
     Raises `RuntimeError` on all ranks if rank 0 cannot write (invariant I6).

@@ -258,7 +258,7 @@ class Packed:
         """
         ### Copy a unit's columns into its flat parameters
 
-        On the compute stream. The first unit waits for the all-gather, and the last one frees the
+        It copies on the compute stream. The first unit waits for the all-gather, and the last one frees the
         packed buffers.
         """
         if unit not in self.columns:

@@ -343,7 +343,7 @@ class Zero3Model(WholeModel):
         """
         ### Continue sequences of tokens, all ranks in step
 
-        By the model's own `generate` if it has one, and by `continue_tokens` otherwise. All ranks
+        Calls the model's own `generate` if it has one, and `continue_tokens` otherwise. All ranks
         call it, each with sequences of its own, and go on until all are done (all-reduce of a
         number after each token).
         """
