@@ -24,8 +24,8 @@ Between two steps a model in files takes no other memory. If each layer has one 
 $$\text{buffers} = 2 \cdot \text{largest shard} \; + \; 5 \cdot \text{largest states of a shard}$$
 
 `formulas.py` has the estimates of [ZeRO-Offload](https://arxiv.org/abs/2101.06840) and
-[ZeRO-Infinity](https://arxiv.org/abs/2104.07857): which bandwidth is enough, and which tier a model
-needs.
+[ZeRO-Infinity](https://arxiv.org/abs/2104.07857): which bandwidth is enough,
+and which tier a model needs.
 
 Files are read and written past the page cache, or through it with `direct=False` (`disk.py`). With
 `frozen=Int8()` frozen shards rest in 8 bits for each element (`encoded.py`).

@@ -98,8 +98,8 @@ class Bucket(Reducer):
         """
         ### Forget a layer's gradients while they wait; end their reduce if it has begun
 
-        A layer calls it after an exception in backward. The other ranks take part in a reduce that has begun, so it
-        has to end.
+        A layer calls it after an exception in backward. The other ranks take part in a
+        reduce that has begun, so it has to end.
         """
         self.waiting = [g for g in self.waiting if g.layer is not layer]
         self.finish(layer)

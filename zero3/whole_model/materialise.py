@@ -296,8 +296,8 @@ def save(model: WholeModel, folder: Path) -> None:
     """
     ## Write a whole model's weights, one unit at a time
 
-    Writes safetensors, a file for each unit and an index, in Hugging Face's layout. All ranks must call
-    it, because each unit is all-gathered; rank 0 writes.
+    Writes safetensors, a file for each unit and an index, in Hugging Face's layout. All ranks must
+    call it, because each unit is all-gathered; rank 0 writes.
 
     Raises `RuntimeError` on all ranks if rank 0 cannot write (invariant I6).
     """

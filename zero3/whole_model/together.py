@@ -258,8 +258,8 @@ class Packed:
         """
         ### Copy a unit's columns into its flat parameters
 
-        It copies on the compute stream. The first unit waits for the all-gather, and the last one frees the
-        packed buffers.
+        It copies on the compute stream. The first unit waits for the all-gather, and the last one
+        frees the packed buffers.
         """
         if unit not in self.columns:
             return
