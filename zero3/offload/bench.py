@@ -4,24 +4,21 @@ r"""
 `measure` writes a file and reads it again, past the page cache or through it, and
 `python -m zero3.offload bench` compares the ways.
 
-Offloading to files is fast enough only if the disk is. One request at a time keeps a fast disk
-waiting for the next one, so the bandwidth depends on how many requests are in flight and how large
-they are:
+One request at a time keeps a fast disk waiting for the next one. So the bandwidth depends on how
+many requests are in flight and how large they are:
 
 $$\text{bandwidth} = \min\Big(\text{bw}_\text{disk},\;
 \frac{\text{queue depth} \cdot \text{block}}{\text{latency of a request}}\Big)$$
 
 **A figure of the disk, and not of the page cache.** The file is written, forced out (`fsync`, which
-counts as writing) and dropped from the page cache before it is read. Afterwards the system says how
-many bytes went to the disk and came from it. If more than 1 % are missing, there is no figure.
+counts as writing) and dropped from the page cache before it is read. If the system then counts less
+than 99 % of the bytes on the disk, there is no figure.
 
-**Run this**: `python -m zero3.offload bench --folder DIR`. It takes a few minutes, and prints a
-line for each figure as it comes.
+**Run this**: `python -m zero3.offload bench --folder DIR`. It takes a few minutes.
 
 **Not covered, and what that costs**: caches inside a disk or of a virtual machine's host cannot be
-seen from here, so choose a file larger than they are. The system's asynchronous calls (`io_uring`,
-libaio) need one thread where this needs several; `make bench ARGS="--disk DIR"` measures the
-difference with fio.
+seen from here, so choose a file larger than they are. `make bench ARGS="--disk DIR"` compares with
+fio and the system's asynchronous calls (`io_uring`, libaio).
 """
 
 import argparse
@@ -71,8 +68,8 @@ def measure(folder: Path, nbytes: int, direct: bool, block_bytes: int, queue_dep
     blocks = memory.split(block_bytes)
     speeds = []
     with concurrent.futures.ThreadPoolExecutor(queue_depth) as workers:
-        # The first time, the file system also marks the space as written. A run writes the same
-        # space in every step, so the second time counts.
+        # The first time, the file system also marks the space as written, so the second time
+        # counts.
         for write in (True, True, False):
             before = _disk_bytes(write)
             start_s = time.perf_counter()
@@ -128,12 +125,12 @@ def show(folder: Path, nbytes: int, rounds: int) -> None:
     """
     ## Measure, and print the figures
 
-    Each figure goes to the error stream as soon as it is measured, because all of them take
-    minutes. Then the medians of the rounds are printed, in GB/s (1e9 bytes). The ways take turns
-    within a round, because a shared disk is faster at one time than at another, and that would look
-    like the effect of a setting. Raises `OSError` as `measure` does.
+    Each figure goes to the error stream at once, and in the end the medians of the rounds are
+    printed, in GB/s (1e9 bytes). Raises `OSError` as `measure` does.
     """
     found: dict[str, list[Speed]] = {}
+    # The ways take turns within a round, because a shared disk is faster at one time than at
+    # another.
     for turn, each in product(range(rounds), WAYS):
         speed = measure(folder, nbytes, *each)
         found.setdefault(_way(speed), []).append(speed)

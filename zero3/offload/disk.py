@@ -3,18 +3,15 @@ r"""
 
 `File` reads and writes blocks of a file in two ways: past the page cache, or mapped into memory.
 
-A file system keeps whatever it reads and writes in free memory, its page cache. For a model that
-does not fit in memory this is the wrong place: each byte is copied once more and pushes out another
-byte that is needed sooner. So blocks go past it (`O_DIRECT`), straight between the disk and our
-buffers. Their addresses, offsets and lengths then have to be multiples of the disk's block:
+A file system keeps whatever it reads and writes in its page cache. If a model does not fit in
+memory, each byte there pushes out another one that is needed sooner. So blocks go past it
+(`O_DIRECT`), straight between the disk and our buffers. Their addresses, offsets and lengths then
+have to be multiples of the disk's block:
 
 $$\text{bytes on disk} = \left\lceil \frac{\text{bytes}}{4096} \right\rceil \cdot 4096$$
 
-One request at a time keeps a fast disk waiting, so several are in flight, each from a thread of its
-own; Python releases its lock while the system works.
-
-The other way, a file mapped into memory, needs no alignment and no thread, and reads through the
-page cache. It shows in one line what offloading is; `bench.py` measures how much slower it is.
+Several requests are in flight, each from a thread of its own. The other way, a file mapped into
+memory, needs no alignment and no thread.
 
 **Run this**: `python -m zero3.offload bench --folder DIR` compares both.
 
@@ -35,8 +32,7 @@ import torch
 # Right for disks with blocks of 512 and of 4096 bytes. With larger blocks, `File.move` goes through
 # the page cache.
 ALIGN_BYTES = 4096
-# Files that stay free for other purposes: to look how much memory there is, to save a checkpoint,
-# to report an error.
+# Files that stay free for other purposes, a checkpoint for instance.
 SPARE_FILES = 32
 
 
@@ -44,8 +40,7 @@ class File:
     """
     ## A file, usually without a name
 
-    Nobody else can open a file without a name, and the system removes it with the last process that
-    has it open.
+    The system removes such a file with the last process that has it open.
     """
 
     def __init__(self, folder: Path, nbytes: int, direct: bool, name: str = ""):
@@ -53,8 +48,8 @@ class File:
         ### Take space for it
 
         * `folder` is on the disk; `nbytes` is a multiple of `ALIGN_BYTES`
-        * `direct` goes past the page cache, if the file system supports it; otherwise the file is
-          mapped into memory
+        * `direct` goes past the page cache, if the file system can; otherwise the file is mapped
+          into memory
         * `name` is for a new file that stays
 
         Raises `OSError` if there is no space, or a file of that name.
@@ -89,14 +84,12 @@ class File:
 
         * `memory` is `(bytes,)` uint8, and both its address and its length are aligned
 
-        Several threads may do this at once, because both ways release Python's lock.
-
-        Raises `OSError` if the system does, or if the file has become too short.
+        Several threads may do this at once. Raises `OSError` if the system does, or if the file has
+        become too short.
         """
         left_bytes = os.fstat(self.fd).st_size
         if left_bytes < self.nbytes:
-            # Touching a mapped page that the file no longer has would end the process. Writing
-            # behind its end would leave a hole that reads as zeros.
+            # Touching a mapped page that the file no longer has would end the process.
             raise OSError(errno.EIO, f"the file has been cut to {left_bytes} bytes")
         if self.mapped is not None:
             there = self.mapped[offset : offset + len(memory)]
@@ -140,10 +133,7 @@ def allow_more_files(fd: int) -> int:
     * `fd` is the descriptor of the file that was opened last. The system hands out the lowest free
       number, so it says how many files are open
 
-    Each file of a shard stays open, and most systems allow a process 1024 files unless it asks for
-    more. Half of the limit is left for sockets, libraries and other files.
-
-    Returns how many more files may be opened. A process cannot raise the hard limit.
+    Returns how many more files may be opened.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 2 * fd + SPARE_FILES >= soft and soft < hard:

@@ -3,11 +3,9 @@ r"""
 
 `Encoded` keeps a frozen shard in 8 or 4 bits, and decodes it whenever its layer is gathered.
 
-A frozen weight never changes. No optimizer adds a small step to it, so it does not need the digits
-that a step needs. Fine-tuning often freezes nearly all weights and trains a few new ones beside
-them. Then the frozen shards are most of what a rank keeps. An encoding makes them smaller, by half
-from bf16 to 8 bits, and to less than a seventh from fp32 to 4 bits. `Zero3Layer(module,
-offload=Offload(frozen=Int4()))` asks for it.
+A frozen weight does not need the digits that the small steps of an optimizer need. An encoding
+makes its shard smaller, by half from bf16 to 8 bits, and to less than a seventh from fp32 to 4
+bits. `Zero3Layer(module, offload=Offload(frozen=Int4()))` asks for it.
 
 **A layer of four frozen weights on one rank**, with the numbers of `encodings.py`:
 
@@ -19,20 +17,15 @@ offload=Offload(frozen=Int4()))` asks for it.
 | *reshard* | 4 bytes | | |
 
 In fp32 the weights take 16 bytes; here two bytes have four codes, and two the scale. The weights
-were 0.6, −1.3, 3.5 and 0 before. From wrapping on, 0.5 and −1.5 *are* the weights: every pass
-computes with them, `full_params()` shows them, and a checkpoint has them. Nothing is lost a second
-time, because decoded weights encode to the same bytes. So a checkpoint that is loaded into as many
-shards, on the same kind of device, gives the same weights again.
+were 0.6, −1.3, 3.5 and 0 before. From wrapping on, 0.5 and −1.5 *are* the weights. They encode to
+the same bytes again, so nothing is lost a second time.
 
-An `encoding` needs `nbytes` for a row, and a layer has $F_\ell$ frozen parameters. Then a rank
-keeps
+If a layer has $F_\ell$ frozen parameters, a rank keeps
 
 $$\sum_\ell \text{nbytes}\left(\left\lceil \frac{F_\ell}{N} \right\rceil\right)$$
 
-bytes for them. While a layer is gathered, its decoded shard comes on top.
-
-The idea is from [QLoRA](https://arxiv.org/abs/2305.14314), section 3, which trains small matrices
-beside frozen weights in 4 bits.
+bytes, and the decoded shard of the layer that is gathered. The idea is from
+[QLoRA](https://arxiv.org/abs/2305.14314), section 3.
 
 **Run this**: `python -m pytest tests/test_at_rest.py`.
 
@@ -46,7 +39,6 @@ ahead and then not needed stays on the device, encoded, until its next use.
 
 import weakref
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -77,8 +69,7 @@ class Encoded:
         ### Encode a shard
 
         * `tier` is "device" or "cpu", where the code rests
-        * `owner` is the layer
-        * `values` are `(shard_numel,)`, on the device
+        * `values` are `(shard_numel,)`, on the device of the layer, `owner`
 
         All ranks call it alike. Raises `RuntimeError` on all ranks if a weight is infinite or NaN
         afterwards.
@@ -93,7 +84,7 @@ class Encoded:
         at = torch.device("cpu") if tier == "cpu" else self.device
         # (nbytes,) uint8
         self.code = copy_to(at, self._encode(values), torch.uint8, self.device)
-        # The code on the device. If it rests elsewhere, this is a copy for as long as it is used.
+        # The code on the device, or a copy of it for as long as it is used.
         self.near: torch.Tensor | None = self.code if at == self.device else None
         self.decoded: torch.Tensor | None = None  # (shard_numel,), device
         self.param = FrozenShard.of_shard(
@@ -133,8 +124,7 @@ class Encoded:
         """
         ### Begin to copy the code from CPU memory to the device
 
-        The layer before calls it, so the copy overlaps that layer's computation. It is much smaller
-        than the shard.
+        The copy overlaps the computation of the layer before.
         """
         if self.near is None:
             comm = self._comm()
@@ -147,9 +137,7 @@ class Encoded:
         """
         ### Decode the shard: `(shard_numel,)`, on the device
 
-        On the fetch stream, which copies it next: so its memory is that stream's, and can be freed
-        without a wait. The compute stream waits for the decoding too, because others may read or
-        write the shard there.
+        On the fetch stream, which copies it next, so the memory can be freed without a wait.
         """
         self.read_async()
         if self.decoded is None:
@@ -159,6 +147,8 @@ class Encoded:
                 self.decoded = self._decode(self.near)
                 done = comm.event()
                 done.record()
+            # The compute stream waits for the decoding, because the shard may be read or written
+            # there.
             comm.current_stream().wait_event(done)
         return self.decoded
 
@@ -166,8 +156,6 @@ class Encoded:
     def save(self) -> None:
         """
         ### Encode the decoded shard again
-
-        `full_params(writeback=True)` and the load of a checkpoint have written to it.
         """
         assert self.decoded is not None
         self.code.copy_(self._encode(self.decoded))
@@ -181,12 +169,11 @@ class Encoded:
         self.load().copy_(values)
         self.save()
 
-    def release(self, stream: Any = None) -> None:
+    def release(self, stream: torch.Stream | None = None) -> None:
         """
         ### Free the decoded shard, and the copy of the code
 
-        No stream has to be waited for: the memory is the fetch stream's, which used it last, or
-        waits for the compute stream before it uses it again.
+        No stream has to wait, because the memory is the fetch stream's.
         """
         if self.decoded is not None:
             # The transfer in flight still refers to it, and ends one layer later.
@@ -223,8 +210,7 @@ class FrozenShard(FreedParameter):
     """
     ## The parameter of a shard that rests encoded
 
-    It has a length and a data type, and no elements. It cannot be made trainable, because an
-    optimizer's small steps would be rounded away.
+    It has no elements, and cannot be made trainable.
     """
 
     @classmethod

@@ -13,16 +13,15 @@ rest in files, with two buffers:
 | layer 1 is gathered | reads shard 2 | holds shard 1 |
 | layer 2 is gathered | holds shard 2 | reads shard 1, for backward |
 
-The buffers are made while the model is built, and used again and again. So files cost no memory but
+The buffers are made while the model is built. Files cost no other memory:
 
 $$\text{buffers} = \text{number} \cdot \text{the largest file, in whole blocks of the disk}$$
 
-**Run this**: `make train ARGS="--offload-params nvme --offload-optimizer nvme"`; the reads and
-writes are on the tape, `tape.png`.
+**Run this**: `make train ARGS="--offload-params nvme --offload-optimizer nvme"` draws reads and
+writes in `tape.png`.
 
-**Not covered, and what that costs**: files are scratch and end with the run. They have no name in
-their folder, so the system frees their space however the run ends, and several runs may share a
-folder; but `ls` does not show them, `df` does.
+**Not covered, and what that costs**: files are scratch and have no name, so the system frees their
+space however the run ends. `ls` does not show them, `df` does.
 """
 
 import concurrent.futures
@@ -34,7 +33,6 @@ import weakref
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -50,8 +48,7 @@ class Buffers:
     """
     ## The buffers between the files of one rank and everything else
 
-    A buffer holds the largest file, rounded up to whole blocks of the disk. There are no more
-    buffers than are in use at once, so a file that needs one may have to wait until a write ends.
+    A file that needs a buffer may have to wait until a write ends.
     """
 
     def __init__(self, folder: str | os.PathLike | None, direct: bool, queue_depth: int,
@@ -72,7 +69,7 @@ class Buffers:
         self.event = torch.get_device_module(owner.device).Event
         self.memory: list[torch.Tensor] = []  # all buffers
         # Buffers that nobody has, each with the event after which it may be used.
-        self.free: list[tuple[torch.Tensor, Any]] = []
+        self.free: list[tuple[torch.Tensor, torch.Event]] = []
         self.borrowers: list[InFile] = []  # the one that used its buffer last is at the end
         self.files: weakref.WeakSet[File] = weakref.WeakSet()
         self.workers = concurrent.futures.ThreadPoolExecutor(queue_depth, "zero3-offload")
@@ -81,9 +78,7 @@ class Buffers:
         """
         ### Make a file, or say on all ranks why not
 
-        It takes all its space now, so a disk that is too small says so before training starts.
-
-        Raises `RuntimeError` on all ranks.
+        It takes all its space now, before training starts. Raises `RuntimeError` on all ranks.
         """
         made = None
         problem = ""
@@ -122,8 +117,8 @@ class Buffers:
         """
         ### A buffer for somebody: `(buffer_bytes,)` uint8, aligned
 
-        If none is free, take back the one that was used longest ago, of those that nobody is
-        looking at. That waits for its write.
+        If none is free, take back the one that was used longest ago and that nobody is looking at.
+        That waits for its write.
         """
         if self.buffer_bytes < borrower.nbytes or len(self.memory) < self.number:
             self._grow(borrower)
@@ -137,9 +132,6 @@ class Buffers:
     def _grow(self, borrower: "InFile") -> None:
         """
         #### Make new buffers, as large as the largest file
-
-        While a model is built, each shard that is larger than those so far brings new ones. Nobody
-        is looking at the old ones then.
         """
         for other in list(self.borrowers):
             other.release()
@@ -157,9 +149,8 @@ class InFile:
     """
     ## Tensors that rest in a file
 
-    They lie one after the other, each from the beginning of a block, both in the file and in the
-    buffer. Several tensors in one file are read in one go. A tensor that is still in the buffer is
-    not read again.
+    They stand one after the other, each from the beginning of a block, both in the file and in the
+    buffer. A tensor that is still in the buffer is not read again.
 
     | | buffer | when |
     |---|---|---|
@@ -199,7 +190,7 @@ class InFile:
         """
         ### Begin to read these tensors, or all
 
-        This does not wait for the reading. It may wait for a buffer, or for a write to this file.
+        This may wait for a buffer, or for a write to this file, but not for the reading.
         """
         self._borrow()
         missing = [name for name in names or self.where if name not in self.present]
@@ -213,7 +204,7 @@ class InFile:
         """
         ### Wait until these tensors are here, or all: views of the buffer, by name
 
-        They may be written to. The buffer stays until `write_async` or `release`.
+        The buffer stays until `write_async` or `release`.
         """
         self.read_async(*names)
         return self._views()
@@ -222,8 +213,7 @@ class InFile:
         """
         ### The same without reading, to be filled
 
-        It serves tensors whose old values nobody needs: the first gradient after `zero_grad()`, or
-        a shard that is replaced. That saves a read.
+        It saves a read if nobody needs the old values.
         """
         self._borrow()
         self.present.update(names)
@@ -233,7 +223,7 @@ class InFile:
         """
         ### Begin to write these tensors
 
-        This does not wait for the writing. Once it has ended, the buffer may go to another file.
+        This does not wait for the writing.
         """
         self._start("write", names)
         self.held = False
@@ -242,7 +232,7 @@ class InFile:
                 # Its buffer no longer has what the file says.
                 user.release()
 
-    def release(self, stream: Any = None) -> None:
+    def release(self, stream: torch.Stream | None = None) -> None:
         """
         ### Give the buffer back
 
@@ -266,8 +256,7 @@ class InFile:
         """
         ### Rest in the file of another one from now on, at its beginning
 
-        An fp32 shard in a file shares the file of its states, where the master comes first. The
-        step writes the master, and the next all-gather reads the same bytes as the shard.
+        The next all-gather reads the master that the step wrote.
         """
         self.release()
         self.file = other.file
@@ -280,9 +269,6 @@ class InFile:
     def become_parameter(self, owner: Guarded, values: torch.Tensor, trains: bool) -> None:
         """
         ### Make a parameter without elements, for an optimizer that asks what there is to train
-
-        It has a length and a data type. Reading one of its elements is an error that names
-        `full_params()`.
         """
         self.param = FreedParameter.of_shard(
             owner, torch.empty(len(values), dtype=values.dtype), trains, "it rests in a file: look "
@@ -298,18 +284,12 @@ class InFile:
     def load(self) -> torch.Tensor:
         """
         ### The shard, in a buffer: `(shard_numel,)`
-
-        `fetch_params` calls it for the all-gather, and gives the buffer back as soon as the fetch
-        stream has copied the shard.
         """
         return self.wait("shard")["shard"]
 
     def save(self) -> None:
         """
         ### Write the shard back
-
-        `replace` calls it, and so does whoever has written into the loaded shard:
-        `full_params(writeback=True)`, or the load of a checkpoint.
         """
         self.write_async("shard")
         # Forget it, so that every unshard reads, whichever buffer happened to be free.
@@ -319,9 +299,6 @@ class InFile:
     def replace(self, values: torch.Tensor) -> None:
         """
         ### Take over these values, converted, without reading the old ones
-
-        The optimizer calls it after a step, if the master is wider than the shard or rests
-        elsewhere.
         """
         self.blank("shard")["shard"].copy_(values)
         self.save()
@@ -337,9 +314,6 @@ class InFile:
     def _borrow(self) -> None:
         """
         #### Have a buffer, as the one that used it last
-
-        `Buffers.borrow` takes a buffer from the file that has not used its own for the longest
-        time, so the order of uses has to be kept.
         """
         if self.buffer is None:
             self.buffer = self.buffers.borrow(self)
@@ -382,8 +356,7 @@ class InFile:
         """
         #### Wait for the blocks that are being read or written
 
-        Raises `RuntimeError` if a block did not arrive, as `Communicator.fail` does. All ranks stop
-        then, so nobody uses a file that is half written.
+        Raises `RuntimeError` if a block did not arrive; all ranks stop then.
         """
         if not self.moving[event]:
             return

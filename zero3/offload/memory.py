@@ -25,7 +25,7 @@ def copy_to(at: torch.device, values: torch.Tensor, dtype: torch.dtype,
     """
     ## A copy, `(n,)`, on another device or of another data type
 
-    In CPU memory it is pinned if `device` is an accelerator, which then copies it by itself.
+    In CPU memory it is pinned if `device` is an accelerator.
     """
     if at.type == "cpu" and device.type != "cpu":
         return pinned(device, len(values) * dtype.itemsize).view(dtype).copy_(values)
@@ -53,10 +53,9 @@ def pinned(device: torch.device, nbytes: int) -> torch.Tensor:
     """
     ## Pinned CPU memory for a device: `(nbytes,)` uint8
 
-    Exactly as much as is asked for. torch rounds its own pinned memory up to a power of two, so a
+    Exactly as much as is asked for: torch rounds its own pinned memory up to a power of two, so a
     shard of 1.1 GiB would take 2 GiB. Here the system gives pages, and `cudaHostRegister` tells the
-    device about them. That is slow, so it is for memory that stays: shards, master weights, buffers
-    of files. A device without this call gets torch's pinned memory.
+    device about them. A device without this call gets torch's pinned memory.
     """
     backend: Any = torch.get_device_module(device)
     if nbytes and hasattr(backend, "cudart"):

@@ -14,13 +14,11 @@ becomes a file of 160 bytes:
 | 8 to 144 | `{"weight": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}, "bias": ...}` |
 | 144 to 160 | 1, 2, 3 and 4, with 4 bytes each |
 
-The header is JSON, with spaces at its end until its length is a multiple of 8. Nothing in the file
-is ever executed, unlike a pickle, and other libraries can open it.
+The header is JSON, with spaces at its end until its length is a multiple of 8.
 
-The safetensors library writes a file from a dict of tensors, all of them in memory. Offloaded
-optimizer states are read from files one shard at a time, so `Writer` takes one tensor at a time. It
-writes in pieces, past the page cache: threads write some pieces while the next one is filled. With
-four pieces of 8 MiB:
+The safetensors library writes a dict of tensors, all of them in memory. `Writer` takes one tensor
+at a time, as offloaded states are read. Threads write some pieces while the next one is filled.
+With four pieces of 8 MiB:
 
 $$\text{memory} \le 4 \cdot 8 \text{ MiB} = 32 \text{ MiB}$$
 
@@ -79,11 +77,9 @@ def write_tensors(path: Path, like: Like, read: Callable[[str], Iterable[torch.T
     """
     ## Write a safetensors file
 
-    * `path` is the file, which must not exist yet
+    * `path` must not exist yet
     * `like` has the data type and the shape of each tensor
-    * `read(name)` yields the elements of a tensor, in parts of any shape and data type. It is
-      called when the tensor's turn comes
-    * `metadata` is stored in the header
+    * `read(name)` yields the elements of a tensor, in parts of any shape and data type
 
     Returns the file's length and checksums. Raises `OSError`, `Broken` as `Writer` does, and
     whatever `read` raises; no file is left then.
@@ -123,9 +119,6 @@ class Writer:
     """
     ## Write a safetensors file, tensor by tensor
 
-    The file is written in pieces past the page cache. A thread writes each piece while the next one
-    is filled, so a writer takes the memory of four pieces, however large the tensors are.
-
     Use it in a `with` block: an exception in the block removes the file. The file is complete and
     on the disk once `finish` has returned.
     """
@@ -134,14 +127,11 @@ class Writer:
         """
         ### Create the file and reserve its space
 
-        * `path` is the file, which must not exist yet
-        * `like` has the data type and the shape of each tensor, in the order of the later writes.
-          Tensors with larger elements have to come first: then each begins at a multiple of its
-          element size, and other programs can map it into memory
-        * `metadata` is stored in the header
+        * `like` is in the order of the later writes. Tensors with larger elements come first: then
+          each begins at a multiple of its element size, and other programs can map it into memory
 
-        Raises `OSError` if the disk has no space, and `Broken` if safetensors has no name for a
-        data type.
+        The rest is as for `write_tensors`. Raises `OSError` if the disk has no space, and `Broken`
+        if safetensors has no name for a data type.
         """
         header, data_bytes = _header(like, metadata)
         self.path = path
@@ -171,8 +161,7 @@ class Writer:
         """
         ### Write the next elements
 
-        * `values` has the announced data type. Its shape and its device do not matter, and it may
-          change as soon as this returns
+        * `values` has the announced data type, and may change as soon as this returns
 
         Raises `OSError` if an earlier piece could not be written.
         """
@@ -201,8 +190,7 @@ class Writer:
         """
         #### Write a piece and return its checksums
 
-        Runs in a thread. The last piece is written up to the end of a disk block; `finish` cuts the
-        file to its length.
+        Runs in a thread. `finish` cuts the last block to the file's length.
         """
         self.file.move(True, buffer[: whole_blocks(nbytes)], offset)
         return checksums(buffer[:nbytes])
@@ -228,8 +216,6 @@ class Writer:
 def _header(like: Like, metadata: dict[str, str] | None) -> tuple[bytes, int]:
     """
     #### The beginning of a file, up to the first number, and how many bytes of numbers follow
-
-    It has the offset of each tensor, so all shapes are known before the first number is written.
     """
     header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     end = 0
@@ -247,9 +233,9 @@ def checksums(data: torch.Tensor) -> str:
     """
     ## The checksum of each block
 
-    * `data` is `(bytes,)` uint8, and begins at the beginning of a block
+    * `data` is `(bytes,)` uint8, and begins with a block
 
-    Returns eight hexadecimal digits for each block, one checksum after the other.
+    Returns eight hexadecimal digits for each block.
     """
     return "".join(f"{zlib.crc32(block.numpy()):08x}" for block in data.split(BLOCK_BYTES))
 
@@ -258,8 +244,7 @@ def fsync_folder(folder: Path) -> None:
     """
     ## Force a folder's list of files to the disk
 
-    `fsync` of a file forces out its content only. After a power cut a new file could be missing
-    from its folder.
+    `fsync` of a file forces out its content only.
     """
     fd = os.open(folder, os.O_RDONLY)
     try:
@@ -285,9 +270,8 @@ class Broken(Exception):
     r"""
     ## A checkpoint is damaged, or something does not fit into one
 
-    The message may quote a name from a file, and that can be anything: `\x1b[2J` would clear a
-    terminal, and a line break could make a second message. So characters that do not print are
-    escaped.
+    The message may quote a name from a file, and `\x1b[2J` in it would clear a terminal. So
+    characters that do not print are escaped.
     """
 
     def __str__(self) -> str:

@@ -4,10 +4,9 @@ r"""
 `Offload` says where shards rest: on the device, in CPU memory or in files. `InMemory` is a shard in
 memory, `InFile` one in a file.
 
-In a training step a rank needs a shard twice to gather it, and once to update it. It needs the
-optimizer states once. In between both can rest in cheaper memory, if they are brought back in time.
-Such a place is a *tier*: the device that computes; CPU memory, pinned so that a GPU copies it while
-it computes; or files on an NVMe disk.
+In a training step a rank needs a shard twice to gather it, and once to update it, and the optimizer
+states once. In between they can rest in cheaper memory. Such a place is a *tier*: the device that
+computes; CPU memory, pinned so that a GPU copies it while it computes; or files on an NVMe disk.
 
 **A layer of three weights on two ranks**, with shards in files. Rank 0 keeps the weights 1 and 2:
 
@@ -19,27 +18,17 @@ it computes; or files on an NVMe disk.
 | free | 1 2 | | |
 | the optimizer reads, steps and writes | 0.7 1.8 | 0.7 1.8 | |
 
-All files of a rank share a few buffers, which are made while the model is built: two for shards,
-and by default five for optimizer states. So between two steps a model in files takes only the
-memory of these buffers. If each layer has one flat parameter:
+All files of a rank share a few buffers: two for shards, and by default five for optimizer states.
+Between two steps a model in files takes no other memory. If each layer has one flat parameter:
 
 $$\text{buffers} = 2 \cdot \text{largest shard} \; + \; 5 \cdot \text{largest states of a shard}$$
 
-The papers are [ZeRO-Offload](https://arxiv.org/abs/2101.06840) for the CPU and
-[ZeRO-Infinity](https://arxiv.org/abs/2104.07857) for NVMe. `formulas.py` has their estimates: which
-bandwidth is enough, and which tier a model needs.
+`formulas.py` has the estimates of [ZeRO-Offload](https://arxiv.org/abs/2101.06840) and
+[ZeRO-Infinity](https://arxiv.org/abs/2104.07857): which bandwidth is enough,
+and which tier a model needs.
 
-| | the file is | the page cache |
-|---|---|---|
-| `direct=False` | mapped into memory, so reading is copying | holds the bytes a second time |
-| `direct=True` | read and written past it, in blocks, by a few threads | stays unused |
-
-The first way is the one to understand, the second the one to use. `disk.py` has both behind one
-call.
-
-**Frozen shards in few bytes.** With `Offload(frozen=Int8())`, a frozen shard rests in 8 bits for
-each element, on the device or in CPU memory, and is decoded whenever its layer is gathered.
-`Encoded`, in `encoded.py`, does that.
+Files are read and written past the page cache, or through it with `direct=False` (`disk.py`). With
+`frozen=Int8()` frozen shards rest in 8 bits for each element (`encoded.py`).
 
 **Run this**: `python -m zero3.offload bench --folder DIR` measures a disk both ways; `make train
 ARGS="--offload-params nvme --offload-optimizer nvme"` trains from files.
@@ -80,23 +69,20 @@ class Offload:
     """
     ## A tier, and the memory and files in use there
 
-    Pass one object to all layers of a model, so that they share its buffers. The optimizer may have
-    the same one, or another.
+    Pass one object to all layers of a model, so that they share its buffers. Whatever takes an
+    `Offload` also takes the name of a tier that needs no folder: `offload="cpu"`.
 
     * `tier` is "device", "cpu" or "nvme"
     * `folder` is where files go, on a disk of this machine; each rank has files of its own
     * `max_in_cpu` bytes of a rank's shards and states stay in CPU memory: each, in the order in
-      which they come, that still fits. The rest goes to files. For the nvme tier alone; buffers
-      come on top
-    * `direct` reads and writes past the page cache, if the file system supports it
-    * `queue_depth` is the number of parallel requests, one thread each; parameters and states have
-      so many each
+      which they come, that still fits. For the nvme tier alone
+    * `direct` reads and writes past the page cache, if the file system can
+    * `queue_depth` is the number of parallel requests, one thread each, for parameters and for
+      states
     * `block_bytes` is the size of a request
     * `buffers` is how many shards' optimizer states are in memory at once
     * `frozen` encodes the shards of parameters that are frozen when their layer is wrapped:
-      `Int8()`, `Int4()` or an `Encoding` of your own. For the tiers "device" and "cpu"
-
-    Whatever takes an `Offload` also takes the name of a tier that needs no folder: `offload="cpu"`.
+      `Int8()`, `Int4()` or an `Encoding` of your own. Not for files
 
     Raises `ValueError` if these do not fit together. ZeRO-Infinity, section 5. Keeps I8.
     """
@@ -148,10 +134,8 @@ class Offload:
         """
         ### Turn the argument `offload` of a layer into an `Offload`
 
-        * `offload` is one already, the name of a tier, or nothing, which is the device
-
-        Raises `ValueError` for anything else, and for the name of the nvme tier, because files need
-        a folder.
+        `None` is the device. Raises `ValueError` for anything else, and for "nvme", because files
+        need a folder.
         """
         if isinstance(offload, Offload):
             return offload
@@ -202,8 +186,8 @@ class Offload:
         """
         ### Choose the tier for the next `nbytes`, and count them against `max_in_cpu`
 
-        Shards and states ask in the order in which they are built. With `max_in_cpu=16`, two shards
-        of 8 bytes rest in CPU memory, and a third one goes to a file.
+        With `max_in_cpu=16`, two shards of 8 bytes rest in CPU memory, and a third one goes to a
+        file.
         """
         if self.tier == "nvme" and self.in_cpu_bytes + nbytes <= self.max_in_cpu:
             self.in_cpu_bytes += nbytes
@@ -214,8 +198,8 @@ class Offload:
         """
         ### The buffers for one purpose, at least `number` of them
 
-        Shards have the buffers "params", and optimizer states have "states". Backward needs both at
-        once: it reads shards while it writes gradients.
+        "params" and "states" have their own, because backward reads shards while it writes
+        gradients.
         """
         if purpose not in self.in_use:
             self.in_use[purpose] = Buffers(self.folder, self.direct, self.queue_depth,
@@ -227,8 +211,6 @@ class Offload:
     def memory(self) -> list[torch.Tensor]:
         """
         ### The memory of all buffers, and of encoded shards
-
-        A `Ledger` counts these bytes among the live ones, at rest too.
         """
         buffers = [memory for each in self.in_use.values() for memory in each.memory]
         return [*buffers, *(tensor for storage in self.encoded for tensor in storage.memory())]

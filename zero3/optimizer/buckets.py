@@ -3,13 +3,12 @@ r"""
 
 `Bucket` lets the gradients of small layers wait for each other and reduces them together.
 
-A collective takes a fixed time plus the time of its bytes. A model of many small layers would spend
-its backward pass on the fixed times, so small layers fill a *bucket* first, and one reduce-scatter
-takes them all.
+A collective takes a fixed time plus the time of its bytes. With many small layers the fixed times
+add up. So small layers fill a *bucket* first, and one reduce-scatter takes them all.
 
 **Two layers on two ranks.** Layer 1 is the layer of the example in `layer.py`: its flat gradient on
-rank 0 is 1 2 3 0, divided by two already. Layer 0 has two weights, with the gradient 5 6. Written
-with one row for each rank, the gradients are packed side by side:
+rank 0 is 1 2 3 0, divided by two already. Layer 0 has the gradient 5 6. They are packed side by
+side, one row for each rank:
 
 | gradients of rank 0 | for rank 0 | for rank 1 |
 |---|---|---|
@@ -17,9 +16,8 @@ with one row for each rank, the gradients are packed side by side:
 | gradient of layer 0 | 5 | 6 |
 | **packed gradients** | **1 2 5** | **3 0 6** |
 
-Rank 0 keeps 1 2 5, and adds the row that rank 1 has packed for it. It splits the sum again: the
-first two elements are for layer 1, and the third is for layer 0. If a collective takes $t$ seconds
-beside its bytes, $n$ layers that share one save
+Rank 0 keeps 1 2 5, adds the row that rank 1 has packed for it, and splits the sum again. If a
+collective takes $t$ seconds beside its bytes, $n$ layers that share one save
 
 $$(n - 1)\, t \quad \text{seconds}$$
 
@@ -27,9 +25,8 @@ The bytes on the wire are the same, and so are the sums, bit for bit.
 
 **Run this**: `python -m pytest tests/test_optimizer.py -k small_layers_share`.
 
-**Not covered, and what that costs**: packing without a copy. The full gradients of the layers in a
-bucket stay in memory until the bucket is full. While the bucket is in flight they are there twice,
-once in each layer and once packed.
+**Not covered, and what that costs**: packing without a copy. The full gradients wait in memory
+until the bucket is full, and while it is in flight they are there twice.
 """
 
 from collections.abc import Sequence
@@ -45,8 +42,7 @@ class Bucket(Reducer):
     """
     ## Reduce the gradients of small layers together
 
-    `Zero3Optimizer` hands a bucket to its layers in place of their `Reducer`. A layer that fills
-    the bucket by itself is reduced alone and does not wait.
+    `Zero3Optimizer` hands a bucket to its layers in place of their `Reducer`.
     """
 
     def __init__(self, comm: Communicator, bucket_bytes: int):
@@ -54,8 +50,7 @@ class Bucket(Reducer):
         self.bucket_bytes = bucket_bytes
         # How many `no_sync()` contexts are open. Inside of one, the bucket sends nothing.
         self.holds = 0
-        # A weak reference to the optimizer that steps its layers, when there is one. A compiled
-        # model finds the states of its layers there.
+        # A weak reference to the optimizer, where a compiled model finds the states of its layers.
         self.optimizer: Any = None
         self.waiting: list[_Gradient] = []
         # The gradients in flight: one list for each data type, in the order of packing.
@@ -64,8 +59,6 @@ class Bucket(Reducer):
     def keeps(self, layer: Reducible, pairs: Pairs) -> bool:
         """
         ### Put a layer's gradients in, and send the bucket when it is full
-
-        * `pairs` are as for `Communicator.reduce_scatter`
 
         Returns true, because the bucket sends by itself.
         """
@@ -91,8 +84,7 @@ class Bucket(Reducer):
         """
         ### End the reduce of a layer's bucket, if there is one
 
-        A layer that still waits is sent first. Every layer of the bucket receives its sums through
-        `add_reduced`, as views of one tensor.
+        Every layer of the bucket receives its sums through `add_reduced`, as views of one tensor.
         """
         if self._is_waiting(layer):
             self._send_waiting()
@@ -106,8 +98,8 @@ class Bucket(Reducer):
         """
         ### Forget a layer's gradients while they wait; end their reduce if it has begun
 
-        A layer calls it after an exception in backward. A reduce that has begun has to end, because
-        the other ranks take part in it.
+        A layer calls it after an exception in backward. The other ranks take part in a
+        reduce that has begun, so it has to end.
         """
         self.waiting = [g for g in self.waiting if g.layer is not layer]
         self.finish(layer)
@@ -116,8 +108,7 @@ class Bucket(Reducer):
         """
         ### Send the layers that wait, and end all reduces
 
-        The last layer calls it at the end of backward, because no more gradients will come to fill
-        the bucket.
+        The last layer calls it at the end of backward.
         """
         if self.waiting:
             self._send_waiting()
@@ -126,9 +117,6 @@ class Bucket(Reducer):
     def _send_waiting(self) -> None:
         """
         #### Send the bucket, full or not
-
-        It is full when its last layer has filled it. It is not full at the end of backward, or if
-        one of its layers is about to be gathered again.
         """
         self.land()
         waiting = self.waiting
@@ -143,8 +131,7 @@ class Bucket(Reducer):
         flight.
         """
         by_dtype: dict[torch.dtype, list[_Gradient]] = {}
-        # Pack them in the order of the layers: the order in which gradients arrive may differ
-        # between ranks.
+        # In the order of the layers, because gradients may arrive in another order on each rank.
         for gradient in sorted(gradients, key=lambda g: -g.layer.layer_idx):
             by_dtype.setdefault(gradient.grad.dtype, []).append(gradient)
 
@@ -159,8 +146,7 @@ class Bucket(Reducer):
         """
         #### Put gradients side by side, row by row: a gradient and a receive buffer
 
-        In the example above the packed gradient has the rows 1 2 5 and 3 0 6. So one
-        reduce-scatter brings each rank its shares of both layers.
+        In the example above the packed gradient has the rows 1 2 5 and 3 0 6.
         """
         # The memory of the first one's buffer becomes the receive buffer of all.
         buffer = group[0].buffer
@@ -213,8 +199,6 @@ class PlannedBucket(Bucket):
 class _Gradient(NamedTuple):
     """
     ## A flat gradient that waits, and where it comes from
-
-    While it waits, the full gradient of its layer stays in memory.
     """
 
     layer: Reducible

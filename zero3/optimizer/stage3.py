@@ -4,9 +4,9 @@ r"""
 `Zero3Optimizer` lets a model compute in 16 bits and learn in 32. It keeps fp32 *master weights* and
 moments of this rank's shards, scales the loss, clips the gradient, and steps.
 
-Layers in half precision take half the memory and half the communication. But a sum of many small
-steps needs more digits than a single product does. So the optimizer keeps an fp32 copy of every
-shard, the master. It steps the master and rounds the result into the shard that the layer gathers.
+Half precision takes half the memory and half the communication, but a sum of many small steps needs
+more digits. So the optimizer steps an fp32 copy of every shard, the master, and rounds the result
+into the shard that the layer gathers.
 
 **Two weights on two ranks.** Each rank has one bf16 weight. The loss is scaled by $S = 4$, the
 gradient of the unscaled loss is (3, 4), the norm is clipped to 1, and SGD has a learning rate of
@@ -22,9 +22,9 @@ gradient of the unscaled loss is (3, 4), the norm is clipped to 1, and SGD has a
 | master after the step | .997 | .996 | no communication |
 | shard, bf16 | .99609 | .99609 | the masters remember the difference |
 
-The step is elementwise, so a rank steps its own shards without communication. Only two questions
-concern the whole model: how long is its gradient, and is any of it infinite or NaN? One small
-collective answers both.
+The step is elementwise, so a rank steps its own shards without communication. Only the norm of the
+gradient concerns the whole model, and it also shows an infinity or a NaN. One small collective
+computes it.
 
 $$g = \frac{1}{S} \min\!\Big(1, \frac{c}{\lVert g_S \rVert / S}\Big)\, g_S
 \qquad w_{32} \leftarrow w_{32} - \eta\, \text{Adam}(g)
@@ -36,28 +36,20 @@ Master, momentum and variance take $K = 12$ bytes per parameter
 ([ZeRO](https://arxiv.org/abs/1910.02054), section 3.1). The first step creates the moments. From
 then on, a rank with half-precision parameters and gradients has $\frac{(2 + 2 + K)\Psi}{N} =
 \frac{16\Psi}{N}$ bytes of model states after the backward pass, and $\frac{14\Psi}{N}$ after
-`zero_grad()`. Padding comes on top, and 4 bytes for each shard in which torch's Adam counts its
-steps.
+`zero_grad()`. Padding comes on top.
 
-**Why the masters are fp32.** bf16 has 8 significant bits, so the neighbours of 1 are
-$1 + \frac{1}{128}$ and $1 - \frac{1}{256}$. A step of 0.001 from 1 is rounded away. A thousand such
-steps are rounded away one after the other, while an fp32 master reaches 0, to four digits. fp16 has
-11 bits and loses a step of 0.0002 in the same way.
+**Why the masters are fp32.** bf16 has 8 significant bits, so the neighbours of 1 are $1 +
+\frac{1}{128}$ and $1 - \frac{1}{256}$. A step of 0.001 from 1 is rounded away. A thousand such
+steps are all rounded away, while an fp32 master reaches 0, to four digits.
 
 **Why the loss is scaled.** Below $2^{-14}$ fp16 has fewer and fewer digits, and below $2^{-24}$ it
-has no number at all. Many gradients are smaller than $2^{-14}$, and some are smaller than
-$2^{-24}$. The gradient of $S$ times the loss is $S$ times the gradient. So scaling moves gradients
-up to the range with all digits, and the fp32 gradient is divided by $S$ afterwards. `make train`
-draws the range of its own gradients, `gradients.png`. bf16 has the range of fp32 and needs no
-scale. The idea is section 3.2 of [Mixed Precision Training](https://arxiv.org/abs/1710.03740).
+has no number at all. The gradient of $S$ times the loss is $S$ times the gradient. So scaling moves
+gradients up to the range with all digits, and the fp32 gradient is divided by $S$ afterwards. bf16
+has the range of fp32 and needs no scale. The idea is section 3.2 of [Mixed Precision
+Training](https://arxiv.org/abs/1710.03740).
 
-**Where the states rest.** On the device, in CPU memory or in files. `states.py` brings the states
-of a shard into memory. The step visits the shards as a pipeline: it prefetches the next states and
-writes back the previous ones while it steps.
-
-**Why small layers wait.** A collective takes a fixed time beside the time of its bytes. Layers with
-gradients smaller than a *bucket* wait until they fill it, and are reduced together (`buckets.py`).
-The gradients of micro-batches add up in the shard or, inside `no_sync()`, in the full gradient.
+The states may rest on the device, in CPU memory or in files (`states.py`), and small layers are
+reduced together (`buckets.py`).
 
 **Run this**: `make train ARGS="--dtype fp16 --loss-scale dynamic --accumulate 4 --clip 1.0"`. With
 `bf16` the same works without a loss scale.
@@ -77,10 +69,10 @@ raise an error. They also raise one if a rank has no gradient at all for a layer
 one of several inside a module, the module's `zero_grad()` does not see the full gradients that
 `no_sync` holds back.
 
-A parameter that was used in other steps than its neighbours becomes a piece of its own, as it is a
-tensor of its own in plain PyTorch. That costs one more counter of steps and a little time in each
-step. If every rank lacks the gradient of some parameter of a layer, the ranks tell each other which
-ones: 8 bytes for each parameter of the layer, to each other rank, more than `predict` says.
+A parameter that was used in other steps than its neighbours becomes a piece of its own. That costs
+one more counter of steps and a little time in each step. If every rank lacks the gradient of some
+parameter of a layer, the ranks tell each other which ones: 8 bytes for each parameter of the layer,
+to each other rank, more than `predict` says.
 """
 
 import inspect
@@ -119,23 +111,20 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
     """
     ## Zero3 optimizer
 
-    A step visits all shards once for the norm of the gradient. Then it visits them once more and
-    does the rest for one shard after the other, or for a batch of small ones:
+    A step visits all shards once for the norm of the gradient, and once more for the rest, one
+    shard after the other, or a batch of small ones:
 
     | | reads | writes |
     |---|---|---|
-    | norm | gradient, widened to fp32 | one number |
+    | norm | gradient | one number |
     | | | *the ranks exchange their numbers* |
     | unscale and clip | gradient | gradient in fp32 |
     | step | gradient in fp32, master, moments | master, moments |
     | round | master | shard |
-
-    The norm of a gradient that rests in a file is taken in the backward pass, before it is written.
-    A shard that is its own master is not rounded.
     """
 
-    # `Communicator` and `Ledger` expect a layer that sends. For the collective of the norms this
-    # optimizer takes its place: they read these two and `listener`, and call `expect`.
+    # `Communicator` and `Ledger` expect a layer that sends. The optimizer sends the norms, so it
+    # has what they read of a layer.
     label = "the optimizer"
     layer_idx = -1  # like every layer that is in no chain
     # Set when it is built. No param group can be added after that.
@@ -151,27 +140,24 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         """
         ### Take over the shards of a model
 
-        All ranks call this alike, after wrapping. From now on the gradients of the layers are
-        reduced in buckets, and in `reduce_dtype`.
+        All ranks call this alike, after wrapping.
 
         * `model` is a `Zero3Sequential`, or any module whose parameters are all in `Zero3Layer`s
-        * `optimizer_class` is an elementwise optimizer of `torch.optim`, or one like them that
-          keeps everything about a parameter in that parameter's state. `kwargs` are its arguments.
-          `fused=True` is added if the optimizer knows it and all parameters are real
-        * `group_by` gives a parameter options of its own. It gets the name and the parameter, which
-          has a shape but no values, and returns the options that differ. Parameters with equal
-          options become a param group: `lambda name, p: {"weight_decay": 0.1 * (p.ndim > 1)}`
+        * `optimizer_class` is an elementwise optimizer of `torch.optim`, or one like them. `kwargs`
+          are its arguments
+        * `group_by` gets the name and the parameter, which has a shape but no values, and returns
+          the options that differ for it: `lambda name, p: {"weight_decay": 0.1 * (p.ndim > 1)}`
           decays matrices only
         * `loss_scale` is a number, or "dynamic". A dynamic scale starts at 65536, halves when a
-          gradient overflows, doubles after `scale_window` steps without overflow, and never goes
+          gradient overflows, and doubles after `scale_window` steps without overflow. It never goes
           below `scale_floor`
         * `clip_grad_norm` limits the norm of the mean gradient of the whole model
         * `reduce_dtype` is the data type of the gradients during the reduce and in the shard. It
           defaults to the layer's
-        * `bucket_bytes` of full gradients, over all ranks' shards, are reduced together. A layer
-          with as many bytes does not wait for others. As many bytes of shards are stepped together
+        * `bucket_bytes` of full gradients, over all ranks' shards, are reduced together. As many
+          bytes of shards are stepped together
         * `offload` says where masters, moments and the shards' gradients rest, as an `Offload` or
-          as "cpu". It defaults to the device. In the two other tiers the CPU computes the step
+          as "cpu"; left out, on the device. In the two other tiers the CPU computes the step
 
         Raises `RuntimeError` if parameters are not sharded, if the optimizer is not elementwise, if
         an argument is out of range, or if there is not enough memory. ZeRO, section 3.1. Keeps the
@@ -191,6 +177,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         self.reduce_dtype = reduce_dtype
         self.bucket_bytes = bucket_bytes
 
+        # Without a scale, multiply by 1.
         self.dynamic = loss_scale == "dynamic"
         self.scaled = loss_scale is not None
         self.scale_window = scale_window
@@ -209,12 +196,12 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         self._check_model(optimizer_class)
         self._check_arguments(bucket_bytes)
 
-        # The layers of a chain share a reducer, and get a bucket in its place.
-        # A compiled model has buckets of its own, because its graphs say when to send.
+        # The layers of a chain share a reducer, and get a bucket in its place. A compiled model has
+        # its own, because its graphs say when to send.
         buckets = {layer.reducer: layer.reducer if isinstance(layer.reducer, PlannedBucket)
                    else Bucket(layer.comm, bucket_bytes) for layer in self.layers}
-        # Layers without parameters get it too. The root of a whole model may be one, and a backward
-        # pass has begun as soon as the reducer that all units share knows one of them.
+        # Layers without parameters too: the root of a whole model may be one, and its reducer has
+        # to know when a backward pass begins.
         for layer in paths:
             layer.reducer = buckets.get(layer.reducer, layer.reducer)
         self.buckets = list(buckets.values())
@@ -225,6 +212,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         # The options of each param group.
         options: list[dict[str, Any]] = []
         self.shard_states = self._make_shard_states(paths, options)
+        # A stage of a pipeline may have nothing to train, but not all of them.
         some = any(self.comm.stages.gather(bool(self.shard_states)))
         self.expect(some, "has nothing to do", "a trainable Zero3Layer", "none",
                     "wrap the model first, and leave some parameter trainable")
@@ -279,18 +267,19 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         #### Take over every trainable shard that has elements
 
         * `paths` are the names of the layers in the model
-        * `options` is filled with the options of each param group. All ranks have the same groups;
-          a group without elements on this rank stays empty
+        * `options` is filled with the options of each param group, the same on all ranks
         """
         plain = plain_paths(self.model)
         options += self._options_of_stages(plain)
         found = []
         for layer in self.layers:
+            # A name for errors: in a chain the label has the number of the layer already.
             in_chain = layer.layer_idx >= 0
             name = layer.label
             if paths[layer] and not in_chain:
                 name = f"{paths[layer]} ({layer.label})"
             for flat in layer.flats:
+                # Frozen shards are never stepped.
                 if flat.shard.requires_grad and len(flat.shard):
                     dtype = self._set_grad_dtype(layer, flat)
                     indices = self._group_indices(flat, plain[layer], options)
@@ -302,10 +291,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         """
         #### The options of each param group, over all stages of a pipeline
 
-        * `plain` are the names of the layers in the plain model
-
-        Each stage has other parameters. All of them get all param groups, in the same order, so
-        that a scheduler sets the same learning rates everywhere. All ranks call it.
+        So a scheduler sets the same learning rates on all stages. All ranks call it.
         """
         if self.comm.stages.size == 1:
             return []
@@ -322,9 +308,6 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
     def _set_grad_dtype(self, layer: Zero3Layer, flat: FlatParameter) -> torch.dtype:
         """
         #### Reduce the gradients of a flat parameter in `reduce_dtype`
-
-        With bf16 layers and `reduce_dtype=torch.float32`, the sums over ranks and micro-batches are
-        taken in fp32. The reduce-scatter then sends twice the bytes.
         """
         shard = flat.shard
         dtype = self.reduce_dtype or shard.dtype
@@ -337,8 +320,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         grad = grad_of(shard)
         layer.expect(grad is None or grad.dtype == dtype, "has gradients", f"{dtype}",
                      shard.grad_dtype, "call `zero_grad()` of the optimizer before this one first")
-        # This allows `.grad` to have another data type than the shard. The layer creates its flat
-        # gradient in this type.
+        # This allows `.grad` to have another data type than the shard.
         shard.grad_dtype = dtype
         return dtype
 
@@ -348,7 +330,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         #### The param group of each parameter in a flat one
 
         * `path` is the name of the layer's module in the plain model
-        * `options` are those of the groups so far; new ones are appended
+        * `options` are those of the groups so far
         """
         indices = []
         for slot in flat.slots:
@@ -357,6 +339,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
             self.expect(not self.takes or special.keys() <= self.takes, "cannot use `group_by`",
                         f"options of its class, {sorted(self.takes)}", f"{special}, for `{name}`",
                         "correct the name of the option")
+            # Parameters with equal options share a group.
             if special not in options:
                 options.append(special)
             indices.append(options.index(special))
@@ -366,8 +349,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         """
         #### The part of this rank's shard that each parameter of a flat one has
 
-        A parameter on other ranks has an empty part here. Padding belongs to the parameter before
-        it.
+        A part may be empty. Padding belongs to the parameter before it.
         """
         numel = len(flat.shard)
         first = self.comm.rank * numel
@@ -394,17 +376,17 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
                       kwargs: dict[str, Any], options: list[dict[str, Any]]) -> None:
         """
         #### Put masters, moments and gradients where they rest
-
-        Unless they go to files, it checks first whether memory has room for all of them. Otherwise
-        a shortage would show in the middle of the first step, which creates the moments.
         """
         on_device = self.offload.tier == "device"
         self.device = self.layers[0].device if on_device else torch.device("cpu")
+        # Step a parameter of two elements, to see which moments this optimizer keeps.
         two = torch.zeros(2, device=self.device)
         moments: dict[str, None] = {}
         for group in options:
             moments |= dict.fromkeys(moments_of(optimizer_class, kwargs, group, two)[0])
         self.moments = list(moments)
+        # Check now whether there is room for everything. The first step creates the moments, and
+        # would fail in the middle.
         if self.offload.tier != "nvme":
             need_bytes = sum(states.nbytes(self.moments) for states in self.shard_states)
             # A shard that is its own master has its memory already.
@@ -422,6 +404,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         count = self.offload.buffers - 1
         if len(in_files) > count:
             in_files[count].prefetch = in_files[:count]
+        # Memory for the largest gradient that has to be widened to fp32.
         widened = [len(states.shard) * states.master_dtype.itemsize for states in self.shard_states
                    if states.grad_dtype != states.master_dtype]
         self._scratch_bytes = max(widened, default=0)
@@ -431,8 +414,8 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         """
         #### Build the wrapped torch optimizer, whose parameters are the pieces of the masters
 
-        The formula of the step is torch's own. The wrapped optimizer finds ordinary parameters on
-        one rank, and knows nothing of shards.
+        A *piece* is a part of a master with one param group (see `Piece`). The formula of the step
+        is torch's own.
         """
         groups = [{**each, "params": self._params_of(i)} for i, each in enumerate(options)]
         self.inner = optimizer_class(groups, **kwargs)
@@ -442,7 +425,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         self._layout = zlib.crc32(str(whose).encode())
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self.complete = True
-        # Both optimizers share their param groups and states: a scheduler that sets a learning rate
+        # Both optimizers share param groups and states, so a scheduler that sets a learning rate
         # here sets it there.
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
@@ -452,8 +435,6 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
     def _params_of(self, group_index: int) -> list[nn.Parameter]:
         """
         #### The pieces of all shards that belong to a param group
-
-        A shard with a matrix that decays and a bias that does not has pieces in two groups.
         """
         return [piece.param for states in self.shard_states for piece in states.pieces
                 if piece.group_index == group_index]
@@ -461,10 +442,6 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
     def regroup(self) -> None:
         """
         ### Put the pieces of all shards into their param groups again, after some were cut
-
-        The step calls it if only some parameters had a gradient, and loading a checkpoint calls it
-        too. An optimizer steps the parameters in its groups, so a new piece that is missing there
-        would never be stepped.
         """
         for i, group in enumerate(self.param_groups):
             group["params"] = self._params_of(i)
@@ -473,7 +450,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         """
         ### Not possible: param groups are made with the optimizer
 
-        Raises `RuntimeError`. A parameter outside of the model's shards would never be stepped.
+        Raises `RuntimeError`.
         """
         self.expect(not self.complete, "cannot take another param group", "those that it was built "
                     "with", [*param_group], "wrap the module first, and build the "
@@ -486,8 +463,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         """
         #### torch's `GradScaler` asks for this. It cannot scale for this optimizer
 
-        The scaler looks for gradients in the param groups. These have the pieces of the masters,
-        which get their gradients only inside the step.
+        The scaler would find no gradients.
         """
         self.expect(False, "cannot step", "its own loss scale", "torch's GradScaler",
                     "pass `loss_scale=\"dynamic\"`, and call `optimizer.backward(loss)` and "
@@ -502,12 +478,9 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
 
         * `loss` is a scalar, the mean over this rank's rows, computed in fp32
 
-        All ranks call it. If $k$ micro-batches form one batch, pass `loss / k` for each of them.
-        Gradients add up until `zero_grad()`. Keeps I7 (micro-batches).
-
-        Raises `RuntimeError` if the loss is not a scalar or has no graph. It also raises if the
-        loss is in fp16 and fp16 has no number for the scale, because every gradient would be
-        infinite.
+        All ranks call it. If $k$ micro-batches form one batch, pass `loss / k` for each. Gradients
+        add up until `zero_grad()`. Keeps I7 (micro-batches). Raises `RuntimeError` if the loss is
+        no scalar, has no graph, or is in a data type without a number for the scale.
         """
         self._check_loss(loss)
         self.has_scaled = True
@@ -516,6 +489,9 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         loss.backward()
 
     def _check_loss(self, loss: torch.Tensor) -> None:
+        """
+        #### Refuse a loss that cannot be scaled or has no graph
+        """
         is_tensor = isinstance(loss, torch.Tensor)
         self.expect(is_tensor and loss.numel() == 1, "cannot go backward", "a loss of one element",
                     f"one of shape {tuple(loss.shape)}" if is_tensor else type(loss).__name__,
@@ -535,12 +511,9 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         ### Accumulate full gradients without communication
 
         Use it for all micro-batches but the last one, on all ranks alike. Each layer then keeps its
-        full gradient, $N \lceil P_\ell/N \rceil$ elements, from the first micro-batch to the last.
-        This gives up memory that sharding has saved, and saves $(k-1)\Psi\frac{N-1}{N}$ elements of
-        communication per rank. Keeps I7 (micro-batches), suspends I2 (memory at rest).
-
-        After an exception call `zero_grad()`: the layers that backward has reached have dropped
-        their gradients, the others have not.
+        full gradient, $N \lceil P_\ell/N \rceil$ elements, and each rank saves
+        $(k-1)\Psi\frac{N-1}{N}$ elements of communication. Keeps I7 (micro-batches), suspends I2
+        (memory at rest). After an exception call `zero_grad()`.
         """
         for bucket in self.buckets:
             bucket.holds += 1
@@ -557,22 +530,18 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         """
         ### Update the shards
 
-        * `closure` clears the gradients, computes the loss, calls `backward` and returns the loss,
-          as for torch's optimizers. Without it the step uses the present gradients
+        * `closure` is as for torch's optimizers, and calls `backward` of this one
 
-        All ranks call it, and call `zero_grad()` before the next backward pass. Returns the norm of
-        the mean gradient of the whole model, before clipping and without the scale. Returns `None`
-        if a gradient overflowed; then no rank has stepped. With a closure it returns the loss, as
-        torch's optimizers do, and `skipped_steps` says whether a gradient overflowed. Keeps I1 and
-        I5.
+        All ranks call it. Returns the norm of the mean gradient of the whole model, before clipping
+        and without the scale; `None` if a gradient overflowed, and then no rank has stepped. With a
+        closure it returns the loss. Keeps I1 and I5.
 
-        If a parameter got no gradient on any rank since `zero_grad()`, it keeps its value, its
-        moments and its number of steps, as in plain PyTorch.
+        A parameter without a gradient on any rank keeps its value, its moments and its number of
+        steps, as in plain PyTorch.
 
         Raises `RuntimeError` with the layer's name if a gradient is infinite or NaN and there is no
-        loss scale, or a dynamic scale is at its floor. A fixed scale skips the step. Also raises
-        inside `no_sync()`. After an error weights and states are as before: call `zero_grad()` and
-        go on.
+        loss scale, or a dynamic scale is at its floor. Also raises inside `no_sync()`. After an
+        error weights and states are as before: call `zero_grad()` and go on.
         """
         if closure is not None:
             with torch.enable_grad():
@@ -586,8 +555,8 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
             self._norms_of_stages(torch.full((1,), -1.0, dtype=torch.double))
             raise
         for layer in reversed(self.layers):
-            # Reduce gradients that `no_sync` has held back, if no later micro-batch took them
-            # along. All ranks do so in the same order, that of the backward pass.
+            # Reduce what `no_sync` has held back, if no later micro-batch took it along. All ranks
+            # do so in the order of the backward pass.
             layer.reduce()
         for bucket in self.buckets:
             bucket.end()
@@ -623,10 +592,6 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
     def _more_threads(self) -> Iterator[None]:
         """
         #### Compute with as many threads as `step_threads` says
-
-        It matters if the CPU steps while an accelerator computes the layers. With torchrun's one
-        thread for each rank, most cores would be idle during the step. The old number is set again
-        afterwards.
         """
         before = torch.get_num_threads()
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.comm.world_size))
@@ -634,6 +599,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         if threads == before:
             yield
             return
+        # Only during the step.
         torch.set_num_threads(threads)
         try:
             yield
@@ -644,17 +610,16 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         """
         #### Step all shards, if the gradient is finite
 
-        All ranks decide from the same norm, so all of them step or none does. If one rank skipped
-        its step alone, the model would consist of shards from different steps.
+        All ranks decide from the same norm, because shards from different steps are no model.
         """
-        # The layers have taken the mean over ranks already. So this is the norm that plain training
-        # on the global batch has. The mean of the ranks' own norms would be something else: if the
-        # gradient is 1 on one rank and -1 on the other, that mean is 1, while the mean gradient is
-        # 0.
+        # This is the norm that plain training on the global batch has, because the gradients are
+        # means over ranks already. The mean of the ranks' own norms would be another: with the
+        # gradients 1 and -1 on two ranks it is 1, while the mean gradient is 0.
         squares = self._squares().cpu()  # (all ranks, shards) fp64
         # Replicas have the same gradients, so count those of the first one.
         mine = squares[: self.comm.world_size].abs().sum().view(1)
         stages = self._norms_of_stages(mine)
+        # In a pipeline, a stage that cannot step has sent a negative number.
         unready = [rank for rank, square in zip(self.comm.stages.ranks, stages, strict=True)
                    if square < 0]
         self.expect(not unready, "cannot step", "stages that are ready to step",
@@ -669,13 +634,14 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         factor = min(clip, 1.0) / self.loss_scale
         # (bytes of the largest master,), where the gradient of each shard in turn is widened.
         scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self.device)
+        # A negative sign: this rank had no gradient for some of the parameters (see `_squares`).
         used = self._used(squares.signbit().all(dim=0).tolist())
         stepped = [states for states in self.shard_states
                    if states.has_grad and any(used.get(states, [True]))]
         batches = self._batches(stepped)
         for i, batch in enumerate(batches):
-            # A pipeline, if states rest in files. One buffer is being written to its file, one has
-            # the states of this shard, and the others receive the states of the next shards.
+            # If states rest in files, one buffer is being written, one has the states of this
+            # shard, and the others receive those of the next shards.
             for upcoming in batches[i : i + self.offload.buffers - 1]:
                 for states in upcoming:
                     states.read_async()
@@ -701,8 +667,8 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         """
         #### The numbers of the step's formula, in words
 
-        They have to be the same on all ranks, because each rank steps its own part of every weight.
-        Six digits, because two machines need not compute a learning rate to the same last bit.
+        They have to be the same on all ranks. Six digits, because two machines need not compute a
+        learning rate to the same last bit.
         """
         groups = [", ".join(f"{name} {_digits(value)}" for name, value in group.items()
                             if isinstance(value, (int, float, tuple, torch.Tensor))
@@ -716,13 +682,8 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         #### The squared norm of each shard's gradient, on each rank
 
         Each element is in exactly one shard, and padding is zero. So the sum of these numbers is
-        the squared norm of the whole model. There is one number for each shard, so that an error
-        can name the layer with the infinite gradient. A square is never negative, so its sign is
-        free to carry one more fact: it is negative if this rank had no gradient for some of the
-        shard's parameters.
-
-        All-gather: all ranks call it, and send 8 bytes for each shard to each other rank. Returns
-        `(all ranks, shards)` fp64, the same bits on all ranks.
+        the squared norm of the whole model. All-gather: all ranks call it, with 8 bytes for each
+        shard. Returns `(all ranks, shards)` fp64, the same bits on all ranks.
         """
         if not self.shard_states:
             # All layers of this stage are frozen.
@@ -738,7 +699,8 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
                               and len(used) < len(states.flat.slots))
         squares = torch.stack([norm.double() for norm in norms]).square()  # (shards,) fp64
         if any(is_partial):
-            # One by one, because a mask would have to be copied to the device.
+            # A square is never negative, so a minus can say that this rank had no gradient for some
+            # of the shard's parameters.
             squares = torch.stack([-square if partial else square for square, partial
                                    in zip(squares, is_partial, strict=True)])
         options = f"{self._rule()}, for parameters with the checksum {self._layout}"
@@ -749,11 +711,10 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         #### Which parameters had a gradient on any rank
 
         * `partial_everywhere` says for each shard whether every rank lacked the gradient of some
-          parameter. It is the same on all ranks
+          parameter
 
-        Only such shards are looked at. Returns a flag for each of their parameters. All-gather of 8
-        bytes for each parameter of these shards; in a step without any, nothing is sent. All ranks
-        call it.
+        Returns a flag for each parameter of such shards. All-gather of 8 bytes for each of these
+        parameters; if there is none, nothing is sent. All ranks call it.
         """
         asked = [states for states, is_partial
                  in zip(self.shard_states, partial_everywhere, strict=True) if is_partial]
@@ -772,15 +733,15 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
 
         * `squares` are of each rank and shard of this stage, and `stages` of each stage of a
           pipeline
-
-        The backward pass reaches the last layer first, and an infinity spreads from there to the
-        layers below. So in a chain the overflow began in the last layer that has one.
         """
+        # Backward carries an infinity from the last layer to those below, so it began in the last
+        # layer that has one.
         stage = int((~stages.isfinite())[:, 0].nonzero().max())
         name = f"the layers of rank {self.comm.stages.ranks[stage]}"
         if stage == self.comm.stages.rank:
             worst = squares.abs().sum(dim=0).nan_to_num(math.inf)
             name = self.shard_states[int((worst == worst.max()).nonzero().max())].name
+        # A fixed scale skips the step too. Without a scale, or at its floor, it is an error.
         may_skip = self.scaled and (not self.dynamic or self.loss_scale / 2 >= self.scale_floor)
         scaled = f" at a loss scale of {self.loss_scale:g}, the lowest" if self.scaled else ""
         self.expect(may_skip, "cannot step", f"a finite gradient{scaled}",
@@ -797,8 +758,8 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         #### The shards that each call of the wrapped optimizer steps
 
         A call takes a fixed time, so small shards share one, up to `bucket_bytes` of them. A shard
-        is stepped alone if its states rest in a file, because there are few buffers. So is one
-        whose gradient is widened, because there is memory for one such gradient.
+        is stepped alone if its states are in one of the few buffers, or its gradient in the one
+        scratch memory.
         """
         batches: list[list[ShardStates]] = []
         left_bytes = 0
@@ -817,8 +778,8 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         """
         #### Unscale, clip, step and round some shards
 
-        * `used` says for each parameter whether it has a gradient; for a shard that is not in there
-          all have
+        * `used` says which parameters have a gradient; shards that are not in there have all of
+          them
         """
         pieces: list[Piece] = []
         with ExitStack() as in_memory:
@@ -826,9 +787,8 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
                 stepped = self._pieces(states, used.get(states))
                 master, grad = in_memory.enter_context(states.in_memory(self.state))
                 if grad.dtype != master.dtype:
-                    # One after the other, all shards use this memory. Keeping all fp32 gradients
-                    # would take 4 more bytes per parameter, and fresh memory for each would be slow
-                    # to get.
+                    # All shards use this memory, one after the other. Keeping all fp32 gradients
+                    # would take 4 more bytes per parameter.
                     grad = scratch[: master.nbytes].view(master.dtype).copy_(grad)
                 if factor != 1:
                     # In place, so a gradient that was wide enough is used up after this.
@@ -839,7 +799,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
             with self._only(pieces):
                 self.inner.step()
             for states in batch:
-                # Record it while the pieces still hold the widened gradient, so that it is counted.
+                # Record it while the pieces hold the widened gradient, so that it is counted.
                 tier = "device" if self.device == states.layer.device else "cpu"
                 nbytes = len(states.shard) * states.master_dtype.itemsize
                 states.layer.listener.record(states.layer, "step", nbytes, tier=tier)
@@ -852,7 +812,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         """
         #### The pieces of a shard that have a gradient
 
-        * `used` says for each parameter whether it has one; `None` means that all have
+        * `used` has a flag for each parameter; `None` means that all have one
         """
         if used is None:
             return states.pieces
@@ -867,9 +827,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         """
         #### Let the param groups have these pieces only
 
-        The wrapped optimizer steps a few shards at a time, so that a gradient can be freed before
-        the next one is widened. With all pieces in the groups, every such step would look at all
-        of them.
+        Otherwise the wrapped optimizer would look at all pieces for every batch.
         """
         all_params = [group["params"] for group in self.param_groups]
         try:
@@ -892,8 +850,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         """
         ### Drop the gradients, also those that `no_sync` holds back
 
-        Without `set_to_none` the gradients of the shards become zeros and keep their memory. A
-        gradient in a file has been dropped by the step already.
+        Without `set_to_none` the gradients of the shards become zeros and keep their memory.
         """
         for layer in self.layers:
             layer.drop_full_grads()
@@ -907,13 +864,13 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         """
         ### This rank's masters, moments, param groups and loss scale
 
-        It fits the same rank of a run with as many ranks. The masters contain the model, because a
-        shard is a rounded master. Tensors in memory are returned as they are, not copied. States in
-        files are copied into memory, all at once.
+        It fits the same rank of a run with as many ranks. States in files are copied into memory,
+        all at once.
         """
         masters = []
         known: dict[torch.Tensor, dict[str, Any]] = {}
         for states in self.shard_states:
+            # The next shard gets the buffer of this one, so copy what is in it.
             in_buffer = states.in_file is not None
             with states.in_memory(self.state, write=False) as (master, _):
                 masters.append(_kept(master, in_buffer))
@@ -984,10 +941,8 @@ def step_threads(at: torch.device, device: torch.device, threads: int, ranks: in
     * `at` is the device of the step, and `device` that of the layers
     * `threads` is torch's present number; `ranks` is the number of ranks on this machine
 
-    torchrun gives each rank one thread, so that ranks that compute on the CPU do not wait for each
-    other. While an accelerator computes the layers, the cores have only the step to compute, so the
-    ranks share them. If there is more than one thread, the user has chosen the number, and it is
-    kept.
+    torchrun gives each rank one thread. If an accelerator computes the layers, the ranks share all
+    cores for the step.
     """
     idle = at.type == "cpu" and device.type != "cpu" and threads == 1
     return max(1, len(os.sched_getaffinity(0)) // ranks) if idle else threads
@@ -996,9 +951,6 @@ def step_threads(at: torch.device, device: torch.device, threads: int, ranks: in
 def finite(value: Any) -> bool:
     """
     ## Whether an argument is a number, and neither infinite nor NaN
-
-    An infinite `loss_scale` is a positive number too, and would make every gradient infinite or
-    NaN.
     """
     return isinstance(value, (int, float)) and math.isfinite(value)
 
@@ -1018,8 +970,7 @@ def plain_paths(model: nn.Module) -> dict[nn.Module, str]:
     """
     ## The name of each module in the plain model
 
-    The names that `group_by` gets begin with these. So the same function works for every way in
-    which a model can be wrapped.
+    `group_by` gets names that begin with these.
     """
     return {module: names[0] for module, names in plain_names(model).items()}
 
@@ -1028,8 +979,7 @@ def plain_names(model: nn.Module) -> dict[nn.Module, list[str]]:
     """
     ## All names of each module in the plain model
 
-    A module that is registered more than once has several. The plain model has no wrappers, so the
-    wrappers' attributes for the wrapped module are no part of a name.
+    A module that is registered more than once has several.
     """
     found: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):

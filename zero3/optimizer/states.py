@@ -21,22 +21,18 @@ each. With Adam and gradients of $b_g$ bytes that is
 $$\underbrace{4}_{\text{master}} + \underbrace{4 + 4}_{\text{moments}}
 + \underbrace{b_g}_{\text{gradient}} \quad \text{bytes per element of a shard}$$
 
-An fp32 shard can be its own master and is not kept twice. That is so if it rests in the memory
-where it is stepped. It is also so if shard and states both rest in files: then they share one file,
-and the layer reads the beginning of it.
+An fp32 shard that rests where it is stepped is its own master. If it and its states rest in files,
+they share one, and the layer reads the beginning of it.
 
-**States in files.** A step needs all states of a shard together, and then none of them before the
-next step. They lie side by side in the file, so one read brings them all into one of a few buffers.
-The optimizer prefetches the states of the next shards before it steps this one, and does not wait
-for the writes of the previous shards. At all other times the pieces and their moments have no
-elements.
+**States in files.** A step needs all states of a shard together. They stand side by side in the
+file, so one read brings them all into one of a few buffers. The optimizer prefetches the states of
+the next shards before it steps this one, and does not wait for the writes of the previous shards.
 
-A gradient goes to the place of the master as soon as it is reduced. During the backward pass the
-disk has less to do than during the step. So the states that the step needs first are prefetched
-before the last few gradients arrive. A chain with no more shards than buffers does not do this.
+A gradient goes to the place of the master as soon as it is reduced. Before the last few gradients
+arrive, the states that the step needs first are prefetched, unless all shards have a buffer.
 
-**Pieces are cut once more** between parameters that are used in different steps. The optimizer
-counts the steps of each piece, and a piece's moments begin with its first gradient.
+**Pieces are cut once more** between parameters that are used in different steps, because the
+optimizer counts the steps of each piece.
 
 **Run this**: `make train ARGS="--offload-optimizer nvme"`; `tape.png` shows the reads and writes.
 
@@ -80,8 +76,6 @@ class Away(Protocol):
 class Piece(NamedTuple):
     """
     ## A part of a master that the optimizer steps as one parameter
-
-    If the first two of the weights 1 2 3 decay and the third does not, the master has two pieces.
     """
 
     group_index: int  # of its param group
@@ -93,10 +87,6 @@ class Piece(NamedTuple):
 class ShardStates:
     """
     ## Master, moments and gradient of a trainable shard
-
-    `Zero3Optimizer` makes one for each trainable shard. In backward it receives the reduced
-    gradient, unless that rests in the shard. In the step it brings master, moments and gradient
-    together in memory.
     """
 
     layer: Zero3Layer
@@ -128,17 +118,12 @@ class ShardStates:
     def master_dtype(self) -> torch.dtype:
         """
         ### The data type of the master: fp32, or the shard's if that is wider
-
-        A bf16 shard has an fp32 master, and an fp64 shard has one of fp64.
         """
         return torch.promote_types(self.shard.dtype, torch.float32)
 
     def nbytes(self, moments: list[str]) -> int:
         """
         ### Bytes of master, moments and gradient, if the shard is not the master
-
-        The optimizer needs this number before anything is allocated, to check the memory and to
-        choose the tier.
         """
         masters_and_moments = (1 + len(moments)) * self.master_dtype.itemsize
         return len(self.shard) * (masters_and_moments + self.grad_dtype.itemsize)
@@ -147,7 +132,7 @@ class ShardStates:
         """
         ### Whether the optimizer can step the shard itself on this device
 
-        If so, the shard is its own master and is not kept twice.
+        If so, the shard is its own master.
         """
         in_memory = not isinstance(self.flat.storage, InFile)
         same_dtype = self.shard.dtype == self.master_dtype
@@ -172,11 +157,13 @@ class ShardStates:
                       and self.shard.dtype == self.master_dtype)
         self.shard_is_master = share_file or self.can_step_shard_on(device)
 
+        # In a file, `_open_file` writes the master.
         if self.can_step_shard_on(device):
             self.master = values
         elif tier != "nvme":
             self.master = copy_to(device, values, self.master_dtype, self.layer.device)
 
+        # The gradient rests where the master does.
         if tier == "nvme":
             self.in_file = self._open_file(offload, values, moments)
         elif self.shard.device == device and not isinstance(storage, InFile):
@@ -189,8 +176,8 @@ class ShardStates:
         storage.release()
 
         self._receive_gradients(offload)
-        # A shard holds matrices and biases one after the other and may begin or end inside one. Cut
-        # it where the param group changes.
+        # A shard holds matrices and biases one after the other. Cut it where the param group
+        # changes.
         for where, group_index in self._runs(slice(0, len(values)), self.group_indices):
             self.pieces.append(Piece(group_index, where, nn.Parameter(self._elements(where))))
         self.synced_version = self.shard._version
@@ -217,8 +204,8 @@ class ShardStates:
         """
         #### Have the flat parameter deliver its reduced gradients here
 
-        From now on, `Reducer.deliver` hands the gradient to `add_grad` below. If it rests in the
-        same memory as the shard, it stays the shard's `.grad` instead.
+        `Reducer.deliver` then calls `add_grad` below, unless the gradient stays the shard's
+        `.grad`.
         """
         # Set it in either case, because an earlier optimizer may have put its own there.
         self.flat.sink = None if self.grad_holder is self.shard else self
@@ -231,8 +218,8 @@ class ShardStates:
         """
         #### The elements of a new piece: a view of the master
 
-        A master in a file is not in memory now. Until `release_pieces`, one zero stands for all of
-        its elements, so that the wrapped optimizer finds a parameter of the right size.
+        A master in a file is not in memory now. One zero stands for all of its elements, so that
+        the wrapped optimizer finds a parameter of the right size.
         """
         if self.in_file is None:
             return self.master[where]
@@ -242,7 +229,7 @@ class ShardStates:
         """
         ### Leave the pieces without elements, if the states rest in a file
 
-        * `state` is the optimizer's. The states that it made in its constructor go to the file
+        * `state` is the optimizer's. What its constructor made goes to the file
         """
         if self.in_file is None:
             return
@@ -258,9 +245,6 @@ class ShardStates:
     def grad_device(self) -> torch.device:
         """
         ### Where a reduced gradient goes; on its way to a file, CPU memory
-
-        `Reducer.deliver` asks for it. From an accelerator to CPU memory it copies the gradient
-        while the layers below go backward.
         """
         return torch.device("cpu") if self.grad_holder is None else self.grad_holder.device
 
@@ -269,8 +253,7 @@ class ShardStates:
         """
         ### The gradient as a plain tensor, if there is one and it rests in memory
 
-        A plain tensor, because the optimizer takes the norm of this rank's part on purpose. A
-        `ShardGradient` would refuse that.
+        A `ShardGradient` would not tell the norm of one rank's part.
         """
         self._notice_replaced_grad()
         grad = self.grad_holder.grad if self.grad_holder is not None else None
@@ -285,17 +268,14 @@ class ShardStates:
         """
         ### Names of the parameters that got a gradient on this rank; `None` means all
 
-        The flat gradient has zeros for a parameter that the loss did not depend on. Plain PyTorch
-        does not step such a parameter, so its absence has to be remembered.
+        The flat gradient has zeros for a parameter that the loss did not depend on, but plain
+        PyTorch does not step such a parameter.
         """
         return getattr(grad_of(self.shard), "used", None)
 
     def grad_norm(self) -> torch.Tensor | None:
         """
         ### The norm of the gradient, if there is one
-
-        The step asks all shards before the ranks exchange their norms. The norm of a gradient in a
-        file was taken in backward, so nothing is read here.
         """
         grad = self.grad
         return self.file_grad_norm if grad is None else norm_of_parts(grad, self.flat.counted)
@@ -307,11 +287,10 @@ class ShardStates:
 
         * `total` is `(shard_numel,)`, and `Reducer.deliver` has brought it to that place
         * `names` are the parameters that have contributed to it on this rank
-
-        The shard's `.grad` becomes a marker. It says that there is a gradient elsewhere, and for
-        which parameters.
         """
         self._notice_replaced_grad()
+        # The shard's `.grad` becomes a marker. It says that there is a gradient elsewhere, and for
+        # which parameters.
         marker: Any = grad_of(self.shard)
         if marker is None:
             marker = elsewhere(self.flat)
@@ -324,7 +303,7 @@ class ShardStates:
 
     def _add_in_memory(self, total: torch.Tensor) -> None:
         holder: Any = self.grad_holder
-        # The sum of a bucket is a view. It would keep the memory of the shares that went to files.
+        # The sum of a bucket is a view, which would keep the whole bucket in memory.
         is_view = total.untyped_storage().nbytes() > total.nbytes
         total = total.to(holder.device, copy=is_view)
         holder.grad = total if holder.grad is None else holder.grad.add_(total)
@@ -334,7 +313,7 @@ class ShardStates:
             grad = in_file.blank("grad")["grad"].copy_(total)
         else:
             grad = in_file.wait("grad")["grad"].add_(total.cpu())
-        # Take the norm while the gradient is in memory, or the step would have to read it twice.
+        # Take the norm now, or the step would have to read the gradient twice.
         self.file_grad_norm = norm_of_parts(grad, self.flat.counted)
         in_file.write_async("grad")
         for states in self.prefetch:
@@ -346,8 +325,8 @@ class ShardStates:
         """
         #### Follow changes of the shard's `.grad` while the gradient rests elsewhere
 
-        `zero_grad()` of a module or of a torch optimizer removes the marker, and with it the
-        gradient. A tensor that the caller has put there replaces the gradient.
+        `zero_grad()` of a module removes the marker, and with it the gradient. A tensor of the
+        caller's replaces it.
         """
         found = grad_of(self.shard)
         if self.flat.sink is not self or isinstance(found, GradientElsewhere):
@@ -381,8 +360,8 @@ class ShardStates:
         """
         #### Autograd is about to add a gradient to the shard's `.grad`
 
-        If the present gradient rests elsewhere, return the sum of both in its place. The new
-        gradient is of all parameters, so from now on all of them count as used.
+        Return the sum with a gradient that rests elsewhere. From now on all parameters count as
+        used.
         """
         found = grad_of(self.shard)
         if isinstance(found, GradientElsewhere):
@@ -405,9 +384,6 @@ class ShardStates:
     def read_grad(self) -> torch.Tensor | None:
         """
         ### The gradient, wherever it rests; a gradient in a file is copied into memory
-
-        It serves a look at the gradient between backward and step. The step itself reads all states
-        of a shard in one go.
         """
         if not self.has_grad or self.in_file is None:
             return self.grad
@@ -433,7 +409,7 @@ class ShardStates:
         """
         ### After a step, forget a gradient in a file
 
-        The step has scaled it in a buffer, so it is no longer equal to the one in the file.
+        The step has scaled it in the buffer only.
         """
         if self.in_file is not None:
             self.drop_grad()
@@ -443,9 +419,6 @@ class ShardStates:
     def _stepped_names(self) -> list[str]:
         """
         #### The states in the file that a step changes: all but the gradient
-
-        They are prefetched before the last gradients of a backward pass arrive, and written back
-        after the step.
         """
         if self.in_file is None:
             return []
@@ -455,8 +428,7 @@ class ShardStates:
         """
         ### Have master and moments where the optimizer looks for them
 
-        A compiled model may have moved them to CPU memory in forward (`compiler/away.py`). Whoever
-        reads or writes them calls this first.
+        A compiled model may have moved them to CPU memory in forward (`compiler/away.py`).
         """
         if self.away is not None:
             self.away.back()
@@ -479,8 +451,6 @@ class ShardStates:
     def read_async(self, *names: str) -> None:
         """
         ### Start to read these states, or all of them, if they rest in a file
-
-        The step calls it for the next shards, so that the disk reads while this shard is stepped.
         """
         if self.in_file is not None:
             self.in_file.read_async(*names)
@@ -493,13 +463,13 @@ class ShardStates:
         * `state` is the optimizer's, of all pieces
         * `write` says that the caller changes the master and the moments
 
-        Yields the master and the gradient. At the end the master is rounded into the shard, and
-        states in a file start to be written. After an exception the file is as it was.
+        Yields the master and the gradient. After an exception the file is as it was.
         """
         self.bring_back()
         views = self.in_file.wait() if self.in_file is not None else {}
         master = views.get("master", self.master)
         self._follow_shard(master)
+        # Only states in files have to be attached and written.
         if self.in_file is None:
             yield master, self.grad
         else:
@@ -528,10 +498,9 @@ class ShardStates:
         """
         #### Copy the shard into the master, if the caller has written into the shard
 
-        `full_params(writeback=True)` does so, for instance. `model.to("cpu:0")` gives the shard
-        other memory, and so does `model.half().float()`. If the shard is its own master, it gets
-        its memory back, with the new values. Otherwise the optimizer would step memory that nobody
-        gathers, and no weight would ever move again.
+        After `full_params(writeback=True)`, for instance. A shard that is its own master also gets
+        its memory back, because `model.to("cpu:0")` gives it another one, which the optimizer would
+        not step.
         """
         if self.shard_is_master and self.in_file is None:
             values = self.shard.detach()
@@ -545,9 +514,6 @@ class ShardStates:
     def _attach(self, state: State, views: dict[str, torch.Tensor], master: torch.Tensor) -> None:
         """
         #### Let pieces and moments be views of the buffer that was read into
-
-        The wrapped optimizer holds on to its tensors from step to step. Between two steps they have
-        no elements, and here they get them back.
         """
         for known, name, view in self._moments(state, views):
             if not known[name].numel():
@@ -558,9 +524,6 @@ class ShardStates:
     def _store_new_moments(self, state: State, views: dict[str, torch.Tensor]) -> None:
         """
         #### Copy moments that the optimizer has made in this step into the buffer
-
-        The first step of a piece makes its moments in fresh memory. Without this they would stay in
-        memory and never reach the file.
         """
         for known, name, view in self._moments(state, views):
             if known[name].data_ptr() != view.data_ptr():
@@ -569,8 +532,6 @@ class ShardStates:
     def _detach(self, state: State, views: dict[str, torch.Tensor]) -> None:
         """
         #### Leave pieces and moments without elements: the next shard gets the buffer
-
-        If they still viewed the buffer, a use of them would change the states of another shard.
         """
         for known, name, view in self._moments(state, views):
             if known[name].data_ptr() == view.data_ptr():
@@ -598,12 +559,10 @@ class ShardStates:
         """
         ### The pieces to step if only some parameters have a gradient
 
-        * `used` says for each parameter of the flat one whether it has
+        * `used` has a flag for each parameter of the flat one
         * `state` is the optimizer's
 
-        A piece with parameters of both kinds is split between them for good. From now on the
-        optimizer counts their steps separately. The moments of the new pieces are views of the old
-        piece's.
+        A piece with parameters of both kinds is split between them for good.
         """
         self.bring_back()
         pieces: list[Piece] = []
@@ -626,6 +585,7 @@ class ShardStates:
         known = state.pop(piece.param, {})
         first = piece.where.start
         parts = []
+        # In the master, and inside the old piece.
         for where, is_used in runs:
             inside = slice(where.start - first, where.stop - first)
             part = piece._replace(where=where, param=nn.Parameter(piece.param.detach()[inside]))
@@ -640,8 +600,6 @@ class ShardStates:
 
         * `keys` has one key for each parameter of the flat one
         * `state` is the optimizer's
-
-        Nothing happens if the pieces are cut like that already.
         """
         self.bring_back()
         whole = slice(0, len(self.shard))
@@ -662,8 +620,6 @@ class ShardStates:
 
         * `within` is the part of the shard to look at
         * `keys` has one key for each parameter of the flat one
-
-        Returns runs of the shard, with the key of each.
         """
         runs: list[tuple[slice, Any]] = []
         for span, key in zip(self.spans, keys, strict=True):
@@ -690,11 +646,10 @@ class CountedShard(nn.Parameter):
     """
     ## A shard whose master is elsewhere: torch counts every write to it
 
-    The step rounds the master into the shard. So if the caller writes into the shard, the master
-    has to take over the new values first, or the step would undo the write. torch counts writes in
-    a tensor's `_version`, but it does not count those through `.data`. For this class `.data` is
-    `.detach()`, which shares both memory and count, and setting `.data` copies. Values of another
-    data type bring memory of their own, as in `model.half()`, and are counted too.
+    If the caller writes into the shard, the master has to take over the new values, or the step
+    would undo the write. torch counts writes in a tensor's `_version`, but not those through
+    `.data`. So here `.data` is `.detach()`, which shares memory and count, and setting `.data`
+    copies.
     """
 
     @classmethod
@@ -716,8 +671,7 @@ def _states_of_part(known: dict[str, Any], inside: slice, numel: int) -> dict[st
     """
     #### The states of one part of a piece that was split
 
-    * `known` are the states of the whole piece, which has `numel` elements
-    * `inside` says where in the piece the part is
+    * `known` are the states of the whole piece, of `numel` elements; the part is `inside` it
     """
     found = {}
     for name, value in known.items():
@@ -736,8 +690,8 @@ def moments_of(
     """
     ## The names of an optimizer's moments, and the bytes of its other states
 
-    Find out by trying: step a parameter of two elements. A state that then has two elements of the
-    same data type is a moment. The rest, such as a counter of steps, is counted in bytes.
+    Found out by trying: after a step of a parameter of two elements, each state that has two
+    elements of the same data type is a moment.
 
     * `two` is a tensor `(2,)` on the device of the step
     * `group` are the options of a param group
@@ -754,8 +708,6 @@ def first_state(optimizer_class: Any, kwargs: dict[str, Any], group: dict[str, A
                 two: torch.Tensor) -> dict[str, Any]:
     """
     ## The state that an optimizer has of a parameter of two elements, after a first step
-
-    The arguments are those of `moments_of`. A load compares a checkpoint's states with it.
     """
     param = nn.Parameter(two)
     param.grad = torch.zeros_like(two)

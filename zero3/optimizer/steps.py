@@ -1,11 +1,9 @@
 """
 # Steps: who hears of the steps of all optimizers
 
-A whole model counts the steps of its optimizers, whoever has made them. PyTorch has a hook for
-that, which runs for each optimizer of the process. Such a hook has to go with the model. But Python
-collects a model at any moment, and one of them is the middle of a step, while PyTorch is going
-through the hooks. One hook fewer is an error there, in a step that has nothing to do with the model
-that is gone:
+A whole model counts the steps of its optimizers. PyTorch has a hook for that, which runs for each
+optimizer of the process, and has to go with the model. But Python may collect a model in the middle
+of a step, while PyTorch is going through the hooks. One hook fewer is an error there:
 
 > RuntimeError: OrderedDict mutated during iteration
 

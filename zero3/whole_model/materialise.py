@@ -4,13 +4,11 @@ r"""
 `Source` gives a layer its values, `Deferred` is a placeholder for a layer that does not exist yet,
 and `save` writes a sharded model to files.
 
-If no rank has enough memory for a model, the model must never exist as a whole, not even when it is
+If no rank has enough memory for a model, it must never exist as a whole, not even when it is
 created. So build it without values, on torch's `meta` device or from `Deferred` layers. `wrap` then
-goes through the layers one by one: every rank allocates the layer, gives it its values, shards it
-and frees it, before the next layer is allocated. The values come from the module's own
-`reset_parameters`, from a function, or from a checkpoint, of which only this layer's tensors are
-read. Section 7.2 of [ZeRO-Infinity](https://arxiv.org/abs/2104.07857) initializes models in the
-same way.
+allocates a layer, gives it its values, shards it and frees it, before it comes to the next one. The
+values come from the module's own `reset_parameters`, from a function, or from a checkpoint. Section
+7.2 of [ZeRO-Infinity](https://arxiv.org/abs/2104.07857) initializes models in the same way.
 
 **Two layers on two ranks.** The first layer has 4 elements, the second one has 6. Memory while
 `wrap` makes the model, in elements on each rank:
@@ -22,16 +20,13 @@ same way.
 | allocate layer 2, and copy it to its flat parameter | 2 | 6 + 6 | 14 |
 | shard it, and free the rest | 2 | 3 | 5 |
 
-The largest layer counts twice, once as parameters and once as a flat parameter:
+The largest layer counts twice:
 
 $$\text{memory while a model is made} \le \sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil
 + 2 \max_\ell P_\ell \quad \text{elements}$$
 
-A tensor that is read from a checkpoint is one more copy, until its values are in the layer.
-
-Each module is seeded by its name, and so is each deferred layer. So the values depend neither on
-the number of ranks nor on the layers before. They differ from the values of a model that is built
-in one go, which draws all of them from a single stream of random numbers.
+Each module is seeded by its name, so the values depend neither on the number of ranks nor on the
+layers before. A model that is built in one go gets others.
 
 **Run this**: `python -m pytest tests/test_coordinator.py -k memory` makes, trains and saves a model
 of four times the memory that each rank may take.
@@ -40,9 +35,8 @@ of four times the memory that each rank may take.
 file or several with an index. Their names have to be those of the plain model's `state_dict()`;
 rename the tensors first if they differ. Buffers that are in no file need `reset_parameters` in
 their module, `_init_weights` in the model, as Hugging Face's have it, or `init`; or build them
-outside of the meta device.
-Optimizer states are not in these files. A save overwrites the previous files, so an interrupted one
-leaves neither.
+outside of the meta device. Optimizer states are not in these files. A save overwrites the previous
+files, so an interrupted one leaves neither.
 """
 
 import json
@@ -68,7 +62,7 @@ class WholeModel(ShardedModel):
     """
     ## A `Zero3Model`, as far as it has to be known here
 
-    `wrap.py` imports this file, so this file cannot import `Zero3Model`.
+    `wrap.py` imports this file.
     """
 
     units: list[Any]
@@ -78,8 +72,8 @@ class Deferred(nn.Module):
     """
     ## A placeholder for a layer that does not exist yet
 
-    `wrap` calls `factory()` on each rank, and puts the layer that it returns in this place. The
-    layer becomes one unit, with everything inside it.
+    `wrap` puts the layer that `factory()` returns in this place, as one unit with everything inside
+    it.
     """
 
     def __init__(self, factory: Callable[[], nn.Module]):
@@ -94,25 +88,24 @@ class Source:
 
     * `device` is where layers are allocated
     * `seed` is for values that are drawn, of layers that are deferred or on the meta device
-    * `init` gives a module its values, instead of the module's `reset_parameters`. It is called on
-      rank 0, with each module that has parameters or buffers without values, innermost first
+    * `init` is called instead of `reset_parameters`, on rank 0, with each module that has tensors
+      without values, innermost first
     * `checkpoint` is a file of safetensors, the index of several, or their folder; rank 0 reads it
-    * `own_init` is the model's `_init_weights`. Hugging Face's models compute the buffers that are
-      in no file by it. It serves beside a checkpoint, for modules without `reset_parameters`
+    * `own_init` is the model's `_init_weights`, by which Hugging Face's models compute buffers that
+      are in no file
     """
 
     device: torch.device
     seed: int = 0
-    init: Callable[[nn.Module], Any] | None = None
+    init: Callable[[nn.Module], object] | None = None
     checkpoint: str | Path | None = None
-    own_init: Callable[[nn.Module], Any] | None = None
+    own_init: Callable[[nn.Module], object] | None = None
 
     def make(self, model: WholeModel, module: nn.Module, path: str) -> nn.Module:
         """
         ### Make a deferred layer; return any other module as it is
 
-        * `model` is used for errors, which are raised on all ranks
-        * `path` is the layer's name in the model
+        * `path` is the layer's name in `model`
 
         Raises `RuntimeError` on all ranks if the factory raises on one of them.
         """
@@ -138,16 +131,15 @@ class Source:
         """
         ### Give values to the tensors of a layer that have none
 
-        * `model` is used for errors, which are raised on all ranks
-        * `modules` are the layer's own, by their names in the model; `path` is the layer's name
+        * `modules` are the layer's own, by their names in `model`; `path` is the layer's name
         * `names` are all names of each tensor in the model
 
-        All ranks must call it. Rank 0 draws or reads the values, because sharding the layer sends
-        its values to all ranks. It tells the others if that failed (all-gather of a text). Returns
-        the new tensors by the meta tensors that they replace.
+        All ranks must call it. Rank 0 draws or reads the values, and tells the others if that
+        failed (all-gather of a text). Returns the new tensors by the meta tensors that they
+        replace.
 
         Raises `RuntimeError` on all ranks if a tensor gets no values, or if a checkpoint does not
-        fit. So no rank waits in vain for another one (invariant I6).
+        fit (invariant I6).
         """
         made, empty = self._allocate(modules)
         if not empty and self.checkpoint is None:
@@ -195,8 +187,7 @@ class Source:
         """
         #### Draw or read the values of a layer
 
-        This runs on rank 0 alone. Sharding the layer then sends the values to the other ranks.
-        Raises `ValueError` if a tensor gets no values.
+        Runs on rank 0 alone. Raises `ValueError` if a tensor gets no values.
         """
         # Innermost first, because an outer module may change the values of an inner one.
         for at, keys in reversed(empty.items()):
@@ -234,8 +225,8 @@ class Source:
         """
         #### Read the values of a layer
 
-        * `more` returns all names of a tensor. A tied parameter is in a file under one of them, and
-          this may be its name in another layer
+        * `more` returns all names of a tensor, because a tied parameter is in the file under one of
+          them
         """
         places: dict[torch.Tensor, list[str]] = {}
         parts: dict[torch.Tensor, WeightPart | None] = {}
@@ -272,14 +263,14 @@ class Source:
         """
         ### The file of each tensor in the checkpoint
 
-        It reads the index, or the header of the file, and no tensor.
+        It reads the index, or the header of the file.
         """
         path = Path(str(self.checkpoint))
         if path.is_dir():
             path = path / INDEX if (path / INDEX).exists() else path / "model.safetensors"
         if path.suffix == ".json":
             names = json.loads(path.read_text())["weight_map"]
-            # Use only the last part of each path, because an index must not name other folders.
+            # Only the last part of each path: an index must not name other folders.
             return {name: path.parent / Path(file).name for name, file in names.items()}
         with safe_open(path, framework="pt") as file:
             return dict.fromkeys(file.keys(), path)
@@ -288,13 +279,9 @@ class Source:
     def _seeded(self, at: str) -> Iterator[None]:
         """
         #### Seed the random numbers by a module's name, and restore them afterwards
-
-        So a module draws the same numbers on any number of ranks, and in any order of the layers.
-        The caller's own random numbers go on as if nothing had been drawn.
         """
         seed = zlib.crc32(f"{self.seed} {at}".encode())
-        # `torch.manual_seed` and a bare `fork_rng` would initialize every GPU of the machine. A
-        # rank has one.
+        # `torch.manual_seed` and a bare `fork_rng` would initialize every GPU of the machine.
         gpu = [self.device] if self.device.type != "cpu" else []
         with torch.random.fork_rng(gpu, device_type=self.device.type if gpu else "cuda"):
             torch.default_generator.manual_seed(seed)
@@ -309,13 +296,10 @@ def save(model: WholeModel, folder: Path) -> None:
     """
     ## Write a whole model's weights, one unit at a time
 
-    Writes safetensors, a file for each unit and an index, in Hugging Face's layout, which `Source`
-    reads too. A parameter with several names is written once, under the first name in its unit. All
-    ranks must call it, because each unit is all-gathered; rank 0 writes. A model of Hugging Face's
-    gets its `config.json` too, so that `from_pretrained` opens the folder.
+    Writes safetensors, a file for each unit and an index, in Hugging Face's layout. All ranks must
+    call it, because each unit is all-gathered; rank 0 writes.
 
-    Raises `RuntimeError` on all ranks if rank 0 cannot write, so that no rank waits in vain for it
-    (invariant I6).
+    Raises `RuntimeError` on all ranks if rank 0 cannot write (invariant I6).
     """
     index: dict[str, str] = {}
     total_bytes = 0
@@ -367,8 +351,7 @@ def _mark(tensor: torch.Tensor) -> None:
     """
     #### Mark memory without values: with NaN, or with a byte that no bool has
 
-    `_is_marked` looks for it afterwards. A tensor that neither a function nor a checkpoint has
-    written would otherwise train from whatever the memory held.
+    A tensor that nobody has written would train from whatever the memory held.
     """
     if tensor.is_floating_point():
         tensor.fill_(torch.nan)
@@ -380,8 +363,8 @@ def _is_marked(tensor: torch.Tensor) -> bool:
     """
     #### Whether a tensor still has the mark
 
-    A single NaN is enough. A whole number may happen to be equal to the mark, so a tensor of whole
-    numbers has to consist of the mark alone.
+    A single NaN is enough. A whole number may be equal to the mark by chance, so all of them have
+    to be.
     """
     if tensor.is_floating_point():
         return bool(tensor.isnan().any())

@@ -4,9 +4,8 @@ r"""
 `fetch_together` starts one all-gather for several units. Each of them takes its parameters out of
 it when it is about to compute.
 
-A collective takes a fixed time plus the time of its bytes. In a model of many small units the fixed
-times add up: for 64 x 64 weights they are most of a step. Gradients of small layers share a
-reduce-scatter already (see `buckets.py`); here small units share the all-gather.
+Gradients of small layers share a reduce-scatter (see `buckets.py`), because a collective takes a
+fixed time beside the time of its bytes. Here small units share the all-gather.
 
 **Two units on two ranks.** Unit a is the layer of the example in `layer.py`: its flat parameter is
 1 2 3 0, so rank 0 has the shard 1 2 and rank 1 has 3 0. Unit b has the two weights 5 6. Each rank
@@ -21,14 +20,12 @@ packs its shards side by side into its own row of a *packed buffer*:
 | b takes column 2 | 5 | 6 |
 
 When a is about to compute, it copies its columns, row by row, into its flat parameter 1 2 3 0.
-Later b does the same, and then the packed buffer is freed. If a collective takes $t$ seconds beside
-its bytes, $n$ units that share one save
+Later b does the same. If the fixed time is $t$, $n$ units save
 
 $$(n - 1)\, t \quad \text{seconds, and cost} \quad \sum_{i=1}^{n} P_{u_i} \quad
 \text{elements of memory}$$
 
-until the last of them has computed. The bytes on the wire are the same, and so are the values, bit
-for bit.
+until the last of them has computed. The values are the same, bit for bit.
 
 | | the packed buffer | a's own memory | b's own memory |
 |---|---|---|---|
@@ -37,20 +34,13 @@ for bit.
 | a is done | 6 elements | | |
 | b computes | freed when b has its copy | | 2 elements |
 
-So the units that wait take their memory once, as columns, and only those that compute take it a
-second time. The next bucket is on its way when the last unit of this one computes. With $k$ units
-of $P$ elements in each bucket, the most is therefore $(2 k + 1)\, P$ elements.
+The next bucket is on its way when the last unit of this one computes. With $k$ units of $P$
+elements in each bucket, the most is therefore $(2 k + 1)\, P$ elements.
 
-`wrap(..., bucket_numel=6)` does this for units that follow each other. Before a bucket starts, its
-packed buffer and its units must fit beside what is full, so that every unit can take its
-parameters later without asking for room.
-
-**One unit for several layers.** `neighbours` finds small layers that follow each other, and
-`Together` holds them, so that one unit has all their parameters. Then nothing is packed: a and b of
-the example have one flat parameter from the beginning, 1 2 3 5 6 0, and one shard on each rank.
-Each layer still computes by itself, and uses the parameters of that unit as it would use a tied
-weight. `zero3.compile` does this, if it is asked to. With hooks it would not pay, because each
-layer has hooks of its own either way.
+**One unit for several layers.** `Together` holds small layers that follow each other, so that one
+unit has all their parameters. Then nothing is packed: a and b of the example have one flat
+parameter, 1 2 3 5 6 0. Each layer still computes by itself, and uses these parameters like tied
+weights. `zero3.compile` does this, if it is asked to.
 
 **Run this**: `python -m pytest tests/test_together.py -k collectives`.
 
@@ -90,8 +80,7 @@ class Together(nn.Module):
     """
     ## Layers that share a unit
 
-    It has the layers as children, by their names in the model, so the names of their parameters are
-    those of the plain model. Nobody calls it.
+    It has the layers as children, by their names in the model. Nobody calls it.
     """
 
     def __init__(self, places: list[LayerPlace]):
@@ -116,8 +105,7 @@ def neighbours(places: Iterable[LayerPlace], most_bytes: int, most_numel: float
     ## Layers that follow each other, and together are small
 
     * `places` are those of layers, in the order of the model's modules
-    * `most_bytes` is what the layers of a unit may have together
-    * `most_numel` is how many elements they may have together
+    * `most_bytes` and `most_numel` are what the layers of a unit may have together
 
     Returns lists of at least two places.
     """
@@ -143,12 +131,11 @@ def fetch_together(units: Iterable[Any]) -> None:
 
     * `units` are `Unit`s of one model. Those that are full already are left alone
 
-    Start the all-gather and return, as `fetch_params` does for one unit. Each unit waits for it as
-    for one of its own, and may be freed before it has computed. All ranks must call it, with the
-    same units in the same order. A rank sends to each other rank its shards of all of them.
+    Start the all-gather and return. All ranks must call it, with the same units in the same order.
+    A rank sends to each other rank its shards of all of them.
 
-    Raises `RuntimeError` if the units are of several models. Ranks that call it with other units
-    get the error about ranks that diverged when they wait (I6).
+    Raises `RuntimeError` if the units are of several models. Ranks with other units get the error
+    about ranks that diverged when they wait (I6).
     """
     several = list(dict.fromkeys(units))
     for unit in several:
@@ -167,9 +154,6 @@ def fetch_together(units: Iterable[Any]) -> None:
 def can_share(comm: Communicator) -> bool:
     """
     ## Whether units with this communicator can share an all-gather
-
-    A rank alone sends nothing. Blocks of quantised weights would span two units, and secondary
-    copies belong to one unit each.
     """
     links = comm.links
     return comm.world_size > 1 and not (links and (links.weights or links.secondary))
@@ -179,8 +163,8 @@ def _can_join(unit: Any) -> bool:
     """
     #### Whether a unit's shards can be packed
 
-    A unit that was converted or moved after wrapping cannot be gathered. Its own gather raises the
-    error for that; packing would convert the shards without a word.
+    Packing would convert shards that were converted after wrapping. The unit's own gather refuses
+    them.
     """
     return can_share(unit.comm) and all(
         flat.shard.dtype == flat.full.dtype
@@ -191,7 +175,7 @@ class Packed:
     """
     ## Units whose parameters arrive together
 
-    It is the sender of their all-gather, and has the packed buffers, one for each data type.
+    The sender of their all-gather, with a packed buffer for each data type.
     """
 
     def __init__(self, units: list[Any]):
@@ -206,8 +190,8 @@ class Packed:
                         "these", "units of one model", [unit.label for unit in units],
                         "call `fetch_together` for each model by itself")
         self.label = f"{units[0].label} and {len(units) - 1} more"
-        # Two sets of units may begin with the same one and be as large. So the number that ranks
-        # announce is a checksum of all of them. It is below all numbers of layers.
+        # Ranks announce a checksum of all units, because two sets may begin with the same one. It
+        # is below all numbers of layers.
         numbers = [unit.layer_idx for unit in units]
         self.layer_idx = -2 - zlib.crc32(str(numbers).encode())
         self.comm.labels[self.layer_idx] = self.label
@@ -255,9 +239,6 @@ class Packed:
         #### A packed buffer with this rank's row: `(world_size * sum of shard_numel,)`, device
 
         * `members` are units with one of their flat parameters, of one data type
-
-        In the example rank 0 writes 1 2 5 into the first row. Shards in files go through two
-        buffers, so each is copied before the next one but one is read.
         """
         numels = [len(flat.shard) for _, flat in members]
         buffer = members[0][1].full.new_empty(self.comm.world_size * sum(numels))
@@ -267,6 +248,7 @@ class Packed:
             shard = flat.storage.load()
             for _, following in members[i + 1 : i + 2]:
                 following.storage.read_async()
+            # In the example rank 0 writes 1 2 5 into the first row.
             parts[i][self.comm.rank].copy_(shard, non_blocking=True)
             flat.storage.release(self.comm.fetch_stream)
             self.columns[unit].append((flat.full, parts[i]))
@@ -276,8 +258,8 @@ class Packed:
         """
         ### Copy a unit's columns into its flat parameters
 
-        The first unit waits for the all-gather. The last one frees the packed buffers. It is the
-        compute stream that copies, so each flat parameter is there when the unit computes.
+        It copies on the compute stream. The first unit waits for the all-gather, and the last one
+        frees the packed buffers.
         """
         if unit not in self.columns:
             return
@@ -299,7 +281,7 @@ class Part:
     """
     ## One unit's part of a shared all-gather
 
-    The unit keeps it where it would keep a `Transfer` of its own, and waits for it alike.
+    The unit waits for it as for a `Transfer` of its own.
     """
 
     def __init__(self, packed: Packed, unit: Any):

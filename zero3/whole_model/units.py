@@ -4,10 +4,10 @@ r"""
 A `Unit` is a layer of a whole model. `TracedOrder` learns in which order the units compute, and
 says when each one is gathered and when it is freed.
 
-A `Zero3Sequential` knows which layer comes next, because it is a chain. A model that is written
-freely does not: its layers stand in lists, they branch, some are called twice. But each step does
-the same as the step before it. So the first forward pass is *traced*, and each unit is gathered on
-demand. From the second pass on, the trace says which units to gather while others compute.
+A model that is written freely has no list of what comes next: its layers branch, and some are
+called twice. But each step does the same as the one before it. So the first forward pass is
+*traced*, and each unit is gathered on demand. From the second pass on, the trace says which units
+to gather while others compute.
 
 Take three units of 10 elements, a, b and c, with room for 10 elements ahead. After the first step:
 
@@ -21,18 +21,16 @@ Take three units of 10 elements, a, b and c, with room for 10 elements ahead. Af
 | backward, a | | | a |
 
 A pass that goes another way is noticed at the first difference. From there on it gathers on demand,
-which is slower and equally right, and the next pass expects the new order. Small units that follow
-each other may share an all-gather, also along the trace: see `together.py`.
+and the next pass expects the new order.
 
 $$\underbrace{u_1, \ldots, u_p}_{\text{seen}}\;
 \underbrace{u_{p+1}, \ldots, u_{p+k}}_{\text{soon: prefetched, or not freed}}\;
 u_{p+k+1}, \ldots
 \qquad \sum_{i=1}^{k} P_{u_{p+i}} \le \text{elements to prefetch}$$
 
-One rule serves three purposes. Units that come *soon* are prefetched. A unit that comes soon
-*again* is not freed in between. And because backward follows right after forward, the last units
-stay full, which saves their second all-gather. DeepSpeed calls these `stage3_prefetch_bucket_size`,
-`stage3_max_reuse_distance` and its trace. Prefetching along a recorded sequence is section 6.2 of
+Units that come *soon* are prefetched, and a unit that comes soon *again* is not freed in between.
+So the last units stay full from forward to backward, which saves their second all-gather.
+Prefetching along a recorded sequence is section 6.2 of
 [ZeRO-Infinity](https://arxiv.org/abs/2104.07857).
 
 | a unit | is full from | to | all-gathers in a step |
@@ -42,8 +40,7 @@ stay full, which saves their second all-gather. DeepSpeed calls these `stage3_pr
 | the root | the beginning of forward | the end of backward | 1 |
 | a persistent one | its first use after a step | its first use after the next step | 1 |
 
-With several micro-batches the first three counts are per micro-batch; a persistent unit is gathered
-once for all of them. At any moment a unit is in one of these states:
+The first three counts are per micro-batch. At any moment a unit is in one of these states:
 
 | state | memory | parameters | until |
 |---|---|---|---|
@@ -52,10 +49,8 @@ once for all of them. At any moment a unit is in one of these states:
 | in use | whole | open | all its `users` have computed |
 | staying | whole | closed | it computes again, or the pass ends, or the optimizer steps |
 
-*Closed* means that the parameters are of a class that reports each use. So the first time that one
-unit uses a parameter of another one it is noticed, even if that one happens to be whole; section
-7.1 of the paper calls such parameters external. From then on both are gathered together, forward
-and backward.
+*Closed* parameters report each use. So the first use of one unit's parameter by another is noticed;
+section 7.1 of the paper calls such parameters external. From then on both are gathered together.
 
 **Run this**: `python -m zero3.whole_model` prints the order of events in two steps of a small
 model.
@@ -92,8 +87,8 @@ class Trace:
     ## The order in which units compute
 
     There are three kinds of passes: "forward" with gradients, "eval" without, and "backward". The
-    last pass of a kind says how the next one will go. For the first backward pass there is a guess:
-    it reaches the units in the reverse of the order in which forward left them.
+    last pass of a kind says how the next one will go. The first backward pass is expected to reach
+    the units in the reverse of the order in which forward left them.
     """
 
     def __init__(self) -> None:
@@ -107,9 +102,6 @@ class Trace:
     def begin(self, kind: str) -> None:
         """
         ### Begin a pass, and end the one before it
-
-        A forward pass begins when the root computes, and a backward pass with the first unit that
-        it reaches.
         """
         self.end()
         guess: list[Unit] = []
@@ -126,8 +118,7 @@ class Trace:
         """
         ### Expect the next pass of this kind to go like this one
 
-        If the pass went another way than expected, it counts as a miss. Its order replaces the old
-        one either way, because the last pass is the best guess for the next.
+        A pass that went another way counts as a miss.
         """
         if self.kind:
             expected = self.learnt.get(self.kind, self.seen)
@@ -138,9 +129,6 @@ class Trace:
     def follows(self) -> bool:
         """
         ### Whether the pass has gone as expected so far
-
-        After the first difference this is false until the pass ends, and units are gathered on
-        demand.
         """
         return bool(self.kind) and self.seen == self.known[: len(self.seen)]
 
@@ -148,8 +136,7 @@ class Trace:
         """
         ### The units that the pass will reach, in order
 
-        In the example above, when forward has reached a, these are b and c. After a difference
-        there are none, so nothing is prefetched.
+        After a difference there are none.
         """
         return self.known[len(self.seen) :] if self.follows() else []
 
@@ -158,9 +145,7 @@ class Unit(Zero3Layer):
     """
     ## A layer of a whole model
 
-    A `Zero3Layer` in the place of a module. It reads attributes that it does not have from the
-    module, and writes them to the module if the module has them. Its `TracedOrder` says when it is
-    gathered and freed.
+    A `Zero3Layer` in the place of a module, which has the module's attributes.
     """
 
     cure = ("call what `wrap` returned, and use the parameter in the forward of a module; where "
@@ -176,8 +161,7 @@ class Unit(Zero3Layer):
         * `path` is its name in the plain model, empty for the root
         * `leaf` says that its parameters may get gradients on some ranks and not on others
 
-        The rest is as for `Zero3Layer`. `wrap` sets its number, label, communicator and relations
-        once all units of the model exist. Keeps the layer's invariants; I2 only if it is not
+        The rest is as for `Zero3Layer`. Keeps the layer's invariants; I2 only if it is not
         persistent.
         """
         super().__init__(module, device=device, offload=offload, mesh=mesh)
@@ -185,6 +169,7 @@ class Unit(Zero3Layer):
         self.schedule = order
         self.path = path
         self.leaf = leaf
+        # `wrap` sets these, and number, label and communicator, once all units exist.
         self.persistent = False
         self.training = module.training
         self.numel = sum(len(flat.full) for flat in self.flats)
@@ -208,8 +193,7 @@ class Unit(Zero3Layer):
         """
         ### Read an attribute of the module
 
-        A property may look at the parameters, as `device` and `dtype` of Hugging Face models do.
-        Freed parameters still tell their data type and device.
+        A property may ask freed parameters for their data type and device.
         """
         module = super().__getattr__("module")
         if not isinstance(getattr(type(module), name, None), property):
@@ -219,8 +203,7 @@ class Unit(Zero3Layer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self) and not isinstance(value, (nn.Module, torch.Tensor)):
-            # Its own state changes some twenty times in a step. The rest of this would cost as much
-            # time as all the copies of a small unit.
+            # A short way for its own state, which changes some twenty times in a step.
             vars(self)[name] = value
             return
         # `__init__` sets `_stamp` last. From then on a new name belongs to the module.
@@ -273,8 +256,7 @@ class Unit(Zero3Layer):
         """
         ### Whether a sharded layer is a unit of the same model
 
-        A layer's contents are checked before its forward. A model may move its units about, but a
-        sharded layer of another model has another order, and would be in none of the passes here.
+        A sharded layer of another model would be in none of the passes here.
         """
         return any(layer is unit for unit in self.order.units)
 
@@ -291,8 +273,7 @@ class Unit(Zero3Layer):
         """
         ### Freeze or unfreeze the unit
 
-        Raises `RuntimeError` for a layer that shares a unit, because its neighbours have the same
-        shard.
+        Raises `RuntimeError` for a layer that shares a shard with its neighbours.
         """
         shared = [unit.title for unit in self.externals if isinstance(unit.module, Together)]
         self.expect(not shared, "cannot be frozen by itself", "a layer with a shard of its own",
@@ -314,7 +295,7 @@ class Unit(Zero3Layer):
         ### Forward pass, as part of the model's
 
         The model calls a unit where it called the layer. The unit first *arrives*: the order
-        gathers it, and those that come soon. When the root leaves, the forward pass has ended.
+        gathers it, and those that come soon.
         """
         recompute = in_backward()
         self.order.stack.append(self)
@@ -334,8 +315,7 @@ class Unit(Zero3Layer):
         """
         ### The units whose parameters it can read, and that may be freed now
 
-        A unit that another one still uses stays full. So a block may return a view of the root's
-        parameters, because the root frees them last.
+        A block may return a view of the root's parameters, because the root frees them last.
         """
         yield self
         for unit in (*self.inside, *self.externals):
@@ -346,8 +326,7 @@ class Unit(Zero3Layer):
         """
         ### Stop using parameters, its own and those of other units
 
-        A unit leaves at the end of its forward and of its backward. A unit that lent it parameters
-        is freed when its last user has left.
+        At the end of its forward and of its backward. The last user of a unit frees it.
         """
         self.users.discard(self)
         for unit in self.externals:
@@ -360,9 +339,6 @@ class Unit(Zero3Layer):
     def fetch_params(self) -> None:
         """
         ### Unshard (all-gather); again after a step, if it has been full since before the step
-
-        A persistent unit stays full from step to step. Without the comparison of stamps it would go
-        on computing with the values from before the optimizer stepped.
         """
         self.refresh()
         if not self.is_here:
@@ -380,10 +356,11 @@ class Unit(Zero3Layer):
         """
         ### Free it if it is full of values from before a step
 
-        `fetch_params` and `fetch_together` call it first, and gather what is not here.
+        A persistent unit stays full from step to step, and would go on computing with the old
+        values.
         """
         if self.is_fetched:
-            # It has stayed full. Before it collects gradients again, finish those in flight.
+            # It has stayed full, and may have gradients in flight. Finish those first.
             self.reducer.finish(self)
         if self.persistent:
             stamp = self._stamp_of_shards()
@@ -403,8 +380,6 @@ class Unit(Zero3Layer):
         ### Come with other units, by an all-gather that has started
 
         * `part` is this unit's part of it
-
-        This is what `fetch_params` does around an all-gather of its own.
         """
         self._settle_at_end_of_backward()
         self.reducer.finish(self)
@@ -415,8 +390,6 @@ class Unit(Zero3Layer):
     def unpack(self) -> None:
         """
         ### Take its parameters out of a shared all-gather, and leave them closed
-
-        A packed buffer is freed when the last of its units has done this.
         """
         if self.packed is not None:
             self.packed.take(self)
@@ -432,9 +405,6 @@ class Unit(Zero3Layer):
     def _stamp_of_shards(self) -> tuple:
         """
         #### A value that changes when an optimizer steps, or when somebody writes to a shard
-
-        `fetch_params` compares it with that of the last all-gather. It reads no element of a shard,
-        because this happens in every pass.
         """
         shards = [flat.shard for flat in self.flats]
         return self.order.steps, [(shard._version, shard.untyped_storage().data_ptr())
@@ -444,8 +414,7 @@ class Unit(Zero3Layer):
         """
         ### Record that one unit uses a parameter of another
 
-        The same use will happen in every step, so from now on this unit is gathered together with
-        the one that uses it.
+        The same will happen in every step, so from now on both are gathered together.
         """
         stack = self.order.stack
         if not stack and not in_backward():
@@ -462,8 +431,7 @@ class Unit(Zero3Layer):
         """
         ### Wait until the parameters are here, and let them be used
 
-        `TracedOrder.arrive` calls it right before the unit computes. Until then the parameters
-        report each use, so that a use by another unit is noticed.
+        Right before the unit computes. Until then the parameters report each use.
         """
         self._wait_params()
         if self.is_fetched:
@@ -473,9 +441,6 @@ class Unit(Zero3Layer):
     def _release(self, call: Call | None = None) -> None:
         """
         #### Reshard, unless another unit uses the parameters or the unit computes again soon
-
-        The unit's own forward or backward calls it when it ends. So does `leave` of the last unit
-        that borrowed its parameters.
         """
         self.users.discard(self)
         if call is not None and self.order.trace.kind == "forward":
@@ -498,8 +463,7 @@ class Unit(Zero3Layer):
         """
         #### The gradient of an output is here: this unit's backward begins
 
-        As in forward, the unit arrives first. If a call has several outputs, it arrives with the
-        first gradient.
+        As in forward, the unit arrives first.
         """
         if call not in self.watch.entered:
             self.order.arrive(self)
@@ -508,14 +472,11 @@ class Unit(Zero3Layer):
     def is_over(self) -> bool:
         """
         ### Whether backward no longer needs the full parameters
-
-        The root unit finishes last, because its operations run between all other units. In the same
-        way, any unit has to wait for the units inside it. A leaf does not wait for the gradients of
-        its parameters, because experts that had nothing to do on this rank get none. It is over
-        with the last gradient of an input; if no input needs one, the end of the pass settles it.
         """
+        # The root finishes last, because its operations run between all other units.
         if self is self.order.root:
             return False
+        # In the same way, any unit waits for the units inside it.
         if any(unit.watch.pending or unit in unit.users for unit in self.inside):
             return False
         has_frozen = any(not flat.shard.requires_grad for flat in self.flats)
@@ -523,6 +484,8 @@ class Unit(Zero3Layer):
             # A frozen parameter may lie between the unit and a gradient of another unit's
             # parameter.
             return False
+        # A leaf does not wait for gradients of its parameters, because an idle expert gets none. It
+        # is over with the last gradient of an input, or with the pass.
         if not self.leaf:
             return super().is_over()
         entered = self.watch.entered
@@ -533,9 +496,8 @@ class Unit(Zero3Layer):
     def _post_backward_hook(self, flat_index: int, slot_index: int, param: nn.Parameter) -> None:
         """
         #### The gradient of a parameter is ready: add it to the flat gradient
-
-        A unit that stays full may still have a flat gradient in flight. Finish that one first.
         """
+        # A unit that stays full may still have a flat gradient in flight.
         if self in self.reducer.layers:
             self.reducer.finish(self)
         super()._post_backward_hook(flat_index, slot_index, param)
@@ -544,9 +506,6 @@ class Unit(Zero3Layer):
     def _backup_grads(self) -> None:
         """
         #### Reshard, and reduce-scatter the gradients
-
-        As in the layer, this is the end of its backward. The units around it may have waited for
-        just this one, so they look afterwards whether they are done.
         """
         self._fill_leaf()
         self.leave()
@@ -555,6 +514,7 @@ class Unit(Zero3Layer):
             # Gradients cannot arrive in the memory of parameters that stay full.
             flat.receive_buffer = flat.full.new_empty(0) if self.is_fetched else flat.full
         super()._backup_grads()
+        # The units around it may have waited for just this one.
         if in_backward():
             for unit in self.outside:
                 if unit.watch.entered:
@@ -564,8 +524,7 @@ class Unit(Zero3Layer):
         """
         #### Use zeros for the gradients of a leaf that did not arrive
 
-        Once for each backward pass that reaches the leaf, so that all ranks reduce its gradient if
-        any of them has one.
+        All ranks reduce its gradient if one of them has one.
         """
         if not self.leaf or not self.watch.entered:
             return
@@ -579,8 +538,7 @@ class Unit(Zero3Layer):
         """
         ### Finish the unit's part of a backward pass
 
-        At the end of a backward pass, for each unit that it reached. When the root settles, the
-        trace has seen the whole pass, and learns its order.
+        When the root settles, the trace has seen the whole pass, and learns its order.
         """
         if self is self.order.root:
             self.order.trace.end()
@@ -598,7 +556,7 @@ class TracedOrder:
     """
     ## The schedule of a whole model: gather and free units along the order that was learnt
 
-    All units of a model share one. They tell it what happens, and ask it what to do.
+    All units of a model share one.
     """
 
     def __init__(self, debug: bool):
@@ -618,8 +576,6 @@ class TracedOrder:
     def ahead(self, layer: Sharded) -> list[Sharded]:
         """
         ### No units: `arrive` gathers ahead by itself, as far as the limits allow
-
-        A layer gathers all that this returns, however large it is. `arrive` counts elements first.
         """
         return []
 
@@ -627,9 +583,8 @@ class TracedOrder:
         """
         ### A unit is about to compute: gather it, and the units that come soon after it
 
-        A unit calls it at the beginning of its forward and of its backward. From now on it is one
-        of the `users` of its parameters and of those that it borrows, so nobody frees them before
-        it leaves.
+        At the beginning of its forward and of its backward. Nobody frees the parameters of a unit
+        that has `users`.
         """
         self._follow(unit)
         wanted = [unit, *unit.externals]
@@ -647,8 +602,7 @@ class TracedOrder:
         """
         #### Note in the trace that a unit computes
 
-        This is also where a pass begins. A unit that is called outside of any pass is not noted,
-        because its call says nothing about the next step.
+        This is also where a pass begins. A call outside of any pass is not noted.
         """
         backward = in_backward()
         trace = self.trace
@@ -667,8 +621,7 @@ class TracedOrder:
         """
         #### A forward pass of the model begins
 
-        Units may be full since a forward pass whose backward never came. The optimizer may have
-        stepped since.
+        Units may be full since a forward pass whose backward never came.
         """
         for unit in self.units:
             if unit.kept_for:
@@ -679,8 +632,7 @@ class TracedOrder:
         """
         ### A forward pass has ended: free all units but those that backward begins with
 
-        A unit that was prefetched and then not reached would otherwise stay full until the next
-        step.
+        Some may have been prefetched and then not reached.
         """
         self.trace.end()
         for unit in self.units:
@@ -708,8 +660,6 @@ class TracedOrder:
     def _fetch_all(self, wanted: list[Unit], upcoming: list[Unit]) -> None:
         """
         #### Gather these units, small ones together with the small ones that come after them
-
-        * `upcoming` are the units that the pass will reach, in order
         """
         bucket = self._bucket(wanted, upcoming)
         if bucket:
@@ -721,14 +671,12 @@ class TracedOrder:
     def _bucket(self, wanted: list[Unit], upcoming: list[Unit]) -> list[Unit]:
         """
         #### The units to gather together: up to `bucket_numel` elements, as far as they fit
-
-        A bucket begins with a unit that is needed and not here. It ends before a unit that is too
-        large for what is left of it.
         """
         bucket: list[Unit] = []
         if not self.bucket_numel:
             return bucket
         _refresh(wanted)
+        # A bucket begins with a unit that is needed and not here.
         if all(unit.is_here for unit in wanted):
             return bucket
         unused = [unit for unit in _with_externals(upcoming) if not unit.users]
@@ -738,6 +686,7 @@ class TracedOrder:
             if unit.is_here or unit in bucket:
                 continue
             numel += unit.numel
+            # And ends before a unit that is too large.
             if numel > self.bucket_numel or not self._fits([*wanted, *bucket, unit], numel):
                 break
             bucket.append(unit)
@@ -746,8 +695,6 @@ class TracedOrder:
     def _make_room(self, wanted: list[Unit], upcoming: list[Unit]) -> None:
         """
         #### Free units that nobody uses now, until the wanted ones fit
-
-        * `upcoming` are the units that the pass will reach, in order
         """
         if self._fits(wanted):
             return
@@ -771,11 +718,11 @@ class TracedOrder:
         ### Elements of full parameters, those in flight and those of the wanted units included
 
         `max_live_numel` limits this number. A unit counts from the beginning of its all-gather,
-        because its memory is taken then. A packed buffer counts as long as it lives, beside its
-        units: when one of them computes, it takes memory of its own without asking again.
+        because its memory is taken then.
         """
         full_numel = sum(unit.numel for unit in self.units
                          if unit.is_fetched or unit.is_full_elsewhere or unit in wanted)
+        # Packed buffers count beside their units.
         packed = {unit.packed for unit in self.units}
         return full_numel + sum(each.numel for each in packed if each)
 
@@ -792,9 +739,6 @@ class TracedOrder:
         ### Whether a unit computes again so soon that it stays full
 
         * `call` is the forward call that has ended; in backward there is none
-
-        If it is the very next one it stays whatever its size, because that takes no more memory
-        than it has already.
         """
         upcoming = self.trace.upcoming()
         if self.trace.kind == "forward" and call is not None and call.outputs:
@@ -803,6 +747,8 @@ class TracedOrder:
                 return True
             if self.trace.follows():
                 upcoming = upcoming + self.trace.learnt.get("backward", [])
+        # The very next unit stays whatever its size, because that takes no more memory than it has
+        # already.
         following = next((each for each in upcoming if not each.users), None)
         return unit is following or unit in self._soon(upcoming)
 
@@ -810,7 +756,7 @@ class TracedOrder:
         """
         #### The units that come soon: as many as `prefetch_numel` has room for
 
-        Units whose parameters they use come with them. Units that are full already count too.
+        Units whose parameters they use come with them.
         """
         soon: list[Unit] = []
         numel = 0
@@ -828,7 +774,7 @@ class TracedOrder:
         ### Have the ranks tell each other which unit they are about to gather
 
         All-gather of their labels; all ranks must call it. Raises `RuntimeError` on all of them if
-        one is about to gather another unit.
+        they differ.
         """
         told = {"communication": f"gather of {unit.label}"}
         same(f"rank {unit.comm.global_rank}: {unit.label} is about to be gathered, and the ranks "
@@ -838,9 +784,6 @@ class TracedOrder:
     def range_of(self, unit: Unit) -> Any:
         """
         ### A range with the unit's name, for profilers of CUDA
-
-        The kernels of a unit's forward are in this range, so a timeline shows which unit they
-        belong to.
         """
         if unit.device.type == "cuda":
             return torch.cuda.nvtx.range(unit.label)
@@ -859,8 +802,6 @@ def _with_externals(upcoming: list[Unit]) -> Iterator[Unit]:
 def _refresh(units: list[Unit]) -> None:
     """
     #### Free persistent units that are full of the values from before a step
-
-    So they can be gathered again together with others.
     """
     for unit in units:
         if unit.persistent:

@@ -4,10 +4,9 @@ r"""
 `wrap` shards a model as it is: each of its layers becomes a unit, which is gathered and freed by
 itself, and the model is called as before.
 
-A `Zero3Sequential` is a chain that was built on purpose. Here the model is written freely, and its
-layers are named by their classes. Each becomes a `Unit` in its place. The rest, the *root*, becomes
-one more unit around all of them: embeddings, a last norm, a head. Take a GPT with 100 parameters
-outside its three blocks of 60 each, on two ranks:
+The layers are named by their classes, and each becomes a `Unit` in its place. The rest, the *root*,
+becomes one more unit around all of them: embeddings, a last norm, a head. Take a GPT with 100
+parameters outside its three blocks of 60 each, on two ranks:
 
 | unit | parameters | at rest, on each rank | full |
 |---|---|---|---|
@@ -19,12 +18,11 @@ $$\underbrace{P_{\text{root}}}_{\text{forward and backward}} + \;
 \underbrace{P_\ell + \text{prefetched}}_{\text{one after the other}}
 \;\ge\; \text{full elements at any moment}$$
 
-If units lie inside each other, or use each other's parameters, $P_\ell$ counts all of them;
-persistent units come on top.
+If units use each other's parameters, or are inside each other, $P_\ell$ counts all of them.
+Persistent units come on top.
 
-A parameter with two names, of an embedding and a head for instance, has one owner, one shard and
-one gradient. Between units, the root owns it if it has it, and otherwise the first unit that does.
-For the other units it is an external parameter, and is gathered together with them.
+A parameter with two names, of an embedding and a head for instance, has one owner: the root if it
+has it, and otherwise the first unit that does. For the other units it is an external parameter.
 
 | argument | DeepSpeed's name for it |
 |---|---|
@@ -37,8 +35,8 @@ For the other units it is an external parameter, and is gathered together with t
 | `register_external_parameter` | the same |
 
 **Run this**: `python -m zero3.whole_model` prints the order of events in two steps of a small
-model, before its order is known and after; `make bench ARGS="--peers zero3 wrap"` measures `wrap`
-beside a `Zero3Sequential` of the same layers.
+model; `make bench ARGS="--peers zero3 wrap"` measures `wrap` beside a `Zero3Sequential` of the same
+layers.
 
 **Not covered, and what that costs**: ranks must reach the same units in the same order, so
 everything that depends on a rank's data belongs inside one unit, by `leaf_classes`. A unit persists
@@ -100,8 +98,7 @@ class Zero3Model(WholeModel):
         self.order = TracedOrder(debug)
         wrapping = _Wrapping(self, model, source, offload, mesh)
         self.units: list[Unit] = wrapping.units_of(layer_classes, leaf_classes)
-        # Units that stand for no module. They are registered here, so that the model has their
-        # shards.
+        # Units that stand for no module. Here the model finds their shards.
         self.beside = nn.ModuleList(wrapping.together)
         self.order.units = self.units
         self.sharded_layers = tuple(self.units)
@@ -111,6 +108,7 @@ class Zero3Model(WholeModel):
         self.training = model.training
         self.beside.train(model.training)
         self.missed: list[str] = []  # units that have a gradient and no optimizer
+        # Numbers and limits need all units.
         self._number_units()
         self._limit_live(max_live_numel, prefetch_numel)
         self.mark_persistent_parameters(persist_below_numel)
@@ -125,10 +123,7 @@ class Zero3Model(WholeModel):
         """
         ### The layers that share a unit: none, unless a later chapter overrides this
 
-        * `places` are those of the layers that may, in the order of the model's modules
-        * `rest_numel` is what the model has outside its layers
-
-        Returns lists of places.
+        * `places` are those of layers that may; `rest_numel` is what is outside of all layers
         """
         return []
 
@@ -136,9 +131,7 @@ class Zero3Model(WholeModel):
         """
         #### Give each unit its number, its neighbours in the tree, and the model's communicator
 
-        Ranks announce the number of a unit before each collective, and errors turn it back into a
-        name. All ranks find the units in the same order, so the numbers are the same on all of
-        them.
+        All ranks find the same numbers.
         """
         # All units share a reducer, because one reduce is in flight at a time.
         reducer = Reducer(self.comm)
@@ -155,11 +148,9 @@ class Zero3Model(WholeModel):
     def _limit_live(self, max_live_numel: int | None, prefetch_numel: int | None) -> None:
         """
         #### Set how many elements may be full, and how many are prefetched
-
-        The root is full through the whole pass, and beside it at least the unit that computes. A
-        lower limit could not be kept, so it is an error now and not in the first forward.
         """
         largest_numel = max(unit.numel for unit in self.units[1:])
+        # The root is full through the whole pass, and beside it the unit that computes.
         least_numel = self.units[0].numel + largest_numel
         self.expect(max_live_numel is None or max_live_numel >= least_numel, "cannot be this "
                     "small", f"`max_live_numel` of at least {least_numel:,}, the rest and the "
@@ -171,18 +162,19 @@ class Zero3Model(WholeModel):
         """
         #### Count the steps of optimizers that have shards of this model
 
-        A persistent unit is gathered again after such a step. Also remember which shards have a
-        gradient, and no optimizer yet.
+        A persistent unit is gathered again after such a step.
         """
         shards = {id(shard) for shard in self.get_trainable_chunk()}
         missed = set(shards)
 
         def count(model: Zero3Model, optimizer: Any, *_) -> None:
+            # The shards of this optimizer.
             stepped = [p for group in optimizer.param_groups for p in group["params"]]
             stepped += [states.shard for states in getattr(optimizer, "shard_states", ())]
             if shards.isdisjoint(map(id, stepped)):
                 return
             model.order.steps += 1
+            # Shards with a gradient and no optimizer yet, for `check`.
             for shard in stepped:
                 missed.discard(id(shard))
             model.missed = [] if not missed else [
@@ -204,11 +196,13 @@ class Zero3Model(WholeModel):
         # `__init__` sets `known` last. From then on a new name belongs to the model.
         is_new = "known" in vars(self) and name not in vars(self) and name not in self._modules
         is_new = is_new and "module" in self._modules and not hasattr(type(self), name)
+        # An attribute that the model has already is the model's.
         if is_new and hasattr(self.module.module, name):
             setattr(self.module.module, name, value)
         else:
             super().__setattr__(name, value)
 
+    # Containers, such as `nn.Sequential`.
     def __len__(self) -> int:
         return len(self.module)
 
@@ -234,14 +228,15 @@ class Zero3Model(WholeModel):
         * `below_numel`: units with fewer elements than this persist
         * `model_numel` is the most that all of them may have together; left out, there is no limit
 
-        Each is gathered once after a step, instead of twice in each micro-batch. All ranks call it
-        alike, between two steps. Returns the elements that will stay. Suspends I2 for them. Raises
-        `ValueError` if one of the two is no whole number.
+        Each is then gathered once in a step. All ranks call it alike, between two steps. Returns
+        the elements that will stay. Suspends I2 for them. Raises `ValueError` if one of the two is
+        no whole number.
         """
         for name, value in (("below_numel", below_numel), ("model_numel", model_numel)):
             left_out = value is None and name == "model_numel"
             expect(left_out or whole(value), f"mark_persistent_parameters: `{name}`", "a whole "
                    "number of elements", repr(value), "pass such a number")
+        # In the order of the units, while there is room.
         self.release_all()
         left_numel = float("inf") if model_numel is None else model_numel
         persistent_numel = 0
@@ -256,10 +251,8 @@ class Zero3Model(WholeModel):
         """
         ### Say that a module uses a parameter of another unit
 
-        Usually the first use is noticed, and this is not needed. It is needed if not all ranks use
-        the parameter. All ranks call it alike, those that do not use it too.
-
-        Raises `RuntimeError` if either is not part of this model.
+        Needed if not all ranks use the parameter. All ranks call it alike. Raises `RuntimeError` if
+        either is not part of this model.
         """
         users = [u for u in self.units for m in (u, *dict(own_modules(u.module)).values())
                  if m is module]
@@ -277,9 +270,7 @@ class Zero3Model(WholeModel):
         """
         ### Forward pass of the model
 
-        It has the signature of the model's own, which trainers and exporters ask for. It looks for
-        layers that were added since `wrap`, and calls the root unit. The model's own forward then
-        calls the other units.
+        It has the signature of the model's own forward.
         """
         self.expect("module" in self._modules, "was destroyed", "a use before that", "one after",
                     "call what `destroy` returned")
@@ -333,8 +324,7 @@ class Zero3Model(WholeModel):
         """
         ### The full parameters of all units at once, under all their names in the plain model
 
-        A tied weight appears once under each of its names, as in a state dict. Each rank holds the
-        whole model inside.
+        Each rank holds the whole model inside.
         """
         with super().full_params(writeback) as params:
             yield params | self.tied
@@ -353,16 +343,15 @@ class Zero3Model(WholeModel):
         """
         ### Continue sequences of tokens, all ranks in step
 
-        This calls the model's own `generate` if it has one, as Hugging Face models do, and
-        `continue_tokens` otherwise, with the same arguments. All ranks call it, each with sequences
-        of its own. After each token they tell each other whether they are done (all-reduce of a
-        number), and go on computing until all of them are. The root stays full until the end,
-        because every token needs it.
+        Calls the model's own `generate` if it has one, and `continue_tokens` otherwise. All ranks
+        call it, each with sequences of its own, and go on until all are done (all-reduce of a
+        number after each token).
         """
         root = self.module
         plain = root.module
         self._check_children()
         root.contents.check()
+        # The root stays full until the end, because every token needs it.
         arrive = plain.register_forward_pre_hook(lambda *_: self.order.arrive(root))
         # A model may ask its own parameters for their device between two tokens, so show them.
         with root.full_params(), root.contents, arrive:
@@ -391,9 +380,6 @@ class Zero3Model(WholeModel):
     def release_all(self) -> None:
         """
         ### Free all full parameters, those of persistent units too
-
-        `mark_persistent_parameters` and `destroy` begin with it. Call it after a write through
-        `.data` to a persistent unit's shard, which nothing else notices.
         """
         self.order.trace.end()
         for unit in self.units:
@@ -408,8 +394,7 @@ class Zero3Model(WholeModel):
         * `weights` says that each rank gets the whole model; without it, the parameters are on the
           meta device
 
-        All ranks call it, and all-gather each unit if they want the weights. Afterwards neither
-        this object nor an optimizer that was built on it is of any use.
+        All ranks call it, and all-gather each unit if they want the weights.
         """
         self.release_all()
         new: dict[torch.Tensor, nn.Parameter] = {}
@@ -419,10 +404,12 @@ class Zero3Model(WholeModel):
                     values = [slot.param.clone() for slot in unit.slots()]
             else:
                 values = [torch.empty_like(slot.view, device="meta") for slot in unit.slots()]
+            # The same objects as before, if they have values.
             for slot, value in zip(unit.slots(), values, strict=True):
                 new[slot.param] = _restored(slot, value)
             for refusal in unit.contents.refusals:
                 refusal.remove()
+        # Put parameters and modules back where they were.
         plain = self.module.module
         for m in [*plain.modules()]:
             for name in self.layout.get(m, ()):
@@ -430,6 +417,7 @@ class Zero3Model(WholeModel):
                 m._parameters[name] = p if p is None else new[p]
             for name, child in m._modules.items():
                 m._modules[name] = child.module if isinstance(child, Unit) else child
+        # Nothing may refer to the units any more.
         self._modules.clear()
         self.units.clear()
         self.sharded_layers = ()
@@ -440,7 +428,7 @@ class Zero3Model(WholeModel):
         """
         ### A table of what each unit holds on this rank now
 
-        Elements with their padding, and bytes of parameters: at rest, and full.
+        Elements with their padding, and bytes at rest and full.
         """
         table = [f"rank {self.comm.global_rank}, with 1/{self.comm.world_size} of each parameter",
                  f"{'elements':>14} {'at rest':>14} {'full':>14}  tier    unit"]
@@ -449,6 +437,7 @@ class Zero3Model(WholeModel):
             is_full = unit.is_fetched or unit.is_full_elsewhere
             cells = [unit.numel, sum(flat.storage.rest_bytes for flat in unit.flats),
                      sum(flat.full.nbytes for flat in unit.flats) if is_full else 0]
+            # Sums, for the last line.
             for i, cell in enumerate(cells):
                 totals[i] += cell
             tiers = "+".join(dict.fromkeys(flat.storage.tier for flat in unit.flats)) or "none"
@@ -474,46 +463,40 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
     """
     ## Shard a whole model, in place
 
-    All ranks call it alike. Every module of `layer_classes` becomes a `Unit` in its place. The rest
-    of the model, the *root*, becomes one more unit around all of them. Call the model that this
-    returns; the original has lost its parameters.
+    All ranks call it alike. Call the model that this returns; the original has lost its parameters.
 
-    * `model` may have its values, and then all ranks get those of rank 0. Or it is on the meta
-      device, or has `Deferred` layers, and then it is made one unit at a time
+    * `model` has values, and all ranks get those of rank 0; or it is on the meta device or has
+      `Deferred` layers, and is made one unit at a time
     * `layer_classes` is a class or several; layers inside other layers are units too
-    * `leaf_classes` become units together with everything inside them. Put there whatever depends
-      on a rank's data, for instance the experts of a mixture with their router. They are gathered
-      together, and reduced on all ranks, with zeros for gradients that did not arrive
-    * `prefetch_numel` elements are gathered ahead, or not freed because they are needed again soon;
-      left out, as many as the largest unit has, so that the next unit is always in flight
-    * `max_live_numel` is how many elements of full parameters there are at once, at most, those of
-      persistent units included; `full_params` and `save` come on top. Left out, there is no limit
+    * `leaf_classes` become units together with everything inside them: whatever depends on a rank's
+      data, for instance the experts of a mixture with their router
+    * `prefetch_numel` elements are gathered ahead, or not freed in between; left out, as many as
+      the largest unit has
+    * `max_live_numel` is how many elements of full parameters there are at once, at most, but for
+      `full_params` and `save`; left out, any number
     * `persist_below_numel`: as for `mark_persistent_parameters`
-    * `bucket_numel` elements of small units that come one after the other share an all-gather, at
-      most (see `together.py`). Units with more elements are gathered alone, and all are in the
-      first pass. One bucket may arrive while the units of another one compute, so it takes up to
-      twice as many elements of memory beside these units, which `max_live_numel` includes. With 0,
-      on one rank, or with `Links` that quantise weights or keep copies, nothing is shared
+    * `bucket_numel` is how many elements of small units share an all-gather, at most: see
+      `together.py`
     * `offload` says where shards rest, as an `Offload` or as "cpu"; left out, on the device
     * `device` is where the model is made; left out, where it is, or the CPU
     * `seed`, `init` and `checkpoint` are as for `Source`
     * `mesh` has the ranks that share the model, and in a second dimension its replicas or its nodes
-      (see `mesh.py`); left out, all ranks share it. `Links` adds encodings to a mesh
-    * `debug` has the ranks compare what they are about to gather. On the CPU they always do; on an
-      accelerator this turns a hang of NCCL into an error that names both units
+      (see `mesh.py`), or is a `Links`; left out, all ranks share it
+    * `debug` has the ranks compare what they are about to gather, so that a hang of NCCL becomes an
+      error
     * `kind` is the class of the result; `zero3.compile` passes another one
 
-    Raises `TypeError` if the model is no model, a class no class or a function no function, and
-    `ValueError` for impossible numbers, before anything changes. Raises `RuntimeError` if there is
-    nothing to wrap, a unit has no values or the limit is too low, and as `Zero3Layer` does; also in
-    the first pass, if units inside others or external ones exceed the limit. ZeRO-Infinity,
-    sections 6.2, 7.1 and 7.2. Keeps I1 to I8, but I2 not for persistent units; I3 and I4 are as the
-    formula and the table in `units.py` say.
+    Raises `TypeError` or `ValueError` for an impossible argument, before anything changes. Raises
+    `RuntimeError` if there is nothing to wrap, a unit has no values or the limit is too low,
+    perhaps only in the first pass, and as `Zero3Layer` does. ZeRO-Infinity, sections 6.2, 7.1 and
+    7.2. Keeps I1 to I8, but I2 not for persistent units; I3 and I4 are as the formula and the table
+    in `units.py` say.
     """
     expect(isinstance(model, nn.Module), "wrap", "a model", repr(model),
            "pass the model itself, and not its class", TypeError)
     expect(init is None or callable(init), "wrap: `init`", "a function of a module", repr(init),
            "pass one, or leave it out", TypeError)
+    # Whole numbers that are large enough.
     for name, value, least in (("prefetch_numel", prefetch_numel, 0),
                                ("max_live_numel", max_live_numel, 1),
                                ("persist_below_numel", persist_below_numel, 0),
@@ -522,6 +505,7 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
         left_out = value is None and name in ("prefetch_numel", "max_live_numel")
         expect(left_out or whole(value, least), f"wrap: `{name}`",
                f"a whole number of at least {least}", repr(value), "pass such a number")
+    # The device of the first parameter that has values.
     at = next((p.device for p in model.parameters() if not p.is_meta), "cpu")
     source = Source(torch.device(device or at), seed, init, checkpoint,
                     getattr(model, "_init_weights", None))
@@ -533,9 +517,6 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
 class _Wrapping:
     """
     ## How the layers of a model become units, each in the place where it stands
-
-    `Zero3Model` uses it once, while it is built. It remembers which unit owns which parameter,
-    because a tied parameter is found in several units and may be sharded in one of them only.
     """
 
     def __init__(self, owner: Zero3Model, model: nn.Module, source: Source, offload: Offload,
@@ -561,15 +542,12 @@ class _Wrapping:
     def units_of(self, layers: tuple[type, ...], leaves: tuple[type, ...]) -> list[Unit]:
         """
         ### Make the units, the root first
-
-        A tied parameter belongs to the root, which is full all along, or to the first unit that
-        has it. The other units find it where they look for it, and gather it together with their
-        own parameters.
         """
         places = [*_places(self.model, "", (*layers, Deferred), leaves)]
         self._check((*layers, *leaves), len(places))
         for name, param in self.model.named_parameters(remove_duplicate=False):
             self.names.setdefault(param, []).append(name)
+        # The root owns whatever is outside all layers, because it is full all along.
         inside = {m for place in places for m in place.layer.modules()}
         self.at_root = {p for m in self.model.modules() if m not in inside
                         for p in m._parameters.values() if p is not None}
@@ -581,6 +559,7 @@ class _Wrapping:
                 units[layer] = self._unit(layer, place.path, place.is_leaf)
             place.parent._modules[place.name] = units[layer]
         root = self._unit(self.model, "", leaf=False)
+        # The other users of a tied parameter find it where they look for it.
         for tied, user, module, name in self.tied:
             vars(module)[name] = self.made.get(tied, tied)
             user.externals.append(self.owners[tied])
@@ -592,15 +571,14 @@ class _Wrapping:
 
         * `places` are those of all layers
 
-        Each of their layers becomes a unit too, without parameters of its own: it uses those of
-        the unit that has them, as a tied weight is used. A layer that does not exist yet shares
-        none, and neither does one with units inside it, or with a tied weight.
+        Each of their layers becomes a unit too, and uses those parameters as a tied weight is used.
         """
         layers = {place.layer for place in places}
         may_share = []
         for place in places:
             tied = any(len(self.names[p]) > 1 for p in place.layer.parameters())
             has_units = any(m in layers for m in place.layer.modules() if m is not place.layer)
+            # Not a layer with a tied weight, with units inside it, or that does not exist yet.
             if not (tied or has_units or isinstance(place.layer, Deferred)):
                 may_share.append(place)
         rest_numel = sum(p.numel() for p in self.at_root)
@@ -622,14 +600,14 @@ class _Wrapping:
         """
         #### Make the unit of one layer, or of the root
 
-        It makes the module, gives it its values, and shards it, before the next one is made. So a
-        model on the meta device is never in memory as a whole.
+        Before the next one is made. So a model on the meta device is never in memory as a whole.
         """
         module = self.source.make(self.owner, layer, path)
         modules: dict[str, Any] = {
             f"{path}.{at}".strip("."): m for at, m in own_modules(module)}
         for m in modules.values():
             self.layout.setdefault(m, [*m._parameters])
+        # Without what other units own.
         ties = self._untie(modules, is_root=layer is self.model)
         before = {p for m in modules.values() for p in m._parameters.values() if p is not None}
         self.made |= self.source.fill(self.owner, modules, path, self.names)
@@ -649,9 +627,6 @@ class _Wrapping:
     def _untie(self, modules: dict[str, Any], is_root: bool) -> list[tuple]:
         """
         #### Take parameters of other units out of a unit's modules, and say which and where
-
-        Otherwise two units would shard the same parameter, which is an error. Once all units are
-        there, `units_of` puts the owner's parameter back in these places.
         """
         others = set(self.owners)
         if not is_root:
@@ -670,8 +645,6 @@ class _Wrapping:
     def tied_by_name(self) -> dict[str, Any]:
         """
         ### The parameters that have several names, by each of them
-
-        `full_params` lists a tied parameter under all of them, and a checkpoint may know it by any.
         """
         found = {}
         for param, names in self.names.items():
@@ -690,10 +663,10 @@ def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 2
 
     * `model` returns logits, `(batch, length, vocabulary)`, first
     * `ids` are `(batch, length)`, of this rank
-    * `eos_token_id` ends a sequence, and pads it from there on
+    * `eos_token_id` ends a sequence, and pads it
     * `temperature` 0 takes the likeliest token, others draw with `generator`
-    * `window` is the longest sequence that the model takes; left out, any length
-    * `groups` have the ranks that go on until all of them are done; left out, this one alone
+    * `window` is the longest sequence that the model takes
+    * `groups` have the ranks that wait for each other
 
     Returns `(batch, length + n)`, where n is at most `max_new_tokens`.
     """
@@ -702,6 +675,7 @@ def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 2
         context = ids if window is None else ids[:, -window:]
         logits = next(tensors_in(model(context)))[:, -1].float()  # (batch, vocabulary) fp32
         token = _next_token(logits, temperature, generator)
+        # A sequence that has ended is padded.
         if not done.all():
             if eos_token_id is not None:
                 token = token.where(~done, eos_token_id)
@@ -765,6 +739,7 @@ def _places(module: nn.Module, path: str, layers: tuple[type, ...], leaves: tupl
                 yield LayerPlace(module, name, child, at, isinstance(child, leaves))
 
 
+# One class or several, as a tuple.
 def classes_of(classes: Classes) -> tuple[type, ...]:
     several = isinstance(classes, Iterable) and not isinstance(classes, type)
     found: Any = tuple(classes) if several else (classes,)  # type: ignore[arg-type]
@@ -779,8 +754,7 @@ def main() -> None:
     """
     ## Two steps of a small model, as they happen
 
-    In step 1 forward gathers each unit right before it computes. In step 2 it gathers one unit
-    ahead, and unit 3 stays full for backward, so it is gathered once.
+    In step 2 it gathers one unit ahead, and unit 3 stays full for backward.
     """
     block = partial(nn.TransformerEncoderLayer, 16, 2, 32, dropout=0.0, batch_first=True)
     model = wrap(nn.Sequential(nn.Embedding(9, 16), block(), block(), block(), nn.Linear(16, 9)),
