@@ -5,7 +5,7 @@ r"""
 and frees this buffer, and the parameters follow.
 
 **Two parameters on two ranks.** A layer with a weight 1 2 and a bias 3 has three elements. One more
-pads the buffer, so that two ranks get two each:
+pads the buffer:
 
 | element of the buffer | 0 | 1 | 2 | 3 |
 |---|---|---|---|---|
@@ -68,8 +68,7 @@ class Storage(Protocol):
     """
     ## Storage: where a shard rests
 
-    On the device, in CPU memory or in a file: see `offload/tiers.py`. A frozen shard may rest
-    encoded.
+    On the device, in CPU memory or in a file: see `offload/tiers.py`.
     """
 
     param: nn.Parameter  # (shard_numel,), for the optimizer
@@ -82,7 +81,7 @@ class Storage(Protocol):
     # Begin to bring the shard into memory.
     def read_async(self) -> None: ...
 
-    # The shard in memory, (shard_numel,). It may be written to.
+    # The shard in memory, (shard_numel,).
     def load(self) -> torch.Tensor: ...
 
     # Write the loaded shard back to where it rests.
@@ -189,7 +188,7 @@ class FlatParameter:
         # Who keeps the reduced gradient, if it does not rest in the shard.
         self.sink: GradientSink | None = None
         # The ranges of the shard that count in the norm of the model; `None` stands for all of it
-        # (see `inject/tensor.py`).
+        # (see `comm/parts.py`).
         self.counted: list[slice] | None = None
         # Whether to copy a reduced gradient that is a view of a bucket, so that the bucket can be
         # freed.
@@ -265,7 +264,7 @@ class FlatParameter:
 
         `full_params()` points them at a buffer of its own, and back.
         """
-        # A view that is made in inference mode could never be used for training.
+        # A view made in inference mode could never be used for training.
         with torch.inference_mode(False):
             for slot in self.slots:
                 slot.param.__class__ = nn.Parameter

@@ -36,11 +36,9 @@ Optimizations Toward Training Trillion Parameter Models](https://arxiv.org/abs/1
 backward, reduce. In four methods a call of `_settle_at_end_of_backward` asks autograd to call the
 layer once more when the pass ends; the last section says why. Method names follow [labml.ai's
 annotated implementation](https://nn.labml.ai/scaling/zero3/index.html), and headings give the
-standard terms. A layer is made of these files: `flat.py` has the buffer that the parameters are
-views of, `watch.py` the hooks that tell when backward begins and ends, and `schedule.py` the order
-of layers. `comm/collectives.py` has the collectives, `comm/reducer.py` the reduce in flight, and
-`in_flight.py` owns the memory that both use. `sharded.py` has whatever users call outside the
-training step. An "I2" in a docstring is an invariant that `zero3/__init__.py` lists.
+standard terms. `flat.py`, `watch.py`, `schedule.py`, `comm/` and `in_flight.py` have a layer's
+parts, and `sharded.py` has whatever users call outside the training step. An "I2" in a docstring is
+an invariant that `zero3/__init__.py` lists.
 
 **Run this**: `make train` trains a small transformer on two ranks, and compares the memory and the
 communication of each rank with these formulas.
@@ -76,8 +74,7 @@ class Zero3Layer(Sharded):
     r"""
     ## Zero3 layer
 
-    Wrap each layer of a model, or a few consecutive ones, and call it as you would call the layer.
-    In a training step it goes through these states:
+    Call it as you would call the layer. In a training step it goes through these states:
 
     | phase | event | full parameters | full gradients |
     |---|---|---|---|
@@ -214,8 +211,8 @@ class Zero3Layer(Sharded):
         """
         #### Have each parameter of a flat parameter report its gradient
         """
-        # A hook gets a weak reference and two indices. A strong reference would close a cycle,
-        # layer, parameter, hook, layer, that Python cannot collect, because one link is in C++.
+        # A weak reference: a strong one would close a cycle, layer, parameter, hook, layer, that
+        # Python cannot collect, because one link is in C++.
         ours = weakref.WeakMethod(self._post_backward_hook)
         for i, slot in enumerate(self.flats[flat_index].slots):
             if slot.param.requires_grad and slot.hook is None:
@@ -311,12 +308,11 @@ class Zero3Layer(Sharded):
         """
         ### Forward pass: unshard, compute, reshard
 
-        In a chain the all-gather of this layer has started one layer earlier. A layer that is
-        called by itself gathers here, and nothing computes meanwhile. The hooks that `watch` adds
-        to inputs and outputs bring backward back to this layer.
+        In a chain the all-gather of this layer has started one layer earlier. The hooks that
+        `watch` adds to inputs and outputs bring backward back to this layer.
         """
-        # A forward inside a backward pass is activation checkpointing, which computes the layer
-        # again. Its backward follows, so the layer stays full until then.
+        # Activation checkpointing computes the layer again inside a backward pass. Its backward
+        # follows, so the layer stays full until then.
         recompute = in_backward()
         self._prepare(recompute)
         self._settle_at_end_of_backward()
@@ -348,8 +344,7 @@ class Zero3Layer(Sharded):
         """
         #### Notice everything that has changed since the last forward
 
-        A user may freeze parameters, assign a new module, or step the optimizer without a backward
-        pass. None of these calls the layer, so it looks before it gathers.
+        Freezing parameters, or assigning a new module, does not call the layer.
         """
         self.contents.check()
         if self.kept_for and not recompute:
@@ -447,7 +442,7 @@ class Zero3Layer(Sharded):
         flats = [flat for flat in self.flats if flat.grad is not None]
         # On the CPU, the gradients of the other ranks arrive where the full parameters were.
         pairs = [(flat.zero_missing(), flat.receive_buffer) for flat in flats]
-        # `Zero3Optimizer` makes small layers wait, and reduces several of them together.
+        # A bucket makes small layers wait, and reduces several of them together.
         if pairs and not self.reducer.keeps(self, pairs):
             self.reducer.started([self], self.comm.reduce_scatter([self], pairs))
         if self.is_alone:

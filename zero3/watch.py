@@ -1,8 +1,8 @@
 r"""
 # Watch: when a layer's backward begins and ends
 
-`Watch` puts hooks on the tensors that enter and leave a layer, so that the layer learns when its
-backward pass begins and when autograd no longer needs its parameters.
+`Watch` puts hooks on the tensors that enter and leave a layer. So the layer learns when its
+backward begins and when autograd no longer needs its parameters.
 
 Autograd tells nobody which layer it has reached. Take two layers, $x \to \text{A} \to y \to
 \text{B} \to \text{loss}$. Backward brings these gradients, in this order:
@@ -31,8 +31,8 @@ the layer then finishes the rest.
 compute, forward and backward.
 
 **Not covered, and what that costs**: a tensor is found in tuples, lists, dicts and dataclasses, at
-any depth. In a module it is found if it is an attribute, of the module or of a submodule; in other
-objects one level deep. Backward does not announce a tensor that leaves a layer by another way.
+any depth; as an attribute of a module or of a submodule; in other objects one level deep. Backward
+does not announce a tensor that leaves a layer by another way.
 """
 
 import dataclasses
@@ -194,8 +194,7 @@ def in_backward() -> bool:
     """
     ## Whether the autograd engine is running on this thread
 
-    A forward that runs inside a backward pass is a recomputation, by activation checkpointing. Its
-    layer stays full, because its backward follows, and a prefetch goes to the layer below.
+    A forward inside a backward pass is a recomputation, by activation checkpointing.
     """
     return torch._C._current_graph_task_id() != -1
 

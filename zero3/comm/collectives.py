@@ -51,9 +51,8 @@ would include the next layer's copy, and no copy would ever overlap computation.
 
 **The same on all ranks.** Before its data, each rank announces what it is about to send. Ranks that
 took different branches would otherwise exchange different layers. With equal sizes the weights
-would silently be garbage; with different sizes gloo ends the process and NCCL hangs. The
-announcement of the norms has a checksum of the optimizer's options, so a rank that steps by another
-learning rate is noticed in the same step.
+would silently be garbage; with different sizes gloo ends the process and NCCL hangs. The norms'
+announcement has a checksum of the optimizer's options, so another learning rate is noticed, too.
 
 **Run this**: `make bench ARGS=--comm` compares the messages used here with gloo's collectives.
 
@@ -134,11 +133,11 @@ class Communicator(Peers):
         self.broken = ""
         # The rank that has announced a fault, if one has.
         self.failed: int | None = None
-        # The transfers of which some steps have not started, in the order in which they began.
+        # The transfers of which some steps have not started.
         self.unfinished: dict[Transfer, None] = {}
-        # Announcements of this rank in the device's memory, by their numbers.
+        # Announcements in the device's memory.
         self._rows: dict[tuple[int, ...], torch.Tensor] = {}
-        # The number that the ranks agreed on when they met to shard, the same on all of them.
+        # The number of the model, on which the ranks agreed when they met to shard.
         self.met = 0
 
     @property
@@ -161,8 +160,8 @@ class Communicator(Peers):
 
         All ranks must call it. A rank sends $N-1$ times the bytes of the shards.
         """
-        # The fetch stream waits for the compute stream: the optimizer wrote the shards there, and
-        # the memory that is allocated now had its last reader there.
+        # The optimizer wrote the shards on the compute stream, and the memory that is allocated now
+        # had its last reader there.
         with self.on(self.fetch_stream):
             transfer = self._begin([self.group], [sender], "gather", pairs)
             for full, shard in pairs:
@@ -190,7 +189,7 @@ class Communicator(Peers):
 
         All ranks must call it. A rank sends $N-1$ times the bytes of the shards.
         """
-        # The backup stream waits for the compute stream, which wrote the gradients.
+        # The compute stream wrote the gradients.
         with self.on(self.backup_stream):
             transfer = self._begin([self.group], senders, "reduce", pairs)
             transfer.add = self.total
@@ -215,8 +214,8 @@ class Communicator(Peers):
 
         * `grad` is this rank's flat gradient; `received` has the parts of the other ranks
 
-        With messages they are added in the order of ranks, so the result is deterministic. NCCL
-        chooses its own order.
+        With messages they are added in the order of ranks, so that the bits are the same each time.
+        NCCL chooses its own order.
         """
         if self.group.size == 1:
             return grad
@@ -311,7 +310,6 @@ class Communicator(Peers):
           accelerator
         * `send` is `(size, n)`; or `(n,)`, if each rank gets the same row
         * `collective` of torch's does the same on an accelerator
-        * `tag` is that of the messages; left out, the transfer's next one
 
         Each rank begins with its right-hand neighbour, or all would queue at rank 0.
         """
@@ -468,9 +466,7 @@ class Communicator(Peers):
 
     def give_up(self, reason: str) -> None:
         """
-        ### Send nothing new from now on
-
-        * `reason` is the text of the error that each later transfer raises
+        ### Send nothing new from now on: each later transfer raises an error with this reason
 
         What is in flight keeps its memory, because the other ranks may still send to it, or wait
         for it (see `in_flight.py`).
@@ -484,8 +480,8 @@ class Communicator(Peers):
         """
         ### Have the other ranks of some groups raise an error as soon as they wait for this one
 
-        They may be waiting for a later step of a transfer that this rank has begun. Send that step
-        all the same, so that they reach the announcement.
+        They may wait for a later step of a transfer that this rank has begun. Send it all the same,
+        so that they reach the announcement.
         """
         unfinished = self.unfinished
         self.unfinished = {}
@@ -506,7 +502,6 @@ class Communicator(Peers):
         """
         ### Check the parameters of a layer, compare them between ranks, and make the streams
 
-        * `params` are the layer's, with their names
         * `device` and `dtype` are those that the parameters must have, if given
 
         Returns the device. Ranks whose parameters differ in order or shape would gather noise.
@@ -578,7 +573,7 @@ class Communicator(Peers):
         if group.size == 1 or not tensor.numel():
             return
         if tensor.layout != torch.strided:
-            # A sparse tensor may have another number of elements on each rank.
+            # A sparse tensor's number of elements may differ between ranks.
             parts = [tensor.detach()]
             group.together("first values", dist.broadcast_object_list, parts, group_src=0)
             with torch.no_grad():
@@ -629,8 +624,7 @@ class Transfer:
 
         The compute stream waits for this transfer, and for nothing that started after it; on the
         CPU this thread waits. A reduce returns, for each pair, the sum over ranks of this rank's
-        part, `(shard_numel,)`, allocated on the backup stream. An exchange writes its sums in
-        place.
+        part, `(shard_numel,)`. An exchange writes its sums in place.
 
         Raises `RuntimeError` if another rank is about to do something else (I6), or is gone.
         """
@@ -676,7 +670,7 @@ class Transfer:
         """
         ### Start something that uses these tensors, and append its work to the list
 
-        Raises `RuntimeError` if the connection is gone. What has started before keeps its memory.
+        Raises `RuntimeError` if the connection is gone.
         """
         in_flight.begin(self, *tensors)
         try:
@@ -720,7 +714,7 @@ class Transfer:
             problem = self._complete()
             if problem:
                 self._give_up(problem)
-        # After the first error all others follow, because the messages no longer fit each other.
+        # After the first error the messages no longer fit each other.
         if self.comm.broken:
             raise RuntimeError(self.comm.broken)
 
@@ -728,8 +722,7 @@ class Transfer:
         """
         #### Send nothing new, and tell the ranks that share another group with this one
 
-        If this transfer is in one group, all of its ranks have found the problem themselves. The
-        other replicas, or the other ranks of this one, are about to wait for this rank.
+        All ranks of the transfer's own group have found the problem themselves.
         """
         self.comm.give_up(problem)
         alone = self.orders[0][0] if len(self.orders) == 1 else None
@@ -794,9 +787,8 @@ class Transfer:
         """
         #### Compare the announcements of all ranks of a group
 
-        On the CPU this names both sides. On an accelerator the announcements are on the device, and
-        the host would have to wait for it to look at them. So the device compares them itself,
-        unless the host is about to wait anyway, as it does in a step.
+        On an accelerator the host would have to wait for the device to look at them. So the device
+        compares them itself, unless the host is about to wait anyway.
         """
         if not (self.comm.by_messages or self.options):
             return self._assert_same(order, group.rank)
