@@ -19,9 +19,9 @@ another place, once in many runs. A rank that *sends* from freed memory sends wr
 | rank 2, which is late, sends its 3 | gloo writes 4 bytes at offset 8 | 1 . 3 |
 
 Waiting does not help in the third row, because rank 1 will never send. So there is one rule. Before
-a transfer starts, its owner names the memory (`begin`). After a wait that has succeeded, it says
-that the transfer is done (`end`). In between nobody else frees, resizes or reuses this memory. If
-the wait fails, or if the start raises an error, the memory is kept for good (`lose`):
+a transfer starts, its owner names the memory (`begin`). After a successful wait it says that the
+transfer is done (`end`). In between nobody else frees, resizes or reuses this memory. If the wait
+or the start fails, the memory is kept for good (`lose`):
 
 $$\text{freed} \cap \text{in flight} = \emptyset$$
 
@@ -87,7 +87,7 @@ class InFlight:
 
     def end(self, user: object) -> None:
         """
-        ### The wait for it has succeeded: it no longer uses anything
+        ### The wait for it has succeeded
         """
         self.users.pop(user, None)
 

@@ -26,9 +26,9 @@ $$\underbrace{\Psi\,\frac{N-1}{N}}_{\text{all-gather, forward}} +
 \;=\; 3\Psi\,\frac{N-1}{N}$$
 
 elements per rank; a little less, because the last layer of a chain stays whole between forward and
-backward. Plain data parallelism sends two thirds of that: its all-reduce is a reduce-scatter
-followed by an all-gather. So ZeRO-3 sends 50 % more, keeps $\frac{1}{N}$ of the memory between two
-steps, and overlaps most of the communication with computation. The paper is [ZeRO: Memory
+backward. Plain data parallelism sends two thirds of that. So ZeRO-3 sends 50 % more, keeps
+$\frac{1}{N}$ of the memory between two steps, and overlaps most of the communication with
+computation. The paper is [ZeRO: Memory
 Optimizations Toward Training Trillion Parameter Models](https://arxiv.org/abs/1910.02054), sections
 5.3 and 7.2.2.
 
@@ -74,20 +74,8 @@ class Zero3Layer(Sharded):
     r"""
     ## Zero3 layer
 
-    Call it as you would call the layer. In a training step it goes through these states:
-
-    | phase | event | full parameters | full gradients |
-    |---|---|---|---|
-    | rest | | freed | none |
-    | forward | layer $\ell - 1$ begins: *unshard* | arriving | none |
-    | | it computes | whole | none |
-    | | it is done: *reshard* | freed | none |
-    | backward | layer $\ell + 1$ begins: *unshard* | arriving | none |
-    | | its own gradients arrive | whole | filling |
-    | | the last gradient has arrived: *reshard*, *reduce* | freed | in flight |
-    | | layer $\ell - 1$ reduces, or the pass ends | freed | freed: the shard has its gradient |
-
-    The last layer of a chain stays whole from forward to backward.
+    Call it as you would call the layer. In a training step it goes through the states that
+    `minimal.py` lists at the head of its `Zero3Layer`.
     """
 
     def __init__(self, module: nn.Module, rank: int | None = None, world_size: int | None = None,
@@ -169,8 +157,7 @@ class Zero3Layer(Sharded):
 
         Returns $N \lceil P_\ell/N \rceil$ elements. On an accelerator each parameter and each shard
         also begins at a multiple of 16 bytes, because matrix products, copies and NCCL are slow
-        otherwise. There, in fp32, the weight 1 2 of the example is padded to four elements, and so
-        is the bias 3, and each of two ranks holds four.
+        otherwise.
 
         The padding is zero and stays zero, because its gradient is zero too (`begin_grad`).
         Uninitialised memory in the padding of a gradient could hold a NaN. The norm of all

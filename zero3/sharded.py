@@ -401,11 +401,8 @@ class ShardedModel(nn.Module, Named):
         """
         ### Clip the gradient of the whole model
 
-        * `max_norm` is the largest norm allowed, of the gradient averaged over ranks
-        * `norm_type` is the $p$ of the norm, or `math.inf`
-
         All ranks call it in place of `torch.nn.utils.clip_grad_norm_`, which sees the shards of one
-        rank alone. Returns the norm before clipping, the same bits on all ranks.
+        rank alone. Arguments and result are those of `gradients.py`.
         """
         from zero3.gradients import clip_grad_norm_
         return clip_grad_norm_(self, max_norm, norm_type)
@@ -429,8 +426,8 @@ class ShardedModel(nn.Module, Named):
         """
         ### The full parameters of all layers at once, named as in the plain model
 
-        This holds the whole model in memory; `full_params` of a layer holds that layer. All ranks
-        must enter and leave together; `writeback` is as for a layer.
+        This holds the whole model in memory. All ranks must enter and leave together; `writeback`
+        is as for a layer.
         """
         params: dict[Sharded, dict[str, nn.Parameter]] = {}
         found = {}

@@ -20,8 +20,8 @@ norm is waited for at once. Which ranks take part is the subject of `mesh.py`; h
 between machines, that of `links.py`.
 
 **Collectives and messages.** On GPUs we call NCCL's collectives. On the CPU a rank sends one
-message to each other rank by gloo, and receives one from each, because gloo's own reduce-scatter
-sends twice as much. `by_messages` tells the two apart.
+message to each other rank by gloo, and receives one from each. gloo's own reduce-scatter sends
+twice as much, so a step would send $4\Psi$ instead of $3\Psi$. `by_messages` tells the two apart.
 
 Each rank sends $N-1$ times the bytes of a shard:
 
@@ -112,9 +112,8 @@ class Communicator(Peers):
     r"""
     ## A group of ranks, and the collectives between them
 
-    On the CPU each collective is $N-1$ messages out and $N-1$ in. A thread of gloo's carries them
-    while this one computes, and streams do nothing. With gloo's own reduce-scatter a step would
-    send $4\Psi$ instead of $3\Psi$.
+    On the CPU a thread of gloo's carries the messages while this one computes, and streams do
+    nothing.
     """
 
     def __init__(self, rank: int | None = None, world_size: int | None = None,
@@ -127,7 +126,7 @@ class Communicator(Peers):
         super().__init__(rank, world_size, mesh)
         # Encodings and routes between nodes, if there are any (see `links.py`).
         self.links: Any = None
-        # Names for the layer numbers that ranks announce, for error messages.
+        # Names of layers by number, for error messages.
         self.labels: dict[int, str] = {}
         # The reason why nothing can be sent any more.
         self.broken = ""
@@ -160,8 +159,8 @@ class Communicator(Peers):
 
         All ranks must call it. A rank sends $N-1$ times the bytes of the shards.
         """
-        # The optimizer wrote the shards on the compute stream, and the memory that is allocated now
-        # had its last reader there.
+        # The fetch stream waits for the compute stream: the optimizer wrote the shards there, and
+        # the memory that is allocated now had its last reader there.
         with self.on(self.fetch_stream):
             transfer = self._begin([self.group], [sender], "gather", pairs)
             for full, shard in pairs:
@@ -189,7 +188,7 @@ class Communicator(Peers):
 
         All ranks must call it. A rank sends $N-1$ times the bytes of the shards.
         """
-        # The compute stream wrote the gradients.
+        # The backup stream waits for the compute stream, which wrote the gradients.
         with self.on(self.backup_stream):
             transfer = self._begin([self.group], senders, "reduce", pairs)
             transfer.add = self.total

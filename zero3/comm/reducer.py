@@ -170,8 +170,7 @@ class Reducer:
         * `names` are the parameters that have contributed to it on this rank
 
         From an accelerator to CPU memory the backup stream copies it, while the layers below go
-        backward. The sink gets it when the next gradient leaves, or at the end of the pass. By then
-        the copy has normally ended, so the host hardly waits.
+        backward. The sink gets it when the next gradient leaves, or at the end of the pass.
 
         With an exchange this is called twice: when it has started, and when it has ended.
         """
