@@ -167,7 +167,6 @@ class FlatParameter:
         """
         ### Make the parameters views of a buffer
 
-        * `owner` is the layer that has these parameters
         * `full` is `(world_size * shard_numel,)`, and has their values one after the other
         * `storage` is where this rank's part of it rests
         * `aligned` rounds a number of elements up to the alignment
@@ -208,7 +207,7 @@ class FlatParameter:
         """
         ### Open the parameters, because they are gathered now
 
-        The module may use them, and autograd accepts the tensors that it saved in forward.
+        Autograd accepts the tensors that it saved in forward.
         """
         self.show()
         self._set_versions(freed=False)

@@ -28,9 +28,8 @@ $$\underbrace{\Psi\,\frac{N-1}{N}}_{\text{all-gather, forward}} +
 elements per rank; a little less, because the last layer of a chain stays whole between forward and
 backward. Plain data parallelism sends two thirds of that. So ZeRO-3 sends 50 % more, keeps
 $\frac{1}{N}$ of the memory between two steps, and overlaps most of the communication with
-computation. The paper is [ZeRO: Memory
-Optimizations Toward Training Trillion Parameter Models](https://arxiv.org/abs/1910.02054), sections
-5.3 and 7.2.2.
+computation. The paper is [ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models](https://arxiv.org/abs/1910.02054), sections 5.3 and 7.2.2.
 
 **How to read this.** Read `Zero3Layer` from top to bottom: shard, unshard, reshard, forward,
 backward, reduce. In four methods a call of `_settle_at_end_of_backward` asks autograd to call the
@@ -74,8 +73,8 @@ class Zero3Layer(Sharded):
     r"""
     ## Zero3 layer
 
-    Call it as you would call the layer. In a training step it goes through the states that
-    `minimal.py` lists at the head of its `Zero3Layer`.
+    Wrap each layer of a model in one, and call it as you would call the layer. In a training step
+    it goes through the states that `minimal.py` lists at the head of its `Zero3Layer`.
     """
 
     def __init__(self, module: nn.Module, rank: int | None = None, world_size: int | None = None,

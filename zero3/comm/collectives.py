@@ -229,7 +229,6 @@ class Communicator(Peers):
         """
         ### Start to add the sums of this group to those of other groups
 
-        * `sender` is a layer that they belong to
         * `sums` are `(shard_numel,)` each
 
         There are no other groups here, so nothing is sent. The communicator of `links.py` adds them
@@ -413,7 +412,7 @@ class Communicator(Peers):
         """
         #### An announcement in the device's memory: `(4,)` int64
 
-        The host waits when it copies the numbers to the device, so without options it does so once.
+        The host waits while it copies the numbers to the device. Without options it does so once.
         """
         if options:
             return torch.tensor(row, device=self.device)

@@ -41,21 +41,8 @@ class Reducer:
     ## The reduce-scatter in flight
 
     When layer 1 of a chain has its gradients, `keeps` finishes the reduce of layer 2, and `started`
-    remembers that of layer 1. An *exchange* adds the sums of several replicas or nodes. The methods
-    differ in who calls them, and in what they wait for:
-
-    | method | who calls it, and when | it waits for |
-    |---|---|---|
-    | `keeps` | a layer that has all its gradients | the reduce in flight, of another layer |
-    | `started` | the same layer, once it has started to send | nothing |
-    | `land` | `keeps` and `end` | the reduce in flight, of whichever layer |
-    | `finish` | `land` and `drop`; `fetch_params`; a layer in no chain | the layer's own reduce |
-    | `arrived` | `finish` | the data: the sums are there; and the exchange before |
-    | `end_exchange` | `arrived` and `end` | the exchange in flight |
-    | `deliver` | the layer, with each sum; `end_exchange` | the copy before this one |
-    | `delivered` | `deliver` and `end` | the copy to CPU memory that is under way |
-    | `drop` | a layer, after an exception in backward | its own reduce, if it has started |
-    | `end` | the last layer at the end of backward; a step | the reduce, the exchange, the copy |
+    remembers that of layer 1. Two more things may be in flight, one of each: an *exchange*, which
+    adds the sums of several replicas or nodes, and a copy of a gradient to CPU memory.
     """
 
     scaled = False  # whether the loss was multiplied by a scale, as `Zero3Optimizer` does for fp16
@@ -125,7 +112,7 @@ class Reducer:
         """
         ### Wait for the exchange in flight, and deliver its gradients
 
-        One is in flight at a time.
+        The next reduce calls this before it starts another, and so does the end of the pass.
         """
         exchange = self.exchange
         exchanged = self._exchanged
@@ -196,7 +183,7 @@ class Reducer:
         """
         ### Wait for the gradient that is on its way to CPU memory
 
-        One copy is under way at a time.
+        The next gradient that leaves calls this first, and so does the end of the pass.
         """
         leaving = self._leaving
         self._leaving = None
