@@ -108,7 +108,6 @@ class GradientSink(Protocol):
     # Add a reduced gradient, (shard_numel,), on `grad_device`, of the parameters with these names.
     def add_grad(self, total: torch.Tensor, names: Names = ()) -> None: ...
 
-    # Forget the gradient, or make it zero.
     def drop_grad(self, set_to_none: bool = True) -> None: ...
 
 
@@ -540,7 +539,7 @@ def alike(params: NamedParams) -> list[NamedParams]:
     """
     ## Split parameters into those that can share a buffer
 
-    They have one data type, and are all trainable or all frozen. Trainable ones come first.
+    They have one data type, and are all trainable or all frozen.
     """
     kinds: dict[tuple[bool, torch.dtype], NamedParams] = {}
     for param, names in params.items():

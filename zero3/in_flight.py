@@ -45,7 +45,7 @@ error. After an error nothing new is sent (`Communicator.give_up`), so no more i
 | `FreedParameter.of_shard` | memory that was never filled | nobody knows it |
 
 As long as no rank has failed, to free memory in flight is a mistake of this package, and an
-assertion. Every rank of the tests also looks for such a mistake without asking `in_flight`.
+assertion.
 
 A tensor that is *dropped* needs no owner, because a message has a reference to it. Only resizing
 frees memory that somebody still refers to.

@@ -461,9 +461,8 @@ class Zero3Layer(Sharded):
         """
         #### Have the end of this backward pass call `settle`, once
 
-        Every way in which a backward pass can reach the layer calls this. Without it, a layer that
-        was prefetched and then not needed would stay full, and `backward()` would return before the
-        last reduce has ended.
+        Without it, a layer that was prefetched and then not needed would stay full, and
+        `backward()` would return before the last reduce has ended.
         """
         if in_backward() and self not in self.reducer.unsettled:
             self.reducer.unsettled.add(self)

@@ -363,8 +363,8 @@ class Communicator(Peers):
         """
         ### A flat buffer as one row per rank: `(world_size, shard_numel)`
 
-        On two ranks, 1 2 3 0 has the rows 1 2 and 3 0. The rows are views, so a gather writes the
-        shards of the other ranks right to where the parameters look.
+        The rows are views, so a gather writes the shards of the other ranks right to where the
+        parameters look.
         """
         return flat.view(self.world_size, flat.numel() // self.world_size)
 
@@ -477,10 +477,8 @@ class Communicator(Peers):
     def announce_fault(self, groups: Iterable[Group], sender: Sender) -> None:
         """
         ### Have the other ranks of some groups raise an error as soon as they wait for this one
-
-        They may wait for a later step of a transfer that this rank has begun. Send it all the same,
-        so that they reach the announcement.
         """
+        # Send the later steps all the same, so that the others reach the announcement.
         unfinished = self.unfinished
         self.unfinished = {}
         for transfer in unfinished:
@@ -499,8 +497,6 @@ class Communicator(Peers):
              device: torch.device | str | None, dtype: torch.dtype | None) -> torch.device:
         """
         ### Check the parameters of a layer, compare them between ranks, and make the streams
-
-        * `device` and `dtype` are those that the parameters must have, if given
 
         Returns the device. Ranks whose parameters differ in order or shape would gather noise.
         """

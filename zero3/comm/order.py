@@ -71,9 +71,7 @@ class Peers:
     @property
     def is_first(self) -> bool:
         """
-        ### Whether this is the first of the ranks
-
-        It draws or reads initial values, writes what is written once, and speaks for all.
+        ### Whether this is the first of the ranks, which writes what is written once
         """
         return self.global_rank == self.ranks[0]
 
