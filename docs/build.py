@@ -470,13 +470,21 @@ def head(prose: str, lines: list[int], imports: str, rest: str) -> str:
     if lines:
         imports = (f'<details class="imports"><summary>Imports, lines {lines[0]} to {lines[-1]}'
                    f"</summary>{imports}</details>")
+    return f'<section class="head"><div class="text">{limits(prose)}</div>{imports}{rest}</section>'
+
+
+def limits(prose: str) -> str:
+    """
+    ## Fold what a chapter does not cover, if it is long
+
+    At the head of a file a reader wants to see the code, and at its end to go on.
+    """
     before, _, after = prose.partition("<p><strong>Not covered, and what that costs</strong>:")
-    if len(after) > LONG:
-        # Fold it: at this point a reader wants to see the code.
-        after = re.sub(r"^\s*([a-z])", lambda letter: letter[1].upper(), after)
-        prose = (f'{before}<details class="limits"><summary>Not covered, and what that costs'
-                 f"</summary><p>{after}</details>")
-    return f'<section class="head"><div class="text">{prose}</div>{imports}{rest}</section>'
+    if len(after) <= LONG:
+        return prose
+    after = re.sub(r"^\s*([a-z])", lambda letter: letter[1].upper(), after)
+    return (f'{before}<details class="limits"><summary>Not covered, and what that costs'
+            f"</summary><p>{after}</details>")
 
 
 def sections(source: Source, rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
@@ -519,6 +527,7 @@ def beside(row: Row, prose: str, code: str) -> str:
     Otherwise the figure would be small, or the column of the code empty.
     """
     kind = "row"
+    prose = limits(prose)
     if "<figure" in prose or len(row.prose) > 500 + 250 * len(row.lines):
         kind = "row above"
     if not row.lines and row.prose.startswith("*"):

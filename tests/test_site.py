@@ -552,8 +552,8 @@ def test_the_path_can_be_read_without_scripts_and_on_paper(site, browser):
 
 def test_checks_are_folded_and_a_link_into_them_opens_them(site, browser):
     """
-    A function that only checks, and a long list of what a chapter does not cover. Breaks where a
-    link from a test leads to a heading that nobody sees.
+    A function that only checks, and a long list of what a chapter does not cover, at the head of a
+    file or at its end. Breaks where a link from a test leads to a heading that nobody sees.
     """
     look(browser, WIDE)
     browser.get((site / "index.html").as_uri())
@@ -573,8 +573,14 @@ def test_checks_are_folded_and_a_link_into_them_opens_them(site, browser):
                 break
             time.sleep(0.1)
         assert browser.execute_script(shown)
+    browser.get((site / "minimal.html").as_uri())
+    assert find(browser, ".head .limits").get_attribute("open") is None
     browser.get((site / "layer.html").as_uri())
-    assert find(browser, ".limits").get_attribute("open") is None
+    assert find(browser, ".row .limits").get_attribute("open") is None
+    assert browser.execute_script("""
+        const last = [...document.querySelectorAll('.line')].at(-1);
+        return last.compareDocumentPosition(document.querySelector('.limits'));
+    """) == 4  # It stands behind the last line.
 
 
 def test_the_search_finds_headings_tests_and_names(site, browser):

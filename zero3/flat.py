@@ -5,7 +5,7 @@ r"""
 and frees this buffer, and the parameters follow.
 
 **Two parameters on two ranks.** A layer with a weight 1 2 and a bias 3 has three elements. One more
-pads the buffer, so that two ranks get two each:
+pads the buffer:
 
 | element of the buffer | 0 | 1 | 2 | 3 |
 |---|---|---|---|---|
@@ -13,34 +13,31 @@ pads the buffer, so that two ranks get two each:
 | **holds** | weight | weight | bias | padding |
 | **belongs to** | rank 0 | rank 0 | rank 1 | rank 1 |
 
-Here each shard ends where a parameter ends. In general the boundary of a shard may lie inside a
-parameter. That is harmless: ranks gather and reduce shards, and an elementwise optimizer does not
-ask which parameter an element belongs to. One collective serves the whole layer, however many
-parameters it has. Each rank copies its own shard into the buffer, and the other shards arrive there
-directly:
+Here each shard ends where a parameter ends. In general it may end inside a parameter. That is
+harmless, because an elementwise optimizer does not ask which parameter an element belongs to. One
+collective serves the whole layer, however many parameters it has. Each rank copies its own shard
+into the buffer, and the other shards arrive there directly:
 
 $$\text{data collectives per unshard} = 1 \qquad
 \text{elements copied} = \left\lceil \frac{P_\ell}{N} \right\rceil$$
 
-**Freeing a buffer that has views.** Freeing resizes the buffer's storage to zero bytes. All tensors
-that view it go on to exist, without memory: the parameters, and the tensors that autograd has saved
-for backward. When the same storage is filled again, all of them are valid again.
+**Freeing a buffer that has views.** Freeing resizes the buffer's storage to zero bytes. The
+parameters, and the tensors that autograd has saved for backward, go on to exist without memory.
+When the same storage is filled again, all of them are valid again.
 
 torch counts the writes to a tensor in its `_version`, and autograd refuses a saved tensor whose
 count has changed. Gathering writes to the buffer in every step. But after `param.data = view` the
-parameter shares the buffer's memory and has a count of its own, so autograd does not see these
-writes, and a write to the *parameter* can be told from an all-gather. While a parameter is freed,
-its count is raised by one, and backward through a freed layer is an error.
+parameter has a count of its own, so autograd does not see these writes, and a write to the
+*parameter* can be told from an all-gather.
 
-A freed parameter also gets another class, `FreedParameter`, which raises an error with the
-parameter's name on every operation. Below, a parameter is *open* if it can be used. It is *closed*
-if its class raises errors and its count is raised by one.
+Below, a parameter is *open* if it can be used, and *closed* if not. A closed one has another class,
+`FreedParameter`, which raises an error with the parameter's name on every operation. Its count is
+raised by one, so that backward through a freed layer is an error, too.
 
 **Run this**: `notebooks/03_one_layer.ipynb` follows one flat parameter through a step.
 
-**Not covered, and what that costs**: parameters of different data types, or frozen and trainable
-ones, are not in one buffer. A layer that mixes them has several, and each has collectives of its
-own.
+**Not covered, and what that costs**: a layer that mixes data types, or frozen and trainable
+parameters, has several buffers, and each has collectives of its own.
 """
 
 import weakref
@@ -71,8 +68,7 @@ class Storage(Protocol):
     """
     ## Storage: where a shard rests
 
-    On the device, in CPU memory or in a file: see `offload/tiers.py`. A frozen shard may rest
-    encoded.
+    On the device, in CPU memory or in a file: see `offload/tiers.py`.
     """
 
     param: nn.Parameter  # (shard_numel,), for the optimizer
@@ -85,7 +81,7 @@ class Storage(Protocol):
     # Begin to bring the shard into memory.
     def read_async(self) -> None: ...
 
-    # The shard in memory, (shard_numel,). It may be written to.
+    # The shard in memory, (shard_numel,).
     def load(self) -> torch.Tensor: ...
 
     # Write the loaded shard back to where it rests.
@@ -102,26 +98,22 @@ class GradientSink(Protocol):
     """
     ## Gradient sink: where the reduced gradient of a shard goes
 
-    `FlatParameter` is one: it adds the gradient to its shard's `.grad`. `Zero3Optimizer` hands in
-    another one if it keeps an fp32 copy of the weights elsewhere.
+    `FlatParameter` adds it to its shard's `.grad`. `Zero3Optimizer` hands in another sink if it
+    keeps an fp32 copy of the weights elsewhere.
     """
 
-    # Where the gradient goes.
     @property
     def grad_device(self) -> torch.device: ...
 
     # Add a reduced gradient, (shard_numel,), on `grad_device`, of the parameters with these names.
     def add_grad(self, total: torch.Tensor, names: Names = ()) -> None: ...
 
-    # Forget the gradient, or make it zero.
     def drop_grad(self, set_to_none: bool = True) -> None: ...
 
 
 class StorageFactory(Protocol):
     """
     ## Storage factory: decides where the shards of a layer rest
-
-    `OnDevice` leaves them on the device. `Offload` puts them elsewhere.
     """
 
     tier: str
@@ -137,8 +129,6 @@ class StorageFactory(Protocol):
 class Slot:
     """
     ## The place of one parameter in the flat parameter
-
-    In the example above, the weight is at offset 0 and the bias at offset 2.
     """
 
     param: nn.Parameter
@@ -166,10 +156,9 @@ class FlatParameter:
     """
     ## A flat parameter, its shard and its gradient
 
-    A layer has one for each data type, and trainable and frozen parameters have separate ones. The
-    layer decides when to gather and when to free. In the example of `layer.py`, rank 0 has the
-    shard 1 2 all the time. `full` is 1 2 3 0 while the layer computes, and `grad` is 1 2 3 0 until
-    it is reduced.
+    The layer decides when to gather and when to free. In the example of `minimal.py`, rank 0 has
+    the shard 1 2 all the time. `full` is 1 2 3 0 while the layer computes, and `grad` is 1 2 3 0
+    until it is reduced.
     """
 
     def __init__(self, owner: Guarded, params: NamedParams, full: torch.Tensor, storage: Storage,
@@ -177,7 +166,6 @@ class FlatParameter:
         """
         ### Make the parameters views of a buffer
 
-        * `owner` is the layer that has these parameters
         * `full` is `(world_size * shard_numel,)`, and has their values one after the other
         * `storage` is where this rank's part of it rests
         * `aligned` rounds a number of elements up to the alignment
@@ -187,21 +175,21 @@ class FlatParameter:
         self.full = full  # (world_size * shard_numel,), device; no bytes while it is freed
         self.storage = storage
         self.shard = storage.param  # (shard_numel,), what stays in memory
-        # With messages, the other ranks' gradients arrive in this tensor's memory. Normally that is
-        # the full parameter's, which has been freed by then.
+        # On the CPU the other ranks' gradients arrive here. Normally this is the full parameter's
+        # memory, which has been freed by then.
         self.receive_buffer = full
         self.trains = False  # whether the parameters get gradients, as of the last forward
-        # The full gradient until it is reduced: (world_size * shard_numel,), device, of the shard's
-        # `grad_dtype`. `ready` has the names of the parameters whose gradients are in it.
+        # The full gradient until it is reduced: (world_size * shard_numel,), device. `ready` has
+        # the names of the parameters whose gradients are in it.
         self.grad: torch.Tensor | None = None
         self.ready: set[tuple[str, ...]] = set()
         # Who keeps the reduced gradient, if it does not rest in the shard.
         self.sink: GradientSink | None = None
-        # The ranges of the shard that count in the norm of the model; `None` stands for all of it.
-        # Ranks that split a weight between them have the same biases, which count once.
+        # The ranges of the shard that count in the norm of the model; `None` stands for all of it
+        # (see `comm/parts.py`).
         self.counted: list[slice] | None = None
-        # Whether to copy a reduced gradient that is a view of a bucket of several layers, so that
-        # the bucket can be freed.
+        # Whether to copy a reduced gradient that is a view of a bucket, so that the bucket can be
+        # freed.
         self.copies_views = False
         self.shard_hooks: list[RemovableHandle] = []  # handles of hooks on the shard
         self.slots: list[Slot] = []
@@ -218,8 +206,7 @@ class FlatParameter:
         """
         ### Open the parameters, because they are gathered now
 
-        The layer calls it after it has waited for the all-gather, forward and backward. Then the
-        module may use its parameters, and autograd accepts the tensors that it saved in forward.
+        Autograd accepts the tensors that it saved in forward.
         """
         self.show()
         self._set_versions(freed=False)
@@ -228,8 +215,8 @@ class FlatParameter:
         """
         ### Close the parameters, because their memory is about to be freed
 
-        Without this, an operation or a backward pass that reaches a freed parameter would read
-        address zero and crash the process.
+        Without this, an operation that reaches a freed parameter would read address zero and crash
+        the process.
         """
         self.hide()
         self._set_versions(freed=True)
@@ -238,8 +225,7 @@ class FlatParameter:
         """
         ### Give the parameters their ordinary class
 
-        `open` calls it. A unit of a whole model also calls it alone: if the unit has stayed full,
-        only the class of its parameters has to change back.
+        A unit of a whole model calls it alone if it has stayed full.
         """
         for slot in self.slots:
             slot.param.__class__ = nn.Parameter
@@ -248,8 +234,8 @@ class FlatParameter:
         """
         ### Give the parameters the class that reports every use, even if they are still gathered
 
-        `close` calls it. A unit of a whole model that stays full calls it alone, so that a use by
-        another unit is still noticed.
+        A unit of a whole model that stays full calls it alone, so that a use by another unit is
+        still noticed.
         """
         for slot in self.slots:
             slot.param.__class__ = slot.freed_class
@@ -257,10 +243,6 @@ class FlatParameter:
     def _set_versions(self, freed: bool) -> None:
         """
         #### Set each count of writes to what forward saw, or to one more while freed
-
-        Autograd compares the count with the one that it saw in forward. The higher count turns
-        backward through a freed layer into an error. The old count makes backward valid again after
-        the second all-gather.
         """
         params = tuple(slot.param for slot in self.slots)
         versions = tuple(slot.version + freed for slot in self.slots)
@@ -270,8 +252,7 @@ class FlatParameter:
         """
         ### Give the memory back
 
-        It is not enough to drop the tensor. Autograd keeps views of it for backward, so every layer
-        would stay in memory until then.
+        It is not enough to drop the tensor, because autograd keeps views of it for backward.
         """
         in_flight.free(self.full)
 
@@ -279,9 +260,9 @@ class FlatParameter:
         """
         ### Point the parameters at another buffer, or back at the flat parameter
 
-        The parameter objects stay the same, so everything that refers to them goes on working.
+        `full_params()` points them at a buffer of its own, and back.
         """
-        # A view that is made in inference mode could never be used for training.
+        # A view made in inference mode could never be used for training.
         with torch.inference_mode(False):
             for slot in self.slots:
                 slot.param.__class__ = nn.Parameter
@@ -298,11 +279,11 @@ class FlatParameter:
         """
         ### The name of a parameter that somebody has written to, or an empty string
 
-        Some modules give a parameter other memory with the same values, as `nn.LSTM` does on a GPU.
-        That is not a write; the parameter gets its place in the buffer back.
+        The layer checks after forward, and again when its backward is over: right after, the memory
+        with the written values is freed.
         """
         found = ""
-        # A layer of a whole model may have hidden them already, and would report this as a use.
+        # A parameter that is hidden already would report this as a use.
         with torch._C.DisableTorchFunction():
             for slot in self.slots:
                 if self._take_back(slot):
@@ -313,8 +294,8 @@ class FlatParameter:
         """
         #### Return a parameter to its place, and say whether somebody wrote to it
 
-        The layer checks all its parameters after forward, and once more when its backward is over.
-        Later would be too late, because the memory with the written values is freed then.
+        Some modules give a parameter other memory with the same values, as `nn.LSTM` does on a GPU.
+        That is not a write.
         """
         param = slot.param
         written = param._version != slot.version
@@ -330,7 +311,7 @@ class FlatParameter:
         """
         ### Copy what was assigned to the parameters into the buffer that they looked at
 
-        Returns the problem with a parameter that no longer fits its place, or an empty string.
+        Returns the problem if a parameter no longer fits its place, or an empty string.
         """
         problem = ""
         for slot in self.slots:
@@ -363,11 +344,7 @@ class FlatParameter:
 
     def padding(self) -> Iterator[slice]:
         """
-        ### Where the buffer has padding: after a parameter, and at the end
-
-        `begin_grad` sets these places to zero, because uninitialised memory may hold a NaN. In
-        1 2 3 0 it is the last element. On an accelerator parameters are aligned, so there may be
-        padding between them too.
+        ### Where the buffer has padding: at the end, and on an accelerator after each parameter
         """
         begins = [*(slot.offset for slot in self.slots[1:]), len(self.full)]
         for slot, begin in zip(self.slots, begins, strict=True):
@@ -378,7 +355,7 @@ class FlatParameter:
         """
         ### Collect the parameters' gradients in this buffer
 
-        * `grad` is `(world_size * shard_numel,)`, uninitialised
+        * `grad` is `(world_size * shard_numel,)`, uninitialised, so its padding may hold a NaN
         """
         self.grad = grad
         for padding in self.padding():
@@ -387,9 +364,6 @@ class FlatParameter:
     def collect(self, slot: Slot, grad: torch.Tensor, factor: float) -> None:
         """
         ### Add `factor` times the gradient of one parameter to the flat gradient
-
-        The layer calls it in backward, for each parameter whose gradient has arrived. The factor is
-        one over the number of ranks: on two ranks the gradient 2 4 6 is collected as 1 2 3.
         """
         assert self.grad is not None
         grad = grad.to(self.grad.dtype)
@@ -415,15 +389,10 @@ class FlatParameter:
 
     def drop_full_grad(self) -> None:
         """
-        ### Forget the full gradient
-
-        The layer calls it as soon as the sums over ranks are there. The full gradient has as many
-        elements as the full parameters, and the next backward pass would add to it.
+        ### Forget the full gradient, as soon as the sums over ranks are there
         """
         self.grad = None
         self.ready.clear()
-
-    # The flat parameter is a gradient sink: the gradient rests in the shard's `.grad`.
 
     @property
     def grad_device(self) -> torch.device:
@@ -460,8 +429,7 @@ class InMemory:
     """
     ## A shard that rests on the device or in CPU memory
 
-    It rests where it is used, or in pinned CPU memory that the device copies from. So most methods
-    of a storage have nothing to do.
+    Nothing has to be read or written, so most methods have nothing to do.
     """
 
     param: nn.Parameter  # (shard_numel,)
@@ -493,8 +461,6 @@ class InMemory:
     def replace(self, values: torch.Tensor) -> None:
         """
         ### Take over these values, converted to the shard's data type
-
-        After a step, the optimizer rounds the fp32 master into a bf16 shard by this.
         """
         self.param.detach().copy_(values)
 
@@ -515,7 +481,7 @@ class OnDevice:
         """
         ### Leave a layer's shard, `(shard_numel,)`, where it is
 
-        All ranks call it alike. Raises `RuntimeError` if a step of the layer has no room.
+        Raises `RuntimeError` if a step of the layer has no room.
         """
         check_step(owner, values, CURE)
         return InMemory(nn.Parameter(values, trains), self.tier)
@@ -555,8 +521,6 @@ def find_params(module: nn.Module, owner: Guarded, cure: str) -> NamedParams:
     """
     ## Find each parameter of a layer once, with its names
 
-    A `Zero3Layer` inside the module shards its own parameters.
-
     Raises `RuntimeError` if a parameter is sharded already.
     """
     owner.expect(not is_sharded(module), "is given", "a plain module", module, cure)
@@ -575,8 +539,7 @@ def alike(params: NamedParams) -> list[NamedParams]:
     """
     ## Split parameters into those that can share a buffer
 
-    They have one data type, and are all trainable or all frozen. Trainable ones come first, as in
-    labml's implementation.
+    They have one data type, and are all trainable or all frozen.
     """
     kinds: dict[tuple[bool, torch.dtype], NamedParams] = {}
     for param, names in params.items():
@@ -589,11 +552,10 @@ def hide_params(modules: Iterable[nn.Module]) -> dict[nn.Module, dict[str, nn.Pa
     """
     ## Make the parameters of modules plain attributes
 
-    The modules still find them by the same names, and `parameters()` no longer yields them. So an
-    optimizer gets the shards and nothing else. Returns each module's parameters.
+    The modules still find them by the same names, and `parameters()` yields the shards alone.
+    Returns each module's parameters.
     """
     hidden = {}
-    # Each module once, also if it has two names.
     for module in dict.fromkeys(modules):
         hidden[module] = dict(module._parameters)
         vars(module).update(hidden[module])

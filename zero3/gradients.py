@@ -4,9 +4,9 @@ r"""
 `clip_grad_norm_` clips the gradient of a whole model by its norm over all ranks.
 
 Two shards of two weights have the gradients (3, 4) on rank 0 and (12, 0) on rank 1. The norm of the
-whole gradient is 13. If each rank clipped to 1 by the norm of its own part, rank 0 would divide by
-5 and rank 1 by 12, and the model would step in a wrong direction. So each rank sends the norms of
-its parts to all others, one number of 8 bytes for each shard:
+whole gradient is 13. If each rank clipped to 1 by its own norm, rank 0 would divide by 5 and rank 1
+by 12, and the model would step in a wrong direction. So each rank sends the norms of its shards to
+all others, 8 bytes each:
 
 $$\lVert g \rVert_p = \Big( \sum_{r=0}^{N-1} \sum_\ell \lVert g_\ell^{(r)} \rVert_p^p \Big)^{1/p}$$
 
@@ -28,8 +28,7 @@ from torch.linalg import vector_norm
 from zero3.guards.contents import check_groups, is_sharded, stray
 from zero3.guards.shard_gradients import GradientElsewhere, grad_of, plain_part
 
-# Elements whose squares fp32 adds up at once; the blocks' sums are added afterwards. One sum over
-# millions is too large to notice its next term.
+# Elements whose squares fp32 adds up at once: see `norm_of`.
 _BLOCK_NUMEL = 1 << 16
 # Blocks that the CPU widens at a time, so that the copies stay in its cache.
 _WIDENED_BLOCKS = 16
@@ -45,7 +44,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     * `norm_type` is the $p$ of the norm, a positive number or `math.inf`
 
     Call this between backward and the optimizer's step, in place of
-    `torch.nn.utils.clip_grad_norm_`. All ranks must call it: an all-gather of 8 bytes for each
+    `torch.nn.utils.clip_grad_norm_`. All ranks must call it: it all-gathers 8 bytes for each
     trainable shard. Returns the norm before clipping, in fp64 and with the same bits on all ranks.
 
     Raises `RuntimeError` if parameters are not sharded, or a gradient does not rest in its shard:
@@ -121,8 +120,7 @@ def norm_of(grad: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:
         return vector_norm(grad, norm_type, dtype=wide)
     whole = len(grad) // _BLOCK_NUMEL * _BLOCK_NUMEL
     blocks = grad[:whole].view(-1, _BLOCK_NUMEL)
-    # An accelerator widens in the kernel, so that one launch does for all blocks. The CPU makes a
-    # copy of what it widens.
+    # An accelerator widens in the kernel, the CPU makes a copy.
     copies = grad.dtype != wide and grad.device.type == "cpu"
     rows = _WIDENED_BLOCKS if copies else max(len(blocks), 1)
     parts = blocks.split(rows) if whole else ()
@@ -135,9 +133,7 @@ def norm_of(grad: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:
 def norm_of_parts(grad: torch.Tensor, counted: list[slice] | None, norm_type: float = 2.0
                   ) -> torch.Tensor:
     """
-    ## The norm of those elements of a gradient that count, `(n,)` to `()`
-
-    * `counted` are the ranges of these; `None` stands for all
+    ## The norm of those elements of a gradient that count, `(n,)` to `()`; `None` stands for all
     """
     if counted is None:
         return norm_of(grad, norm_type)

@@ -6,9 +6,8 @@ resizes such memory asks it first.
 
 A gather writes into the flat parameter while something else computes. gloo's thread has an address
 and a length, and knows nothing of tensors. If the buffer is freed before the last row has arrived,
-the row is written into memory that belongs to somebody else by then. The heap is corrupted, and the
-program crashes later, in another place, once in many runs. A rank that *sends* from freed memory
-sends wrong numbers, without any error.
+the row is written into memory that belongs to somebody else by then. The program crashes later, in
+another place, once in many runs. A rank that *sends* from freed memory sends wrong numbers.
 
 **Three ranks gather 1 2 3**, one element each, and rank 1 has an error in the same moment:
 
@@ -20,15 +19,14 @@ sends wrong numbers, without any error.
 | rank 2, which is late, sends its 3 | gloo writes 4 bytes at offset 8 | 1 . 3 |
 
 Waiting does not help in the third row, because rank 1 will never send. So there is one rule. Before
-a transfer starts, its owner names the memory (`begin`). After a wait that has succeeded, it says
-that the transfer is done (`end`). In between nobody else frees, resizes or reuses this memory. If
-the wait fails, or if the start raises an error, the memory is kept for good (`lose`):
+a transfer starts, its owner names the memory (`begin`). After a successful wait it says that the
+transfer is done (`end`). In between nobody else frees, resizes or reuses this memory. If the wait
+or the start fails, the memory is kept for good (`lose`):
 
 $$\text{freed} \cap \text{in flight} = \emptyset$$
 
-In the example the gather keeps its 12 bytes. The layer's parameters are closed anyway, so using
-them is an error. After an error nothing new is sent (`Communicator.give_up`), so no more
-than the buffers in flight are lost.
+In the example the gather keeps its 12 bytes. The layer's parameters are closed, so using them is an
+error. After an error nothing new is sent (`Communicator.give_up`), so no more is lost.
 
 **Who frees or reuses memory, and why nobody uses it then:**
 
@@ -46,21 +44,17 @@ than the buffers in flight are lost.
 | `compression/freeing.py` | a compressed weight | only the compute stream uses it |
 | `FreedParameter.of_shard` | memory that was never filled | nobody knows it |
 
-`FlatParameter`, `allocate`, `as_receive_buffer`, `add_reduced` and `Encoded` free and resize
-through `in_flight`. Messages, threads that read and write files, and copies to pinned memory say
-there what they use. As long as no rank has failed, to free memory in flight is a mistake of this
-package, and an assertion. Every rank of the tests also looks for such a mistake without asking
-`in_flight`, and has found none.
+As long as no rank has failed, to free memory in flight is a mistake of this package, and an
+assertion.
 
-A tensor that is *dropped* needs no owner: a message has a reference to it, and gives it back when
-gloo's thread has done with it. Only resizing frees memory that somebody still refers to.
+A tensor that is *dropped* needs no owner, because a message has a reference to it. Only resizing
+frees memory that somebody still refers to.
 
 **Run this**: `python -m pytest tests/test_in_flight.py`.
 
-**Not covered, and what that costs**: on an accelerator the end of a wait means that the compute
-stream waits. Memory is then reused in the order of that stream, as torch's allocator does, and the
-table in `comm/collectives.py` says who waits for whom. What has failed is kept until the process
-ends, and its model with it.
+**Not covered, and what that costs**: on an accelerator only the compute stream waits, and memory is
+reused in the order of that stream; the table in `comm/collectives.py` says who waits for whom. What
+has failed is kept until the process ends, and its model with it.
 """
 
 import weakref
@@ -72,13 +66,13 @@ class InFlight:
     """
     ## The owner of memory in flight
 
-    There is one for the process, `in_flight`, because several communicators, files and streams may
-    touch the same memory, and because a message that was lost outlives its model.
+    There is one for the process, `in_flight`, because several communicators and files may touch the
+    same memory, and because a message that was lost outlives its model.
     """
 
     def __init__(self) -> None:
-        # Whatever is in flight (a `Transfer`, an `InFile`, a `Reducer`, `Channels`) with the
-        # storages that it uses. Weakly: if nobody has it any more, its messages are gone too.
+        # Whatever is in flight, a `Transfer` for instance, with the storages that it uses. Weakly:
+        # if nobody has it any more, its messages are gone too.
         self.users: weakref.WeakKeyDictionary[object, set[int]] = weakref.WeakKeyDictionary()
         # What has failed. Others may still wait for its messages, and send theirs.
         self.lost: list[object] = []
@@ -93,15 +87,13 @@ class InFlight:
 
     def end(self, user: object) -> None:
         """
-        ### The wait for it has succeeded: it no longer uses anything
+        ### The wait for it has succeeded
         """
         self.users.pop(user, None)
 
     def lose(self, user: object) -> None:
         """
         ### It has failed: it keeps its memory, and its messages, until the process ends
-
-        If it has not said that it uses anything, there is nothing to keep.
         """
         if user in self.users and not self.is_lost(user):
             self.lost.append(user)
@@ -126,8 +118,8 @@ class InFlight:
         """
         ### Give a tensor's storage another size
 
-        All views of the storage go on to exist. Resizing to the size that it has does nothing: it
-        would take the memory a second time.
+        All views of the storage go on to exist. To the size that it has, torch would take the
+        memory a second time.
         """
         storage = tensor.untyped_storage()
         if storage.nbytes() == nbytes:

@@ -4,9 +4,8 @@ r"""
 `Zero3Layer` keeps $\frac{1}{N}$ of a layer on each of $N$ ranks, and holds the whole layer only
 while that layer computes.
 
-This is `minimal.py` grown up. That file shows the idea on three weights and two ranks, and this one
-has the same six steps with the same names: shard, unshard, reshard, forward, backward, reduce. What
-the small file lacks is what this one is about:
+This is `minimal.py` grown up: the same six steps with the same names, for real models. The small
+file lacks these things:
 
 | what | goes wrong in `minimal.py` | here |
 |---|---|---|
@@ -18,74 +17,30 @@ the small file lacks is what this one is about:
 | a layer with two data types | all of it becomes fp32, silently | `alike` |
 | a freed parameter is read | the process ends without a word | `guards/freed.py` |
 
-The sent bytes are the same. Each rank keeps $\lceil P_\ell / N \rceil$ elements of a layer with
-$P_\ell$ parameters. For a model with $\Psi$ parameters, and without the padding, a step sends
+Each rank keeps $\lceil P_\ell / N \rceil$ elements of a layer with $P_\ell$ parameters. For a model
+with $\Psi$ parameters, and without the padding, a step sends
 
 $$\underbrace{\Psi\,\frac{N-1}{N}}_{\text{all-gather, forward}} +
 \underbrace{\Psi\,\frac{N-1}{N}}_{\text{all-gather, backward}} +
 \underbrace{\Psi\,\frac{N-1}{N}}_{\text{reduce-scatter}}
 \;=\; 3\Psi\,\frac{N-1}{N}$$
 
-elements per rank; a little less, because the last layer of a chain stays full between forward and
-backward. Plain data parallelism sends two thirds of that: its all-reduce is a reduce-scatter
-followed by an all-gather. So ZeRO-3 sends 50 % more, keeps $\frac{1}{N}$ of the memory between two
-steps, and overlaps most of the communication with computation. The paper is [ZeRO: Memory
-Optimizations Toward Training Trillion Parameter Models](https://arxiv.org/abs/1910.02054); sections
-5.3 and 7.2.2 describe sharded parameters and their communication.
-
-| symbol | meaning |
-|---|---|
-| $\Psi$ | parameters of the model |
-| $P_\ell$ | parameters of layer $\ell$; trainable and frozen ones are counted separately |
-| $N$ | number of ranks, `world_size` |
-| $r$ | this rank, `rank` |
-| $K$ | optimizer bytes per parameter, in the chapters on the optimizer |
+elements per rank; a little less, because the last layer of a chain stays whole between forward and
+backward. Plain data parallelism sends two thirds of that. So ZeRO-3 sends 50 % more, keeps
+$\frac{1}{N}$ of the memory between two steps, and overlaps most of the communication with
+computation. The paper is [ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models](https://arxiv.org/abs/1910.02054), sections 5.3 and 7.2.2.
 
 **How to read this.** Read `Zero3Layer` from top to bottom: shard, unshard, reshard, forward,
 backward, reduce. In four methods a call of `_settle_at_end_of_backward` asks autograd to call the
 layer once more when the pass ends; the last section says why. Method names follow [labml.ai's
-annotated implementation](https://nn.labml.ai/scaling/zero3/index.html), and the heading of each
-method gives the standard term. These files have the parts that a layer uses: `flat.py` has the
-buffer that the parameters are views of, `watch.py` the hooks that tell when a layer's backward
-begins and ends, and `schedule.py` which layer comes next. `comm/collectives.py` has the
-collectives, `comm/reducer.py` the reduce in flight, and `in_flight.py` owns the memory that both
-use. `sharded.py` has whatever users call outside the training step, and `guards/` the checks. The
-other folders are later chapters. They can replace five parts of a layer, its *seams*:
-
-| seam | here | a later chapter hands in |
-|---|---|---|
-| communicator: `layer.comm` | all ranks | some of them, or replicas |
-| storage: `flat.storage` | memory of the device | CPU memory, or a file |
-| schedule: `layer.schedule` | the neighbours in a chain | the order of the last step |
-| gradient sink: `layer.reducer`, `flat.sink` | the shard's `.grad` | an fp32 copy; buckets |
-| listener: `layer.listener` | `Silence`, which ignores events | `Ledger`, which records a run |
-
-If a method upholds one of the invariants that `zero3/__init__.py` lists, its docstring names it:
-I2, for instance, says what a rank keeps between two steps.
+annotated implementation](https://nn.labml.ai/scaling/zero3/index.html), and headings give the
+standard terms. `flat.py`, `watch.py`, `schedule.py`, `comm/` and `in_flight.py` have a layer's
+parts, and `sharded.py` has whatever users call outside the training step. An "I2" in a docstring is
+an invariant that `zero3/__init__.py` lists.
 
 **Run this**: `make train` trains a small transformer on two ranks, and compares the memory and the
 communication of each rank with these formulas.
-
-**Not covered, and what that costs**:
-
-| not covered | what happens | instead |
-|---|---|---|
-| a layer that is in no chain | nothing overlaps with its all-gather | a chain, or `wrap` |
-| sparse gradients | an error | `sparse=False` |
-| double backward | an error | inside `full_params()`, with the layer whole |
-| a write to a parameter in forward | an error; lost if through `.data` | write to the shards |
-| a tensor deep inside objects | "modified by an inplace operation" | put it in a tuple or a dict |
-| autocast | a 16-bit copy of every weight stays | bf16 layers with fp32 masters |
-| `torch.func` around a layer | an error | use it inside the module |
-| `torch.compile` around layers | they run uncompiled | `layer.module.compile()` |
-| parameters outside sharded layers | they are not reduced | DDP around the whole model |
-
-Double backward is `create_graph=True`, as for a gradient penalty. A write to a parameter would be
-lost when the layer is freed; only `weight.data.clamp_()` and the like go unnoticed. A layer looks
-for its input and output tensors in tuples, lists, dicts, dataclasses, attributes of modules and of
-other objects, and backward reaches a freed layer if a tensor takes another route. The copies of
-autocast stay from forward to backward, half of the memory that freeing would save; `Zero3Optimizer`
-keeps fp32 masters of bf16 layers instead.
 """
 
 from __future__ import annotations
@@ -118,21 +73,8 @@ class Zero3Layer(Sharded):
     r"""
     ## Zero3 layer
 
-    Wrap each layer of a model, or a few consecutive ones, in this module, and call it as you would
-    call the layer. In one training step it goes through these states:
-
-    | phase | event | full parameters | full gradients |
-    |---|---|---|---|
-    | rest | | freed | none |
-    | forward | layer $\ell - 1$ begins: *unshard* | arriving | none |
-    | | it computes | whole | none |
-    | | it is done: *reshard* | freed | none |
-    | backward | layer $\ell + 1$ begins: *unshard* | arriving | none |
-    | | its own gradients arrive | whole | filling |
-    | | the last gradient has arrived: *reshard*, *reduce* | freed | in flight |
-    | | layer $\ell - 1$ reduces, or the pass ends | freed | freed: the shard has its gradient |
-
-    The last layer of a chain stays whole from forward to backward.
+    Wrap each layer of a model in one, and call it as you would call the layer. In a training step
+    it goes through the states that `minimal.py` lists at the head of its `Zero3Layer`.
     """
 
     def __init__(self, module: nn.Module, rank: int | None = None, world_size: int | None = None,
@@ -191,9 +133,8 @@ class Zero3Layer(Sharded):
         """
         #### Shard: merge parameters into one buffer, keep $1/N$ of it, free the buffer
 
-        The constructor calls it for each group of parameters that can share a buffer. In the
-        example 1 2 3 is padded to 1 2 3 0, and rank 0 keeps 1 2, rank 1 keeps 3 0. While it runs,
-        the layer takes its memory twice: as the module's parameters and as their merged copy.
+        For each group of parameters that can share a buffer. While it runs, the layer takes its
+        memory twice: as the module's parameters and as their merged copy.
         """
         full = self._merge_and_pad_params(list(params))  # (world_size * shard_numel,), device
         shard = self._empty(len(full) // self.comm.world_size, full.dtype)  # (shard_numel,), device
@@ -215,13 +156,11 @@ class Zero3Layer(Sharded):
 
         Returns $N \lceil P_\ell/N \rceil$ elements. On an accelerator each parameter and each shard
         also begins at a multiple of 16 bytes, because matrix products, copies and NCCL are slow
-        otherwise. There, in fp32, the weight 1 2 of the example is padded to four elements, and so
-        is the bias 3, and each of two ranks holds four. The tests count these bytes exactly.
+        otherwise.
 
-        The padding is zero and stays zero. Its gradient is zero, so an elementwise optimizer does
-        not move it, and it adds nothing to a norm. Uninitialised memory could hold a NaN instead. A
-        NaN in the padding of a gradient would make the norm of all gradients NaN, and clipping by
-        that norm would destroy every gradient of the model.
+        The padding is zero and stays zero, because its gradient is zero too (`begin_grad`).
+        Uninitialised memory in the padding of a gradient could hold a NaN. The norm of all
+        gradients would be NaN, and clipping by it would destroy every gradient of the model.
         """
         dtype = params[0].dtype
         pieces = []
@@ -244,9 +183,9 @@ class Zero3Layer(Sharded):
         """
         #### Copy `requires_grad` from each shard to its parameters
 
-        Runs while the layer is built, and before each forward. `model.requires_grad_(False)`
-        reaches only the shards, because `parameters()` yields nothing else. Without this, autograd
-        would go on computing the gradients of a frozen layer, and an unfrozen layer would get none.
+        Runs before each forward. `model.requires_grad_(False)` reaches only the shards, because
+        `parameters()` yields nothing else. Without this, autograd would go on computing the
+        gradients of a frozen layer, and an unfrozen layer would get none.
         """
         for i, flat in enumerate(self.flats):
             if flat.follow_requires_grad():
@@ -256,12 +195,10 @@ class Zero3Layer(Sharded):
 
     def _add_backward_hooks(self, flat_index: int) -> None:
         """
-        #### Have each parameter report its gradient
-
-        * `flat_index` is the index of the flat parameter whose parameters these are
+        #### Have each parameter of a flat parameter report its gradient
         """
-        # A hook gets a weak reference and two indices. A strong reference would close a cycle,
-        # layer, parameter, hook, layer, that Python cannot collect, because one link is in C++.
+        # A weak reference: a strong one would close a cycle, layer, parameter, hook, layer, that
+        # Python cannot collect, because one link is in C++.
         ours = weakref.WeakMethod(self._post_backward_hook)
         for i, slot in enumerate(self.flats[flat_index].slots):
             if slot.param.requires_grad and slot.hook is None:
@@ -274,28 +211,27 @@ class Zero3Layer(Sharded):
         r"""
         ### Unshard (all-gather)
 
-        Start the all-gather and return at once, so that communication overlaps the computation of
-        the layer that runs meanwhile. `_wait_params` waits for it. All ranks must call this. A rank
-        sends its shard to each other rank, $(N-1)\lceil P_\ell/N \rceil$ elements.
+        Start the all-gather and return at once, so that it overlaps the computation of another
+        layer. `_wait_params` waits for it. All ranks must call this. A rank sends its shard to each
+        other rank, $(N-1)\lceil P_\ell/N \rceil$ elements.
         """
         # A prefetch may have started it already.
         if self.is_fetched or self.is_full_elsewhere or not self.flats:
             return
         self._settle_at_end_of_backward()
-        # A reduce of this layer may be in flight. On the CPU it receives into this very buffer
-        # (`receive_buffer`), so finish it first.
+        # If backward reaches the layer a second time, its reduce may still be in flight. On the CPU
+        # that receives into this very buffer, so finish it first.
         self.reducer.finish(self)
         self.is_fetched = True
         # Gather into the *same storage* every time. The parameters are views of it, and so are the
-        # tensors that autograd saved in forward, which are valid again in backward. Gathering into
-        # fresh memory and copying from there would need the layer's memory twice.
+        # tensors that autograd saved in forward, which are valid again in backward.
         pairs = [(flat.full, flat.storage.load()) for flat in self.flats]
         self._gather = self.comm.all_gather(self, pairs, exact=False)
         for flat in self.flats:
-            # A shard in a file was read into a buffer. Give the buffer back once the fetch stream
-            # has copied the shard.
+            # A shard in a file was read into a buffer, which is free once the fetch stream has
+            # copied it.
             flat.storage.release(self.comm.fetch_stream)
-        # Meanwhile, begin to read the shards of the layers that come next, if they rest in files.
+        # Begin to read the shards of the layers that come next, if they rest in files.
         for layer in self.schedule.ahead(self):
             layer.read_async()
 
@@ -320,10 +256,9 @@ class Zero3Layer(Sharded):
         """
         #### Reshard (free)
 
-        Runs after forward, and in backward after the last gradient. On rank 0 of the example the
-        memory of 1 2 3 0 is given back, and the shard 1 2 stays. An all-gather in flight is waited
-        for first, because it writes into that memory. After an error on another rank nobody can
-        wait for it, and it keeps the memory (see `in_flight.py`).
+        Runs after forward, and in backward after the last gradient. It waits for an all-gather in
+        flight first, because that writes into this memory. After an error on another rank nobody
+        can wait for it, and it keeps the memory (see `in_flight.py`).
         """
         self.kept_for = None
         if not self.is_fetched:
@@ -341,9 +276,9 @@ class Zero3Layer(Sharded):
         """
         #### Reshard, unless the schedule says that the layer is needed again at once
 
-        * `call` is the forward call that has ended; in backward there is none
+        * `call` is the forward call that has ended (a record of `watch.py`); in backward there is
+          none
 
-        Backward begins with the layer that ends forward, so the last layer of a chain stays full.
         Only the hooks in the graph keep a `Call` alive. If the graph is dropped without a backward
         pass, the weak reference fires and frees the layer.
         """
@@ -359,12 +294,11 @@ class Zero3Layer(Sharded):
         """
         ### Forward pass: unshard, compute, reshard
 
-        In a chain the all-gather of this layer has started one layer earlier, so little is left to
-        wait for. A layer that is called by itself gathers here, and nothing computes meanwhile. The
-        hooks that `watch` adds to inputs and outputs bring backward back to this layer.
+        In a chain the all-gather of this layer has started one layer earlier. The hooks that
+        `watch` adds to inputs and outputs bring backward back to this layer.
         """
-        # A forward inside a backward pass is activation checkpointing, which computes the layer
-        # again. Its backward follows, so the layer stays full until then.
+        # Activation checkpointing computes the layer again inside a backward pass. Its backward
+        # follows, so the layer stays full until then.
         recompute = in_backward()
         self._prepare(recompute)
         self._settle_at_end_of_backward()
@@ -383,8 +317,7 @@ class Zero3Layer(Sharded):
             self.refuse_freed_outputs(outputs)
             self.watch.outputs(call, outputs)
         except BaseException:
-            # Checkpointing may stop a recomputation early by an exception, and backward then goes
-            # on.
+            # Checkpointing may stop a recomputation early by an exception, and backward goes on.
             if not recompute:
                 self._cleanup_params()
             raise
@@ -397,9 +330,7 @@ class Zero3Layer(Sharded):
         """
         #### Notice everything that has changed since the last forward
 
-        Between two forward passes a user may freeze parameters, assign a new module, or step the
-        optimizer without a backward pass. None of these calls the layer, so it looks before it
-        gathers.
+        Freezing parameters, or assigning a new module, does not call the layer.
         """
         self.contents.check()
         if self.kept_for and not recompute:
@@ -431,9 +362,8 @@ class Zero3Layer(Sharded):
         """
         #### The gradient of a parameter is ready: add it to the flat gradient
 
-        Autograd calls it in the middle of backward, once for each trainable parameter. With the
-        gradients 2 4 6 on rank 0, the flat gradient gets 1 2 3: half of them, because there are two
-        ranks.
+        With the gradients 2 4 6 on rank 0, the flat gradient gets 1 2 3: half of them, because
+        there are two ranks.
         """
         flat = self.flats[flat_index]
         slot = flat.slots[slot_index]
@@ -447,7 +377,6 @@ class Zero3Layer(Sharded):
         self._settle_at_end_of_backward()
         if flat.grad is None:
             # (world_size * shard_numel,), device, of the data type that the optimizer asks for.
-            # `begin_grad` sets the padding to zero.
             full_grad = self._empty(len(flat.full), flat.shard.grad_dtype)
             flat.begin_grad(full_grad)
             self.listener.record(self, "gradients", full_grad.nbytes)
@@ -458,7 +387,6 @@ class Zero3Layer(Sharded):
         self.watch.arrived.add(slot.names)
         # Free the original before a reduce takes memory.
         del grad
-        # This may have been the layer's last gradient.
         self._backward_event()
 
     def _backward_event(self, call: Call | None = None, *_) -> None:
@@ -475,9 +403,9 @@ class Zero3Layer(Sharded):
         """
         ### Whether backward no longer needs the full parameters
 
-        The layer asks after each gradient of a parameter or of an input. If it were freed too
-        early, autograd would reach freed parameters. If it were freed too late, its memory would be
-        missing while the layer below computes.
+        The gradients of parameters are not enough: autograd reads the weights for the gradients of
+        the inputs, too. Freed too early, the layer would be missing there. Freed too late, its
+        memory would be missing while the layer below computes.
         """
         trainable = sum(len(flat.slots) for flat in self.flats if flat.trains)
         return self.watch.inputs_left <= 0 and len(self.watch.arrived) == trainable
@@ -490,8 +418,8 @@ class Zero3Layer(Sharded):
         #### Reshard, and reduce-scatter the gradients
 
         Start the reduce-scatter and return, so that it overlaps the backward pass of the layer
-        below. All ranks must call this. A rank sends to every other rank the part of the flat
-        gradient that belongs to that rank's shard, $(N-1)\lceil P_\ell/N \rceil$ elements.
+        below. All ranks must call this. A rank sends every other rank that rank's part of the flat
+        gradient, $(N-1)\lceil P_\ell/N \rceil$ elements.
         """
         self._wait_params()
         self.refuse_writes()
@@ -500,7 +428,7 @@ class Zero3Layer(Sharded):
         flats = [flat for flat in self.flats if flat.grad is not None]
         # On the CPU, the gradients of the other ranks arrive where the full parameters were.
         pairs = [(flat.zero_missing(), flat.receive_buffer) for flat in flats]
-        # `Zero3Optimizer` makes small layers wait, and reduces several of them together.
+        # A bucket makes small layers wait, and reduces several of them together.
         if pairs and not self.reducer.keeps(self, pairs):
             self.reducer.started([self], self.comm.reduce_scatter([self], pairs))
         if self.is_alone:
@@ -533,9 +461,8 @@ class Zero3Layer(Sharded):
         """
         #### Have the end of this backward pass call `settle`, once
 
-        Every way in which a backward pass can reach the layer calls this: a prefetch, a
-        recomputation, a gradient. Without it, a layer that was prefetched and then not needed would
-        stay full, and `backward()` would return before the last reduce has ended.
+        Without it, a layer that was prefetched and then not needed would stay full, and
+        `backward()` would return before the last reduce has ended.
         """
         if in_backward() and self not in self.reducer.unsettled:
             self.reducer.unsettled.add(self)
@@ -547,11 +474,10 @@ class Zero3Layer(Sharded):
 
         * `raised` says that the pass ended with an exception
 
-        Not every hook fires: some parameters were not used, some inputs got no gradient, some
-        layers were prefetched and then not needed. So all layers finish here, in the order in which
-        backward reached them, before `backward()` returns. The last one finishes the reduce in
-        flight. After an exception, gradients whose reduce has not started are dropped, and a reduce
-        in flight is finished. Call `zero_grad()` before you go on.
+        Not every hook fires: some parameters were not used, some inputs got no gradient. So all
+        layers finish here before `backward()` returns, in the order in which backward reached them.
+        After an exception, gradients whose reduce has not started are dropped. Call `zero_grad()`
+        before you go on.
         """
         self.watch.reset()
         if raised and self.comm.broken:
@@ -572,9 +498,8 @@ class Zero3Sequential(ShardedModel):
     """
     ## A chain of layers, each gathered while the one before it computes
 
-    Use it if the layers of a model compute one after the other. The chain knows its order before
-    the first step, so it prefetches from the beginning. `wrap` takes any other model, and learns
-    the order in the first forward pass.
+    Use it if the layers of a model compute one after the other: it prefetches from the first step
+    on. `wrap` takes any other model, and learns the order in the first forward pass.
     """
 
     def __init__(self, modules: Iterable[Zero3Layer]):
@@ -596,8 +521,7 @@ class Zero3Sequential(ShardedModel):
         for before, after in pairwise(sharded):
             before.next_layer.append(after)
             after.prev_layer.append(before)
-            # All layers share a communicator, and a reducer, because one reduce is in flight at a
-            # time.
+            # All layers share a reducer, because one reduce is in flight at a time.
             after.comm = before.comm
             after.reducer = before.reducer
         self.module_list: Any = nn.ModuleList(layers)
@@ -620,8 +544,8 @@ class Zero3Sequential(ShardedModel):
                     ahead.fetch_params()
                 yield layer
         finally:
-            # A walk that ends early, by `break` or by an exception, may have gathered a layer that
-            # nobody will use. A walk inside backward is a recomputation, whose layers are needed.
+            # A walk that ends early may have gathered a layer that nobody will use. A walk inside
+            # backward is a recomputation, whose layers are needed.
             for layer in self.module_list:
                 if layer.kept_for is None and not in_backward():
                     layer._cleanup_params()
@@ -629,9 +553,7 @@ class Zero3Sequential(ShardedModel):
     @uncompiled
     def forward(self, *args, **kwargs):
         """
-        ### Forward pass of the chain
-
-        The first layer takes the arguments, each other one the output of the layer before it.
+        ### Forward pass: the first layer takes the arguments, the others the output before them
         """
         with closing(self.walk()) as layers:
             for layer in layers:
@@ -642,9 +564,37 @@ class Zero3Sequential(ShardedModel):
     def named_layers(self) -> Iterator[tuple[str, Sharded]]:
         """
         ### The layers, each with the prefix of its parameters' names in an `nn.Sequential`
-
-        `full_params()` of the model puts the prefix before each name, so the weight of the first
-        layer is `0.weight`.
         """
         for i, layer in enumerate(self.module_list):
             yield f"{i}.", layer
+
+
+# ## What later chapters replace
+#
+# Each later chapter hands a layer another part. There are five such places, the *seams*:
+#
+# | seam | here | a later chapter hands in |
+# |---|---|---|
+# | communicator: `layer.comm` | all ranks | some of them, or replicas |
+# | storage: `flat.storage` | memory of the device | CPU memory, or a file |
+# | schedule: `layer.schedule` | the neighbours in a chain | the order of the last step |
+# | gradient sink: `layer.reducer`, `flat.sink` | the shard's `.grad` | an fp32 copy; buckets |
+# | listener: `layer.listener` | nobody listens | `Ledger`, which records a run |
+#
+# **Not covered, and what that costs**:
+#
+# | not covered | what happens | instead |
+# |---|---|---|
+# | a layer that is in no chain | nothing overlaps with its all-gather | a chain, or `wrap` |
+# | sparse gradients | an error | `sparse=False` |
+# | double backward (`create_graph=True`) | an error | inside `full_params()` |
+# | a write to a parameter in forward | an error; lost if through `.data` | write to the shards |
+# | a tensor deep inside objects | "modified by an inplace operation" | put it in a tuple or dict |
+# | autocast | a 16-bit copy of every weight stays | bf16 layers with fp32 masters |
+# | `torch.func` around a layer | an error | use it inside the module |
+# | `torch.compile` around layers | they run uncompiled | `layer.module.compile()` |
+# | parameters outside sharded layers | they are not reduced | DDP around the whole model |
+#
+# A layer looks for its input and output tensors in tuples, lists, dicts, dataclasses, attributes of
+# modules and of other objects. Backward reaches a freed layer if a tensor takes another route. The
+# copies of autocast stay from forward to backward, half of the memory that freeing would save.

@@ -38,10 +38,10 @@ and keeps $N$ times as many parameters, gradients and optimizer states.
 
 **Not covered, and what that costs**: every layer takes one tensor and returns one, and is in the
 chain once. It has parameters of one data type, and each is trained and used. A forward pass with
-gradients is followed by its backward pass. Where one of these does not hold, weights may be stale
-or gradients lost, often without an error. Reading a parameter outside its layer's forward can crash
-the process. Reading a shard from a file overlaps nothing.
-`layer.py` is this file grown up: it does these things right, or raises an error.
+gradients is followed by its backward pass. If one of these does not hold, weights may be stale or
+gradients lost, often without an error. Reading a parameter outside its layer's forward can crash
+the process. Reading a shard from a file overlaps nothing. `layer.py` is this file grown up: it does
+these things right, or raises an error.
 """
 
 import tempfile
@@ -59,23 +59,27 @@ class Zero3Layer(nn.Module):
     """
     ## A layer in shards
 
-    | when | what happens | the whole layer is in memory |
+    In the code, `full` is the *flat parameter*: all parameters of the layer one after the other,
+    and padding. `chunk` is this rank's *shard* of it.
+
+    | when | what happens | in memory, as long as the flat parameter |
     |---|---|---|
-    | between two steps | | no |
-    | forward: the previous layer computes | its all-gather runs | arriving |
-    | it computes | | yes |
-    | it has computed | it is freed; the last layer stays | no |
-    | backward: the next layer computes | its all-gather runs | arriving |
-    | its gradients arrive | they fill a flat gradient | yes, and its gradient |
-    | the last gradient has arrived | it is freed, and its reduce-scatter starts | its gradient |
-    | backward: the previous layer has its gradients | the shard gets its gradient | no |
+    | between two steps | | nothing |
+    | forward: the previous layer computes | its all-gather runs | parameters, arriving |
+    | it computes | | parameters |
+    | it has computed | it is freed, unless it is the last layer | nothing, unless it is the last |
+    | backward: the next layer computes | its all-gather runs | parameters, arriving |
+    | its gradients arrive | they fill a flat gradient | parameters, gradient |
+    | the last one has arrived | it is freed, its reduce-scatter starts | gradient, receive buffer |
+    | backward: the previous layer has its gradients | the shard gets its gradient | nothing |
     """
 
     def __init__(self, module: nn.Module):
         """
         ### Shard a module
 
-        All ranks call this with the same module, in the same order.
+        All ranks call this in the same order, with modules of the same shapes. The values of rank 0
+        win.
         """
         super().__init__()
         self.world_size = dist.get_world_size()
@@ -90,7 +94,6 @@ class Zero3Layer(nn.Module):
         self.offsets = list(accumulate((p.numel() for p in self.params), initial=0))
         # The flat parameter, (world_size * shard_numel,). All parameters will be views of it.
         self.full = self._merge_and_pad_params()
-        # All ranks begin with the values of rank 0.
         dist.broadcast(self.full, 0)
         # This rank's shard, (shard_numel,): a copy, because the flat parameter will be freed.
         self.chunk = nn.Parameter(self.full.view(self.world_size, -1)[dist.get_rank()].clone())
@@ -140,7 +143,8 @@ class Zero3Layer(nn.Module):
         ### Unshard (all-gather)
 
         Start the all-gather and return at once, so that communication overlaps the computation of
-        the layer before. All ranks must call it. Each sends its shard to the $N-1$ others.
+        the layer before. If the shard is in a file, it is read first, and the call waits for that.
+        All ranks must call it. Each sends its shard to the $N-1$ others.
         """
         # It may have been prefetched, or kept since forward.
         if self.is_fetched:
@@ -223,7 +227,6 @@ class Zero3Layer(nn.Module):
         self.grad[offset : offset + p.numel()] = p.grad.flatten() * (1 / self.world_size)
         # The flat gradient has a copy now, so free the original.
         p.grad = None
-        # This may have been the last gradient.
         self._backward_event()
 
     def _backward_event(self) -> None:
@@ -270,7 +273,6 @@ class Zero3Layer(nn.Module):
             total += part
         total = total.to(self.chunk.device, copy=True)
         self.chunk.grad = total if self.chunk.grad is None else self.chunk.grad + total
-        # Free the flat gradient and the parts.
         self.received = None
         self.reduce = None
         self.grad = None
@@ -293,6 +295,7 @@ class Chain(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
+            # For the first layer, which nobody has prefetched. For the others this does nothing.
             layer.fetch_params()
             # Prefetch: this all-gather overlaps the computation of `layer`.
             for ahead in layer.next_layer:
@@ -307,8 +310,9 @@ class MappedShard:
 
     The file is mapped into memory: the shard is a tensor whose elements are in the file, and the
     system reads and writes its pages when they are used. An optimizer steps it like any other
-    tensor. A gather goes through a *pinned* buffer, memory that the system does not move: a GPU
-    copies from there by itself, and from other memory only piece by piece.
+    tensor. A gather goes through a buffer. If the layer is on a GPU, the buffer is *pinned*, memory
+    that the system does not move: a GPU copies from there by itself, and from other memory only
+    piece by piece.
     """
 
     def __init__(self, layer: Zero3Layer, path: str):

@@ -3,7 +3,7 @@ r"""
 
 A `Schedule` tells a layer which layers come next, and whether to stay full after forward.
 
-Communication can only overlap computation if it starts early, so somebody has to know which layer
+To overlap computation, communication has to start early, so somebody has to know which layer
 computes next. Three layers in a chain, 0, 1 and 2, go through a training step like this:
 
 | computes | gathered meanwhile | freed afterwards |
@@ -37,36 +37,30 @@ from zero3.watch import Call, in_backward
 
 class Schedule(Protocol):
     """
-    ## Schedule
+    ## Schedule: a layer asks it two questions
 
-    A layer asks it two questions: which layers come next, when it gathers or begins its backward;
-    and whether it stays full, after forward. The two classes below answer for layers outside and
-    inside of a chain, and `TracedOrder` in `whole_model/units.py` answers for whole models.
+    `TracedOrder` in `whole_model/units.py` answers them for whole models.
     """
 
     def ahead(self, layer: Sharded) -> list[Sharded]:
         """
         ### The layers that compute after this one, in the direction of the pass
 
-        Backward gathers these layers while this one computes. Both directions begin to read their
-        shards, if they rest in files. In forward `Zero3Sequential.walk` gathers ahead.
+        Backward gathers them while this one computes. In forward `Zero3Sequential.walk` does. In
+        both directions a layer begins to read their shards, if they rest in files.
         """
 
     def stays_full(self, layer: Sharded, call: Call) -> bool:
         """
         ### Whether a layer stays full after a forward call, because backward needs it at once
 
-        The layer asks at the end of each forward call. Layer 2 of the example above stays full. If
-        it were freed, the ranks would gather the same values again a moment later.
+        If layer 2 above were freed, the ranks would gather the same values again a moment later.
         """
 
 
 class Alone:
     """
-    ## The schedule of a layer that is in no chain
-
-    It names no layer, so nothing is gathered ahead. A layer with this schedule waits for its own
-    all-gathers, and nothing computes meanwhile.
+    ## The schedule of a layer that is in no chain: nothing is gathered ahead
     """
 
     def ahead(self, layer: Sharded) -> list[Sharded]:
@@ -80,15 +74,14 @@ class Chain:
     """
     ## The schedule of a chain
 
-    `Zero3Sequential` gives one to each of its layers. The neighbours are in the layer itself, so
-    all of these objects are alike.
+    `Zero3Sequential` gives one to each of its layers. The neighbours are in the layer itself.
     """
 
     def ahead(self, layer: Sharded) -> list[Sharded]:
         """
         ### The neighbour that computes next
 
-        In the example above, layer 1 has layer 2 ahead in forward, and layer 0 in backward.
+        Layer 1 above has layer 2 ahead in forward, and layer 0 in backward.
         """
         if in_backward():
             # A layer without a recorded call has no backward pass, so it is not gathered.
@@ -101,7 +94,5 @@ class Chain:
     def stays_full(self, layer: Sharded, call: Call) -> bool:
         """
         ### Whether this is the last layer, and a backward pass can follow
-
-        Under `torch.no_grad()` no backward follows, so the last layer is freed like all others.
         """
         return not layer.next_layer and call.outputs > 0

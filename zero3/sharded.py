@@ -2,14 +2,13 @@ r"""
 # A sharded module, for its users
 
 `Sharded` is everything that a sharded layer offers besides the training step: its full parameters,
-the norm of its gradient, and errors in place of wrong numbers. `Zero3Layer` is a subclass, and adds
-the training step; read that first.
+the norm of its gradient, and errors in place of wrong numbers. Its subclass `Zero3Layer` adds the
+training step; read that first.
 
-A layer in shards looks like any other module, so people use it like one. They read a weight, clip a
-gradient, copy the model, write to a parameter. On one rank that would reach its shard alone, or
-memory that is about to be freed. The methods here either do it for the whole layer, or raise an
-error that says how to do it. Take the weights 1, 2, 3 on two ranks, whose shards have the gradients
-(3, 2) and (4, 0):
+A layer in shards looks like any other module, so people use it like one. On one rank that would
+reach its shard alone, or memory that is about to be freed. The methods here either do it for the
+whole layer, or raise an error that says how to do it. Take the weights 1, 2, 3 on two ranks, whose
+shards have the gradients (3, 2) and (4, 0):
 
 | a user | would get | gets |
 |---|---|---|
@@ -54,8 +53,7 @@ class Sharded(Guarded):
     """
     ## A sharded module
 
-    Schedules and the `Ledger` know a layer by this class. `layer.py` imports `schedule.py`, so a
-    schedule cannot import `Zero3Layer`.
+    Schedules and the `Ledger` know a layer by this class.
     """
 
     layer_idx = ALONE  # its place in a chain or a model
@@ -88,12 +86,11 @@ class Sharded(Guarded):
         self.module = module
         self.label = type(module).__name__
         self.flats = []
-        # Its place in a chain, which `Zero3Sequential` sets. A layer that is in a chain twice has
-        # two next layers.
+        # `Zero3Sequential` sets these. A layer that is in a chain twice has two next layers.
         self.prev_layer: list[Sharded] = []
         self.next_layer: list[Sharded] = []
 
-    # The training step, which `Zero3Layer` has, and the names by which other chapters call it.
+    # `Zero3Layer` has the training step.
 
     def fetch_params(self) -> None:
         raise NotImplementedError
@@ -111,8 +108,8 @@ class Sharded(Guarded):
         """
         ### Reshard (free)
 
-        Later chapters free a layer by this name. `full_params()` and loading a checkpoint call it
-        first, because parameters that stayed full would go on having their old values.
+        `full_params()` and loading a checkpoint call it first, because parameters that stayed full
+        would keep their old values.
         """
         self._cleanup_params()
 
@@ -120,8 +117,8 @@ class Sharded(Guarded):
         """
         ### Reduce the full gradients that a `no_sync()` has held back
 
-        `Zero3Optimizer.step` calls it on every layer, in the order of backward. It finds gradients
-        if the last micro-batch ran inside `no_sync()` too, or did not reach this layer.
+        `Zero3Optimizer.step` calls it. It finds gradients if the last micro-batch ran inside
+        `no_sync()` too, or did not reach this layer.
         """
         self._backup_grads()
 
@@ -137,8 +134,8 @@ class Sharded(Guarded):
         ### This rank's trainable shards
 
         1-D parameters, one per data type, for this rank's optimizer. An elementwise optimizer does
-        to a shard exactly what it would do to the parameters. There is one difference: a parameter
-        that was not used has no gradient in plain PyTorch, and a gradient of zero here.
+        to a shard exactly what it would do to the parameters, with one difference: a parameter that
+        was not used has a gradient of zero here, and none in plain PyTorch.
         """
         return [flat.shard for flat in self.flats if flat.shard.requires_grad and len(flat.shard)]
 
@@ -224,8 +221,7 @@ class Sharded(Guarded):
         """
         ### Drop the gradients of the shards, and the full ones that `no_sync` holds back
 
-        `nn.Module.zero_grad` knows parameters, and here these are the shards. A full gradient that
-        it left behind would be added to that of the next micro-batch.
+        A full gradient that was left over would be added to that of the next micro-batch.
         """
         super().zero_grad(set_to_none)
         for layer in self.modules():
@@ -234,10 +230,7 @@ class Sharded(Guarded):
 
     def drop_full_grads(self) -> None:
         """
-        ### Drop the full gradients
-
-        `zero_grad` calls it, and `settle` after an exception in backward. A gradient that is half
-        collected would otherwise be a part of the next one.
+        ### Drop the full gradients, which may be half collected
         """
         for flat in self.flats:
             flat.drop_full_grad()
@@ -256,9 +249,6 @@ class Sharded(Guarded):
     def held_tensors(self) -> Iterator[torch.Tensor | None]:
         """
         ### Memory that this layer holds besides its parameters and gradients, for a `Ledger`
-
-        A `Ledger` counts each storage once, so a reducer or an offload that all layers share is not
-        counted for each of them.
         """
         for flat in self.flats:
             yield flat.full
@@ -326,7 +316,7 @@ class Sharded(Guarded):
         """
         ### The layers whose parameters the module can read while it computes
 
-        `Unit` overrides this, because a unit may read those of other units.
+        A unit of a whole model may read those of other units.
         """
         yield self
 
@@ -374,8 +364,6 @@ class Sharded(Guarded):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """
         ### Refuse `copy.copy`, `copy.deepcopy`, `pickle` and `torch.save`
-
-        Python calls this method for each of the four.
         """
         self.contents.refuse_copies()
 
@@ -384,8 +372,7 @@ class ShardedModel(nn.Module, Named):
     """
     ## A model of sharded layers, for its users
 
-    `Zero3Sequential` is one, and so is the model that `wrap` returns. The methods here concern all
-    layers at once: the shards for an optimizer, and one norm of the whole gradient.
+    `Zero3Sequential` is one, and so is the model that `wrap` returns.
     """
 
     sharded_layers: tuple[Sharded, ...]  # those that it was built with
@@ -404,8 +391,7 @@ class ShardedModel(nn.Module, Named):
         """
         ### This rank's trainable shards, of all layers
 
-        An optimizer of torch's takes these: `torch.optim.AdamW(model.get_trainable_chunk())`. In
-        the example, rank 0 passes 1 2 and rank 1 passes 3 0.
+        An optimizer of torch's takes these: `torch.optim.AdamW(model.get_trainable_chunk())`.
         """
         # Each once, also if a layer is in a chain twice.
         chunks = (chunk for layer in self.sharded_layers for chunk in layer.get_trainable_chunk())
@@ -415,11 +401,8 @@ class ShardedModel(nn.Module, Named):
         """
         ### Clip the gradient of the whole model
 
-        * `max_norm` is the largest norm allowed, of the gradient averaged over ranks
-        * `norm_type` is the $p$ of the norm, or `math.inf`
-
         All ranks call it in place of `torch.nn.utils.clip_grad_norm_`, which sees the shards of one
-        rank alone. Returns the norm before clipping, the same bits on all ranks.
+        rank alone. Arguments and result are those of `gradients.py`.
         """
         from zero3.gradients import clip_grad_norm_
         return clip_grad_norm_(self, max_norm, norm_type)
@@ -427,9 +410,6 @@ class ShardedModel(nn.Module, Named):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """
         ### Drop the gradients of all shards, and the full ones that `no_sync` holds back
-
-        torch's own `zero_grad` would find the shards alone. Full gradients that were left over
-        would be added to those of the next backward pass.
         """
         super().zero_grad(set_to_none)
         for layer in self.sharded_layers:
@@ -446,8 +426,8 @@ class ShardedModel(nn.Module, Named):
         """
         ### The full parameters of all layers at once, named as in the plain model
 
-        This holds the whole model in memory; `full_params` of a layer holds that layer. All ranks
-        must enter and leave together; `writeback` is as for a layer.
+        This holds the whole model in memory. All ranks must enter and leave together; `writeback`
+        is as for a layer.
         """
         params: dict[Sharded, dict[str, nn.Parameter]] = {}
         found = {}
@@ -478,8 +458,6 @@ class ShardedModel(nn.Module, Named):
 def comm_of(model: object) -> Communicator:
     """
     ## The communicator of a model; for any other object, that of all ranks
-
-    A pipeline has one that reaches all of its stages. Any other model has that of its layers.
     """
     for module in model.modules() if isinstance(model, nn.Module) else ():
         # A pipeline comes before its layers.
@@ -518,7 +496,7 @@ def communicator(rank: int | None = None, world_size: int | None = None,
     * `rank`, `world_size` and `mesh` are as for `Zero3Layer`
 
     `Links` builds its own, which knows nodes, replicas and encodings. A mesh of two dimensions
-    needs it too. All other layers communicate by a plain `Communicator`.
+    needs it too.
 
     Raises `TypeError` if the numbers are none, or come with a mesh.
     """

@@ -1,12 +1,11 @@
 r"""
 # Watch: when a layer's backward begins and ends
 
-`Watch` puts hooks on the tensors that enter and leave a layer, so that the layer learns when its
-backward pass begins and when autograd no longer needs its parameters.
+`Watch` puts hooks on the tensors that enter and leave a layer. So the layer learns when its
+backward begins and when autograd no longer needs its parameters.
 
-Autograd walks the graph backward by itself and tells nobody which layer it has reached. Take two
-layers, $x \to \text{A} \to y \to \text{B} \to \text{loss}$. Backward brings these gradients, in
-this order:
+Autograd tells nobody which layer it has reached. Take two layers, $x \to \text{A} \to y \to
+\text{B} \to \text{loss}$. Backward brings these gradients, in this order:
 
 | gradient | the layers learn from it |
 |---|---|
@@ -17,23 +16,23 @@ this order:
 | of A's parameters | collect them |
 | of `x`, A's input, if it requires one | A's backward is over |
 
-The gradients of the parameters alone do not say that a layer is done. A frozen weight that lies
-below the last trainable one gets no gradient, yet autograd still needs its values to compute the
-gradient of the input. So a layer's backward is over when both are complete:
+The gradients of the parameters alone do not say that a layer is done. A frozen weight gets no
+gradient, yet autograd needs its values to compute the gradient of the input. So a layer's backward
+is over when both are complete:
 
 $$\text{gradients of inputs} = \text{inputs that need one} \quad\text{and}\quad
 \text{gradients of parameters} = \text{parameters that need one}$$
 
-Some gradients never come: those of a parameter that the loss does not depend on, or of an output
-that nobody used. `at_end_of_backward` has the autograd engine call the layer once more at the end
-of the pass, and the layer then finishes whatever is left.
+Some gradients never come, of a parameter that the loss does not depend on, for instance.
+`at_end_of_backward` has the autograd engine call the layer once more at the end of the pass, and
+the layer then finishes the rest.
 
 **Run this**: `python -m zero3.whole_model` prints the order in which the layers of a small model
 compute, forward and backward.
 
 **Not covered, and what that costs**: a tensor is found in tuples, lists, dicts and dataclasses, at
-any depth. In a module it is found if it is an attribute, of the module or of a submodule; in other
-objects one level deep. Backward does not announce a tensor that leaves a layer by another way.
+any depth; as an attribute of a module or of a submodule; in other objects one level deep. Backward
+does not announce a tensor that leaves a layer by another way.
 """
 
 import dataclasses
@@ -50,8 +49,8 @@ class Call:
     """
     ## One forward call of a layer
 
-    Only the hooks in the graph refer to it, and `Watch.entered` while its backward runs. So if the
-    graph is dropped without a backward pass, the call dies with it.
+    Only the hooks in the graph refer to it. If the graph is dropped without a backward pass, the
+    call dies with it.
     """
 
     inputs = 0  # tensors that came in and need a gradient
@@ -66,9 +65,8 @@ class Watch:
     """
     ## The calls of one layer, from forward to the end of their backward
 
-    Each layer has one. The layer calls `inputs` and `outputs` around its forward, and autograd
-    calls the two callbacks in backward. If a layer is called twice before backward, there are two
-    calls, and each counts its own inputs.
+    The layer calls `inputs` and `outputs` around its forward, and autograd calls the two callbacks
+    in backward. If a layer is called twice before backward, each call counts its own inputs.
     """
 
     def __init__(self, begin: Callable[..., None], event: Callable[..., None]):
@@ -105,8 +103,8 @@ class Watch:
 
         The module gets a view of the tensor. The view's gradient is complete once *this layer* has
         added its part. The gradient of the tensor itself also waits for all other users of the
-        tensor. A tensor inside a container cannot be replaced by a view, because the container
-        belongs to the caller. Then the layer stays full until all other users have contributed.
+        tensor. A tensor inside a container is not replaced, because the container belongs to the
+        caller. Then the layer stays full until all users have contributed.
         """
         if isinstance(value, torch.Tensor) and value.requires_grad:
             value = value.view_as(value)
@@ -120,8 +118,8 @@ class Watch:
         """
         ### Have each of these outputs announce the backward pass
 
-        Backward enters the layer through one of these tensors, and the layer unshards again then.
-        If none of them announced the pass, autograd would reach freed parameters.
+        Backward enters the layer through one of them. Without an announcement autograd would reach
+        freed parameters.
         """
         for tensor in tensors:
             if tensor.requires_grad and torch.is_grad_enabled():
@@ -155,8 +153,7 @@ class Watch:
         """
         ### The backward pass is over
 
-        `settle` calls it at the end of each backward pass, also after an exception. Otherwise the
-        next pass would wait for gradients of inputs that this one did not bring.
+        Otherwise the next pass would wait for gradients of inputs that this one did not bring.
         """
         self.entered.clear()
         self.inputs_left = 0
@@ -197,8 +194,7 @@ def in_backward() -> bool:
     """
     ## Whether the autograd engine is running on this thread
 
-    A forward that runs inside a backward pass is a recomputation, by activation checkpointing. Its
-    layer stays full, because its backward follows, and a prefetch goes to the layer below.
+    A forward inside a backward pass is a recomputation, by activation checkpointing.
     """
     return torch._C._current_graph_task_id() != -1
 
@@ -208,7 +204,7 @@ def tensors_in(value: Any, look_inside: bool = True) -> Iterator[torch.Tensor]:
     ## Every tensor in a nest of tuples, lists, dicts, dataclasses and attributes of modules
 
     * `look_inside` says that objects of other classes are searched too: their attributes, but not
-      the objects in these, which could lead anywhere
+      the objects in these
     """
     if isinstance(value, torch.Tensor):
         yield value

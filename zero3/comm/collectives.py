@@ -4,9 +4,8 @@ r"""
 `Communicator` sends tensors between ranks: it starts a collective and returns, counts its bytes,
 and makes sure that all ranks do the same. `Transfer` is a collective in flight.
 
-A training step has three kinds of communication. The example goes on with the three weights of
-`layer.py`, on two ranks. Gradients are divided by the number of ranks already, so their sums are
-means:
+A training step has three kinds of communication. These are the three weights of `minimal.py`;
+gradients are divided by the number of ranks already, so their sums are means:
 
 | | collective | rank 0 has | rank 1 has | rank 0 gets | rank 1 gets |
 |---|---|---|---|---|---|
@@ -17,25 +16,23 @@ means:
 The norm of the whole gradient is then $\sqrt{13 + 16} = 5.39$ on both ranks.
 
 The first two collectives start early and are waited for late, so that they overlap computation. A
-gather starts when layer $\ell - 1$ begins to compute. A reduce is waited for when the layer below
-has its gradients. A norm is waited for at once. Which ranks take part is the subject of `mesh.py`;
-how they send less between machines, that of `links.py`.
+norm is waited for at once. Which ranks take part is the subject of `mesh.py`; how they send less
+between machines, that of `links.py`.
 
-**Collectives and messages.** torch leaves communication to a library: NCCL on GPUs, and gloo on
-CPUs. On an accelerator we call NCCL's collectives. On the CPU a rank sends one message to each
-other rank, and receives one from each, because gloo's own reduce-scatter sends twice as much.
-`by_messages` tells the two apart.
+**Collectives and messages.** On GPUs we call NCCL's collectives. On the CPU a rank sends one
+message to each other rank by gloo, and receives one from each. gloo's own reduce-scatter sends
+twice as much, so a step would send $4\Psi$ instead of $3\Psi$. `by_messages` tells the two apart.
 
 Each rank sends $N-1$ times the bytes of a shard:
 
 $$\text{bytes per rank} = (N-1)\left\lceil \frac{P_\ell}{N} \right\rceil
 \cdot \text{bytes of an element}$$
 
-**Streams.** On an accelerator we use three streams, which run beside each other. The *compute
-stream* is the one that the caller uses. The *fetch stream* copies this rank's shard into the flat
-parameter and starts the all-gather. The *backup stream* starts the reduce-scatter, and copies its
-result to CPU memory. NCCL adds one of its own for the collectives. Where one stream uses something
-that another one wrote, it waits for an event:
+**Streams.** On an accelerator three streams run beside each other. The *compute stream* is the one
+that the caller uses. The *fetch stream* copies this rank's shard into the flat parameter and starts
+the all-gather. The *backup stream* starts the reduce-scatter, and copies its result to CPU memory.
+NCCL adds one of its own. If one stream uses something that another one wrote, it waits for an
+event:
 
 | who | waits for | because |
 |---|---|---|
@@ -54,21 +51,17 @@ would include the next layer's copy, and no copy would ever overlap computation.
 
 **The same on all ranks.** Before its data, each rank announces what it is about to send. Ranks that
 took different branches would otherwise exchange different layers. With equal sizes the weights
-would silently be garbage; with different sizes gloo ends the process and NCCL hangs. An
-announcement also says of which model the layer is. That of the norms has a checksum of the
-optimizer's options, so a rank that steps by another learning rate is noticed in the same step.
-
-`order.py` has the base class, `Peers`, which compares Python objects while a model is wrapped.
+would silently be garbage; with different sizes gloo ends the process and NCCL hangs. The norms'
+announcement has a checksum of the optimizer's options, so another learning rate is noticed, too.
 
 **Run this**: `make bench ARGS=--comm` compares the messages used here with gloo's collectives.
 
 **Not covered, and what that costs**: on an accelerator we count the bytes that the collective
-needs, and NCCL may send more. If ranks diverge there, an
-assertion on the device fails, and the error comes with the next operation that waits for the
-device. It says that the ranks diverged, and not which ranks and layers. Run the same program on the
-CPU, where the error names both sides, or look at the collectives that each rank issued last, with
-torch's flight recorder (`TORCH_FR_BUFFER_SIZE`). If a rank ends without an announcement, the others
-find out by NCCL's time-out.
+needs, and NCCL may send more. If ranks diverge there, an assertion on the device fails, and the
+error comes with the next operation that waits for the device. It does not say which ranks and
+layers. Run the same program on the CPU, where the error names both sides, or look at the last
+collectives of each rank with torch's flight recorder (`TORCH_FR_BUFFER_SIZE`). If a rank ends
+without an announcement, the others find out by NCCL's time-out.
 """
 
 from __future__ import annotations
@@ -119,12 +112,8 @@ class Communicator(Peers):
     r"""
     ## A group of ranks, and the collectives between them
 
-    On an accelerator the collectives are NCCL's, and streams overlap them with computation. On the
-    CPU each collective is $N-1$ messages out and $N-1$ in. A thread of gloo's carries them while
-    this one computes, and streams do nothing.
-
-    Messages are used rather than gloo's collectives because gloo's reduce-scatter sends as much as
-    an all-reduce: a step would send $4\Psi$ instead of $3\Psi$.
+    On the CPU a thread of gloo's carries the messages while this one computes, and streams do
+    nothing.
     """
 
     def __init__(self, rank: int | None = None, world_size: int | None = None,
@@ -137,17 +126,17 @@ class Communicator(Peers):
         super().__init__(rank, world_size, mesh)
         # Encodings and routes between nodes, if there are any (see `links.py`).
         self.links: Any = None
-        # Names for the layer numbers that ranks announce, for error messages.
+        # Names of layers by number, for error messages.
         self.labels: dict[int, str] = {}
         # The reason why nothing can be sent any more.
         self.broken = ""
         # The rank that has announced a fault, if one has.
         self.failed: int | None = None
-        # The transfers of which some steps have not started, in the order in which they began.
+        # The transfers of which some steps have not started.
         self.unfinished: dict[Transfer, None] = {}
-        # Announcements of this rank in the device's memory, by their numbers.
+        # Announcements in the device's memory.
         self._rows: dict[tuple[int, ...], torch.Tensor] = {}
-        # The number that the ranks agreed on when they met to shard, the same on all of them.
+        # The number of the model, on which the ranks agreed when they met to shard.
         self.met = 0
 
     @property
@@ -163,9 +152,8 @@ class Communicator(Peers):
         """
         ### All-gather: start to gather each shard into its flat parameter
 
-        * `pairs` are of a buffer and a shard. The buffer, `(world_size * shard_numel,)`, is
-          allocated and filled here. The shard, `(shard_numel,)`, is sent; it is on the same device
-          or in CPU memory
+        * `pairs` are of a buffer, `(world_size * shard_numel,)`, to allocate and fill, and a shard,
+          `(shard_numel,)`, on the same device or in CPU memory
         * `exact` forbids an encoding that changes values. This communicator has none (see
           `links.py`)
 
@@ -178,12 +166,11 @@ class Communicator(Peers):
             for full, shard in pairs:
                 self._check_shard(sender, full, shard)
                 allocate(full)
-                # Copy this rank's shard into its row and send it from there. Then the buffer that
-                # an offloaded shard was read into is free again.
+                # Send the shard from its row, so that the buffer that an offloaded shard was read
+                # into is free again.
                 mine = self.rows(full)[self.rank]
                 mine.copy_(shard, non_blocking=True)
                 transfer.from_cpu |= shard.device != full.device
-                # Send this row to each other rank, and receive theirs.
                 self.send(transfer, self.group, self.rows(full), mine, all_gather_single)
                 transfer.count(self.group, mine.nbytes)
             transfer.done.record()
@@ -196,8 +183,8 @@ class Communicator(Peers):
         ### Reduce-scatter: start to sum each flat gradient over the ranks
 
         * `senders` are the layers that the gradients belong to
-        * `pairs` are of a gradient, `(world_size * shard_numel,)`, and any buffer. On the CPU the
-          buffer's storage is resized, to receive the rows of the other ranks
+        * `pairs` are of a gradient, `(world_size * shard_numel,)`, and any buffer, whose storage
+          receives the rows of the other ranks on the CPU
 
         All ranks must call it. A rank sends $N-1$ times the bytes of the shards.
         """
@@ -213,7 +200,7 @@ class Communicator(Peers):
                 # NCCL's sum replaces this rank's own part.
                 received = mine
                 if self.by_messages:
-                    # The parts of the other ranks for this one arrive here, and `total` adds them.
+                    # The other ranks' parts arrive here, and `total` adds them.
                     received = as_receive_buffer(buffer, grad).view_as(parts)
                     transfer.pairs[i] = (grad, received)
                 self.send(transfer, self.group, received, parts, reduce_scatter_single)
@@ -226,8 +213,8 @@ class Communicator(Peers):
 
         * `grad` is this rank's flat gradient; `received` has the parts of the other ranks
 
-        With messages they are added in the order of ranks, so the result is deterministic. NCCL
-        chooses its own order.
+        With messages they are added in the order of ranks, so that the bits are the same each time.
+        NCCL chooses its own order.
         """
         if self.group.size == 1:
             return grad
@@ -242,27 +229,22 @@ class Communicator(Peers):
         """
         ### Start to add the sums of this group to those of other groups
 
-        * `sender` is a layer that they belong to
         * `sums` are `(shard_numel,)` each
 
-        There are no other groups here, so the sums are the totals and nothing is sent. `links.py`
-        has a communicator that adds them over replicas, or over nodes. It returns the totals, which
-        are neither read nor written until the transfer that it also returns has ended.
+        There are no other groups here, so nothing is sent. The communicator of `links.py` adds them
+        over replicas, or over nodes. Its totals are neither read nor written until the transfer
+        that it also returns has ended.
         """
         return sums, None
 
     def end_pass(self) -> None:
         """
-        ### The end of a backward pass: nothing to do
-
-        `links.py` has a communicator that drops copies then.
+        ### The end of a backward pass: nothing to do here
         """
 
     def held_tensors(self) -> Iterable[torch.Tensor]:
         """
-        ### Memory that it holds besides the transfers in flight, for a `Ledger`
-
-        This one holds none. `links.py` has a communicator that keeps copies.
+        ### Memory that it holds besides the transfers in flight, for a `Ledger`: none here
         """
         return ()
 
@@ -274,8 +256,8 @@ class Communicator(Peers):
         * `options` are the same on all ranks, or the wait raises an error
 
         All ranks must call it, with as many. A rank sends $N-1$ times their bytes, and with
-        replicas $R N-1$ times. Returns every rank's, `(divisor, n)`, so that all ranks can come to
-        the same conclusion. The first `world_size` rows are of the first replica.
+        replicas $R N-1$ times. Returns every rank's, `(divisor, n)`; the first `world_size` rows
+        are of the first replica.
         """
         rows = mine
         for group in self.groups:
@@ -289,8 +271,8 @@ class Communicator(Peers):
         * `mine` are this stage's, `(n,)`
         * `options` are as for `numbers`
 
-        All ranks must call it, with as many. Returns `(stages, n)`. Without a pipeline all layers
-        are here, so there is one stage, and nothing is sent.
+        All ranks must call it, with as many. Returns `(stages, n)`. Without a pipeline there is one
+        stage, and nothing is sent.
         """
         if self.stages.size == 1:
             return mine[None]
@@ -326,9 +308,8 @@ class Communicator(Peers):
           accelerator
         * `send` is `(size, n)`; or `(n,)`, if each rank gets the same row
         * `collective` of torch's does the same on an accelerator
-        * `tag` is that of the messages; left out, the transfer's next one
 
-        With messages each rank begins with its right-hand neighbour, or all would queue at rank 0.
+        Each rank begins with its right-hand neighbour, or all would queue at rank 0.
         """
         if group.size == 1 or not send.numel():
             return
@@ -355,8 +336,8 @@ class Communicator(Peers):
         """
         ### Work on a stream, after it has waited for the current one
 
-        Then everything that this stream reads has been written. And all memory that torch's
-        allocator reuses here has had its last reader, so no tensor needs `record_stream`.
+        Memory that torch's allocator reuses here has then had its last reader, so no tensor needs
+        `record_stream`.
         """
         stream.wait_stream(self.current_stream())
         with self._backend.stream(stream):
@@ -364,10 +345,7 @@ class Communicator(Peers):
 
     def current_stream(self) -> torch.Stream:
         """
-        ### The compute stream
-
-        It is looked up each time, because the caller may change to another stream between two
-        layers. On the CPU it is torch's stand-in, which does nothing.
+        ### The compute stream, which the caller may change between two layers
         """
         return self._backend.current_stream(self.device)
 
@@ -375,8 +353,8 @@ class Communicator(Peers):
         """
         ### The next number of elements after which another tensor may begin
 
-        A layer asks when it lays out its parameters in a buffer. On an accelerator the next number
-        for three fp32 elements is four, which is 16 bytes. On the CPU it is three.
+        On an accelerator the next number for three fp32 elements is four, which is 16 bytes. On the
+        CPU it is three.
         """
         step = max(1, self.align_bytes // dtype.itemsize)
         return -(-numel // step) * step
@@ -385,9 +363,8 @@ class Communicator(Peers):
         """
         ### A flat buffer as one row per rank: `(world_size, shard_numel)`
 
-        On two ranks, 1 2 3 0 has the rows 1 2 and 3 0. Row $r$ is the part of rank $r$. The rows
-        are views, so a gather writes the shards of the other ranks right to where the parameters
-        look.
+        The rows are views, so a gather writes the shards of the other ranks right to where the
+        parameters look.
         """
         return flat.view(self.world_size, flat.numel() // self.world_size)
 
@@ -398,15 +375,14 @@ class Communicator(Peers):
         """
         #### Announce what this rank is about to send
 
-        32 bytes to each other rank of these groups, ahead of the data and without waiting. They
-        contain a checksum, so options that have to be the same on all ranks cost no more bytes.
+        32 bytes to each other rank of these groups, ahead of the data and without waiting.
 
         Raises `RuntimeError` if the ranks are lost to each other since an error: what is sent now
         would meet what was sent then.
         """
         if self.broken and action != "fault":
             raise RuntimeError(self.broken)
-        # Each stage of a pipeline has other layers, and has drawn another number.
+        # Each stage of a pipeline has other layers.
         of_stages = groups == [self.stages]
         numbers = [ALONE if of_stages else sender.layer_idx for sender in senders]
         # The checksum tells two buckets apart that begin with the same layer and are as large. The
@@ -436,8 +412,7 @@ class Communicator(Peers):
         """
         #### An announcement in the device's memory: `(4,)` int64
 
-        The host waits only the first time, when it copies the numbers to the device. With options,
-        which may change in every step, it always waits.
+        The host waits while it copies the numbers to the device. Without options it does so once.
         """
         if options:
             return torch.tensor(row, device=self.device)
@@ -489,12 +464,10 @@ class Communicator(Peers):
 
     def give_up(self, reason: str) -> None:
         """
-        ### Send nothing new from now on
+        ### Send nothing new from now on: each later transfer raises an error with this reason
 
-        * `reason` is the text of the error that each later transfer raises
-
-        The messages no longer fit each other. What is in flight keeps its memory, because the other
-        ranks may still send to it, or wait for it (see `in_flight.py`).
+        What is in flight keeps its memory, because the other ranks may still send to it, or wait
+        for it (see `in_flight.py`).
         """
         self.broken = self.broken or reason
         for user in list(in_flight.users):
@@ -504,10 +477,8 @@ class Communicator(Peers):
     def announce_fault(self, groups: Iterable[Group], sender: Sender) -> None:
         """
         ### Have the other ranks of some groups raise an error as soon as they wait for this one
-
-        They may be waiting for a later step of a transfer that this rank has begun. Send that step
-        all the same, so that they reach the announcement.
         """
+        # Send the later steps all the same, so that the others reach the announcement.
         unfinished = self.unfinished
         self.unfinished = {}
         for transfer in unfinished:
@@ -526,9 +497,6 @@ class Communicator(Peers):
              device: torch.device | str | None, dtype: torch.dtype | None) -> torch.device:
         """
         ### Check the parameters of a layer, compare them between ranks, and make the streams
-
-        * `params` are the layer's, with their names
-        * `device` and `dtype` are those that the parameters must have, if given
 
         Returns the device. Ranks whose parameters differ in order or shape would gather noise.
         """
@@ -569,7 +537,6 @@ class Communicator(Peers):
 
         All ranks must call it, and wait.
         """
-        # On the device, because the shard may rest elsewhere.
         mine = torch.empty_like(shard, device=full.device)
         self.scatter_parts(self.group, mine, full)
         shard.copy_(mine)
@@ -589,8 +556,7 @@ class Communicator(Peers):
         """
         ### Give each rank the first rank's tensors; all ranks must call it, and wait
 
-        A layer calls it once, while it is wrapped, for its buffers. They stay whole on each rank,
-        and nothing else would make them equal at the start.
+        A layer calls it for its buffers, which stay whole on each rank.
         """
         for tensor in tensors:
             for group in self.groups:
@@ -601,7 +567,7 @@ class Communicator(Peers):
         if group.size == 1 or not tensor.numel():
             return
         if tensor.layout != torch.strided:
-            # A sparse tensor may have another number of elements on each rank.
+            # A sparse tensor's number of elements may differ between ranks.
             parts = [tensor.detach()]
             group.together("first values", dist.broadcast_object_list, parts, group_src=0)
             with torch.no_grad():
@@ -617,9 +583,8 @@ class Transfer:
     """
     ## A collective in flight
 
-    `all_gather` and `reduce_scatter` return one of these at once, while the data travels, and
-    `exchange` returns one beside its totals. It keeps the buffers alive until somebody calls
-    `wait`, which is normally one layer later.
+    `all_gather` and `reduce_scatter` return one at once, while the data travels. It keeps the
+    buffers alive until somebody calls `wait`, which is normally one layer later.
     """
 
     comm: Communicator
@@ -653,8 +618,7 @@ class Transfer:
 
         The compute stream waits for this transfer, and for nothing that started after it; on the
         CPU this thread waits. A reduce returns, for each pair, the sum over ranks of this rank's
-        part, `(shard_numel,)`, allocated on the backup stream. An exchange writes its sums in
-        place.
+        part, `(shard_numel,)`. An exchange writes its sums in place.
 
         Raises `RuntimeError` if another rank is about to do something else (I6), or is gone.
         """
@@ -668,7 +632,7 @@ class Transfer:
             nbytes = sum(full.nbytes for full, _ in self.pairs)
             self.sender.listener.record(self.sender, "gathered", nbytes)
         in_flight.end(self)
-        # Drop the works. They hold references to the buffers, also to those that are not resized.
+        # The works hold references to the buffers.
         self.works = []
         self.order_works = []
         self.pairs = []
@@ -691,8 +655,7 @@ class Transfer:
             self._arrive()
         self.comm.current_stream().wait_event(self.done)
         if self.from_cpu:
-            # The host waits too, because an optimizer on the CPU writes to the shard in place. The
-            # copy started one layer earlier, so it has normally ended.
+            # The host waits too, because an optimizer on the CPU writes to the shard in place.
             self.done.synchronize()
         return totals
 
@@ -701,7 +664,7 @@ class Transfer:
         """
         ### Start something that uses these tensors, and append its work to the list
 
-        Raises `RuntimeError` if the connection is gone. What has started before keeps its memory.
+        Raises `RuntimeError` if the connection is gone.
         """
         in_flight.begin(self, *tensors)
         try:
@@ -717,9 +680,8 @@ class Transfer:
         """
         ### Count what goes to each other rank of a group
 
-        * `nbytes` and `messages` go from this rank to each of them
-        * `in_ring` says that a collective sends everything to the next rank of the group, as NCCL's
-          do. Messages go to each rank directly
+        * `in_ring` says that a collective sends everything to the next rank, as NCCL's do; messages
+          go to each rank directly
         """
         if not nbytes:
             return
@@ -733,24 +695,20 @@ class Transfer:
         """
         ### The tag of its next messages
 
-        Made of the layer, the action and the size, so a message only matches the same transfer on
-        the other rank.
+        So a message only matches the same transfer on the other rank.
         """
         name = f"{self.row} {len(self.works)}".encode()
         return _ORDER_TAG + 1 + zlib.crc32(name) % (1 << 30)
 
     def _arrive(self) -> None:
         """
-        #### Have the current stream wait, or raise an error
-
-        `wait` calls it: for a gather on the compute stream, for a reduce on the backup stream. On
-        the CPU this thread waits instead.
+        #### Have the current stream wait, or on the CPU this thread; or raise an error
         """
         if not self.comm.broken:
             problem = self._complete()
             if problem:
                 self._give_up(problem)
-        # After the first error all others follow, because the messages no longer fit each other.
+        # After the first error the messages no longer fit each other.
         if self.comm.broken:
             raise RuntimeError(self.comm.broken)
 
@@ -758,8 +716,7 @@ class Transfer:
         """
         #### Send nothing new, and tell the ranks that share another group with this one
 
-        If this transfer is in one group, all of its ranks have found the problem themselves. The
-        other replicas, or the other ranks of this one, are about to wait for this rank.
+        All ranks of the transfer's own group have found the problem themselves.
         """
         self.comm.give_up(problem)
         alone = self.orders[0][0] if len(self.orders) == 1 else None
@@ -800,8 +757,7 @@ class Transfer:
         """
         #### Wait for messages no longer than the group says, and have a stream wait for collectives
 
-        A message of gloo's would otherwise wait as long as the group was told when it was made. A
-        mesh makes groups that wait for half an hour.
+        A message of gloo's would otherwise wait as long as its group, in a mesh half an hour.
         """
         for work in works:
             if self.comm.by_messages:
@@ -825,9 +781,8 @@ class Transfer:
         """
         #### Compare the announcements of all ranks of a group
 
-        On the CPU this names both sides. On an accelerator the announcements are on the device, and
-        the host would have to wait for it to look at them. So the device compares them itself,
-        unless the host is about to wait anyway, as it does in a step.
+        On an accelerator the host would have to wait for the device to look at them. So the device
+        compares them itself, unless the host is about to wait anyway.
         """
         if not (self.comm.by_messages or self.options):
             return self._assert_same(order, group.rank)
@@ -886,9 +841,8 @@ def streams(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
     """
     ## The fetch stream and the backup stream of a device
 
-    All communicators of a device share them. The allocator keeps freed memory for the stream that
-    took it, so layers with streams of their own could not reuse each other's. Their priority is
-    high, as in FSDP2, so that the small copies around a collective go ahead of large kernels.
+    All communicators share them: the allocator keeps freed memory for the stream that took it. The
+    priority is high, so that the small copies around a collective go ahead of large kernels.
     """
     backend = torch.get_device_module(device)
     if device.type == "cpu":
@@ -901,8 +855,7 @@ def allocate(full: torch.Tensor) -> None:
     """
     #### Give a flat buffer its memory, if it has none
 
-    It resizes the storage and does not replace it. So the parameters, and the tensors that autograd
-    has saved, view this memory again.
+    The parameters, and the tensors that autograd has saved, view this memory again.
     """
     in_flight.resize(full, full.nbytes)
 
@@ -912,8 +865,6 @@ def sum_of(group: Group, mine: torch.Tensor, received: torch.Tensor) -> torch.Te
     #### The sum over a group, `(n,)`: this rank's row and those that the others have sent
 
     * `received` is `(size, n)`; its row of this rank is empty
-
-    In the order of ranks, so that every rank that adds the same rows gets the same bits.
     """
     rows = [mine if k == group.rank else row for k, row in enumerate(received)]
     total = rows[0] + rows[1]
@@ -924,9 +875,7 @@ def sum_of(group: Group, mine: torch.Tensor, received: torch.Tensor) -> torch.Te
 
 def as_receive_buffer(buffer: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """
-    #### The storage of a buffer, as a tensor like this gradient
-
-    The gradient may be of another length and data type than the buffer.
+    #### The storage of a buffer, as a tensor of this gradient's length and data type
     """
     in_flight.resize(buffer, grad.nbytes)
     return grad.new_empty(0).set_(buffer.untyped_storage(), 0, grad.shape, (1,))

@@ -3,9 +3,8 @@ r"""
 
 `leave` waits for gloo's threads before Python ends.
 
-A thread of gloo's may be the last to drop a tensor, of `dist.all_gather_object` for instance. It
-needs Python's lock for that. If Python is ending already, the process aborts instead, after
-everything has been saved (pytorch 190489):
+A thread of gloo's may be the last to drop a tensor. It needs Python's lock for that. If Python is
+ending already, the process aborts instead (pytorch 190489):
 
 | | a thread of gloo's | the program |
 |---|---|---|
@@ -43,8 +42,7 @@ def leave() -> None:
     """
     ## Have gloo end its threads before Python ends
 
-    It runs after the program's own exit functions. A program that has not imported
-    `torch.distributed` has no such threads.
+    It runs after the program's own exit functions.
     """
     dist: Any = sys.modules.get("torch.distributed")
     if dist is None:

@@ -15,15 +15,14 @@ all ranks exchange what they found, and come to the same conclusion:
 | raises | an error that names rank 1 | the same error |
 
 These objects are pickled, so this serves while a model is wrapped, saved or loaded. A training step
-exchanges numbers, in `collectives.py`. With $N$ ranks and objects of $b$
-bytes a rank sends
+exchanges numbers, in `collectives.py`. With $N$ ranks and objects of $b$ bytes a rank sends
 
 $$(N-1)\, b \quad \text{bytes}$$
 
 **Run this**: `python -m pytest tests/test_groups.py -k a_communicator_has`.
 
 **Not covered, and what that costs**: a rank that has ended or was stopped. The others wait for it
-until the time-out of the process group, and the error says how long they waited.
+until the time-out of the process group.
 """
 
 from __future__ import annotations
@@ -72,9 +71,7 @@ class Peers:
     @property
     def is_first(self) -> bool:
         """
-        ### Whether this is the first of the ranks
-
-        It draws or reads initial values, writes what is written once, and speaks for all.
+        ### Whether this is the first of the ranks, which writes what is written once
         """
         return self.global_rank == self.ranks[0]
 
@@ -93,9 +90,8 @@ class Peers:
 
         Returns them in the order of `ranks`.
 
-        It pickles the objects, and waits for the slowest rank. So it serves while a model is
-        wrapped, saved or loaded. A training step calls it only while an asynchronous save is under
-        way, or if `wrap` got `debug=True`.
+        A training step calls it only while an asynchronous save is under way, or if `wrap` got
+        `debug=True`.
         """
         things = [thing]
         for group in self.groups:
@@ -128,8 +124,6 @@ class Listener(Protocol):
 class Counted(Protocol):
     """
     ## What has been sent, as far as a listener has to know it
-
-    A `Transfer` has these counts, and so has whatever else travels between ranks.
     """
 
     @property
@@ -144,10 +138,7 @@ class Counted(Protocol):
 
 class Silence:
     """
-    ## A listener that ignores events
-
-    Each layer has this listener until a `Ledger` listens. So a layer records its events without
-    asking whether anybody wants them.
+    ## A listener that ignores events: each layer has it until a `Ledger` listens
     """
 
     def record(self, *args: object, **kwargs: object) -> None:

@@ -5,7 +5,7 @@ r"""
 
 If every layer waited for its own reduce, nothing would overlap it. If no layer waited, all layers
 could have their full gradients in memory at the end. So one reduce is in flight at a time. Three
-layers on two ranks, backward:
+layers, backward:
 
 | layer that computes | its gradients are ready, and it | in flight |
 |---|---|---|
@@ -19,8 +19,8 @@ being filled.
 
 **Run this**: `python -m pytest tests/test_timelines.py -k backward_gathers`.
 
-**Not covered, and what that costs**: small layers, of which each pays for a collective. The
-optimizer hands in a `Bucket` that reduces several of them together.
+**Not covered, and what that costs**: each small layer pays for a collective. The optimizer hands in
+a `Bucket` that reduces several of them together.
 """
 
 from __future__ import annotations
@@ -40,25 +40,9 @@ class Reducer:
     """
     ## The reduce-scatter in flight
 
-    A layer's gradients are reduced while the layer below goes backward. One reduce is in flight at
-    a time, so at most one layer has its full gradients in memory beside the layer that computes.
-    `Zero3Optimizer` hands in a reducer that keeps the gradients of small layers in a bucket.
-
     When layer 1 of a chain has its gradients, `keeps` finishes the reduce of layer 2, and `started`
-    remembers that of layer 1. The methods differ in who calls them, and in what they wait for:
-
-    | method | who calls it, and when | it waits for |
-    |---|---|---|
-    | `keeps` | a layer that has all its gradients | the reduce in flight, of another layer |
-    | `started` | the same layer, once it has started to send | nothing |
-    | `land` | `keeps` and `end` | the reduce in flight, of whichever layer |
-    | `finish` | `land` and `drop`; `fetch_params`; a layer in no chain | the layer's own reduce |
-    | `arrived` | `finish` | the data: the sums are there; and the exchange before |
-    | `end_exchange` | `arrived` and `end` | the exchange in flight |
-    | `deliver` | the layer, with each sum; `end_exchange` | the copy before this one |
-    | `delivered` | `deliver` and `end` | the copy to CPU memory that is under way |
-    | `drop` | a layer, after an exception in backward | its own reduce, if it has started |
-    | `end` | the last layer at the end of backward; a step | the reduce, the exchange, the copy |
+    remembers that of layer 1. Two more things may be in flight, one of each: an *exchange*, which
+    adds the sums of several replicas or nodes, and a copy of a gradient to CPU memory.
     """
 
     scaled = False  # whether the loss was multiplied by a scale, as `Zero3Optimizer` does for fp16
@@ -94,8 +78,7 @@ class Reducer:
         """
         ### Keep a reduce-scatter that has started
 
-        The layer calls it right after the start, and goes on with backward. Nothing else is in
-        flight, because `keeps` has finished the reduce before this one.
+        Nothing else is in flight, because `keeps` has finished the reduce before this one.
         """
         self.layers = layers
         self.transfer = transfer
@@ -105,8 +88,6 @@ class Reducer:
     def finish(self, layer: Reducible) -> None:
         """
         ### Finish the reduce of a layer's gradients, if it is in flight
-
-        `layer.add_reduced` gets the sums.
         """
         if layer in self.layers:
             self.layers = ()
@@ -116,9 +97,8 @@ class Reducer:
         """
         ### Wait for the transfer in flight: this rank's parts of the sums
 
-        On an accelerator the compute stream waits and the host goes on. On the CPU this thread
-        waits. If the sums are those of one replica or of one node, an exchange with the others
-        starts. Until the reduce after this one has arrived too, it overlaps backward.
+        If the sums are those of one replica or of one node, an exchange with the others starts.
+        Until the reduce after this one has arrived too, it overlaps backward.
         """
         transfer = self.transfer
         self.transfer = None
@@ -132,8 +112,7 @@ class Reducer:
         """
         ### Wait for the exchange in flight, and deliver its gradients
 
-        One is in flight at a time. So the next reduce calls this before it starts another, and the
-        end of the pass calls it for the last one.
+        The next reduce calls this before it starts another, and so does the end of the pass.
         """
         exchange = self.exchange
         exchanged = self._exchanged
@@ -157,8 +136,7 @@ class Reducer:
         """
         ### Finish everything: all gradients are where they rest
 
-        The last layer to settle calls it before `backward()` returns. An optimizer that steps next
-        finds every gradient complete.
+        The last layer to settle calls it before `backward()` returns.
         """
         self.land()
         self.end_exchange()
@@ -168,8 +146,6 @@ class Reducer:
     def drop(self, layer: Reducible) -> None:
         """
         ### Forget a layer's gradients after an error, or finish their reduce if it is in flight
-
-        This reducer holds none back, so there is nothing to forget.
         """
         self.finish(layer)
 
@@ -181,13 +157,12 @@ class Reducer:
         * `names` are the parameters that have contributed to it on this rank
 
         From an accelerator to CPU memory the backup stream copies it, while the layers below go
-        backward. The sink gets it when the next gradient leaves, or at the end of the pass. By then
-        the copy has normally ended, so the host hardly waits.
+        backward. The sink gets it when the next gradient leaves, or at the end of the pass.
 
         With an exchange this is called twice: when it has started, and when it has ended.
         """
         if self.exchange is not None:
-            # The layer forgets the names before that, so keep a list of its own.
+            # A list, because the layer forgets the names before that.
             self._exchanged.append((total, sink, list(names)))
             return
         if sink.grad_device == total.device or sink.grad_device.type != "cpu":
@@ -202,15 +177,13 @@ class Reducer:
             arriving.copy_(total, non_blocking=True)
             event = self.comm.event()
             event.record()
-        # The layer forgets the names before the copy has ended, so keep a list of its own.
         self._leaving = _Leaving(total, arriving, event, sink, list(names))
 
     def delivered(self) -> None:
         """
         ### Wait for the gradient that is on its way to CPU memory
 
-        One copy is under way at a time. So the next gradient that leaves for CPU memory calls this
-        first, and the end of the pass calls it for the last one.
+        The next gradient that leaves calls this first, and so does the end of the pass.
         """
         leaving = self._leaving
         self._leaving = None
@@ -236,8 +209,7 @@ class Reducible(Sender, Protocol):
     """
     ## A layer, as far as the reducer has to know it
 
-    A reducer hands it the sums through `add_reduced`. A bucket packs gradients by `layer_idx`,
-    because that order is the same on all ranks.
+    A bucket packs gradients by `layer_idx`, because that order is the same on all ranks.
     """
 
     def add_reduced(self, totals: list[torch.Tensor]) -> None: ...
@@ -246,9 +218,6 @@ class Reducible(Sender, Protocol):
 class _Leaving(NamedTuple):
     """
     ## A reduced gradient on its way to CPU memory
-
-    The backup stream is copying it, while the layers below go backward. Then `delivered` hands it
-    to its sink.
     """
 
     # On the device. Keep it, or its memory would be used again during the copy.
