@@ -1,4 +1,4 @@
-r"""
+"""
 # Clean: a model that really is smaller
 
 `clean` makes compression permanent. Pruned rows and heads disappear from the shapes, and weights
@@ -14,9 +14,9 @@ are stored in their bits.
     small = [Block() for _ in range(4)]
     read(small, "small.safetensors")    # cleaned, too
 
-Until then nothing is smaller. A pruned row is a row of zeros, and its zeros are multiplied by the
-next layer. **Take two layers of 4 by 4**, and prune two rows of the first. Two outputs are always
-zero, so two columns of the second layer never matter. Both go:
+Until then nothing is smaller: the zeros of a pruned row are still multiplied. **Take two layers of
+4 by 4**, and prune two rows of the first. Two outputs are always zero, so two columns of the second
+layer never matter. Both go:
 
 | | parameters | multiply-adds for an input |
 |---|---|---|
@@ -32,15 +32,11 @@ multiplied as if it were full.
 | row | rows, and elements of the bias | columns |
 | channel, head | columns | rows, and elements of the bias |
 
-Layers that keep their weight transposed have rows and columns the other way round, see `axes` in
-`weights.py`.
-
 Without `follows` the zeros stay. Rows may go if zero stays zero on the way to the next layer, as it
 does in a ReLU, a GELU or a dropout, and not in a sigmoid or a norm. Columns may always go.
 
-The outputs of the cleaned model are those of the compressed one. Weights have the same bits, so a
-model without pruned rows and heads has the same outputs to the bit. With them, sums have fewer
-terms, all zeros gone, and kernels may add the others in another order.
+A model without pruned rows and heads has the same outputs as before, to the bit. With them, sums
+have fewer terms, and kernels may add these in another order.
 
 **Run this**: `python -m pytest tests/test_compression_clean.py`.
 
@@ -95,8 +91,7 @@ def clean(model: nn.Module | Iterable[nn.Module], trained: ShardedModel | None =
       thresholds are taken over first (all-gather; all ranks call it)
 
     Raises `ValueError` if nothing is compressed or the model is clean already, if a layer in
-    `follows` does not exist or has another shape, or if columns are removed from the middle of a
-    group of a scale.
+    `follows` does not exist or has another shape, or if columns go from the middle of a group.
     """
     modules = named_modules(model)
     if trained is not None:
@@ -149,7 +144,7 @@ def take_over(plain: nn.Module, trained: ShardedModel) -> None:
 
 def _methods(module: Any) -> list[Method]:
     """
-    #### What the rules do to a module's weight; nothing if it is not compressed
+    #### What the rules do to a module's weight, if it is compressed
     """
     is_changed = parametrize.is_parametrized(module, "weight")
     made_by = module.parametrizations.weight[0] if is_changed else None
@@ -225,9 +220,7 @@ class Plan:
 
     def _groups(self, name: str, columns: torch.Tensor, count: int) -> torch.Tensor:
         """
-        #### Which groups of neighbours are left, `(count,)`
-
-        A group has one scale, so it stays or goes as a whole.
+        #### Which groups of neighbours are left, `(count,)`: a group has one scale, so it goes as a whole
         """
         groups = columns.repeat_interleave(self.column_numel).view(count, -1)
         expect(torch.equal(groups.all(dim=1), groups.any(dim=1)), f"clean: `{name}`",
@@ -297,7 +290,7 @@ def _cut_by(module: Any) -> list[PrunedParts]:
 
 def _beside(name: str, other: str) -> str:
     """
-    #### The whole name of a layer or attribute that a rule names beside its own layer
+    #### The whole name of a layer or attribute beside a layer
     """
     return f"{name.rpartition('.')[0]}.{other}".strip(".")
 
@@ -369,8 +362,8 @@ def write(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
 
     A stored weight `0.weight` becomes `0.weight.codes`, `.mask`, `.scales` and `.zeros`, as far as
     it has them. Everything else has its name in the plain model. The file's metadata have an entry
-    `zero3`, in JSON: under `weights` what `stored.py` says about each of them, and under `numbers`
-    the whole numbers among the attributes of modules, because `clean` has changed some of them.
+    `zero3`, in JSON: `weights`, see `stored.py`, and `numbers`, the whole numbers among the
+    attributes of modules, because `clean` has changed some of them.
 
     Raises `ValueError` if the model is not clean.
     """
@@ -400,8 +393,8 @@ def read(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
     * `model` is a plain model or a list of layers, as it was before `compress`. If inputs are
       rounded, call `compress` with the rules of inputs first
 
-    Afterwards it is the cleaned model: it has the smaller shapes, and stored weights. Raises
-    `ValueError` if the file is not one of `write`, or if it has other names than the model.
+    Afterwards the model has the smaller shapes, and stored weights. Raises `ValueError` if the file
+    is not one of `write`, or if it has other names than the model.
     """
     modules = named_modules(model)
     weights, numbers, parts = _open(path)
@@ -426,8 +419,6 @@ def read(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
 def _open(path: str | Path) -> tuple[dict[str, About], dict[str, int], Parts]:
     """
     #### What a file says about its weights, its numbers, and the parts of each tensor of the model
-
-    A tensor that is stored as it is has one part, without a name.
     """
     with safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
@@ -482,8 +473,7 @@ def measure(model: nn.Module, example: torch.Tensor, loss: float) -> Size:
     """
     ## Measure a plain model
 
-    * `example` is an input; torch's own `FlopCounterMode` counts its matrix products and
-      convolutions
+    * `example` is an input for torch's own `FlopCounterMode`
     * `loss` is whatever the caller has measured
     """
     with FlopCounterMode(display=False) as counter:

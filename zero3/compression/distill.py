@@ -5,7 +5,7 @@ r"""
 makes the loss by which the student learns the teacher's outputs.
 
 A text says which byte came next, and nothing about the others. The teacher's probabilities say how
-likely each of them was, which is much more to learn from. **Three bytes**, of which `a` came next:
+likely each of them was. **Three bytes**, of which `a` came next:
 
 | | a | b | c |
 |---|---|---|---|
@@ -31,14 +31,14 @@ third part is from [TinyBERT](https://arxiv.org/abs/1909.10351), section 3.
     optimizer.backward(teaching(x, lambda logits: F.cross_entropy(logits, y)))
 
 **Both are sharded.** The teacher has no gradients and no optimizer. It keeps $\frac{1}{N}$ of its
-weights on each rank, and one or two of its layers are whole while it computes. In each step it
-sends a third of what training it would, for the one gather of a forward pass.
+weights on each rank. In each step it sends a third of what training it would, for the one gather of
+a forward pass.
 
 **Run this**: `python -m pytest tests/test_compression_distill.py`.
 
 **Not covered, and what that costs**: models that are not chains; layers whose width differs, which
-would need a matrix between them. All outputs of the teacher's layers that are compared stay in
-memory until the loss is there.
+would need a matrix between them. All outputs that are compared stay in memory until the loss is
+there.
 """
 
 from collections.abc import Callable, Iterator
@@ -63,9 +63,8 @@ def distill(student: Chain, teacher: Chain, keep: list[int], *, logits: float = 
     ## Start a student from layers of its teacher
 
     All ranks call it alike, before the optimizer is built. Both models are chains, sharded or
-    plain. The student's layers get the weights of those that they correspond to, one layer at a
-    time; a compressed layer takes over plain weights too. The teacher is frozen, and set to
-    `eval()`.
+    plain. The student's layers get the weights of those that they correspond to. The teacher is
+    frozen, and set to `eval()`.
 
     * `keep` has the index of the teacher's layer for each layer of the student
     * `logits` is $\alpha$, from 0 to 1, and `hidden` is $\beta$
@@ -98,9 +97,7 @@ def distill(student: Chain, teacher: Chain, keep: list[int], *, logits: float = 
 @dataclass(eq=False)
 class Distillation:
     """
-    ## The loss of a student
-
-    The numbers are as for `distill`.
+    ## The loss of a student, with the numbers of `distill`
     """
 
     student: Chain
@@ -139,8 +136,6 @@ class Distillation:
 def outputs(model: Chain, x: torch.Tensor) -> Iterator[torch.Tensor]:
     """
     ## The outputs of the layers of a chain, one after the other
-
-    A sharded chain gathers each layer while the one before it computes.
     """
     layers = model.walk() if isinstance(model, Zero3Sequential) else model
     for layer in layers:

@@ -4,11 +4,10 @@ r"""
 `Compressed` makes the weight of a module from the stored one, and gives its memory back between
 forward and backward.
 
-The compressed weight is a tensor of its own. A matrix product keeps it for the backward pass,
-because the gradient of the input needs it. The sharded layer frees the stored weight after forward,
-but knows nothing of this one. So every layer's compressed weight would stay, from its forward to
-its backward pass, and together they are as large as the whole model. **Two layers of 100 elements**
-on two ranks, after forward:
+The compressed weight is a tensor of its own. A matrix product keeps it for the backward pass, and
+the sharded layer, which frees the stored weight after forward, knows nothing of it. Together the
+compressed weights of all layers would be as large as the whole model. **Two layers of 100
+elements** on two ranks, after forward:
 
 | | stored, sharded | compressed |
 |---|---|---|
@@ -25,9 +24,9 @@ the tensors that autograd has saved go on to exist. In backward:
 | the gradient of this weight is there | is freed |
 | the gradient of the stored weight is computed | |
 
-The layer has gathered the stored weight by then, also if the module's output is that of the layer.
-The layer gathers in a hook of the output, and autograd calls all hooks of a tensor before those of
-the operation that made it. With $C$ elements in the compressed weights of the layer that computes,
+The layer has gathered the stored weight by then, because autograd calls all hooks of a tensor
+before those of the operation that made it. With $C$ elements in the compressed weights of the layer
+that computes,
 
 $$\text{elements of compressed weights in memory} \le C$$
 
@@ -38,8 +37,7 @@ Masks and whatever else a rule would have kept for backward are computed again t
 
 **Not covered, and what that costs**: modules that do not return one tensor, weights that are
 frozen, and a weight that another module reads, as attention reads that of its `out_proj`. Their
-compressed weights stay until backward has passed. In a recomputation of activation checkpointing
-the weight stays, too, because its backward follows at once.
+compressed weights stay until backward has passed.
 """
 
 from functools import partial
@@ -58,7 +56,7 @@ class Compressed(nn.ModuleList):
     """
     ## A weight, as its rules make it of the stored one
 
-    The one parametrization of the weight. Its modules are what the rules do, in order.
+    Its modules are what the rules do, in order.
     """
 
     def __init__(self, methods: list[Method]):
@@ -93,7 +91,7 @@ def before_forward(module: Any, args: object) -> None:
     """
     ## A module is about to compute
 
-    It frees only the weights that it makes from now on, because it knows when they are needed.
+    It frees only the weights that it makes from now on.
     """
     module.parametrizations.weight[0].made = []
 

@@ -28,7 +28,7 @@ This is equation 1 of [To Prune, or Not to Prune](https://arxiv.org/abs/1710.018
 **Run this**: `python -m pytest tests/test_compression.py -k schedule`.
 
 **Not covered, and what that costs**: a schedule that looks at the loss. Choose the end early
-enough, so that training goes on for a while with the final sparsity and the final bits.
+enough, so that training goes on with the final sparsity and bits.
 """
 
 import math
@@ -57,12 +57,11 @@ class Quantize:
     ## Compute with fewer bits
 
     * `bits` of a weight are 8, 4, 2 or 1; those of an input are 8
-    * `group` is how many neighbours of a row share a scale; left out, a whole row does, which is an
-      output channel
+    * `group` is how many neighbours of a row share a scale; left out, a whole row does
     * `symmetric` values are multiples of a scale on both sides of zero. Otherwise the smallest
       value may be closer to zero than the largest, as after a ReLU
     * `start` is how many steps the optimizer takes before, and at `end` the bits have fallen from
-      `start_bits` to `bits`; left out, they are the same all the time
+      `start_bits` to `bits`
     * `of` is "weight" or "input"
     * `moving` is for inputs: how much of the old range stays at each step, from 0 to 1. Left out,
       each batch has a range of its own
@@ -122,11 +121,9 @@ class Prune:
       left out, it is reached at the start
     * `scope` is "layer", or "global": then all weights of the rule share one threshold. For
       elements only
-    * `score` is "magnitude"; or "learnt": a number for each element, row, channel or head, which is
-      trained with the weights
-    * `regrow` trains pruned elements too, by the gradient that they would have if they were left.
-      So they may grow and come back. Otherwise their gradient is zero. For magnitudes only, because
-      learnt scores bring elements back by themselves
+    * `score` is "magnitude"; or "learnt": a number for each part, trained with the weights
+    * `regrow` gives pruned elements the gradient that they would have if they were left. For
+      magnitudes only, because learnt scores bring elements back by themselves
     * `heads` is how many heads the inputs are made of
     * `follows` are other layers that `clean` makes smaller too, by their names beside this one: for
       rows, those that read them; for channels and heads, those that write them

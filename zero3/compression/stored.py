@@ -21,11 +21,11 @@ $$\underbrace{\lceil n / 8 \rceil}_{\text{mask, if pruned}} + \lceil m b / 8 \rc
 
 and one more for each scale if codes are not symmetric, for the zero points. Without quantisation,
 `codes` are the elements themselves. The values are those that training computed with, bit for bit,
-because $s (c - z)$ is what `fake_quantize` computes too. `clean` compares them.
+and `clean` compares them.
 
-**Reading the file without this package.** `read` loads it with this package. The file's metadata
-have an entry `zero3`, whose `weights` say of each weight its `shape`, `dtype` and `bits`, and which
-value the smallest code stands for, `least`. A symmetric weight of 4 bits, none of it pruned, is
+**Reading the file without this package.** The file's metadata have an entry `zero3`, whose
+`weights` say of each weight its `shape`, `dtype` and `bits`, and which value the smallest code
+stands for, `least`. A symmetric weight of 4 bits, none of it pruned, is
 
     byte = tensors["0.weight.codes"]
     codes = torch.stack([byte & 15, byte >> 4], dim=1).view(-1)[:numel] + least
@@ -35,10 +35,9 @@ The tests read all kinds of files like this.
 
 **Run this**: `python -m pytest tests/test_compression_clean.py -k bytes`.
 
-**Not covered, and what that costs**: kernels that compute with codes. The weight is made in full
-for each forward pass, and multiplied as it was, so the cleaned model is small at rest and not fast.
-The library torchao has such kernels. This package does not depend on it. Scales are fp32 and are
-not compressed themselves.
+**Not covered, and what that costs**: kernels that compute with codes, such as those of torchao. The
+weight is made in full for each forward pass, so the cleaned model is small at rest and not fast.
+Scales are fp32 and are not compressed themselves.
 """
 
 from typing import TypedDict
@@ -62,7 +61,7 @@ class Stored(nn.Module):
     """
     ## A weight from its codes
 
-    A parametrization too: `parametrizations.weight.original` has the codes.
+    A parametrization, whose `parametrizations.weight.original` has the codes.
     """
 
     mask: torch.Tensor | None
@@ -90,8 +89,6 @@ class Stored(nn.Module):
         ### The codes of a weight, `(bytes,)` uint8 or elements
 
         * `kept` says which elements are left, of the weight's shape; left out, all
-
-        The scales have been set before.
         """
         codes = weight
         if self.scales is not None:
@@ -118,7 +115,6 @@ class Stored(nn.Module):
         count = numel if kept is None else int(kept.sum())
         numbers = (codes if self.bits is None else unpack(codes, self.bits))[:count].to(wide)
         if kept is not None:
-            # Bring each to its place.
             numbers = numbers.new_zeros(numel).masked_scatter(kept, numbers)
         if self.scales is not None:
             numbers = self._scaled(numbers.view(len(self.scales), -1)).view(-1)
@@ -149,8 +145,8 @@ class Stored(nn.Module):
         """
         ### What a reader makes of it
 
-        * `about` is what the method `about` has returned
-        * `parts` are the mask, the scales and the zeros, by these names
+        * `about` comes from the method `about`; `parts` are the mask, the scales and the zeros, by
+          name
         """
         stored = Stored(torch.Size(about["shape"]), getattr(torch, about["dtype"]), about["bits"],
                         about["least"])

@@ -4,9 +4,9 @@ r"""
 `kth_keys` finds the number that exactly $k$ of all numbers do not exceed, without any rank having
 all of them.
 
-A global sparsity of one half means: prune the smaller half of *all* elements. No rank has all of
-them, and gathering them to sort them would send the whole model. But ranks can *count*. They agree
-on the number digit by digit, and the greatest digit comes first.
+A global sparsity of one half means: prune the smaller half of *all* elements. Gathering them to
+sort them would send the whole model. But ranks can *count*. They agree on the number digit by
+digit, the greatest digit first.
 
 **Four numbers on two ranks.** The second smallest of 42, 17, 13 and 45 is wanted. Rank 0 has 42
 and 17, rank 1 has 13 and 45:
@@ -23,11 +23,10 @@ sends
 $$\left\lceil \frac{b}{8} \right\rceil \cdot 2^8 \cdot 8 \cdot n \cdot (N - 1) \quad
 \text{bytes}$$
 
-in $\lceil b / 8 \rceil$ messages to each other rank. An fp32 weight of 128 by 128 has keys of 47
-bits. On two ranks these are 12,288 bytes in a step, where a gather of the weight is 32,768. One
-global threshold for a model of a billion elements has keys of 62 bits, which is 16,384 bytes.
-Counting is exact, and sums of whole numbers do not depend on their order. So the threshold has the
-same bits on all ranks, and on any number of ranks.
+in $\lceil b / 8 \rceil$ messages to each other rank. An fp32 weight of 128 by 128 has keys of 32
+bits for the element and 15 for its place, together 47. On two ranks these are 12,288 bytes in a
+step, where a gather of the weight is 32,768. Sums of whole numbers do not depend on their order, so
+the threshold has the same bits on any number of ranks.
 
 This is a radix sort that only follows the one bucket it needs; see Cormen et al., *Introduction to
 Algorithms*, sections 8.3 and 9.2.
@@ -36,8 +35,7 @@ Algorithms*, sections 8.3 and 9.2.
 tests/test_compression.py -k threshold`.
 
 **Not covered, and what that costs**: masks that are kept for a while. The threshold is found anew
-after each step of the optimizer, because the weights have changed, and an element that has become
-small may take the place of one that has become large.
+after each step of the optimizer, because the weights have changed.
 """
 
 from collections.abc import Callable
@@ -114,8 +112,6 @@ def _keys_in_shards(layer: Guarded, by_param: dict[int, PrunedElements]
     #### The keys of the elements that are in this rank's shards of a layer
 
     * `by_param` has what each weight is pruned by
-
-    A shard that rests in a file is read once.
     """
     layer.expect(not getattr(layer.comm.links, "weights", None), "cannot prune elements",
                  "weights that are gathered as they are", f"{layer.comm.links}", "prune rows, "
