@@ -10,8 +10,7 @@ A user who mistypes a number should read one line, and not the twenty of a trace
 python -m zero3.estimate: --params is too small. Expected: at least 1. Got: 0. What to do: raise it.
 ```
 
-It is best to find such a mistake before memory is allocated, and before a minute has passed. An
-accepted value satisfies
+An accepted value satisfies
 
 $$\text{least} \le \text{value} \le \text{most}$$
 
@@ -46,8 +45,8 @@ def folder(name: str, path: str | Path) -> None:
     """
     ## Raise `ValueError` if files cannot be created in a folder
 
-    It creates a file without a name, which disappears at once. The permissions of the folder are
-    not enough: they say nothing about a disk that is mounted read-only.
+    It creates a file without a name, which disappears at once. Permissions say nothing about a disk
+    that is mounted read-only.
     """
     problem = ""
     try:

@@ -10,8 +10,8 @@ address zero and end the interpreter, without a word about the cause:
 $$\text{bytes that its shape promises} > \text{bytes in its storage} = 0$$
 
 So the layer changes the *class* of each parameter, to a subclass of this one when it frees the
-memory and back to `nn.Parameter` when it fills it again. The object stays the same, in the module
-and wherever else somebody holds a reference to it.
+memory and back to `nn.Parameter` when it fills it again. The object stays the same, wherever
+somebody holds a reference to it.
 
 **Run this**: `zero3.Zero3Layer(torch.nn.Linear(2, 2)).module.weight + 1` in a Python session.
 
@@ -58,7 +58,7 @@ class FreedParameter(nn.Parameter):
     name: str
     owner: weakref.ref[Guarded]
     cure: str
-    is_shard: bool  # a shard that rests in a file, or encoded
+    is_shard: bool
     traceable = False  # whether a compiler may trace a use, because it gathers the parameter itself
 
     @classmethod
@@ -78,9 +78,7 @@ class FreedParameter(nn.Parameter):
         """
         ### A parameter without elements, for an optimizer that asks what there is to train
 
-        * `memory` is as long as the shard and of its data type; its memory is freed
-
-        Reading one of its elements is an error.
+        * `memory` is as long as the shard and of its data type; it is freed
         """
         memory.untyped_storage().resize_(0)
         param = nn.Parameter(memory, trains)

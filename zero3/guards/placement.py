@@ -16,9 +16,9 @@ different weights. So the ranks compare names, shapes and data types once:
 
 $$\text{parameters of rank } 0 = \text{parameters of rank } 1 = \ldots$$
 
-Two whole models may agree in all of these, and be built in another order on rank 1. Then nothing
-differs, and rank 0's first model has its other half in rank 1's second one. So the first rank draws
-a number while the ranks compare, and all later announcements contain it (see `collectives.py`).
+Two whole models may agree in all of these, and be built in another order on rank 1. So the first
+rank draws a number while the ranks compare, and all later announcements contain it (see
+`collectives.py`).
 
 **Run this**: `python -m docs.mutations no-comparison` shows what happens without the comparison.
 
@@ -73,8 +73,8 @@ def compare_params(rank: int, ranks: Sequence[int], who: str,
     * `gather` gets what this rank has, and returns what each rank has; all ranks must call it
     * `how` tells how the parameters travel between ranks
 
-    Returns a number below 2 to the 31 that the first rank has drawn. It tells this layer from all
-    others, also from those with the same parameters. Raises `RuntimeError`.
+    Returns a number below 2 to the 31 that the first rank has drawn, to tell this layer from all
+    others. Raises `RuntimeError`.
     """
     told = {f"parameter {i}": (names, tuple(p.shape), p.dtype, p.requires_grad)
             for i, (p, names) in enumerate(params.items())}

@@ -2,8 +2,7 @@ r"""
 # Room: memory that is left
 
 `room` says how much memory this process can still get, and `check_room` raises an error on all
-ranks if one of them has too little. It is better to say so before the first step than to have the
-system end a process in the middle of it.
+ranks if one of them has too little. Otherwise the system may end a process in the middle of a step.
 
 $$\text{room} = \min(\text{available},\; \text{limits} - \text{used})$$
 

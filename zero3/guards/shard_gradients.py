@@ -72,21 +72,18 @@ class ShardGradient(torch.Tensor):
     """
     ## The gradient of a shard
 
-    `FlatParameter.add_grad` makes each shard's gradient one of these. In the example above, torch's
-    norm of (3, 4) would be 5 on rank 0; this class raises an error instead.
+    `FlatParameter.add_grad` makes each shard's gradient one of these.
     """
 
     flat: weakref.ref  # the flat parameter
-    # Names of the parameters that have contributed, as far as this rank knows. `None` stands for
-    # all of them, because somebody else made the gradient.
+    # Names of the parameters that have contributed, as far as this rank knows; `None` for all.
     used: set[tuple[str, ...]] | None
 
     def note_used(self, names: Iterable[tuple[str, ...]]) -> None:
         """
         ### Record that these parameters have contributed to the gradient
 
-        `Zero3Optimizer` asks for these names in a step. A parameter that got no gradient on any
-        rank is not stepped, as in plain PyTorch.
+        A parameter that got no gradient on any rank is not stepped, as in plain PyTorch.
         """
         if self.used is not None:
             self.used.update(names)
@@ -114,10 +111,9 @@ class ShardGradient(torch.Tensor):
 
 class GradientElsewhere(ShardGradient):
     """
-    ## A gradient that rests elsewhere
+    ## A gradient that rests with its master, in CPU memory or in a file
 
-    It takes the place of `.grad` when the gradient goes to the place of a master in CPU memory or
-    in a file. So `p.grad is None` and `zero_grad()` mean what they always do.
+    It takes the place of `.grad`, so `p.grad is None` and `zero_grad()` mean what they always do.
     """
 
     @classmethod
@@ -153,8 +149,7 @@ def plain_part(grad: torch.Tensor) -> torch.Tensor:
     """
     ## A shard's gradient as a plain tensor, in the same memory
 
-    Clipping and the optimizer use it. They take the norm of this rank's part, and then combine the
-    norms of all ranks.
+    Clipping takes its norm on each rank, and then combines the norms.
     """
     return grad.as_subclass(torch.Tensor) if isinstance(grad, ShardGradient) else grad
 
@@ -175,9 +170,7 @@ def mark(grad: torch.Tensor, flat: Any, used: set | None) -> ShardGradient:
 
 def elsewhere(flat: Any) -> GradientElsewhere:
     """
-    ## A gradient without memory, for a shard
-
-    * `flat` is the shard's flat parameter
+    ## A gradient without memory, for the shard of a flat parameter
     """
     with torch._C.DisableTorchFunction():
         shard = flat.shard
@@ -193,7 +186,7 @@ def grad_of(shard: nn.Parameter) -> Any:
     """
     ## The gradient of a shard, even if the shard rests in a file
 
-    Such a shard is a `FreedParameter`, whose class looks at every access. This goes past it.
+    The class of such a shard, `FreedParameter`, looks at every access. This goes past it.
     """
     with torch._C.DisableTorchFunction():
         return shard.grad
@@ -202,8 +195,6 @@ def grad_of(shard: nn.Parameter) -> Any:
 def set_grad(shard: nn.Parameter, grad: torch.Tensor | None) -> None:
     """
     ## Give a shard a gradient, even if the shard rests in a file
-
-    Such a shard is a `FreedParameter`, which refuses any gradient but `None`.
     """
     with torch._C.DisableTorchFunction():
         shard.grad = grad
@@ -225,9 +216,7 @@ def _found(args: Iterable[object]) -> Iterator[ShardGradient]:
 
 def _like(result: torch.Tensor, grad: ShardGradient) -> torch.Tensor:
     """
-    #### A result, marked like the gradient that it comes from
-
-    So `p.grad.float()` refuses a norm as `p.grad` does.
+    #### A result, marked like the gradient that it comes from, so that it refuses a norm too
     """
     if isinstance(result, ShardGradient):
         return result

@@ -9,16 +9,15 @@ and returns one tensor. The block makes its causal mask itself, so only activati
 to layer.
 
 The tokens are bytes, and no tokenizer has to be trained or downloaded. The loss can then be read as
-compression. If the model gives each next byte the probability $\frac{1}{256}$, as a model does that
-has learned nothing, a byte costs $\log_2 256 = 8$ bits. If it gives the right bytes $\frac{1}{4}$,
-they cost 2 bits each. In general, with the probability $p(x_t \mid x_{<t})$ of the byte $x_t$,
+compression. If the model gives each next byte the probability $\frac{1}{256}$, a byte costs
+$\log_2 256 = 8$ bits. If it gives the right bytes $\frac{1}{4}$, they cost 2 bits each. In general,
+with the probability $p(x_t \mid x_{<t})$ of the byte $x_t$,
 
 $$\text{bits per byte} = -\frac{1}{T} \sum_{t=1}^{T} \log_2 p(x_t \mid x_{<t})$$
 
 The block is that of [Primer EZ](https://arxiv.org/abs/2109.08668): it has squared ReLU, and a
 convolution over three positions after each query, key and value. The convolution shows the two
-previous bytes to every head. A plain transformer first has to learn to look at them, which takes
-longer than a run of a few minutes.
+previous bytes to every head. A plain transformer first has to learn to look at them.
 
 **Run this**: `make train` trains it.
 
@@ -108,10 +107,9 @@ class Embedding(nn.Module):
 
 class Block(nn.Module):
     """
-    ## One transformer block
+    ## One transformer block: `[seq, batch, d_model]` to the same shape
 
-    Attention and feed-forward network, each after a layer norm and added to the residual stream:
-    `[seq, batch, d_model]` to the same shape.
+    Attention and feed-forward network, each after a layer norm and added to the residual stream.
     """
 
     def __init__(self, config: GPTConfig):
@@ -125,8 +123,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         seq_len = len(x)
-        # [seq, seq, 1] bool: whether a query (row) may look at a key (column). It is computed each
-        # time, because a buffer would stay on every rank unsharded.
+        # [seq, seq, 1] bool: whether a query (row) may look at a key (column). A buffer would stay
+        # on every rank unsharded.
         mask = torch.ones(seq_len, seq_len, dtype=torch.bool, device=x.device).tril().unsqueeze(-1)
         x = self.layer(x=x, mask=mask)
         # labml_nn keeps the attention for plots. It is larger than the layer, so free it now.
@@ -155,9 +153,8 @@ def gpt_layers(config: GPTConfig) -> list[nn.Module]:
     ## The layers of the model, to be wrapped one by one
 
     Matrices are initialised as in labml_nn's transformer (Glorot, uniform), with two exceptions.
-    Each block adds two outputs to the residual stream, which would grow with depth, so their
-    matrices start smaller, by $\frac{1}{\sqrt{2n}}$. The head starts near zero, so that training
-    begins at 8 bits per byte and not at a confident wrong guess.
+    Each block adds two outputs to the residual stream, so their matrices start smaller, by
+    $\frac{1}{\sqrt{2n}}$. The head starts near zero, so that training begins at 8 bits per byte.
     """
     blocks = [Block(config) for _ in range(config.n_layers)]
     embedding = Embedding(config)
@@ -182,8 +179,7 @@ def next_byte_loss(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
     * `windows` is `[batch, seq + 1]`. Each position except the last is an input, and each position
       except the first is a target
 
-    Returns the mean in fp32, in any data type of the model. Divided by $\ln 2$ it is in bits per
-    byte.
+    Returns the mean in fp32. Divided by $\ln 2$ it is in bits per byte.
     """
     logits = model(windows[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
@@ -206,8 +202,8 @@ def sample(
     * `seq_len` is the longest window that the model takes
     * `generator` draws the bytes on the CPU, so a seed gives the same text on every device
 
-    All ranks of a sharded model call this together, because its layers are gathered for each byte.
-    With generators of the same seed all ranks get the same text. Returns prompt and continuation.
+    All ranks of a sharded model call this together. With generators of the same seed all ranks get
+    the same text. Returns prompt and continuation.
     """
     training = model.training
     model.eval()
@@ -275,10 +271,9 @@ def global_batch(
     ## The windows of all ranks for one step
 
     The windows, `[rows, seq_len + 1]` int64, depend only on `seed` and `step`. Every rank draws the
-    whole batch and takes its own rows. So the batch is the same on any number of ranks, and needs
-    no communication.
+    whole batch and takes its own rows. So the batch is the same on any number of ranks.
     """
-    # A seed has 64 bits, and the product may have more.
+    # A seed has 64 bits.
     generator = torch.Generator().manual_seed((1_000_003 * seed + step) % 2**64)
     starts = torch.randint(len(data) - seq_len, (rows,), generator=generator)
     return data.unfold(0, seq_len + 1, 1)[starts].long()

@@ -10,8 +10,8 @@ forked from a server process that has imported torch once, so starting one takes
 second. `run("worker:who", 2)`, for example, calls `who` of `worker.py` on two ranks. If it returns
 the number of the rank, `run` returns `[0, 1]`.
 
-The same call works on a laptop and on a machine full of GPUs. There is one rank on each GPU, and
-NCCL between them. Without GPUs there are two ranks on the CPU, and gloo.
+There is one rank on each GPU, and NCCL between them. Without GPUs there are two ranks on the CPU,
+and gloo.
 
 **Run this**: the notebooks.
 
@@ -47,8 +47,7 @@ def preload(*modules: str) -> None:
     """
     ## Import modules once, for all ranks
 
-    Call it before the first rank starts. A second call replaces the list of the first. torch's
-    optimizers import `torch._dynamo` in their first step, so it is always in the list.
+    Call it before the first rank starts. A second call replaces the list of the first.
     """
     _CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.distributed", *modules])
 
@@ -71,8 +70,8 @@ def run(worker: Callable | str, world_size: int | None = None, *args: Any, devic
     * `device` is "cpu" or "auto"; "auto" uses GPUs if there is one for each rank
 
     Raises `AssertionError` when a rank has failed and the others have noticed. The error begins
-    with the traceback of that rank, and has a line from each rank that only lost another one. A
-    rank that does not answer within `timeout_s` seconds counts as failed.
+    with the traceback of that rank. A rank that does not answer within `timeout_s` seconds has
+    failed.
     """
     expect(device in ("auto", "cpu"), "no such choice", '"auto" or "cpu"', repr(device),
            "hide GPUs with CUDA_VISIBLE_DEVICES to use only some of them")
@@ -117,7 +116,7 @@ def is_consequence(error: BaseException) -> bool:
     cause. They come from a wait in `zero3.comm.collectives`, or from a collective of
     `torch.distributed`.
     """
-    # Follow the chain back to the first error: later ones were raised while it was handled.
+    # Later errors were raised while the first one was handled.
     while earlier := error.__cause__ or (not error.__suppress_context__ and error.__context__):
         error = earlier
     if not isinstance(error, RuntimeError):
@@ -135,8 +134,6 @@ def report(failed: list[str]) -> str:
     ## The error texts of the ranks: causes in full first, then a line for each consequence
 
     * `failed` has the texts in the order of their arrival
-
-    If there is no cause among them, all are kept in full.
     """
     causes = [text for text in failed if not text.startswith(_CONSEQUENCE)]
     if not causes:
@@ -150,8 +147,7 @@ def _answers(pipes: list[connection.Connection], timeout_s: float) -> tuple[dict
     """
     #### Wait for all ranks: results by rank, and error texts in the order of their arrival
 
-    A failure is noticed at once, while other ranks may still wait for the failed one. They get
-    `_GRACE_S` more seconds to report that.
+    After a failure, the other ranks get `_GRACE_S` more seconds to report that.
     """
     results: dict[int, Any] = {}
     failed: list[str] = []
@@ -204,8 +200,7 @@ def _rank(worker, rank: int, world_size: int, store: str, device: str, pipe, arg
             world_size=world_size, timeout=timedelta(seconds=60))
         if isinstance(worker, str):
             worker = pkgutil.resolve_name(worker)
-        # Pickled here: the pipe itself would send tensors as shared memory, which ends with this
-        # process.
+        # The pipe itself would send tensors as shared memory, which ends with this process.
         answer = pickle.dumps((True, worker(*args)))
     except BaseException as error:
         whose = f"{_CONSEQUENCE} " if is_consequence(error) else ""

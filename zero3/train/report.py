@@ -12,7 +12,7 @@ shards of 1 MiB rest in memory, the line of the forward pass goes 1, 2, 3, 2.
 **Run this**: `make train` prints the table, and writes `loss.png`, `tape.png` and `gradients.png`.
 
 **Not covered, and what that costs**: time. The axis of the tape counts events, so that short ones
-are visible too. `Event.time_s` has the time of each event.
+are visible too.
 """
 
 import os
@@ -56,10 +56,8 @@ STYLES = {
     # Paler, because it is the same file.
     "writing": (f"{COLORS['file']}80", 0.15, -0.3),
 }
-# The text of each bar in the legend.
 LEGEND = ("parameters whole", "layer computes", "full gradients", "optimizer steps",
           "reading from files", "writing to files")
-# Colours behind the phases of a step.
 SHADES = {"forward": "#ffffff", "backward": "#f5f6f7", "step": "#e9ecef"}
 
 
@@ -68,9 +66,8 @@ def table(predicted: list[dict[str, int]], plain: dict[str, int], measured: list
     """
     ## Bytes that each rank held and sent: predicted, measured, and for plain data parallelism
 
-    * `predicted` has a dict of each rank; figures that it lacks are "not predicted"
-
-    `equal` follows a measured figure that equals the predicted one, else the difference.
+    `equal` follows a measured figure that equals the predicted one, else the difference. Figures
+    that a dict of `predicted` lacks are "not predicted".
     """
     heads = {"rest_bytes": "at rest", "peak_bytes": "at the peak", "sent_bytes": "sent in a step"}
     if any(held.get("disk_bytes") for held in measured):
@@ -109,7 +106,6 @@ def draw_loss(losses: list[float], held_out: list[tuple[int, float]], caption: s
     * `losses` has the loss of each step, in bits per byte
     * `held_out` has pairs of step and bits per byte
     """
-    # A line through the mean of the steps around each step.
     reach = len(losses) // 80
     smooth = [statistics.fmean(losses[max(0, i - reach) : i + reach + 1])
               for i in range(len(losses))]
@@ -145,8 +141,8 @@ def spans(events: list[Event]) -> Iterator[tuple[str, str, int, int]]:
     ## The times during which a layer was whole, computed, or held gradients
 
     Yields the layer, a name from `STYLES`, and the indices of the first and the last event of that
-    time. A layer frees its parameters before its gradients, so the first `free` ends "full" and
-    the next one "gradients".
+    time. A layer frees its parameters before its gradients, so the first `free` ends "full" and the
+    next one "gradients".
     """
     begins = {"fetch": "full", "compute": "computing", "gradients": "gradients",
               "read": "reading", "write": "writing"}
@@ -164,7 +160,7 @@ def spans(events: list[Event]) -> Iterator[tuple[str, str, int, int]]:
             if (e.layer, name) in begun:
                 yield e.layer, name, begun.pop((e.layer, name)), i
     for (layer, name), first in begun.items():
-        # A write may still be in flight at the end. The next step waits for it.
+        # The next step waits for a write that is still in flight.
         if name == "writing":
             yield layer, name, first, len(events)
 
@@ -179,8 +175,8 @@ def draw_tape(
     * `predicted` has the predicted bytes of each rank, as far as there are some, and `plain` those
       of plain data parallelism
 
-    The upper plots show the bytes that each rank holds after each event. The lowest one shows, on
-    the same axis, the state of each layer on rank 0.
+    The upper plots show the bytes that each rank holds after each event, the lowest one the state
+    of each layer on rank 0.
     """
     events = tapes[0]
     # Those of further ranks look the same.
@@ -259,8 +255,8 @@ def draw_gradients(counts: dict[int, int], caption: str) -> Figure:
 
     * `counts` says how many gradients lie between a power of two and the next
 
-    Two ranges are shaded. Below $2^{-14}$, fp16 has fewer and fewer digits, and below $2^{-24}$ it
-    only has zero.
+    Below $2^{-14}$, fp16 has fewer and fewer digits, and below $2^{-24}$ it only has zero. Both
+    ranges are shaded.
     """
     total = sum(counts.values()) or 1
     fig = _figure(caption, 8, [4])
