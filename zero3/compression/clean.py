@@ -23,9 +23,8 @@ layer never matter. Both go:
 | before | 4 · 4 + 4 · 4 = 32 | 32 |
 | after | 2 · 4 + 4 · 2 = 16 | 16 |
 
-In general, if a part $s$ of the rows is pruned, both layers have $1 - s$ of their parameters and
-multiply-adds. Single elements save bytes and no multiply-adds, because a matrix with holes is
-multiplied as if it were full.
+If a part $s$ of the rows is pruned, both layers have $1 - s$ of their parameters and multiply-adds.
+Single elements save bytes and no multiply-adds.
 
 | pruned | goes from this layer | and from the layers that `follows` names |
 |---|---|---|
@@ -35,8 +34,8 @@ multiplied as if it were full.
 Without `follows` the zeros stay. Rows may go if zero stays zero on the way to the next layer, as it
 does in a ReLU, a GELU or a dropout, and not in a sigmoid or a norm. Columns may always go.
 
-A model without pruned rows and heads has the same outputs as before, to the bit. With them, sums
-have fewer terms, and kernels may add these in another order.
+A model without pruned rows and heads has the same outputs as before, to the bit. With them, kernels
+may add the remaining terms of a sum in another order.
 
 **Run this**: `python -m pytest tests/test_compression_clean.py`.
 
@@ -74,9 +73,7 @@ from zero3.offload.tensors import save_tensors
 from zero3.optimizer.stage3 import plain_paths
 from zero3.sharded import ShardedModel, comm_of
 
-# The mask, the codes, the scales and the zeros of a tensor, by these names.
 Parts = dict[str, dict[str, torch.Tensor]]
-# The attributes of modules that repeat the number of outputs, and of inputs.
 _SIZES = (("out_features", "out_channels", "nf", "embedding_dim"),
           ("in_features", "in_channels", "nx", "num_embeddings"))
 
@@ -90,8 +87,8 @@ def clean(model: nn.Module | Iterable[nn.Module], trained: ShardedModel | None =
     * `trained` is a sharded model that was compressed by the same rules. Its weights, steps and
       thresholds are taken over first (all-gather; all ranks call it)
 
-    Raises `ValueError` if nothing is compressed or the model is clean already, if a layer in
-    `follows` does not exist or has another shape, or if columns go from the middle of a group.
+    Raises `ValueError` if nothing is compressed, if a layer in `follows` does not exist or has
+    another shape, or if columns go from the middle of a group.
     """
     modules = named_modules(model)
     if trained is not None:
@@ -99,7 +96,7 @@ def clean(model: nn.Module | Iterable[nn.Module], trained: ShardedModel | None =
     layers = {name: module for name, module in modules.items() if _methods(module)}
     expect(bool(layers), "clean", "a model with compressed weights", "none, or a model that is "
            "clean already", "call `compress` with the rules that it was trained with")
-    # Look at all weights before one changes, because the others are cut along with it.
+    # Look at all weights before one changes.
     plans = {name: Plan(module) for name, module in layers.items()}
     cuts = _cuts(modules)
     for name, module in modules.items():
@@ -163,7 +160,6 @@ class Plan:
         self.module = module
         self.kept: torch.Tensor | None = None  # which elements are stored; `None` for all
         weight = module.parametrizations.weight.original
-        # Until the weight is cut and stored, its scales and zeros are (rows, groups).
         self.stored = Stored(weight.shape, weight.dtype, None, 0)
         # The same steps as in training, because scales are those of the weight so far.
         for method in _methods(module):
@@ -265,7 +261,7 @@ Cut = list[torch.Tensor | None]
 
 def _cuts(modules: dict[str, nn.Module]) -> dict[str, Cut]:
     """
-    #### The rows and columns that go, of each layer by its name
+    #### The rows and columns that go, by the name of each layer
     """
     cuts: dict[str, Cut] = {}
     for name, module in modules.items():
@@ -290,7 +286,7 @@ def _cut_by(module: Any) -> list[PrunedParts]:
 
 def _beside(name: str, other: str) -> str:
     """
-    #### The whole name of a layer or attribute beside a layer
+    #### The whole name of a neighbour of a layer
     """
     return f"{name.rpartition('.')[0]}.{other}".strip(".")
 
@@ -361,9 +357,8 @@ def write(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
     ## Write a cleaned model as safetensors, which any reader of that format loads
 
     A stored weight `0.weight` becomes `0.weight.codes`, `.mask`, `.scales` and `.zeros`, as far as
-    it has them. Everything else has its name in the plain model. The file's metadata have an entry
-    `zero3`, in JSON: `weights`, see `stored.py`, and `numbers`, the whole numbers among the
-    attributes of modules, because `clean` has changed some of them.
+    it has them. The file's metadata have an entry `zero3`, in JSON: `weights`, see `stored.py`, and
+    `numbers`, the whole numbers among the attributes of modules, some of which `clean` has changed.
 
     Raises `ValueError` if the model is not clean.
     """
@@ -380,7 +375,6 @@ def write(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
                         if type(value) is int and not key.startswith("_")}
     tensors = {name: tensor.detach().clone().contiguous()
                for name, _, _, tensor in _tensors(modules)}
-    # One entry, because several would be written in any order.
     about = json.dumps({"weights": weights, "numbers": numbers})
     save_tensors(Path(path), tensors, {"zero3": about})
 
@@ -390,11 +384,10 @@ def read(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
     """
     ## Load a file of `write` into a plain model, in place
 
-    * `model` is a plain model or a list of layers, as it was before `compress`. If inputs are
-      rounded, call `compress` with the rules of inputs first
+    * `model` is as it was before `compress`. If inputs are rounded, call `compress` with the rules
+      of inputs first
 
-    Afterwards the model has the smaller shapes, and stored weights. Raises `ValueError` if the file
-    is not one of `write`, or if it has other names than the model.
+    Raises `ValueError` if the file is not one of `write`, or if it has other names than the model.
     """
     modules = named_modules(model)
     weights, numbers, parts = _open(path)
@@ -438,7 +431,7 @@ def _open(path: str | Path) -> tuple[dict[str, About], dict[str, int], Parts]:
 
 def _tensors(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
     """
-    #### What a file has: a name in it, the module, the name there, the tensor
+    #### The tensors of a file: name, module, the name there, tensor
     """
     for prefix, module in modules.items():
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -474,7 +467,7 @@ def measure(model: nn.Module, example: torch.Tensor, loss: float) -> Size:
     ## Measure a plain model
 
     * `example` is an input for torch's own `FlopCounterMode`
-    * `loss` is whatever the caller has measured
+    * `loss` is the held-out loss
     """
     with FlopCounterMode(display=False) as counter:
         model(example)

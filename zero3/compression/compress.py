@@ -14,8 +14,7 @@ part of a name, and `*.first|*.second` for names of either kind. The rules of a 
 every layer with a `weight` that it matches.
 
 **After each step** of an optimizer that trains parameters of the model, the schedule advances by
-one, for frozen weights too. If several optimizers train it, the schedule follows the one with the
-most steps.
+one. If several optimizers train it, the schedule follows the one with the most steps.
 
 | | on each rank | between ranks |
 |---|---|---|
@@ -25,8 +24,7 @@ most steps.
 | everything else | made from the gathered weight | |
 
 Take the weights 0.1, −0.7 on rank 0 and 0.4, −0.2 on rank 1, with the sparsity one half. Both
-ranks count, both learn that the threshold is the key of −0.2, and each of them makes the same mask
-as soon as it has gathered the four weights:
+ranks learn that the threshold is the key of −0.2, and make the same mask of the gathered weights:
 
 $$0.1,\; -0.7,\; 0.4,\; -0.2 \quad\to\quad 0,\; -0.7,\; 0.4,\; 0$$
 
@@ -85,7 +83,6 @@ from zero3.sharded import Sharded, ShardedModel
 
 Rule = Prune | Quantize
 Rules = dict[str, list[Rule]]
-# Magnitude and place of an element are a key of at most 63 bits.
 MOST_SHARED = 2**31 - 1
 
 
@@ -108,7 +105,6 @@ def compress(model: nn.Module | Iterable[nn.Module], rules: Rules) -> "Compressi
     expect(not split, "compress", "whole weights, because thresholds and scales are for these",
            f"`{split[:1]}`, which `tensor_parallel` has split", "leave one of the two out")
     uses = Counter(p for module in found.values() for p in module._parameters.values())
-    # Find every problem before anything changes.
     left = {name: module for name, module in found.items()
             if getattr(module._parameters.get("weight"), "ndim", 0) >= 2}
     matches: list[tuple[list[nn.Module], list[Rule]]] = []
@@ -151,9 +147,7 @@ def named_modules(model: nn.Module | Iterable[nn.Module]) -> dict[str, nn.Module
 
 def _params(model: nn.Module) -> Iterator[nn.Parameter]:
     """
-    #### The parameters of a model, also if its layers are sharded
-
-    A sharded layer keeps them as plain attributes of their modules.
+    #### The parameters of a model, also those that a sharded layer keeps as plain attributes
     """
     for module in model.modules():
         for value in (*vars(module).values(), *module._parameters.values()):
@@ -179,7 +173,6 @@ class Compression:
         self.model = model
         self.all_methods = methods
         self.groups = groups
-        # The steps that each optimizer has taken, and the most of them.
         self.taken: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
             weakref.WeakKeyDictionary())
         self.most_taken = 0
@@ -228,7 +221,6 @@ class Compression:
             self.most_taken = taken
             self.advance()
         else:
-            # Its weights have changed.
             self.find_thresholds()
 
     @torch.no_grad()
@@ -308,7 +300,7 @@ def _is_stepped(param: nn.Parameter, optimizer: torch.optim.Optimizer, stepped: 
         return id(param) in stepped
     if isinstance(optimizer, Zero3Optimizer):
         return layer.reducer in optimizer.buckets
-    # A layer of a `Zero3Optimizer` is stepped by the optimizer inside of it, too.
+    # A `Zero3Optimizer` steps its shards by an optimizer inside of it, which does not count.
     return (not isinstance(layer.reducer, Bucket)
             and any(id(flat.shard) in stepped for flat in layer.flats))
 

@@ -4,8 +4,8 @@ r"""
 `distill` starts a small model, the *student*, from some layers of a trained one, the *teacher*, and
 makes the loss by which the student learns the teacher's outputs.
 
-A text says which byte came next, and nothing about the others. The teacher's probabilities say how
-likely each of them was. **Three bytes**, of which `a` came next:
+A text says which byte came next. The teacher's probabilities say how likely each of them was.
+**Three bytes**, of which `a` came next:
 
 | | a | b | c |
 |---|---|---|---|
@@ -31,8 +31,7 @@ third part is from [TinyBERT](https://arxiv.org/abs/1909.10351), section 3.
     optimizer.backward(teaching(x, lambda logits: F.cross_entropy(logits, y)))
 
 **Both are sharded.** The teacher has no gradients and no optimizer. It keeps $\frac{1}{N}$ of its
-weights on each rank. In each step it sends a third of what training it would, for the one gather of
-a forward pass.
+weights on each rank, and sends a third of what training it would, for one gather in a step.
 
 **Run this**: `python -m pytest tests/test_compression_distill.py`.
 
@@ -121,7 +120,6 @@ class Distillation:
             theirs = [*outputs(self.teacher, x)]
         mine = [*outputs(self.student, x)]
         loss = (1 - self.logits) * task(mine[-1])
-        # Both are logits of probabilities, `(positions, classes)`.
         learnt, taught = ((each[-1].flatten(0, -2).float() / self.temperature).log_softmax(dim=-1)
                           for each in (mine, theirs))
         distance = F.kl_div(learnt, taught, log_target=True, reduction="batchmean")

@@ -14,8 +14,8 @@ elements** on two ranks, after forward:
 | kept by autograd | 50 + 50 | 100 + 100 |
 | freed | 50 + 50 | 0 |
 
-So the module frees it, as a layer frees its flat parameter: the storage shrinks to zero bytes, and
-the tensors that autograd has saved go on to exist. In backward:
+So the module frees it, as a layer frees its flat parameter: the storage shrinks to zero bytes. In
+backward:
 
 | event | the compressed weight |
 |---|---|
@@ -30,8 +30,8 @@ that computes,
 
 $$\text{elements of compressed weights in memory} \le C$$
 
-Masks and whatever else a rule would have kept for backward are computed again too, by torch's own
-`checkpoint`. A weight is made three times in a step, which is cheap beside the products with it.
+Masks are computed again too, by torch's own `checkpoint`. A weight is made three times in a step,
+which is cheap beside the products with it.
 
 **Run this**: `python -m pytest tests/test_compression.py -k freed`.
 

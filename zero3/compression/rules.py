@@ -3,10 +3,9 @@ r"""
 
 `Quantize` and `Prune` say what becomes of a weight, and from which optimizer step to which.
 
-A trained weight needs neither all of its bits nor all of its elements. But a model that loses them
-at once loses accuracy too. So it loses them *while it trains*, little by little, and the elements
-that stay learn to do without the rest. Take four weights, half of them pruned and the others in 4
-bits:
+A model that loses bits or elements of its weights at once loses accuracy too. So it loses them
+*while it trains*, and the elements that stay learn to do without the rest. Take four weights, half
+of them pruned and the others in 4 bits:
 
 | | | | | | in a file |
 |---|---|---|---|---|---|
@@ -16,7 +15,7 @@ bits:
 | stored: which are left, and their codes | 0 1 1 0 | −7 | 4 | | 2 bytes, and the scale |
 
 **Sparsity rises by a cubic.** Between the steps $t_0$ and $t_1$ the pruned part $s$ of a weight
-rises to $s_1$, fast at first, while many elements hardly matter, and slowly in the end:
+rises to $s_1$, fast at first and slowly in the end:
 
 $$s(t) = s_1 \left(1 - \left(1 - \frac{t - t_0}{t_1 - t_0}\right)^3\right)$$
 
@@ -58,13 +57,12 @@ class Quantize:
 
     * `bits` of a weight are 8, 4, 2 or 1; those of an input are 8
     * `group` is how many neighbours of a row share a scale; left out, a whole row does
-    * `symmetric` values are multiples of a scale on both sides of zero. Otherwise the smallest
-      value may be closer to zero than the largest, as after a ReLU
+    * `symmetric` values are multiples of a scale on both sides of zero
     * `start` is how many steps the optimizer takes before, and at `end` the bits have fallen from
       `start_bits` to `bits`
     * `of` is "weight" or "input"
-    * `moving` is for inputs: how much of the old range stays at each step, from 0 to 1. Left out,
-      each batch has a range of its own
+    * `moving` is for inputs: how much of the old range stays at each step. Left out, each batch has
+      a range of its own
 
     Raises `ValueError` for anything else.
     """
@@ -113,17 +111,15 @@ class Prune:
     """
     ## Compute with fewer elements
 
-    * `sparsity` is the part that is pruned, from 0 to below 1; one element, row, channel or head is
-      always left
+    * `sparsity` is the part that is pruned, from 0 to below 1
     * `kind` is "element"; "2:4", the two smaller ones of each four neighbours; "row", an output of
       the layer with its bias; "channel", an input; or "head", a block of inputs
     * `start` is how many steps the optimizer takes before, and at `end` the sparsity is reached;
       left out, it is reached at the start
-    * `scope` is "layer", or "global": then all weights of the rule share one threshold. For
-      elements only
+    * `scope` is "layer", or "global" for elements: then all weights of the rule share one threshold
     * `score` is "magnitude"; or "learnt": a number for each part, trained with the weights
-    * `regrow` gives pruned elements the gradient that they would have if they were left. For
-      magnitudes only, because learnt scores bring elements back by themselves
+    * `regrow` gives pruned elements the gradient that they would have if they were left; not for
+      learnt scores, which bring elements back by themselves
     * `heads` is how many heads the inputs are made of
     * `follows` are other layers that `clean` makes smaller too, by their names beside this one: for
       rows, those that read them; for channels and heads, those that write them

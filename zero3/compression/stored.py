@@ -4,8 +4,8 @@ r"""
 `Stored` keeps a weight as it is in the file, in codes of 8, 4, 2 or 1 bits, and makes the weight
 from them whenever its module computes.
 
-A fake-quantised weight is fp32 all the time, so training with it saves nothing. It saves once the
-codes alone are kept. **Four weights**, two of them pruned, the others in 4 bits:
+Training with a fake-quantised weight saves nothing. It saves once the codes alone are kept. **Four
+weights**, two of them pruned, the others in 4 bits:
 
 | | | bytes |
 |---|---|---|
@@ -19,9 +19,8 @@ With a weight of $n$ elements of which $m$ are left, in $b$ bits, with $g$ neigh
 $$\underbrace{\lceil n / 8 \rceil}_{\text{mask, if pruned}} + \lceil m b / 8 \rceil +
 4\, \frac{n}{g} \quad \text{bytes}$$
 
-and one more for each scale if codes are not symmetric, for the zero points. Without quantisation,
-`codes` are the elements themselves. The values are those that training computed with, bit for bit,
-and `clean` compares them.
+and one more for each scale if codes are not symmetric. The values are those that training computed
+with, bit for bit, and `clean` compares them.
 
 **Reading the file without this package.** The file's metadata have an entry `zero3`, whose
 `weights` say of each weight its `shape`, `dtype` and `bits`, and which value the smallest code
@@ -30,8 +29,6 @@ stands for, `least`. A symmetric weight of 4 bits, none of it pruned, is
     byte = tensors["0.weight.codes"]
     codes = torch.stack([byte & 15, byte >> 4], dim=1).view(-1)[:numel] + least
     weight = (codes.view(rows, -1) * tensors["0.weight.scales"]).view(shape)
-
-The tests read all kinds of files like this.
 
 **Run this**: `python -m pytest tests/test_compression_clean.py -k bytes`.
 
@@ -110,7 +107,7 @@ class Stored(nn.Module):
         """
         numel = self.shape.numel()
         kept = None if self.mask is None else unpack(self.mask, 1)[:numel].bool()
-        # Training rounds weights of 16 bits in fp32, and those of fp64 in fp64.
+        # As in training, which rounds weights of 16 bits in fp32.
         wide = torch.promote_types(self.dtype, torch.float32)
         count = numel if kept is None else int(kept.sum())
         numbers = (codes if self.bits is None else unpack(codes, self.bits))[:count].to(wide)
@@ -119,7 +116,7 @@ class Stored(nn.Module):
         if self.scales is not None:
             numbers = self._scaled(numbers.view(len(self.scales), -1)).view(-1)
         if kept is not None:
-            # A code that is not there counts as zero, which stands for another number.
+            # A missing code counts as zero, which stands for another number.
             numbers = torch.where(kept, numbers, 0)
         return numbers.view(self.shape).to(self.dtype)
 

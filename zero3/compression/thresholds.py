@@ -16,17 +16,16 @@ and 17, rank 1 has 13 and 45:
 | first digits | one 4, one 1 | one 1, one 4 | two 1, two 4 | it is the second with a 1 |
 | second digits, of those with a 1 | one 7 | one 3 | one 3, one 7 | it is 17 |
 
-Each rank sends two rows of ten counts, however many numbers it has. The digits here have 8 bits. A
-row has $2^8$ counts of 8 bytes, and for keys of $b$ bits, $n$ thresholds and $N$ ranks, a rank
-sends
+Each rank sends two rows of ten counts. The digits here have 8 bits, so a row has $2^8$ counts of 8
+bytes. For keys of $b$ bits, $n$ thresholds and $N$ ranks, a rank sends
 
 $$\left\lceil \frac{b}{8} \right\rceil \cdot 2^8 \cdot 8 \cdot n \cdot (N - 1) \quad
 \text{bytes}$$
 
 in $\lceil b / 8 \rceil$ messages to each other rank. An fp32 weight of 128 by 128 has keys of 32
 bits for the element and 15 for its place, together 47. On two ranks these are 12,288 bytes in a
-step, where a gather of the weight is 32,768. Sums of whole numbers do not depend on their order, so
-the threshold has the same bits on any number of ranks.
+step, where a gather of the weight is 32,768. The threshold has the same bits on any number of
+ranks.
 
 This is a radix sort that only follows the one bucket it needs; see Cormen et al., *Introduction to
 Algorithms*, sections 8.3 and 9.2.
@@ -48,7 +47,7 @@ from zero3.guards.freed import FreedParameter
 
 # The bits of a digit.
 DIGIT = 8
-# Adds up counts over all ranks: `(n,)` int64 to the same shape.
+# Adds up counts over all ranks.
 Total = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -116,7 +115,7 @@ def _keys_in_shards(layer: Guarded, by_param: dict[int, PrunedElements]
     layer.expect(not getattr(layer.comm.links, "weights", None), "cannot prune elements",
                  "weights that are gathered as they are", f"{layer.comm.links}", "prune rows, "
                  "channels, heads or 2:4; or leave `weights` out of `Links`")
-    # They stay empty if another stage of a pipeline has the layer.
+    # For a layer of another stage of a pipeline.
     nothing = torch.empty(0, dtype=torch.int64, device=layer.device)
     found = dict.fromkeys(by_param.values(), nothing)
     for flat in layer.flats:
@@ -147,7 +146,5 @@ def key_bits(groups: list[list[PrunedElements]]) -> int:
 def layer_of(param: torch.Tensor) -> Guarded | None:
     """
     ## The sharded layer that has a parameter, or `None`
-
-    The class of a freed parameter knows it.
     """
     return type(param).owner() if isinstance(param, FreedParameter) else None

@@ -1,18 +1,16 @@
 r"""
 # Compressed weights: masks and grids
 
-`Pruned` and `Quantised` stand between a weight and the module that computes with it. They are
-parametrizations of torch's own `torch.nn.utils.parametrize`: the module asks for its `weight`, and
-gets what they make of the stored one.
+`Pruned` and `Quantised` are parametrizations of torch's own `torch.nn.utils.parametrize`: a module
+asks for its `weight`, and gets what they make of the stored one.
 
 | the module's `weight` | from the stored weight $w$ |
 |---|---|
 | pruned | $w$ where the mask is one, and zero elsewhere |
 | quantised | the nearest multiple of a scale |
 
-**Inside a sharded layer nothing changes.** The layer shards, gathers and frees the stored weight.
-After the gather each rank makes masks and scales from it, to the same bits, so nothing else has to
-be sent.
+**Inside a sharded layer nothing changes.** The layer shards, gathers and frees the stored weight,
+and each rank makes the same masks and scales from it.
 
 **A mask is one number.** Give each element of a weight a *key*: the bits of its magnitude, followed
 by the bits of its place. With magnitudes of three bits and places of two, the weights 1, −7, 4, 1
@@ -21,12 +19,11 @@ have the keys
 $$001\,00 = 4 \qquad 111\,01 = 29 \qquad 100\,10 = 18 \qquad 001\,11 = 7$$
 
 No two keys are equal, so exactly one threshold prunes two of four: all keys up to 7. A rank that
-has the weight and the threshold has the mask, after a resume and on any number of ranks.
-`thresholds.py` finds the threshold without gathering the weight. Floats that are not negative have
-the same order as their bits, read as integers, so keys take these bits.
+has the weight and the threshold has the mask. `thresholds.py` finds the threshold without gathering
+the weight. The bits of magnitudes can be compared as integers, because floats that are not negative
+have the same order.
 
-Rows, channels, heads and 2:4 need no threshold, because each rank compares those of the gathered
-weight by itself.
+Rows, channels, heads and 2:4 need no threshold, because each rank has the gathered weight.
 
 **Gradients.** A pruned element gets no gradient. With `regrow` it gets the one that it would have
 if it were left, so it may grow and come back, as in [Learning N:M Fine-grained Structured Sparse
@@ -63,14 +60,12 @@ class Method(nn.Module):
     """
     ## What a rule does to one weight or input, and how far its schedule is
 
-    `state` has the number of the optimizer's steps, and the threshold. It is a buffer, so
-    checkpoints have it.
+    `state`, a buffer, has the number of the optimizer's steps, and the threshold.
     """
 
     state: torch.Tensor
     # A graph would keep the step and the threshold of the day it was traced.
     is_traceable = False
-    # The record that all methods of one call of `compress` share.
     compression: Any
 
     def __init__(self, rule: Any, device: torch.device):
@@ -129,7 +124,6 @@ class Pruned(Method):
         self._stored: tuple[ParametrizationList, ...] = ()
         self.register_parameter("score", None)
         if rule.score == "learnt":
-            # It begins as the magnitude.
             self.score = nn.Parameter(self.sizes(weight).to(weight.dtype))
 
     def attach(self, stored: ParametrizationList) -> None:
@@ -175,7 +169,7 @@ class Pruned(Method):
 
     def spread(self, parts: torch.Tensor) -> torch.Tensor:
         """
-        ### A number for each part, so that they expand to the weight's shape
+        ### A number for each part, in a shape that expands to the weight's
         """
         return parts
 
@@ -206,7 +200,7 @@ class Pruned(Method):
 
 class PrunedElements(Pruned):
     """
-    ## Single elements: those up to a threshold are pruned
+    ## Single elements up to a threshold are pruned
     """
 
     def __init__(self, rule: Prune, weight: torch.Tensor):
@@ -219,8 +213,6 @@ class PrunedElements(Pruned):
     def share(self, first: int, numel: int) -> None:
         """
         ### Number the elements, among all those that share a threshold
-
-        * `first` is the place of this weight's first element, of `numel`
         """
         self.first = first
         self.shared_numel = numel
@@ -304,9 +296,7 @@ class PrunedParts(Pruned):
 
     def sizes(self, weight: torch.Tensor) -> torch.Tensor:
         """
-        ### The sum of magnitudes of each, `(units,)`
-
-        In fp64, so it hardly depends on the order.
+        ### The sum of magnitudes of each, `(units,)` fp64
         """
         parts = weight.detach().abs().transpose(0, self.axis)
         return parts.reshape(self.units(), -1).sum(dim=1, dtype=torch.float64)
@@ -340,8 +330,7 @@ def axes(module: nn.Module) -> tuple[int, int]:
     """
     ## The axes of a layer's weight that are its outputs and its inputs
 
-    An embedding and a transposed convolution keep inputs first, and so does Hugging Face's
-    `Conv1D`, which GPT-2 is made of.
+    An embedding, a transposed convolution and Hugging Face's `Conv1D` keep inputs first.
     """
     has_inputs_first = isinstance(module, (nn.Embedding, nn.EmbeddingBag,
                                            nn.modules.conv._ConvTransposeNd))
@@ -359,7 +348,6 @@ class PrunedBias(nn.Module):
         ### Follow a pruned weight
         """
         super().__init__()
-        # In a tuple, because a module inside would be registered twice.
         self.follows = (pruned,)
 
     def forward(self, bias: torch.Tensor) -> torch.Tensor:
@@ -423,15 +411,14 @@ class Quantised(Method):
 
     def __init__(self, rule: Quantize, weight: torch.Tensor):
         super().__init__(rule, weight.device)
-        # How many neighbours share a scale.
         self.width = rule.group or weight[0].numel()
 
     def grid(self, weight: torch.Tensor) -> Grid | None:
         """
         ### What the weight is rounded to now, or `None` before the start
 
-        With 1 bit the scale is the mean magnitude of the elements of the row that are not zero, as
-        in [XNOR-Net](https://arxiv.org/abs/1603.05279), section 3.1.
+        With 1 bit the scale is the mean magnitude of what is not zero in the row, as in
+        [XNOR-Net](https://arxiv.org/abs/1603.05279), section 3.1.
         """
         bits = self.rule.bits_at(self.steps)
         if bits is None:
@@ -464,8 +451,8 @@ class QuantisedInput(Method):
     """
     ## The input of a layer in 8 bits
 
-    With a moving range, all ranks use the same one: that of the batches of all ranks, up to the
-    step before. In the first step there is none, and the input stays as it is.
+    A moving range is that of the batches of all ranks, up to the step before. In the first step
+    there is none, and the input stays as it is.
     """
 
     bounds: torch.Tensor

@@ -20,8 +20,8 @@ fails by itself, and each of them trains another model than it seems to:
 Take a layer with the shards (1, 2) and (3, 0) on two ranks. DDP broadcasts the parameters of rank
 0, so rank 1 would go on with (1, 2) as well, and the layer with the weights 1, 2 and 1.
 
-The first check runs in every forward, so it has to be cheap. It compares the submodules of each
-module with the list from before, by identity, and looks closer only if something differs:
+The first check runs in every forward. It compares the submodules of each module with the list from
+before, and looks closer only if something differs:
 
 $$\text{modules now} = \text{modules when it was wrapped} \;\Rightarrow\; \text{nothing was added}$$
 
@@ -43,8 +43,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero3.guards.options import Named
 
-# Classes that train the modules inside them in their own way. By name, because most of them are not
-# installed.
+# By name, because most of them are not installed.
 WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel",
             "FlattenParamsWrapper", "ShardedDataParallel", "DeepSpeedEngine")
 
@@ -61,7 +60,7 @@ class Guarded(nn.Module, Named):
     device: torch.device
     chunk: nn.ParameterList  # the shards
     flats: list[Any]
-    cure_for_new: str  # what to do about a layer or a parameter that was added
+    cure_for_new: str  # advice about an added layer or parameter
     layer_idx: int
     listener: Any  # hears what happens to it
 
@@ -169,7 +168,7 @@ class Contents:
         ### Show the full parameters to `parameters()`
 
         While the module computes, `next(self.parameters()).device` is then the same as in plain
-        PyTorch. At all other times `parameters()` yields the shards alone, for an optimizer.
+        PyTorch.
         """
         self.depth += 1
         for owner, params in self.hidden:
@@ -236,8 +235,6 @@ class Known:
     def has_changed(self) -> bool:
         """
         ### Whether they have other modules now, or a parameter of their own
-
-        This runs in every forward, so it follows no module.
         """
         for parameters, modules, before in self.before:
             # Modules are equal only if they are the same object.
@@ -318,10 +315,7 @@ def look_at_wrapper(wrapper: nn.Module, name: str, module: object) -> None:
     torch calls this whenever a module becomes a submodule of another one.
 
     `DistributedDataParallel` is right around a module that also has parameters outside sharded
-    layers, if it ignores the shards. Then it synchronises the other parameters, and each sharded
-    layer its own.
-
-    Raises `RuntimeError`.
+    layers, if it ignores the shards. Raises `RuntimeError`.
     """
     kind = type(wrapper).__name__
     if kind not in WRAPPERS or not isinstance(module, nn.Module):

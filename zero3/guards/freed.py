@@ -10,8 +10,7 @@ address zero and end the interpreter, without a word about the cause:
 $$\text{bytes that its shape promises} > \text{bytes in its storage} = 0$$
 
 So the layer changes the *class* of each parameter, to a subclass of this one when it frees the
-memory and back to `nn.Parameter` when it fills it again. The object stays the same, wherever
-somebody holds a reference to it.
+memory and back to `nn.Parameter` when it fills it again. The object stays the same.
 
 **Run this**: `zero3.Zero3Layer(torch.nn.Linear(2, 2)).module.weight + 1` in a Python session.
 
@@ -35,7 +34,7 @@ _METHODS = ("dim", "numel", "size", "__len__", "element_size", "untyped_storage"
 _METADATA = {*(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
              *(getattr(torch.Tensor, name) for name in _METHODS),
              vars(torch._C.TensorBase)["grad_dtype"].__set__}
-# What code calls that saves or copies weights, and the advice for it.
+# Functions that save or copy weights.
 _READS = {vars(torch._C.TensorBase)["data"].__get__, torch.Tensor.detach, torch.Tensor.clone,
           torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.item}
 _CURE_FOR_READS = ("save the model with `zero3.save` or, if `wrap` returned it, `model.save`; or "
@@ -51,8 +50,7 @@ class FreedParameter(nn.Parameter):
     """
     ## A parameter without memory
 
-    Each parameter gets a subclass of its own, which knows the parameter's name. So does a shard
-    that rests in a file, or encoded.
+    Each parameter, and each shard that rests in a file or encoded, gets a subclass with its name.
     """
 
     name: str

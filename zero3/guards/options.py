@@ -4,10 +4,9 @@ r"""
 `whole` checks a number; `expect` and `fail` raise the error. `same` raises one if ranks differ.
 `Named` raises errors under its own name.
 
-It is best to find a wrong option before memory is allocated, and before a minute has passed. Many
-wrong numbers pass a check that looks right. `nan < 1` is false and so is `nan > 9`, so a NaN seems
-neither too small nor too large. And in Python, `True` equals 1. So the checks here do not look for
-wrong values. They ask for right ones, and refuse the rest:
+Many wrong numbers pass a check that looks right. `nan < 1` is false and so is `nan > 9`, so a NaN
+seems neither too small nor too large. And in Python, `True` equals 1. So the checks here do not
+look for wrong values. They ask for right ones, and refuse the rest:
 
 $$\text{least} \le \text{value} \le \text{most}$$
 
@@ -55,8 +54,7 @@ def same(what: str, ranks: Sequence[int], every: Sequence[Mapping[str, object]],
     * `every` has the values of each of these ranks, by their names
     * `what`, `cure` and `kind` are as for `expect`
 
-    The ranks have gathered the values before, so all of them raise the error, for the first rank
-    that differs.
+    The ranks have gathered the values before, so all of them raise the error.
     """
     first = every[0]
     for rank, theirs in zip(ranks, every, strict=True):

@@ -11,8 +11,8 @@ Take a module that was built in another order on rank 1:
 | rank 0 | `first.weight`, (2, 3) | `second.weight`, (2, 3) |
 | rank 1 | `second.weight`, (2, 3) | `first.weight`, (2, 3) |
 
-All sizes agree, so every all-gather would work, and both ranks would compute with halves of two
-different weights. So the ranks compare names, shapes and data types once:
+All sizes agree, so both ranks would compute with halves of two different weights. So the ranks
+compare names, shapes and data types once:
 
 $$\text{parameters of rank } 0 = \text{parameters of rank } 1 = \ldots$$
 
@@ -73,8 +73,7 @@ def compare_params(rank: int, ranks: Sequence[int], who: str,
     * `gather` gets what this rank has, and returns what each rank has; all ranks must call it
     * `how` tells how the parameters travel between ranks
 
-    Returns a number below 2 to the 31 that the first rank has drawn, to tell this layer from all
-    others. Raises `RuntimeError`.
+    Returns a number below 2 to the 31 that the first rank has drawn. Raises `RuntimeError`.
     """
     told = {f"parameter {i}": (names, tuple(p.shape), p.dtype, p.requires_grad)
             for i, (p, names) in enumerate(params.items())}

@@ -6,9 +6,8 @@ ranks if one of them has too little. Otherwise the system may end a process in t
 
 $$\text{room} = \min(\text{available},\; \text{limits} - \text{used})$$
 
-In backward a layer's parameters, those of the layer below and this layer's gradient are in memory
-together, and on the CPU a receive buffer as well. So a layer of 3 GB has no room for a step on the
-CPU if 10 GB are left.
+In backward the parameters of two layers and a gradient are in memory together, and on the CPU a
+receive buffer as well. So a layer of 3 GB has no room for a step on the CPU if 10 GB are left.
 
 **Run this**: `python -c "import torch; from zero3.guards.room import room;
 print(room(torch.device('cpu')))"`.
@@ -73,7 +72,7 @@ def room(at: torch.device) -> int:
 
 def _left_by_limits() -> Iterator[int]:
     """
-    #### Bytes that the machine has available, and bytes that the limits of this process leave
+    #### Bytes that the machine and the limits of this process leave
     """
     kib: dict[str, int] = {}
     for name in ("/proc/self/status", "/proc/meminfo"):

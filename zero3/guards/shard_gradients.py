@@ -5,8 +5,8 @@ r"""
 if somebody takes the norm of one rank's part for the norm of the whole gradient.
 
 Two shards of two weights have the gradients (3, 4) on rank 0 and (12, 0) on rank 1. The norm of the
-whole gradient is 13. PyTorch's `clip_grad_norm_(model.parameters(), 1)` finds 5 on one rank and 12
-on the other, and each rank would shrink its part by another factor, without an error:
+whole gradient is 13. PyTorch's `clip_grad_norm_(model.parameters(), 1)` finds 5 and 12, and each
+rank would shrink its part by another factor, without an error:
 
 $$\lVert g^{(r)} \rVert \ne \lVert g \rVert$$
 
@@ -40,14 +40,14 @@ from torch import nn
 
 from zero3.guards.contents import Guarded
 
-# The functions by which torch takes norms. `clip_grad_norm_` and `get_total_norm` call these.
+# `clip_grad_norm_` and `get_total_norm` call these.
 _NORMS = {
     torch.Tensor.norm, torch.norm, torch.functional.norm, torch.linalg.norm,
     torch.linalg.vector_norm, torch.linalg.matrix_norm, torch._foreach_norm,
     torch.nn.functional.normalize, *(getattr(torch, name) for name in ("_foreach_powsum",)
                                      if hasattr(torch, name)),
 }
-# Functions that return the same numbers, which are still a part of the gradient.
+# Functions that return the same numbers.
 _SAME = {torch.Tensor.detach, vars(torch._C.TensorBase)["data"].__get__, torch.Tensor.float,
          torch.Tensor.double, torch.Tensor.to, torch.Tensor.cpu}
 _ZERO = {torch.Tensor.zero_, torch._foreach_zero_}
@@ -186,7 +186,7 @@ def grad_of(shard: nn.Parameter) -> Any:
     """
     ## The gradient of a shard, even if the shard rests in a file
 
-    The class of such a shard, `FreedParameter`, looks at every access. This goes past it.
+    The class of such a shard, `FreedParameter`, looks at every access.
     """
     with torch._C.DisableTorchFunction():
         return shard.grad

@@ -19,11 +19,8 @@ $$\underbrace{\tfrac{128^2}{8}}_{\text{mask}} + \underbrace{\tfrac{128^2}{2} \cd
 \quad \text{bytes in place of } 65536$$
 
 **What compression costs** is the difference to a dense model that was trained from the same seed on
-the same batches. So `--compress` takes several recipes. The job trains a model by each of them, one
-after the other, and ends with a table of all models. The first one is the yardstick.
-
-The file `model.safetensors` loads without this package; `compression/stored.py` says how. The loss
-in the table is that of the cleaned model.
+the same batches. So `--compress` takes several recipes. The job trains a model by each of them and
+ends with a table. The first one is the yardstick.
 
 **Run this**: `make train ARGS="--compress dense 8 4-half rows-heads"`. It writes a folder for each
 model, and the table as `compared.json`.
@@ -49,7 +46,7 @@ from zero3.train import gpt
 FILE = "model.safetensors"
 COMPARED = "compared.json"
 DENSE = "dense"
-# All matrices of the model; its convolutions have three numbers in a row.
+# All matrices of the model.
 MATRICES = ("*.linear", "*.output", "*.layer[12]", "*.projection")
 
 
@@ -70,7 +67,7 @@ def rules_4_half(steps: int, config: gpt.GPTConfig) -> Rules:
     group = None if config.d_model % 64 else 64
     prune = Prune(0.5, scope="global", regrow=True, start=start, end=end)
     quantize = Quantize(4, group=group, start_bits=8, start=start, end=end)
-    # All matrices share a threshold, so some lose more than half, and some less.
+    # With one threshold, some matrices lose more than half, and some less.
     return {"|".join(MATRICES): [prune, quantize]}
 
 

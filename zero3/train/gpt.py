@@ -5,19 +5,18 @@ The main job trains this model: an embedding, $n$ transformer blocks and a head,
 modules of `labml_nn.transformers`.
 
 ZeRO-3 shards a model layer by layer, so the model is a list of layers. Each layer takes one tensor
-and returns one tensor. The block makes its causal mask itself, so only activations pass from layer
-to layer.
+and returns one tensor. The block makes its causal mask itself.
 
-The tokens are bytes, and no tokenizer has to be trained or downloaded. The loss can then be read as
-compression. If the model gives each next byte the probability $\frac{1}{256}$, a byte costs
-$\log_2 256 = 8$ bits. If it gives the right bytes $\frac{1}{4}$, they cost 2 bits each. In general,
-with the probability $p(x_t \mid x_{<t})$ of the byte $x_t$,
+The tokens are bytes, so the loss can be read as compression. If the model gives each next byte the
+probability $\frac{1}{256}$, a byte costs $\log_2 256 = 8$ bits. If it gives the right bytes
+$\frac{1}{4}$, they cost 2 bits each. In general, with the probability $p(x_t \mid x_{<t})$ of the
+byte $x_t$,
 
 $$\text{bits per byte} = -\frac{1}{T} \sum_{t=1}^{T} \log_2 p(x_t \mid x_{<t})$$
 
 The block is that of [Primer EZ](https://arxiv.org/abs/2109.08668): it has squared ReLU, and a
 convolution over three positions after each query, key and value. The convolution shows the two
-previous bytes to every head. A plain transformer first has to learn to look at them.
+previous bytes to every head.
 
 **Run this**: `make train` trains it.
 
@@ -90,9 +89,7 @@ class GPTConfig:
 
 class Embedding(nn.Module):
     """
-    ## Bytes to vectors
-
-    Adds a learned vector for each position: `[batch, seq]` to `[seq, batch, d_model]`.
+    ## Bytes to vectors: `[batch, seq]` to `[seq, batch, d_model]`
     """
 
     def __init__(self, config: GPTConfig):
@@ -127,16 +124,14 @@ class Block(nn.Module):
         # on every rank unsharded.
         mask = torch.ones(seq_len, seq_len, dtype=torch.bool, device=x.device).tril().unsqueeze(-1)
         x = self.layer(x=x, mask=mask)
-        # labml_nn keeps the attention for plots. It is larger than the layer, so free it now.
+        # labml_nn keeps it for plots, and it is larger than the layer.
         self.layer.self_attn.attn = None
         return x
 
 
 class Head(nn.Module):
     """
-    ## Vectors to logits
-
-    A final layer norm and a projection: `[seq, batch, d_model]` to `[batch, seq, n_vocab]`.
+    ## Vectors to logits: `[seq, batch, d_model]` to `[batch, seq, n_vocab]`
     """
 
     def __init__(self, config: GPTConfig):
@@ -221,8 +216,8 @@ def load_bytes(path: str | Path | None = None) -> torch.Tensor:
     """
     ## A text as a `[length]` uint8 tensor
 
-    The default is the reference of the Python language, which is part of every Python for `help()`.
-    Raises `ValueError` if the file cannot be read or does not fit into memory.
+    The default is the reference of the Python language. Raises `ValueError` if the file cannot be
+    read or does not fit into memory.
     """
     data = python_reference() if path is None else read_text(path)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
@@ -231,8 +226,8 @@ def load_bytes(path: str | Path | None = None) -> torch.Tensor:
 def python_reference() -> bytes:
     from pydoc_data.topics import topics
 
-    # Topics quote one another. Take each paragraph once, or parts of the held-out text would be in
-    # the training text too.
+    # Topics quote one another. Take each paragraph once, or the training text would have parts of
+    # the held-out one.
     paragraphs = "\n\n".join(topics.values()).split("\n\n")
     return "\n\n".join(dict.fromkeys(paragraphs)).encode()
 
@@ -270,8 +265,8 @@ def global_batch(
     """
     ## The windows of all ranks for one step
 
-    The windows, `[rows, seq_len + 1]` int64, depend only on `seed` and `step`. Every rank draws the
-    whole batch and takes its own rows. So the batch is the same on any number of ranks.
+    `[rows, seq_len + 1]` int64, from `seed` and `step` alone. Every rank draws the whole batch and
+    takes its own rows, so the batch is the same on any number of ranks.
     """
     # A seed has 64 bits.
     generator = torch.Generator().manual_seed((1_000_003 * seed + step) % 2**64)

@@ -9,9 +9,8 @@ layers are wrapped, a `Zero3Optimizer` is built on the model, and the optimizer 
 
 `predict.py` predicts the bytes from the shapes alone, and a `Ledger` measures them in one real
 step. On two ranks, say, the formulas predict 2,400,000 bytes at rest for rank 0, the ledger
-measures 2,400,000, and the table at the end of the run says `equal`. A single byte of difference
-would stand there instead. Nodes, replicas, encodings and the traffic of files are measured only;
-the table says `not predicted`.
+measures 2,400,000, and the table at the end of the run says `equal`. Nodes, replicas, encodings and
+the traffic of files are measured only.
 
 $$\text{predicted} = \text{measured} \qquad \text{at rest, at the peak, and between ranks}$$
 
@@ -19,8 +18,8 @@ $$\text{predicted} = \text{measured} \qquad \text{at rest, at the peak, and betw
 One rank needs no torchrun. The job prints losses, a sample of text and the table, and writes
 `loss.png`, `tape.png`, `gradients.png` and `metrics.json`. With `--save-every 100` it also saves
 checkpoints. Ctrl-C always saves one, and the same command then resumes the run, to the same
-numbers. After Ctrl-C, torchrun itself ends with a traceback of a `SignalException`; it only says
-that torchrun received the signal. No rank waits for another one longer than `--timeout`.
+numbers. After Ctrl-C, torchrun itself ends with a traceback of a `SignalException`. No rank waits
+for another one longer than `--timeout`.
 
 **Not covered, and what that costs**: a text that does not fit into memory. Each batch is drawn from
 the number of its step, so a run that resumes needs only that number to find its place in the data.
@@ -169,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
     except RuntimeError as error:
         print(f"zero3.train: {error}", file=sys.stderr, flush=True)
         return 1
-    # If another rank fails, torchrun sends SIGTERM, and this one still has to print its line.
+    # torchrun sends SIGTERM if another rank fails.
     with signals() as came:
         try:
             return job.train_each(came)
@@ -344,7 +343,7 @@ class Job:
     text: torch.Tensor
     held_out: torch.Tensor
     run: Run = dataclasses.field(default_factory=Run)
-    # Whether other models follow. Then the same command must find this one again, to skip it.
+    # Other models follow, and the same command must find this one again, to skip it.
     saves_end: bool = False
     model: Zero3Sequential = dataclasses.field(init=False)
     # What `--compress` does to it.
@@ -417,7 +416,7 @@ class Job:
                 # one rank only.
                 came = self.ranks.gather(self.run.came)
                 code = 128 + max(max(numbers, default=0) for numbers in came)
-        # Rank 0 may still print or draw, and torchrun ends it when another rank leaves.
+        # torchrun ends rank 0 when another rank leaves.
         self.ranks.barrier()
         return code
 

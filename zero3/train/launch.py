@@ -4,8 +4,8 @@
 `run` calls a function on several ranks and returns their answers. Notebooks and tests use it,
 because torchrun cannot start them.
 
-`torchrun` starts a whole program on each rank. A cell of a notebook, or a test, has to start its
-ranks itself: processes that import a function, join a process group and call the function. They are
+A cell of a notebook, or a test, has to start its ranks itself: processes that import a function,
+join a process group and call the function. They are
 forked from a server process that has imported torch once, so starting one takes a tenth of a
 second. `run("worker:who", 2)`, for example, calls `who` of `worker.py` on two ranks. If it returns
 the number of the rank, `run` returns `[0, 1]`.
@@ -112,9 +112,8 @@ def is_consequence(error: BaseException) -> bool:
     """
     ## Whether an error only says that another rank is lost
 
-    When a rank raises and ends, each rank that waits for it raises too, and these errors hide the
-    cause. They come from a wait in `zero3.comm.collectives`, or from a collective of
-    `torch.distributed`.
+    When a rank raises and ends, each rank that waits for it raises too, in `zero3.comm.collectives`
+    or in a collective of `torch.distributed`.
     """
     # Later errors were raised while the first one was handled.
     while earlier := error.__cause__ or (not error.__suppress_context__ and error.__context__):
@@ -187,7 +186,7 @@ def _rank(worker, rank: int, world_size: int, store: str, device: str, pipe, arg
     """
     #### The main function of a rank's process
     """
-    # Ranks share the cores. More threads than cores would wait for each other.
+    # Ranks share the cores.
     torch.set_num_threads(1)
     # Python would reuse the bytecode of a file that was written again within the same second.
     sys.dont_write_bytecode = True

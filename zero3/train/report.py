@@ -4,10 +4,10 @@
 `table` compares measured bytes with predicted ones. `draw_loss` draws the loss curve,
 `draw_gradients` the sizes of the gradients, and `draw_tape` the memory tape of one step.
 
-The memory tape shows ZeRO-3 at a glance. Its line climbs a stair when a layer is gathered, descends
-one when the layer is freed, and returns to the same level after each step. The layer that caused a
-stair is drawn below it. For two layers of 1 MiB, say, that are gathered one after the other while
-shards of 1 MiB rest in memory, the line of the forward pass goes 1, 2, 3, 2.
+The line of the memory tape climbs a stair when a layer is gathered, and descends one when the layer
+is freed. The layer that caused a stair is drawn below it. For two layers of 1 MiB, say, that are
+gathered one after the other while shards of 1 MiB rest in memory, the line of the forward pass goes
+1, 2, 3, 2.
 
 **Run this**: `make train` prints the table, and writes `loss.png`, `tape.png` and `gradients.png`.
 
@@ -24,7 +24,7 @@ from itertools import groupby
 
 import torch
 
-# Without `pyplot`, which has global state and looks for a screen.
+# `pyplot` has global state and looks for a screen.
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -32,7 +32,7 @@ from matplotlib.patches import Patch
 from zero3.estimate.ledger import Event
 
 MIB = 2**20
-# The same colours as in the figures of the book, for the same things.
+# As in the figures of the book.
 COLORS = {
     "shard": "#2f6db3",
     "flight": "#a87400",  # an all-gather in flight
@@ -44,9 +44,9 @@ COLORS = {
     "state": "#7a52c7",  # optimizer states
     "file": "#6b7480",
 }
-# Lines and text that stand for none of these.
+# Other lines and text.
 NEUTRAL = {"fg": "#1d232a", "muted": "#5b6570", "line": "#dfe3e6", "bad": "#b3261e"}
-# The bars of a layer: colour, height, and how far below the middle of the row.
+# Of each bar: colour, height, and how far below the middle of the row.
 STYLES = {
     "full": (COLORS["whole"], 0.8, 0.0),
     "computing": (COLORS["compute"], 0.8, 0.0),
@@ -140,9 +140,9 @@ def spans(events: list[Event]) -> Iterator[tuple[str, str, int, int]]:
     """
     ## The times during which a layer was whole, computed, or held gradients
 
-    Yields the layer, a name from `STYLES`, and the indices of the first and the last event of that
-    time. A layer frees its parameters before its gradients, so the first `free` ends "full" and the
-    next one "gradients".
+    Yields the layer, a name from `STYLES`, and the indices of the first and the last event. A layer
+    frees its parameters before its gradients, so the first `free` ends "full" and the next one
+    "gradients".
     """
     begins = {"fetch": "full", "compute": "computing", "gradients": "gradients",
               "read": "reading", "write": "writing"}
@@ -179,7 +179,6 @@ def draw_tape(
     of each layer on rank 0.
     """
     events = tapes[0]
-    # Those of further ranks look the same.
     shown = tapes[:4]
     fig = _figure(caption, 11, [2.4] * len(shown) + [0.8 + 0.3 * len({e.layer for e in events})])
     for ax, tape, expected in zip(fig.axes, shown, predicted, strict=False):

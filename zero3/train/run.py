@@ -102,7 +102,7 @@ class Ranks:
                 world_size=self.world_size, timeout=timedelta(seconds=timeout_s),
                 # With it NCCL does not guess a GPU in a barrier.
                 device_id=self.device if on_gpu else None)
-        # Ranks share the cores. More threads than cores would wait for each other.
+        # Ranks share the cores.
         torch.set_num_threads(1)
 
     @contextlib.contextmanager
@@ -110,7 +110,7 @@ class Ranks:
         """
         ### Name the thing that this rank waited for, if the other ranks do not answer
 
-        Errors of gloo and NCCL only name sockets and work numbers. Raises `RuntimeError`.
+        Errors of gloo and NCCL do not. Raises `RuntimeError`.
         """
         try:
             yield
@@ -184,8 +184,7 @@ def fresh_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     | reads the answer | `ack/7f/1` | continues with the next rank |
 
     Rank 1 trusts the token, because only a living rank can know `a3`. Rank 0 may first answer the
-    `hello/1` of a dead rank. Then no acknowledgement arrives, and rank 0 looks again. Afterwards
-    every key begins with `7f`.
+    `hello/1` of a dead rank. Then no acknowledgement arrives, and rank 0 looks again.
 
     All ranks must call this. Raises `RuntimeError` that names a rank which did not answer within
     `timeout_s` seconds.
@@ -231,7 +230,7 @@ def agree(store: dist.Store, rank: int, world_size: int, problem: str) -> bool:
     each one once. The other ranks return after that, because torchrun ends all ranks as soon as one
     leaves.
     """
-    # A path in it may have bytes that are not UTF-8, which a store does not take.
+    # A store takes UTF-8 only.
     store.set(f"problem/{rank}", one_line(problem))
     if rank:
         ready = store.get("ready") == b"yes"
@@ -246,7 +245,7 @@ def agree(store: dist.Store, rank: int, world_size: int, problem: str) -> bool:
             print(f"zero3.train: {where}{text}", file=sys.stderr, flush=True)
     ready = {*problems} == {""}
     store.set("ready", "yes" if ready else "no")
-    # This rank may serve the store, and must not end before the others have read it.
+    # This rank may serve the store.
     for other in range(1, world_size):
         store.wait([f"heard/{other}"])
     return ready
@@ -256,10 +255,10 @@ def end_with_parent() -> None:
     """
     ## End when torchrun ends, even if it was killed
 
-    torchrun starts each rank in a session of its own, so a rank would outlive a torchrun that was
-    killed, and the same command would start a second run in the same folder. Linux can send a
-    signal to this process when its parent dies. It has to be SIGKILL, because a rank that waits in
-    a collective would not react to a milder one. Other systems have no such call.
+    torchrun starts each rank in a session of its own, so a rank would outlive it, and the same
+    command would start a second run in the same folder. Linux can send a signal to this process
+    when its parent dies. It has to be SIGKILL, because a rank that waits in a collective would not
+    react to a milder one.
     """
     if not dist.is_torchelastic_launched() or sys.platform != "linux":
         return
@@ -366,7 +365,7 @@ class Run:
     held_out: list[tuple[int, float]] = dataclasses.field(default_factory=list)  # step, bits/byte
     train_s: float = 0.0  # without evaluation
     came: list[int] = dataclasses.field(default_factory=list)  # signals to end the run
-    # Of the last step: events, the bytes that this rank held and sent, and its gradients by size.
+    # Of the last step.
     events: list[Event] = dataclasses.field(default_factory=list)
     measured: dict[str, int] = dataclasses.field(default_factory=dict)
     exponents: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -395,8 +394,8 @@ def take_up(args: Namespace, ranks: Ranks) -> Path | None:
     """
     ## The checkpoint to resume from, if there is one
 
-    All ranks call it, and rank 0 looks. Raises `ValueError` on all of them if the newest checkpoint
-    belongs to a run with other options.
+    All ranks call it. Raises `ValueError` on all of them if the newest checkpoint belongs to a run
+    with other options.
     """
     if args.resume not in ("auto", "no"):
         return Path(args.resume)
@@ -425,7 +424,7 @@ def look_for_checkpoint(args: Namespace) -> tuple[Path | None, str]:
         differ = [f"{option(name)} {theirs.get(name)} there and {getattr(args, name)} here"
                   for name in OPTIONS if theirs.get(name) != getattr(args, name)]
     except Exception as error:
-        # Any error at all: the other ranks wait for this one, and have to be told.
+        # Any error at all, because the other ranks wait for this one.
         return found, (
             f"cannot resume from {found or folder}. Expected: a checkpoint of this job. Got: "
             f"{error}. What to do: pass --resume with another one, `--resume no` to start over, or "
