@@ -14,9 +14,8 @@ are stored in their bits.
     small = [Block() for _ in range(4)]
     read(small, "small.safetensors")    # cleaned, too
 
-Until then nothing is smaller: the zeros of a pruned row are still multiplied. **Take two layers of
-4 by 4**, and prune two rows of the first. Two outputs are always zero, so two columns of the second
-layer never matter. Both go:
+**Take two layers of 4 by 4**, and prune two rows of the first. Two outputs are always zero, so two
+columns of the second layer never matter. Both go:
 
 | | parameters | multiply-adds for an input |
 |---|---|---|
@@ -40,8 +39,7 @@ may add the remaining terms of a sum in another order.
 **Run this**: `python -m pytest tests/test_compression_clean.py`.
 
 **Not covered, and what that costs**: pipelines; save a checkpoint, and load it into a model without
-stages. Each rank has the whole model while it cleans it. Inputs in 8 bits are still rounded, and
-then multiplied as floats.
+stages. Each rank has the whole model while it cleans it. Inputs in 8 bits are multiplied as floats.
 """
 
 import json
@@ -83,7 +81,7 @@ def clean(model: nn.Module | Iterable[nn.Module], trained: ShardedModel | None =
     """
     ## Make the compression of a plain model permanent, in place
 
-    * `model` is a plain model or a list of layers, as `compress` left it
+    * `model` is as `compress` left it
     * `trained` is a sharded model that was compressed by the same rules. Its weights, steps and
       thresholds are taken over first (all-gather; all ranks call it)
 
@@ -141,7 +139,7 @@ def take_over(plain: nn.Module, trained: ShardedModel) -> None:
 
 def _methods(module: Any) -> list[Method]:
     """
-    #### What the rules do to a module's weight, if it is compressed
+    #### The rules of a module's weight, if it is compressed
     """
     is_changed = parametrize.is_parametrized(module, "weight")
     made_by = module.parametrizations.weight[0] if is_changed else None
@@ -161,7 +159,7 @@ class Plan:
         self.kept: torch.Tensor | None = None  # which elements are stored; `None` for all
         weight = module.parametrizations.weight.original
         self.stored = Stored(weight.shape, weight.dtype, None, 0)
-        # The same steps as in training, because scales are those of the weight so far.
+        # As in training, because scales are those of the weight so far.
         for method in _methods(module):
             if isinstance(method, (PrunedElements, PrunedFours)) and method.count:
                 self.kept = method.kept()
@@ -197,9 +195,7 @@ class Plan:
 
     def cut(self, name: str, rows: torch.Tensor | None, columns: torch.Tensor | None) -> None:
         """
-        ### Cut what belongs to the weight: its mask and its scales
-
-        * `rows` and `columns` say which are left, bool
+        ### Cut the mask and the scales of the weight
         """
         if self.kept is not None:
             self.kept = _select(self.kept, rows, columns)
@@ -216,7 +212,9 @@ class Plan:
 
     def _groups(self, name: str, columns: torch.Tensor, count: int) -> torch.Tensor:
         """
-        #### Which groups of neighbours are left, `(count,)`: a group has one scale, so it goes as a whole
+        #### Which groups of neighbours are left, `(count,)`
+
+        A group has one scale.
         """
         groups = columns.repeat_interleave(self.column_numel).view(count, -1)
         expect(torch.equal(groups.all(dim=1), groups.any(dim=1)), f"clean: `{name}`",
@@ -278,7 +276,7 @@ def _cuts(modules: dict[str, nn.Module]) -> dict[str, Cut]:
 
 def _cut_by(module: Any) -> list[PrunedParts]:
     """
-    #### The rules that remove rows or columns of a module's weight
+    #### The rules that remove rows or columns of a weight
     """
     return [method for method in _methods(module)
             if isinstance(method, PrunedParts) and method.rule.follows and method.count]
@@ -411,7 +409,7 @@ def read(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
 
 def _open(path: str | Path) -> tuple[dict[str, About], dict[str, int], Parts]:
     """
-    #### What a file says about its weights, its numbers, and the parts of each tensor of the model
+    #### The weights, the numbers and the parts of each tensor in a file
     """
     with safe_open(path, "pt") as file:
         metadata = file.metadata() or {}

@@ -28,12 +28,11 @@ ranks learn that the threshold is the key of −0.2, and make the same mask of t
 
 $$0.1,\; -0.7,\; 0.4,\; -0.2 \quad\to\quad 0,\; -0.7,\; 0.4,\; 0$$
 
-**Fewer bytes between ranks.** A weight that is rounded to 8 bits need not be gathered in 32. With
-`Zero3Layer(layer, mesh=Links(weights=Int8()))` an all-gather sends 1.03 bytes for an element in
-place of 4.
+**Fewer bytes between ranks.** With `Zero3Layer(layer, mesh=Links(weights=Int8()))` an all-gather
+sends 1.03 bytes for an element in place of 4.
 
-**At rest** a compressed model has what it had before, 16 bytes for each rule and weight on each
-rank, and learnt scores in shards. There are no masks.
+**At rest** there are no masks, only 16 bytes for each rule and weight on each rank, and learnt
+scores in shards.
 
 **Resume.** Steps and thresholds are buffers, and scores are parameters, so `zero3.save` saves
 them. A run that resumes calls `compress` with the same rules before it loads, and goes on with the
@@ -422,7 +421,7 @@ def _add_to_weight(module: Any, methods: list[Method]) -> None:
     """
     parametrize.register_parametrization(module, "weight", Compressed(methods), unsafe=True)
     module.register_forward_pre_hook(before_forward)
-    # Also if it fails, so that it does not go on to collect weights.
+    # Also if it fails, or it would go on to collect weights.
     module.register_forward_hook(after_forward, always_call=True)
     for method in methods:
         if isinstance(method, Pruned):

@@ -14,8 +14,7 @@ A text says which byte came next. The teacher's probabilities say how likely eac
 | the teacher at temperature 2 | 0.54 | 0.32 | 0.14 |
 
 A temperature $T$ divides the logits, and so lifts the small probabilities. The loss has three
-parts: the task's own loss, the distance of the probabilities, and that of the outputs of layers
-that correspond:
+parts: the task's own, the distance of the probabilities, and that of the layers' outputs:
 
 $$L = (1 - \alpha)\, L_{\text{task}} + \alpha\, T^2\, \mathrm{KL}\left(p^T_{\text{teacher}} \,\|\,
 p^T_{\text{student}}\right) + \beta \, \frac{1}{n} \sum_i \lVert h_i - h'_{k_i} \rVert^2 / d$$
@@ -30,14 +29,13 @@ third part is from [TinyBERT](https://arxiv.org/abs/1909.10351), section 3.
     optimizer = Zero3Optimizer(student, torch.optim.AdamW, lr=1e-3)
     optimizer.backward(teaching(x, lambda logits: F.cross_entropy(logits, y)))
 
-**Both are sharded.** The teacher has no gradients and no optimizer. It keeps $\frac{1}{N}$ of its
-weights on each rank, and sends a third of what training it would, for one gather in a step.
+**Both are sharded.** The teacher has no gradients and no optimizer. In a step it sends a third of
+what training it would, for one gather.
 
 **Run this**: `python -m pytest tests/test_compression_distill.py`.
 
-**Not covered, and what that costs**: models that are not chains; layers whose width differs, which
-would need a matrix between them. All outputs that are compared stay in memory until the loss is
-there.
+**Not covered, and what that costs**: models that are not chains; layers whose width differs. All
+outputs that are compared stay in memory until the loss is there.
 """
 
 from collections.abc import Callable, Iterator

@@ -4,10 +4,9 @@ r"""
 `Compressed` makes the weight of a module from the stored one, and gives its memory back between
 forward and backward.
 
-The compressed weight is a tensor of its own. A matrix product keeps it for the backward pass, and
-the sharded layer, which frees the stored weight after forward, knows nothing of it. Together the
-compressed weights of all layers would be as large as the whole model. **Two layers of 100
-elements** on two ranks, after forward:
+A matrix product keeps the compressed weight for the backward pass, and the sharded layer, which
+frees the stored weight after forward, knows nothing of it. Together these weights would be as large
+as the whole model. **Two layers of 100 elements** on two ranks, after forward:
 
 | | stored, sharded | compressed |
 |---|---|---|
@@ -35,9 +34,9 @@ which is cheap beside the products with it.
 
 **Run this**: `python -m pytest tests/test_compression.py -k freed`.
 
-**Not covered, and what that costs**: modules that do not return one tensor, weights that are
-frozen, and a weight that another module reads, as attention reads that of its `out_proj`. Their
-compressed weights stay until backward has passed.
+**Not covered, and what that costs**: modules that do not return one tensor, frozen weights, and a
+weight that another module reads, as attention reads that of its `out_proj`. These stay until
+backward has passed.
 """
 
 from functools import partial
@@ -73,7 +72,7 @@ class Compressed(nn.ModuleList):
         found = checkpoint(self.value, weight, use_reentrant=False, preserve_rng_state=False)
         # Before the first rule starts, it is the stored weight itself, which the layer frees.
         is_own = found.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr()
-        # Inside of `parametrize.cached()`, others compute with the same one.
+        # Inside of `parametrize.cached()`, others use it too.
         if is_own and self.made is not None and not parametrize._cache_enabled:
             self.made.append(found)
         return found

@@ -4,8 +4,7 @@ r"""
 `Quantize` and `Prune` say what becomes of a weight, and from which optimizer step to which.
 
 A model that loses bits or elements of its weights at once loses accuracy too. So it loses them
-*while it trains*, and the elements that stay learn to do without the rest. Take four weights, half
-of them pruned and the others in 4 bits:
+*while it trains*. Take four weights, half of them pruned and the others in 4 bits:
 
 | | | | | | in a file |
 |---|---|---|---|---|---|
@@ -42,8 +41,7 @@ def progress(step: int, start: int, end: int | None) -> float:
     """
     ## How much of a schedule is behind, from 0 to 1
 
-    * `step` is how many steps the optimizer has taken
-    * `start` and `end` are those of the rule; without an end, everything happens at the start
+    Without an end, everything happens at the start.
     """
     if end is None or end == start:
         return float(step >= start)
@@ -58,8 +56,7 @@ class Quantize:
     * `bits` of a weight are 8, 4, 2 or 1; those of an input are 8
     * `group` is how many neighbours of a row share a scale; left out, a whole row does
     * `symmetric` values are multiples of a scale on both sides of zero
-    * `start` is how many steps the optimizer takes before, and at `end` the bits have fallen from
-      `start_bits` to `bits`
+    * `start` and `end` are steps of the optimizer, between which the bits fall from `start_bits`
     * `of` is "weight" or "input"
     * `moving` is for inputs: how much of the old range stays at each step. Left out, each batch has
       a range of its own
@@ -114,8 +111,7 @@ class Prune:
     * `sparsity` is the part that is pruned, from 0 to below 1
     * `kind` is "element"; "2:4", the two smaller ones of each four neighbours; "row", an output of
       the layer with its bias; "channel", an input; or "head", a block of inputs
-    * `start` is how many steps the optimizer takes before, and at `end` the sparsity is reached;
-      left out, it is reached at the start
+    * `start` and `end` are steps of the optimizer; without `end` the sparsity is reached at once
     * `scope` is "layer", or "global" for elements: then all weights of the rule share one threshold
     * `score` is "magnitude"; or "learnt": a number for each part, trained with the weights
     * `regrow` gives pruned elements the gradient that they would have if they were left; not for

@@ -1,8 +1,8 @@
 r"""
 # Stored weights: codes in their bits
 
-`Stored` keeps a weight as it is in the file, in codes of 8, 4, 2 or 1 bits, and makes the weight
-from them whenever its module computes.
+`Stored` keeps a weight in codes of 8, 4, 2 or 1 bits, and makes it from them whenever its module
+computes.
 
 Training with a fake-quantised weight saves nothing. It saves once the codes alone are kept. **Four
 weights**, two of them pruned, the others in 4 bits:
@@ -34,7 +34,6 @@ stands for, `least`. A symmetric weight of 4 bits, none of it pruned, is
 
 **Not covered, and what that costs**: kernels that compute with codes, such as those of torchao. The
 weight is made in full for each forward pass, so the cleaned model is small at rest and not fast.
-Scales are fp32 and are not compressed themselves.
 """
 
 from typing import TypedDict
@@ -69,7 +68,7 @@ class Stored(nn.Module):
         """
         ### Prepare for a weight
 
-        * `bits` are those of a code; without, the codes are the elements themselves
+        * `bits` are those of a code; without, codes are the elements
         * `least` is what the code zero stands for
         """
         super().__init__()

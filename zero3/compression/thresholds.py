@@ -1,12 +1,11 @@
 r"""
 # Thresholds: the k-th smallest number of all ranks
 
-`kth_keys` finds the number that exactly $k$ of all numbers do not exceed, without any rank having
-all of them.
+`kth_keys` finds the number that exactly $k$ of all numbers do not exceed.
 
-A global sparsity of one half means: prune the smaller half of *all* elements. Gathering them to
-sort them would send the whole model. But ranks can *count*. They agree on the number digit by
-digit, the greatest digit first.
+A global sparsity of one half means: prune the smaller half of *all* elements. Gathering them would
+send the whole model. But ranks can *count*. They agree on the number digit by digit, the greatest
+digit first.
 
 **Four numbers on two ranks.** The second smallest of 42, 17, 13 and 45 is wanted. Rank 0 has 42
 and 17, rank 1 has 13 and 45:
@@ -56,8 +55,8 @@ def kth_keys(keys: torch.Tensor, lists: torch.Tensor, ks: list[int], bits: int, 
     """
     ## The k-th smallest key, in several lists at once
 
-    * `keys` are this rank's keys of all lists, `(n,)` int64; there may be none
-    * `lists` says which list each of them belongs to, `(n,)` int64
+    * `keys` are this rank's keys of all lists, and `lists` says which list each belongs to; `(n,)`
+      int64
     * `ks` are how many keys of each list, over all ranks, are not greater than the result, at least
       one
     * `bits` are those of the longest key
@@ -78,7 +77,6 @@ def kth_keys(keys: torch.Tensor, lists: torch.Tensor, ks: list[int], bits: int, 
         chosen = (upto < left[:, None]).sum(dim=1)
         left -= (upto - counts).gather(1, chosen[:, None])[:, 0]
         found = (found << DIGIT) | chosen
-        # Those with another digit are smaller or greater than the result.
         follows = digits == chosen[lists]
         keys = keys[follows]
         lists = lists[follows]

@@ -26,7 +26,7 @@ have the same order.
 Rows, channels, heads and 2:4 need no threshold, because each rank has the gathered weight.
 
 **Gradients.** A pruned element gets no gradient. With `regrow` it gets the one that it would have
-if it were left, so it may grow and come back, as in [Learning N:M Fine-grained Structured Sparse
+if it were left, as in [Learning N:M Fine-grained Structured Sparse
 Neural Networks](https://arxiv.org/abs/2102.04010). The gradient ignores the rounding of a quantised
 element: the *straight-through* estimator, of [Estimating or Propagating
 Gradients](https://arxiv.org/abs/1308.3432). A learnt score gets the gradient that the mask would
@@ -84,7 +84,7 @@ class Method(nn.Module):
         """
         #### The two numbers of the state
         """
-        # Loading a checkpoint writes to the buffer, and so raises its version, or replaces it.
+        # Loading a checkpoint raises its version, or replaces it.
         if self._from[0] is not self.state or self._from[1] != self.state._version:
             self._from = (self.state, self.state._version)
             self._numbers = self.state.tolist()
@@ -186,9 +186,6 @@ class Pruned(Method):
                ) -> torch.Tensor:
         """
         ### Zeros where a part is pruned, with the gradient that the rule asks for
-
-        * `values` are the weight or the bias, `kept` says what is left of them
-        * `score` are their learnt scores, if there are any
         """
         if score is not None:
             # The value of `kept`, with the gradient of the score.
@@ -281,9 +278,7 @@ class PrunedParts(Pruned):
 
     def __init__(self, rule: Prune, weight: torch.Tensor, axis: int):
         """
-        ### Prune parts of a weight
-
-        * `axis` is where they follow one another
+        ### Prune parts of a weight along an axis
         """
         self.axis = axis
         super().__init__(rule, weight)
@@ -489,7 +484,7 @@ class QuantisedInput(Method):
         """
         ### Move the range towards a new one
 
-        * `seen` are the least and the greatest value of all ranks since the last step, `(2,)`
+        * `seen` are the least and the greatest value of all ranks, `(2,)`
         """
         self.seen[0] = math.inf
         self.seen[1] = -math.inf

@@ -28,8 +28,7 @@ $$\text{modules now} = \text{modules when it was wrapped} \;\Rightarrow\; \text{
 **Run this**: `python -m pytest tests/test_trust_ecosystem.py` tries each of these.
 
 **Not covered, and what that costs**: a library that keeps a sharded module without registering it
-as a submodule is noticed only in the next forward. A parameter that is assigned and removed again
-between two forwards is never noticed.
+as a submodule is noticed only in the next forward.
 """
 
 import functools

@@ -26,7 +26,7 @@ from torch import nn
 
 from zero3.guards.contents import Guarded
 
-# Properties and methods that a freed parameter still answers, because they read no element.
+# These read no element.
 _PROPERTIES = ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad_fn",
                "grad_dtype", "_version", "nbytes")
 _METHODS = ("dim", "numel", "size", "__len__", "element_size", "untyped_storage",
@@ -65,7 +65,7 @@ class FreedParameter(nn.Parameter):
         """
         ### The subclass for one parameter
 
-        * `cure` is the advice that the error ends with
+        * `cure` is the advice of the error
         """
         known = {"owner": weakref.ref(owner), "name": name, "cure": cure, "is_shard": is_shard}
         return type("FreedParameter", (cls,), known)

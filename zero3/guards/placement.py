@@ -1,8 +1,7 @@
 r"""
 # Placement: the same parameters on every rank, on the right device
 
-`check_params`, `check_device` and `compare_params` look at a layer before it is sharded, so that a
-mistake is an error now, and not noise or a hang in training.
+`check_params`, `check_device` and `compare_params` look at a layer before it is sharded.
 
 Take a module that was built in another order on rank 1:
 
@@ -69,7 +68,7 @@ def compare_params(rank: int, ranks: Sequence[int], who: str,
     """
     ## Make sure that all ranks shard the same parameters in the same order
 
-    * `ranks` are all ranks that shard them, this one among them
+    * `ranks` are all ranks that shard them
     * `gather` gets what this rank has, and returns what each rank has; all ranks must call it
     * `how` tells how the parameters travel between ranks
 

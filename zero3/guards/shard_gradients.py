@@ -19,8 +19,7 @@ $$\lVert g^{(r)} \rVert \ne \lVert g \rVert$$
 | `g.as_subclass(torch.Tensor)` | a plain tensor with the same memory, to look at this rank's part |
 
 `GradientElsewhere` has a gradient's shape and no memory. A shard's `.grad` is one of these while
-the gradient rests in CPU memory or in a file. Reading it is an error. Removing it removes the
-gradient, as `model.zero_grad()` does.
+the gradient rests in CPU memory or in a file. Reading it is an error.
 
 **Run this**: `python -m pytest tests/test_trust_gradients.py`.
 
@@ -52,7 +51,7 @@ _SAME = {torch.Tensor.detach, vars(torch._C.TensorBase)["data"].__get__, torch.T
          torch.Tensor.double, torch.Tensor.to, torch.Tensor.cpu}
 _ZERO = {torch.Tensor.zero_, torch._foreach_zero_}
 _UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
-# Functions that read no element, so that a tensor without memory can answer.
+# Functions that read no element.
 _METADATA = {
     *(getattr(torch.Tensor, name).__get__ for name in (
         "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn",
@@ -159,7 +158,7 @@ def mark(grad: torch.Tensor, flat: Any, used: set | None) -> ShardGradient:
     ## The same gradient, marked as a part of the whole
 
     * `flat` is the flat parameter that it belongs to
-    * `used` names the parameters that it has something of; `None` stands for all of them
+    * `used` names the parameters that it has something of; `None` for all
     """
     if not isinstance(grad, ShardGradient):
         grad = grad.as_subclass(ShardGradient)

@@ -11,8 +11,8 @@ writes the small model, and evaluates it.
 | `4-half` | half of them pruned, the rest in 4 bits, 64 to a scale | 0.1 to 0.4 |
 | `rows-heads` | 8 bits; half of the heads and of the hidden features gone | 0.1 to 0.4 |
 
-A run of 1,000 steps with `4-half` begins to prune at step 100. Half of the elements are gone at
-step 400, and by then the bits have fallen from 8 to 4. A weight of 128 by 128 then takes
+In a run of 1,000 steps with `4-half`, half of the elements are gone at step 400, and the bits have
+fallen from 8 to 4. A weight of 128 by 128 then takes
 
 $$\underbrace{\tfrac{128^2}{8}}_{\text{mask}} + \underbrace{\tfrac{128^2}{2} \cdot
 \tfrac{4}{8}}_{\text{codes}} + \underbrace{\tfrac{128^2}{64} \cdot 4}_{\text{scales}} = 7168

@@ -21,8 +21,7 @@ previous bytes to every head.
 **Run this**: `make train` trains it.
 
 **Not covered, and what that costs**: sampling keeps no cache of keys and values, so each new byte
-computes its whole window again. Embedding and head do not share their weights, because both would
-then have to be in one `Zero3Layer`.
+computes its whole window again. Embedding and head do not share their weights.
 
 | shape | tensor |
 |---|---|
@@ -77,8 +76,8 @@ class GPTConfig:
         ### Number of parameters, without building the model
         """
         d = self.d_model
-        # Four square matrices with biases, three convolutions with three weights and a bias for
-        # each feature of a head, and two norms with a scale and a shift.
+        # Four square matrices, and three convolutions with three weights and a bias for each
+        # feature of a head.
         attention = 4 * (d * d + d) + 3 * 4 * (d // self.n_heads)
         feed_forward = 2 * d * self.d_ff + self.d_ff + d
         block = attention + feed_forward + 2 * 2 * d
@@ -171,8 +170,7 @@ def next_byte_loss(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
     r"""
     ## Cross-entropy of each byte after the first, in nats
 
-    * `windows` is `[batch, seq + 1]`. Each position except the last is an input, and each position
-      except the first is a target
+    * `windows` is `[batch, seq + 1]`: inputs and, one further, targets
 
     Returns the mean in fp32. Divided by $\ln 2$ it is in bits per byte.
     """
@@ -193,12 +191,10 @@ def sample(
     """
     ## Continue a text by `n` bytes
 
-    * `prompt` has at least one byte
     * `seq_len` is the longest window that the model takes
-    * `generator` draws the bytes on the CPU, so a seed gives the same text on every device
+    * `generator` draws the bytes on the CPU, so a seed gives the same text on every device and rank
 
-    All ranks of a sharded model call this together. With generators of the same seed all ranks get
-    the same text. Returns prompt and continuation.
+    All ranks of a sharded model call this together. Returns prompt and continuation.
     """
     training = model.training
     model.eval()
@@ -268,7 +264,6 @@ def global_batch(
     `[rows, seq_len + 1]` int64, from `seed` and `step` alone. Every rank draws the whole batch and
     takes its own rows, so the batch is the same on any number of ranks.
     """
-    # A seed has 64 bits.
     generator = torch.Generator().manual_seed((1_000_003 * seed + step) % 2**64)
     starts = torch.randint(len(data) - seq_len, (rows,), generator=generator)
     return data.unfold(0, seq_len + 1, 1)[starts].long()

@@ -1,8 +1,8 @@
 r"""
 # The main job: train a sharded GPT, and check the bytes
 
-The job trains the byte-level GPT of `gpt.py` on all ranks, with a `Zero3Layer` around each layer.
-Then it compares the bytes that every rank held and sent with the bytes that the formulas predict.
+The job trains the byte-level GPT of `gpt.py` on all ranks. Then it compares the bytes that every
+rank held and sent with the bytes that the formulas predict.
 
 The loop is an ordinary PyTorch training loop. Three lines differ from plain data parallelism: the
 layers are wrapped, a `Zero3Optimizer` is built on the model, and the optimizer calls backward.
@@ -78,7 +78,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BITS = 1 / math.log(2)
 # Batches of an evaluation, the same ones each time.
 EVAL_BATCHES = 4
-# Bytes that a block needs for its modules, hooks and shards beside the parameters, at least.
+# Bytes that a block needs beside its parameters, at least.
 BLOCK_BYTES = 100_000
 # Sequences in a step.
 BATCH = 16
@@ -509,9 +509,9 @@ class Job:
 
         * `show` gets a step, two losses and a rate
 
-        The loop starts at the step that `run` has reached, and ends after the last step or after a
-        signal. The last step is recorded, because the optimizer has its states by then. There is no
-        checkpoint right before it, so every run that resumes has at least two steps left.
+        The loop ends after the last step or after a signal. The last step is recorded, because the
+        optimizer has its states by then. There is no checkpoint right before it, so every run that
+        resumes has at least two steps left.
         """
         tape = Ledger(self.model, self.optimizer)
         losses = []
@@ -676,8 +676,8 @@ def check_alike(args: argparse.Namespace, ranks: Ranks) -> None:
     """
     ## Refuse ranks that were started with different options
 
-    Each machine of a run is started by its own command. With another `--seed` on one of them, the
-    shards would come from two different models. Raises `ValueError` on all ranks.
+    With another `--seed` on one machine, the shards would come from two different models. Raises
+    `ValueError` on all ranks.
     """
     # Paths may differ between machines.
     mine = {option(name): value for name, value in vars(args).items()

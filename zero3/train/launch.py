@@ -1,17 +1,13 @@
 """
 # Ranks from Python
 
-`run` calls a function on several ranks and returns their answers. Notebooks and tests use it,
-because torchrun cannot start them.
+`run` calls a function on several ranks and returns their answers.
 
 A cell of a notebook, or a test, has to start its ranks itself: processes that import a function,
 join a process group and call the function. They are
 forked from a server process that has imported torch once, so starting one takes a tenth of a
 second. `run("worker:who", 2)`, for example, calls `who` of `worker.py` on two ranks. If it returns
 the number of the rank, `run` returns `[0, 1]`.
-
-There is one rank on each GPU, and NCCL between them. Without GPUs there are two ranks on the CPU,
-and gloo.
 
 **Run this**: the notebooks.
 

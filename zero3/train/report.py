@@ -53,7 +53,6 @@ STYLES = {
     "gradients": (COLORS["grad"], 0.3, 0.25),
     "step": (COLORS["state"], 0.8, 0.0),
     "reading": (COLORS["file"], 0.15, -0.45),
-    # Paler, because it is the same file.
     "writing": (f"{COLORS['file']}80", 0.15, -0.3),
 }
 LEGEND = ("parameters whole", "layer computes", "full gradients", "optimizer steps",
@@ -160,7 +159,7 @@ def spans(events: list[Event]) -> Iterator[tuple[str, str, int, int]]:
             if (e.layer, name) in begun:
                 yield e.layer, name, begun.pop((e.layer, name)), i
     for (layer, name), first in begun.items():
-        # The next step waits for a write that is still in flight.
+        # In flight at the end.
         if name == "writing":
             yield layer, name, first, len(events)
 
@@ -171,9 +170,8 @@ def draw_tape(
     """
     ## The memory tape of one step
 
-    * `tapes` has the events of each rank
-    * `predicted` has the predicted bytes of each rank, as far as there are some, and `plain` those
-      of plain data parallelism
+    * `tapes` has the events of each rank, and `predicted` the predicted bytes of each
+    * `plain` has the bytes of plain data parallelism
 
     The upper plots show the bytes that each rank holds after each event, the lowest one the state
     of each layer on rank 0.

@@ -1,8 +1,8 @@
 """
 # A run: its ranks, its figures, its checkpoints
 
-`Ranks` tells a process which rank it is and wraps the few collectives that the main job needs.
-`Run` keeps the figures of a run. `take_up` finds the checkpoint to resume from.
+`Ranks` tells a process which rank it is and wraps a few collectives. `Run` keeps the figures of a
+run. `take_up` finds the checkpoint to resume from.
 
 **Run this**: `make train`, then Ctrl-C, then `make train`.
 
@@ -168,10 +168,9 @@ def fresh_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     """
     ## A store without the keys of an earlier attempt
 
-    Ranks find each other in a key-value store that torchrun serves: each rank writes its address
-    under a fixed key, and reads the addresses of the others. With `--max-restarts`, torchrun keeps
-    *one* store for all attempts. A rank that reads early then gets the address of a dead rank, and
-    the attempt fails.
+    Each rank writes its address under a fixed key of a store that torchrun serves, and reads those
+    of the others. With `--max-restarts`, torchrun keeps *one* store for all attempts. A rank that
+    reads early then gets the address of a dead rank, and the attempt fails.
 
     A prefix for the keys helps, if no earlier attempt has used it and all ranks agree on it. The
     number of the restart is no such prefix, because each machine counts its own failures. So rank 0
@@ -277,10 +276,7 @@ def tell_failure(error: Exception, ranks: Ranks, store: dist.Store) -> int:
     ## Print an error, the cause first
 
     The rank that fails first prints its traceback. Ranks that fail later, or only lost another
-    rank, wait for a moment and print one line each. An error that says what to do needs no
-    traceback.
-
-    * `store` is the one from `fresh_store`
+    rank, print one line each. An error that says what to do needs no traceback.
 
     Returns the exit code: 2 if the error says what to do, else 1.
     """
@@ -313,7 +309,7 @@ def progress(ranks: Ranks, steps: int) -> Iterator[Callable[..., None]]:
     ## Show the progress of the run, on rank 0
 
     Yields a function of the step, the training loss, the loss on held-out text and the bytes per
-    second. A terminal gets labml's screen, and a pipe or a file gets plain lines.
+    second.
     """
     if ranks.rank:
         yield lambda *values: None
@@ -340,8 +336,7 @@ def signals() -> Iterator[list[int]]:
     """
     ## Note Ctrl-C and SIGTERM instead of ending at once
 
-    Yields a list to which each signal is added. torchrun passes signals on to all ranks, to each at
-    a different moment.
+    Yields a list to which each signal is added. torchrun passes signals on to all ranks.
     """
     came: list[int] = []
     before = {number: signal.signal(number, lambda number, _: came.append(number))
