@@ -284,7 +284,7 @@ def _cut_by(module: Any) -> list[PrunedParts]:
 
 def _beside(name: str, other: str) -> str:
     """
-    #### The whole name of a neighbour of a layer
+    #### The whole name of what a rule names beside a layer
     """
     return f"{name.rpartition('.')[0]}.{other}".strip(".")
 

@@ -26,7 +26,7 @@ from torch import nn
 
 from zero3.guards.contents import Guarded
 
-# These read no element.
+# Properties and methods that read no element.
 _PROPERTIES = ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad_fn",
                "grad_dtype", "_version", "nbytes")
 _METHODS = ("dim", "numel", "size", "__len__", "element_size", "untyped_storage",

@@ -159,7 +159,7 @@ def spans(events: list[Event]) -> Iterator[tuple[str, str, int, int]]:
             if (e.layer, name) in begun:
                 yield e.layer, name, begun.pop((e.layer, name)), i
     for (layer, name), first in begun.items():
-        # In flight at the end.
+        # A write may still be in flight at the end.
         if name == "writing":
             yield layer, name, first, len(events)
 

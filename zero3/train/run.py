@@ -110,7 +110,7 @@ class Ranks:
         """
         ### Name the thing that this rank waited for, if the other ranks do not answer
 
-        Errors of gloo and NCCL do not. Raises `RuntimeError`.
+        Errors of gloo and NCCL only name sockets. Raises `RuntimeError`.
         """
         try:
             yield
@@ -229,7 +229,7 @@ def agree(store: dist.Store, rank: int, world_size: int, problem: str) -> bool:
     each one once. The other ranks return after that, because torchrun ends all ranks as soon as one
     leaves.
     """
-    # A store takes UTF-8 only.
+    # A store takes UTF-8 only, and a path may have other bytes.
     store.set(f"problem/{rank}", one_line(problem))
     if rank:
         ready = store.get("ready") == b"yes"
@@ -244,7 +244,7 @@ def agree(store: dist.Store, rank: int, world_size: int, problem: str) -> bool:
             print(f"zero3.train: {where}{text}", file=sys.stderr, flush=True)
     ready = {*problems} == {""}
     store.set("ready", "yes" if ready else "no")
-    # This rank may serve the store.
+    # This rank may serve the store, so it ends last.
     for other in range(1, world_size):
         store.wait([f"heard/{other}"])
     return ready
@@ -360,7 +360,7 @@ class Run:
     held_out: list[tuple[int, float]] = dataclasses.field(default_factory=list)  # step, bits/byte
     train_s: float = 0.0  # without evaluation
     came: list[int] = dataclasses.field(default_factory=list)  # signals to end the run
-    # Of the last step.
+    # Of the last step: its events, its bytes, and its gradients by size.
     events: list[Event] = dataclasses.field(default_factory=list)
     measured: dict[str, int] = dataclasses.field(default_factory=dict)
     exponents: dict[int, int] = dataclasses.field(default_factory=dict)
