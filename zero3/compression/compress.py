@@ -195,7 +195,7 @@ class Compression:
                              copy.deepcopy(self.groups, memo))
         return new
 
-    def methods(self, kind: Any = Method) -> Iterator[Any]:
+    def methods(self, kind: type[Method] = Method) -> Iterator[Any]:
         """
         ### What the rules do, weight by weight
         """

@@ -32,12 +32,15 @@ more for each shard and step; `Zero3Optimizer` steps plain tensors.
 import copy
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from torch import nn
 
 from zero3.guards.contents import Guarded
+
+if TYPE_CHECKING:
+    from zero3.flat import FlatParameter
 
 # `clip_grad_norm_` and `get_total_norm` call these.
 _NORMS = {
@@ -104,7 +107,7 @@ class ShardGradient(torch.Tensor):
         # A copy belongs to no shard.
         return copy.deepcopy(self.as_subclass(torch.Tensor), memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple:
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
@@ -140,7 +143,7 @@ class GradientElsewhere(ShardGradient):
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
         return self.clone()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         return self.clone()
 
 
@@ -153,7 +156,7 @@ def plain_part(grad: torch.Tensor) -> torch.Tensor:
     return grad.as_subclass(torch.Tensor) if isinstance(grad, ShardGradient) else grad
 
 
-def mark(grad: torch.Tensor, flat: Any, used: set | None) -> ShardGradient:
+def mark(grad: torch.Tensor, flat: object, used: set | None) -> ShardGradient:
     """
     ## The same gradient, marked as a part of the whole
 
@@ -167,7 +170,7 @@ def mark(grad: torch.Tensor, flat: Any, used: set | None) -> ShardGradient:
     return grad
 
 
-def elsewhere(flat: Any) -> GradientElsewhere:
+def elsewhere(flat: "FlatParameter") -> GradientElsewhere:
     """
     ## A gradient without memory, for the shard of a flat parameter
     """

@@ -92,7 +92,7 @@ def loss_scale(text: str) -> float | str:
 
 MOST_FP32 = torch.finfo(torch.float32).max
 # The options that are numbers: type, default, least and greatest value, and the help text.
-NUMBERS: dict[str, tuple[Callable[[str], Any], float | None, float, float, str]] = {
+NUMBERS: dict[str, tuple[Callable[[str], float | str], float | None, float, float, str]] = {
     "d_model": (int, 128, 1, MOST, "features of a position"),
     "layers": (int, 4, 1, MOST, "transformer blocks"),
     "heads": (int, 2, 1, MOST, "attention heads of a block"),
@@ -652,7 +652,7 @@ class Job:
                 del found[name]
         return found
 
-    def metrics(self, device: str) -> dict[str, Any]:
+    def metrics(self, device: str) -> dict[str, object]:
         """
         ### Options, losses and speed of the run, for `metrics.json`
         """

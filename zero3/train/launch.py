@@ -55,7 +55,7 @@ def default_ranks() -> int:
     return torch.cuda.device_count() or 2
 
 
-def run(worker: Callable | str, world_size: int | None = None, *args: Any, device: str = "auto",
+def run(worker: Callable | str, world_size: int | None = None, *args: object, device: str = "auto",
         timeout_s: float = 120) -> list[Any]:
     """
     ## Run a worker on each rank, and return the answers in rank order
@@ -144,7 +144,7 @@ def _answers(pipes: list[connection.Connection], timeout_s: float) -> tuple[dict
 
     After a failure, the other ranks get `_GRACE_S` more seconds to report that.
     """
-    results: dict[int, Any] = {}
+    results: dict[int, object] = {}
     failed: list[str] = []
     waiting = dict(zip(pipes, range(len(pipes)), strict=True))
     deadline_s = time.monotonic() + timeout_s

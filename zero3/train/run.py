@@ -153,7 +153,7 @@ class Ranks:
         """
         return any(self.gather(bool(flag)))
 
-    def gather(self, thing: Any) -> list[Any]:
+    def gather(self, thing: object) -> list[Any]:
         """
         ### The `thing` of each rank, in rank order (all-gather; all ranks must call it)
         """
