@@ -41,7 +41,7 @@ a moment. Weights of fp64 have no keys, because magnitude and place have more th
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,9 +49,6 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from zero3.compression.rules import Prune, Quantize
 from zero3.guards.options import expect
-
-if TYPE_CHECKING:
-    from zero3.compression.compress import Compression
 
 # The integers with as many bits as a floating number.
 _INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -69,9 +66,9 @@ class Method(nn.Module):
     state: torch.Tensor
     # A graph would keep the step and the threshold of the day it was traced.
     is_traceable = False
-    compression: "Compression"
+    compression: Any
 
-    def __init__(self, rule: Prune | Quantize, device: torch.device):
+    def __init__(self, rule: Any, device: torch.device):
         super().__init__()
         self.rule = rule
         self.register_buffer("state", torch.tensor([0, NOTHING], device=device))
@@ -116,7 +113,6 @@ class Pruned(Method):
     ## A weight without its least important parts
     """
 
-    rule: Prune
     score: nn.Parameter | None
 
     def __init__(self, rule: Prune, weight: torch.Tensor):
@@ -408,8 +404,6 @@ class Quantised(Method):
     ## A weight in few bits
     """
 
-    rule: Quantize
-
     def __init__(self, rule: Quantize, weight: torch.Tensor):
         super().__init__(rule, weight.device)
         self.width = rule.group or weight[0].numel()
@@ -456,7 +450,6 @@ class QuantisedInput(Method):
     there is none, and the input stays as it is.
     """
 
-    rule: Any  # a `Quantize`
     bounds: torch.Tensor
     seen: torch.Tensor
 

@@ -33,7 +33,7 @@ as a submodule is noticed only in the next forward.
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -41,9 +41,6 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from zero3.guards.options import Named
-
-if TYPE_CHECKING:
-    from zero3.flat import FlatParameter
 
 # By name, because most of them are not installed.
 WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel",
@@ -61,7 +58,7 @@ class Guarded(nn.Module, Named):
     module: nn.Module
     device: torch.device
     chunk: nn.ParameterList  # the shards
-    flats: "list[FlatParameter]"
+    flats: list[Any]
     cure_for_new: str  # advice about an added layer or parameter
     layer_idx: int
     listener: Any  # hears what happens to it

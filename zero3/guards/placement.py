@@ -37,8 +37,6 @@ from torch import nn
 from zero3.guards.options import expect, same
 
 Params = dict[nn.Parameter, tuple[str, ...]]
-# What a rank tells about its parameters, and its random number.
-Told = tuple[dict[str, object], int]
 
 
 def check_params(rank: int, who: str, params: Params, device: torch.device | str | None,
@@ -66,7 +64,7 @@ def check_params(rank: int, who: str, params: Params, device: torch.device | str
 
 
 def compare_params(rank: int, ranks: Sequence[int], who: str,
-                   gather: Callable[[Told], list[Told]], params: Params, how: str) -> int:
+                   gather: Callable[[Any], list[Any]], params: Params, how: str) -> int:
     """
     ## Make sure that all ranks shard the same parameters in the same order
 
@@ -76,7 +74,7 @@ def compare_params(rank: int, ranks: Sequence[int], who: str,
 
     Returns a number below 2 to the 31 that the first rank has drawn. Raises `RuntimeError`.
     """
-    told: dict[str, object] = {f"parameter {i}": (names, tuple(p.shape), p.dtype, p.requires_grad)
+    told = {f"parameter {i}": (names, tuple(p.shape), p.dtype, p.requires_grad)
             for i, (p, names) in enumerate(params.items())}
     # Not from torch's or Python's random numbers, which are the user's.
     every = gather(({"`Links`": how, **told}, secrets.randbits(31)))

@@ -32,15 +32,12 @@ more for each shard and step; `Zero3Optimizer` steps plain tensors.
 import copy
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
 
 from zero3.guards.contents import Guarded
-
-if TYPE_CHECKING:
-    from zero3.flat import FlatParameter
 
 # `clip_grad_norm_` and `get_total_norm` call these.
 _NORMS = {
@@ -170,7 +167,7 @@ def mark(grad: torch.Tensor, flat: object, used: set | None) -> ShardGradient:
     return grad
 
 
-def elsewhere(flat: "FlatParameter") -> GradientElsewhere:
+def elsewhere(flat: Any) -> GradientElsewhere:
     """
     ## A gradient without memory, for the shard of a flat parameter
     """
