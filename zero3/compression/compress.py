@@ -9,9 +9,8 @@ always.
     model = Zero3Sequential([Zero3Layer(layer) for layer in layers])
     optimizer = Zero3Optimizer(model, torch.optim.AdamW, lr=1e-3)
 
-Names are those of `nn.Sequential(*layers)`, and patterns are those of a shell: `*` stands for any
-part of a name, and `*.first|*.second` for names of either kind. The rules of a pattern apply to
-every layer with a `weight` that it matches.
+Names are those of `nn.Sequential(*layers)`, and patterns are those of a shell; `*.first|*.second`
+matches names of either kind. The rules of a pattern apply to every layer with a `weight`.
 
 **After each step** of an optimizer that trains parameters of the model, the schedule advances by
 one. If several optimizers train it, the schedule follows the one with the most steps.

@@ -2,7 +2,7 @@ r"""
 # Distill: fewer layers, taught by all of them
 
 `distill` starts a small model, the *student*, from some layers of a trained one, the *teacher*, and
-makes the loss by which the student learns the teacher's outputs.
+makes its loss.
 
 A text says which byte came next. The teacher's probabilities say how likely each of them was.
 **Three bytes**, of which `a` came next:

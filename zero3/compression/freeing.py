@@ -29,8 +29,7 @@ that computes,
 
 $$\text{elements of compressed weights in memory} \le C$$
 
-Masks are computed again too, by torch's own `checkpoint`. A weight is made three times in a step,
-which is cheap beside the products with it.
+Masks are computed again too, by torch's own `checkpoint`. A weight is made three times in a step.
 
 **Run this**: `python -m pytest tests/test_compression.py -k freed`.
 

@@ -36,7 +36,7 @@ Pruning](https://arxiv.org/abs/2005.07683), section 3.
 **Run this**: `python -m pytest tests/test_compression.py -k fake`.
 
 **Not covered, and what that costs**: making a mask takes 8 bytes for each element of a weight, for
-a moment. Weights of fp64 have no keys, because magnitude and place have more than 63 bits.
+a moment. Weights of fp64 have no keys.
 """
 
 import math

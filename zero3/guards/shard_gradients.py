@@ -25,8 +25,7 @@ the gradient rests in CPU memory or in a file. Reading it is an error.
 
 **Not covered, and what that costs**: the type does not survive arithmetic. If somebody adds up a
 norm by hand, `(g * g).sum()` for instance, or searches for NaN, that concerns this rank's part
-alone, and nothing notices. On torch 2.13 and a CPU an optimizer of torch's takes 2 microseconds
-more for each shard and step; `Zero3Optimizer` steps plain tensors.
+alone, and nothing notices.
 """
 
 import copy

@@ -15,7 +15,7 @@ the traffic of files are measured only.
 $$\text{predicted} = \text{measured} \qquad \text{at rest, at the peak, and between ranks}$$
 
 **Run this**: `make train`, or `torchrun --nproc_per_node=2 -m zero3.train --help` for the options.
-One rank needs no torchrun. The job prints losses, a sample of text and the table, and writes
+The job prints losses, a sample of text and the table, and writes
 `loss.png`, `tape.png`, `gradients.png` and `metrics.json`. With `--save-every 100` it also saves
 checkpoints. Ctrl-C always saves one, and the same command then resumes the run, to the same
 numbers. After Ctrl-C, torchrun itself ends with a traceback of a `SignalException`. No rank waits
@@ -456,8 +456,7 @@ class Job:
         """
         ### The sharded model and its optimizer
 
-        Each layer moves to the GPU when it is wrapped, so a GPU never has more than one whole layer
-        beside the shards.
+        A GPU never has more than one whole layer beside the shards.
         """
         torch.manual_seed(self.args.seed)
         dtype = DTYPES[self.args.dtype]

@@ -6,8 +6,8 @@
 A cell of a notebook, or a test, has to start its ranks itself: processes that import a function,
 join a process group and call the function. They are
 forked from a server process that has imported torch once, so starting one takes a tenth of a
-second. `run("worker:who", 2)`, for example, calls `who` of `worker.py` on two ranks. If it returns
-the number of the rank, `run` returns `[0, 1]`.
+second. If `who` of `worker.py` returns the number of the rank, `run("worker:who", 2)` returns
+`[0, 1]`.
 
 **Run this**: the notebooks.
 

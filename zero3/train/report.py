@@ -173,8 +173,7 @@ def draw_tape(
     * `tapes` has the events of each rank, and `predicted` the predicted bytes of each
     * `plain` has the bytes of plain data parallelism
 
-    The upper plots show the bytes that each rank holds after each event, the lowest one the state
-    of each layer on rank 0.
+    The lowest plot shows the state of each layer on rank 0.
     """
     events = tapes[0]
     shown = tapes[:4]

@@ -226,8 +226,7 @@ def agree(store: dist.Store, rank: int, world_size: int, problem: str) -> bool:
     * `problem` is the error text of this rank, or empty
 
     There is no process group yet, so the ranks talk through the store. Rank 0 prints the problems,
-    each one once. The other ranks return after that, because torchrun ends all ranks as soon as one
-    leaves.
+    each one once. The other ranks return after that, or torchrun would end rank 0.
     """
     # A store takes UTF-8 only, and a path may have other bytes.
     store.set(f"problem/{rank}", one_line(problem))
@@ -308,8 +307,7 @@ def progress(ranks: Ranks, steps: int) -> Iterator[Callable[..., None]]:
     """
     ## Show the progress of the run, on rank 0
 
-    Yields a function of the step, the training loss, the loss on held-out text and the bytes per
-    second.
+    Yields a function of the step, two losses and the bytes per second.
     """
     if ranks.rank:
         yield lambda *values: None
