@@ -1,4 +1,4 @@
-r"""
+"""
 # Clean: a model that really is smaller
 
 `clean` makes compression permanent. Pruned rows and heads disappear from the shapes, and weights
@@ -14,39 +14,32 @@ are stored in their bits.
     small = [Block() for _ in range(4)]
     read(small, "small.safetensors")    # cleaned, too
 
-Until then nothing is smaller. A pruned row is a row of zeros, and its zeros are multiplied by the
-next layer. **Take two layers of 4 by 4**, and prune two rows of the first. Two outputs are always
-zero, so two columns of the second layer never matter. Both go:
+**Take two layers of 4 by 4**, and prune two rows of the first. Two outputs are always zero, so two
+columns of the second layer never matter. Both go:
 
 | | parameters | multiply-adds for an input |
 |---|---|---|
 | before | 4 · 4 + 4 · 4 = 32 | 32 |
 | after | 2 · 4 + 4 · 2 = 16 | 16 |
 
-In general, if a part $s$ of the rows is pruned, both layers have $1 - s$ of their parameters and
-multiply-adds. Single elements save bytes and no multiply-adds, because a matrix with holes is
-multiplied as if it were full.
+If a part $s$ of the rows is pruned, both layers have $1 - s$ of their parameters and multiply-adds.
+Single elements save bytes and no multiply-adds.
 
 | pruned | goes from this layer | and from the layers that `follows` names |
 |---|---|---|
 | row | rows, and elements of the bias | columns |
 | channel, head | columns | rows, and elements of the bias |
 
-Layers that keep their weight transposed have rows and columns the other way round, see `axes` in
-`weights.py`.
-
 Without `follows` the zeros stay. Rows may go if zero stays zero on the way to the next layer, as it
 does in a ReLU, a GELU or a dropout, and not in a sigmoid or a norm. Columns may always go.
 
-The outputs of the cleaned model are those of the compressed one. Weights have the same bits, so a
-model without pruned rows and heads has the same outputs to the bit. With them, sums have fewer
-terms, all zeros gone, and kernels may add the others in another order.
+A model without pruned rows and heads has the same outputs as before, to the bit. With them, kernels
+may add the remaining terms of a sum in another order.
 
 **Run this**: `python -m pytest tests/test_compression_clean.py`.
 
 **Not covered, and what that costs**: pipelines; save a checkpoint, and load it into a model without
-stages. Each rank has the whole model while it cleans it. Inputs in 8 bits are still rounded, and
-then multiplied as floats.
+stages. Each rank has the whole model while it cleans it. Inputs in 8 bits are multiplied as floats.
 """
 
 import json
@@ -78,9 +71,7 @@ from zero3.offload.tensors import save_tensors
 from zero3.optimizer.stage3 import plain_paths
 from zero3.sharded import ShardedModel, comm_of
 
-# The mask, the codes, the scales and the zeros of a tensor, by these names.
 Parts = dict[str, dict[str, torch.Tensor]]
-# The attributes of modules that repeat the number of outputs, and of inputs.
 _SIZES = (("out_features", "out_channels", "nf", "embedding_dim"),
           ("in_features", "in_channels", "nx", "num_embeddings"))
 
@@ -90,13 +81,12 @@ def clean(model: nn.Module | Iterable[nn.Module], trained: ShardedModel | None =
     """
     ## Make the compression of a plain model permanent, in place
 
-    * `model` is a plain model or a list of layers, as `compress` left it
+    * `model` is as `compress` left it
     * `trained` is a sharded model that was compressed by the same rules. Its weights, steps and
       thresholds are taken over first (all-gather; all ranks call it)
 
-    Raises `ValueError` if nothing is compressed or the model is clean already, if a layer in
-    `follows` does not exist or has another shape, or if columns are removed from the middle of a
-    group of a scale.
+    Raises `ValueError` if nothing is compressed, if a layer in `follows` does not exist or has
+    another shape, or if columns go from the middle of a group.
     """
     modules = named_modules(model)
     if trained is not None:
@@ -104,7 +94,7 @@ def clean(model: nn.Module | Iterable[nn.Module], trained: ShardedModel | None =
     layers = {name: module for name, module in modules.items() if _methods(module)}
     expect(bool(layers), "clean", "a model with compressed weights", "none, or a model that is "
            "clean already", "call `compress` with the rules that it was trained with")
-    # Look at all weights before one changes, because the others are cut along with it.
+    # Look at all weights before one changes.
     plans = {name: Plan(module) for name, module in layers.items()}
     cuts = _cuts(modules)
     for name, module in modules.items():
@@ -149,7 +139,7 @@ def take_over(plain: nn.Module, trained: ShardedModel) -> None:
 
 def _methods(module: Any) -> list[Method]:
     """
-    #### What the rules do to a module's weight; nothing if it is not compressed
+    #### The rules of a module's weight, if it is compressed
     """
     is_changed = parametrize.is_parametrized(module, "weight")
     made_by = module.parametrizations.weight[0] if is_changed else None
@@ -168,9 +158,8 @@ class Plan:
         self.module = module
         self.kept: torch.Tensor | None = None  # which elements are stored; `None` for all
         weight = module.parametrizations.weight.original
-        # Until the weight is cut and stored, its scales and zeros are (rows, groups).
         self.stored = Stored(weight.shape, weight.dtype, None, 0)
-        # The same steps as in training, because scales are those of the weight so far.
+        # As in training, because scales are those of the weight so far.
         for method in _methods(module):
             if isinstance(method, (PrunedElements, PrunedFours)) and method.count:
                 self.kept = method.kept()
@@ -206,9 +195,7 @@ class Plan:
 
     def cut(self, name: str, rows: torch.Tensor | None, columns: torch.Tensor | None) -> None:
         """
-        ### Cut what belongs to the weight: its mask and its scales
-
-        * `rows` and `columns` say which are left, bool
+        ### Cut the mask and the scales of the weight
         """
         if self.kept is not None:
             self.kept = _select(self.kept, rows, columns)
@@ -227,7 +214,7 @@ class Plan:
         """
         #### Which groups of neighbours are left, `(count,)`
 
-        A group has one scale, so it stays or goes as a whole.
+        A group has one scale.
         """
         groups = columns.repeat_interleave(self.column_numel).view(count, -1)
         expect(torch.equal(groups.all(dim=1), groups.any(dim=1)), f"clean: `{name}`",
@@ -272,7 +259,7 @@ Cut = list[torch.Tensor | None]
 
 def _cuts(modules: dict[str, nn.Module]) -> dict[str, Cut]:
     """
-    #### The rows and columns that go, of each layer by its name
+    #### The rows and columns that go, by the name of each layer
     """
     cuts: dict[str, Cut] = {}
     for name, module in modules.items():
@@ -289,7 +276,7 @@ def _cuts(modules: dict[str, nn.Module]) -> dict[str, Cut]:
 
 def _cut_by(module: Any) -> list[PrunedParts]:
     """
-    #### The rules that remove rows or columns of a module's weight
+    #### The rules that remove rows or columns of a weight
     """
     return [method for method in _methods(module)
             if isinstance(method, PrunedParts) and method.rule.follows and method.count]
@@ -297,7 +284,7 @@ def _cut_by(module: Any) -> list[PrunedParts]:
 
 def _beside(name: str, other: str) -> str:
     """
-    #### The whole name of a layer or attribute that a rule names beside its own layer
+    #### The whole name of what a rule names beside a layer
     """
     return f"{name.rpartition('.')[0]}.{other}".strip(".")
 
@@ -368,9 +355,8 @@ def write(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
     ## Write a cleaned model as safetensors, which any reader of that format loads
 
     A stored weight `0.weight` becomes `0.weight.codes`, `.mask`, `.scales` and `.zeros`, as far as
-    it has them. Everything else has its name in the plain model. The file's metadata have an entry
-    `zero3`, in JSON: under `weights` what `stored.py` says about each of them, and under `numbers`
-    the whole numbers among the attributes of modules, because `clean` has changed some of them.
+    it has them. The file's metadata have an entry `zero3`, in JSON: `weights`, see `stored.py`, and
+    `numbers`, the whole numbers among the attributes of modules, some of which `clean` has changed.
 
     Raises `ValueError` if the model is not clean.
     """
@@ -387,7 +373,6 @@ def write(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
                         if type(value) is int and not key.startswith("_")}
     tensors = {name: tensor.detach().clone().contiguous()
                for name, _, _, tensor in _tensors(modules)}
-    # One entry, because several would be written in any order.
     about = json.dumps({"weights": weights, "numbers": numbers})
     save_tensors(Path(path), tensors, {"zero3": about})
 
@@ -397,11 +382,10 @@ def read(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
     """
     ## Load a file of `write` into a plain model, in place
 
-    * `model` is a plain model or a list of layers, as it was before `compress`. If inputs are
-      rounded, call `compress` with the rules of inputs first
+    * `model` is as it was before `compress`. If inputs are rounded, call `compress` with the rules
+      of inputs first
 
-    Afterwards it is the cleaned model: it has the smaller shapes, and stored weights. Raises
-    `ValueError` if the file is not one of `write`, or if it has other names than the model.
+    Raises `ValueError` if the file is not one of `write`, or if it has other names than the model.
     """
     modules = named_modules(model)
     weights, numbers, parts = _open(path)
@@ -425,9 +409,7 @@ def read(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
 
 def _open(path: str | Path) -> tuple[dict[str, About], dict[str, int], Parts]:
     """
-    #### What a file says about its weights, its numbers, and the parts of each tensor of the model
-
-    A tensor that is stored as it is has one part, without a name.
+    #### The weights, the numbers and the parts of each tensor in a file
     """
     with safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
@@ -447,7 +429,7 @@ def _open(path: str | Path) -> tuple[dict[str, About], dict[str, int], Parts]:
 
 def _tensors(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
     """
-    #### What a file has: a name in it, the module, the name there, the tensor
+    #### The tensors of a file: name, module, the name there, tensor
     """
     for prefix, module in modules.items():
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -482,9 +464,8 @@ def measure(model: nn.Module, example: torch.Tensor, loss: float) -> Size:
     """
     ## Measure a plain model
 
-    * `example` is an input; torch's own `FlopCounterMode` counts its matrix products and
-      convolutions
-    * `loss` is whatever the caller has measured
+    * `example` is an input for torch's own `FlopCounterMode`
+    * `loss` is the held-out loss
     """
     with FlopCounterMode(display=False) as counter:
         model(example)

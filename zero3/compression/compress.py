@@ -9,13 +9,11 @@ always.
     model = Zero3Sequential([Zero3Layer(layer) for layer in layers])
     optimizer = Zero3Optimizer(model, torch.optim.AdamW, lr=1e-3)
 
-Names are those of `nn.Sequential(*layers)`, and a pattern is that of a shell: `*` stands for any
-part of a name, and `*.first|*.second` for names of either kind. Each pattern has a list of rules,
-which apply to every layer with a `weight` that it matches.
+Names are those of `nn.Sequential(*layers)`, and patterns are those of a shell; `*.first|*.second`
+matches names of either kind. The rules of a pattern apply to every layer with a `weight`.
 
 **After each step** of an optimizer that trains parameters of the model, the schedule advances by
-one, for frozen weights too. If several optimizers train it, the schedule follows the one with the
-most steps.
+one. If several optimizers train it, the schedule follows the one with the most steps.
 
 | | on each rank | between ranks |
 |---|---|---|
@@ -25,29 +23,27 @@ most steps.
 | everything else | made from the gathered weight | |
 
 Take the weights 0.1, −0.7 on rank 0 and 0.4, −0.2 on rank 1, with the sparsity one half. Both
-ranks count, both learn that the threshold is the key of −0.2, and each of them makes the same mask
-as soon as it has gathered the four weights:
+ranks learn that the threshold is the key of −0.2, and make the same mask of the gathered weights:
 
 $$0.1,\; -0.7,\; 0.4,\; -0.2 \quad\to\quad 0,\; -0.7,\; 0.4,\; 0$$
 
-**Fewer bytes between ranks.** A weight that is rounded to 8 bits need not be gathered in 32. With
-`Zero3Layer(layer, mesh=Links(weights=Int8()))` the layer is quantised before the gather too, in
-blocks of its flat parameter, and an all-gather sends 1.03 bytes for an element in place of 4.
+**Fewer bytes between ranks.** With `Zero3Layer(layer, mesh=Links(weights=Int8()))` an all-gather
+sends 1.03 bytes for an element in place of 4.
 
-**At rest** a compressed model has what it had before, 16 bytes for each rule and weight on each
-rank, and learnt scores in shards. There are no masks: a threshold takes less than bits would.
+**At rest** there are no masks, only 16 bytes for each rule and weight on each rank, and learnt
+scores in shards.
 
 **Resume.** Steps and thresholds are buffers, and scores are parameters, so `zero3.save` saves
-them. A run that resumes goes on with the same masks, on another number of ranks too. It has to
-call `compress` with the same rules before it loads.
+them. A run that resumes calls `compress` with the same rules before it loads, and goes on with the
+same masks, on another number of ranks too.
 
 **Run this**: `python -m pytest tests/test_compression.py -k ranks`.
 
-**Not covered, and what that costs**: the names of a checkpoint. A compressed weight is called
-`...parametrizations.weight.original`, so a checkpoint of the uncompressed model does not load; load
-plain weights before `compress`. A model on the meta device. A weight with two names. Encodings of
-gathered weights (`Links(weights=...)`) beside pruned elements, because the ranks would count other
-numbers than they compute with. A step that a loss scale skips counts as one.
+**Not covered, and what that costs**: checkpoints of the uncompressed model, because a compressed
+weight is called `...parametrizations.weight.original`; load plain weights before `compress`. A
+model on the meta device. A weight with two names. Encodings of gathered weights beside pruned
+elements, because the ranks would count other numbers than they compute with. A step that a loss
+scale skips counts as one.
 """
 
 import copy
@@ -85,7 +81,6 @@ from zero3.sharded import Sharded, ShardedModel
 
 Rule = Prune | Quantize
 Rules = dict[str, list[Rule]]
-# Magnitude and place of an element are a key of at most 63 bits.
 MOST_SHARED = 2**31 - 1
 
 
@@ -96,20 +91,18 @@ def compress(model: nn.Module | Iterable[nn.Module], rules: Rules) -> "Compressi
     All ranks call it alike, before wrapping.
 
     * `model` is a module, or a list of layers
-    * `rules` has a list of `Prune` and `Quantize` for each pattern of names. Of those that one
-      weight has, elements are pruned first, then rows, channels and heads; then it is quantised
+    * `rules` has a list of `Prune` and `Quantize` for each pattern of names. Elements are pruned
+      first, then rows, channels and heads; then the weight is quantised
 
     Returns the record of what is compressed. Raises `TypeError` for anything that is no rule, and
-    `ValueError` if the model is sharded, if a pattern matches no weight that no earlier one has, if
-    a weight is tied, or if a rule does not fit the weight's shape. Nothing has changed then.
+    `ValueError` if the model is sharded, if a pattern matches nothing new, if a weight is tied, or
+    if a rule does not fit the weight's shape. Nothing has changed then.
     """
     found = named_modules(model)
     split = [name for name, module in found.items() if "line" in vars(module)]
     expect(not split, "compress", "whole weights, because thresholds and scales are for these",
            f"`{split[:1]}`, which `tensor_parallel` has split", "leave one of the two out")
-    # A tied weight has several.
     uses = Counter(p for module in found.values() for p in module._parameters.values())
-    # Find every problem before anything changes.
     left = {name: module for name, module in found.items()
             if getattr(module._parameters.get("weight"), "ndim", 0) >= 2}
     matches: list[tuple[list[nn.Module], list[Rule]]] = []
@@ -130,7 +123,6 @@ def compress(model: nn.Module | Iterable[nn.Module], rules: Rules) -> "Compressi
         groups += _groups(added)
         methods += added
     compression = Compression(found[""], methods, groups)
-    # What is pruned from the start on.
     compression.find_thresholds()
     return compression
 
@@ -153,9 +145,7 @@ def named_modules(model: nn.Module | Iterable[nn.Module]) -> dict[str, nn.Module
 
 def _params(model: nn.Module) -> Iterator[nn.Parameter]:
     """
-    #### The parameters of a model, also if its layers are sharded
-
-    A sharded layer keeps them as plain attributes of their modules.
+    #### The parameters of a model, also those that a sharded layer keeps as plain attributes
     """
     for module in model.modules():
         for value in (*vars(module).values(), *module._parameters.values()):
@@ -167,7 +157,7 @@ class Compression:
     """
     ## The record of a call of `compress`
 
-    The compressed layers share it. It follows the steps of optimizers as long as one of them lives.
+    The compressed layers share it.
     """
 
     def __init__(self, model: nn.Module, methods: list[Method],
@@ -181,7 +171,6 @@ class Compression:
         self.model = model
         self.all_methods = methods
         self.groups = groups
-        # The steps that each optimizer has taken, and the most of them.
         self.taken: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
             weakref.WeakKeyDictionary())
         self.most_taken = 0
@@ -205,7 +194,7 @@ class Compression:
                              copy.deepcopy(self.groups, memo))
         return new
 
-    def methods(self, kind: Any = Method) -> Iterator[Any]:
+    def methods(self, kind: type[Method] = Method) -> Iterator[Any]:
         """
         ### What the rules do, weight by weight
         """
@@ -214,8 +203,6 @@ class Compression:
     def is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """
         ### Whether an optimizer trains a parameter of the model, or its shard
-
-        A `Zero3Optimizer` steps its shards by an optimizer inside of it, which does not count.
         """
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return any(_is_stepped(param, optimizer, stepped) for param in _params(self.model))
@@ -224,7 +211,7 @@ class Compression:
         """
         ### An optimizer has stepped
 
-        One that comes later, beside others or in their place, begins with the step before.
+        A new one, beside others or in their place, begins with the step before.
         """
         taken = self.taken.get(optimizer, max(self.most_taken - 1, 0)) + 1
         self.taken[optimizer] = taken
@@ -232,7 +219,6 @@ class Compression:
             self.most_taken = taken
             self.advance()
         else:
-            # Its weights have changed.
             self.find_thresholds()
 
     @torch.no_grad()
@@ -240,7 +226,7 @@ class Compression:
         """
         ### One more step: find thresholds and ranges anew
 
-        All ranks call it together, because the step of the optimizer does.
+        All ranks must call this.
         """
         for method in self.methods():
             method.state[0] += 1
@@ -252,7 +238,7 @@ class Compression:
         """
         ### Find the threshold of each group of elements, over all ranks
 
-        Gathers counts of all groups together: see `kth_keys`. All ranks must call this.
+        Gathers counts of all groups together (`kth_keys`). All ranks must call this.
         """
         groups = [group for group in self.groups if group[0].count]
         if not groups:
@@ -280,8 +266,7 @@ class Compression:
         """
         #### Move the ranges of inputs towards those that all ranks have seen since the last step
 
-        All-gather of two numbers for each input. The least and the greatest of all ranks do not
-        depend on how the batch was split.
+        All-gather of two numbers for each input.
         """
         inputs = [each for each in self.methods(QuantisedInput) if each.rule.moving is not None]
         if not inputs:
@@ -299,7 +284,7 @@ class Compression:
 
 def _layer_of_any(params: Iterable[torch.Tensor]) -> Guarded | None:
     """
-    #### The first sharded layer of these parameters, which sends for all; or none in a plain model
+    #### The first sharded layer of these parameters, or none in a plain model
     """
     return next((layer for layer in map(layer_of, params) if layer is not None), None)
 
@@ -307,15 +292,13 @@ def _layer_of_any(params: Iterable[torch.Tensor]) -> Guarded | None:
 def _is_stepped(param: nn.Parameter, optimizer: torch.optim.Optimizer, stepped: set[int]) -> bool:
     """
     #### Whether an optimizer trains a weight, or its shard
-
-    * `stepped` has the ids of what the optimizer steps
     """
     layer = layer_of(param)
     if layer is None:
         return id(param) in stepped
     if isinstance(optimizer, Zero3Optimizer):
         return layer.reducer in optimizer.buckets
-    # A layer of a `Zero3Optimizer` is stepped by the optimizer inside of it, too.
+    # A `Zero3Optimizer` steps its shards by an optimizer inside of it, which does not count.
     return (not isinstance(layer.reducer, Bucket)
             and any(id(flat.shard) in stepped for flat in layer.flats))
 
@@ -396,7 +379,7 @@ def _axis(rule: Prune, module: nn.Module) -> int:
 
 def _order(rule: Rule) -> int:
     """
-    #### The place of a rule among those of a layer, which has one of each place
+    #### The place of a rule among those of a layer
     """
     if isinstance(rule, Quantize):
         return 2 if rule.of == "weight" else 3
@@ -437,7 +420,7 @@ def _add_to_weight(module: Any, methods: list[Method]) -> None:
     """
     parametrize.register_parametrization(module, "weight", Compressed(methods), unsafe=True)
     module.register_forward_pre_hook(before_forward)
-    # Also if it fails, so that it does not go on to collect weights.
+    # Also if it fails, or it would go on to collect weights.
     module.register_forward_hook(after_forward, always_call=True)
     for method in methods:
         if isinstance(method, Pruned):

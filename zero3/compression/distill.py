@@ -2,10 +2,10 @@ r"""
 # Distill: fewer layers, taught by all of them
 
 `distill` starts a small model, the *student*, from some layers of a trained one, the *teacher*, and
-makes the loss by which the student learns the teacher's outputs.
+makes its loss.
 
-A text says which byte came next, and nothing about the others. The teacher's probabilities say how
-likely each of them was, which is much more to learn from. **Three bytes**, of which `a` came next:
+A text says which byte came next. The teacher's probabilities say how likely each of them was.
+**Three bytes**, of which `a` came next:
 
 | | a | b | c |
 |---|---|---|---|
@@ -14,8 +14,7 @@ likely each of them was, which is much more to learn from. **Three bytes**, of w
 | the teacher at temperature 2 | 0.54 | 0.32 | 0.14 |
 
 A temperature $T$ divides the logits, and so lifts the small probabilities. The loss has three
-parts: the task's own loss, the distance of the probabilities, and that of the outputs of layers
-that correspond:
+parts: the task's own, the distance of the probabilities, and that of the layers' outputs:
 
 $$L = (1 - \alpha)\, L_{\text{task}} + \alpha\, T^2\, \mathrm{KL}\left(p^T_{\text{teacher}} \,\|\,
 p^T_{\text{student}}\right) + \beta \, \frac{1}{n} \sum_i \lVert h_i - h'_{k_i} \rVert^2 / d$$
@@ -30,15 +29,13 @@ third part is from [TinyBERT](https://arxiv.org/abs/1909.10351), section 3.
     optimizer = Zero3Optimizer(student, torch.optim.AdamW, lr=1e-3)
     optimizer.backward(teaching(x, lambda logits: F.cross_entropy(logits, y)))
 
-**Both are sharded.** The teacher has no gradients and no optimizer. It keeps $\frac{1}{N}$ of its
-weights on each rank, and one or two of its layers are whole while it computes. In each step it
-sends a third of what training it would, for the one gather of a forward pass.
+**Both are sharded.** The teacher has no gradients and no optimizer. In a step it sends a third of
+what training it would, for one gather.
 
 **Run this**: `python -m pytest tests/test_compression_distill.py`.
 
-**Not covered, and what that costs**: models that are not chains; layers whose width differs, which
-would need a matrix between them. All outputs of the teacher's layers that are compared stay in
-memory until the loss is there.
+**Not covered, and what that costs**: models that are not chains; layers whose width differs. All
+outputs that are compared stay in memory until the loss is there.
 """
 
 from collections.abc import Callable, Iterator
@@ -63,9 +60,8 @@ def distill(student: Chain, teacher: Chain, keep: list[int], *, logits: float = 
     ## Start a student from layers of its teacher
 
     All ranks call it alike, before the optimizer is built. Both models are chains, sharded or
-    plain. The student's layers get the weights of those that they correspond to, one layer at a
-    time; a compressed layer takes over plain weights too. The teacher is frozen, and set to
-    `eval()`.
+    plain. The student's layers get the weights of those that they correspond to. The teacher is
+    frozen, and set to `eval()`.
 
     * `keep` has the index of the teacher's layer for each layer of the student
     * `logits` is $\alpha$, from 0 to 1, and `hidden` is $\beta$
@@ -98,9 +94,7 @@ def distill(student: Chain, teacher: Chain, keep: list[int], *, logits: float = 
 @dataclass(eq=False)
 class Distillation:
     """
-    ## The loss of a student
-
-    The numbers are as for `distill`.
+    ## The loss of a student, with the numbers of `distill`
     """
 
     student: Chain
@@ -124,7 +118,6 @@ class Distillation:
             theirs = [*outputs(self.teacher, x)]
         mine = [*outputs(self.student, x)]
         loss = (1 - self.logits) * task(mine[-1])
-        # Both are logits of probabilities, `(positions, classes)`.
         learnt, taught = ((each[-1].flatten(0, -2).float() / self.temperature).log_softmax(dim=-1)
                           for each in (mine, theirs))
         distance = F.kl_div(learnt, taught, log_target=True, reduction="batchmean")
@@ -139,8 +132,6 @@ class Distillation:
 def outputs(model: Chain, x: torch.Tensor) -> Iterator[torch.Tensor]:
     """
     ## The outputs of the layers of a chain, one after the other
-
-    A sharded chain gathers each layer while the one before it computes.
     """
     layers = model.walk() if isinstance(model, Zero3Sequential) else model
     for layer in layers:

@@ -4,19 +4,17 @@ r"""
 `Compressed` makes the weight of a module from the stored one, and gives its memory back between
 forward and backward.
 
-The compressed weight is a tensor of its own. A matrix product keeps it for the backward pass,
-because the gradient of the input needs it. The sharded layer frees the stored weight after forward,
-but knows nothing of this one. So every layer's compressed weight would stay, from its forward to
-its backward pass, and together they are as large as the whole model. **Two layers of 100 elements**
-on two ranks, after forward:
+A matrix product keeps the compressed weight for the backward pass, and the sharded layer, which
+frees the stored weight after forward, knows nothing of it. Together these weights would be as large
+as the whole model. **Two layers of 100 elements** on two ranks, after forward:
 
 | | stored, sharded | compressed |
 |---|---|---|
 | kept by autograd | 50 + 50 | 100 + 100 |
 | freed | 50 + 50 | 0 |
 
-So the module frees it, as a layer frees its flat parameter: the storage shrinks to zero bytes, and
-the tensors that autograd has saved go on to exist. In backward:
+So the module frees it, as a layer frees its flat parameter: the storage shrinks to zero bytes. In
+backward:
 
 | event | the compressed weight |
 |---|---|
@@ -25,21 +23,19 @@ the tensors that autograd has saved go on to exist. In backward:
 | the gradient of this weight is there | is freed |
 | the gradient of the stored weight is computed | |
 
-The layer has gathered the stored weight by then, also if the module's output is that of the layer.
-The layer gathers in a hook of the output, and autograd calls all hooks of a tensor before those of
-the operation that made it. With $C$ elements in the compressed weights of the layer that computes,
+The layer has gathered the stored weight by then, because autograd calls all hooks of a tensor
+before those of the operation that made it. With $C$ elements in the compressed weights of the layer
+that computes,
 
 $$\text{elements of compressed weights in memory} \le C$$
 
-Masks and whatever else a rule would have kept for backward are computed again too, by torch's own
-`checkpoint`. A weight is made three times in a step, which is cheap beside the products with it.
+Masks are computed again too, by torch's own `checkpoint`. A weight is made three times in a step.
 
 **Run this**: `python -m pytest tests/test_compression.py -k freed`.
 
-**Not covered, and what that costs**: modules that do not return one tensor, weights that are
-frozen, and a weight that another module reads, as attention reads that of its `out_proj`. Their
-compressed weights stay until backward has passed. In a recomputation of activation checkpointing
-the weight stays, too, because its backward follows at once.
+**Not covered, and what that costs**: modules that do not return one tensor, frozen weights, and a
+weight that another module reads, as attention reads that of its `out_proj`. These stay until
+backward has passed.
 """
 
 from functools import partial
@@ -58,7 +54,7 @@ class Compressed(nn.ModuleList):
     """
     ## A weight, as its rules make it of the stored one
 
-    The one parametrization of the weight. Its modules are what the rules do, in order.
+    Its modules are what the rules do, in order.
     """
 
     def __init__(self, methods: list[Method]):
@@ -75,7 +71,7 @@ class Compressed(nn.ModuleList):
         found = checkpoint(self.value, weight, use_reentrant=False, preserve_rng_state=False)
         # Before the first rule starts, it is the stored weight itself, which the layer frees.
         is_own = found.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr()
-        # Inside of `parametrize.cached()`, others compute with the same one.
+        # Inside of `parametrize.cached()`, others use it too.
         if is_own and self.made is not None and not parametrize._cache_enabled:
             self.made.append(found)
         return found
@@ -93,7 +89,7 @@ def before_forward(module: Any, args: object) -> None:
     """
     ## A module is about to compute
 
-    It frees only the weights that it makes from now on, because it knows when they are needed.
+    It frees only the weights that it makes from now on.
     """
     module.parametrizations.weight[0].made = []
 

@@ -3,10 +3,8 @@ r"""
 
 `Quantize` and `Prune` say what becomes of a weight, and from which optimizer step to which.
 
-A trained weight needs neither all of its bits nor all of its elements. But a model that loses them
-at once loses accuracy too. So it loses them *while it trains*, little by little, and the elements
-that stay learn to do without the rest. Take four weights, half of them pruned and the others in 4
-bits:
+A model that loses bits or elements of its weights at once loses accuracy too. So it loses them
+*while it trains*. Take four weights, half of them pruned and the others in 4 bits:
 
 | | | | | | in a file |
 |---|---|---|---|---|---|
@@ -16,7 +14,7 @@ bits:
 | stored: which are left, and their codes | 0 1 1 0 | −7 | 4 | | 2 bytes, and the scale |
 
 **Sparsity rises by a cubic.** Between the steps $t_0$ and $t_1$ the pruned part $s$ of a weight
-rises to $s_1$, fast at first, while many elements hardly matter, and slowly in the end:
+rises to $s_1$, fast at first and slowly in the end:
 
 $$s(t) = s_1 \left(1 - \left(1 - \frac{t - t_0}{t_1 - t_0}\right)^3\right)$$
 
@@ -28,7 +26,7 @@ This is equation 1 of [To Prune, or Not to Prune](https://arxiv.org/abs/1710.018
 **Run this**: `python -m pytest tests/test_compression.py -k schedule`.
 
 **Not covered, and what that costs**: a schedule that looks at the loss. Choose the end early
-enough, so that training goes on for a while with the final sparsity and the final bits.
+enough, so that training goes on with the final sparsity and bits.
 """
 
 import math
@@ -43,8 +41,7 @@ def progress(step: int, start: int, end: int | None) -> float:
     """
     ## How much of a schedule is behind, from 0 to 1
 
-    * `step` is how many steps the optimizer has taken
-    * `start` and `end` are those of the rule; without an end, everything happens at the start
+    Without an end, everything happens at the start.
     """
     if end is None or end == start:
         return float(step >= start)
@@ -57,15 +54,12 @@ class Quantize:
     ## Compute with fewer bits
 
     * `bits` of a weight are 8, 4, 2 or 1; those of an input are 8
-    * `group` is how many neighbours of a row share a scale; left out, a whole row does, which is an
-      output channel
-    * `symmetric` values are multiples of a scale on both sides of zero. Otherwise the smallest
-      value may be closer to zero than the largest, as after a ReLU
-    * `start` is how many steps the optimizer takes before, and at `end` the bits have fallen from
-      `start_bits` to `bits`; left out, they are the same all the time
+    * `group` is how many neighbours of a row share a scale; left out, a whole row does
+    * `symmetric` values are multiples of a scale on both sides of zero
+    * `start` and `end` are steps of the optimizer, between which the bits fall from `start_bits`
     * `of` is "weight" or "input"
-    * `moving` is for inputs: how much of the old range stays at each step, from 0 to 1. Left out,
-      each batch has a range of its own
+    * `moving` is for inputs: how much of the old range stays at each step. Left out, each batch has
+      a range of its own
 
     Raises `ValueError` for anything else.
     """
@@ -114,19 +108,14 @@ class Prune:
     """
     ## Compute with fewer elements
 
-    * `sparsity` is the part that is pruned, from 0 to below 1; one element, row, channel or head is
-      always left
+    * `sparsity` is the part that is pruned, from 0 to below 1
     * `kind` is "element"; "2:4", the two smaller ones of each four neighbours; "row", an output of
       the layer with its bias; "channel", an input; or "head", a block of inputs
-    * `start` is how many steps the optimizer takes before, and at `end` the sparsity is reached;
-      left out, it is reached at the start
-    * `scope` is "layer", or "global": then all weights of the rule share one threshold. For
-      elements only
-    * `score` is "magnitude"; or "learnt": a number for each element, row, channel or head, which is
-      trained with the weights
-    * `regrow` trains pruned elements too, by the gradient that they would have if they were left.
-      So they may grow and come back. Otherwise their gradient is zero. For magnitudes only, because
-      learnt scores bring elements back by themselves
+    * `start` and `end` are steps of the optimizer; without `end` the sparsity is reached at once
+    * `scope` is "layer", or "global" for elements: then all weights of the rule share one threshold
+    * `score` is "magnitude"; or "learnt": a number for each part, trained with the weights
+    * `regrow` gives pruned elements the gradient that they would have if they were left; not for
+      learnt scores, which bring elements back by themselves
     * `heads` is how many heads the inputs are made of
     * `follows` are other layers that `clean` makes smaller too, by their names beside this one: for
       rows, those that read them; for channels and heads, those that write them

@@ -1,11 +1,11 @@
 r"""
 # Stored weights: codes in their bits
 
-`Stored` keeps a weight as it is in the file, in codes of 8, 4, 2 or 1 bits, and makes the weight
-from them whenever its module computes.
+`Stored` keeps a weight in codes of 8, 4, 2 or 1 bits, and makes it from them whenever its module
+computes.
 
-A fake-quantised weight is fp32 all the time, so training with it saves nothing. It saves once the
-codes alone are kept. **Four weights**, two of them pruned, the others in 4 bits:
+Training with a fake-quantised weight saves nothing. It saves once the codes alone are kept. **Four
+weights**, two of them pruned, the others in 4 bits:
 
 | | | bytes |
 |---|---|---|
@@ -19,26 +19,21 @@ With a weight of $n$ elements of which $m$ are left, in $b$ bits, with $g$ neigh
 $$\underbrace{\lceil n / 8 \rceil}_{\text{mask, if pruned}} + \lceil m b / 8 \rceil +
 4\, \frac{n}{g} \quad \text{bytes}$$
 
-and one more for each scale if codes are not symmetric, for the zero points. Without quantisation,
-`codes` are the elements themselves. The values are those that training computed with, bit for bit,
-because $s (c - z)$ is what `fake_quantize` computes too. `clean` compares them.
+and one more for each scale if codes are not symmetric. The values are those that training computed
+with, bit for bit, and `clean` compares them.
 
-**Reading the file without this package.** `read` loads it with this package. The file's metadata
-have an entry `zero3`, whose `weights` say of each weight its `shape`, `dtype` and `bits`, and which
-value the smallest code stands for, `least`. A symmetric weight of 4 bits, none of it pruned, is
+**Reading the file without this package.** The file's metadata have an entry `zero3`, whose
+`weights` say of each weight its `shape`, `dtype` and `bits`, and which value the smallest code
+stands for, `least`. A symmetric weight of 4 bits, none of it pruned, is
 
     byte = tensors["0.weight.codes"]
     codes = torch.stack([byte & 15, byte >> 4], dim=1).view(-1)[:numel] + least
     weight = (codes.view(rows, -1) * tensors["0.weight.scales"]).view(shape)
 
-The tests read all kinds of files like this.
-
 **Run this**: `python -m pytest tests/test_compression_clean.py -k bytes`.
 
-**Not covered, and what that costs**: kernels that compute with codes. The weight is made in full
-for each forward pass, and multiplied as it was, so the cleaned model is small at rest and not fast.
-The library torchao has such kernels. This package does not depend on it. Scales are fp32 and are
-not compressed themselves.
+**Not covered, and what that costs**: kernels that compute with codes, such as those of torchao. The
+weight is made in full for each forward pass, so the cleaned model is small at rest and not fast.
 """
 
 from typing import TypedDict
@@ -62,7 +57,7 @@ class Stored(nn.Module):
     """
     ## A weight from its codes
 
-    A parametrization too: `parametrizations.weight.original` has the codes.
+    A parametrization, whose `parametrizations.weight.original` has the codes.
     """
 
     mask: torch.Tensor | None
@@ -73,7 +68,7 @@ class Stored(nn.Module):
         """
         ### Prepare for a weight
 
-        * `bits` are those of a code; without, the codes are the elements themselves
+        * `bits` are those of a code; without, codes are the elements
         * `least` is what the code zero stands for
         """
         super().__init__()
@@ -90,8 +85,6 @@ class Stored(nn.Module):
         ### The codes of a weight, `(bytes,)` uint8 or elements
 
         * `kept` says which elements are left, of the weight's shape; left out, all
-
-        The scales have been set before.
         """
         codes = weight
         if self.scales is not None:
@@ -113,17 +106,16 @@ class Stored(nn.Module):
         """
         numel = self.shape.numel()
         kept = None if self.mask is None else unpack(self.mask, 1)[:numel].bool()
-        # Training rounds weights of 16 bits in fp32, and those of fp64 in fp64.
+        # As in training, which rounds weights of 16 bits in fp32.
         wide = torch.promote_types(self.dtype, torch.float32)
         count = numel if kept is None else int(kept.sum())
         numbers = (codes if self.bits is None else unpack(codes, self.bits))[:count].to(wide)
         if kept is not None:
-            # Bring each to its place.
             numbers = numbers.new_zeros(numel).masked_scatter(kept, numbers)
         if self.scales is not None:
             numbers = self._scaled(numbers.view(len(self.scales), -1)).view(-1)
         if kept is not None:
-            # A code that is not there counts as zero, which stands for another number.
+            # A missing code counts as zero, which stands for another number.
             numbers = torch.where(kept, numbers, 0)
         return numbers.view(self.shape).to(self.dtype)
 
@@ -149,8 +141,8 @@ class Stored(nn.Module):
         """
         ### What a reader makes of it
 
-        * `about` is what the method `about` has returned
-        * `parts` are the mask, the scales and the zeros, by these names
+        * `about` comes from the method `about`; `parts` are the mask, the scales and the zeros, by
+          name
         """
         stored = Stored(torch.Size(about["shape"]), getattr(torch, about["dtype"]), about["bits"],
                         about["least"])

@@ -1,12 +1,11 @@
 r"""
 # Thresholds: the k-th smallest number of all ranks
 
-`kth_keys` finds the number that exactly $k$ of all numbers do not exceed, without any rank having
-all of them.
+`kth_keys` finds the number that exactly $k$ of all numbers do not exceed.
 
-A global sparsity of one half means: prune the smaller half of *all* elements. No rank has all of
-them, and gathering them to sort them would send the whole model. But ranks can *count*. They agree
-on the number digit by digit, and the greatest digit comes first.
+A global sparsity of one half means: prune the smaller half of *all* elements. Gathering them would
+send the whole model. But ranks can *count*. They agree on the number digit by digit, the greatest
+digit first.
 
 **Four numbers on two ranks.** The second smallest of 42, 17, 13 and 45 is wanted. Rank 0 has 42
 and 17, rank 1 has 13 and 45:
@@ -16,18 +15,16 @@ and 17, rank 1 has 13 and 45:
 | first digits | one 4, one 1 | one 1, one 4 | two 1, two 4 | it is the second with a 1 |
 | second digits, of those with a 1 | one 7 | one 3 | one 3, one 7 | it is 17 |
 
-Each rank sends two rows of ten counts, however many numbers it has. The digits here have 8 bits. A
-row has $2^8$ counts of 8 bytes, and for keys of $b$ bits, $n$ thresholds and $N$ ranks, a rank
-sends
+Each rank sends two rows of ten counts. The digits here have 8 bits, so a row has $2^8$ counts of 8
+bytes. For keys of $b$ bits, $n$ thresholds and $N$ ranks, a rank sends
 
 $$\left\lceil \frac{b}{8} \right\rceil \cdot 2^8 \cdot 8 \cdot n \cdot (N - 1) \quad
 \text{bytes}$$
 
-in $\lceil b / 8 \rceil$ messages to each other rank. An fp32 weight of 128 by 128 has keys of 47
-bits. On two ranks these are 12,288 bytes in a step, where a gather of the weight is 32,768. One
-global threshold for a model of a billion elements has keys of 62 bits, which is 16,384 bytes.
-Counting is exact, and sums of whole numbers do not depend on their order. So the threshold has the
-same bits on all ranks, and on any number of ranks.
+in $\lceil b / 8 \rceil$ messages to each other rank. An fp32 weight of 128 by 128 has keys of 32
+bits for the element and 15 for its place, together 47. On two ranks these are 12,288 bytes in a
+step, where a gather of the weight is 32,768. The threshold has the same bits on any number of
+ranks.
 
 This is a radix sort that only follows the one bucket it needs; see Cormen et al., *Introduction to
 Algorithms*, sections 8.3 and 9.2.
@@ -36,8 +33,7 @@ Algorithms*, sections 8.3 and 9.2.
 tests/test_compression.py -k threshold`.
 
 **Not covered, and what that costs**: masks that are kept for a while. The threshold is found anew
-after each step of the optimizer, because the weights have changed, and an element that has become
-small may take the place of one that has become large.
+after each step of the optimizer, because the weights have changed.
 """
 
 from collections.abc import Callable
@@ -50,7 +46,7 @@ from zero3.guards.freed import FreedParameter
 
 # The bits of a digit.
 DIGIT = 8
-# Adds up counts over all ranks: `(n,)` int64 to the same shape.
+# Adds up counts over all ranks.
 Total = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -59,8 +55,8 @@ def kth_keys(keys: torch.Tensor, lists: torch.Tensor, ks: list[int], bits: int, 
     """
     ## The k-th smallest key, in several lists at once
 
-    * `keys` are this rank's keys of all lists, `(n,)` int64; there may be none
-    * `lists` says which list each of them belongs to, `(n,)` int64
+    * `keys` are this rank's keys of all lists, and `lists` says which list each belongs to; `(n,)`
+      int64
     * `ks` are how many keys of each list, over all ranks, are not greater than the result, at least
       one
     * `bits` are those of the longest key
@@ -81,7 +77,6 @@ def kth_keys(keys: torch.Tensor, lists: torch.Tensor, ks: list[int], bits: int, 
         chosen = (upto < left[:, None]).sum(dim=1)
         left -= (upto - counts).gather(1, chosen[:, None])[:, 0]
         found = (found << DIGIT) | chosen
-        # Those with another digit are smaller or greater than the result.
         follows = digits == chosen[lists]
         keys = keys[follows]
         lists = lists[follows]
@@ -114,13 +109,11 @@ def _keys_in_shards(layer: Guarded, by_param: dict[int, PrunedElements]
     #### The keys of the elements that are in this rank's shards of a layer
 
     * `by_param` has what each weight is pruned by
-
-    A shard that rests in a file is read once.
     """
     layer.expect(not getattr(layer.comm.links, "weights", None), "cannot prune elements",
                  "weights that are gathered as they are", f"{layer.comm.links}", "prune rows, "
                  "channels, heads or 2:4; or leave `weights` out of `Links`")
-    # They stay empty if another stage of a pipeline has the layer.
+    # For a layer of another stage of a pipeline.
     nothing = torch.empty(0, dtype=torch.int64, device=layer.device)
     found = dict.fromkeys(by_param.values(), nothing)
     for flat in layer.flats:
@@ -151,7 +144,5 @@ def key_bits(groups: list[list[PrunedElements]]) -> int:
 def layer_of(param: torch.Tensor) -> Guarded | None:
     """
     ## The sharded layer that has a parameter, or `None`
-
-    The class of a freed parameter knows it.
     """
     return type(param).owner() if isinstance(param, FreedParameter) else None

@@ -1,9 +1,8 @@
 r"""
 # Compressed weights: masks and grids
 
-`Pruned` and `Quantised` stand between a weight and the module that computes with it. They are
-parametrizations of torch's own `torch.nn.utils.parametrize`: the module asks for its `weight`, and
-gets what they make of the stored one.
+`Pruned` and `Quantised` are parametrizations of torch's own `torch.nn.utils.parametrize`: a module
+asks for its `weight`, and gets what they make of the stored one.
 
 | the module's `weight` | from the stored weight $w$ |
 |---|---|
@@ -11,9 +10,7 @@ gets what they make of the stored one.
 | quantised | the nearest multiple of a scale |
 
 **Inside a sharded layer nothing changes.** The layer shards, gathers and frees the stored weight,
-whose name is now `parametrizations.weight.original`. The module computes with the gathered weight,
-so masks and scales are made from it after the gather, by each rank, to the same bits. Nothing else
-has to be sent.
+and each rank makes the same masks and scales from it.
 
 **A mask is one number.** Give each element of a weight a *key*: the bits of its magnitude, followed
 by the bits of its place. With magnitudes of three bits and places of two, the weights 1, −7, 4, 1
@@ -21,30 +18,25 @@ have the keys
 
 $$001\,00 = 4 \qquad 111\,01 = 29 \qquad 100\,10 = 18 \qquad 001\,11 = 7$$
 
-No two keys are equal, so exactly one threshold prunes two of four: all keys up to 7. Where the
-magnitudes are equal, the earlier element goes first. So a mask need not be stored, nor sent with
-the weight. A rank that has the weight and the threshold has the mask, after a resume and on any
-number of ranks. `thresholds.py` finds the threshold without gathering the weight. The bits of a
-magnitude are taken as they are in memory: floats that are not negative have the same order as their
-bits, read as integers.
+No two keys are equal, so exactly one threshold prunes two of four: all keys up to 7. A rank that
+has the weight and the threshold has the mask. `thresholds.py` finds the threshold without gathering
+the weight. The bits of magnitudes can be compared as integers, because floats that are not negative
+have the same order.
 
-Rows, channels, heads and 2:4 need no threshold, because each rank compares those of the gathered
-weight by itself.
+Rows, channels, heads and 2:4 need no threshold, because each rank has the gathered weight.
 
 **Gradients.** A pruned element gets no gradient. With `regrow` it gets the one that it would have
-if it were left, so it may grow and come back, as in [Learning N:M Fine-grained Structured Sparse
-Neural Networks](https://arxiv.org/abs/2102.04010). The rounding of a quantised element is left out
-of the gradient, as if it were not there: the *straight-through* estimator, of [Estimating or
-Propagating Gradients](https://arxiv.org/abs/1308.3432). A learnt score gets the gradient that the
-mask would have, $\frac{\partial L}{\partial m_i} = w_i \frac{\partial L}{\partial (m_i w_i)}$, as
-in [Movement Pruning](https://arxiv.org/abs/2005.07683), section 3.
+if it were left, as in [Learning N:M Fine-grained Structured Sparse
+Neural Networks](https://arxiv.org/abs/2102.04010). The gradient ignores the rounding of a quantised
+element: the *straight-through* estimator, of [Estimating or Propagating
+Gradients](https://arxiv.org/abs/1308.3432). A learnt score gets the gradient that the mask would
+have, $\frac{\partial L}{\partial m_i} = w_i \frac{\partial L}{\partial (m_i w_i)}$, as in [Movement
+Pruning](https://arxiv.org/abs/2005.07683), section 3.
 
 **Run this**: `python -m pytest tests/test_compression.py -k fake`.
 
 **Not covered, and what that costs**: making a mask takes 8 bytes for each element of a weight, for
-a moment. Weights of fp64 have no keys, because magnitude and place have more than 63 bits. Rows of
-a scale are those of the tensor, so a layer that keeps inputs first (`axes`) has a scale for each
-input.
+a moment. Weights of fp64 have no keys.
 """
 
 import math
@@ -60,7 +52,7 @@ from zero3.guards.options import expect
 
 # The integers with as many bits as a floating number.
 _INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-# The threshold below all keys, which prunes nothing.
+# The threshold below all keys.
 NOTHING = -1
 
 
@@ -68,22 +60,19 @@ class Method(nn.Module):
     """
     ## What a rule does to one weight or input, and how far its schedule is
 
-    `state` has the number of the optimizer's steps, and the threshold. It is a buffer, so every
-    checkpoint has it, and each rank has the same.
+    `state`, a buffer, has the number of the optimizer's steps, and the threshold.
     """
 
     state: torch.Tensor
     # A graph would keep the step and the threshold of the day it was traced.
     is_traceable = False
-    # The record that all methods of one call of `compress` share.
     compression: Any
 
     def __init__(self, rule: Any, device: torch.device):
         super().__init__()
         self.rule = rule
         self.register_buffer("state", torch.tensor([0, NOTHING], device=device))
-        # Its two numbers as Python's, with the buffer that they are from and its version. So
-        # reading them waits for the device once in a step.
+        # Its two numbers as Python's, so that reading them waits for the device once in a step.
         self._numbers = [0, NOTHING]
         self._from: tuple[torch.Tensor | None, int] = (None, 0)
 
@@ -95,7 +84,7 @@ class Method(nn.Module):
         """
         #### The two numbers of the state
         """
-        # Loading a checkpoint writes to the buffer, and so raises its version, or replaces it.
+        # Loading a checkpoint raises its version, or replaces it.
         if self._from[0] is not self.state or self._from[1] != self.state._version:
             self._from = (self.state, self.state._version)
             self._numbers = self.state.tolist()
@@ -122,32 +111,24 @@ class Method(nn.Module):
 class Pruned(Method):
     """
     ## A weight without its least important parts
-
-    `PrunedElements`, `PrunedFours` and `PrunedParts` say which of them are left.
     """
 
-    # Learnt scores of the parts, if the rule asks for them.
     score: nn.Parameter | None
 
     def __init__(self, rule: Prune, weight: torch.Tensor):
         """
         ### Prune a weight
-
-        `attach` says later where the stored weight is.
         """
         super().__init__(rule, weight.device)
         self.shape = weight.shape
         self._stored: tuple[ParametrizationList, ...] = ()
         self.register_parameter("score", None)
         if rule.score == "learnt":
-            # It begins as the magnitude.
             self.score = nn.Parameter(self.sizes(weight).to(weight.dtype))
 
     def attach(self, stored: ParametrizationList) -> None:
         """
         ### Say which list of parametrizations has the stored weight, `original`
-
-        Masks are made from it, whatever other rules make of the weight.
         """
         # In a tuple, because a module inside would be registered twice.
         self._stored = (stored,)
@@ -164,7 +145,7 @@ class Pruned(Method):
         """
         ### How many parts are pruned now
 
-        One is left in any case: nine tenths of four rows are three of them.
+        One is always left: nine tenths of four rows are three of them.
         """
         return min(round(self.rule.sparsity_at(self.steps) * self.units()), self.units() - 1)
 
@@ -188,7 +169,7 @@ class Pruned(Method):
 
     def spread(self, parts: torch.Tensor) -> torch.Tensor:
         """
-        ### A number for each part, so that they expand to the weight's shape
+        ### A number for each part, in a shape that expands to the weight's
         """
         return parts
 
@@ -205,9 +186,6 @@ class Pruned(Method):
                ) -> torch.Tensor:
         """
         ### Zeros where a part is pruned, with the gradient that the rule asks for
-
-        * `values` are the weight, or the bias
-        * `kept` says what is left of them, and `score` are their learnt scores, if there are any
         """
         if score is not None:
             # The value of `kept`, with the gradient of the score.
@@ -219,14 +197,12 @@ class Pruned(Method):
 
 class PrunedElements(Pruned):
     """
-    ## Single elements: those up to a threshold are pruned
+    ## Single elements up to a threshold are pruned
     """
 
     def __init__(self, rule: Prune, weight: torch.Tensor):
         """
         ### Prune elements of a weight
-
-        `share` says later which other weights share its threshold.
         """
         super().__init__(rule, weight)
         self.share(0, weight.numel())
@@ -234,8 +210,6 @@ class PrunedElements(Pruned):
     def share(self, first: int, numel: int) -> None:
         """
         ### Number the elements, among all those that share a threshold
-
-        * `first` is the place of this weight's first element, and `numel` how many there are
         """
         self.first = first
         self.shared_numel = numel
@@ -274,7 +248,7 @@ class PrunedElements(Pruned):
         bits = values.detach().contiguous().view(integer).long()
         most = torch.iinfo(integer).max
         if self.score is None:
-            bits = bits & most  # without the sign
+            bits = bits & most  # no sign
         else:
             # The bits of negative scores have the opposite order, and come before all others.
             bits = torch.where(bits < 0, most - (bits & most), bits + most + 1)
@@ -304,11 +278,8 @@ class PrunedParts(Pruned):
 
     def __init__(self, rule: Prune, weight: torch.Tensor, axis: int):
         """
-        ### Prune parts of a weight
-
-        * `axis` is where they follow one another, see `axes`
+        ### Prune parts of a weight along an axis
         """
-        # Learnt scores, which are made at once, depend on it.
         self.axis = axis
         super().__init__(rule, weight)
 
@@ -320,9 +291,7 @@ class PrunedParts(Pruned):
 
     def sizes(self, weight: torch.Tensor) -> torch.Tensor:
         """
-        ### The sum of magnitudes of each, `(units,)`
-
-        It is taken in fp64, so it hardly depends on the order.
+        ### The sum of magnitudes of each, `(units,)` fp64
         """
         parts = weight.detach().abs().transpose(0, self.axis)
         return parts.reshape(self.units(), -1).sum(dim=1, dtype=torch.float64)
@@ -356,8 +325,7 @@ def axes(module: nn.Module) -> tuple[int, int]:
     """
     ## The axes of a layer's weight that are its outputs and its inputs
 
-    An embedding and a transposed convolution keep inputs first, and so does Hugging Face's
-    `Conv1D`, which GPT-2 is made of.
+    An embedding, a transposed convolution and Hugging Face's `Conv1D` keep inputs first.
     """
     has_inputs_first = isinstance(module, (nn.Embedding, nn.EmbeddingBag,
                                            nn.modules.conv._ConvTransposeNd))
@@ -375,7 +343,6 @@ class PrunedBias(nn.Module):
         ### Follow a pruned weight
         """
         super().__init__()
-        # In a tuple, because a module inside would be registered twice.
         self.follows = (pruned,)
 
     def forward(self, bias: torch.Tensor) -> torch.Tensor:
@@ -428,7 +395,7 @@ def grid(low: torch.Tensor, high: torch.Tensor, bits: int, symmetric: bool) -> G
     most = 2**bits - 1
     low = low.float().clamp(max=0)
     scales = ((high.float().clamp(min=0) - low) / most).clamp(min=tiny)
-    # A row with a NaN has NaN as its scale, so all of it is NaN. Its zero has to be a code.
+    # A row with a NaN has NaN as its scale, and its zero has to be a code.
     return Grid(bits, scales, (-low / scales).nan_to_num().round().int(), 0, most)
 
 
@@ -439,15 +406,14 @@ class Quantised(Method):
 
     def __init__(self, rule: Quantize, weight: torch.Tensor):
         super().__init__(rule, weight.device)
-        # How many neighbours share a scale.
         self.width = rule.group or weight[0].numel()
 
     def grid(self, weight: torch.Tensor) -> Grid | None:
         """
         ### What the weight is rounded to now, or `None` before the start
 
-        With 1 bit the scale is the mean magnitude of the elements of the row that are not zero, as
-        in [XNOR-Net](https://arxiv.org/abs/1603.05279), section 3.1.
+        With 1 bit the scale is the mean magnitude of what is not zero in the row, as in
+        [XNOR-Net](https://arxiv.org/abs/1603.05279), section 3.1.
         """
         bits = self.rule.bits_at(self.steps)
         if bits is None:
@@ -480,9 +446,8 @@ class QuantisedInput(Method):
     """
     ## The input of a layer in 8 bits
 
-    It runs before the layer's forward. With a moving range, all ranks use the same one: it is that
-    of the batches of all ranks, up to the step before. In the first step there is none, and the
-    input stays as it is.
+    A moving range is that of the batches of all ranks, up to the step before. In the first step
+    there is none, and the input stays as it is.
     """
 
     bounds: torch.Tensor
@@ -492,7 +457,7 @@ class QuantisedInput(Method):
         super().__init__(rule, weight.device)
         nothing = torch.tensor([math.inf, -math.inf], device=weight.device)
         self.register_buffer("bounds", nothing)
-        # The range of this rank's inputs since the last step.
+        # Of this rank's inputs since the last step.
         self.register_buffer("seen", nothing.clone(), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -519,14 +484,12 @@ class QuantisedInput(Method):
         """
         ### Move the range towards a new one
 
-        * `seen` are the least and the greatest value of all ranks since the last step, `(2,)`
+        * `seen` are the least and the greatest value of all ranks, `(2,)`
         """
         self.seen[0] = math.inf
         self.seen[1] = -math.inf
         if seen[0] > seen[1]:
-            # No input has come.
             return
         stays = 0.0 if self.threshold == NOTHING else self.rule.moving
         self.bounds.copy_(seen if stays == 0 else self.bounds * stays + seen * (1 - stays))
-        # There is a range now.
         self.state[1] = 0

@@ -4,14 +4,13 @@ r"""
 `Parser` prints the error of a wrong argument as one line, without a traceback. `within` checks a
 number, and `folder` a folder for files.
 
-A user who mistypes a number should read one line, and not the twenty of a traceback:
+A user who mistypes a number should read one line:
 
 ```
 python -m zero3.estimate: --params is too small. Expected: at least 1. Got: 0. What to do: raise it.
 ```
 
-It is best to find such a mistake before memory is allocated, and before a minute has passed. An
-accepted value satisfies
+An accepted value satisfies
 
 $$\text{least} \le \text{value} \le \text{most}$$
 
@@ -46,8 +45,7 @@ def folder(name: str, path: str | Path) -> None:
     """
     ## Raise `ValueError` if files cannot be created in a folder
 
-    It creates a file without a name, which disappears at once. The permissions of the folder are
-    not enough: they say nothing about a disk that is mounted read-only.
+    It creates a file without a name. Permissions say nothing about a read-only disk.
     """
     problem = ""
     try:
@@ -63,8 +61,6 @@ def folder(name: str, path: str | Path) -> None:
 def one_line(text: str) -> str:
     """
     ## The text, with line breaks and escape codes spelt out
-
-    An error quotes the value that was passed, which may contain both.
     """
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 

@@ -20,16 +20,15 @@ fails by itself, and each of them trains another model than it seems to:
 Take a layer with the shards (1, 2) and (3, 0) on two ranks. DDP broadcasts the parameters of rank
 0, so rank 1 would go on with (1, 2) as well, and the layer with the weights 1, 2 and 1.
 
-The first check runs in every forward, so it has to be cheap. It compares the submodules of each
-module with the list from before, by identity, and looks closer only if something differs:
+The first check runs in every forward. It compares the submodules of each module with the list from
+before, and looks closer only if something differs:
 
 $$\text{modules now} = \text{modules when it was wrapped} \;\Rightarrow\; \text{nothing was added}$$
 
 **Run this**: `python -m pytest tests/test_trust_ecosystem.py` tries each of these.
 
 **Not covered, and what that costs**: a library that keeps a sharded module without registering it
-as a submodule is noticed only in the next forward. A parameter that is assigned and removed again
-between two forwards is never noticed.
+as a submodule is noticed only in the next forward.
 """
 
 import functools
@@ -43,8 +42,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero3.guards.options import Named
 
-# Classes that train the modules inside them in their own way. By name, because importing them takes
-# long, and most of them are not installed.
+# By name, because most of them are not installed.
 WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel",
             "FlattenParamsWrapper", "ShardedDataParallel", "DeepSpeedEngine")
 
@@ -53,47 +51,41 @@ class Guarded(nn.Module, Named):
     """
     ## A sharded layer, as far as guards and tiers have to know it
 
-    `layer.py` imports the guards, so they cannot import `Zero3Layer`.
+    `layer.py` imports the guards, so they cannot import `Zero3Layer`. `Unit`, the layer of a whole
+    model, overrides the two methods.
     """
 
     module: nn.Module
     device: torch.device
     chunk: nn.ParameterList  # the shards
     flats: list[Any]
-    cure_for_new: str  # what to do about a layer or a parameter that was added
+    cure_for_new: str  # advice about an added layer or parameter
     layer_idx: int
     listener: Any  # hears what happens to it
 
     def fetch_for_others(self) -> bool:
         """
         ### Gather the parameters for another layer that uses them, and return whether it may
-
-        `Unit`, the layer of a whole model, overrides this.
         """
         return False
 
     def admits(self, layer: nn.Module) -> bool:
         """
         ### Whether a sharded layer may be inside this one
-
-        `Unit` overrides this, because a whole model knows all its layers.
         """
         return True
 
 
 class Contents:
     """
-    ## The modules inside a sharded layer
-
-    Each layer has one of these as `contents`, from the moment when it is sharded.
+    ## The modules inside a sharded layer, which has one of these as `contents`
     """
 
     def __init__(self, layer: Guarded, params: dict[nn.Module, dict[str, nn.Parameter | None]]):
         """
         ### Remember the modules and parameters that are there
 
-        * `layer` is the sharded layer
-        * `params` are the parameters that its modules had, and now have as plain attributes
+        * `params` are the parameters that the layer's modules had, and now have as plain attributes
         """
         self.layer = layer
         self.owners = list(params)
@@ -140,8 +132,6 @@ class Contents:
     def _look(self) -> list[tuple[str, nn.Module]]:
         """
         #### Look at every module again, because something has changed
-
-        Layers may change places, and modules without trainable parameters may be added.
         """
         layer = self.layer
         found = list(_walk(layer.module, ""))
@@ -177,8 +167,7 @@ class Contents:
         ### Show the full parameters to `parameters()`
 
         While the module computes, `next(self.parameters()).device` is then the same as in plain
-        PyTorch. At all other times `parameters()` yields the shards alone, because an optimizer
-        needs these.
+        PyTorch.
         """
         self.depth += 1
         for owner, params in self.hidden:
@@ -192,7 +181,7 @@ class Contents:
             if len(owner._parameters) == len(params):
                 owner._parameters.clear()
                 continue
-            # Parameters that the module has registered meanwhile stay, and `check` finds them.
+            # New parameters stay, and `check` finds them.
             for name in params:
                 owner._parameters.pop(name, None)
 
@@ -200,10 +189,8 @@ class Contents:
         """
         #### Refuse to read and to write the state dicts of the modules
 
-        `state_dict()` would return shards, or nothing, instead of weights.
-        `load_state_dict(strict=False)` would load nothing, and say nothing.
-
-        Returns the handles of the hooks.
+        `state_dict()` would return shards, or nothing. `load_state_dict(strict=False)` would load
+        nothing, and say nothing. Returns the handles of the hooks.
         """
         def refuse_to_save(*_: object) -> None:
             self.layer.expect(
@@ -238,8 +225,7 @@ class Known:
     """
     ## Which modules and parameters some modules had
 
-    A layer keeps one of the modules inside it, and a model keeps one of its own children. Each
-    forward compares.
+    Each forward compares.
     """
 
     def __init__(self, modules: list[nn.Module]):
@@ -248,8 +234,6 @@ class Known:
     def has_changed(self) -> bool:
         """
         ### Whether they have other modules now, or a parameter of their own
-
-        This runs in every forward, so it compares lists and follows no module.
         """
         for parameters, modules, before in self.before:
             # Modules are equal only if they are the same object.
@@ -260,9 +244,7 @@ class Known:
 
 def is_sharded(module: nn.Module) -> TypeGuard[Guarded]:
     """
-    ## Whether this is a sharded layer
-
-    It is one once it has contents. While it is being made, it is a module like any other.
+    ## Whether this is a sharded layer: while it is being made, it is a module like any other
     """
     return isinstance(vars(module).get("contents"), Contents)
 
@@ -271,7 +253,7 @@ def stray(model: nn.Module) -> list[str]:
     """
     ## The names of trainable parameters that no sharded layer has
 
-    Nobody reduces their gradients, so each rank would train its own.
+    Nobody reduces their gradients.
     """
     shards = {shard for layer in model.modules() if is_sharded(layer) for shard in layer.chunk}
     return [name for name, param in model.named_parameters()
@@ -310,17 +292,13 @@ def uncompiled(forward: Callable) -> Callable:
     """
     ## Have `torch.compile` leave a function out of its graphs
 
-    `torch.compile` traces the functions that it compiles, and would trace freed parameters. Compile
-    a layer's module instead, `layer.module.compile()`: it runs compiled as a part of the layer.
-
-    * `forward` is the function
-
-    Returns a function that does the same.
+    It would trace freed parameters. Compile a layer's module instead, `layer.module.compile()`: it
+    runs compiled as a part of the layer.
     """
     eager = torch._disable_dynamo(forward)
 
     @functools.wraps(forward)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         # Only while it traces, because importing torch's compiler takes seconds.
         if torch.compiler.is_compiling():
             return eager(*args, **kwargs)
@@ -333,14 +311,10 @@ def look_at_wrapper(wrapper: nn.Module, name: str, module: object) -> None:
     """
     ## Refuse a library that trains whole parameters
 
-    torch calls this whenever a module becomes a submodule of another one, so it looks at the name
-    of the class first. All of these libraries register the module before they send anything.
+    torch calls this whenever a module becomes a submodule of another one.
 
     `DistributedDataParallel` is right around a module that also has parameters outside sharded
-    layers, if it ignores the shards. Then it synchronises the other parameters, and each sharded
-    layer its own.
-
-    Raises `RuntimeError`.
+    layers, if it ignores the shards. Raises `RuntimeError`.
     """
     kind = type(wrapper).__name__
     if kind not in WRAPPERS or not isinstance(module, nn.Module):

@@ -10,8 +10,7 @@ address zero and end the interpreter, without a word about the cause:
 $$\text{bytes that its shape promises} > \text{bytes in its storage} = 0$$
 
 So the layer changes the *class* of each parameter, to a subclass of this one when it frees the
-memory and back to `nn.Parameter` when it fills it again. The object stays the same, in the module
-and wherever else somebody holds a reference to it.
+memory and back to `nn.Parameter` when it fills it again. The object stays the same.
 
 **Run this**: `zero3.Zero3Layer(torch.nn.Linear(2, 2)).module.weight + 1` in a Python session.
 
@@ -27,7 +26,7 @@ from torch import nn
 
 from zero3.guards.contents import Guarded
 
-# Properties and methods that a freed parameter still answers, because they read no element.
+# Properties and methods that read no element.
 _PROPERTIES = ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad_fn",
                "grad_dtype", "_version", "nbytes")
 _METHODS = ("dim", "numel", "size", "__len__", "element_size", "untyped_storage",
@@ -35,7 +34,7 @@ _METHODS = ("dim", "numel", "size", "__len__", "element_size", "untyped_storage"
 _METADATA = {*(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
              *(getattr(torch.Tensor, name) for name in _METHODS),
              vars(torch._C.TensorBase)["grad_dtype"].__set__}
-# What code calls that saves or copies weights, and the advice for it.
+# Functions that save or copy weights.
 _READS = {vars(torch._C.TensorBase)["data"].__get__, torch.Tensor.detach, torch.Tensor.clone,
           torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.item}
 _CURE_FOR_READS = ("save the model with `zero3.save` or, if `wrap` returned it, `model.save`; or "
@@ -51,14 +50,13 @@ class FreedParameter(nn.Parameter):
     """
     ## A parameter without memory
 
-    Each parameter gets a subclass of its own, which knows the parameter's name. So does a shard
-    that rests in a file, or encoded.
+    Each parameter, and each shard that rests in a file or encoded, gets a subclass with its name.
     """
 
     name: str
     owner: weakref.ref[Guarded]
     cure: str
-    is_shard: bool  # a shard that rests in a file, or encoded
+    is_shard: bool
     traceable = False  # whether a compiler may trace a use, because it gathers the parameter itself
 
     @classmethod
@@ -67,7 +65,7 @@ class FreedParameter(nn.Parameter):
         """
         ### The subclass for one parameter
 
-        * `cure` is the advice that the error ends with
+        * `cure` is the advice of the error
         """
         known = {"owner": weakref.ref(owner), "name": name, "cure": cure, "is_shard": is_shard}
         return type("FreedParameter", (cls,), known)
@@ -78,9 +76,7 @@ class FreedParameter(nn.Parameter):
         """
         ### A parameter without elements, for an optimizer that asks what there is to train
 
-        * `memory` is as long as the shard and of its data type; its memory is freed
-
-        Reading one of its elements is an error.
+        * `memory` is as long as the shard and of its data type; it is freed
         """
         memory.untyped_storage().resize_(0)
         param = nn.Parameter(memory, trains)

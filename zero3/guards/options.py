@@ -4,18 +4,15 @@ r"""
 `whole` checks a number; `expect` and `fail` raise the error. `same` raises one if ranks differ.
 `Named` raises errors under its own name.
 
-It is best to find a wrong option before anything starts: before memory is allocated, and before a
-minute has passed. Many wrong numbers pass a check that looks right. `nan < 1` is false and so is
-`nan > 9`, so a NaN seems neither too small nor too large. `1.5` is large enough for a number of
-threads. And in Python, `True` equals 1. So the checks here do not look for wrong values. They ask
-for right ones, and refuse the rest:
+Many wrong numbers pass a check that looks right. `nan < 1` is false and so is `nan > 9`, so a NaN
+seems neither too small nor too large. And in Python, `True` equals 1. So the checks here do not
+look for wrong values. They ask for right ones, and refuse the rest:
 
 $$\text{least} \le \text{value} \le \text{most}$$
 
 **Run this**: `python -m zero3.estimate --params nan --ranks 2`.
 
-**Not covered, and what that costs**: values of tensors, and models. The layers check these, and
-their errors name the rank and the parameter.
+**Not covered, and what that costs**: values of tensors, and models. The layers check these.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,8 +26,7 @@ def whole(value: Any, least: int = 0, most: int = MOST) -> bool:
     """
     ## Whether the value is a whole number within limits
 
-    It is an `int`, or a number of another library that can be an index. `True` and `False` are not
-    numbers here.
+    It is an `int`, or a number of another library that can be an index. `True` is no number here.
     """
     return (hasattr(type(value), "__index__") and not isinstance(value, bool)
             and least <= value <= most)
@@ -55,12 +51,10 @@ def same(what: str, ranks: Sequence[int], every: Sequence[Mapping[str, object]],
     """
     ## Raise an error on all ranks if they do not have the same values
 
-    * `every` has the values of each of these ranks, in their order; those of one rank by their
-      names
+    * `every` has the values of each of these ranks, by their names
     * `what`, `cure` and `kind` are as for `expect`
 
-    The ranks have gathered the values before, so all of them raise the error, for the first rank
-    that differs. It has both values.
+    The ranks have gathered the values before, so all of them raise the error.
     """
     first = every[0]
     for rank, theirs in zip(ranks, every, strict=True):
@@ -96,8 +90,6 @@ class Named:
     def expect(self, good: bool, what: str, expected: object, got: object, cure: str) -> None:
         """
         ### Raise `RuntimeError` unless this is good
-
-        It says where, what was expected, what was found, and what to do.
         """
         if not good:
             fail(self.comm.global_rank, self.label, what, expected, got, cure)

@@ -1,8 +1,7 @@
 r"""
 # Placement: the same parameters on every rank, on the right device
 
-`check_params`, `check_device` and `compare_params` look at a layer before it is sharded, so that a
-mistake is an error now, and not noise or a hang in training.
+`check_params`, `check_device` and `compare_params` look at a layer before it is sharded.
 
 Take a module that was built in another order on rank 1:
 
@@ -11,14 +10,14 @@ Take a module that was built in another order on rank 1:
 | rank 0 | `first.weight`, (2, 3) | `second.weight`, (2, 3) |
 | rank 1 | `second.weight`, (2, 3) | `first.weight`, (2, 3) |
 
-All sizes agree, so every all-gather would work, and both ranks would compute with halves of two
-different weights. So the ranks compare names, shapes and data types once:
+All sizes agree, so both ranks would compute with halves of two different weights. So the ranks
+compare names, shapes and data types once:
 
 $$\text{parameters of rank } 0 = \text{parameters of rank } 1 = \ldots$$
 
-Two whole models may agree in all of these, and be built in another order on rank 1. Then nothing
-differs, and rank 0's first model has its other half in rank 1's second one. So the first rank draws
-a number while the ranks compare, and all later announcements contain it (see `collectives.py`).
+Two whole models may agree in all of these, and be built in another order on rank 1. So the first
+rank draws a number while the ranks compare, and all later announcements contain it (see
+`collectives.py`).
 
 **Run this**: `python -m docs.mutations no-comparison` shows what happens without the comparison.
 
@@ -69,12 +68,11 @@ def compare_params(rank: int, ranks: Sequence[int], who: str,
     """
     ## Make sure that all ranks shard the same parameters in the same order
 
-    * `ranks` are all ranks that shard them, this one among them
+    * `ranks` are all ranks that shard them
     * `gather` gets what this rank has, and returns what each rank has; all ranks must call it
     * `how` tells how the parameters travel between ranks
 
-    Returns a number below 2 to the 31 that the first rank has drawn. It tells this layer from all
-    others, also from those with the same parameters. Raises `RuntimeError`.
+    Returns a number below 2 to the 31 that the first rank has drawn. Raises `RuntimeError`.
     """
     told = {f"parameter {i}": (names, tuple(p.shape), p.dtype, p.requires_grad)
             for i, (p, names) in enumerate(params.items())}

@@ -2,14 +2,12 @@ r"""
 # Room: memory that is left
 
 `room` says how much memory this process can still get, and `check_room` raises an error on all
-ranks if one of them has too little. It is better to say so before the first step than to have the
-system end a process in the middle of it.
+ranks if one of them has too little.
 
 $$\text{room} = \min(\text{available},\; \text{limits} - \text{used})$$
 
-In backward a layer's parameters, those of the layer below and this layer's gradient are in memory
-together, and on the CPU a receive buffer as well. So a layer of 3 GB has no room for a step on the
-CPU if 10 GB are left.
+In backward the parameters of two layers and a gradient are in memory together, and on the CPU a
+receive buffer as well. So a layer of 3 GB has no room for a step on the CPU if 10 GB are left.
 
 **Run this**: `python -c "import torch; from zero3.guards.room import room;
 print(room(torch.device('cpu')))"`.
@@ -35,8 +33,7 @@ def check_step(layer: Guarded, shard: torch.Tensor, cure: str) -> None:
 
     * `shard` is the layer's, `(shard_numel,)`, and `cure` the advice if there is no room
 
-    That is a lower bound, because the layer above may still have its gradient. So the check finds a
-    model that cannot fit, and one that passes may still be too large.
+    That is a lower bound, because the layer above may still have its gradient.
     """
     full_buffers = 4 if layer.comm.by_messages else 3
     nbytes = full_buffers * layer.comm.world_size * shard.nbytes
@@ -46,8 +43,6 @@ def check_step(layer: Guarded, shard: torch.Tensor, cure: str) -> None:
 def check_room(owner: Named, what: str, nbytes: int, at: torch.device, cure: str) -> None:
     """
     ## Make sure that there is memory, before it is taken
-
-    * `owner` is the layer or the optimizer that needs `nbytes` for `what`, on the device `at`
 
     All ranks must call it. Each asks for itself, and if one has too little, all raise
     `RuntimeError`.
@@ -61,9 +56,9 @@ def room(at: torch.device) -> int:
     """
     ## Bytes of memory that this process can still get
 
-    On an accelerator, the free memory, and the memory that torch keeps for the next tensor. On the
-    CPU, the least of what the machine has available and of what limits leave: `ulimit -d`, `ulimit
-    -v` and the container's control group.
+    On an accelerator, the free memory, and what torch keeps for the next tensor. On the CPU, the
+    least of what the machine has and of what limits leave: `ulimit -d`, `ulimit -v` and the
+    container's control group.
     """
     if at.type != "cpu":
         device = torch.get_device_module(at)
@@ -74,7 +69,7 @@ def room(at: torch.device) -> int:
 
 def _left_by_limits() -> Iterator[int]:
     """
-    #### Bytes that the machine has available, and bytes that the limits of this process leave
+    #### Bytes that the machine and the limits of this process leave
     """
     kib: dict[str, int] = {}
     for name in ("/proc/self/status", "/proc/meminfo"):

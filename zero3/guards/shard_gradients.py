@@ -5,8 +5,8 @@ r"""
 if somebody takes the norm of one rank's part for the norm of the whole gradient.
 
 Two shards of two weights have the gradients (3, 4) on rank 0 and (12, 0) on rank 1. The norm of the
-whole gradient is 13. PyTorch's `clip_grad_norm_(model.parameters(), 1)` finds 5 on one rank and 12
-on the other, and each rank would shrink its part by another factor, without an error:
+whole gradient is 13. PyTorch's `clip_grad_norm_(model.parameters(), 1)` finds 5 and 12, and each
+rank would shrink its part by another factor, without an error:
 
 $$\lVert g^{(r)} \rVert \ne \lVert g \rVert$$
 
@@ -19,40 +19,38 @@ $$\lVert g^{(r)} \rVert \ne \lVert g \rVert$$
 | `g.as_subclass(torch.Tensor)` | a plain tensor with the same memory, to look at this rank's part |
 
 `GradientElsewhere` has a gradient's shape and no memory. A shard's `.grad` is one of these while
-the gradient rests in CPU memory or in a file. Reading it is an error. Removing it removes the
-gradient, as `model.zero_grad()` does.
+the gradient rests in CPU memory or in a file. Reading it is an error.
 
 **Run this**: `python -m pytest tests/test_trust_gradients.py`.
 
 **Not covered, and what that costs**: the type does not survive arithmetic. If somebody adds up a
 norm by hand, `(g * g).sum()` for instance, or searches for NaN, that concerns this rank's part
-alone, and nothing notices. On torch 2.13 and a CPU an optimizer of torch's takes 2 microseconds
-more for each shard and step; `Zero3Optimizer` steps plain tensors.
+alone, and nothing notices.
 """
 
 import copy
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
 
 from zero3.guards.contents import Guarded
 
-# The functions by which torch takes norms. `clip_grad_norm_` and `get_total_norm` call these.
+# `clip_grad_norm_` and `get_total_norm` call these.
 _NORMS = {
     torch.Tensor.norm, torch.norm, torch.functional.norm, torch.linalg.norm,
     torch.linalg.vector_norm, torch.linalg.matrix_norm, torch._foreach_norm,
     torch.nn.functional.normalize, *(getattr(torch, name) for name in ("_foreach_powsum",)
                                      if hasattr(torch, name)),
 }
-# Functions that return the same numbers, which are still a part of the gradient.
+# Functions that return the same numbers.
 _SAME = {torch.Tensor.detach, vars(torch._C.TensorBase)["data"].__get__, torch.Tensor.float,
          torch.Tensor.double, torch.Tensor.to, torch.Tensor.cpu}
 _ZERO = {torch.Tensor.zero_, torch._foreach_zero_}
 _UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
-# Functions that read no element, so that a tensor without memory can answer.
+# Functions that read no element.
 _METADATA = {
     *(getattr(torch.Tensor, name).__get__ for name in (
         "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn",
@@ -72,21 +70,18 @@ class ShardGradient(torch.Tensor):
     """
     ## The gradient of a shard
 
-    `FlatParameter.add_grad` makes each shard's gradient one of these. In the example above, torch's
-    norm of (3, 4) would be 5 on rank 0; this class raises an error instead.
+    `FlatParameter.add_grad` makes each shard's gradient one of these.
     """
 
     flat: weakref.ref  # the flat parameter
-    # Names of the parameters that have contributed, as far as this rank knows. `None` stands for
-    # all of them, because somebody else made the gradient.
+    # Names of the parameters that have contributed, as far as this rank knows; `None` for all.
     used: set[tuple[str, ...]] | None
 
     def note_used(self, names: Iterable[tuple[str, ...]]) -> None:
         """
         ### Record that these parameters have contributed to the gradient
 
-        `Zero3Optimizer` asks for these names in a step. A parameter that got no gradient on any
-        rank is not stepped, as in plain PyTorch.
+        A parameter that got no gradient on any rank is not stepped, as in plain PyTorch.
         """
         if self.used is not None:
             self.used.update(names)
@@ -108,16 +103,15 @@ class ShardGradient(torch.Tensor):
         # A copy belongs to no shard.
         return copy.deepcopy(self.as_subclass(torch.Tensor), memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple:
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
 class GradientElsewhere(ShardGradient):
     """
-    ## A gradient that rests elsewhere
+    ## A gradient that rests with its master, in CPU memory or in a file
 
-    It takes the place of `.grad` when the gradient goes to the place of a master in CPU memory or
-    in a file. So `p.grad is None` and `zero_grad()` mean what they always do.
+    It takes the place of `.grad`, so `p.grad is None` and `zero_grad()` mean what they always do.
     """
 
     @classmethod
@@ -145,7 +139,7 @@ class GradientElsewhere(ShardGradient):
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
         return self.clone()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         return self.clone()
 
 
@@ -153,18 +147,17 @@ def plain_part(grad: torch.Tensor) -> torch.Tensor:
     """
     ## A shard's gradient as a plain tensor, in the same memory
 
-    Clipping and the optimizer use it. They take the norm of this rank's part, and then combine the
-    norms of all ranks.
+    Clipping takes its norm on each rank, and then combines the norms.
     """
     return grad.as_subclass(torch.Tensor) if isinstance(grad, ShardGradient) else grad
 
 
-def mark(grad: torch.Tensor, flat: Any, used: set | None) -> ShardGradient:
+def mark(grad: torch.Tensor, flat: object, used: set | None) -> ShardGradient:
     """
     ## The same gradient, marked as a part of the whole
 
     * `flat` is the flat parameter that it belongs to
-    * `used` names the parameters that it has something of; `None` stands for all of them
+    * `used` names the parameters that it has something of; `None` for all
     """
     if not isinstance(grad, ShardGradient):
         grad = grad.as_subclass(ShardGradient)
@@ -175,9 +168,7 @@ def mark(grad: torch.Tensor, flat: Any, used: set | None) -> ShardGradient:
 
 def elsewhere(flat: Any) -> GradientElsewhere:
     """
-    ## A gradient without memory, for a shard
-
-    * `flat` is the shard's flat parameter
+    ## A gradient without memory, for the shard of a flat parameter
     """
     with torch._C.DisableTorchFunction():
         shard = flat.shard
@@ -193,7 +184,7 @@ def grad_of(shard: nn.Parameter) -> Any:
     """
     ## The gradient of a shard, even if the shard rests in a file
 
-    Such a shard is a `FreedParameter`, whose class looks at every access. This goes past it.
+    The class of such a shard, `FreedParameter`, looks at every access.
     """
     with torch._C.DisableTorchFunction():
         return shard.grad
@@ -202,8 +193,6 @@ def grad_of(shard: nn.Parameter) -> Any:
 def set_grad(shard: nn.Parameter, grad: torch.Tensor | None) -> None:
     """
     ## Give a shard a gradient, even if the shard rests in a file
-
-    Such a shard is a `FreedParameter`, which refuses any gradient but `None`.
     """
     with torch._C.DisableTorchFunction():
         shard.grad = grad
@@ -225,9 +214,7 @@ def _found(args: Iterable[object]) -> Iterator[ShardGradient]:
 
 def _like(result: torch.Tensor, grad: ShardGradient) -> torch.Tensor:
     """
-    #### A result, marked like the gradient that it comes from
-
-    So `p.grad.float()` refuses a norm as `p.grad` does.
+    #### A result, marked like the gradient that it comes from, so that it refuses a norm too
     """
     if isinstance(result, ShardGradient):
         return result

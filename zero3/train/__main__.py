@@ -15,8 +15,7 @@ except ModuleNotFoundError as error:
         f"What to do: {INSTALL}."
     )
 
-# A sample of the model, or a path, may have characters that the terminal cannot show. Escape them,
-# because an error here would end a run after its last step.
+# Escape characters that the terminal cannot show: an error would end a run after its last step.
 sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 code = main()
 sys.stdout.flush()

@@ -11,21 +11,16 @@ writes the small model, and evaluates it.
 | `4-half` | half of them pruned, the rest in 4 bits, 64 to a scale | 0.1 to 0.4 |
 | `rows-heads` | 8 bits; half of the heads and of the hidden features gone | 0.1 to 0.4 |
 
-A run of 1,000 steps with `4-half` begins to prune at step 100. Half of the elements are gone at
-step 400, and by then the bits have fallen from 8 to 4. In the 600 steps that follow, the elements
-that are left learn to do without the others. A weight of 128 by 128 then takes
+In a run of 1,000 steps with `4-half`, half of the elements are gone at step 400, and the bits have
+fallen from 8 to 4. A weight of 128 by 128 then takes
 
 $$\underbrace{\tfrac{128^2}{8}}_{\text{mask}} + \underbrace{\tfrac{128^2}{2} \cdot
 \tfrac{4}{8}}_{\text{codes}} + \underbrace{\tfrac{128^2}{64} \cdot 4}_{\text{scales}} = 7168
 \quad \text{bytes in place of } 65536$$
 
 **What compression costs** is the difference to a dense model that was trained from the same seed on
-the same batches. So `--compress` takes several recipes. The job trains a model by each of them, one
-after the other, and ends with a table of all models. The first one is the yardstick.
-
-The file `model.safetensors` loads without this package; `compression/stored.py` says how. The loss
-in the table is that of the cleaned model. The sharded model has the same one, because its weights
-are already pruned and rounded.
+the same batches. So `--compress` takes several recipes. The job trains a model by each of them and
+ends with a table. The first one is the yardstick.
 
 **Run this**: `make train ARGS="--compress dense 8 4-half rows-heads"`. It writes a folder for each
 model, and the table as `compared.json`.
@@ -50,9 +45,8 @@ from zero3.train import gpt
 
 FILE = "model.safetensors"
 COMPARED = "compared.json"
-# The recipe that changes nothing.
 DENSE = "dense"
-# All matrices of the model; its convolutions have three numbers in a row.
+# All matrices of the model.
 MATRICES = ("*.linear", "*.output", "*.layer[12]", "*.projection")
 
 
@@ -73,7 +67,7 @@ def rules_4_half(steps: int, config: gpt.GPTConfig) -> Rules:
     group = None if config.d_model % 64 else 64
     prune = Prune(0.5, scope="global", regrow=True, start=start, end=end)
     quantize = Quantize(4, group=group, start_bits=8, start=start, end=end)
-    # All matrices share a threshold, so some lose more than half, and some less.
+    # With one threshold, some matrices lose more than half, and some less.
     return {"|".join(MATRICES): [prune, quantize]}
 
 
@@ -134,9 +128,7 @@ def finish(model: Zero3Sequential, config: gpt.GPTConfig, recipe: str, steps: in
 
 def compare(folders: dict[str, Path]) -> dict[str, Any]:
     """
-    ## The models of a run, from what it has written to their folders
-
-    * `folders` has the folder of each recipe
+    ## The models of a run, from the folder of each recipe
     """
     metrics = {recipe: json.loads((folder / "metrics.json").read_text())
                for recipe, folder in folders.items()}
@@ -153,8 +145,6 @@ def compare(folders: dict[str, Path]) -> dict[str, Any]:
 def compared_rows(compared: dict[str, Any]) -> list[list[str]]:
     """
     ## The rows of the table of all models, the header first
-
-    * `compared` is what `compare` returns
     """
     first = compared["models"][0]
     rows = [["", "bits per byte", f"against {first['recipe']}", "bytes of the file",

@@ -5,26 +5,23 @@ The main job trains this model: an embedding, $n$ transformer blocks and a head,
 modules of `labml_nn.transformers`.
 
 ZeRO-3 shards a model layer by layer, so the model is a list of layers. Each layer takes one tensor
-and returns one tensor. The block makes its causal mask itself, so only activations pass from layer
-to layer.
+and returns one tensor. The block makes its causal mask itself.
 
-The tokens are bytes, and no tokenizer has to be trained or downloaded. The loss can then be read as
-compression. If the model gives each next byte the probability $\frac{1}{256}$, as a model does that
-has learned nothing, a byte costs $\log_2 256 = 8$ bits. If it gives the right bytes $\frac{1}{4}$,
-they cost 2 bits each. In general, with the probability $p(x_t \mid x_{<t})$ of the byte $x_t$,
+The tokens are bytes, so the loss can be read as compression. If the model gives each next byte the
+probability $\frac{1}{256}$, a byte costs $\log_2 256 = 8$ bits. If it gives the right bytes
+$\frac{1}{4}$, they cost 2 bits each. In general, with the probability $p(x_t \mid x_{<t})$ of the
+byte $x_t$,
 
 $$\text{bits per byte} = -\frac{1}{T} \sum_{t=1}^{T} \log_2 p(x_t \mid x_{<t})$$
 
 The block is that of [Primer EZ](https://arxiv.org/abs/2109.08668): it has squared ReLU, and a
 convolution over three positions after each query, key and value. The convolution shows the two
-previous bytes to every head. A plain transformer first has to learn to look at them, which takes
-longer than a run of a few minutes.
+previous bytes to every head.
 
 **Run this**: `make train` trains it.
 
 **Not covered, and what that costs**: sampling keeps no cache of keys and values, so each new byte
-computes its whole window again. Embedding and head do not share their weights, because both would
-then have to be in one `Zero3Layer`.
+computes its whole window again. Embedding and head do not share their weights.
 
 | shape | tensor |
 |---|---|
@@ -79,8 +76,8 @@ class GPTConfig:
         ### Number of parameters, without building the model
         """
         d = self.d_model
-        # Four square matrices with biases, three convolutions with three weights and a bias for
-        # each feature of a head, and two norms with a scale and a shift.
+        # Four square matrices, and three convolutions with three weights and a bias for each
+        # feature of a head.
         attention = 4 * (d * d + d) + 3 * 4 * (d // self.n_heads)
         feed_forward = 2 * d * self.d_ff + self.d_ff + d
         block = attention + feed_forward + 2 * 2 * d
@@ -91,9 +88,7 @@ class GPTConfig:
 
 class Embedding(nn.Module):
     """
-    ## Bytes to vectors
-
-    Adds a learned vector for each position: `[batch, seq]` to `[seq, batch, d_model]`.
+    ## Bytes to vectors: `[batch, seq]` to `[seq, batch, d_model]`
     """
 
     def __init__(self, config: GPTConfig):
@@ -108,10 +103,9 @@ class Embedding(nn.Module):
 
 class Block(nn.Module):
     """
-    ## One transformer block
+    ## One transformer block: `[seq, batch, d_model]` to the same shape
 
-    Attention and feed-forward network, each after a layer norm and added to the residual stream:
-    `[seq, batch, d_model]` to the same shape.
+    Attention and feed-forward network, each after a layer norm and added to the residual stream.
     """
 
     def __init__(self, config: GPTConfig):
@@ -125,20 +119,18 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         seq_len = len(x)
-        # [seq, seq, 1] bool: whether a query (row) may look at a key (column). It is computed each
-        # time, because a buffer would stay on every rank unsharded.
+        # [seq, seq, 1] bool: whether a query (row) may look at a key (column). A buffer would stay
+        # on every rank unsharded.
         mask = torch.ones(seq_len, seq_len, dtype=torch.bool, device=x.device).tril().unsqueeze(-1)
         x = self.layer(x=x, mask=mask)
-        # labml_nn keeps the attention for plots. It is larger than the layer, so free it now.
+        # labml_nn keeps it for plots, and it is larger than the layer.
         self.layer.self_attn.attn = None
         return x
 
 
 class Head(nn.Module):
     """
-    ## Vectors to logits
-
-    A final layer norm and a projection: `[seq, batch, d_model]` to `[batch, seq, n_vocab]`.
+    ## Vectors to logits: `[seq, batch, d_model]` to `[batch, seq, n_vocab]`
     """
 
     def __init__(self, config: GPTConfig):
@@ -155,9 +147,8 @@ def gpt_layers(config: GPTConfig) -> list[nn.Module]:
     ## The layers of the model, to be wrapped one by one
 
     Matrices are initialised as in labml_nn's transformer (Glorot, uniform), with two exceptions.
-    Each block adds two outputs to the residual stream, which would grow with depth, so their
-    matrices start smaller, by $\frac{1}{\sqrt{2n}}$. The head starts near zero, so that training
-    begins at 8 bits per byte and not at a confident wrong guess.
+    Each block adds two outputs to the residual stream, so their matrices start smaller, by
+    $\frac{1}{\sqrt{2n}}$. The head starts near zero, so that training begins at 8 bits per byte.
     """
     blocks = [Block(config) for _ in range(config.n_layers)]
     embedding = Embedding(config)
@@ -179,11 +170,9 @@ def next_byte_loss(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
     r"""
     ## Cross-entropy of each byte after the first, in nats
 
-    * `windows` is `[batch, seq + 1]`. Each position except the last is an input, and each position
-      except the first is a target
+    * `windows` is `[batch, seq + 1]`: inputs and, one further, targets
 
-    Returns the mean in fp32, in any data type of the model. Divided by $\ln 2$ it is in bits per
-    byte.
+    Returns the mean in fp32. Divided by $\ln 2$ it is in bits per byte.
     """
     logits = model(windows[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
@@ -202,12 +191,10 @@ def sample(
     """
     ## Continue a text by `n` bytes
 
-    * `prompt` has at least one byte
     * `seq_len` is the longest window that the model takes
-    * `generator` draws the bytes on the CPU, so a seed gives the same text on every device
+    * `generator` draws the bytes on the CPU, so a seed gives the same text on every device and rank
 
-    All ranks of a sharded model call this together, because its layers are gathered for each byte.
-    With generators of the same seed all ranks get the same text. Returns prompt and continuation.
+    All ranks of a sharded model call this together. Returns prompt and continuation.
     """
     training = model.training
     model.eval()
@@ -225,8 +212,8 @@ def load_bytes(path: str | Path | None = None) -> torch.Tensor:
     """
     ## A text as a `[length]` uint8 tensor
 
-    The default is the reference of the Python language, which is part of every Python for `help()`.
-    Raises `ValueError` if the file cannot be read or does not fit into memory.
+    The default is the reference of the Python language. Raises `ValueError` if the file cannot be
+    read or does not fit into memory.
     """
     data = python_reference() if path is None else read_text(path)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
@@ -235,8 +222,8 @@ def load_bytes(path: str | Path | None = None) -> torch.Tensor:
 def python_reference() -> bytes:
     from pydoc_data.topics import topics
 
-    # Topics quote one another. Take each paragraph once, or parts of the held-out text would be in
-    # the training text too.
+    # Topics quote one another. Take each paragraph once, or the training text would have parts of
+    # the held-out one.
     paragraphs = "\n\n".join(topics.values()).split("\n\n")
     return "\n\n".join(dict.fromkeys(paragraphs)).encode()
 
@@ -274,11 +261,9 @@ def global_batch(
     """
     ## The windows of all ranks for one step
 
-    The windows, `[rows, seq_len + 1]` int64, depend only on `seed` and `step`. Every rank draws the
-    whole batch and takes its own rows. So the batch is the same on any number of ranks, and needs
-    no communication.
+    `[rows, seq_len + 1]` int64, from `seed` and `step` alone. Every rank draws the whole batch and
+    takes its own rows, so the batch is the same on any number of ranks.
     """
-    # A seed has 64 bits, and the product may have more.
     generator = torch.Generator().manual_seed((1_000_003 * seed + step) % 2**64)
     starts = torch.randint(len(data) - seq_len, (rows,), generator=generator)
     return data.unfold(0, seq_len + 1, 1)[starts].long()

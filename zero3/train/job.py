@@ -1,27 +1,25 @@
 r"""
 # The main job: train a sharded GPT, and check the bytes
 
-The job trains the byte-level GPT of `gpt.py` on all ranks, with a `Zero3Layer` around each layer.
-Then it compares the bytes that every rank held and sent with the bytes that the formulas predict.
+The job trains the byte-level GPT of `gpt.py` on all ranks. Then it compares the bytes that every
+rank held and sent with the bytes that the formulas predict.
 
 The loop is an ordinary PyTorch training loop. Three lines differ from plain data parallelism: the
 layers are wrapped, a `Zero3Optimizer` is built on the model, and the optimizer calls backward.
 
 `predict.py` predicts the bytes from the shapes alone, and a `Ledger` measures them in one real
-step. The table at the end of a run has a line of each for every rank. On two ranks, say, the
-formulas predict 2,400,000 bytes at rest for rank 0, the ledger measures 2,400,000, and the table
-says `equal`. A single byte of difference would stand there instead. Nodes, replicas, encodings and
-the traffic of files are measured only; the table says `not predicted`.
+step. On two ranks, say, the formulas predict 2,400,000 bytes at rest for rank 0, the ledger
+measures 2,400,000, and the table at the end of the run says `equal`. Nodes, replicas, encodings and
+the traffic of files are measured only.
 
 $$\text{predicted} = \text{measured} \qquad \text{at rest, at the peak, and between ranks}$$
 
 **Run this**: `make train`, or `torchrun --nproc_per_node=2 -m zero3.train --help` for the options.
-One rank needs no torchrun. The job prints losses, a sample of text and the table, and writes
+The job prints losses, a sample of text and the table, and writes
 `loss.png`, `tape.png`, `gradients.png` and `metrics.json`. With `--save-every 100` it also saves
 checkpoints. Ctrl-C always saves one, and the same command then resumes the run, to the same
-numbers. After Ctrl-C, torchrun itself ends with a traceback of a `SignalException`; it only says
-that torchrun received the signal. If one rank fails, its traceback comes first, and the other ranks
-add a line each. No rank waits for another one longer than `--timeout`.
+numbers. After Ctrl-C, torchrun itself ends with a traceback of a `SignalException`. No rank waits
+for another one longer than `--timeout`.
 
 **Not covered, and what that costs**: a text that does not fit into memory. Each batch is drawn from
 the number of its step, so a run that resumes needs only that number to find its place in the data.
@@ -78,13 +76,13 @@ ENCODINGS: dict[int | None, Encoding] = {4: Int4(), 8: Int8()}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # `cross_entropy` returns nats.
 BITS = 1 / math.log(2)
-# Batches of an evaluation. They are the same ones each time.
+# Batches of an evaluation, the same ones each time.
 EVAL_BATCHES = 4
-# Bytes that a block needs for its modules, hooks and shards beside the parameters, at least.
+# Bytes that a block needs beside its parameters, at least.
 BLOCK_BYTES = 100_000
-# Sequences in a step. If ranks times micro-batches do not divide it, the next multiple.
+# Sequences in a step.
 BATCH = 16
-# Much longer than a step, and than anything that one rank does alone. Torch waits half an hour.
+# Much longer than anything that one rank does alone. Torch waits half an hour.
 TIMEOUT_S = 300.0
 
 
@@ -93,8 +91,8 @@ def loss_scale(text: str) -> float | str:
 
 
 MOST_FP32 = torch.finfo(torch.float32).max
-# The options that are numbers: type, default, the least and the greatest value, and the help text.
-NUMBERS: dict[str, tuple[Callable[[str], Any], float | None, float, float, str]] = {
+# The options that are numbers: type, default, least and greatest value, and the help text.
+NUMBERS: dict[str, tuple[Callable[[str], float | str], float | None, float, float, str]] = {
     "d_model": (int, 128, 1, MOST, "features of a position"),
     "layers": (int, 4, 1, MOST, "transformer blocks"),
     "heads": (int, 2, 1, MOST, "attention heads of a block"),
@@ -104,7 +102,6 @@ NUMBERS: dict[str, tuple[Callable[[str], Any], float | None, float, float, str]]
     "accumulate": (int, 1, 1, MOST, "micro-batches in a step"),
     "steps": (int, 650, 2, MOST, "optimizer steps"),
     "lr": (float, 4e-3, 0, MOST_FP32, "highest learning rate"),
-    # The range of torch's seeds.
     "seed": (int, 0, -2**63, 2**64 - 1, "seed of weights, batches and sample"),
     "loss_scale": (loss_scale, None, 1e-6, MOST_FP32, 'a number, or "dynamic"'),
     "clip": (float, None, 1e-6, MOST_FP32, "largest norm of the gradient"),
@@ -115,7 +112,7 @@ NUMBERS: dict[str, tuple[Callable[[str], Any], float | None, float, float, str]]
                    "--out; with 0 only Ctrl-C saves one"),
     "timeout": (float, TIMEOUT_S, 1e-3, 1e6, "seconds for which a rank waits for the others before "
                 "it ends with an error"),
-    # A longer sample would take hours, because all layers are gathered for each byte.
+    # All layers are gathered for each byte.
     "sample": (int, 300, 0, 1_000_000, "bytes of text to write after training"),
 }
 # The other options, as arguments of `add_argument`.
@@ -171,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
     except RuntimeError as error:
         print(f"zero3.train: {error}", file=sys.stderr, flush=True)
         return 1
-    # If another rank fails, torchrun sends SIGTERM, and this one still has to print its line.
+    # torchrun sends SIGTERM if another rank fails.
     with signals() as came:
         try:
             return job.train_each(came)
@@ -201,8 +198,7 @@ def prepare(argv: list[str] | None) -> "Job":
     """
     ## Check options, sizes, text and memory before anything starts
 
-    Raises `ValueError` on this rank alone, because each machine has its own files and memory.
-    `main` tells the other ranks.
+    Raises `ValueError` on this rank alone, and `main` tells the other ranks.
     """
     args = parse_args(argv)
     ranks = Ranks.find(args.device)
@@ -216,7 +212,6 @@ def prepare(argv: list[str] | None) -> "Job":
     config = gpt.GPTConfig(seq_len=args.seq_len, d_model=args.d_model, n_heads=args.heads,
                            n_layers=args.layers, d_ff=2 * args.d_model)
     text, held_out = gpt.split(gpt.load_bytes(args.text), args.seq_len)
-    # `folder` reports why there is none.
     with contextlib.suppress(OSError):
         Path(args.out).mkdir(parents=True, exist_ok=True)
     folder("--out", args.out)
@@ -295,7 +290,7 @@ def check_options(args: argparse.Namespace, ranks: Ranks) -> None:
 
 def linked(args: argparse.Namespace) -> bool:
     """
-    ## Whether layers travel between groups of ranks, or encoded, so that no bytes are predicted
+    ## Whether layers travel between groups of ranks, or encoded: no bytes are predicted then
     """
     return bool(args.nodes > 1 or args.replicas > 1 or args.gather_bits or args.reduce_bits)
 
@@ -339,8 +334,7 @@ class Job:
     """
     ## One run of the job on this rank
 
-    `begin` sets the model and its optimizer. All ranks call each method, because all of them
-    communicate.
+    All ranks call each method, because all of them communicate.
     """
 
     args: argparse.Namespace
@@ -349,7 +343,7 @@ class Job:
     text: torch.Tensor
     held_out: torch.Tensor
     run: Run = dataclasses.field(default_factory=Run)
-    # Whether other models follow. Then the same command must find this one again, to skip it.
+    # Other models follow, and the same command must find this one again, to skip it.
     saves_end: bool = False
     model: Zero3Sequential = dataclasses.field(init=False)
     # What `--compress` does to it.
@@ -362,8 +356,7 @@ class Job:
 
         * `came` gets the signals to end the run
 
-        Several models have a folder each. All of them start from the same seed, and are compared at
-        the end. Returns the exit code.
+        Several models have a folder each, and start from the same seed. Returns the exit code.
         """
         recipes = self.args.compress or [None]
         several = len(recipes) > 1
@@ -420,10 +413,10 @@ class Job:
                     self.ranks.say(f"saved {where}, the end of this run")
             elif len(self.run.losses) < self.args.steps:
                 # A supervisor must not believe that the run is done. The signal may have reached
-                # another rank only.
+                # one rank only.
                 came = self.ranks.gather(self.run.came)
                 code = 128 + max(max(numbers, default=0) for numbers in came)
-        # Rank 0 may still print or draw, and torchrun ends it when another rank leaves.
+        # torchrun ends rank 0 when another rank leaves.
         self.ranks.barrier()
         return code
 
@@ -463,8 +456,7 @@ class Job:
         """
         ### The sharded model and its optimizer
 
-        Each layer moves to the GPU when it is wrapped, so a GPU never has more than one whole layer
-        beside the shards.
+        A GPU never has more than one whole layer beside the shards.
         """
         torch.manual_seed(self.args.seed)
         dtype = DTYPES[self.args.dtype]
@@ -472,7 +464,7 @@ class Job:
         links = self.links()
         modules = gpt.gpt_layers(self.config)
         if self.args.compress:
-            # In their data type, because thresholds are those of the numbers that are trained.
+            # Thresholds are those of the numbers that are trained.
             modules = [module.to(dtype) for module in modules]
             self.compression = compressed.compress_layers(
                 modules, self.args.compress, self.args.steps, self.config)
@@ -489,7 +481,7 @@ class Job:
             clip_grad_norm=self.args.clip,
             offload=self.offload(self.args.offload_optimizer),
             reduce_dtype=DTYPES.get(self.args.reduce_dtype),
-            # Weight decay is for matrices: it would pull norms and biases away from their scale.
+            # It would pull norms and biases away from their scale.
             group_by=lambda name, p: {"weight_decay": 0.1 if p.ndim > 1 else 0.0},
         )
 
@@ -516,10 +508,9 @@ class Job:
 
         * `show` gets a step, two losses and a rate
 
-        The loop starts at the step that `run` has reached, and ends after the last step or after a
-        signal. The last step is recorded. It is a typical one: the optimizer has its states by then
-        (unless the step overflows and is skipped). There is no checkpoint right before the last
-        step, so every run that resumes has at least two steps left.
+        The loop ends after the last step or after a signal. The last step is recorded, because the
+        optimizer has its states by then. There is no checkpoint right before it, so every run that
+        resumes has at least two steps left.
         """
         tape = Ledger(self.model, self.optimizer)
         losses = []
@@ -532,7 +523,7 @@ class Job:
             saves = saves and done + 1 < self.args.steps
             if not (evaluates or saves):
                 continue
-            # A rank's loss is the mean of its rows. The mean over ranks is that of the whole batch.
+            # The mean over ranks is that of the whole batch.
             self.run.losses += [value * BITS for value in self.ranks.mean(losses)]
             self.run.train_s += time.perf_counter() - start_s
             if evaluates:
@@ -565,8 +556,7 @@ class Job:
                 self.optimizer.backward(loss)
                 total += loss.detach()
             if done + 1 == self.args.steps:
-                # A step early: gradients in files have to be read for this, which the tape of the
-                # last step would show.
+                # A step early, because the tape would show gradients that are read from files.
                 self.run.exponents = exponents(self.optimizer)
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -609,12 +599,9 @@ class Job:
 
     def finish(self) -> None:
         """
-        ### Write a sample, compare the bytes, and draw
-
-        Rank 0 prints and writes.
+        ### Write a sample, compare the bytes, and draw; rank 0 prints and writes
         """
         generator = torch.Generator().manual_seed(self.args.seed)
-        # A prompt may have bytes that are not UTF-8.
         prompt = self.args.prompt.encode(errors="surrogateescape")
         sample = gpt.sample(self.model, prompt, self.args.sample, self.args.seq_len, 0.5, generator,
                             self.ranks.device).decode(errors="replace")
@@ -624,7 +611,6 @@ class Job:
                 self.model, self.config, self.args.compress, self.args.steps, self.held_out_loss,
                 None if self.ranks.rank else Path(self.args.out))
         plain = data_parallel(describe(self.model), self.ranks.world_size, mixed=True).as_dict()
-        # Predictions differ by a few bytes, because param groups cut each rank's shards elsewhere.
         found = self.ranks.gather(
             (self.predicted(), self.run.measured, self.run.events, self.run.exponents))
         if self.ranks.rank:
@@ -665,7 +651,7 @@ class Job:
                 del found[name]
         return found
 
-    def metrics(self, device: str) -> dict[str, Any]:
+    def metrics(self, device: str) -> dict[str, object]:
         """
         ### Options, losses and speed of the run, for `metrics.json`
         """
@@ -689,8 +675,8 @@ def check_alike(args: argparse.Namespace, ranks: Ranks) -> None:
     """
     ## Refuse ranks that were started with different options
 
-    Each machine of a run is started by its own command. With another `--seed` on one of them, the
-    shards would come from two different models. Raises `ValueError` on all ranks.
+    With another `--seed` on one machine, the shards would come from two different models. Raises
+    `ValueError` on all ranks.
     """
     # Paths may differ between machines.
     mine = {option(name): value for name, value in vars(args).items()

@@ -1,17 +1,13 @@
 """
 # Ranks from Python
 
-`run` calls a function on several ranks and returns their answers. Notebooks and tests use it,
-because torchrun cannot start them.
+`run` calls a function on several ranks and returns their answers.
 
-`torchrun` starts a whole program on each rank. A cell of a notebook, or a test, has to start its
-ranks itself: processes that import a function, join a process group and call the function. They are
+A cell of a notebook, or a test, has to start its ranks itself: processes that import a function,
+join a process group and call the function. They are
 forked from a server process that has imported torch once, so starting one takes a tenth of a
-second. `run("worker:who", 2)`, for example, calls `who` of `worker.py` on two ranks. If it returns
-the number of the rank, `run` returns `[0, 1]`.
-
-The same call works on a laptop and on a machine full of GPUs. There is one rank on each GPU, and
-NCCL between them. Without GPUs there are two ranks on the CPU, and gloo.
+second. If `who` of `worker.py` returns the number of the rank, `run("worker:who", 2)` returns
+`[0, 1]`.
 
 **Run this**: the notebooks.
 
@@ -47,8 +43,7 @@ def preload(*modules: str) -> None:
     """
     ## Import modules once, for all ranks
 
-    Call it before the first rank starts. A second call replaces the list of the first. torch's
-    optimizers import `torch._dynamo` in their first step, so it is always in the list.
+    Call it before the first rank starts. A second call replaces the list of the first.
     """
     _CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.distributed", *modules])
 
@@ -60,7 +55,7 @@ def default_ranks() -> int:
     return torch.cuda.device_count() or 2
 
 
-def run(worker: Callable | str, world_size: int | None = None, *args: Any, device: str = "auto",
+def run(worker: Callable | str, world_size: int | None = None, *args: object, device: str = "auto",
         timeout_s: float = 120) -> list[Any]:
     """
     ## Run a worker on each rank, and return the answers in rank order
@@ -71,8 +66,8 @@ def run(worker: Callable | str, world_size: int | None = None, *args: Any, devic
     * `device` is "cpu" or "auto"; "auto" uses GPUs if there is one for each rank
 
     Raises `AssertionError` when a rank has failed and the others have noticed. The error begins
-    with the traceback of that rank, and has a line from each rank that only lost another one. A
-    rank that does not answer within `timeout_s` seconds counts as failed.
+    with the traceback of that rank. A rank that does not answer within `timeout_s` seconds has
+    failed.
     """
     expect(device in ("auto", "cpu"), "no such choice", '"auto" or "cpu"', repr(device),
            "hide GPUs with CUDA_VISIBLE_DEVICES to use only some of them")
@@ -113,11 +108,10 @@ def is_consequence(error: BaseException) -> bool:
     """
     ## Whether an error only says that another rank is lost
 
-    When a rank raises and ends, each rank that waits for it raises too, and these errors hide the
-    cause. They come from a wait in `zero3.comm.collectives`, or from a collective of
-    `torch.distributed`.
+    When a rank raises and ends, each rank that waits for it raises too, in `zero3.comm.collectives`
+    or in a collective of `torch.distributed`.
     """
-    # Follow the chain back to the first error: later ones were raised while it was handled.
+    # Later errors were raised while the first one was handled.
     while earlier := error.__cause__ or (not error.__suppress_context__ and error.__context__):
         error = earlier
     if not isinstance(error, RuntimeError):
@@ -135,8 +129,6 @@ def report(failed: list[str]) -> str:
     ## The error texts of the ranks: causes in full first, then a line for each consequence
 
     * `failed` has the texts in the order of their arrival
-
-    If there is no cause among them, all are kept in full.
     """
     causes = [text for text in failed if not text.startswith(_CONSEQUENCE)]
     if not causes:
@@ -150,10 +142,9 @@ def _answers(pipes: list[connection.Connection], timeout_s: float) -> tuple[dict
     """
     #### Wait for all ranks: results by rank, and error texts in the order of their arrival
 
-    A failure is noticed at once, while other ranks may still wait for the failed one. They get
-    `_GRACE_S` more seconds to report that.
+    After a failure, the other ranks get `_GRACE_S` more seconds to report that.
     """
-    results: dict[int, Any] = {}
+    results: dict[int, object] = {}
     failed: list[str] = []
     waiting = dict(zip(pipes, range(len(pipes)), strict=True))
     deadline_s = time.monotonic() + timeout_s
@@ -191,7 +182,7 @@ def _rank(worker, rank: int, world_size: int, store: str, device: str, pipe, arg
     """
     #### The main function of a rank's process
     """
-    # Ranks share the cores. More threads than cores would wait for each other.
+    # Ranks share the cores.
     torch.set_num_threads(1)
     # Python would reuse the bytecode of a file that was written again within the same second.
     sys.dont_write_bytecode = True
@@ -204,8 +195,7 @@ def _rank(worker, rank: int, world_size: int, store: str, device: str, pipe, arg
             world_size=world_size, timeout=timedelta(seconds=60))
         if isinstance(worker, str):
             worker = pkgutil.resolve_name(worker)
-        # Pickled here: the pipe itself would send tensors as shared memory, which ends with this
-        # process.
+        # The pipe itself would send tensors as shared memory, which ends with this process.
         answer = pickle.dumps((True, worker(*args)))
     except BaseException as error:
         whose = f"{_CONSEQUENCE} " if is_consequence(error) else ""

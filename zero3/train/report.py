@@ -4,15 +4,15 @@
 `table` compares measured bytes with predicted ones. `draw_loss` draws the loss curve,
 `draw_gradients` the sizes of the gradients, and `draw_tape` the memory tape of one step.
 
-The memory tape shows ZeRO-3 at a glance. Its line climbs a stair when a layer is gathered, descends
-one when the layer is freed, and returns to the same level after each step. The layer that caused a
-stair is drawn below it. For two layers of 1 MiB, say, that are gathered one after the other while
-shards of 1 MiB rest in memory, the line of the forward pass goes 1, 2, 3, 2.
+The line of the memory tape climbs a stair when a layer is gathered, and descends one when the layer
+is freed. The layer that caused a stair is drawn below it. For two layers of 1 MiB, say, that are
+gathered one after the other while shards of 1 MiB rest in memory, the line of the forward pass goes
+1, 2, 3, 2.
 
 **Run this**: `make train` prints the table, and writes `loss.png`, `tape.png` and `gradients.png`.
 
 **Not covered, and what that costs**: time. The axis of the tape counts events, so that short ones
-are visible too. `Event.time_s` has the time of each event.
+are visible too.
 """
 
 import os
@@ -24,7 +24,7 @@ from itertools import groupby
 
 import torch
 
-# Without `pyplot`, which has global state and looks for a screen.
+# `pyplot` has global state and looks for a screen.
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -32,7 +32,7 @@ from matplotlib.patches import Patch
 from zero3.estimate.ledger import Event
 
 MIB = 2**20
-# The same colours as in the figures of the book, for the same things.
+# As in the figures of the book.
 COLORS = {
     "shard": "#2f6db3",
     "flight": "#a87400",  # an all-gather in flight
@@ -44,22 +44,19 @@ COLORS = {
     "state": "#7a52c7",  # optimizer states
     "file": "#6b7480",
 }
-# Lines and text that stand for none of these.
+# Other lines and text.
 NEUTRAL = {"fg": "#1d232a", "muted": "#5b6570", "line": "#dfe3e6", "bad": "#b3261e"}
-# The bars of a layer: colour, height, and how far below the middle of the row.
+# Of each bar: colour, height, and how far below the middle of the row.
 STYLES = {
     "full": (COLORS["whole"], 0.8, 0.0),
     "computing": (COLORS["compute"], 0.8, 0.0),
     "gradients": (COLORS["grad"], 0.3, 0.25),
     "step": (COLORS["state"], 0.8, 0.0),
     "reading": (COLORS["file"], 0.15, -0.45),
-    # Paler, because it is the same file.
     "writing": (f"{COLORS['file']}80", 0.15, -0.3),
 }
-# The text of each bar in the legend.
 LEGEND = ("parameters whole", "layer computes", "full gradients", "optimizer steps",
           "reading from files", "writing to files")
-# Colours behind the phases of a step.
 SHADES = {"forward": "#ffffff", "backward": "#f5f6f7", "step": "#e9ecef"}
 
 
@@ -68,9 +65,8 @@ def table(predicted: list[dict[str, int]], plain: dict[str, int], measured: list
     """
     ## Bytes that each rank held and sent: predicted, measured, and for plain data parallelism
 
-    * `predicted` has a dict of each rank; figures that it lacks are "not predicted"
-
-    `equal` follows a measured figure that equals the predicted one, else the difference.
+    `equal` follows a measured figure that equals the predicted one, else the difference. Figures
+    that a dict of `predicted` lacks are "not predicted".
     """
     heads = {"rest_bytes": "at rest", "peak_bytes": "at the peak", "sent_bytes": "sent in a step"}
     if any(held.get("disk_bytes") for held in measured):
@@ -109,7 +105,6 @@ def draw_loss(losses: list[float], held_out: list[tuple[int, float]], caption: s
     * `losses` has the loss of each step, in bits per byte
     * `held_out` has pairs of step and bits per byte
     """
-    # A line through the mean of the steps around each step.
     reach = len(losses) // 80
     smooth = [statistics.fmean(losses[max(0, i - reach) : i + reach + 1])
               for i in range(len(losses))]
@@ -144,9 +139,9 @@ def spans(events: list[Event]) -> Iterator[tuple[str, str, int, int]]:
     """
     ## The times during which a layer was whole, computed, or held gradients
 
-    Yields the layer, a name from `STYLES`, and the indices of the first and the last event of that
-    time. A layer frees its parameters before its gradients, so the first `free` ends "full" and
-    the next one "gradients".
+    Yields the layer, a name from `STYLES`, and the indices of the first and the last event. A layer
+    frees its parameters before its gradients, so the first `free` ends "full" and the next one
+    "gradients".
     """
     begins = {"fetch": "full", "compute": "computing", "gradients": "gradients",
               "read": "reading", "write": "writing"}
@@ -164,7 +159,7 @@ def spans(events: list[Event]) -> Iterator[tuple[str, str, int, int]]:
             if (e.layer, name) in begun:
                 yield e.layer, name, begun.pop((e.layer, name)), i
     for (layer, name), first in begun.items():
-        # A write may still be in flight at the end. The next step waits for it.
+        # A write may still be in flight at the end.
         if name == "writing":
             yield layer, name, first, len(events)
 
@@ -175,15 +170,12 @@ def draw_tape(
     """
     ## The memory tape of one step
 
-    * `tapes` has the events of each rank
-    * `predicted` has the predicted bytes of each rank, as far as there are some, and `plain` those
-      of plain data parallelism
+    * `tapes` has the events of each rank, and `predicted` the predicted bytes of each
+    * `plain` has the bytes of plain data parallelism
 
-    The upper plots show the bytes that each rank holds after each event. The lowest one shows, on
-    the same axis, the state of each layer on rank 0.
+    The lowest plot shows the state of each layer on rank 0.
     """
     events = tapes[0]
-    # Those of further ranks look the same.
     shown = tapes[:4]
     fig = _figure(caption, 11, [2.4] * len(shown) + [0.8 + 0.3 * len({e.layer for e in events})])
     for ax, tape, expected in zip(fig.axes, shown, predicted, strict=False):
@@ -259,8 +251,8 @@ def draw_gradients(counts: dict[int, int], caption: str) -> Figure:
 
     * `counts` says how many gradients lie between a power of two and the next
 
-    Two ranges are shaded. Below $2^{-14}$, fp16 has fewer and fewer digits, and below $2^{-24}$ it
-    only has zero.
+    Below $2^{-14}$, fp16 has fewer and fewer digits, and below $2^{-24}$ it only has zero. Both
+    ranges are shaded.
     """
     total = sum(counts.values()) or 1
     fig = _figure(caption, 8, [4])

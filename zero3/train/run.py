@@ -1,15 +1,14 @@
 """
 # A run: its ranks, its figures, its checkpoints
 
-`Ranks` tells a process which rank it is and wraps the few collectives that the main job needs.
-`Run` keeps the figures of a run. `take_up` finds the checkpoint to resume from.
+`Ranks` tells a process which rank it is and wraps a few collectives. `Run` keeps the figures of a
+run. `take_up` finds the checkpoint to resume from.
 
 **Run this**: `make train`, then Ctrl-C, then `make train`.
 
 **Not covered, and what that costs**: a signal ends the run only after the current step. If a step
-takes minutes, most systems lose patience and kill the process before that, and the newest
-checkpoint is then an older one. Ranks end together with a killed torchrun on Linux only, and only
-from `end_with_parent` on: torch has been imported before.
+takes minutes, most systems kill the process before that, and the newest checkpoint is then an older
+one. Ranks end together with a killed torchrun on Linux only.
 """
 
 import contextlib
@@ -44,11 +43,11 @@ from zero3.layer import Zero3Sequential
 from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.train.launch import is_consequence
 
-# Two runs with the same values of these are the same run, and resume each other's checkpoints.
+# Two runs with the same values of these resume each other's checkpoints.
 OPTIONS = ("d_model", "layers", "heads", "seq_len", "batch", "accumulate", "steps", "lr", "seed",
            "dtype", "reduce_dtype", "loss_scale", "clip", "text", "gather_bits", "reduce_bits",
            "compress")
-# Seconds for which a rank waits that did not fail first, so that the cause is printed above.
+# Seconds for which a rank waits that did not fail first.
 CAUSE_S = 2
 
 
@@ -101,9 +100,9 @@ class Ranks:
             dist.init_process_group(
                 "nccl" if on_gpu else "gloo", store=store, rank=self.rank,
                 world_size=self.world_size, timeout=timedelta(seconds=timeout_s),
-                # With it NCCL opens its communicator now, and does not guess a GPU in a barrier.
+                # With it NCCL does not guess a GPU in a barrier.
                 device_id=self.device if on_gpu else None)
-        # Ranks share the cores. More threads than cores would wait for each other.
+        # Ranks share the cores.
         torch.set_num_threads(1)
 
     @contextlib.contextmanager
@@ -111,7 +110,7 @@ class Ranks:
         """
         ### Name the thing that this rank waited for, if the other ranks do not answer
 
-        Errors of gloo and NCCL only name sockets and work numbers. Raises `RuntimeError`.
+        Errors of gloo and NCCL only name sockets. Raises `RuntimeError`.
         """
         try:
             yield
@@ -145,7 +144,7 @@ class Ranks:
         ### Print a line on rank 0 only
         """
         if not self.rank:
-            # In one write. Ranks share the output, and a second write could follow another rank's.
+            # In one write, because ranks share the output.
             print(f"{line}\n", end="", flush=True)
 
     def any(self, flag: object) -> bool:
@@ -154,7 +153,7 @@ class Ranks:
         """
         return any(self.gather(bool(flag)))
 
-    def gather(self, thing: Any) -> list[Any]:
+    def gather(self, thing: object) -> list[Any]:
         """
         ### The `thing` of each rank, in rank order (all-gather; all ranks must call it)
         """
@@ -169,15 +168,13 @@ def fresh_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     """
     ## A store without the keys of an earlier attempt
 
-    Ranks find each other in a key-value store that torchrun serves: each rank writes its address
-    under a fixed key, and reads the addresses of the others. With `--max-restarts`, torchrun keeps
-    *one* store for all attempts. A rank that reads early then gets the address of a dead rank, and
-    the attempt fails. This happens in about every second attempt.
+    Each rank writes its address under a fixed key of a store that torchrun serves, and reads those
+    of the others. With `--max-restarts`, torchrun keeps *one* store for all attempts. A rank that
+    reads early then gets the address of a dead rank, and the attempt fails.
 
     A prefix for the keys helps, if no earlier attempt has used it and all ranks agree on it. The
-    number of the restart is no such prefix: each machine counts its own failures, and a machine
-    that joins or leaves restarts all ranks without being counted. So rank 0 draws a token, and
-    hands it to each rank that is alive:
+    number of the restart is no such prefix, because each machine counts its own failures. So rank 0
+    draws a token, and hands it to each rank that is alive:
 
     | rank 1 | in the store | rank 0 |
     |---|---|---|
@@ -186,12 +183,10 @@ def fresh_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     | reads the answer | `ack/7f/1` | continues with the next rank |
 
     Rank 1 trusts the token, because only a living rank can know `a3`. Rank 0 may first answer the
-    `hello/1` of a dead rank. Then no acknowledgement arrives, and rank 0 looks again. Afterwards
-    every key begins with `7f`.
+    `hello/1` of a dead rank. Then no acknowledgement arrives, and rank 0 looks again.
 
-    Pass the store to torch: `init_process_group(store=..., rank=..., world_size=...)`. All ranks
-    must call this. Raises `RuntimeError` that names a rank which did not answer within `timeout_s`
-    seconds.
+    All ranks must call this. Raises `RuntimeError` that names a rank which did not answer within
+    `timeout_s` seconds.
     """
     if world_size == 1:
         return dist.HashStore()
@@ -231,10 +226,9 @@ def agree(store: dist.Store, rank: int, world_size: int, problem: str) -> bool:
     * `problem` is the error text of this rank, or empty
 
     There is no process group yet, so the ranks talk through the store. Rank 0 prints the problems,
-    each one once. The other ranks return after that, because torchrun ends all ranks as soon as
-    one leaves.
+    each one once. The other ranks return after that, or torchrun would end rank 0.
     """
-    # A path in it may have bytes that are not UTF-8, which a store does not take.
+    # A store takes UTF-8 only, and a path may have other bytes.
     store.set(f"problem/{rank}", one_line(problem))
     if rank:
         ready = store.get("ready") == b"yes"
@@ -249,7 +243,7 @@ def agree(store: dist.Store, rank: int, world_size: int, problem: str) -> bool:
             print(f"zero3.train: {where}{text}", file=sys.stderr, flush=True)
     ready = {*problems} == {""}
     store.set("ready", "yes" if ready else "no")
-    # This rank may serve the store, and must not end before the others have read it.
+    # This rank may serve the store, so it ends last.
     for other in range(1, world_size):
         store.wait([f"heard/{other}"])
     return ready
@@ -259,20 +253,18 @@ def end_with_parent() -> None:
     """
     ## End when torchrun ends, even if it was killed
 
-    torchrun starts each rank in a session of its own, so a rank would outlive a torchrun that was
-    killed. The same command would then start a second run in the same folder. Linux can send a
-    signal to this process when its parent dies. It has to be SIGKILL, because a rank that waits in
-    a collective would not react to a milder one. Other systems have no such call, and ranks live on
-    there. So does a rank whose torchrun dies while torch is imported, if the system gives orphans
-    to another process than number 1.
+    torchrun starts each rank in a session of its own, so a rank would outlive it, and the same
+    command would start a second run in the same folder. Linux can send a signal to this process
+    when its parent dies. It has to be SIGKILL, because a rank that waits in a collective would not
+    react to a milder one.
     """
     if not dist.is_torchelastic_launched() or sys.platform != "linux":
         return
     parent = os.getppid()
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    # torchrun may have died before that call. Then the parent is process 1, which takes in orphans.
-    # In a container torchrun may itself be process 1, and that one runs Python.
+    # torchrun may have died before that call. Then the parent is process 1, which takes in orphans,
+    # or which is torchrun itself, in a container.
     orphaned = parent == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes()
     if orphaned or os.getppid() != parent:
         os._exit(1)
@@ -282,18 +274,14 @@ def tell_failure(error: Exception, ranks: Ranks, store: dist.Store) -> int:
     """
     ## Print an error, the cause first
 
-    The rank that fails first prints its traceback. Ranks that fail on their own later, most likely
-    of the same bug, print one line each. So do ranks that only lost another rank. All of these wait
-    for a moment, so that the cause is printed above. An error that says what to do needs no
-    traceback: the learning rate was too high, say, or the disk is full.
-
-    * `store` is the one from `fresh_store`
+    The rank that fails first prints its traceback. Ranks that fail later, or only lost another
+    rank, print one line each. An error that says what to do needs no traceback.
 
     Returns the exit code: 2 if the error says what to do, else 1.
     """
     consequence = is_consequence(error)
     first = False
-    # If the store is gone, the rank that served it has failed before, and has ended since.
+    # If the store is gone, the rank that served it has failed before.
     with contextlib.suppress(RuntimeError):
         first = not consequence and store.add("failures", 1) == 1
     line = one_line(f"{type(error).__name__}: {error}")
@@ -302,10 +290,9 @@ def tell_failure(error: Exception, ranks: Ranks, store: dist.Store) -> int:
     happened = "failed" if first else "failed too"
     if consequence:
         happened = "ends as a consequence"
-        # An error in torch's own words says too little without its traceback.
         brief = f"rank {ranks.rank}: " in line
     if not first:
-        # Later than the cause. torchrun also reports the rank that ends first.
+        # torchrun also reports the rank that ends first.
         time.sleep(CAUSE_S)
     told = f". {line}\n" if brief else "\n" + "".join(traceback.format_exception(error))
     print(f"zero3.train: rank {ranks.rank} {happened}{told}", end="", file=sys.stderr, flush=True)
@@ -320,9 +307,7 @@ def progress(ranks: Ranks, steps: int) -> Iterator[Callable[..., None]]:
     """
     ## Show the progress of the run, on rank 0
 
-    Yields a function of the step, the training loss, the loss on held-out text and the bytes per
-    second. A terminal gets labml's screen. That is full of escape codes, so a pipe or a file gets
-    plain lines.
+    Yields a function of the step, two losses and the bytes per second.
     """
     if ranks.rank:
         yield lambda *values: None
@@ -349,8 +334,7 @@ def signals() -> Iterator[list[int]]:
     """
     ## Note Ctrl-C and SIGTERM instead of ending at once
 
-    Yields a list to which each signal is added. torchrun passes signals on to all ranks, to each at
-    a different moment.
+    Yields a list to which each signal is added. torchrun passes signals on to all ranks.
     """
     came: list[int] = []
     before = {number: signal.signal(number, lambda number, _: came.append(number))
@@ -374,7 +358,7 @@ class Run:
     held_out: list[tuple[int, float]] = dataclasses.field(default_factory=list)  # step, bits/byte
     train_s: float = 0.0  # without evaluation
     came: list[int] = dataclasses.field(default_factory=list)  # signals to end the run
-    # Of the last step: events, the bytes that this rank held and sent, and its gradients by size.
+    # Of the last step: its events, its bytes, and its gradients by size.
     events: list[Event] = dataclasses.field(default_factory=list)
     measured: dict[str, int] = dataclasses.field(default_factory=dict)
     exponents: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -403,8 +387,8 @@ def take_up(args: Namespace, ranks: Ranks) -> Path | None:
     """
     ## The checkpoint to resume from, if there is one
 
-    All ranks call it, and rank 0 looks. Raises `ValueError` on all of them if the newest checkpoint
-    belongs to a run with other options. Resuming it would give neither that run nor this one.
+    All ranks call it. Raises `ValueError` on all of them if the newest checkpoint belongs to a run
+    with other options.
     """
     if args.resume not in ("auto", "no"):
         return Path(args.resume)
@@ -429,11 +413,11 @@ def look_for_checkpoint(args: Namespace) -> tuple[Path | None, str]:
         if not found:
             return None, ""
         theirs = decode(CheckpointReader(found).manifest["extra"])["options"]
-        # A checkpoint may be older than an option. It has the default then, which is not given.
+        # A checkpoint may be older than an option, which has its default then.
         differ = [f"{option(name)} {theirs.get(name)} there and {getattr(args, name)} here"
                   for name in OPTIONS if theirs.get(name) != getattr(args, name)]
     except Exception as error:
-        # Any error at all: the other ranks wait for this one, and have to be told.
+        # Any error at all, because the other ranks wait for this one.
         return found, (
             f"cannot resume from {found or folder}. Expected: a checkpoint of this job. Got: "
             f"{error}. What to do: pass --resume with another one, `--resume no` to start over, or "
