@@ -52,8 +52,8 @@ ARGS="--compile"` measures it beside hooks, and beside `fully_shard` with `torch
 **Not covered, and what that costs**: `persist_below_numel` and `debug` of `wrap`. If backward never
 comes, layers that stayed full wait for the next forward pass to free them. Layers that `compress`
 has changed run with hooks. A model that returns one of its weights raises an error when the result
-is used. So does a parameter's `register_post_accumulate_grad_hook`, or `register_hook` if the
-gradient comes from several graphs.
+is used. A `register_post_accumulate_grad_hook` of a parameter is an error, and so is a
+`register_hook` if the gradient comes from several graphs.
 """
 
 import warnings

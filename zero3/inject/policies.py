@@ -4,9 +4,9 @@ r"""
 Each function here returns a policy for `inject`. It names the classes of labml and of Hugging Face
 that it fits; other classes with the same forward can be passed to it.
 
-Autograd keeps the tensors that backward needs. A forward that is written out step by step keeps one
-for most of its steps. A forward that is one operation keeps its inputs, and backward computes the
-rest again. Per layer and position, with $d$ features, $f$ features inside a feed-forward network,
+A forward that is written out keeps a tensor for most of its steps. A forward that is one operation
+keeps its inputs, and backward computes the rest again. Per layer and position, with $d$ features,
+$f$ features inside a feed-forward network,
 $h$ heads and $S$ positions in a sequence, these elements are kept:
 
 | | written out | injected |
@@ -25,10 +25,6 @@ $$\underbrace{T V}_{\text{at once}} \qquad \underbrace{C V}_{\text{in chunks}}$$
 elements.
 
 `tensor_parallel` is of another kind: it splits layers over ranks. `tensor.py` explains it.
-
-**Left out**: a single matrix product for queries, keys and values, and one for gate and values. It
-multiplies the same numbers, and keeps the same input. On a CPU it took the same time, so it is
-neither faster nor smaller.
 
 **Run this**: `python -m tests.bench_inject` measures time and memory, plain and injected.
 

@@ -4,11 +4,10 @@ r"""
 `inject` gives the modules of a model a better forward, chosen by policies, and `restore` takes it
 back.
 
-A library's model is often written to be read, and not to be fast: it writes out its attention step
-by step, and keeps every intermediate result for backward. DeepSpeed's `module_inject` replaces such
-modules by others. The difficult part is what the replaced modules had: parameters, their names in
-checkpoints, hooks, and references that other modules hold. So we leave each module object where it
-is, with all that it has, and change its class:
+A library's model often writes out its attention step by step, and keeps every intermediate result
+for backward. DeepSpeed's `module_inject` replaces such modules by others. But the old ones had
+parameters, names in checkpoints, hooks, and references in other modules. So we leave each module
+object where it is, and change its class:
 
 | | the plain module | injected | restored |
 |---|---|---|---|
@@ -19,12 +18,10 @@ is, with all that it has, and change its class:
 | parameters | `weight` | the same object, the same name | the same object |
 
 The new class is a subclass of the old one, so `isinstance` says the same as before, and `wrap`
-finds its layers by their classes. Parameters keep their names and shapes, and with them every
-checkpoint keeps its format.
+finds its layers by their classes. Every checkpoint keeps its format.
 
 **A policy** is a name, the classes that it replaces, and the class that has the new forward, its
-*replacement*. The replacement looks at each module first, and says why it does not fit, if it does
-not. If a single module does not fit, `inject` raises an error before anything changes:
+*replacement*. If a single module does not fit, `inject` raises an error before anything changes:
 
 | module | policy `attention` | because |
 |---|---|---|
