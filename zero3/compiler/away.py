@@ -40,7 +40,7 @@ $$\max\big(a + L\,s,\; L\,a + (L - k)\,s\big) \quad \text{bytes}$$
 | compute, at the step | this copy | it steps the states |
 
 Memory is taken and freed for the compute stream, although other streams copy. torch's allocator
-keeps freed memory for the stream that took it. Only so can activations use the memory of states.
+keeps freed memory for the stream that took it, and activations need the memory of the states.
 
 **States are where they are looked for.** The step, `state_dict` or a checkpoint asks a
 `ShardStates` for its master or moments, and gets them back first. So a forward pass without

@@ -17,8 +17,8 @@ $h$ heads and $S$ positions in a sequence, these elements are kept:
 | `rms_norm`: input, and what is multiplied by the weight | $2d$ | $d$ |
 
 With 4 heads and 512 positions, the probabilities have 2,048 elements for each position. With 256
-features, queries, keys, values and output have half of that together. The same holds for the head
-of a language model. With $V$ tokens, $T$ positions and chunks of $C$ positions the logits have
+features, queries, keys, values and output have half of that together. In the head of a language
+model, with $V$ tokens, $T$ positions and chunks of $C$ positions, the logits have
 
 $$\underbrace{T V}_{\text{at once}} \qquad \underbrace{C V}_{\text{in chunks}}$$
 
@@ -28,11 +28,10 @@ elements.
 
 **Run this**: `python -m tests.bench_inject` measures time and memory, plain and injected.
 
-**Not covered, and what that costs**: Hugging Face's models have a switch for their attention,
-`model.set_attn_implementation("sdpa")`, so `attention` leaves them alone. With dropout in the
-attention, torch's operation draws another mask than the written-out forward; such modules are
-refused. `attn`, the probabilities that labml keeps for plots, is not there. A row of the mask that
-hides every position gives NaN when written out, and here it may give zeros. A gradient of a
+**Not covered, and what that costs**: `attention` leaves Hugging Face's models alone, because they
+have `model.set_attn_implementation("sdpa")`. It refuses dropout, because torch's operation draws
+another mask. `attn`, the probabilities that labml keeps for plots, is not there. A row of the mask
+that hides every position gives NaN when written out, and here it may give zeros. A gradient of a
 gradient is an error in `swiglu`, `rms_norm` and `cross_entropy`.
 """
 

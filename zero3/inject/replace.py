@@ -44,9 +44,8 @@ and `restore` takes them off again, the last one first.
 **Run this**: `python -m pytest tests/test_inject.py`.
 
 **Not covered, and what that costs**: inject before `wrap`; afterwards it is an error. A module's
-new class exists in this process only, so an injected model has a `state_dict` and can be copied,
-but it cannot be pickled. `Deferred` layers have no modules yet: inject inside their factory. A
-forward that was compiled before is not recompiled.
+new class exists in this process only, so an injected model cannot be pickled. `Deferred` layers
+have no modules yet: inject inside their factory. A compiled forward is not recompiled.
 """
 
 import functools
@@ -64,8 +63,7 @@ class Replacement(nn.Module):
     """
     ## What a module of another class gets: a forward, and a mapping of its weights
 
-    A subclass has the new `forward`. It is called with the arguments of the old one, and finds the
-    module's attributes, parameters and children as they were.
+    Its `forward` gets the arguments of the old one, and finds the module as it was.
     """
 
     # Whether the model would compute something else if a module that does not fit were left as it
@@ -204,8 +202,7 @@ def report(model: nn.Module, policies: Iterable[Policy]) -> list[Finding]:
     """
     ## What `inject` would replace, and what it would not and why
 
-    Nothing changes. There is a line for each module and policy that have to do with each other. A
-    module that is registered several times has one line, under its first name.
+    A line for each module and policy that have to do with each other. Nothing changes.
     """
     sharded = [path for path, module in model.named_modules() if is_sharded(module)]
     expect(not sharded, "inject", "a plain model", f"`{sharded[:1]}` is sharded", "inject before "

@@ -17,7 +17,7 @@ $y = W_2 \, \phi(W_1 x)$ with four hidden features, on two ranks:
 | all-reduce | $a + b$ | $a + b$ |
 
 The names are those of $x W^T$, where the weight is transposed. Between the two layers nothing is
-exchanged, because $\phi$ takes each feature by itself. In attention each rank has some of the heads.
+exchanged, because $\phi$ takes each feature by itself. In attention each rank has some heads.
 
 **Conjugate communication.** All ranks have the same $x$, and each computes the gradient of $x$
 through its own part; the whole gradient is the sum. So there are two operations, which
@@ -57,9 +57,8 @@ ranks of "shard", which have the same part and other rows of the batch.
 **Not covered, and what that costs**: norms and the residual stream are computed and kept whole on
 each rank, unless `sequence=True` splits them by positions (see `sequence.py`). `full_params` and
 `model.save` have this rank's parts; use `zero3.save`, or `restore`. All ranks of the dimension must
-have the same batch and the same random numbers; they compare both in the first forward pass, and
-not again. A model on the meta device gets the values of the plain model from `wrap`; `Deferred`
-layers stay whole.
+have the same batch and the same random numbers; they compare both in the first forward pass only.
+`Deferred` layers stay whole.
 """
 
 from collections.abc import Callable, Iterator

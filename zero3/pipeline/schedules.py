@@ -194,7 +194,7 @@ def one_forward_one_backward(rank: int, ranks: int, micro_batches: int, per_rank
     count = micro_batches * per_rank
     ahead = ranks - 1 - rank
     if per_rank > 1:
-        # The first micro-batches go through the other stages of this rank first. From there it takes
+        # The first micro-batches go through the other stages of this rank first. From there it is
         # `ahead` slots to the last rank, and as many back. Forwards fill them.
         ahead = 2 * ahead + (per_rank - 1) * ranks
     ahead = min(ahead, count)
