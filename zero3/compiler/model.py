@@ -107,7 +107,7 @@ class CompiledUnit(Unit):
     the compiler cannot trace it, it is a `Unit` with hooks.
     """
 
-    # Whether the present pass runs it with hooks, and whether every pass has to.
+    # Whether this pass runs it with hooks, and whether every pass has to.
     by_hooks = False
     untraceable = False
     # Whether it was gathered for code outside of graphs, and stays full until backward ends.
@@ -160,9 +160,7 @@ class CompiledUnit(Unit):
 
     def prepare(self) -> None:
         """
-        ### Notice everything that has changed since the last forward, and free the layer
-
-        It may be full since a forward pass whose backward never came.
+        ### Notice what has changed since the last forward; free the layer if backward never came
         """
         self._prepare(recompute=False)
         self.by_hooks = False
@@ -223,9 +221,7 @@ class CompiledUnit(Unit):
 
     def collect(self, place: int, grad: torch.Tensor) -> None:
         """
-        ### Add a gradient to the flat gradient
-
-        * `place` is the index of the parameter
+        ### Add the gradient of the parameter with the index `place` to the flat gradient
         """
         flat, slot = self.flat_slots[place]
         self.refuse_sparse(grad, slot.names[0])
@@ -237,9 +233,7 @@ class CompiledUnit(Unit):
 
     def _hooked(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor:
         """
-        #### What the hooks of a parameter, `register_hook`, make of its gradient
-
-        Autograd does not see the parameter, and would not call them.
+        #### Call a parameter's hooks, because autograd does not see the parameter
         """
         # A freed parameter would report a use.
         with torch._C.DisableTorchFunction():
@@ -302,8 +296,6 @@ class CompiledUnit(Unit):
     def refuse_old(self, versions: list[int]) -> None:
         """
         ### Refuse backward through weights that have changed since forward
-
-        Each backward graph begins with it, for all of its layers.
         """
         self._settle_at_end_of_backward()
         self.refuse_old_calls(tuple(versions))
@@ -391,7 +383,7 @@ class CompiledModel(Zero3Model):
     """
     ## A compiled model
 
-    `compile` makes it. It is used like what `wrap` returns.
+    `compile` makes it. Use it like what `wrap` returns.
     """
 
     unit_class = CompiledUnit
@@ -563,7 +555,7 @@ class CompiledModel(Zero3Model):
         """
         ### What a rank sends in a step with these graphs, in order
 
-        It is read from the graphs, before anything runs. A `Ledger` measures the same.
+        A `Ledger` measures the same.
         """
         others = self.comm.world_size - 1
         nodes = find(graphs.forward, gather)

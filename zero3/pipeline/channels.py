@@ -3,10 +3,9 @@ r"""
 
 `Channels` sends tensors to the rank of the next or the previous stage, and receives theirs.
 
-A stage hands on whatever its last layer returns: a tensor, or tensors in tuples, lists and dicts.
-The next rank needs memory for them before they arrive, so it has to know their shapes. They are
-described in the first micro-batch, and again when they change. Each message consists of up to three
-parts:
+A stage hands on what its last layer returns: tensors, also in tuples, lists and dicts. The next
+rank has to know their shapes before they arrive. They are described in the first micro-batch, and
+again when they change. Each message consists of up to three parts:
 
 | part | size | by | when |
 |---|---|---|---|
@@ -187,13 +186,12 @@ class Channels:
         """
         ### Start to send tensors, and return at once
 
-        * `action` is what the receiver is about to do
-        * `to` is its place in the pipeline
+        * `action` is what the receiver is about to do, and `to` its place in the pipeline
         * `value` has tensors in tuples, lists and dicts
 
         Raises `TypeError` if the value has anything else that cannot be described.
         """
-        # Before anything is announced, so that nobody waits for what cannot be sent.
+        # First, so that nobody waits for what cannot be sent.
         told = pickle.dumps(pytree.tree_map(self._described, value))
         tensors = [_to_send(leaf) for leaf in pytree.tree_leaves(value)
                    if isinstance(leaf, torch.Tensor)]

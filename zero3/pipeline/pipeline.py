@@ -89,7 +89,6 @@ class Pipeline(ShardedModel):
     ## A model in stages
     """
 
-    # What errors and announcements call it.
     label = "the pipeline"
     layer_idx = ALONE
 
@@ -183,7 +182,7 @@ class Pipeline(ShardedModel):
     def _build_tied(self, plan: Plan, make: Callable[..., StageLayer],
                     offload: Offload | None) -> None:
         """
-        #### Shard the tied weights, to keep or to borrow them
+        #### Shard the tied weights, kept or borrowed
         """
         keeps = self.place == self.ends[0] % self.ranks
         tied = make(holder(plan.tied), offload=offload if keeps else None)
@@ -287,7 +286,7 @@ class Pipeline(ShardedModel):
         #### Give all ranks of this pipeline the values that one of them has
         """
         if self.ranks > 1 and value.numel():
-            # A copy, so that what this rank has does not count as written.
+            # A copy, so that this rank's values do not count as written.
             whole = value.detach().clone(memory_format=torch.contiguous_format)
             self._comm.stages.together("the full parameters", dist.broadcast,
                                        whole.view(-1).view(torch.uint8), group_src=owner)
@@ -406,7 +405,6 @@ class Pipeline(ShardedModel):
         * `does` is what this rank is about to do, "train" or "evaluate"
 
         Returns `x` and `y` of each. Raises `ValueError` on all ranks if they cannot be cut alike.
-        Nothing has changed then.
         """
         leaves, spec = pytree.tree_flatten((x, y))
         rows = {len(leaf) for leaf in leaves if _has_rows(leaf)}
@@ -498,13 +496,12 @@ class _Batch:
         if pipeline._comm.broken:
             raise RuntimeError(pipeline._comm.broken)
         self.parts = pipeline.cut(x, y, "evaluate" if optimizer is None else "train")
-        # By stage and micro-batch: what has come in and not been used; what has to go out.
+        # By stage and micro-batch: what has come in, and what has to go out.
         self.arrived: dict[tuple[int, int], Any] = {}
         self.leaving: dict[tuple[int, int], Any] = {}
-        # What backward needs: the tensors that came in, and where in the graph gradients arrive.
+        # For backward: the tensors that came in, and where in the graph gradients arrive.
         self.kept: dict[tuple[int, int], tuple[list[torch.Tensor], list[Any]]] = {}
         self.loss = torch.zeros((), dtype=torch.double, device=pipeline.device)
-        # What the last layer has returned for each micro-batch, if somebody wants it.
         self.outputs: list[Any] | None = None
 
     def do(self, action: Action) -> Sent | None:
@@ -564,7 +561,7 @@ class _Batch:
 
     def _loss_of(self, output: Any, y: Any) -> torch.Tensor:
         """
-        #### The loss of a micro-batch, which also counts in the mean of the batch
+        #### The loss of a micro-batch, counted in the batch's mean
         """
         if self.outputs is not None:
             self.outputs.append(output)
@@ -611,7 +608,7 @@ class _Batch:
 
     def _send(self, action: Action) -> Sent:
         """
-        #### Send activations to the rank of the next stage, or gradients to that of the one before
+        #### Send activations to the next stage, or gradients to the one before
         """
         if action.is_gradient:
             there = Action("receive gradient", action.stage - 1, action.micro_batch)
@@ -660,7 +657,7 @@ class _Batch:
 
     def _send_tied(self) -> Sent:
         """
-        #### Lend this rank's shard of the tied weights to its partner in the last stage
+        #### Lend this rank's shard of the tied weights to its partner
         """
         (tied,) = self.pipeline.tied
         shards = [(flat.shard.requires_grad,
@@ -754,7 +751,7 @@ def _copied(value: Any) -> Any:
 
 def _concatenated(*outputs: Any) -> Any:
     """
-    #### The outputs of all micro-batches as one tensor, or as a tuple if they have no rows
+    #### The outputs of all micro-batches as one tensor, or a tuple if they have no rows
     """
     return torch.cat(outputs) if _has_rows(outputs[0]) else outputs
 

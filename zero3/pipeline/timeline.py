@@ -14,8 +14,8 @@ that it needs on another rank. The example of `schedules.py`, with one slot for 
 | B0 | rank 1 | F0 on rank 1 | 2 |
 | B0 | rank 0 | B0 on rank 1 | 3 |
 
-What is sent takes no time here. The bubble is the share of slots in which a rank waits, and with
-passes of one length it is
+Transfers take no time here. The bubble is the share of slots in which a rank waits. With passes of
+one length it is
 
 $$1 - \frac{2 m v}{\text{slots until the last rank is done}} = \frac{p - 1}{v m + p - 1}$$
 
@@ -55,7 +55,7 @@ has, for its $v$ stages of one size together,
 | `interleaved` | $2mv$ | 1 + changes of stage or direction | 1 + changes of stage | $v$ |
 
 A layer below the first one that trains has no backward pass. With `each` it is gathered $m$ times,
-not $2m$. Tied weights stay whole from `unshard` to `reshard`, with `each` too.
+not $2m$.
 
 **The peak.** With one stage on a rank, held whole, it is either at the end of a backward pass, when
 all layers and all full gradients are there, or in the first reduce, which needs a receive buffer.
@@ -193,8 +193,7 @@ def times_whole(passes: list[Pass], listed: list[Action]) -> dict[int, list[tupl
 
     * `passes` and `listed` are the rank's, from `timeline` and from `actions`
 
-    A gather starts when the pass before it in the list has ended. Returns the begin and the end of
-    each time, by stage.
+    Returns the begin and the end of each time, by stage.
     """
     ends = iter(passes)
     now = 0.0
