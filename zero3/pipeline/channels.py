@@ -26,8 +26,8 @@ announces. So an error in one stage ends all of them, with its text.
 
 **Why several process groups.** NCCL runs the transfers between two ranks in the order in which they
 were queued. While rank 0 queues an activation to rank 1, rank 1 may queue a gradient to rank 0, and
-each would wait for the other to receive. So each way has a group of its own. The announcements have
-one of gloo, because the host reads them without waiting for a device.
+each would wait for the other to receive. So with NCCL each way has a group of its own. The
+announcements have one of gloo, because the host reads them without waiting for a device.
 
 **On demand.** gloo sends a message once the receiver has asked for it, at `receive`. So on the CPU
 a transfer overlaps nothing on the receiving rank. The sending rank goes on at once.

@@ -33,7 +33,7 @@ Each backward pass adds to the full gradients of its stage, which are reduced on
 
 **What stays in memory** from the forward to the backward pass of a micro-batch: what autograd has
 saved, and the tensors that came in, because their gradients are needed. Tensors that went out are
-dropped once they have been received: autograd only needs the place where their gradients arrive.
+dropped at the first send after they were received: autograd needs only their place in the graph.
 
 **Run this**: `python -m pytest tests/test_pipeline.py`.
 
