@@ -49,7 +49,7 @@ stay whole from one micro-batch to the next, which takes memory:
 | `step` | once, before its first pass; it is freed after its last one | once |
 
 If a rank has several stages, `step` keeps all of them whole. With breadth-first, all micro-batches
-go forward through a stage before this rank's next stage begins, so two gathers per stage are
+go forward through a stage before the next one of this rank begins, so two gathers per stage are
 enough, and one for the last.
 
 **Run this**: `python -m zero3.pipeline --stages 4 --micro-batches 8 --schedule 1f1b` draws a
