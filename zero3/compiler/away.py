@@ -40,13 +40,11 @@ $$\max\big(a + L\,s,\; L\,a + (L - k)\,s\big) \quad \text{bytes}$$
 | compute, at the step | this copy | it steps the states |
 
 Memory is taken and freed for the compute stream, although other streams copy. torch's allocator
-keeps freed memory for the stream that took it, so activations can use the memory of states only
-if both are of the same stream.
+keeps freed memory for the stream that took it, and activations need the memory of the states.
 
-**States are where they are looked for.** Whoever asks a `ShardStates` for its master or moments
-gets them back first: the step, `state_dict`, a checkpoint. Until then pieces and moments have no
-elements, as those in files. So a forward pass without backward, or an exception, leaves nothing to
-repair.
+**States are where they are looked for.** The step, `state_dict` or a checkpoint asks a
+`ShardStates` for its master or moments, and gets them back first. So a forward pass without
+backward, or an exception, leaves nothing to repair.
 
 The pass that puts these operations into graphs is `offload_states` in `passes.py`. It is
 DeepCompile's adaptive offloading ([paper](https://arxiv.org/abs/2504.09983)) with a number of bytes
@@ -54,12 +52,11 @@ from the user.
 
 **Run this**: `python -m pytest tests/test_compiler_offload.py -k order`.
 
-**Not covered, and what that costs**: nobody counts activations, so nobody finds the number of bytes
-for the user. If a copy takes longer than the layers that it overlaps, the device waits for it at
-`vacate`. An evaluation moves nothing. Each micro-batch moves the states once more. The CPU memory
-is kept from step to step, because pinned memory is slow to get: as many bytes as leave, until the
-model is dropped. A `Ledger` does not count it. A tensor of `optimizer.state` that the caller has
-kept goes on taking device memory, and is not the optimizer's any more when its layer has come back.
+**Not covered, and what that costs**: the user has to find the number of bytes. If a copy takes
+longer than the layers that it overlaps, the device waits for it at `vacate`. Each micro-batch moves
+the states once more. The CPU memory is kept until the model is dropped, because pinned memory is
+slow to get; a `Ledger` does not count it. A tensor of `optimizer.state` that the caller has kept
+goes on taking device memory, and is no longer the optimizer's.
 """
 
 from collections.abc import Callable, Iterator
@@ -94,8 +91,7 @@ class StatesAway:
         """
         ### Start to copy the states to CPU memory
 
-        They stay on the device until `vacate`. Moments that the optimizer has not made yet are not
-        there to leave.
+        They stay on the device until `vacate`.
         """
         # They may still be away, because backward never came.
         self.back()
@@ -165,8 +161,7 @@ class StatesAway:
         """
         #### The states that can leave, each with its place in CPU memory
 
-        That memory is taken once, also for moments that the first step has not made yet. To get
-        more of it later, the host would have to wait for the device.
+        That memory is taken once: to get more later, the host would have to wait for the device.
         """
         optimizer = optimizer_on_device(self.layer)
         if optimizer is None:
@@ -267,8 +262,7 @@ def leaving(layers: dict[str, Zero3Layer], nbytes: int) -> list[str]:
 
     * `layers` are those of a compiled model, by their names
 
-    As many as have `nbytes` together; all of them if they have less. The one that is stepped last
-    is the first.
+    As many as have `nbytes` together; the one that is stepped last is the first.
     """
     names = {layer: name for name, layer in layers.items()}
     optimizer = optimizer_on_device(next(iter(names)))

@@ -4,10 +4,9 @@ r"""
 `Eager` runs the operations of a graph one by one, and `Inductor` compiles those that stand between
 two communications into one function.
 
-Inductor, the last part of `torch.compile`, fuses operations: it reads a tensor once for several of
-them, and writes less to memory. It also reorders operations, and reuses memory as it likes. But
-communication has to begin and end where the passes have put it, on all ranks, and layers are freed
-by us. So Inductor never sees communication. It gets the *regions* between two of them:
+Inductor, the last part of `torch.compile`, fuses operations, so they write less to memory. It also
+reorders them. But communication has to stay where the passes have put it, on all ranks. So Inductor
+never sees it. It gets the *regions* in between:
 
 | graph | becomes |
 |---|---|

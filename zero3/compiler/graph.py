@@ -25,8 +25,7 @@ once. The passes count them before anything runs:
 $$\text{full}(t) \;=\; \sum_{\ell \,:\, \text{gather}(\ell) \,\le\, t \,\le\, \text{release}(\ell)}
 P_\ell \;\le\; \text{limit} \qquad \text{for each operation } t$$
 
-A hook cannot do this. It runs when its layer computes, and does not know the operations that come
-next. A compiler sees the whole step before it runs.
+A hook cannot do this, because it does not know the operations that come next.
 
 | operation | meaning | a rank sends |
 |---|---|---|
@@ -40,9 +39,8 @@ next. A compiler sees the whole step before it runs.
 | `vacate(a)` | wait for the copy, and free their memory on the device | |
 | `reload(a)` | start to copy them back; the optimizer waits for it | |
 
-Layers that share an all-gather arrive in a packed buffer (see `together.py`). It is as large as all
-of them, and is freed when the last one has taken its parameters out of it. So `wait` of such a
-layer takes memory, too.
+Layers that share an all-gather arrive in a packed buffer, as large as all of them (see
+`together.py`). So `wait` of such a layer takes memory, too.
 
 **Run this**: `python -m zero3.compiler` prints the graphs of a small model after each pass.
 
@@ -91,7 +89,7 @@ def parameter(layer: str, place: int) -> torch.Tensor:
 
     * `place` is its index among the parameters of the layer
 
-    A traced graph has these. The first pass replaces them by `gather` and `wait`.
+    The first pass replaces it by `gather` and `wait`.
     """
     raise AssertionError(f"parameter {place} of {layer} was not gathered")
 
@@ -292,8 +290,7 @@ def linked(graph: fx.Graph, layers: dict[str, GraphLayer]) -> fx.GraphModule:
     """
     ## A module that carries out a graph with these layers
 
-    It takes its arguments in a list and empties the list, so that each argument is freed after its
-    last use.
+    It empties the list of its arguments, so that each one is freed after its last use.
     """
     graph = copied(graph)
     root = torch.nn.Module()

@@ -4,10 +4,9 @@ r"""
 `compile` shards a model as `wrap` does, and has `torch.compile` make graphs of its step. In these
 graphs, passes decide when layers are gathered and freed.
 
-A unit of a wrapped model decides step by step: its hooks run when it computes. A unit of a compiled
-model has no say. While Dynamo traces, a unit is the module that it stands for, and the graph that
-comes out gathers and frees all units. Everything else is the same: the shards and the tiers that
-they rest in, the buffers that they are gathered into, the optimizer, the checkpoints.
+A unit of a wrapped model decides step by step, because its hooks run when it computes. Here the
+graph gathers and frees all units. Everything else is the same: the shards and their tiers, the
+optimizer, the checkpoints.
 
 Take a model of four layers with 10 elements each, on two ranks, with room for 30 full elements. Its
 input needs a gradient, so backward reads the weights of all layers:
@@ -23,11 +22,10 @@ With $K$ the layers that stay full from forward to backward, a step sends
 
 $$\Big(3\Psi - \sum_{\ell \in K} P_\ell\Big)\,\frac{N-1}{N} \quad \text{elements per rank}$$
 
-**Small layers.** A layer costs two or three collectives, and what Python does for each of its
-operations, however small it is. With `unit_bytes`, neighbours that are small share a unit: they
-have one flat parameter, one all-gather and one reduce-scatter, and their parameters keep their
-names. Take 100 linear layers of 64 x 64 weights and a bias on two ranks. Each has 16,640 bytes, so
-63 of them fit into 1 MiB:
+**Small layers.** A layer costs two or three collectives, however small it is. With `unit_bytes`,
+small neighbours share a unit: one flat parameter, one all-gather and one reduce-scatter. Their
+parameters keep their names. Take 100 linear layers of 64 x 64 weights and a bias on two ranks. Each
+has 16,640 bytes, so 63 of them fit into 1 MiB:
 
 | | alone | together, `unit_bytes=1 << 20` |
 |---|---|---|
@@ -35,30 +33,27 @@ names. Take 100 linear layers of 64 x 64 weights and a bias on two ranks. Each h
 | collectives in a step | 297 | 4 |
 | elements that a rank sends | 617,760 | 416,000 |
 
-Alone, and without buckets, two layers are full at once, as for hooks. Together there is room for
-all of them, and backward gathers nothing again. The price is that such layers are one for
-everything else, too. They cannot be frozen one by one after `compile`, and the parameters of one of
-them are not in its `parameters()`.
+Together there is room for all of them, so backward gathers nothing again. The price: such layers
+cannot be frozen one by one after `compile`, and the parameters of one of them are not in its
+`parameters()`.
 
-**Graph breaks.** Dynamo cannot trace everything: printing a value, or a branch that depends on one.
+**Graph breaks.** Dynamo cannot trace everything, for instance a branch that depends on a value.
 Then it ends the graph, Python runs that line, and the next line begins another graph. Each graph
-frees what it has gathered, so layers that share a unit are gathered in each of these graphs. A
-layer that Dynamo cannot trace at all runs with its hooks, as in a wrapped model; `report()` says
-which one, and why.
+frees what it has gathered. A layer that Dynamo cannot trace at all runs with its hooks;
+`report()` says which one, and why.
 
 **What it gains.** On a CPU, matrix products take nearly all of a step, and Inductor calls the same
-ones as PyTorch. So large layers send less, gain little time, and take about the memory that they
-take with hooks. Small layers gain time, because a graph runs with less Python than hooks.
+ones as PyTorch. So large layers send less but gain little time. Small layers gain time, because a
+graph runs with less Python than hooks.
 
 **Run this**: `python -m zero3.compiler` prints the graphs of a small model; `make bench
 ARGS="--compile"` measures it beside hooks, and beside `fully_shard` with `torch.compile`.
 
-**Not covered, and what that costs**: `persist_below_numel` and `debug` of `wrap`. Layers that stay
-full from forward to backward wait for that backward pass; if it never comes, the next forward pass
-frees them. Layers that `compress` has changed run with hooks. A model that returns one of its
-weights raises an error when the result is used. A hook of a parameter sees the gradient as soon as
-the graph has it; it is an error if the gradient comes from several graphs, or if the hook is of
-`register_post_accumulate_grad_hook`.
+**Not covered, and what that costs**: `persist_below_numel` and `debug` of `wrap`. If backward never
+comes, layers that stayed full wait for the next forward pass to free them. Layers that `compress`
+has changed run with hooks. A model that returns one of its weights raises an error when the result
+is used. A `register_post_accumulate_grad_hook` of a parameter is an error, and so is a
+`register_hook` if the gradient comes from several graphs.
 """
 
 import warnings
@@ -108,11 +103,11 @@ class CompiledUnit(Unit):
     """
     ## A layer of a compiled model
 
-    While the compiler traces, it is the module that it stands for. Its operations are called by
-    graphs. If the compiler cannot trace it, it is a `Unit` with hooks.
+    While the compiler traces, it is the module that it stands for. Graphs call its operations. If
+    the compiler cannot trace it, it is a `Unit` with hooks.
     """
 
-    # Whether the present pass runs it with hooks, and whether every pass has to.
+    # Whether this pass runs it with hooks, and whether every pass has to.
     by_hooks = False
     untraceable = False
     # Whether it was gathered for code outside of graphs, and stays full until backward ends.
@@ -125,14 +120,12 @@ class CompiledUnit(Unit):
     hooked: set[Slot] = set()
     # Whether it is full, and its parameters are closed: graphs read views of the flat parameters.
     in_graph = False
-    # The full parameters, as graphs read them, and the places of their gradients. They stand here,
-    # because a unit writes a new name to its module if the module has it.
+    # Declared here, because a unit writes a new name to its module if the module has it.
     full_views: list[torch.Tensor] = []
     flat_slots: list[tuple[FlatParameter, Slot]] = []
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        # A freed parameter may be traced, because the graph gathers it.
         for slot in self.slots():
             slot.freed_class.traceable = True  # type: ignore[attr-defined]
         self.full_views = [slot.view for slot in self.slots()]
@@ -167,9 +160,7 @@ class CompiledUnit(Unit):
 
     def prepare(self) -> None:
         """
-        ### Notice everything that has changed since the last forward, and free the layer
-
-        It may be full since a forward pass whose backward never came.
+        ### Notice what has changed since the last forward; free the layer if backward never came
         """
         self._prepare(recompute=False)
         self.by_hooks = False
@@ -189,11 +180,10 @@ class CompiledUnit(Unit):
         """
         ### Wait for the all-gather, and return the parameters
 
-        A layer that stayed full may have been freed since, by another forward pass. Then it is
-        gathered again.
+        Another forward pass may have freed a layer that stayed full. Then it is gathered again.
         """
         if self.is_fetched:
-            # It has stayed full. Before it collects gradients again, finish those in flight.
+            # Before it collects gradients again, finish those in flight.
             self.reducer.finish(self)
         else:
             self.fetch_params()
@@ -206,9 +196,7 @@ class CompiledUnit(Unit):
 
     def _wait_params(self) -> None:
         """
-        #### Wait for the all-gather, and open the parameters for hooks
-
-        A graph may have gathered them already, and left them closed.
+        #### Wait for the all-gather, and open parameters that a graph has left closed
         """
         super()._wait_params()
         if self.in_graph:
@@ -233,9 +221,7 @@ class CompiledUnit(Unit):
 
     def collect(self, place: int, grad: torch.Tensor) -> None:
         """
-        ### Add a gradient to the flat gradient
-
-        * `place` is the index of the parameter
+        ### Add the gradient of the parameter with the index `place` to the flat gradient
         """
         flat, slot = self.flat_slots[place]
         self.refuse_sparse(grad, slot.names[0])
@@ -247,9 +233,7 @@ class CompiledUnit(Unit):
 
     def _hooked(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor:
         """
-        #### What the hooks of a parameter, `register_hook`, make of its gradient
-
-        Autograd does not see the parameter, and would not call them.
+        #### Call a parameter's hooks, because autograd does not see the parameter
         """
         # A freed parameter would report a use.
         with torch._C.DisableTorchFunction():
@@ -281,8 +265,7 @@ class CompiledUnit(Unit):
         """
         ### Put the gradients into the bucket, if there are any
 
-        A graph knows when backward no longer needs the layer. So nothing of what hooks do at the
-        end of a layer's backward is left to do, unless the layer ran with hooks.
+        A graph knows when backward no longer needs the layer, so there is nothing else to do.
         """
         if self.by_hooks:
             super().reduce()
@@ -305,7 +288,7 @@ class CompiledUnit(Unit):
 
     def held_tensors(self) -> Iterator[torch.Tensor | None]:
         """
-        ### Memory that it holds, for a `Ledger`: states on their way back too
+        ### Memory for a `Ledger`: states on their way back too
         """
         yield from super().held_tensors()
         yield from self.away.held_tensors()
@@ -313,8 +296,6 @@ class CompiledUnit(Unit):
     def refuse_old(self, versions: list[int]) -> None:
         """
         ### Refuse backward through weights that have changed since forward
-
-        Each backward graph begins with it, for all of its layers.
         """
         self._settle_at_end_of_backward()
         self.refuse_old_calls(tuple(versions))
@@ -324,8 +305,8 @@ class CompiledUnit(Unit):
         """
         ### Gather the parameters for code that Dynamo could not trace
 
-        Such code stands between two graphs, and nothing has gathered the layer for it. This time it
-        stays full until the end of backward. From the next pass on it runs with hooks.
+        Such code stands between two graphs. This time the layer stays full until the end of
+        backward. From the next pass on it runs with hooks.
         """
         if self.order.stack or in_backward() or not self.root.running:
             return super().fetch_for_others()
@@ -353,8 +334,7 @@ class CompiledUnit(Unit):
         """
         ### Stop using parameters
 
-        With hooks, a layer frees the layers whose parameters it has used. A graph releases these by
-        itself, and may not have done with them.
+        With hooks, a layer frees the layers whose parameters it has used. A graph does that itself.
         """
         if self.by_hooks:
             super().leave()
@@ -368,9 +348,7 @@ class CompiledUnit(Unit):
 
     def _settle_at_end_of_backward(self) -> None:
         """
-        #### Have the end of this backward pass settle the layer
-
-        In a graph the root settles for all layers.
+        #### Have the end of this backward pass settle the layer; in graphs the root, for all
         """
         if self.by_hooks or self is self.root:
             super()._settle_at_end_of_backward()
@@ -405,7 +383,7 @@ class CompiledModel(Zero3Model):
     """
     ## A compiled model
 
-    `compile` makes it. It is used like what `wrap` returns.
+    `compile` makes it. Use it like what `wrap` returns.
     """
 
     unit_class = CompiledUnit
@@ -418,8 +396,7 @@ class CompiledModel(Zero3Model):
 
         * `bucket_bytes`, `unit_bytes` and `limit_numel` are those of `compile`, and `args` are from
           `wrap`
-        * `is_chain` says that each module of a chain is a layer. They are leaves then, only so that
-          nothing inside of them becomes a unit
+        * `is_chain` says that each module of a chain is a layer
         """
         self.is_chain = is_chain
         self.bucket_bytes = bucket_bytes
@@ -433,10 +410,7 @@ class CompiledModel(Zero3Model):
     def layers_together(self, places: list[LayerPlace], rest_numel: int
                         ) -> list[list[LayerPlace]]:
         """
-        ### Small neighbours, up to `unit_bytes`
-
-        They share an all-gather and a reduce-scatter, as in a bucket. And all that Python does for
-        a layer, it does once for all of them.
+        ### Small neighbours that share a unit, up to `unit_bytes`
         """
         if not can_share(self.comm):
             return []
@@ -470,9 +444,7 @@ class CompiledModel(Zero3Model):
 
     def plan(self, backend: str, offload_states_bytes: int) -> None:
         """
-        ### Choose how to compile
-
-        The arguments are those of `compile`.
+        ### Choose how to compile; the arguments are those of `compile`
         """
         self.expect(not self.comm.stages.same_layers, "cannot be compiled", "whole weights",
                     "parts of them, split over ranks, whose communication no graph has",
@@ -503,7 +475,7 @@ class CompiledModel(Zero3Model):
 
     def _compile(self) -> None:
         """
-        #### Have the next forward pass trace the model, and compile it
+        #### Have the next forward pass trace and compile the model
         """
         self.graphs: list[Graphs] = []
         layers = self.engine.layers
@@ -554,7 +526,7 @@ class CompiledModel(Zero3Model):
         """
         #### Forward pass of the model
 
-        The first call traces the model and compiles it, which takes a while.
+        The first call traces and compiles it.
         """
         if any(unit.is_full_elsewhere for unit in self.units):
             return super()._forward(*args, **kwargs)
@@ -565,7 +537,7 @@ class CompiledModel(Zero3Model):
         root: Any = self.module
         root.running = True
         try:
-            # If graphs end early, each layer has graphs of the same code. A module with a new hook
+            # After a graph break, each layer has graphs of the same code. A module with a new hook
             # needs another graph.
             with dynamo.patch(recompile_limit=8 + 2 * len(self.units),
                               skip_nnmodule_hook_guards=False):
@@ -583,7 +555,7 @@ class CompiledModel(Zero3Model):
         """
         ### What a rank sends in a step with these graphs, in order
 
-        It is read from the graphs, before anything runs. A `Ledger` measures the same.
+        A `Ledger` measures the same.
         """
         others = self.comm.world_size - 1
         nodes = find(graphs.forward, gather)
@@ -615,9 +587,7 @@ class CompiledModel(Zero3Model):
 
     def _reasons(self) -> list[str]:
         """
-        #### Why Dynamo ended a graph, or left a function out, since this model was compiled
-
-        Each is Dynamo's own sentence.
+        #### Why Dynamo ended a graph, or left a function out, in its own words
         """
         found = []
         for text, count in breaks().items():
@@ -632,8 +602,8 @@ class CompiledModel(Zero3Model):
         """
         ### What was compiled, where graphs ended early, and which layers run with hooks
 
-        The number of a graph is that of the code in it, and how often this was compiled before: 0/1
-        is compiled again, for other shapes for instance.
+        A graph's number is that of its code, and how often this was compiled before: 0/1 is
+        compiled again, for instance for other shapes.
         """
         lines = [f"rank {self.comm.global_rank}: {len(self.graphs)} graphs, by {self.engine.name}, "
                  f"with at most {self.limit_numel:,} full elements"]
@@ -654,7 +624,7 @@ def engine_named(name: str, comm: Communicator, device: torch.device) -> type[Ea
     """
     ## The engine, or the one that needs no compiler if a rank has none
 
-    All ranks call it (all-gather), because all of them take the same one.
+    All ranks call it (all-gather).
     """
     expect(name in ENGINES, "compile: `backend`", f"one of {sorted(ENGINES)}", repr(name),
            "pass one of these")
@@ -674,26 +644,24 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *, backend: 
     """
     ## Shard a model in place, and compile its step
 
-    All ranks call it alike. Use the result as what `wrap` returns: with `Zero3Optimizer`,
-    `full_params`, `save` and `load`. Its first forward pass traces and compiles it.
+    All ranks call it alike. Use the result like that of `wrap`.
 
     * `model` is as for `wrap`
-    * `layer_classes` are the classes of its layers. They may be left out for an `nn.Sequential`:
-      each of its modules is a layer then
-    * `backend` is "inductor" or "aot_eager". The first one fuses operations, and compiles for a
-      while; it needs a C++ compiler on the CPU, and Triton on a GPU. The second one runs the
-      operations one by one, and gives the same bits as hooks
+    * `layer_classes` are the classes of its layers; left out, each module of an `nn.Sequential` is
+      a layer
+    * `backend` is "inductor" or "aot_eager". The first one fuses operations; it needs a C++
+      compiler on the CPU, and Triton on a GPU. The second one runs the operations one by one, and
+      gives the same bits as hooks
     * `limit_numel` is how many elements of full parameters there are at once, at most. Left out,
-      these are the elements of the rest and of two layers, as hooks need; of two buckets, if they
-      are larger; and more if an operation needs more
+      there is room for the rest and two layers, or three buckets, if they are larger; and more if
+      an operation needs more
     * `bucket_bytes` of small layers share an all-gather, and a reduce-scatter. With 0, or where
       `wrap` would share none, each layer has its own
-    * `unit_bytes` of layers that follow each other share a unit, and with it a shard, which costs
-      less than sharing a bucket (see `together.py`). The fused loop of AdamW rounds the last
-      elements of a shard in another way, so the last place may differ
-    * `offload_states_bytes` of optimizer states, rounded up to those of whole layers, rest in CPU
-      memory while forward ends and backward begins (see `away.py`). These are states of a
-      `Zero3Optimizer` on an accelerator. On the CPU it does nothing
+    * `unit_bytes` of layers that follow each other share a unit, and with it a shard (see
+      `together.py`). The fused loop of AdamW rounds the last elements of a shard in another way, so
+      the last place may differ
+    * `offload_states_bytes` of optimizer states, rounded up to whole layers, rest in CPU memory
+      while forward ends and backward begins (see `away.py`). On the CPU it does nothing
     * `options` are further ones of `wrap`: `leaf_classes`, `offload`, `device`, `seed`, `init`,
       `checkpoint`, `mesh`
 

@@ -39,9 +39,8 @@ The papers are [DeepCompile](https://arxiv.org/abs/2504.09983) and
 
 **Run this**: `python -m zero3.compiler` prints a small model's graphs after each pass.
 
-**Not covered, and what that costs**: the passes count elements and not time. A gather moves up even
-if nothing is left to wait for. Each layer is gathered once in a graph: if a model uses a weight at
-its beginning and at its end, the weight stays full in between.
+**Not covered, and what that costs**: the passes count elements and not time. Each layer is gathered
+once in a graph: if a model uses a weight at its beginning and at its end, it stays full in between.
 """
 
 import operator
@@ -120,8 +119,7 @@ def insert(graph: fx.Graph) -> fx.Graph:
     """
     ## Insert the communication
 
-    Each layer is gathered right before its first use, and released after its last one. Its
-    gradients are reduced after the last of them.
+    Each layer is gathered right before its first use, and released after its last one.
     """
     graph = copied(graph)
     _sink_views(graph)
@@ -134,10 +132,7 @@ def insert(graph: fx.Graph) -> fx.Graph:
 
 def _sink_views(graph: fx.Graph) -> None:
     """
-    #### Move parameters and their views to where they are read
-
-    A traced graph has them at its top, as it has all inputs. The first use of a layer would be
-    there.
+    #### Move parameters and their views from the top of a traced graph to where they are read
     """
     views = [node for node in graph.nodes if node.users and _is_parameter(node)]
     for node in reversed(views):
@@ -177,9 +172,9 @@ def _insert_gather(graph: fx.Graph, layer: str) -> None:
 
 def _insert_reduce(graph: fx.Graph, layer: str) -> None:
     """
-    #### Reduce the gradients of a layer when all of them are there, and the layer is free
+    #### Reduce a layer's gradients when all are there, and the layer is free
 
-    On the CPU the gradients of the other ranks arrive in the memory of its parameters.
+    On the CPU other ranks' gradients arrive in the memory of its parameters.
     """
     ends = [node for node in find(graph, collect, release) if layer in layers_of(node)]
     if all(node.target is release for node in ends):
@@ -197,8 +192,6 @@ def keep(forward: fx.Graph, backward: fx.Graph, numel: dict[str, int], limit: in
          ) -> tuple[fx.Graph, fx.Graph, list[str]]:
     """
     ## Keep layers whole from forward to backward, as far as the limit admits
-
-    * `numel` is what each layer has in full; `limit` is how many elements may be full at once
 
     Also returns the layers that are kept. It begins with those that backward gathers first, because
     these are kept for the shortest time.
@@ -244,7 +237,7 @@ def bucket(graph: fx.Graph, numel: dict[str, int], bucket_numel: int, limit: int
 def _joined(graph: fx.Graph, before: fx.Node | None, node: fx.Node, numel: dict[str, int],
             bucket_numel: int, limit: int, kept: list[str]) -> fx.Node:
     """
-    #### Let a gather join the one before it, if there is room; return the one that it is part of
+    #### Let a gather join the one before it, if there is room
     """
     alone: Any = before.args if before else ()
     together = (*alone, *node.args)
@@ -350,8 +343,8 @@ def offload_states(forward: fx.Graph, backward: fx.Graph, layers: list[str]
 
 def _ends_of_layers(graph: fx.Graph) -> list[fx.Node]:
     """
-    #### The operations before which a layer has computed: the next `wait`, and the last operation
+    #### Where a layer has computed: at the next `wait`, and at the last operation
 
-    Regions end there, so Inductor compiles the same ones as without the pass.
+    Regions end there anyway, so Inductor compiles the same ones.
     """
     return [*find(graph, wait)[1:], [*graph.nodes][-1]]

@@ -5,10 +5,9 @@ A `Backend` gets what `torch.compile` has traced, and returns a function that ca
 that the passes have made of it.
 
 Dynamo, the first part of `torch.compile`, follows the model's Python code and writes down the
-operations. It does not look at the weights, so it can trace a model whose layers are freed.
-AOTAutograd, the second part, adds the operations of the backward pass, and cuts the whole into two
-graphs. Take one linear layer a with the weight `w`. Its input is `x`, and `g` is the gradient of
-its output:
+operations. It does not read the weights, so layers may be freed. AOTAutograd, the second part, adds
+the backward pass, and cuts the whole into two graphs. Take one linear layer a with the weight `w`.
+Its input is `x`, and `g` is the gradient of its output:
 
 | | as AOTAutograd cuts it | here |
 |---|---|---|
@@ -198,9 +197,8 @@ def _without_parameters(run: Callable, inputs: Sequence[Any], places: list[Place
     """
     #### Call a function of inputs and parameters without the parameters
 
-    The graphs gather them. Autograd only has to know that something needs a gradient, so each
-    parameter is replaced by a tensor without elements. Its gradient is none, because `collect` has
-    taken it.
+    Autograd only has to know that something needs a gradient, so a tensor without elements stands
+    for each parameter. Its gradient is none, because `collect` has taken it.
     """
     trains = torch.empty(0, requires_grad=True)
     frozen = torch.empty(0)
@@ -224,9 +222,8 @@ def guard_parameters(graph: fx.Graph, places: Sequence[Place | None]) -> None:
 
     * `graph` is what Dynamo has traced, and `places` are the places of its inputs
 
-    Two layers of a class have the same code. Dynamo would run the graph of the first one for both,
-    because it asks for the types and shapes of parameters alone. But the names of the layers are in
-    the graph.
+    Two layers of a class have the same code, and Dynamo would run the first one's graph for both.
+    But that graph has the name of its layer.
     """
     for node, place in zip(inputs_of(graph), places, strict=True):
         if place:

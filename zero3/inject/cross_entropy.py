@@ -4,10 +4,9 @@ r"""
 `chunked_cross_entropy` computes the head of a language model and its loss for a few positions at a
 time, and the gradients along with them.
 
-The head multiplies each position's vector with the vector of each token of the vocabulary. The
-result, the logits, is often the largest tensor of a training step. With 512 positions and a
-vocabulary of 50,257 tokens it has 26 million elements, 103 MB in fp32. Plain PyTorch has it three
-times at the peak: the logits, their log-softmax, and the gradient.
+The logits are often the largest tensor of a training step. With 512 positions and a vocabulary of
+50,257 tokens they have 26 million elements, 103 MB in fp32. Plain PyTorch has three such tensors at
+the peak: the logits, their log-softmax, and the gradient.
 
 **Two positions, three tokens.** In forward we already know the gradient of the loss with respect to
 the logits. It is the softmax, minus one at the target:
@@ -18,8 +17,7 @@ the logits. It is the softmax, minus one at the target:
 | position 1 | 0 .69 0 | .25 .5 .25 | token 1 | .13 -.25 .13 |
 
 So a chunk of positions is finished in one go: its logits, its loss, and its part of both gradients.
-Then its logits can be overwritten by those of the next chunk. With hidden states $h_i$, head $W$,
-targets $y_i$ and $T$ positions
+With hidden states $h_i$, head $W$, targets $y_i$ and $T$ positions
 
 $$L = \frac{1}{T} \sum_{i=1}^{T} \Big( \log \sum_v e^{W_v \cdot h_i} - W_{y_i} \cdot h_i \Big)
 \qquad

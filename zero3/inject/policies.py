@@ -4,9 +4,9 @@ r"""
 Each function here returns a policy for `inject`. It names the classes of labml and of Hugging Face
 that it fits; other classes with the same forward can be passed to it.
 
-Autograd keeps the tensors that backward needs. A forward that is written out step by step keeps one
-for most of its steps. A forward that is one operation keeps its inputs, and backward computes the
-rest again. Per layer and position, with $d$ features, $f$ features inside a feed-forward network,
+A forward that is written out keeps a tensor for most of its steps. A forward that is one operation
+keeps its inputs, and backward computes the rest again. Per layer and position, with $d$ features,
+$f$ features inside a feed-forward network,
 $h$ heads and $S$ positions in a sequence, these elements are kept:
 
 | | written out | injected |
@@ -17,8 +17,8 @@ $h$ heads and $S$ positions in a sequence, these elements are kept:
 | `rms_norm`: input, and what is multiplied by the weight | $2d$ | $d$ |
 
 With 4 heads and 512 positions, the probabilities have 2,048 elements for each position. With 256
-features, queries, keys, values and output have half of that together. The same holds for the head
-of a language model. With $V$ tokens, $T$ positions and chunks of $C$ positions the logits have
+features, queries, keys, values and output have half of that together. In the head of a language
+model, with $V$ tokens, $T$ positions and chunks of $C$ positions, the logits have
 
 $$\underbrace{T V}_{\text{at once}} \qquad \underbrace{C V}_{\text{in chunks}}$$
 
@@ -26,17 +26,12 @@ elements.
 
 `tensor_parallel` is of another kind: it splits layers over ranks. `tensor.py` explains it.
 
-**Left out**: a single matrix product for queries, keys and values, and one for gate and values. It
-multiplies the same numbers, and keeps the same input. On a CPU it took the same time, so it is
-neither faster nor smaller.
-
 **Run this**: `python -m tests.bench_inject` measures time and memory, plain and injected.
 
-**Not covered, and what that costs**: Hugging Face's models have a switch for their attention,
-`model.set_attn_implementation("sdpa")`, so `attention` leaves them alone. With dropout in the
-attention, torch's operation draws another mask than the written-out forward; such modules are
-refused. `attn`, the probabilities that labml keeps for plots, is not there. A row of the mask that
-hides every position gives NaN when written out, and here it may give zeros. A gradient of a
+**Not covered, and what that costs**: `attention` leaves Hugging Face's models alone, because they
+have `model.set_attn_implementation("sdpa")`. It refuses dropout, because torch's operation draws
+another mask. `attn`, the probabilities that labml keeps for plots, is not there. A row of the mask
+that hides every position gives NaN when written out, and here it may give zeros. A gradient of a
 gradient is an error in `swiglu`, `rms_norm` and `cross_entropy`.
 """
 

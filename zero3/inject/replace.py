@@ -4,11 +4,10 @@ r"""
 `inject` gives the modules of a model a better forward, chosen by policies, and `restore` takes it
 back.
 
-A library's model is often written to be read, and not to be fast: it writes out its attention step
-by step, and keeps every intermediate result for backward. DeepSpeed's `module_inject` replaces such
-modules by others. The difficult part is what the replaced modules had: parameters, their names in
-checkpoints, hooks, and references that other modules hold. So we leave each module object where it
-is, with all that it has, and change its class:
+A library's model often writes out its attention step by step, and keeps every intermediate result
+for backward. DeepSpeed's `module_inject` replaces such modules by others. But the old ones had
+parameters, names in checkpoints, hooks, and references in other modules. So we leave each module
+object where it is, and change its class:
 
 | | the plain module | injected | restored |
 |---|---|---|---|
@@ -19,12 +18,10 @@ is, with all that it has, and change its class:
 | parameters | `weight` | the same object, the same name | the same object |
 
 The new class is a subclass of the old one, so `isinstance` says the same as before, and `wrap`
-finds its layers by their classes. Parameters keep their names and shapes, and with them every
-checkpoint keeps its format.
+finds its layers by their classes. Every checkpoint keeps its format.
 
 **A policy** is a name, the classes that it replaces, and the class that has the new forward, its
-*replacement*. The replacement looks at each module first, and says why it does not fit, if it does
-not. If a single module does not fit, `inject` raises an error before anything changes:
+*replacement*. If a single module does not fit, `inject` raises an error before anything changes:
 
 | module | policy `attention` | because |
 |---|---|---|
@@ -47,9 +44,8 @@ and `restore` takes them off again, the last one first.
 **Run this**: `python -m pytest tests/test_inject.py`.
 
 **Not covered, and what that costs**: inject before `wrap`; afterwards it is an error. A module's
-new class exists in this process only, so an injected model has a `state_dict` and can be copied,
-but it cannot be pickled. `Deferred` layers have no modules yet: inject inside their factory. A
-forward that was compiled before is not recompiled.
+new class exists in this process only, so an injected model cannot be pickled. `Deferred` layers
+have no modules yet: inject inside their factory. A compiled forward is not recompiled.
 """
 
 import functools
@@ -67,8 +63,7 @@ class Replacement(nn.Module):
     """
     ## What a module of another class gets: a forward, and a mapping of its weights
 
-    A subclass has the new `forward`. It is called with the arguments of the old one, and finds the
-    module's attributes, parameters and children as they were.
+    Its `forward` gets the arguments of the old one, and finds the module as it was.
     """
 
     # Whether the model would compute something else if a module that does not fit were left as it
@@ -207,8 +202,7 @@ def report(model: nn.Module, policies: Iterable[Policy]) -> list[Finding]:
     """
     ## What `inject` would replace, and what it would not and why
 
-    Nothing changes. There is a line for each module and policy that have to do with each other. A
-    module that is registered several times has one line, under its first name.
+    A line for each module and policy that have to do with each other. Nothing changes.
     """
     sharded = [path for path, module in model.named_modules() if is_sharded(module)]
     expect(not sharded, "inject", "a plain model", f"`{sharded[:1]}` is sharded", "inject before "

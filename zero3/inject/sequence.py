@@ -4,9 +4,9 @@ r"""
 With `tensor_parallel(mesh, sequence=True)` each rank keeps only some of the positions of a sequence
 between the split layers.
 
-After an all-reduce, all ranks have the same vectors. Norms, dropouts and the residual stream then
-compute and keep the same on each of them. But they treat each position by itself, so each rank can
-do this for some of the positions. Take four positions $x_0 \ldots x_3$ on two ranks:
+After an all-reduce, norms, dropouts and the residual stream compute and keep the same on all ranks.
+But they treat each position by itself, so each rank can do this for some of the positions. Take
+four positions $x_0 \ldots x_3$ on two ranks:
 
 | | rank 0 | rank 1 |
 |---|---|---|
@@ -38,8 +38,7 @@ Section 4.2.2 of [Korthikanti et al.](https://arxiv.org/abs/2205.05198) has $f$ 
 whole gradient is the sum over the ranks. The same holds for biases that are added after $g$. Both
 are all-reduced in backward, $2\frac{t-1}{t}$ times their bytes.
 
-**Dropout.** Each rank draws the mask of all positions and takes its part of it. The masks are those
-of the plain model, at the price of random numbers that are not used.
+**Dropout.** Each rank draws the mask of all positions, as the plain model, and takes its part.
 
 **Other lengths.** Five positions on two ranks are two and three; a single one, as in generation, is
 none and one. Shorter parts are padded while they travel.
@@ -47,11 +46,10 @@ none and one. Shorter parts are padded while they travel.
 **Run this**: `python -m pytest tests/test_tensor_parallel.py -k sequence`.
 
 **Not covered, and what that costs**: the gathered inputs of split layers are kept for backward.
-Megatron-LM gathers them again, which sends more and keeps less. Embeddings, their dropout, and all
-that comes after the final norm are computed on whole sequences. Hidden states of single layers
-(`output_hidden_states`) have the positions of this rank. Between a forward and its backward with
-checkpointed activations, no pass of another length may run; it is an error. Known streams are those
-of `patterns.py`; a model of labml's layers without an `Encoder` has none, and is refused.
+Embeddings, their dropout, and all that comes after the final norm are computed on whole sequences.
+Hidden states of single layers (`output_hidden_states`) have the positions of this rank. Between a
+forward and its backward with checkpointed activations, a pass of another length is an error. Models
+without a stream in `patterns.py` are refused.
 """
 
 from collections.abc import Iterator, Mapping

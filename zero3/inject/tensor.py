@@ -4,8 +4,8 @@ r"""
 `tensor_parallel` splits the linear layers of a model over the ranks of a mesh dimension: each rank
 multiplies with its own part of the weights, and they add up the results.
 
-Sharding divides memory, and every rank computes the whole layer for rows of its own. With tensor
-parallelism the ranks compute the same rows, each a part of the layer. Take a feed-forward network
+With sharding, every rank computes the whole layer for rows of its own. With tensor parallelism the
+ranks compute the same rows, each a part of the layer. Take a feed-forward network
 $y = W_2 \, \phi(W_1 x)$ with four hidden features, on two ranks:
 
 | | rank 0 | rank 1 |
@@ -16,9 +16,8 @@ $y = W_2 \, \phi(W_1 x)$ with four hidden features, on two ranks:
 | $W_2 h$, a summand | $a$ | $b$ |
 | all-reduce | $a + b$ | $a + b$ |
 
-The layers have their names from $x W^T$, where the weight is transposed. Between the two, no rank
-needs anything of the others, because $\phi$ takes each feature by itself. In attention each rank
-has some of the heads.
+The names are those of $x W^T$, where the weight is transposed. Between the two layers nothing is
+exchanged, because $\phi$ takes each feature by itself. In attention each rank has some heads.
 
 **Conjugate communication.** All ranks have the same $x$, and each computes the gradient of $x$
 through its own part; the whole gradient is the sum. So there are two operations, which
@@ -29,8 +28,7 @@ through its own part; the whole gradient is the sum. So there are two operations
 | $f$, where the split begins | identity | all-reduce |
 | $g$, where it ends | all-reduce | identity |
 
-After both of them all ranks have the same bits, so layer norms, dropouts and everything else
-between the split layers computes the same on all ranks. Weights that are not split get the same
+After both of them all ranks have the same bits. So weights that are not split get the same
 gradients everywhere, and stay equal without communication.
 
 **Vocabulary.** Embedding and head are split by tokens. A rank looks up the tokens that it has, and
@@ -45,7 +43,7 @@ $$\underbrace{2}_{f} \cdot 2\,\frac{t-1}{t}\,T d b \;+\;
 \underbrace{2}_{g} \cdot 2\,\frac{t-1}{t}\,T d b \;=\; 8\,\frac{t-1}{t}\,T d b$$
 
 bytes. That grows with the batch, and the communication of ZeRO-3 with the model. So tensor
-parallelism is for fast links, and splits also what a rank computes for one sequence.
+parallelism is for fast links.
 
 **With ZeRO-3**: on a mesh ("tensor", "shard") each rank shards its own part of each weight over the
 ranks of "shard", which have the same part and other rows of the batch.
@@ -59,9 +57,8 @@ ranks of "shard", which have the same part and other rows of the batch.
 **Not covered, and what that costs**: norms and the residual stream are computed and kept whole on
 each rank, unless `sequence=True` splits them by positions (see `sequence.py`). `full_params` and
 `model.save` have this rank's parts; use `zero3.save`, or `restore`. All ranks of the dimension must
-have the same batch and the same random numbers; they compare both in the first forward pass, and
-not again. A model on the meta device gets the values of the plain model from `wrap`; `Deferred`
-layers stay whole.
+have the same batch and the same random numbers; they compare both in the first forward pass only.
+`Deferred` layers stay whole.
 """
 
 from collections.abc import Callable, Iterator

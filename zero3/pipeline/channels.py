@@ -3,10 +3,9 @@ r"""
 
 `Channels` sends tensors to the rank of the next or the previous stage, and receives theirs.
 
-A stage hands on whatever its last layer returns: a tensor, or tensors in tuples, lists and dicts.
-The next rank needs memory for them before they arrive, so it has to know their shapes. They are
-described in the first micro-batch, and again when they change. Each message consists of up to three
-parts:
+A stage hands on what its last layer returns: tensors, also in tuples, lists and dicts. The next
+rank has to know their shapes before they arrive. They are described in the first micro-batch, and
+again when they change. Each message consists of up to three parts:
 
 | part | size | by | when |
 |---|---|---|---|
@@ -16,30 +15,28 @@ parts:
 
 Take two stages, four micro-batches, and activations of 8 × 16 fp32 elements, 512 bytes. Rank 0
 sends four announcements, one description, and 2,048 bytes of tensors. The next batch needs no
-description. If its rows are longer, it needs one again. Both ranks remember one description for
-each stage and direction, so changing lengths take no memory.
+description, unless its rows are longer.
 
 $$\text{sent by a rank} = \text{micro-batches} \cdot (\text{bytes of activations} +
 \text{bytes of gradients})$$
 
 The announcement says what the receiver should be about to do. If it is about to do something else,
-both would wait forever, so it raises an error. It also raises one if the sender announces a fault,
-and hands that on. So an error in one stage ends all of them, with its text.
+it raises an error, because both would wait forever. It also hands on a fault that the sender
+announces. So an error in one stage ends all of them, with its text.
 
 **Why several process groups.** NCCL runs the transfers between two ranks in the order in which they
 were queued. While rank 0 queues an activation to rank 1, rank 1 may queue a gradient to rank 0, and
-each would wait for the other to receive. So there each way has a group of its own. The
-announcements have one more, of gloo, because the host reads them without waiting for a device.
+each would wait for the other to receive. So with NCCL each way has a group of its own. The
+announcements have one of gloo, because the host reads them without waiting for a device.
 
-**On demand.** A rank asks for a tensor when its list says `receive`. gloo sends a message once the
-receiver has asked for it, so on the CPU a transfer overlaps nothing on the receiving rank. The
-sending rank goes on at once.
+**On demand.** gloo sends a message once the receiver has asked for it, at `receive`. So on the CPU
+a transfer overlaps nothing on the receiving rank. The sending rank goes on at once.
 
 **Run this**: `python -m pytest tests/test_pipeline_faults.py`.
 
-**Not covered, and what that costs**: a description is a pickle, so ranks trust each other. A number
-that a stage hands on is a part of the description. If it is another one in each micro-batch, it is
-described each time; a tensor of one element is not. The process groups stay until the program ends.
+**Not covered, and what that costs**: a description is a pickle, so ranks trust each other. It has
+the numbers that a stage hands on; if they change, it is sent again. The process groups stay until
+the program ends.
 """
 
 import pickle
@@ -119,8 +116,7 @@ class Channels:
         self.device = device
         self.control = self._group(ranks, "gloo")
         self.data = self._data_groups(tied)
-        # By kind and stage of the action that receives: the description that was sent last, and the
-        # one that has arrived last.
+        # The last descriptions sent and received, by kind and stage of the receiving action.
         self._told: dict[tuple[str, int], bytes] = {}
         self._known: dict[tuple[str, int], Any] = {}
         # Messages under way, with their tensors.
@@ -129,8 +125,6 @@ class Channels:
     def _group(self, ranks: tuple[int, ...], backend: str | None) -> Group:
         """
         #### A process group of these ranks alone, which all of them make
-
-        It waits as long for a rank as the group of all ranks does.
         """
         here = self.line.global_rank
         if len(ranks) == 1:
@@ -142,9 +136,9 @@ class Channels:
 
     def _data_groups(self, tied: tuple[int, int]) -> dict[tuple[bool, int, int], Group]:
         """
-        #### The process group of each kind, sender and receiver: whether of gradients, and places
+        #### The process group of each way: whether of gradients, sender, receiver
 
-        gloo tells messages apart by their tags, so all of them share one group.
+        gloo tells messages apart by their tags, so all ways share one group.
         """
         line = self.line
         ways = {(gradients, here, (here + (-1 if gradients else 1)) % line.size)
@@ -192,13 +186,12 @@ class Channels:
         """
         ### Start to send tensors, and return at once
 
-        * `action` is what the receiver is about to do
-        * `to` is its place in the pipeline
+        * `action` is what the receiver is about to do, and `to` its place in the pipeline
         * `value` has tensors in tuples, lists and dicts
 
         Raises `TypeError` if the value has anything else that cannot be described.
         """
-        # Before anything is announced, so that nobody waits for what cannot be sent.
+        # First, so that nobody waits for what cannot be sent.
         told = pickle.dumps(pytree.tree_map(self._described, value))
         tensors = [_to_send(leaf) for leaf in pytree.tree_leaves(value)
                    if isinstance(leaf, torch.Tensor)]
@@ -221,8 +214,8 @@ class Channels:
 
         * `source` is its place in the pipeline
 
-        Returns the value, with tensors on the device. Those that need gradients there do so here.
-        Raises `Fault` if the sender has failed, and `RuntimeError` if it does something else.
+        Returns the value, with tensors on the device. Raises `Fault` if the sender has failed, and
+        `RuntimeError` if it does something else.
         """
         gradients = action.is_gradient
         row = torch.empty(_ROW, dtype=torch.int64, device="cpu")
@@ -264,8 +257,8 @@ class Channels:
 
         * `text` is the error, which they hand on
 
-        The neighbours wait for tensors, and receive the text instead. Other ranks notice the fault
-        in a collective, and then read the text with `cause_of`.
+        The neighbours receive the text instead of tensors. Other ranks notice the fault in a
+        collective, and then read the text with `cause_of`.
         """
         told = text.encode()
         here = self.line.rank
@@ -277,7 +270,7 @@ class Channels:
             for part in (torch.tensor([len(told)], device="cpu"), cause):
                 work = dist.isend(part, rank, self.control.process_group, tag=_CAUSE_TAG)
                 self._leaving.append((work, part))
-        # Others still wait for what is on its way, even if the pipeline is gone.
+        # Others wait for these messages, even if the pipeline is gone.
         in_flight.begin(self)
         in_flight.lose(self)
 
@@ -338,9 +331,7 @@ class Channels:
 
     def _land(self, work: Any) -> None:
         """
-        #### Wait until a message has been sent or received
-
-        No longer than the group of all ranks would wait.
+        #### Wait until a message has been sent or received, or the time of all ranks' group is over
         """
         with self._explained():
             work.wait(self.control.timeout)
@@ -398,8 +389,7 @@ def _to_send(tensor: torch.Tensor) -> torch.Tensor:
     """
     #### A tensor's elements in a row, in memory that nobody writes to
 
-    What autograd has not computed may be a buffer of the module, which the next micro-batch changes
-    before this message has left.
+    The next micro-batch may change a buffer of the module before this message has left.
     """
     found = tensor.detach().resolve_conj().resolve_neg().contiguous()
     is_same = found.data_ptr() == tensor.data_ptr()

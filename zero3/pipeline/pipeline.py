@@ -1,8 +1,7 @@
 r"""
 # Pipeline: train a model in stages, each of them sharded
 
-`Pipeline` gives each rank some stages of a model, and carries out the list of actions that
-`schedules.py` makes, one after the other.
+`Pipeline` gives each rank some stages of a model, and carries out the actions of `schedules.py`.
 
 Four ranks on a mesh of two pipelines and two shards, ("pipeline", "shard"):
 
@@ -14,8 +13,7 @@ Four ranks on a mesh of two pipelines and two shards, ("pipeline", "shard"):
 | sends activations to | rank 2 | rank 3 | | |
 | gathers and reduces with | rank 1 | rank 0 | rank 3 | rank 2 |
 
-A stage is sharded over the ranks that have it, exactly as a whole model is without a pipeline. So a
-rank keeps $\frac{1}{pN}$ of the model. Rank 0 and rank 2 see the same rows, one after the other.
+A stage is sharded over the ranks that have it, so a rank keeps $\frac{1}{pN}$ of the model.
 
 **A step.** With micro-batches $0, \ldots, m - 1$ of equal size and their losses $L_i$, the gradient
 is that of
@@ -23,8 +21,7 @@ is that of
 $$L = \frac{1}{m} \sum_{i=0}^{m-1} L_i$$
 
 averaged over the ranks of a stage. So the weights are those of plain training on the global batch.
-Each backward pass adds to the full gradients of its stage; the last action of the stage reduces
-them, once.
+Each backward pass adds to the full gradients of its stage, which are reduced once at the end.
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))
     model = Pipeline(layers, mesh, loss_fn=loss, micro_batches=4)
@@ -35,17 +32,15 @@ them, once.
         optimizer.zero_grad()
 
 **What stays in memory** from the forward to the backward pass of a micro-batch: what autograd has
-saved, and the tensors that came in, because their gradients are needed. The tensors that went out
-are dropped at the next send after they have been received. Autograd only needs the place in the
-graph where their gradients arrive.
+saved, and the tensors that came in, because their gradients are needed. Tensors that went out are
+dropped at the first send after they were received: autograd needs only their place in the graph.
 
 **Run this**: `python -m pytest tests/test_pipeline.py`.
 
 **Not covered, and what that costs**: every rank builds all layers before it keeps its own. A
 gradient stays whole on each rank of its stage until the last micro-batch, as in `no_sync()`.
-`predict_optimizer` knows no pipelines; `timeline.py` has formulas of their bytes. A batch is cut
-along its first dimension. All ranks compare a checksum of the batch before they begin, so an
-accelerator finishes the step before that first.
+`predict_optimizer` knows no pipelines; `timeline.py` has formulas of their bytes. All ranks compare
+a checksum of the batch before they begin, so an accelerator first finishes the step before.
 """
 
 import copy
@@ -94,7 +89,6 @@ class Pipeline(ShardedModel):
     ## A model in stages
     """
 
-    # What errors and announcements call it.
     label = "the pipeline"
     layer_idx = ALONE
 
@@ -105,7 +99,7 @@ class Pipeline(ShardedModel):
         """
         ### Cut a model into stages, and shard those of this rank
 
-        All ranks of the mesh call it alike. All of them get the values that the first rank has.
+        All ranks of the mesh call it alike, and get the values of the first rank.
 
         * `layers` are plain modules; each takes what the one before it returns
         * `mesh` has the dimensions ("pipeline", "shard"), or ("pipeline", "replicate", "shard")
@@ -165,22 +159,19 @@ class Pipeline(ShardedModel):
     def _build(self, plan: Plan, make: Callable[..., StageLayer], offload: Offload | None) -> None:
         """
         #### Shard the layers of this rank's stages, and its tied weights
-
-        * `make(module, offload=)` shards a module over the ranks of a stage
         """
         own = plan.own(self.place)
         uses = untie(own, plan.tied)
         built = {i: make(layer, offload=offload) for i, layer in own.items()}
         self.module_list = nn.ModuleDict({str(i): layer for i, layer in built.items()})
         self.sharded_layers = tuple(built.values())
-        # The layer of tied weights, if this rank uses any. `borrowed` is set if another rank keeps
-        # them.
+        # The layer of tied weights. `borrowed` is set if another rank keeps them.
         self.tied: tuple[StageLayer, ...] = ()
         self.borrowed: tuple[Borrowed, ...] = ()
         if uses:
             self._build_tied(plan, make, offload)
         for module, name, param in uses:
-            # The module finds the weight again, as a plain attribute: its owner is the tied layer.
+            # A plain attribute, because the tied layer owns the weight.
             vars(module)[name] = param
         # A dict is not registered: its layers are in `module_list` already.
         self.stages: dict[int, Stage] = {}
@@ -191,7 +182,7 @@ class Pipeline(ShardedModel):
     def _build_tied(self, plan: Plan, make: Callable[..., StageLayer],
                     offload: Offload | None) -> None:
         """
-        #### Shard the tied weights, to keep or to borrow them
+        #### Shard the tied weights, kept or borrowed
         """
         keeps = self.place == self.ends[0] % self.ranks
         tied = make(holder(plan.tied), offload=offload if keeps else None)
@@ -205,9 +196,7 @@ class Pipeline(ShardedModel):
 
     def _connect(self, line: Group) -> None:
         """
-        #### Let all layers of this rank share a communicator and a reducer, and tell it the stages
-
-        * `line` has the ranks of this pipeline
+        #### Let all layers of this rank share a communicator and a reducer
         """
         first = self._first
         self.device = first.device
@@ -217,7 +206,7 @@ class Pipeline(ShardedModel):
         if self.tied and self.tied[0] not in self.sharded_layers:
             self.borrowed = (Borrowed(self.tied[0]),)
         first.comm.stages = line
-        # For what concerns all ranks at once: the same, with the stages among its groups.
+        # For all ranks at once: the same, with the stages among its groups.
         self.comm = copy.copy(first.comm)
         self.comm.groups = (*first.comm.groups, line)
         stages = first.comm.stages.gather(first.comm.ranks)
@@ -227,8 +216,8 @@ class Pipeline(ShardedModel):
         """
         #### Free the parameters of layers that other ranks keep
 
-        A layer of this rank may use one of them in a way that does not register it. It would train
-        a copy that nobody steps, so each use becomes an error.
+        If a layer of this rank uses one without registering it, it would train a copy that nobody
+        steps. So each use becomes an error.
         """
         own = plan.own(self.place).values()
         cure = ("register the parameter in each layer that uses it, `head.weight = "
@@ -255,9 +244,9 @@ class Pipeline(ShardedModel):
         """
         ### The full parameters of the whole model, named as in `nn.Sequential(*layers)`
 
-        This holds the whole model on each rank. A tied weight is one tensor under all its names.
-        All ranks must enter and leave together. With `writeback=True` the values that the first
-        rank wrote are sharded at the end.
+        Each rank holds the whole model. A tied weight is one tensor under all its names. All ranks
+        must enter and leave together. With `writeback=True` the values that the first rank wrote
+        are sharded at the end.
         """
         with super().full_params(writeback) as own:
             found: dict[str, Any] = {}
@@ -297,7 +286,7 @@ class Pipeline(ShardedModel):
         #### Give all ranks of this pipeline the values that one of them has
         """
         if self.ranks > 1 and value.numel():
-            # A copy, so that what this rank has does not count as written.
+            # A copy, so that this rank's values do not count as written.
             whole = value.detach().clone(memory_format=torch.contiguous_format)
             self._comm.stages.together("the full parameters", dist.broadcast,
                                        whole.view(-1).view(torch.uint8), group_src=owner)
@@ -324,13 +313,12 @@ class Pipeline(ShardedModel):
         """
         ### Forward and backward of all micro-batches
 
-        * `x` and `y` are this rank's rows: tensors, or tuples, lists and dicts of them. Each tensor
-          has a row for each example, as its first dimension. All ranks of a pipeline are given the
-          same ones; the first stage uses `x` and the last one `y`
+        * `x` and `y` are this rank's rows: tensors, or tuples, lists and dicts of them, with a row
+          for each example. All ranks of a pipeline are given the same ones
 
         Returns the mean loss over all ranks. Gradients add up until `optimizer.zero_grad()`. Raises
-        `ValueError` if the rows cannot be cut into as many parts, or if the stages were given
-        different batches. An error in one stage is raised on all ranks.
+        `ValueError` if the rows cannot be cut, or if the stages were given different batches. An
+        error in one stage is raised on all ranks.
         """
         # A newer optimizer has taken over the layers' reducers.
         is_ours = self._first.reducer in getattr(optimizer, "buckets", ())
@@ -350,8 +338,7 @@ class Pipeline(ShardedModel):
         """
         ### Forward of all micro-batches, without gradients
 
-        * `outputs` also returns what the last layer makes of these rows, on the ranks that have the
-          last stage, and `None` elsewhere
+        * `outputs` also returns the outputs of the last layer, or `None` on ranks without it
 
         The rest is as for `train_batch`.
         """
@@ -418,7 +405,6 @@ class Pipeline(ShardedModel):
         * `does` is what this rank is about to do, "train" or "evaluate"
 
         Returns `x` and `y` of each. Raises `ValueError` on all ranks if they cannot be cut alike.
-        Nothing has changed then.
         """
         leaves, spec = pytree.tree_flatten((x, y))
         rows = {len(leaf) for leaf in leaves if _has_rows(leaf)}
@@ -452,9 +438,7 @@ class Pipeline(ShardedModel):
     @property
     def micro_batches(self) -> int:
         """
-        ### The number of parts of a batch
-
-        It is given when the pipeline is built, because the lists of actions are made of it.
+        ### The number of parts of a batch, fixed because the lists of actions depend on it
         """
         return self._micro_batches
 
@@ -474,8 +458,7 @@ class Pipeline(ShardedModel):
         """
         #### Tell the ranks that wait for this one about an error
 
-        The neighbours in the pipeline get its text. The ranks that share a stage get a fault in the
-        place of the transfer that they wait for.
+        The neighbours in the pipeline get its text; the ranks that share a stage get a fault.
         """
         try:
             yield
@@ -489,7 +472,7 @@ class Pipeline(ShardedModel):
                 cause = error.cause
             with suppress(RuntimeError):
                 self.channels.fail(cause)
-            # If it has failed in a transfer of its stage, the ranks of that stage know already.
+            # If a transfer of the stage has failed, the ranks of that stage know already.
             groups = () if comm.broken else comm.groups
             comm.give_up(f"{error}" or repr(error))
             comm.announce_fault((*groups, comm.stages), self)
@@ -513,13 +496,12 @@ class _Batch:
         if pipeline._comm.broken:
             raise RuntimeError(pipeline._comm.broken)
         self.parts = pipeline.cut(x, y, "evaluate" if optimizer is None else "train")
-        # By stage and micro-batch: what has come in and not been used; what has to go out.
+        # By stage and micro-batch: what has come in, and what has to go out.
         self.arrived: dict[tuple[int, int], Any] = {}
         self.leaving: dict[tuple[int, int], Any] = {}
-        # What backward needs: the tensors that came in, and where in the graph gradients arrive.
+        # For backward: the tensors that came in, and where in the graph gradients arrive.
         self.kept: dict[tuple[int, int], tuple[list[torch.Tensor], list[Any]]] = {}
         self.loss = torch.zeros((), dtype=torch.double, device=pipeline.device)
-        # What the last layer has returned for each micro-batch, if somebody wants it.
         self.outputs: list[Any] | None = None
 
     def do(self, action: Action) -> Sent | None:
@@ -579,7 +561,7 @@ class _Batch:
 
     def _loss_of(self, output: Any, y: Any) -> torch.Tensor:
         """
-        #### The loss of a micro-batch, which also counts in the mean of the batch
+        #### The loss of a micro-batch, counted in the batch's mean
         """
         if self.outputs is not None:
             self.outputs.append(output)
@@ -595,7 +577,7 @@ class _Batch:
         """
         #### Go back through a stage, and add to the full gradients of its layers
 
-        A stage whose outputs need no gradient is frozen, and so is everything before it.
+        If its outputs need no gradient, there is nothing to do.
         """
         key = action[1:]
         came_in, edges = self.kept.pop(key)
@@ -617,8 +599,6 @@ class _Batch:
     def _hand_on(self, key: tuple[int, int], value: Any) -> None:
         """
         #### Put a value where the next action finds it
-
-        A single rank has all stages. Then the value is there already.
         """
         if self.pipeline.ranks > 1:
             self.leaving[key] = value
@@ -628,7 +608,7 @@ class _Batch:
 
     def _send(self, action: Action) -> Sent:
         """
-        #### Send activations to the rank of the next stage, or gradients to that of the one before
+        #### Send activations to the next stage, or gradients to the one before
         """
         if action.is_gradient:
             there = Action("receive gradient", action.stage - 1, action.micro_batch)
@@ -653,7 +633,7 @@ class _Batch:
 
     def _unshard(self, action: Action) -> None:
         """
-        #### Gather a stage; or, if each pass gathers, leave it to the layers themselves
+        #### Gather a stage, unless each pass gathers
         """
         upcoming = next(each.kind for each in self.waiting
                         if each.stage == action.stage and each.kind in PASSES)
@@ -662,9 +642,7 @@ class _Batch:
     @torch.no_grad()
     def _reduce(self, action: Action) -> None:
         """
-        #### Start to reduce the gradients of a stage
-
-        The next one finishes it, or the end of the batch.
+        #### Start to reduce the gradients of a stage; the next one, or the batch's end, finishes it
         """
         stage = self.stages[action.stage]
         for layer in reversed(stage.module_list):
@@ -679,7 +657,7 @@ class _Batch:
 
     def _send_tied(self) -> Sent:
         """
-        #### Lend this rank's shard of the tied weights to its partner in the last stage
+        #### Lend this rank's shard of the tied weights to its partner
         """
         (tied,) = self.pipeline.tied
         shards = [(flat.shard.requires_grad,
@@ -701,8 +679,8 @@ class _Batch:
         """
         #### Add the gradient of the last stage to this rank's part of the full gradient, and reduce
 
-        That part is then summed with those of the other ranks, so each element is added once. With
-        replicas it is a sum over all of them already, and only the first one adds it.
+        That part is then summed with those of the other ranks. With replicas it is a sum over all
+        of them already, and only the first one adds it.
         """
         (tied,) = self.pipeline.tied
         for flat, theirs in zip(tied.flats, self._receive(action), strict=True):
@@ -722,8 +700,7 @@ class _Arrival(torch.autograd.Function):
     """
     ## What came in, as a result of an operation
 
-    It shares the memory of the leaf whose gradient goes back. A layer may write to it in place,
-    which autograd does not allow for a leaf.
+    A layer may write to it in place, which autograd does not allow for a leaf.
     """
 
     @staticmethod
@@ -752,7 +729,7 @@ def _checksum(leaves: list[Any]) -> int:
     """
     #### A checksum of the tensors of a batch
 
-    The bytes of each row are added where the tensor is, and only the sums are copied to the host.
+    Only the sums of the rows' bytes are copied to the host.
     """
     found = 0
     for leaf in leaves:
@@ -767,15 +744,14 @@ def _copied(value: Any) -> Any:
     """
     #### A copy of a micro-batch, which a layer or `loss_fn` may write to
 
-    Micro-batches are views of one tensor. Autograd would take a write to one of them for a write to
-    all, and the batch itself would change on this rank alone.
+    Micro-batches are views of one tensor, so a write to one would count as a write to all.
     """
     return pytree.tree_map_only(torch.Tensor, torch.clone, value)
 
 
 def _concatenated(*outputs: Any) -> Any:
     """
-    #### The outputs of all micro-batches as one tensor, or as a tuple if they have no rows
+    #### The outputs of all micro-batches as one tensor, or a tuple if they have no rows
     """
     return torch.cat(outputs) if _has_rows(outputs[0]) else outputs
 

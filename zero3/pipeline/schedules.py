@@ -1,14 +1,12 @@
 r"""
 # Schedules: a pipeline's step as a list of actions
 
-`actions` says what each rank of a pipeline does in a training step, one thing after the other, and
-when the layers of a stage are gathered and freed.
+`actions` lists what each rank of a pipeline does in a training step.
 
 A *pipeline* cuts a model into *stages*, and gives each rank some of them. The batch is cut into
 *micro-batches*. While rank 1 computes the second stage of the first micro-batch, rank 0 computes
-the first stage of the second one. Only activations and their gradients travel between stages, which
-is much less than weights. But ranks wait at the beginning and at the end, when the pipeline fills
-and drains. This is the *bubble*.
+the first stage of the second one. Only activations and their gradients travel between stages. But
+ranks wait when the pipeline fills and drains. This is the *bubble*.
 
 **Two stages on two ranks, three micro-batches**, by the schedule 1F1B. `F0` is the forward pass of
 micro-batch 0, `B0` its backward pass:
@@ -37,14 +35,11 @@ The papers are [GPipe](https://arxiv.org/abs/1811.06965), [PipeDream](https://ar
 for 1F1B, [Megatron-LM](https://arxiv.org/abs/2104.04473), section 2.2, for interleaved stages, and
 [Breadth-First Pipeline Parallelism](https://arxiv.org/abs/2211.05953).
 
-With $v$ stages on each rank, a stage takes a $v$-th of the time, and so does each part of the
-bubble: it is $\frac{p - 1}{v m + p - 1}$. This needs $m \ge p$. With fewer micro-batches,
-breadth-first waits at the end of each stage, too.
+With $v$ stages on each rank the bubble is $\frac{p - 1}{v m + p - 1}$, if $m \ge p$.
 
-**Gathers.** With ZeRO-3 the layers of a stage are sharded too. If every forward and every backward
-gathers them again, a step of $m$ micro-batches sends $2m$ times the weights, where plain ZeRO-3
-sends them twice. But a stage may stay whole from one micro-batch to the next. How long is a choice,
-between bytes on the wire and bytes in memory:
+**Gathers.** If every forward and every backward gathers the layers of a stage, a step of $m$
+micro-batches sends $2m$ times the weights, where plain ZeRO-3 sends them twice. But a stage may
+stay whole from one micro-batch to the next, which takes memory:
 
 | `gathers` | a stage is gathered | in the example, rank 0 |
 |---|---|---|
@@ -53,9 +48,8 @@ between bytes on the wire and bytes in memory:
 | `stage` | for a run of passes through this stage, in both directions | once |
 | `step` | once, before its first pass; it is freed after its last one | once |
 
-If a rank has several stages, `step` keeps all of them whole. Breadth-first needs the fewest gathers
-to keep one stage whole at a time, and two while it changes from one to the next. All micro-batches
-go forward through a stage before the next stage of this rank begins, so two gathers per stage are
+If a rank has several stages, `step` keeps all of them whole. With breadth-first, all micro-batches
+go forward through a stage before the next one of this rank begins, so two gathers per stage are
 enough, and one for the last.
 
 **Run this**: `python -m zero3.pipeline --stages 4 --micro-batches 8 --schedule 1f1b` draws a
@@ -63,8 +57,8 @@ schedule.
 
 A `Pipeline` carries out these lists (`pipeline.py`).
 
-**Not covered, and what that costs**: schedules that cut a backward pass in two, one part for the
-activations and one for the weights. They fill the bubble with the second part.
+**Not covered, and what that costs**: schedules that fill the bubble with the part of backward that
+computes the weights' gradients.
 """
 
 from collections.abc import Callable, Iterator
@@ -189,9 +183,8 @@ def one_forward_one_backward(rank: int, ranks: int, micro_batches: int, per_rank
     """
     ## A few forwards, then a forward and a backward by turns, then the last backwards
 
-    The last rank computes a backward right after its first forward. The rank before it needs one
-    more forward first, to have something to do until the first gradient arrives. With several
-    stages, the micro-batches go through them in groups of as many as there are ranks.
+    The last rank computes a backward right after its first forward, the rank before it one forward
+    later. With several stages, micro-batches go through them in groups of `ranks`.
     """
     def of(k: int, kind: str) -> tuple[str, int, int]:
         group, place = divmod(k, ranks * per_rank)
@@ -201,8 +194,8 @@ def one_forward_one_backward(rank: int, ranks: int, micro_batches: int, per_rank
     count = micro_batches * per_rank
     ahead = ranks - 1 - rank
     if per_rank > 1:
-        # The first micro-batches go through the other stages of this rank first. From the last of
-        # these it takes `ahead` slots to the last rank, and as many back. Forwards fill them.
+        # The first micro-batches go through the other stages of this rank first. From there it is
+        # `ahead` slots to the last rank, and as many back. Forwards fill them.
         ahead = 2 * ahead + (per_rank - 1) * ranks
     ahead = min(ahead, count)
     for k in range(ahead):
@@ -226,8 +219,7 @@ def _with_gathers(passes: list[Action], gathers: str) -> Iterator[Action]:
     """
     #### Gather a stage before a run of passes, and free it afterwards
 
-    The gather comes one pass earlier, so that it overlaps that pass. If that pass is of the same
-    stage, the gather waits until the stage has been freed, and overlaps nothing.
+    The gather comes one pass earlier, to overlap that pass, unless it is of the same stage.
     """
     runs = _runs(passes, gathers)
     for k, action in enumerate(passes):
@@ -243,7 +235,7 @@ def _with_gathers(passes: list[Action], gathers: str) -> Iterator[Action]:
 
 def _runs(passes: list[Action], gathers: str) -> list[tuple[int, int]]:
     """
-    #### The numbers of the first and the last pass of each run that a stage stays whole for
+    #### The first and the last pass of each run that a stage stays whole for
     """
     numbers = range(len(passes))
     if gathers == "step":
@@ -260,8 +252,6 @@ def _runs(passes: list[Action], gathers: str) -> list[tuple[int, int]]:
 def _with_transfers(found: Iterator[Action], ranks: int, stages: int) -> Iterator[Action]:
     """
     #### Receive before a pass what it needs, and send what it has made
-
-    A single rank has all stages, and nothing travels.
     """
     for action in found:
         kind, stage, i = action
@@ -296,8 +286,7 @@ def _with_tied(found: Iterator[Action], rank: int, ranks: int, tied: tuple[int, 
     """
     #### Lend the shard of tied weights to the other stage that uses them, and take its gradient
 
-    The first of the two stages keeps the weights and their optimizer states. At the end of the step
-    both have their gradients; the keeper adds them up and reduces the sum.
+    The first of the two stages keeps the weights. It adds up both gradients and reduces the sum.
     """
     first, last = tied or (0, 0)
     apart = first % ranks != last % ranks

@@ -3,9 +3,8 @@ r"""
 
 A `Stage` is a chain of layers that can be held whole, over several micro-batches.
 
-A layer of a plain chain is freed right after it has computed. In a pipeline the next micro-batch
-needs it a moment later. So `unshard` *holds* the layers of a stage: they are gathered, and every
-attempt to free them is ignored until `reshard`.
+In a pipeline the next micro-batch needs a layer a moment later. So `unshard` *holds* the layers of
+a stage: they are gathered, and every attempt to free them is ignored until `reshard`.
 
 | | layers are whole |
 |---|---|
@@ -29,9 +28,8 @@ $\text{best}(i, 1)$ is the sum of their parameters.
 **Tied weights.** A language model often uses one matrix twice: as the embedding in the first stage,
 and as the head in the last one. Its shards and optimizer states rest with the first stage. The last
 stage *borrows* it: at the beginning of a step each rank there receives the shard of its partner,
-and at the end it sends the gradient of that shard back. With $N$ ranks in each stage, a tied weight
-of $P$ elements costs $\lceil P/N \rceil$ elements each way, once in a step. No optimizer state is
-kept twice.
+and at the end it sends its gradient back. With $N$ ranks in each stage, a tied weight of $P$
+elements costs $\lceil P/N \rceil$ elements each way, once in a step.
 
 **Run this**: `python -m pytest tests/test_pipeline.py -k "tied or cut"`.
 
@@ -60,8 +58,7 @@ class InTurn(Chain):
     """
     ## The schedule of a stage's layers
 
-    As in a chain, but the last layer does not stay full after forward: the next pass is of another
-    micro-batch. A stage that should stay full is held.
+    As in a chain, but the last layer does not stay full: the next pass is of another micro-batch.
     """
 
     def stays_full(self, layer: Sharded, call: Call) -> bool:

@@ -4,9 +4,8 @@ r"""
 `timeline` plays a schedule with passes of a given length, `costs` counts what it gathers, sends and
 keeps, and `drawn` draws it.
 
-A list of actions has no times. They follow from two rules: a rank does one thing after the other,
-and a pass waits for the pass that it needs on another rank. The example of `schedules.py`, with one
-slot for each pass:
+Times follow from two rules: a rank does one thing after the other, and a pass waits for the pass
+that it needs on another rank. The example of `schedules.py`, with one slot for each pass:
 
 | pass | on | waits for | slot |
 |---|---|---|---|
@@ -15,8 +14,8 @@ slot for each pass:
 | B0 | rank 1 | F0 on rank 1 | 2 |
 | B0 | rank 0 | B0 on rank 1 | 3 |
 
-What is sent takes no time here. The bubble is the share of slots in which a rank waits, and with
-passes of one length it is
+Transfers take no time here. The bubble is the share of slots in which a rank waits. With passes of
+one length it is
 
 $$1 - \frac{2 m v}{\text{slots until the last rank is done}} = \frac{p - 1}{v m + p - 1}$$
 
@@ -33,9 +32,8 @@ rank with stage 0 sends
 | `direction` | 4 times | 96 | 24 | 72 | 96: all layers, all gradients |
 | `stage` | once | 24 | 24 | 72 | 96 |
 
-A gather of the stage sends three shards of 8 bytes to one other rank. The full gradients, 48 bytes,
-stay until the last micro-batch in all three cases. So a stage that stays whole takes 16 bytes more,
-one more layer, and its gathers send a sixth.
+The full gradients, 48 bytes, stay until the last micro-batch in all three cases. So a stage that
+stays whole takes 16 bytes more, one more layer, and its gathers send a sixth.
 
 A layer $\ell$ has $P_\ell$ parameters with $b$ bytes each, and $b_g$ in a gradient. If $N$ ranks
 share it and the rank gathers its stage $g$ times in a step, the rank sends
@@ -44,11 +42,10 @@ $$\underbrace{(N-1) \sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil b \, g}_
 \underbrace{(N-1) \sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil b_g}_{\text{reduced}} +
 \underbrace{m \, (A + G)}_{\text{between stages}}$$
 
-In the first sum $\ell$ runs over the layers of one stage, and all stages are of one size. In the
-second it runs over all layers of the rank. Tied weights, losses and norms come on top. Here $A$ are
-the bytes of the activations that a micro-batch sends to the next stage, and $G$ those of the
-gradients that it sends to the stage before. With $p$ ranks, rank $r$ has, for its $v$ stages
-together,
+In the first sum $\ell$ runs over the layers of one stage, in the second over all layers of the
+rank. Tied weights, losses and norms come on top. $A$ are the bytes of a micro-batch's activations
+for the next stage, and $G$ those of its gradients for the stage before. With $p$ ranks, rank $r$
+has, for its $v$ stages of one size together,
 
 | $g$ | `each` | `direction` | `stage` | `step` |
 |---|---|---|---|---|
@@ -58,13 +55,11 @@ together,
 | `interleaved` | $2mv$ | 1 + changes of stage or direction | 1 + changes of stage | $v$ |
 
 A layer below the first one that trains has no backward pass. With `each` it is gathered $m$ times,
-not $2m$. Tied weights stay whole from `unshard` to `reshard`, with `each` too.
+not $2m$.
 
 **The peak.** With one stage on a rank, held whole, it is either at the end of a backward pass, when
-all layers are whole and all full gradients are there, or in the first reduce after the stage is
-freed. A reduce needs a receive buffer for the gradients that it sends. If a bucket has several
-layers, it also packs them, which is one more copy. With a bucket for each layer, and a last layer
-$L$ that is reduced first,
+all layers and all full gradients are there, or in the first reduce, which needs a receive buffer.
+With a bucket for each layer, and a last layer $L$ that is reduced first,
 
 $$\text{peak} - \text{rest} = N \max\Big(\sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil
 (b + b_g), \; \sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil b_g +
@@ -198,8 +193,7 @@ def times_whole(passes: list[Pass], listed: list[Action]) -> dict[int, list[tupl
 
     * `passes` and `listed` are the rank's, from `timeline` and from `actions`
 
-    A gather starts when the pass before it in the list has ended. Returns the begin and the end of
-    each time, by stage.
+    Returns the begin and the end of each time, by stage.
     """
     ends = iter(passes)
     now = 0.0
