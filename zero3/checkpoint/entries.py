@@ -4,11 +4,9 @@ r"""
 `Entries` lists the tensors that this rank saves of a model and its optimizer, reads them one shard
 at a time, and puts the values of a checkpoint back in their places.
 
-The model may be a `Zero3Sequential`, a wrapped model, or any module with `Zero3Layer`s inside. Its
-shards may be on the device, in CPU memory or in files. The optimizer may be a `Zero3Optimizer`, or
-one of torch's that steps the shards directly. A checkpoint looks the same in all of these cases. It
-has *flat parameters*, and under each of them several *keys*: `param` for the values, and one key
-for each moment. Every rank saves its own shard of each key.
+A checkpoint has *flat parameters*, and under each of them several *keys*: `param` for the values,
+and one key for each moment. Every rank saves its own shard of each key. The kind of the model, the
+tier of its shards and the kind of the optimizer make no difference.
 
 **One layer on two ranks.** A layer has a weight with the elements $w_0, w_1$ and a bias $b_0$. Adam
 keeps the moments `exp_avg` ($m$) and `exp_avg_sq` ($v$). The layer is the first flat parameter, so
@@ -20,33 +18,28 @@ the names of its entries begin with 0:
 | `0.exp_avg` | $m_0\; m_1$ | $m_2\; 0$ |
 | `0.exp_avg_sq` | $v_0\; v_1$ | $v_2\; 0$ |
 
-Each rank saves two elements under each of three keys. For a whole model:
+For a whole model:
 
 $$\text{elements that a rank saves} = \sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil
 \,(1 + \text{moments of } \ell)$$
 
 If a shard has a master, a copy in fp32 which the optimizer steps, then `param` is the master.
 Otherwise it is the shard itself. The rest of the optimizer state, such as Adam's number of steps,
-is the same on all ranks. It goes into the manifest, the file that describes the checkpoint, with
-one entry for each flat parameter and param group. If some parameters of a group were used in other
-steps than the rest, they get entries of their own.
+is the same on all ranks, so it goes into the manifest.
 
 Shards in files are loaded one at a time, both to save and to load them.
 
-**In a pipeline** a rank has the layers of its own stages. It describes and saves these, and the
-manifest is put together from all stages. A rank that loads finds its own parameters by their names
-in the plain model, and so it does not matter which rank had them. The ranks exchange the names of
-their parameters first: only all names together tell whether the checkpoint has a parameter that the
-model lacks.
+**In a pipeline** a rank describes and saves the layers of its own stages, and the manifest is put
+together from all stages. A rank that loads finds its own parameters by their names in the plain
+model.
 
 **Run this**: `python -m pytest tests/test_checkpoint.py -k tier` saves from one tier and loads into
 another.
 
 **Not covered, and what that costs**: the extra state that a module returns from `get_extra_state`
-is not saved; pass it as `extra`. An optimizer of torch's has a single state for a whole shard. So
-if its parameters are loaded into other layers, all parameters of the new flat parameter need the
-same number of steps, and the same parameters have to be trainable; otherwise there is an error.
-`Zero3Optimizer` has no such limit: it cuts a shard between such parameters.
+is not saved; pass it as `extra`. An optimizer of torch's has a single state for a whole shard. If
+its parameters are loaded into other layers, and those of a new shard have different numbers of
+steps, there is an error. `Zero3Optimizer` has no such limit.
 """
 
 import json
@@ -83,8 +76,8 @@ from zero3.optimizer.states import Piece, ShardStates, first_state
 from zero3.sharded import comm_of
 from zero3.whole_model.wrap import Zero3Model
 
-# Options of a param group that are not saved: the parameters themselves, and the options that
-# choose an implementation of the step, which the loading run chooses for itself.
+# Options of a param group that are not saved: the parameters themselves, and the implementation of
+# the step, which the loading run chooses for itself.
 _NOT_SAVED = ("params", "fused", "foreach", "capturable", "differentiable")
 # The attributes of a `Zero3Optimizer` that make up the state of its loss scale.
 _SCALE = ("loss_scale", "good_steps", "skipped_steps")
@@ -95,8 +88,7 @@ class Flat:
     """
     ## A flat parameter of this model, with its optimizer state
 
-    It looks the same for both kinds of optimizers. A `Zero3Optimizer` may have several pieces of a
-    shard. With one of torch's there is a single piece, the whole shard.
+    A `Zero3Optimizer` may have several pieces of a shard. One of torch's has a single piece.
     """
 
     paths: list[str]  # its layer's names in the plain model: several if it is registered twice
@@ -124,9 +116,6 @@ class Flat:
     def within(self, where: slice) -> list[int]:
         """
         ### Indices of the parameters whose state covers part of this range of the shard
-
-        An optimizer keeps its state for a range of the shard. The manifest lists states by
-        parameter, so that they can be loaded into shards with other boundaries.
         """
         return [i for i, span in enumerate(self.spans)
                 if max(span.start, where.start) < min(span.stop, where.stop)]
@@ -135,8 +124,6 @@ class Flat:
 class Entry(NamedTuple):
     """
     ## A tensor of a rank's file
-
-    The layer in the example above has three of them on each rank.
     """
 
     name: str
@@ -149,9 +136,7 @@ class Entry(NamedTuple):
 
 class TensorNames(NamedTuple):
     """
-    ## The names of all tensors of a model
-
-    A rank of a pipeline has the tensors of its own stages, and knows the names of the others.
+    ## The names of all tensors of a model, in a pipeline those of all stages
     """
 
     params: list[tuple[list[str], int | None]]  # the names of each parameter, and its param group
@@ -162,8 +147,7 @@ class Entries(Named):
     """
     ## The tensors of a model and its optimizer that go into a checkpoint
 
-    `save` and `load` each make one. Only this class knows both the model and the optimizer;
-    `reader.py` and `tensor_files.py` know files.
+    Only this class knows both; `reader.py` and `tensor_files.py` know files.
     """
 
     label = "the checkpoint"
@@ -188,6 +172,7 @@ class Entries(Named):
         self.expect(bool(layers), "has nothing to save or load", "a model of Zero3Layers",
                     type(model).__name__, "wrap the model first")
         self.device = layers[0].device
+        # The optimizer's, or empty ones: the weights alone can be saved.
         self.param_groups: list[dict[str, Any]] = optimizer.param_groups if optimizer else []
         self.state: Any = optimizer.state if optimizer else {}
         self.optimizer_class = type(getattr(optimizer, "inner", optimizer)).__name__
@@ -206,11 +191,9 @@ class Entries(Named):
     def _flat(self, layer: Zero3Layer, paths: list[str], parameter: FlatParameter) -> Flat:
         """
         #### Find the optimizer state of a flat parameter
-
-        A `Zero3Optimizer` has a record of each shard, `ShardStates`. An optimizer of torch's steps
-        the shard itself, so the state of the shard is that of all its parameters.
         """
         shard = parameter.shard
+        # A `Zero3Optimizer` has a record of each shard.
         for states in getattr(self.optimizer, "shard_states", ()):
             if states.shard is shard:
                 return Flat(paths, layer, parameter, states, states.master_dtype,
@@ -230,9 +213,9 @@ class Entries(Named):
         """
         #### The tensors that every rank has whole, under each of their names
 
-        They are buffers, and frozen parameters outside of layers. A trainable parameter there is an
-        error, because nobody reduces its gradient and it differs between ranks.
+        They are buffers, and frozen parameters outside of layers.
         """
+        # Nobody reduces the gradient of a trainable parameter there.
         for name in stray(self.model):
             self.expect(False, "cannot save or load", "trainable parameters in Zero3Layers",
                         f"`{name}` outside of them", "wrap its module")
@@ -250,10 +233,9 @@ class Entries(Named):
     @property
     def place(self) -> int:
         """
-        ### This rank's place in the pipeline
+        ### This rank's place in the pipeline; without one, 0
 
-        The ranks at one place have shards of the same layers: those of one stage, or of several if
-        the stages are interleaved. Without a pipeline all ranks are at place 0.
+        The ranks at one place have shards of the same layers.
         """
         return self.comm.stages.rank
 
@@ -270,8 +252,7 @@ class Entries(Named):
         """
         ### All names that a parameter has in the plain model
 
-        One of them is enough to find the parameter in a checkpoint. A model that is wrapped in
-        another way may have saved a tied weight under another name.
+        One of them is enough to find it in a checkpoint.
         """
         own = [f"{path}.{name}".strip(".") for path in flat.paths for name in slot.names]
         tied = self.model.tied if isinstance(self.model, Zero3Model) else {}
@@ -289,8 +270,7 @@ class Entries(Named):
         """
         ### This rank's entries for the manifest: one for each flat parameter
 
-        The optimizer states are in a dict by parameter. It has only the parameters of which this
-        rank has a piece; `manifest` merges the dicts of all ranks.
+        The optimizer states are only those of this rank's pieces; `manifest` merges all of them.
         """
         described = []
         for flat in self.flats:
@@ -301,6 +281,7 @@ class Entries(Named):
             for index, where, piece in flat.pieces:
                 # An optimizer has no state for a parameter that it has not stepped yet.
                 if state := self.state.get(piece):
+                    # Moments go into the files, everything else into the manifest.
                     moments = {key: value for key, value in state.items()
                                if isinstance(value, torch.Tensor) and value.dim() == 1}
                     scalars = {k: encode(v, k) for k, v in state.items() if k not in moments}
@@ -322,8 +303,6 @@ class Entries(Named):
     def options(self) -> OptimizerEntry | None:
         """
         ### The optimizer's entry for the manifest: class, param groups and loss scale
-
-        It is the same on all ranks, so the manifest has that of rank 0.
         """
         if self.optimizer is None:
             return None
@@ -340,8 +319,7 @@ class Entries(Named):
         """
         ### Merge the descriptions of all ranks (all-gather; all ranks must call it)
 
-        * `described` is the result of `describe`
-        * `options` is the result of `options`
+        * `described` and `options` are the results of `describe` and `options`
         """
         # The ranks at this place describe the same flat parameters, and different pieces of them.
         first, *others = self.stage_comm.gather(described)
@@ -368,8 +346,8 @@ class Entries(Named):
         ### The tensors of this rank's file, in the file's order
 
         Larger elements come first, so that all tensors are aligned and can be mapped into memory.
-        Among elements of one size, shards in files come first. An asynchronous save writes them at
-        once, because copies of them would bring all of them into memory.
+        Among elements of one size, shards in files come first: an asynchronous save writes them at
+        once, because copies would bring all of them into memory.
         """
         own = [(i, described["keys"]) for i, described in enumerate(manifest["flats"])
                if described["place"] == self.place]
@@ -385,7 +363,7 @@ class Entries(Named):
         """
         ### The values of these entries; each is valid until the next one is requested
 
-        A state in a file is in a buffer now, and the next shard may get this buffer.
+        The next shard may get the buffer of a state in a file.
         """
         for flat, run in groupby(entries, key=lambda entry: entry.flat):
             if flat is None:
@@ -441,8 +419,7 @@ class Entries(Named):
         """
         ### Find every tensor in a checkpoint, and make sure that the optimizer can go on
 
-        * `everywhere` is the result of `tensor_names`. Each rank of a pipeline finds its own
-          tensors. Whether the checkpoint has one too many, it judges by the names of all
+        * `everywhere` is the result of `tensor_names`
 
         Fills in `found` and `states` of each flat parameter. Returns this optimizer's param group
         for each of the checkpoint's. Raises `Broken` if the checkpoint does not fit.
@@ -478,6 +455,7 @@ class Entries(Named):
 
         Raises `Broken` if one of them is missing, or if the checkpoint has one more.
         """
+        # Only the names of all stages tell whether the checkpoint has one more.
         sharded = {name for names, _ in everywhere.params for name in names}
         # A checkpoint that was converted from another format has buffers among its parameters, and
         # may have a tied parameter once under each of its names.
@@ -545,12 +523,10 @@ class Entries(Named):
     def _first_state(self, group: dict[str, Any]) -> dict[str, Any]:
         """
         #### The state that this optimizer keeps of a parameter in a param group
-
-        It is empty for a class that needs more arguments than its options, unlike torch's own:
-        then nothing is known about its states.
         """
         cls, kwargs = getattr(self.optimizer, "made_by", (type(self.optimizer), {}))
         two = torch.zeros(2, device=getattr(self.optimizer, "device", self.device))
+        # Nothing is known about a class that needs more arguments than its options.
         try:
             return first_state(cls, kwargs, group, two)
         except TypeError:
@@ -565,7 +541,7 @@ class Entries(Named):
 
         * `where` is a range of the shard; left out, the whole shard
 
-        Returns a tensor as long as the range. The padding is zero (invariant I5), and so are
+        Returns `(where.stop - where.start,)`. The padding is zero (invariant I5), and so are
         moments that a param group does not have.
         """
         shard = flat.parameter.shard
@@ -575,6 +551,7 @@ class Entries(Named):
         last = self.comm.rank * len(shard) + where.stop
         found: torch.Tensor | None = None
         for slot, param, states in zip(flat.parameter.slots, flat.found, flat.states, strict=True):
+            # The elements of this parameter that are in the range.
             begin = max(slot.offset, first)
             end = min(slot.end, last)
             if begin < end and key in ("param", *states["moments"]):
@@ -604,6 +581,7 @@ class Entries(Named):
                 flat.pieces = flat.owned.pieces
         if isinstance(self.optimizer, Zero3Optimizer):
             self.optimizer.regroup()
+        # The values: the master or the shard, then the moments.
         for flat in self.flats:
             with self.here(flat, write=True) as values:
                 param = self.shard(checkpoint, flat, "param")
@@ -643,10 +621,7 @@ class Entries(Named):
 
     def _take_options(self, saved: OptimizerEntry, groups: dict[int, int]) -> None:
         """
-        #### Load the options of the param groups, and the loss scale
-
-        The learning rate, for instance, goes on from the saved one, and not from the one that the
-        new optimizer was built with.
+        #### Load the options of the param groups, such as the learning rate, and the loss scale
         """
         for theirs, mine in groups.items():
             group = self.param_groups[mine]
@@ -680,8 +655,6 @@ def _expect(good: bool, problem: str) -> None:
 def _match_groups(checkpoint: CheckpointReader, everywhere: TensorNames) -> dict[int, int]:
     """
     #### This optimizer's param group for each of the checkpoint's, by the parameters in them
-
-    All ranks of a pipeline have all param groups, so this looks at the parameters of all stages.
     """
     groups: dict[int, int] = {}
     for names, mine in everywhere.params:
@@ -701,8 +674,7 @@ def _on_device(scalars: dict[str, Any], group: dict[str, Any], device: torch.dev
     """
     #### Move the number of steps and the like to the device, if the param group's options need that
 
-    torch's fused and capturable steps expect their counter on the device of the parameter. The
-    plain ones keep it in CPU memory.
+    torch's fused and capturable steps expect their counter on the device of the parameter.
     """
     on_device = group.get("fused") or group.get("capturable")
     return {key: value.to(device) if on_device and isinstance(value, torch.Tensor) else value
@@ -733,8 +705,7 @@ def _kind(value: Any) -> Any:
     """
     #### The kind of an option or of a state: equal for values that can replace each other
 
-    Any finite number may replace another one. A whole number needs at most 64 bits, for torch's
-    kernels. Lists need as many elements.
+    Any finite number may replace another one, if a whole number has at most 64 bits.
     """
     if isinstance(value, torch.Tensor):
         value = value.tolist()
@@ -753,8 +724,8 @@ def _merge_states(params: list[ParamEntry], states: dict[int, dict[str, Any]]
 
     * `params` are the manifest's, and `states` are by the index of the parameter
 
-    Most param groups have one entry. If some of its parameters were used in other steps than the
-    rest, each entry lists its parameters as `params`.
+    If some parameters of a group were used in other steps than the rest, each entry lists its
+    parameters as `params`.
     """
     found: dict[str, dict[str, Any]] = {}
     for index, entry in sorted(states.items()):
