@@ -4,9 +4,8 @@ r"""
 Print and check checkpoints, write them in the formats of other libraries, and read those formats
 back. `main` is the command line, `python -m zero3.checkpoint`.
 
-Only this library can read a checkpoint of shards. A conversion reads one parameter at a time from
-the files of all ranks and writes it in the other format, or the reverse. It needs neither the model
-nor a GPU, and one process is enough.
+A conversion reads one parameter at a time from the files of all ranks and writes it in the other
+format, or the reverse. It needs neither the model nor a GPU, and one process is enough.
 
 | format | command | content |
 |---|---|---|
@@ -22,7 +21,7 @@ blocks, and torch copies a parameter when it unpickles it:
 
 $$\text{memory} \le 2 \cdot \text{largest parameter} + 32 \text{ MiB} + 16 \text{ MiB}$$
 
-`export` needs even less, because it reads at most $2^{20}$ elements of a parameter at once.
+
 
 **Run this**: `python -m zero3.checkpoint --help`.
 
@@ -142,8 +141,7 @@ def export(folder: Path, out: Path, dtype: torch.dtype | None = None, file_bytes
 
     * `out` is a folder without files of the same names
     * `dtype` is the new data type of floating-point parameters, by default that of the model
-    * `file_bytes` is the most that goes into a file, except for a larger parameter. Several files
-      get an index
+    * `file_bytes` is the most that goes into a file, except for a larger parameter
     """
     checkpoint = CheckpointReader(folder)
     like: Like = {}
@@ -258,8 +256,8 @@ def main(argv: list[str] | None = None) -> int:
         else:
             universal(args.folder, args.out, args.format, args.torch_adam, args.step)
     except BrokenPipeError:
-        # The reader of the output has closed it, `head` for example. Python would fail once more
-        # when it flushes the rest at its exit, so send the rest nowhere.
+        # `head`, for example, closes the output. Send the rest nowhere, because Python would fail
+        # once more when it flushes it at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (Exception, CheckpointException) as error:
         # Another library can raise anything over a forged file. DCP's `CheckpointException` is not
@@ -341,8 +339,6 @@ def _parser() -> argparse.ArgumentParser:
 def _path(text: str) -> Path:
     """
     #### A folder from the command line
-
-    An empty text would be the current folder, which is seldom meant.
     """
     if not text:
         raise argparse.ArgumentTypeError("it is empty: pass a folder, or `.` for this one")

@@ -4,11 +4,9 @@ r"""
 Read and write DeepSpeed's universal layout and `torch.distributed.checkpoint` (DCP), one parameter
 at a time.
 
-Both formats store whole parameters, not the shards of some number of ranks, so another library can
-load them on any number of ranks. Section 3 of [Universal
-Checkpointing](https://arxiv.org/abs/2406.18820) introduces this idea. Like a checkpoint of this
-library, both have three tensors for each parameter that Adam trains: the fp32 master, the first
-moment and the second moment,
+Both formats store whole parameters, so another library can load them on any number of ranks
+([Universal Checkpointing](https://arxiv.org/abs/2406.18820), section 3). Both have three tensors
+for each parameter that Adam trains: the fp32 master, the first moment and the second moment,
 
 $$w_{32}, \quad m, \quad v$$
 
@@ -28,8 +26,8 @@ For a parameter `0.weight` they are here:
 with `--format dcp` that of DCP.
 
 **Not covered, and what that costs**: parts of both formats are pickles. The functions here unpickle
-only tensors, plain containers and DCP's own records, and no name in a pickle can lead to another
-folder. A forged folder can still announce tensors that are larger than any memory.
+only tensors, plain containers and DCP's own records. A forged folder can still announce tensors
+that are larger than any memory.
 
 DeepSpeed 0.19 gives all param groups of its Stage 3 the same tensor to count steps in, and torch's
 Adam then adds a step for each group. With `--torch-adam` and several groups, give each group a
@@ -89,7 +87,7 @@ def from_tensors(folder: Path, step: int, tensors: dict[str, Like],
     * `scalars` has the other optimizer states of a parameter, such as the count of steps
     * `read` returns the values of one tensor for a name and a key
 
-    Raises `Broken` if the folder is not empty, because another run could save there.
+    Raises `Broken` if the folder is not empty.
     """
     if step < 0:
         raise Broken(f"the step is {step}: pass a number of steps of at least 0")
@@ -121,9 +119,6 @@ def from_tensors(folder: Path, step: int, tensors: dict[str, Like],
 def _flat_entry(name: str, keys: Like, scalars: dict[str, Any]) -> dict[str, Any]:
     """
     #### The manifest's entry for a parameter that is alone in its layer
-
-    Other formats have one tensor for each parameter. So each becomes a layer of its own here, and a
-    load finds it by its name.
     """
     if "param" not in keys:
         raise Broken(f"`{name}` has moments but no values")
@@ -161,8 +156,8 @@ def to_deepspeed(folder: Path, out: Path, torch_adam: bool) -> None:
     * `torch_adam` is for an engine with torch's Adam, which counts steps in a tensor. DeepSpeed's
       own Adam counts them in a number
 
-    Writes only the files that DeepSpeed's stages 1 to 3 read. Raises `Broken` before it writes
-    anything if a parameter or a moment has a name that no file may have.
+    Raises `Broken` before it writes anything if a parameter or a moment has a name that no file may
+    have.
     """
     checkpoint = CheckpointReader(folder)
     _check_file_names(checkpoint)
@@ -265,8 +260,6 @@ def from_deepspeed(source: Path, folder: Path) -> None:
 class _Stub:
     """
     ## Stand-in for DeepSpeed's classes in a pickle; their content is not used
-
-    DeepSpeed's files mention its classes, and this library does not need DeepSpeed to read them.
     """
 
     def __init__(self, *args, **kwargs):
@@ -295,8 +288,7 @@ def to_dcp(folder: Path, out: Path) -> None:
 
     The state dict is `{"model": ..., "optim": ...}`, as `get_model_state_dict` and
     `get_optimizer_state_dict` return them, so FSDP2 can load it. Its tensors are on the meta device
-    and take no memory. `_DcpPlanner` reads the values of one tensor at a time. Each tensor gets a
-    file, because torch's writer keeps all tensors of a file in memory until the file is complete.
+    and take no memory. `_DcpPlanner` reads the values of one tensor at a time.
     """
     checkpoint = CheckpointReader(folder)
     model: dict[str, torch.Tensor] = {}
@@ -319,6 +311,7 @@ def to_dcp(folder: Path, out: Path) -> None:
         state["optim"] = {"state": states, "param_groups": groups}
 
     make_output_folder(out)
+    # torch's writer keeps all tensors of a file in memory, so each tensor gets a file.
     writer = dcp.FileSystemWriter(out, single_file_per_rank=False)
     with warnings.catch_warnings():
         # DCP warns that there is no process group. None is needed.
@@ -352,8 +345,8 @@ def _dcp_group(optimizer_class: str, options: dict[str, Any], names: list[str]) 
     """
     #### A param group with all options of torch's optimizer
 
-    A checkpoint does not have the options about how torch computes, `fused` for example, but
-    loaders ask for them. A learning rate scheduler asks for the initial learning rate too.
+    Loaders ask for options that a checkpoint does not have, such as `fused`. A learning rate
+    scheduler asks for the initial learning rate.
     """
     make_optimizer = getattr(torch.optim, optimizer_class, torch.optim.AdamW)
     defaults = make_optimizer([torch.zeros(1)]).state_dict()["param_groups"][0]
@@ -391,8 +384,7 @@ def from_dcp(source: Path, folder: Path, step: int) -> None:
     """
     ## Make a checkpoint of a DCP folder
 
-    The folder may have weights alone or optimizer states too, and `model` and `optim` may be nested
-    in other entries.
+    `model` and `optim` may be nested in other entries, and `optim` may be missing.
 
     * `step` is the number of steps taken; 0 takes it from the optimizer states
     """
@@ -481,9 +473,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     ## Unpickle DCP's `.metadata` without running anything in it
 
     A pickle names the functions and classes that build its objects, and Python's own unpickler
-    calls any of them. This one looks each name up in a short list of records, sizes and data types.
-    A pickle may also set attributes on whatever it is given. So it is given stand-ins, which make
-    the same objects, and not torch's classes.
+    calls any of them. This one looks each name up in a short list. A pickle may also set attributes
+    on a class, so it is given stand-ins, which make the same objects.
     """
 
     _ADMITTED = {

@@ -4,15 +4,15 @@ r"""
 `TensorFile` reads any range of elements from a safetensors file, and checks every byte that it
 reads. `offload/tensors.py` has written the file.
 
-Each block of 1 MiB has a CRC-32, the checksum of gzip. A reader of a range therefore checks only
-the blocks that it reads. One changed byte always changes the checksum.
+Each block of 1 MiB has a CRC-32, so a reader of a range checks only the blocks that it reads. One
+changed byte always changes the checksum.
 
 $$\text{blocks read for } n \text{ bytes} \le \left\lceil \frac{n}{2^{20}} \right\rceil + 1$$
 
 **Run this**: `python -m zero3.checkpoint verify FOLDER` checks all blocks of a checkpoint.
 
 **Not covered, and what that costs**: one thread reads a file, through the page cache. Checksums
-find damage by a disk or a network, but no forgery: a forger can compute the checksums too.
+find damage, but no forgery: a forger can compute them too.
 """
 
 import json
@@ -60,8 +60,7 @@ class TensorFile:
         """
         ### Read these elements of a tensor, or all of them
 
-        Returns `(end - begin,)`. Raises `Broken` if the file has no such elements or if they are
-        damaged.
+        Returns `(end - begin,)`. Raises `Broken` if they are missing or damaged.
         """
         if name not in self.header:
             raise Broken(f"{self.path}, the file of rank {self.rank}, has no `{name}`")

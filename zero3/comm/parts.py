@@ -3,9 +3,8 @@ r"""
 
 A `WeightPart` says which elements of a weight a rank has, if ranks split the weight between them.
 
-A sharded weight is cut into ranges of its elements, wherever they fall. A weight that is split for
-tensor parallelism is cut along one of its dimensions, because each rank computes with its own part.
-Take a weight of two rows and four columns, on two ranks:
+For tensor parallelism a weight is cut along one of its dimensions, because each rank computes with
+its own part. Take a weight of two rows and four columns, on two ranks:
 
 | | rank 0 | rank 1 |
 |---|---|---|
@@ -14,9 +13,9 @@ Take a weight of two rows and four columns, on two ranks:
 | split by columns | 0 1 and 4 5 | 2 3 and 6 7 |
 | split by columns, in two blocks | 0 2 and 4 6 | 1 3 and 5 7 |
 
-The last row is for weights that were put together of several: a weight for queries, keys and values
-has three blocks, and each rank needs its part of each. In every case the elements of the whole
-weight form a box of three dimensions, and a part is a range of the middle one:
+A weight for queries, keys and values has three blocks, and each rank needs its part of each. In
+every case the elements of the whole weight form a box of three dimensions, and a part is a range of
+the middle one:
 
 $$(\text{rows}, \text{size}, \text{width}) \to (\text{rows}, \text{end} - \text{begin},
 \text{width})$$
@@ -123,8 +122,7 @@ def whole_values(module: nn.Module) -> Iterator[None]:
     """
     ## Give a module whole weights for a while, and keep this rank's parts of their values
 
-    Whoever draws initial values does it inside. A rank then draws what the plain module would have
-    drawn, and takes its part of it. A module that is not split stays as it is.
+    A rank then draws the initial values that the plain module would have drawn, and takes its part.
     """
     parts = {name: part for name, part in vars(module).get("parts", {}).items()
              if name in module._parameters}
@@ -146,8 +144,8 @@ def connect(model: nn.Module) -> None:
     """
     ## Tell the layers of a sharded model who has the other parts of its weights
 
-    `wrap`, optimizers and checkpoints call it before they use a model. All ranks must call it
-    (all-gather of the ranks, the first time). A model that is not split stays as it is.
+    All ranks must call it (all-gather of the ranks, the first time). A model that is not split
+    stays as it is.
 
     Raises `RuntimeError` if the model is sharded over ranks that have other parts of it, if it is a
     pipeline, or a single layer.
@@ -157,6 +155,7 @@ def connect(model: nn.Module) -> None:
     layers = [module for module in modules if is_sharded(module) and module.flats]
     if not lines or not layers or layers[0].comm.stages.same_layers:
         return
+    # The ranks that split the weights must not be those that shard them.
     (line,) = lines
     first = layers[0]
     both = {*line.group.ranks} & {*first.comm.ranks}
@@ -187,8 +186,7 @@ def _counted(layer: Guarded, flat: FlatParameter) -> list[slice]:
     """
     #### The ranges of a shard that count in the norm of the whole model
 
-    All ranks that split the weights have the same biases and norms, say. Those of the first rank
-    count.
+    Of biases and norms that all ranks have whole, those of the first rank count.
     """
     numel = len(flat.shard)
     first = layer.comm.rank * numel
