@@ -4,14 +4,13 @@ r"""
 `between_bytes` says how many bytes leave a node in a step, and `choices` compares the layouts of
 `layouts.py` for a model, by these bytes and by the memory of a rank.
 
-A link between nodes is often the slowest part of a machine, so its bytes decide how long a step
-takes. Each layout pays for fewer bytes with something else: with memory, or with rounded numbers.
+Each layout pays for fewer bytes between nodes with memory, or with rounded numbers.
 
-**Three weights on two nodes of two ranks.** The weights 1 2 3 are padded to four. In an all-gather
-by messages, flat ZeRO-3 sends each shard to both ranks of the other node. A ring passes everything
-from rank to rank, so three shards leave each node, at one place. A layout of nodes sends each shard
-to the other node once, and passes it on inside. A replica gathers inside its node; it keeps two
-elements for each rank, and sends their gradients. The elements that leave a node:
+**Three weights on two nodes of two ranks**, padded to four. In an all-gather by messages, flat
+ZeRO-3 sends each shard to both ranks of the other node. A ring passes everything from rank to rank,
+so three shards leave each node. A layout of nodes sends each shard to the other node once. A
+replica gathers inside its node, and sends the gradients of two elements for each rank. The elements
+that leave a node:
 
 | layout | kept | an all-gather | a reduction | a step |
 |---|---|---|---|---|
@@ -48,12 +47,10 @@ quarter for the scales of blocks of 64. Blocks of 128 make it 0.2552.
 
 **Run this**: `python -m zero3.estimate --params 7b --ranks 32 --nodes 4 --link 25GB --gpu 80GB`.
 
-**Not covered, and what that costs**: the time of the link alone is told. Computation hides a part
-of it, links inside a node take time too, and encoding costs some. NCCL may choose other ways than a
-ring. Norms of gradients are left out: 8 bytes for each shard. Each node has the same number of
-ranks, all layers the same size, and a step one micro-batch. The memory lacks encoded rows and the
-buffers between nodes, which belong to one layer or two. It counts the copies of all layers,
-although backward uses them up.
+**Not covered, and what that costs**: only the time of the link between nodes is told. NCCL may
+choose other ways than a ring. Norms of gradients are left out: 8 bytes for each shard. Each node
+has the same number of ranks, all layers the same size, and a step one micro-batch. The memory lacks
+encoded rows and the buffers between nodes, which belong to one layer or two.
 """
 
 import argparse
@@ -139,8 +136,7 @@ def choices(params: float, ranks: int, nodes: int, layers: int = 32,
     * `ranks` are those of all `nodes`, and a multiple of them
     * `by_messages` is as for `between_bytes`
 
-    The memory is what `predict` says of the peak of a step with as many shards, and the copies that
-    `secondary` keeps: the slice of each layer that its node has.
+    The memory is the peak that `predict` tells, and the slice of each layer that `secondary` keeps.
     """
     part = Part(-(-int(params) // layers), ELEMENT_BYTES, True)
     found = []

@@ -3,8 +3,7 @@ r"""
 
 A `Layout` says how ranks are grouped and what travels between them, in numbers.
 
-A run says this with a mesh and `Links`, which need process groups. An estimate has to know it
-before anything runs, often for machines that one does not have:
+A run says this with a mesh and `Links`, which need process groups. An estimate has none:
 
 | mesh | layout | shards of a layer | ranks that a rank sends to |
 |---|---|---|---|
@@ -13,9 +12,8 @@ before anything runs, often for machines that one does not have:
 | ("nodes", "shard") of 2 x 2 | `Layout(2, nodes=2)` | 4 | 1 near, 1 across |
 
 The ranks *near* a rank are the others of its group. Those *across* have the same place in the
-other nodes or replicas. The three weights 1 2 3 on `Layout(2, nodes=2)` are padded to four, one for
-each rank; `Layout(2, replicas=2)` keeps two on each. In general, with $R$ ranks in each of $G$
-groups,
+other nodes or replicas. The three weights 1 2 3 are padded to four. `Layout(2, nodes=2)` keeps one
+on each rank, `Layout(2, replicas=2)` two. With $R$ ranks in each of $G$ groups,
 
 $$\text{shards} = R\,G \text{ with nodes, } R \text{ with replicas} \qquad
 \text{near} = R - 1 \qquad \text{across} = G - 1$$
