@@ -49,7 +49,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import nn
@@ -57,6 +57,8 @@ from torch import nn
 from zero3 import __version__
 from zero3.checkpoint.reader import (
     CheckpointReader,
+    FlatEntry,
+    Manifest,
     OptimizerEntry,
     Param,
     ParamEntry,
@@ -72,7 +74,7 @@ from zero3.layer import Zero3Layer
 from zero3.offload.in_file import InFile
 from zero3.offload.tensors import TYPES, Broken, type_name
 from zero3.optimizer.stage3 import Zero3Optimizer, plain_names
-from zero3.optimizer.states import Piece, ShardStates, first_state
+from zero3.optimizer.states import Piece, ShardStates, State, first_state
 from zero3.sharded import comm_of
 from zero3.whole_model.wrap import Zero3Model
 
@@ -134,6 +136,23 @@ class Entry(NamedTuple):
     key: str  # "param" or a moment; for a whole tensor its name
 
 
+class Described(TypedDict):
+    """
+    ## A flat parameter as one rank describes it
+
+    As in `FlatEntry`, but with the states of this rank's pieces, by parameter.
+    """
+
+    place: int
+    layer: str
+    dtype: str
+    numel: int
+    padding: int
+    keys: dict[str, str]
+    params: list[ParamEntry]
+    states: dict[int, StatesEntry]
+
+
 class TensorNames(NamedTuple):
     """
     ## The names of all tensors of a model, in a pipeline those of all stages
@@ -174,7 +193,7 @@ class Entries(Named):
         self.device = layers[0].device
         # The optimizer's, or empty ones: the weights alone can be saved.
         self.param_groups: list[dict[str, Any]] = optimizer.param_groups if optimizer else []
-        self.state: Any = optimizer.state if optimizer else {}
+        self.state: State = optimizer.state if optimizer else {}
         self.optimizer_class = type(getattr(optimizer, "inner", optimizer)).__name__
         self.flats = [self._flat(layer, paths[layer], p) for layer in layers for p in layer.flats]
         # The layers of a rank in a pipeline may all be frozen.
@@ -266,18 +285,18 @@ class Entries(Named):
 
     # --------------------------------------------------------------------------------------- save
 
-    def describe(self) -> list[dict[str, Any]]:
+    def describe(self) -> list[Described]:
         """
         ### This rank's entries for the manifest: one for each flat parameter
 
         The optimizer states are only those of this rank's pieces; `manifest` merges all of them.
         """
-        described = []
+        described: list[Described] = []
         for flat in self.flats:
             slots = flat.parameter.slots
             numel = slots[-1].end
             keys = {"param": type_name(flat.dtype)}
-            states: dict[int, dict[str, object]] = {}
+            states: dict[int, StatesEntry] = {}
             for index, where, piece in flat.pieces:
                 # An optimizer has no state for a parameter that it has not stepped yet.
                 if state := self.state.get(piece):
@@ -285,7 +304,8 @@ class Entries(Named):
                     moments = {key: value for key, value in state.items()
                                if isinstance(value, torch.Tensor) and value.dim() == 1}
                     scalars = {k: encode(v, k) for k, v in state.items() if k not in moments}
-                    entry = {"param_group": index, "moments": [*moments], "scalars": scalars}
+                    entry: StatesEntry = {
+                        "param_group": index, "moments": [*moments], "scalars": scalars}
                     keys |= {key: type_name(value.dtype) for key, value in moments.items()}
                     states |= dict.fromkeys(flat.within(where), entry)
             parts = [self.part(flat, slot) for slot in slots]
@@ -314,8 +334,7 @@ class Entries(Named):
                       if hasattr(self.optimizer, key)},
         }
 
-    def manifest(self, described: list[dict[str, Any]], options: OptimizerEntry | None
-                 ) -> dict[str, Any]:
+    def manifest(self, described: list[Described], options: OptimizerEntry | None) -> Manifest:
         """
         ### Merge the descriptions of all ranks (all-gather; all ranks must call it)
 
@@ -327,10 +346,10 @@ class Entries(Named):
             for mine, theirs in zip(first, other, strict=True):
                 mine["keys"] |= theirs["keys"]
                 mine["states"] |= theirs["states"]
-        for flat in first:
-            flat["states"] = _merge_states(flat["params"], flat["states"])
+        merged: list[FlatEntry] = [
+            {**flat, "states": _merge_states(flat["params"], flat["states"])} for flat in first]
         # The ranks at another place of a pipeline have other flat parameters.
-        places = self.comm.stages.gather((first, [*self.replicated]))
+        places = self.comm.stages.gather((merged, [*self.replicated]))
         return {
             "world_size": self.comm.world_size,
             "places": len(places),
@@ -341,7 +360,7 @@ class Entries(Named):
             "optimizer": options,
         }
 
-    def entries(self, manifest: dict[str, Any]) -> list[Entry]:
+    def entries(self, manifest: Manifest) -> list[Entry]:
         """
         ### The tensors of this rank's file, in the file's order
 
@@ -520,7 +539,7 @@ class Entries(Named):
             _expect(scales if key == "loss_scale" else counts,
                     f"the optimizer's `{key}` is {value!r:.60} there")
 
-    def _first_state(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _first_state(self, group: dict[str, object]) -> dict[str, object]:
         """
         #### The state that this optimizer keeps of a parameter in a param group
         """
@@ -605,7 +624,7 @@ class Entries(Named):
         for index, where, piece in flat.pieces:
             # All parameters of a piece have the same state.
             states = flat.states[flat.within(where)[0]]
-            new: dict[str, Any] = {}
+            new: dict[str, object] = {}
             for key in sorted(states["moments"]):
                 moment = self.shard(checkpoint, flat, key, where)
                 # A moment that was saved in the master's data type gets this master's.
@@ -669,8 +688,8 @@ def _match_groups(checkpoint: CheckpointReader, everywhere: TensorNames) -> dict
     return groups
 
 
-def _on_device(scalars: dict[str, Any], group: dict[str, Any], device: torch.device
-               ) -> dict[str, Any]:
+def _on_device(scalars: dict[str, object], group: dict[str, object], device: torch.device
+               ) -> dict[str, object]:
     """
     #### Move the number of steps and the like to the device, if the param group's options need that
 
@@ -681,7 +700,7 @@ def _on_device(scalars: dict[str, Any], group: dict[str, Any], device: torch.dev
             for key, value in scalars.items()}
 
 
-def _check_states(name: str, states: StatesEntry, needed: dict[str, Any]) -> None:
+def _check_states(name: str, states: StatesEntry, needed: dict[str, object]) -> None:
     """
     #### Compare the saved states of a parameter with those that the optimizer needs
 
@@ -701,7 +720,7 @@ def _check_states(name: str, states: StatesEntry, needed: dict[str, Any]) -> Non
                 f"`{name}` has a `{key}` of {value!r:.60} there, and of {like!r:.60} here")
 
 
-def _kind(value: Any) -> Any:
+def _kind(value: object) -> object:
     """
     #### The kind of an option or of a state: equal for values that can replace each other
 
@@ -717,8 +736,8 @@ def _kind(value: Any) -> Any:
     return float if is_whole else type(value)
 
 
-def _merge_states(params: list[ParamEntry], states: dict[int, dict[str, Any]]
-                  ) -> list[dict[str, Any]]:
+def _merge_states(params: list[ParamEntry], states: dict[int, StatesEntry]
+                  ) -> list[StatesEntry]:
     """
     #### The optimizer states of a flat parameter, each of them once
 
@@ -727,9 +746,9 @@ def _merge_states(params: list[ParamEntry], states: dict[int, dict[str, Any]]
     If some parameters of a group were used in other steps than the rest, each entry lists its
     parameters as `params`.
     """
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, StatesEntry] = {}
     for index, entry in sorted(states.items()):
-        same = found.setdefault(json.dumps(entry), {**entry, "params": []})
+        same: Any = found.setdefault(json.dumps(entry), {**entry, "params": []})
         same["params"].append(index)
     for entry in found.values():
         # A parameter without elements has no state.

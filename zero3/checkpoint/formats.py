@@ -39,7 +39,7 @@ import math
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -54,6 +54,8 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from zero3 import __version__
 from zero3.checkpoint.reader import (
     CheckpointReader,
+    FlatEntry,
+    StatesEntry,
     commit_checkpoint,
     decode,
     encode,
@@ -74,8 +76,8 @@ _MODEL_STATES = ("zero_pp_rank_0_mp_rank_00_model_states.pt", "mp_rank_00_model_
 
 
 def from_tensors(folder: Path, step: int, tensors: dict[str, Like],
-                 scalars: dict[str, dict[str, Any]], read: Callable[[str, str], torch.Tensor]
-                 ) -> None:
+                 scalars: Mapping[str, Mapping[str, object]],
+                 read: Callable[[str, str], torch.Tensor]) -> None:
     """
     ## Make a checkpoint of whole tensors
 
@@ -116,7 +118,7 @@ def from_tensors(folder: Path, step: int, tensors: dict[str, Like],
     print_escaped(f"wrote {len(tensors)} parameters to {checkpoint}")
 
 
-def _flat_entry(name: str, keys: Like, scalars: dict[str, Any]) -> dict[str, Any]:
+def _flat_entry(name: str, keys: Like, scalars: Mapping[str, object]) -> FlatEntry:
     """
     #### The manifest's entry for a parameter that is alone in its layer
     """
@@ -129,7 +131,7 @@ def _flat_entry(name: str, keys: Like, scalars: dict[str, Any]) -> dict[str, Any
         if other != shape:
             raise Broken(f"`{name}` has the shape {shape}, and its {key} {other}")
     moments = [key for key in keys if key != "param"]
-    states = {"param_group": None, "moments": moments, "scalars": encode(scalars)}
+    states: StatesEntry = {"param_group": None, "moments": moments, "scalars": encode(scalars)}
     return {
         "layer": name, "dtype": type_name(dtype), "numel": math.prod(shape), "padding": 0,
         "keys": {key: type_name(dtype) for key, (dtype, _) in keys.items()},
@@ -272,9 +274,10 @@ def _load_deepspeed(path: Path) -> Any:
 
     `weights_only` keeps the pickle from running anything.
     """
-    stubs: list[Any] = [(_Stub, f"deepspeed.runtime.{name}") for name in (
-        "zero.config.ZeroStageEnum", "fp16.loss_scaler.LossScaler",
-        "fp16.loss_scaler.DynamicLossScaler")]
+    stubs: list[Callable | tuple[Callable, str]] = [
+        (_Stub, f"deepspeed.runtime.{name}") for name in (
+            "zero.config.ZeroStageEnum", "fp16.loss_scaler.LossScaler",
+            "fp16.loss_scaler.DynamicLossScaler")]
     with torch.serialization.safe_globals(stubs):
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
@@ -292,7 +295,7 @@ def to_dcp(folder: Path, out: Path) -> None:
     """
     checkpoint = CheckpointReader(folder)
     model: dict[str, torch.Tensor] = {}
-    states: dict[str, dict[str, Any]] = {}
+    states: dict[str, dict[str, object]] = {}
     for param in checkpoint.params:
         dtypes = checkpoint.flats[param.flat]["keys"]
         for name in param.entry["names"]:
@@ -326,7 +329,7 @@ def _meta(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _dcp_groups(checkpoint: CheckpointReader, trained: list[str]) -> list[dict[str, Any]]:
+def _dcp_groups(checkpoint: CheckpointReader, trained: list[str]) -> list[dict[str, object]]:
     """
     #### The param groups in DCP's state dict
 
@@ -341,7 +344,8 @@ def _dcp_groups(checkpoint: CheckpointReader, trained: list[str]) -> list[dict[s
             for i, options in enumerate(decode(optimizer["groups"]))]
 
 
-def _dcp_group(optimizer_class: str, options: dict[str, Any], names: list[str]) -> dict[str, Any]:
+def _dcp_group(optimizer_class: str, options: dict[str, object], names: list[str]
+               ) -> dict[str, object]:
     """
     #### A param group with all options of torch's optimizer
 
@@ -403,7 +407,7 @@ def from_dcp(source: Path, folder: Path, step: int) -> None:
         return values
 
     tensors: dict[str, Like] = {}
-    scalars: dict[str, dict[str, Any]] = {}
+    scalars: dict[str, dict[str, torch.Tensor]] = {}
     # Each parameter before its moments, to compare shapes.
     for name, key in sorted(found, key=lambda pair: (pair[0], pair[1] != "param")):
         entry = entries[found[name, key]]
@@ -442,7 +446,7 @@ def _dcp_keys(metadata: dcp.Metadata) -> dict[tuple[str, str], str]:
     return found
 
 
-def _make(made: Any, cls: type, *args: Any) -> Any:
+def _make(made: Any, cls: type, *args: object) -> object:
     """
     #### What a stand-in does in place of a class, or of a function
 
@@ -488,7 +492,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         "pathlib": ("PosixPath", "WindowsPath"),
     }
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if name in self._ADMITTED.get(module, ()):
             # A path says where the folder used to be. `PurePath` can hold another system's path.
             made = PurePath if module == "pathlib" else super().find_class(module, name)

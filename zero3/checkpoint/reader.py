@@ -72,7 +72,7 @@ import shutil
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -97,7 +97,7 @@ _READ_ERRORS = (Broken, OSError, ValueError, TypeError, KeyError, IndexError, Ru
 _LOCKED: dict[tuple[int, int], int] = {}
 
 
-def commit_checkpoint(partial: Path, manifest: Mapping[str, object]) -> Path:
+def commit_checkpoint(partial: Path, manifest: "Manifest") -> Path:
     """
     ## Turn a folder of files into a checkpoint
 
@@ -271,7 +271,7 @@ def _step_of(path: Path) -> int:
 # --------------------------------------------------------------------------------------- manifest
 
 
-class ParamEntry(TypedDict):
+class ParamEntry(TypedDict, total=False):
     """
     ## A parameter in the manifest
     """
@@ -283,7 +283,7 @@ class ParamEntry(TypedDict):
     part: dict[str, object] | None  # a `WeightPart`, if ranks split the parameter
 
 
-class StatesEntry(TypedDict):
+class StatesEntry(TypedDict, total=False):
     """
     ## The optimizer states of some parameters in the manifest
     """
@@ -294,7 +294,7 @@ class StatesEntry(TypedDict):
     params: list[int] | None  # those with these states; left out, all parameters of the param group
 
 
-class FlatEntry(TypedDict):
+class FlatEntry(TypedDict, total=False):
     """
     ## A flat parameter in the manifest
     """
@@ -313,7 +313,7 @@ OptimizerEntry = TypedDict("OptimizerEntry", {
     "class": str, "groups": list[dict[str, object]], "scale": dict[str, object]})
 
 
-class Manifest(TypedDict):
+class Manifest(TypedDict, total=False):
     """
     ## A manifest
 
@@ -554,7 +554,7 @@ def merge_parts(params: list[Param]) -> list[Param]:
         if param.part:
             first.parts.append(param)
     for param in found.values():
-        parts: list[Any] = [each.part for each in param.parts]
+        parts = [each.part for each in param.parts if each.part]
         ends = [0, *(part.end for part in parts)]
         fits = all(part == replace(parts[0], begin=begin, end=part.end)
                    and each.numel * part.size == math.prod(part.shape) * (part.end - part.begin)
@@ -635,11 +635,11 @@ def _check_types(value: Any, kind: Any, where: str) -> None:
 
 
 # The classes that JSON lacks, by their names there, and how to make them of lists.
-_CLASSES: dict[str, Callable[[Any], object]] = {
+_CLASSES: dict[str, Callable[[list], object]] = {
     "__tuple__": tuple, "__items__": dict, "__counter__": lambda pairs: Counter(dict(pairs))}
 
 
-def encode(value: Any, where: str = "extra") -> Any:
+def encode(value: object, where: str = "extra") -> Any:
     """
     ## Turn a small object into JSON
 
@@ -671,7 +671,7 @@ def encode(value: Any, where: str = "extra") -> Any:
     raise ValueError(f"`{where}` is a {type(value).__name__}")
 
 
-def decode(value: Any) -> Any:
+def decode(value: object) -> Any:
     """
     ## Turn the JSON of `encode` back into the object
 

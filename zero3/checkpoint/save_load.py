@@ -62,7 +62,7 @@ import random
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -73,10 +73,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zero3.checkpoint.entries import Entries, Entry
+from zero3.checkpoint.entries import Described, Entries, Entry
 from zero3.checkpoint.reader import (
     MANIFEST,
     CheckpointReader,
+    Manifest,
     OptimizerEntry,
     clean_up_interrupted_saves,
     commit_checkpoint,
@@ -209,9 +210,9 @@ class Saving:
         self.partial = partial_path(folder, step)
         # A save that fails removes its folder, if it was the one that made it.
         self.made_folder = False
-        self.manifest: dict[str, Any] = {}
-        self.writer: Any = None  # this rank's `Writer`, once it has reserved the disk space
-        self.written: Any = None  # a `Future` of the result of `_write`
+        self.manifest: Manifest = {}
+        self.writer: Writer | None = None  # once it has reserved the disk space
+        self.written: Future[tuple[str, FileEntry | None]] | None = None  # what `_write` returns
         self.hook: RemovableHandle | None = None
         self.ended = False
         self.failure: RuntimeError | None = None
@@ -243,7 +244,7 @@ class Saving:
         if self.entries.optimizer is not None:
             self.hook = self.entries.optimizer.register_step_pre_hook(self._end_if_done)
 
-    def _prepare(self, extra: object) -> tuple[list[dict[str, Any]], OptimizerEntry | None]:
+    def _prepare(self, extra: object) -> tuple[list[Described], OptimizerEntry | None]:
         """
         #### Describe this rank's model and optimizer, and create the folder on rank 0
         """
@@ -294,6 +295,7 @@ class Saving:
         # A rank with a problem goes on to `wait`, where all ranks learn of it.
         try:
             for values in self.entries.tensors(listed[:now]):
+                assert self.writer, "a rank without a file has no tensors to write"
                 self.writer.write(values)
             copies = [values.detach().to("cpu", copy=True)
                       for values in self.entries.tensors(listed[now:])]
@@ -328,7 +330,7 @@ class Saving:
         A hook that runs before every optimizer step (all-gather of two flags).
         """
         # The hook cannot remove itself, because torch is iterating over the hooks. `leave` does it.
-        if self.ended:
+        if self.ended or not self.written:
             return
         done = self.written.done()
         failed = done and bool(self.written.result()[0])
@@ -344,7 +346,7 @@ class Saving:
         """
         if self.failure:
             raise self.failure
-        if not self.ended:
+        if self.written and not self.ended:
             # Wait for the thread.
             problem, file = self.written.result()
             self.ended = True
@@ -491,21 +493,22 @@ def _read_all(checkpoint: CheckpointReader, entries: Entries) -> None:
 # ---------------------------------------------------------------------------------- random numbers
 
 
-def _random_states(device: torch.device) -> dict[str, Any]:
+def _random_states(device: torch.device) -> dict[str, object]:
     """
     #### The state of each random number generator of this process
 
     A resumed run draws what the interrupted one would have drawn, if all of them are restored.
     """
     drawn: Any = np.random.get_state()
-    found = {"torch": torch.get_rng_state(), "python": random.getstate(),
-             "numpy": (drawn[0], drawn[1].tolist(), *drawn[2:])}
+    found: dict[str, object] = {
+        "torch": torch.get_rng_state(), "python": random.getstate(),
+        "numpy": (drawn[0], drawn[1].tolist(), *drawn[2:])}
     if device.type != "cpu":
         found["device"] = torch.get_device_module(device).get_rng_state(device)
     return found
 
 
-def _random_states_of(checkpoint: CheckpointReader, entries: Entries) -> dict[str, Any]:
+def _random_states_of(checkpoint: CheckpointReader, entries: Entries) -> dict[str, object]:
     """
     #### This rank's random number states from a checkpoint
 
@@ -532,7 +535,7 @@ def _random_key(replica: int) -> str:
     return f"random.{replica}" if replica else "random"
 
 
-def _check_random_states(states: dict[str, Any], device: torch.device) -> None:
+def _check_random_states(states: dict[str, object], device: torch.device) -> None:
     """
     #### Make sure that the states are valid: set them, and set this process's own again
     """
