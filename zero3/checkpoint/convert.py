@@ -13,11 +13,8 @@ format, or the reverse. It needs neither the model nor a GPU, and one process is
 | DeepSpeed's universal layout: a folder for each parameter | `universal` | and optimizer states |
 | `torch.distributed.checkpoint`, which FSDP2 loads | `universal --format dcp` | and options |
 
-`universal` finds the direction itself: it writes a checkpoint in the format that `--format` names,
-and it makes a checkpoint of a folder in one of these formats.
-
-The whole model is never in memory. `Writer` has 32 MiB of pieces, `TensorFile` keeps 16 MiB of
-blocks, and torch copies a parameter when it unpickles it:
+`universal` finds the direction itself. The whole model is never in memory. `Writer` has 32 MiB of
+pieces, `TensorFile` keeps 16 MiB of blocks, and torch copies a parameter when it unpickles it:
 
 $$\text{memory} \le 2 \cdot \text{largest parameter} + 32 \text{ MiB} + 16 \text{ MiB}$$
 

@@ -27,11 +27,8 @@ If a shard has a master, a copy in fp32 which the optimizer steps, then `param` 
 Otherwise it is the shard itself. The rest of the optimizer state, such as Adam's number of steps,
 is the same on all ranks, so it goes into the manifest.
 
-Shards in files are loaded one at a time, both to save and to load them.
-
-**In a pipeline** a rank describes and saves the layers of its own stages, and the manifest is put
-together from all stages. A rank that loads finds its own parameters by their names in the plain
-model.
+Shards in files are loaded one at a time. In a pipeline a rank describes and saves the layers of its
+own stages, and the manifest is put together from all stages.
 
 **Run this**: `python -m pytest tests/test_checkpoint.py -k tier` saves from one tier and loads into
 another.

@@ -29,10 +29,9 @@ with `--format dcp` that of DCP.
 only tensors, plain containers and DCP's own records. A forged folder can still announce tensors
 that are larger than any memory.
 
-DeepSpeed 0.19 gives all param groups of its Stage 3 the same tensor to count steps in, and torch's
-Adam then adds a step for each group. With `--torch-adam` and several groups, give each group a
-tensor of its own after loading: `for s in engine.optimizer.optimizer.state.values(): s["step"] =
-s["step"].clone()`.
+In DeepSpeed 0.19 all param groups of Stage 3 count their steps in one tensor, so torch's Adam adds
+a step for each group. With `--torch-adam` and several groups, give each a tensor of its own after
+loading: `for s in engine.optimizer.optimizer.state.values(): s["step"] = s["step"].clone()`.
 """
 
 import math
@@ -69,7 +68,7 @@ from zero3.offload.tensors import TYPES, Broken, Like, type_name, write_tensors
 
 # DeepSpeed's name of the master. The moments have the names of torch's Adam.
 _FP32 = "fp32"
-# The DeepSpeed version of this layout. Its stages 1 and 2 compare it with those they can read.
+# The DeepSpeed version of this layout, which stages 1 and 2 check.
 _DEEPSPEED_VERSION = "0.19.8"
 # DeepSpeed's files of model states: Stage 3 reads the first name, stages 1 and 2 the second.
 _MODEL_STATES = ("zero_pp_rank_0_mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt")
@@ -184,8 +183,8 @@ def to_deepspeed(folder: Path, out: Path, torch_adam: bool) -> None:
             steps_taken = count(scalars["step"])
             torch.save(steps_taken, path / "step.pt")
 
-    # DeepSpeed copies options from here into its groups; without any it keeps its own. Stages 1
-    # and 2 load as many groups as are listed here, so list one for each parameter.
+    # Without options here, DeepSpeed keeps its own. Stages 1 and 2 load as many groups as are
+    # listed, so list one for each parameter.
     groups = [{"params": [i]} for i in range(len(checkpoint.params))]
     state = {"state": {0: {"step": steps_taken}}, "param_groups": groups[:1]}
     torch.save({"optimizer_state_dict": state, "param_groups": groups,
@@ -229,7 +228,7 @@ def from_deepspeed(source: Path, folder: Path) -> None:
     paths = [root / name for name in _MODEL_STATES]
     model = _load_deepspeed(next((path for path in paths if path.exists()), paths[0]))
     buffers = {name: model["module"][name] for name in model.get("buffer_names", [])}
-    # Stage 3 stores flat tensors and keeps their shapes here; stages 1 and 2 store them in shape.
+    # Stage 3 stores flat tensors, and their shapes here.
     shapes = {name: shape for group in model.get("param_shapes", [])
               for name, shape in group.items()}
 
@@ -290,8 +289,8 @@ def to_dcp(folder: Path, out: Path) -> None:
     ## Write a folder that `torch.distributed.checkpoint` loads
 
     The state dict is `{"model": ..., "optim": ...}`, as `get_model_state_dict` and
-    `get_optimizer_state_dict` return them, so FSDP2 can load it. Its tensors are on the meta device
-    and take no memory. `_DcpPlanner` reads the values of one tensor at a time.
+    `get_optimizer_state_dict` return them, so FSDP2 can load it. Its tensors are on the meta
+    device, and `_DcpPlanner` reads the values of one at a time.
     """
     checkpoint = CheckpointReader(folder)
     model: dict[str, torch.Tensor] = {}
@@ -450,7 +449,7 @@ def _make(made: Any, cls: type, *args: object) -> object:
     """
     #### What a stand-in does in place of a class, or of a function
 
-    Without arguments a pickle wants an empty object, and fills it afterwards.
+    Without arguments a pickle wants an empty object.
     """
     return made(*args) if args else made.__new__(made)
 
@@ -477,8 +476,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     ## Unpickle DCP's `.metadata` without running anything in it
 
     A pickle names the functions and classes that build its objects, and Python's own unpickler
-    calls any of them. This one looks each name up in a short list. A pickle may also set attributes
-    on a class, so it is given stand-ins, which make the same objects.
+    calls any of them. This one knows a short list. A pickle may also set attributes on a class, so
+    it is given stand-ins, which make the same objects.
     """
 
     _ADMITTED = {

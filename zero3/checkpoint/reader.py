@@ -34,8 +34,8 @@ flat parameter at which. The files of place 0 come first. With two places of two
 
 So the file of a shard at place $p$ has a number that is larger by $pN$ than in the formula above.
 
-**Split for tensor parallelism**, a parameter has a part at each place (see `comm/parts.py`). The
-reader puts the parts together, so that everybody else sees the parameters of the plain model.
+**Split for tensor parallelism**, a parameter has a part at each place (see `comm/parts.py`), and
+the reader puts the parts together.
 
 **All or nothing.** A save writes into a folder with a name that ends in `.partial`. When all files
 are on the disk, rank 0 writes the manifest under a temporary name, forces it to the disk and
@@ -54,8 +54,7 @@ calls `clean_up_interrupted_saves`:
 A load never changes a folder.
 
 **One run per folder.** Two runs in the same folder would remove each other's partial folders. So
-rank 0 locks the folder at its first save, with `lock_folder`, until its process ends. The operating
-system keeps the lock, so no file is left behind.
+rank 0 locks the folder at its first save, until its process ends.
 
 **Run this**: `python -m zero3.checkpoint inspect FOLDER` prints the contents of a checkpoint.
 
@@ -226,8 +225,6 @@ def make_output_folder(folder: Path) -> Path:
 def file_name(rank: int, world_size: int) -> str:
     """
     ## The name of a rank's file
-
-    * `rank` is the number of the file, and `world_size` the number of files
 
     The manifest has no names of files, so a forged one cannot lead out of its folder.
     """
@@ -527,9 +524,7 @@ class CheckpointReader:
 
     def states(self, param: Param) -> StatesEntry:
         """
-        ### The optimizer states of a parameter
-
-        Returns the names of its `moments`, and its `scalars`: numbers such as the count of steps.
+        ### The optimizer states of a parameter: the names of its moments, and its other states
         """
         flat = self.flats[param.flat]
         group = param.entry["param_group"]
@@ -542,9 +537,7 @@ class CheckpointReader:
 
 def merge_parts(params: list[Param]) -> list[Param]:
     """
-    ## Put the parts of a parameter together
-
-    A parameter that each of several ranks has whole is kept once.
+    ## Put the parts of each parameter together
 
     Raises `ValueError` if the parts do not make up the parameter.
     """

@@ -36,12 +36,9 @@ folder of files becomes a checkpoint in a single moment, and how to find a param
 | buffers, frozen parameters outside of layers, random number states | each rank's file: its own |
 | number of steps, options of param groups, loss scale, `extra` | the manifest |
 
-**On another number of ranks** a rank may read its elements from several files. The layers may be
-wrapped in another way too, because parameters are found by their names in the plain model. The
-loading model also decides on the tiers and data types.
-
-**In a pipeline** each rank saves the shards of its own stages. The checkpoint loads into a pipeline
-with other stages, or into a model without any, and the other way round.
+Parameters are found by their names in the plain model, so its layers may be wrapped in another way
+when it is loaded, and in a pipeline there may be other stages, or none. The loading model also
+decides on the tiers and data types.
 
 **While training goes on.** With `async_write` a thread writes copies of the shards. The next
 optimizer step that finds all files written turns them into a checkpoint, or raises the error if a
@@ -145,7 +142,6 @@ def _all_here(done: str, model: nn.Module, optimizer: torch.optim.Optimizer | No
     """
     #### List the contents of a model, and compare the arguments of all ranks
 
-    * `done` is "saved" or "loaded", for errors
     * `agreed` checks this rank's arguments, and returns those that have to be the same on all ranks
 
     All ranks must call it (all-gather of the arguments). If one rank raises, all do: otherwise the
@@ -170,8 +166,6 @@ def _all_here(done: str, model: nn.Module, optimizer: torch.optim.Optimizer | No
 def _all_or_none(entries: Entries, what: str, expected: str, cure: str) -> Iterator[None]:
     """
     #### Leave the block on all ranks, or raise an error on all if one of them has raised any
-
-    * `what`, `expected` and `cure` are as for `Communicator.agree`
     """
     problem = ""
     try:
@@ -197,9 +191,6 @@ def _told(error: Exception) -> str:
 class Saving:
     """
     ## A checkpoint that is being written
-
-    An asynchronous save is ended by a hook before a later optimizer step, by the next `save` or
-    `load`, or by `wait`.
     """
 
     def __init__(self, entries: Entries, folder: Path, step: int, keep: int):
@@ -273,8 +264,6 @@ class Saving:
     def _open_file(self, listed: list[Entry], streams: list[str]) -> None:
         """
         #### Reserve the space of this rank's file
-
-        * `streams` are the random number states of each replica of this shard, for the header
         """
         like = {entry.name: (entry.dtype, entry.shape) for entry in listed}
         header = {_random_key(replica): states for replica, states in enumerate(streams)}
@@ -379,8 +368,6 @@ class Saving:
     def leave(self) -> None:
         """
         ### Remove the hook, and wait for the checkpoint unless the save has ended
-
-        The next `save` or `load` of this model calls it.
         """
         if self.hook:
             self.hook.remove()
@@ -435,8 +422,8 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     changes only after all ranks have found everything intact.
 
     * `folder` is a run's, to load its newest checkpoint, or the folder of one checkpoint
-    * `model` and `optimizer` have the same parameters as the saved ones. Layers, stages, tiers and
-      data types may differ. Without an optimizer the weights are loaded alone
+    * `model` and `optimizer` have the same parameters as the saved ones. Without an optimizer the
+      weights are loaded alone
 
     Returns the `extra` that was saved.
 
@@ -512,8 +499,7 @@ def _random_states_of(checkpoint: CheckpointReader, entries: Entries) -> dict[st
     """
     #### This rank's random number states from a checkpoint
 
-    On another number of ranks this is a new seed for each rank. A checkpoint that was converted
-    from another format has no states.
+    On another number of ranks this is a new seed for each rank.
     """
     comm = entries.comm
     same = (checkpoint.places, checkpoint.world_size) == (comm.stages.size, comm.world_size)

@@ -19,9 +19,8 @@ so the scale is $3.5 / 7 = 0.5$:
 
 A number is rounded to the nearest multiple of the scale $s$, so it moves by at most $s/2$. With $q$
 positive values (7 or 127) the scale is the block's largest size over $q$, and that gives the bound.
-The scale itself is rounded to 16 bits (bfloat16), which moves it by at most one part in 256. The
-largest number, divided by it, is then between 126.5 and 127.5, and still rounds to 127; in 4 bits
-it is between 6.97 and 7.03:
+The scale itself is rounded to 16 bits (bfloat16), which moves it by at most one part in 256, so the
+largest number still rounds to $q$:
 
 $$|x - \hat{x}| \;\le\; \frac{s}{2} \;\le\; \frac{\max |x|}{2 q} \left(1 + 2^{-8}\right)$$
 
@@ -48,8 +47,7 @@ $q \cdot 2^{-126}$, which is about $10^{-36}$ in 8 bits.
 Block-wise quantisation is from [8-bit Optimizers](https://arxiv.org/abs/2110.02861), section 2.1;
 [ZeRO++](https://arxiv.org/abs/2306.10209), sections 3.1 and 3.3, uses it between ranks.
 
-**Write your own.** An `Encoding` is any object with the three methods below. Hand it to `Links` in
-place of these two.
+**Write your own.** An `Encoding` is any object with the three methods below.
 
 **Run this**: `python -m pytest tests/test_encodings.py` measures the errors.
 

@@ -54,8 +54,7 @@ forward these are all layers, one part in $L$ of the model.
 
 **What is overlapped.** On the CPU only the first step of a gather overlaps the computation of the
 layer before: the step across nodes or, with a copy, the step inside. A layer's reduce overlaps the
-backward pass of the layer below, and its exchange that of the next one below. On an accelerator all
-steps of a gather are queued at once.
+backward pass of the layer below, and its exchange that of the next one below.
 
 **What is rounded.** `full_params()`, checkpoints and the optimizer see exact weights; forward and
 backward see the rounded ones, except inside `full_params()`. All ranks decode the same bytes, so
@@ -66,11 +65,10 @@ Numbers that are not real floats travel as they are.
 **Run this**: `make train ARGS="--gather-bits 8 --reduce-bits 4"` trains with rounded weights and
 gradients; `make bench ARGS=--nodes` measures two nodes with a slow link between them.
 
-**Not covered, and what that costs**: replicas that span several nodes, which would need a mesh of
-three dimensions. Every micro-batch gathers its weights from the other nodes again. A forward pass
-without gradients keeps no copy, so with torch's reentrant checkpointing layers gather across nodes
-in backward too. The last layer of a chain stays whole, and keeps a copy that nobody reads. An
-infinite weight, as in a frozen mask, makes its neighbours infinite or NaN; make it a buffer.
+**Not covered, and what that costs**: replicas that span several nodes. Every micro-batch gathers
+its weights from the other nodes again. With torch's reentrant checkpointing layers gather across
+nodes in backward too, because a forward pass without gradients keeps no copy. An infinite weight,
+as in a frozen mask, makes its neighbours infinite or NaN; make it a buffer.
 """
 
 from __future__ import annotations
@@ -220,8 +218,7 @@ class LinkedCommunicator(Communicator):
         """
         ### Check the parameters of a layer, as `Communicator.open` does
 
-        Gradients that are encoded have to be real floats. Warns if ranks of one node are on
-        several.
+        Warns if ranks of one node are on several.
         """
         if self.links.gradients:
             for param, names in params.items():
@@ -397,8 +394,6 @@ class LinkedCommunicator(Communicator):
                     received: torch.Tensor) -> None:
         """
         #### Start to send each rank of a group its part, and to receive those for this rank
-
-        * `coded` and `received` have a part for each rank, one after the other
         """
         parts = coded.view(group.size, -1)
         self.send(transfer, group, received.view_as(parts), parts, collectives.all_to_all_single)
@@ -409,20 +404,15 @@ class LinkedCommunicator(Communicator):
     def _add_decoded(self, grad: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
         """
         #### The sums of this rank's slice over the ranks of the node: `(M * shard_numel,)`
-
-        * `grad` is this rank's flat gradient; `received` has the parts of the others, encoded
-
-        This rank's own part has not been encoded, so it adds it as it is.
         """
+        # This rank's own part has not been encoded.
         mine = self._slice(self.rows(grad))
         return self._sum_decoded(self.group, mine, received).to(grad.dtype).view(-1)
 
     def _sum_decoded(self, group: Group, mine: torch.Tensor,
                      received: torch.Tensor) -> torch.Tensor:
         """
-        #### The sum over a group, in fp32: this rank's rows, and those that others have encoded
-
-        * `mine` is `(rows, n)`; `received` has as many encoded rows for each rank of the group
+        #### The sum over a group, in fp32: this rank's `(rows, n)`, and the encoded ones of others
         """
         encoding: Any = self.links.gradients
         total = torch.zeros_like(mine, dtype=torch.float32)
@@ -517,12 +507,11 @@ class LinkedCommunicator(Communicator):
 
     def _add_in(self, group: Group, total: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
         """
-        #### The sum over a group, in the memory of this rank's own
+        #### The sum over a group, in the memory of this rank's own `(shard_numel,)`
 
-        * `total` is `(shard_numel,)`; `received` has a row for each rank of the group
-
-        In place, because the layers of a bucket have views of it. NCCL has added already.
+        In place, because the layers of a bucket have views of it.
         """
+        # NCCL has added already.
         if not self.by_messages:
             return total
         return total.copy_(collectives.sum_of(group, total, received))
@@ -549,8 +538,8 @@ class LinkedCommunicator(Communicator):
 
         * `shard` and `full` are as for `Communicator.scatter`
 
-        Inside each node the first rank deals out the slices. Then the first node deals out the rows
-        of each slice. Of replicas the first one's buffer counts.
+        First the slices inside each node, then the rows of each slice from the first node. Of
+        replicas the first one's buffer counts.
         """
         rows = torch.empty(self.across.size * len(shard), dtype=shard.dtype, device=full.device)
         self.scatter_parts(self.group, rows, full)

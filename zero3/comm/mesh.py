@@ -132,8 +132,6 @@ class Group:
     def next_is_far(self) -> bool:
         """
         ### Whether the next rank of the group is on another node
-
-        A ring goes from each rank to the next.
         """
         following = self.ranks[(self.rank + 1) % self.size]
         return node_of(following) != node_of(self.global_rank)
@@ -179,8 +177,6 @@ class Group:
         ### What to do about ranks that do not send their part
 
         * `error` is torch's
-
-        After a time-out there need not be an error on another rank.
         """
         if not self.within(error):
             return ("look for the first error on the other ranks, which is the cause, and start "
@@ -215,7 +211,7 @@ def all_ranks(rank: int | None = None, world_size: int | None = None) -> Group:
       to 0 and 1
 
     Raises `RuntimeError` if there is no process group of this rank and size, or if torchrun has
-    started several ranks and there is no process group, or one of this rank alone.
+    started several ranks and this one would train alone.
     """
     has_group = dist.is_available() and dist.is_initialized()
     here = (dist.get_rank(), dist.get_world_size()) if has_group else (0, 1)
@@ -244,7 +240,7 @@ def groups_of(mesh: DeviceMesh) -> tuple[Group, ...]:
     * `mesh` has one dimension; or two, ("replicate", "shard") or ("nodes", "shard")
 
     Raises `TypeError` if it is no mesh, and `ValueError` if it has other dimensions or other ranks,
-    or if its ranks are not ascending, because torch sorts the ranks of a process group.
+    or if its ranks are not ascending.
     """
     expect(isinstance(mesh, DeviceMesh), "mesh", "a `torch.distributed.device_mesh.DeviceMesh`",
            repr(mesh), "pass one, or leave it out to shard over all ranks", TypeError)

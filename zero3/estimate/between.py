@@ -49,8 +49,7 @@ quarter for the scales of blocks of 64. Blocks of 128 make it 0.2552.
 
 **Not covered, and what that costs**: only the time of the link between nodes is told. NCCL may
 choose other ways than a ring. Norms of gradients are left out: 8 bytes for each shard. Each node
-has the same number of ranks, all layers the same size, and a step one micro-batch. The memory lacks
-encoded rows and the buffers between nodes, which belong to one layer or two.
+has the same number of ranks, all layers the same size, and a step one micro-batch.
 """
 
 import argparse

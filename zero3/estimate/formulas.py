@@ -26,8 +26,8 @@ computation in flops per second.
 **Run this**: `python -m zero3.estimate --params 7.5e9 --ranks 64`, or `python -m zero3.estimate
 --model 8b --ranks 1 --gpu 80GB --cpu 128GB --nvme 1TB`.
 
-**Not covered, and what that costs**: activations, which need device memory too. The formulas assume
-the papers' data types and Adam; `predict.py` uses the real layers and data types, to the byte.
+**Not covered, and what that costs**: activations. The formulas assume the papers' data types and
+Adam; `predict.py` uses the real layers, to the byte.
 """
 
 import argparse

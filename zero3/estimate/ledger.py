@@ -238,7 +238,7 @@ def exponents(optimizer: Any) -> dict[int, int]:
 
     * `optimizer` is a `Zero3Optimizer`, between backward and its step
 
-    The loss scale is divided out. Gradients that are zero or overflow do not count.
+    Gradients that are zero or overflow do not count.
     """
     found: Counter[int] = Counter()
     for states in optimizer.shard_states:

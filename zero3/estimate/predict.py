@@ -42,13 +42,12 @@ else 0. $g_\ell$ counts its all-gathers: two, but one for the last layer, and on
 the first that trains. Every micro-batch sends as much again. `Zero3Optimizer` also sends 8 bytes
 for each trainable shard, once in a step.
 
-**Files.** Shards in files take no memory, but they pass through a few buffers, which do. A step
-reads the file of a layer's shard for each of its $g_\ell$ all-gathers. It writes each gradient
-after its reduction, and masters, moments and rounded parameters after they are stepped. There are
-$c$ buffers for states. With at least $2c$ layers all masters and moments have to be read again, and
-all gradients but those of the first $c$ layers, which come last in backward. For a layer's shard,
-its gradient, and its master and moments, let the files have $f$, $f_g$ and $f_s$ bytes. In half
-precision, a step of one micro-batch moves
+**Files.** A step reads the file of a layer's shard, $f$ bytes, for each of its $g_\ell$
+all-gathers. It writes each gradient, $f_g$ bytes, after its reduction, and masters and moments,
+$f_s$ bytes, and rounded parameters after they are stepped. There are $c$ buffers for states. With
+at least $2c$ layers all masters and moments have to be read again, and all gradients but those of
+the first $c$ layers, which come last in backward. In half precision, a step of one micro-batch
+moves
 
 $$\text{read} = \sum_\ell \left( g_\ell f_\ell + f_{s,\ell} \right) + \sum_{\ell > c} f_{g,\ell}
 \qquad \text{written} = \sum_\ell \left( f_{g,\ell} + f_{s,\ell} + f_\ell \right)$$
@@ -57,11 +56,11 @@ A `Prediction` has no bytes that are read or written.
 
 **Run this**: `make train`; its table holds these numbers against measured ones.
 
-**Not covered, and what that costs**: activations, which do not depend on the sharding. Nodes,
-replicas and encodings are refused; measure them with a `Ledger`. The numbers are off for layers
-outside a `Zero3Sequential`, for parameters without a gradient or moments, and for a bucket with two
-half-precision data types. With files, they are off if only the last layer of a chain trains, and
-for an `Offload` with `max_in_cpu` that another model has used before.
+**Not covered, and what that costs**: activations. Nodes, replicas and encodings are refused;
+measure them with a `Ledger`. The numbers are off for layers outside a `Zero3Sequential`, for
+parameters without a gradient or moments, and for a bucket with two half-precision data types. With
+files, they are off if only the last layer of a chain trains, and for an `Offload` with `max_in_cpu`
+that another model has used before.
 """
 
 from collections import Counter
@@ -119,9 +118,8 @@ def predict_optimizer(optimizer: Zero3Optimizer, micro_batches: int = 1, no_sync
     * `micro_batches` are in a step, whose moments exist already. `no_sync` says that all but the
       last run in `no_sync()`
 
-    Raises `RuntimeError` if the model is not a `Zero3Sequential`, has layers inside of layers, or
-    uses several `Offload`s for them; if param groups keep different states; and if its ranks are
-    nodes or replicas, or something travels or rests in an encoding.
+    Raises `RuntimeError` if the model is not a `Zero3Sequential` of plain layers with one
+    `Offload`, if param groups keep different states, or with nodes, replicas or encodings.
     """
     modules = getattr(optimizer.model, "module_list", ())
     chain = [layer for layer in modules if getattr(layer, "flats", ())]
@@ -375,8 +373,6 @@ class StepLayer:
 class Step:
     """
     ### Replay a step: bytes above rest, and bytes that are sent
-
-    The order of the lines is the order of events in the heart.
     """
 
     def __init__(self, chain: list[StepLayer], world_size: int, bucket_bytes: int, packs: bool,
@@ -438,8 +434,6 @@ class Step:
     def backward(self, down: list[StepLayer], reduces: bool) -> None:
         """
         #### Gather each layer while the one above it computes, and reduce gradients
-
-        * `down` are the layers from the last to the first that trains
         """
         for layer, below in zip(down, [*down[1:], None], strict=False):
             if below:
@@ -483,8 +477,7 @@ class Step:
         """
         #### Start a reduce-scatter; the one before it has to finish first
 
-        `Zero3Optimizer` packs gradients of one data type into one message. A gradient that is alone
-        is sent from its own memory.
+        `Zero3Optimizer` packs gradients of one data type into one message.
         """
         self.finish_reduce()
         self.in_flight = layers
