@@ -1,11 +1,9 @@
 r"""
 # The checkpoint tool: inspect, verify, export, import
 
-Print and check checkpoints, write them in the formats of other libraries, and read those formats
-back. `main` is the command line, `python -m zero3.checkpoint`.
-
-A conversion reads one parameter at a time from the files of all ranks and writes it in the other
-format, or the reverse. It needs neither the model nor a GPU, and one process is enough.
+`main` is the command line, `python -m zero3.checkpoint`. It prints and checks checkpoints, and
+converts them, one parameter at a time. This needs neither the model nor a GPU, and one process is
+enough.
 
 | format | command | content |
 |---|---|---|
@@ -22,8 +20,8 @@ $$\text{memory} \le 2 \cdot \text{largest parameter} + 32 \text{ MiB} + 16 \text
 
 **Run this**: `python -m zero3.checkpoint --help`.
 
-**Not covered, and what that costs**: the parameters have the names of the plain model. Some formats
-add a prefix, Hugging Face's `model.` for example, and you have to rename these parameters yourself.
+**Not covered, and what that costs**: the parameters have the names of the plain model. You have to
+add a prefix such as Hugging Face's `model.` yourself.
 """
 
 import argparse
@@ -150,7 +148,7 @@ def export(folder: Path, out: Path, dtype: torch.dtype | None = None, file_bytes
         like[name] = (tensor.dtype, tuple(tensor.shape))
 
     files = _files(like, file_bytes)
-    # The metadata says which other names a tied parameter has, as safetensors does it.
+    # The metadata has the other names of a tied parameter.
     metadata = {"format": "pt"} | {other: param.name for param in checkpoint.params
                                    for other in param.entry["names"][1:]}
     make_output_folder(out)

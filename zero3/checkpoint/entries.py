@@ -1,8 +1,8 @@
 r"""
 # Contents of a checkpoint
 
-`Entries` lists the tensors that this rank saves of a model and its optimizer, reads them one shard
-at a time, and puts the values of a checkpoint back in their places.
+`Entries` lists the tensors that this rank saves of a model and its optimizer, and puts the values
+of a checkpoint back in their places.
 
 A checkpoint has *flat parameters*, and under each of them several *keys*: `param` for the values,
 and one key for each moment. Every rank saves its own shard of each key. The kind of the model, the
@@ -137,7 +137,7 @@ class Described(TypedDict):
     """
     ## A flat parameter as one rank describes it
 
-    As in `FlatEntry`, but with the states of this rank's pieces, by parameter.
+    Its states are those of this rank's pieces, by parameter.
     """
 
     place: int
@@ -285,8 +285,6 @@ class Entries(Named):
     def describe(self) -> list[Described]:
         """
         ### This rank's entries for the manifest: one for each flat parameter
-
-        The optimizer states are only those of this rank's pieces; `manifest` merges all of them.
         """
         described: list[Described] = []
         for flat in self.flats:
@@ -362,8 +360,8 @@ class Entries(Named):
         ### The tensors of this rank's file, in the file's order
 
         Larger elements come first, so that all tensors are aligned and can be mapped into memory.
-        Among elements of one size, shards in files come first: an asynchronous save writes them at
-        once, because copies would bring all of them into memory.
+        Among elements of one size, shards in files come first, because an asynchronous save does
+        not copy them.
         """
         own = [(i, described["keys"]) for i, described in enumerate(manifest["flats"])
                if described["place"] == self.place]

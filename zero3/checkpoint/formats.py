@@ -1,12 +1,11 @@
 r"""
 # Checkpoints of other libraries
 
-Read and write DeepSpeed's universal layout and `torch.distributed.checkpoint` (DCP), one parameter
-at a time.
+Read and write DeepSpeed's universal layout and `torch.distributed.checkpoint` (DCP).
 
 Both formats store whole parameters, so another library can load them on any number of ranks
-([Universal Checkpointing](https://arxiv.org/abs/2406.18820), section 3). Both have three tensors
-for each parameter that Adam trains: the fp32 master, the first moment and the second moment,
+([Universal Checkpointing](https://arxiv.org/abs/2406.18820), section 3). They have three tensors
+for each parameter that Adam trains: the fp32 master and two moments,
 
 $$w_{32}, \quad m, \quad v$$
 
@@ -80,7 +79,7 @@ def from_tensors(folder: Path, step: int, tensors: dict[str, Like],
     """
     ## Make a checkpoint of whole tensors
 
-    The result looks as if one rank had saved it, with a layer for each parameter.
+    It looks as if one rank had saved it, with a layer for each parameter.
 
     * `folder` is empty or does not exist yet; `step` is the number of steps taken
     * `tensors` has, for each name of a parameter, the data type and shape of each of its tensors by
@@ -336,7 +335,7 @@ def _dcp_groups(checkpoint: CheckpointReader, trained: list[str]) -> list[dict[s
     """
     optimizer = checkpoint.manifest["optimizer"]
     if optimizer is None:
-        # A checkpoint that was made from DeepSpeed's has moments but no options.
+        # A checkpoint made from DeepSpeed's has moments but no options.
         return [_dcp_group("AdamW", {}, trained)] if trained else []
     return [_dcp_group(optimizer["class"], options, [
                 param.name for param in checkpoint.params if param.entry["param_group"] == i])
@@ -348,8 +347,7 @@ def _dcp_group(optimizer_class: str, options: dict[str, object], names: list[str
     """
     #### A param group with all options of torch's optimizer
 
-    Loaders ask for options that a checkpoint does not have, such as `fused`. A learning rate
-    scheduler asks for the initial learning rate.
+    Loaders ask for some that a checkpoint does not have, such as `fused`.
     """
     make_optimizer = getattr(torch.optim, optimizer_class, torch.optim.AdamW)
     defaults = make_optimizer([torch.zeros(1)]).state_dict()["param_groups"][0]
@@ -456,9 +454,7 @@ def _make(made: Any, cls: type, *args: object) -> object:
 
 class _DcpReader(dcp.FileSystemReader):
     """
-    ## DCP's reader, with checks before it trusts the metadata
-
-    The metadata names the files to read. A forged name could lead out of the folder.
+    ## DCP's reader, which checks the names of files in the metadata
     """
 
     def read_metadata(self, *args: object, **kwargs: object) -> dcp.Metadata:

@@ -2,7 +2,7 @@ r"""
 # A checkpoint on disk
 
 `commit_checkpoint` turns a folder of files into a checkpoint, and `CheckpointReader` reads any
-range of any parameter from a checkpoint.
+range of any parameter from it.
 
 Each rank writes its shards into a file of its own. The manifest, a JSON file, says what the numbers
 in these files are: the parameters of each flat parameter, their shapes, their offsets, and the
@@ -18,8 +18,8 @@ flat parameter has six, and two ranks saved three each:
 | element of the shard | 0 | 1 | 2 | 0 | 1 | 2 |
 
 The bias begins at offset 4, so its last element is element 5 of the flat parameter: element 2 of
-the shard in the file of rank 1. In general, a flat parameter of $P_\ell$ elements on $N$ ranks has
-shards of $S = \lceil P_\ell/N \rceil$ elements. Element $i$ of a parameter at offset $o$ is here:
+the shard in the file of rank 1. A flat parameter of $P_\ell$ elements on $N$ ranks has shards of
+$S = \lceil P_\ell/N \rceil$ elements. Element $i$ of a parameter at offset $o$ is here:
 
 $$\text{file of rank} = \left\lfloor \frac{o + i}{S} \right\rfloor \qquad
 \text{element of its shard} = (o + i) \bmod S$$
@@ -39,10 +39,9 @@ the reader puts the parts together.
 
 **All or nothing.** A save writes into a folder with a name that ends in `.partial`. When all files
 are on the disk, rank 0 writes the manifest under a temporary name, forces it to the disk and
-renames it. The checkpoint exists from this rename on, because a file system either completes a
-rename or leaves everything as it was. Finally rank 0 removes old checkpoints of this step and of
-later ones, and gives the folder its final name. If the run is killed in between, the next save
-calls `clean_up_interrupted_saves`:
+renames it. The checkpoint exists from this rename on, because a file system completes a rename or
+leaves everything as it was. Finally rank 0 gives the folder its final name. If the run is killed in
+between, the next save calls `clean_up_interrupted_saves`:
 
 | folder | content | what `clean_up_interrupted_saves` does |
 |---|---|---|
@@ -242,8 +241,8 @@ def newest(folder: str | Path) -> Path | None:
     """
     ## The newest checkpoint of a run, if there is one
 
-    A finished checkpoint without its final name wins, because it replaces all checkpoints of its
-    own step and of later steps.
+    A finished checkpoint without its final name wins, because it replaces those of its own step and
+    of later ones.
     """
     unnamed = [path for path in steps(Path(folder), ".partial").values()
                if (path / MANIFEST).exists()]

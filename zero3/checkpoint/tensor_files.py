@@ -1,8 +1,8 @@
 r"""
 # Files of tensors with checksums
 
-`TensorFile` reads any range of elements from a safetensors file, and checks every byte that it
-reads. `offload/tensors.py` has written the file.
+`TensorFile` reads any range of elements from a safetensors file that `offload/tensors.py` has
+written, and checks every byte.
 
 Each block of 1 MiB has a CRC-32, so a reader of a range checks only the blocks that it reads. One
 changed byte always changes the checksum.
@@ -11,8 +11,7 @@ $$\text{blocks read for } n \text{ bytes} \le \left\lceil \frac{n}{2^{20}} \righ
 
 **Run this**: `python -m zero3.checkpoint verify FOLDER` checks all blocks of a checkpoint.
 
-**Not covered, and what that costs**: one thread reads a file, through the page cache. Checksums
-find damage, but no forgery: a forger can compute them too.
+**Not covered, and what that costs**: one thread reads a file. Checksums find no forgery.
 """
 
 import json
@@ -27,7 +26,7 @@ import torch
 
 from zero3.offload.tensors import BLOCK_BYTES, TYPES, Broken
 
-# The readers of a checkpoint's files keep so many blocks, because small parameters share a block.
+# Blocks that are kept, because small parameters share one.
 _KEPT_BLOCKS = 16
 
 
@@ -115,7 +114,7 @@ class TensorFile:
         """
         key = self.rank, i
         if key not in self.recent:
-            # Open the file each time: a checkpoint may have more files than a process may open.
+            # A checkpoint may have more files than a process may keep open.
             with open(self.path, "rb", buffering=0) as file:
                 block = os.pread(file.fileno(), BLOCK_BYTES, i * BLOCK_BYTES)
             if f"{zlib.crc32(block):08x}" != self.crc32[8 * i : 8 * i + 8]:

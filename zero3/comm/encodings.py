@@ -18,9 +18,8 @@ so the scale is $3.5 / 7 = 0.5$:
 | error | 0.1 | 0.2 | 0 | 0 |
 
 A number is rounded to the nearest multiple of the scale $s$, so it moves by at most $s/2$. With $q$
-positive values (7 or 127) the scale is the block's largest size over $q$, and that gives the bound.
-The scale itself is rounded to 16 bits (bfloat16), which moves it by at most one part in 256, so the
-largest number still rounds to $q$:
+positive values (7 or 127) the scale is the block's largest size over $q$. The scale is rounded to
+16 bits (bfloat16), by at most one part in 256, so the largest number still rounds to $q$:
 
 $$|x - \hat{x}| \;\le\; \frac{s}{2} \;\le\; \frac{\max |x|}{2 q} \left(1 + 2^{-8}\right)$$
 
@@ -35,8 +34,7 @@ Four properties matter besides the error:
 
 * Zero stays zero, so padding stays zero.
 * An infinity or a NaN makes its whole block infinite or NaN, so an overflow is still found.
-* Finite numbers that were decoded encode to the same bytes again, so a second round loses nothing
-  more.
+* Decoded finite numbers encode to the same bytes again.
 * A finite number stays finite. The largest fp16 number, 65504, over 127 is rounded up to the scale
   516, and 127 · 516 would be infinite in fp16. So the scale is the next lower one, 512.
 
@@ -52,8 +50,7 @@ Block-wise quantisation is from [8-bit Optimizers](https://arxiv.org/abs/2110.02
 **Run this**: `python -m pytest tests/test_encodings.py` measures the errors.
 
 **Not covered, and what that costs**: error feedback, which would add the rounding error of one
-gradient to the next, at the cost of a buffer as large as the gradient. Everything is computed in
-fp32, so a double beyond its range counts as infinite.
+gradient to the next. A double beyond the range of fp32 counts as infinite.
 """
 
 import math
@@ -88,7 +85,7 @@ def is_encoding(thing: object) -> bool:
     """
     ## Whether this is an object with the three methods
 
-    The class `Int8`, without parentheses, has them too, and is none.
+    The class `Int8`, without parentheses, is none.
     """
     names = ("nbytes", "encode", "decode")
     return not isinstance(thing, type) and all(callable(getattr(thing, n, None)) for n in names)

@@ -3,8 +3,8 @@ r"""
 
 A `Group` is the ranks that share something: who they are, and which of them this rank is.
 
-Usually all ranks of a run share one model. With a *mesh*, torch's table of ranks, only some of them
-do. Here four ranks train two models side by side:
+With a *mesh*, torch's table of ranks, only some ranks of a run share a model. Here four ranks train
+two models side by side:
 
 | mesh | ranks of the model | place of rank 2 | a shard is |
 |---|---|---|---|
@@ -15,10 +15,10 @@ do. Here four ranks train two models side by side:
 So a rank has two numbers. Its place in the group says which part of each flat parameter it keeps.
 Its *global rank* is the number that torchrun and the logs know, so errors use that one.
 
-**Hybrid sharding.** A mesh of two dimensions has *replicas* of the model, and each replica is
+**Hybrid sharding.** A mesh ("replicate", "shard") has *replicas* of the model, and each replica is
 sharded. A gather stays inside one replica, which may be one machine with fast links. Between
-machines each rank sends only the gradient of its own shard. The three weights of `layer.py`, on a
-mesh of two replicas with two ranks each, named ("replicate", "shard"):
+machines each rank sends only the gradient of its own shard. Three weights on two replicas of two
+ranks:
 
 | | rank 0 | rank 1 | rank 2 | rank 3 | |
 |---|---|---|---|---|---|
@@ -39,9 +39,8 @@ elements. Such a mesh is `init_device_mesh("cuda", (2, 8), mesh_dim_names=("repl
 two machines, and eight GPUs in each. Pass it to each layer or to `wrap`.
 
 The reduce-scatter of a layer overlaps the backward pass of the layer below, and the all-reduce that
-of the next one below. On an accelerator NCCL's all-reduce sends $2\frac{R-1}{R}$ times the shard;
-on the CPU each rank sends its sums to each other replica. Replicas add in the same order, so they
-keep the same bits.
+of the next one below. NCCL's all-reduce sends $2\frac{R-1}{R}$ times the shard. Replicas add in the
+same order, so they keep the same bits.
 
 **Nodes.** Replicas cost memory. A mesh with the names ("nodes", "shard") keeps one model on all
 ranks, and only says which of them are near (see `links.py`).
@@ -49,8 +48,8 @@ ranks, and only says which of them are near (see `links.py`).
 **Run this**: `python -m pytest tests/test_groups.py` trains models on groups of ranks.
 
 **Not covered, and what that costs**: each rank of the run has to build every mesh, also those that
-it is not in, because torch makes process groups on all ranks together. On the CPU the sums of the
-other replicas take memory until they are added, $R$ times the shard.
+it is not in. On the CPU the sums of the other replicas take memory until they are added, $R$ times
+the shard.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class Group:
     # torch's handle; without one, the group is torch's own, of all ranks. Weakly, because gloo
     # keeps its threads while somebody has a handle.
     handle: weakref.ref[dist.ProcessGroup] | None = field(default=None, compare=False)
-    # Whether its ranks have parts of the same layers, and not other layers (see `parts.py`).
+    # Whether its ranks have parts of the same layers (see `parts.py`).
     same_layers: bool = False
 
     @property
@@ -197,8 +196,8 @@ def node_of(rank: int) -> int:
     """
     ## The node of a rank of the run
 
-    torchrun gives each node `LOCAL_WORLD_SIZE` consecutive ranks. Without this variable in the
-    environment, all ranks are on one node.
+    torchrun gives each node `LOCAL_WORLD_SIZE` consecutive ranks. Without this variable, all ranks
+    are on one node.
     """
     return rank // int(os.environ.get("LOCAL_WORLD_SIZE", rank + 1))
 

@@ -20,8 +20,8 @@ the middle one:
 $$(\text{rows}, \text{size}, \text{width}) \to (\text{rows}, \text{end} - \text{begin},
 \text{width})$$
 
-So the four weights above have the boxes $(1, 2, 4)$ for rows, $(2, 4, 1)$ for columns, and
-$(4, 2, 1)$ for columns in two blocks.
+The boxes above are $(1, 2, 4)$ for rows, $(2, 4, 1)$ for columns, and $(4, 2, 1)$ for columns in
+two blocks.
 
 **Run this**: `python -m pytest tests/test_tensor_parallel.py -k part`.
 
@@ -73,9 +73,7 @@ class WeightPart:
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
         """
-        ### This part of a weight, a copy in one dimension
-
-        * `whole` has the elements of the weight, or of some of its rows
+        ### This part of a weight or of some of its rows, a copy in one dimension
         """
         box = whole.reshape(-1, self.size, self.width)
         return box[:, self.begin : self.end].flatten().clone()
@@ -122,7 +120,7 @@ def whole_values(module: nn.Module) -> Iterator[None]:
     """
     ## Give a module whole weights for a while, and keep this rank's parts of their values
 
-    A rank then draws the initial values that the plain module would have drawn, and takes its part.
+    Inside, initial values are drawn as for the plain module.
     """
     parts = {name: part for name, part in vars(module).get("parts", {}).items()
              if name in module._parameters}
@@ -169,7 +167,7 @@ def connect(model: nn.Module) -> None:
     first.expect(owner is not first, "has split weights", "a `Zero3Sequential`, or `wrap`",
                  "a layer that is in no chain", "put it in a chain, also if it is the only one")
     first.comm.stages = line.group
-    # For what concerns all ranks at once: the same, with these among its groups.
+    # The model's own communicator has these among its groups.
     owner.comm = copy.copy(first.comm)
     owner.comm.groups = (*first.comm.groups, line.group)
     stages = first.comm.stages.gather(first.comm.ranks)

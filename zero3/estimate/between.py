@@ -6,11 +6,10 @@ r"""
 
 Each layout pays for fewer bytes between nodes with memory, or with rounded numbers.
 
-**Three weights on two nodes of two ranks**, padded to four. In an all-gather by messages, flat
-ZeRO-3 sends each shard to both ranks of the other node. A ring passes everything from rank to rank,
-so three shards leave each node. A layout of nodes sends each shard to the other node once. A
-replica gathers inside its node, and sends the gradients of two elements for each rank. The elements
-that leave a node:
+**Three weights on two nodes of two ranks**, padded to four. By messages, flat ZeRO-3 sends each
+shard to both ranks of the other node. A ring passes everything from rank to rank, so three shards
+leave each node. A layout of nodes sends each shard to the other node once. A replica gathers inside
+its node. The elements that leave a node:
 
 | layout | kept | an all-gather | a reduction | a step |
 |---|---|---|---|---|
@@ -20,8 +19,8 @@ that leave a node:
 | nodes, secondary | 1, and 2 from forward to backward | 2 | 2 | 4 |
 | hybrid | 2 | 0 | 4 | 4 |
 
-A step has two all-gathers and a reduction; with `secondary` backward gathers inside the node. In
-general, for each layer there leave a node
+A step has two all-gathers and a reduction; with `secondary` backward gathers inside the node. For
+each layer there leave a node
 
 $$\text{bytes} = c\,(\gamma w + g)$$
 
@@ -48,8 +47,8 @@ quarter for the scales of blocks of 64. Blocks of 128 make it 0.2552.
 **Run this**: `python -m zero3.estimate --params 7b --ranks 32 --nodes 4 --link 25GB --gpu 80GB`.
 
 **Not covered, and what that costs**: only the time of the link between nodes is told. NCCL may
-choose other ways than a ring. Norms of gradients are left out: 8 bytes for each shard. Each node
-has the same number of ranks, all layers the same size, and a step one micro-batch.
+choose other ways than a ring. Each node has the same number of ranks, all layers the same size, and
+a step one micro-batch.
 """
 
 import argparse
@@ -157,7 +156,7 @@ def best(found: list[Choice], has_bytes: float | None) -> Choice | None:
 
     * `has_bytes` is the memory of a rank; without it, all choices fit
 
-    If two have the same bytes, to three digits, it is the one with less memory.
+    If two have the same bytes, to three digits, less memory wins.
     """
     fitting = [each for each in found if has_bytes is None or each.peak_bytes <= has_bytes]
     return min(fitting, key=lambda each: (float(f"{each.between_bytes:.2e}"), each.peak_bytes),

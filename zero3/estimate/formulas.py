@@ -165,9 +165,8 @@ def stage_parts(params: float, ranks: int, layers: int = 32,
     ## `stages` in parts: the bytes of a rank by `KINDS`, for stages 0 to 3
 
     Working buffers are not in Table 1. Stage 2 holds the full gradient of one layer until it is
-    reduced. Stage 3 also holds two whole layers: one computes while the next is gathered. For 8
-    billion parameters in 32 layers of 0.5 GB on 64 ranks, that is 2 GB of model states and 1.5 GB
-    of working buffers.
+    reduced. Stage 3 also holds two whole layers. For 8 billion parameters in 32 layers of 0.5 GB on
+    64 ranks, that is 2 GB of model states and 1.5 GB of working buffers.
 
     * `layers` are taken to have the same size; the other arguments are as for `stages`
     """
@@ -219,7 +218,6 @@ def bandwidth_for(part: float, ait: float, peak: float) -> float:
     `efficiency`, solved for the bandwidth.
 
     * `part` is the efficiency, at least 0 and below 1
-    * `ait` and `peak` are as for `efficiency`
     """
     return part / (1 - part) * peak / ait
 
@@ -255,8 +253,7 @@ def places(params: float, ranks: int, layers: int = 32, basis: int | str = 16) -
     * `params` is $\Psi$, `ranks` is $N$; all `layers` are taken to have the same size
     * `basis` is one of `WIDTHS`
 
-    The device holds at least two whole layers and the full gradient of one. Files need buffers in
-    CPU memory: two for a layer's shard, and five for its optimizer states.
+    Files need buffers in CPU memory: two for a layer's shard, and five for its optimizer states.
 
     With the states in CPU memory a step moves $4\Psi/N$ bytes: the gradients to the CPU and the
     parameters back. Offload cannot move less (ZeRO-Offload, section 3).

@@ -36,8 +36,7 @@ class Layout:
     ## Layout: groups of ranks, and what travels between them
 
     * `ranks` share each layer: those of one node or one replica, if there are several
-    * `nodes` share each layer too, as a mesh ("nodes", "shard") has them
-    * `replicas` have the model each, as a mesh ("replicate", "shard") has them
+    * `nodes` and `replicas` are as in a mesh
     * `weights`, `gradients` and `secondary` are as for `Links`
 
     Raises `ValueError` if there are nodes and replicas.

@@ -47,8 +47,6 @@ from zero3.watch import in_backward
 class Event:
     """
     ## One entry on the tape
-
-    The fetch in the table above has 16 bytes of its own; 24 are live after it, and 8 were sent.
     """
 
     time_s: float  # since the tape began, by the host's clock
@@ -145,7 +143,6 @@ class Ledger:
         * `sender` is the layer, or the optimizer
         * `nbytes` are the bytes of the event; `None` stands for the bytes freed since the last one
         * `transfer` is the collective that has started, if one has
-        * `tier` is where the bytes are
         """
         if event == "fetch":
             # A step gathers nothing, so it is over, even if an exception ended it.

@@ -215,8 +215,7 @@ def predict(
     * `world_size` ranks share the model
     * `moments` is the number of tensors of the shard's size that the optimizer keeps: 2 for Adam
     * `step_bytes` is the size of its step count for each trainable shard: 4 for torch's Adam
-    * `by_messages` says that a reduce-scatter needs a receive buffer as large as the gradients that
-      it sends, as it does on the CPU
+    * `by_messages` says that a reduce-scatter needs a receive buffer, as it does on the CPU
     * `stage3` says that the optimizer is a `Zero3Optimizer`: masters and moments are at least fp32,
       and the ranks exchange norms
     * `reduce_bytes` is the size of an element of a gradient; by default that of the parameter

@@ -1,8 +1,8 @@
 r"""
 # Tensor parallelism in numbers: what a split keeps and sends
 
-`Transformer` describes a model by its widths. `specs` says what one rank keeps of it if $t$ ranks
-split each layer, and `activation_bytes` says what they send each other in a step.
+`Transformer` describes a model by its widths: what one rank keeps of it if $t$ ranks split each
+layer, and what they send each other in a step.
 
 **A layer on four ranks.** Take a layer of 12 weights, of which 4 are norms that nobody splits, and
 a mesh of tensor 2 x shard 2. A rank has half of the 8 others and the norms, 8 weights. It shards
@@ -104,8 +104,8 @@ class Transformer:
         ### Bytes that a rank sends to the others that split its layers, in forward and backward
 
         * `rows` are the sequences of a step, `length` the positions of each
-        * `sequence` says that the stream is split by positions
-        * `logits` says that the head's are gathered
+        * `sequence` says that the stream is split by positions; `logits`, that the head's are
+          gathered
         """
         others = tensor - 1
         all_reduce = 2 * others * rows * length * self.width // tensor
@@ -146,7 +146,7 @@ def splittings(params: float, ranks: int, most: int, width: int, layers: int = 3
     """
     ## What each tensor size costs, in half precision with Adam
 
-    * `params` are those of the model, all in `layers` of the same size, and all split
+    * `params` are all in `layers` of the same size, and all split
     * `most` is the largest tensor size. Those that do not divide `ranks` are left out
     * `tokens` are those of a step, divided by `ranks`, so the batch is the same for all sizes
     """
