@@ -266,7 +266,6 @@ def universal(source: Path, out: Path, style: str, torch_adam: bool, step: int) 
     """
     ## Convert a checkpoint to another format, or make a checkpoint of one
 
-    * `source` decides the direction
     * `style` is the format to write, `deepspeed` or `dcp`
     """
     if (source / ".metadata").exists():

@@ -36,7 +36,7 @@ another.
 **Not covered, and what that costs**: the extra state that a module returns from `get_extra_state`
 is not saved; pass it as `extra`. An optimizer of torch's has a single state for a whole shard. If
 its parameters are loaded into other layers, and those of a new shard have different numbers of
-steps, there is an error. `Zero3Optimizer` has no such limit.
+steps, there is an error.
 """
 
 import json
@@ -162,8 +162,6 @@ class TensorNames(NamedTuple):
 class Entries(Named):
     """
     ## The tensors of a model and its optimizer that go into a checkpoint
-
-    Only this class knows both; `reader.py` and `tensor_files.py` know files.
     """
 
     label = "the checkpoint"
@@ -376,8 +374,6 @@ class Entries(Named):
     def tensors(self, entries: list[Entry]) -> Iterator[torch.Tensor]:
         """
         ### The values of these entries; each is valid until the next one is requested
-
-        The next shard may get the buffer of a state in a file.
         """
         for flat, run in groupby(entries, key=lambda entry: entry.flat):
             if flat is None:
@@ -686,9 +682,7 @@ def _match_groups(checkpoint: CheckpointReader, everywhere: TensorNames) -> dict
 def _on_device(scalars: dict[str, object], group: dict[str, object], device: torch.device
                ) -> dict[str, object]:
     """
-    #### Move the number of steps and the like to the device, if the param group's options need that
-
-    torch's fused and capturable steps expect their counter on the device of the parameter.
+    #### Move the number of steps and the like to the device, for torch's fused and capturable steps
     """
     on_device = group.get("fused") or group.get("capturable")
     return {key: value.to(device) if on_device and isinstance(value, torch.Tensor) else value
@@ -735,8 +729,6 @@ def _merge_states(params: list[ParamEntry], states: dict[int, StatesEntry]
                   ) -> list[StatesEntry]:
     """
     #### The optimizer states of a flat parameter, each of them once
-
-    * `params` are the manifest's, and `states` are by the index of the parameter
 
     If some parameters of a group were used in other steps than the rest, each entry lists its
     parameters as `params`.

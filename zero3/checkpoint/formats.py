@@ -17,7 +17,7 @@ For a parameter `0.weight` they are here:
 | $m$ | `universal/zero/0.weight/exp_avg.pt` | `optim.state.0.weight.exp_avg` |
 | $v$ | `universal/zero/0.weight/exp_avg_sq.pt` | `optim.state.0.weight.exp_avg_sq` |
 | number of steps | of each parameter; Stage 3 reads one for all | of each parameter |
-| options of param groups | not stored: the engine uses its own configuration | stored |
+| options of param groups | not stored | stored |
 | buffers, frozen parameters | not stored | stored |
 | tied parameters | under one name | under each name |
 
@@ -385,8 +385,6 @@ def from_dcp(source: Path, folder: Path, step: int) -> None:
     """
     ## Make a checkpoint of a DCP folder
 
-    `model` and `optim` may be nested in other entries, and `optim` may be missing.
-
     * `step` is the number of steps taken; 0 takes it from the optimizer states
     """
     reader = _DcpReader(source)
@@ -471,9 +469,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     """
     ## Unpickle DCP's `.metadata` without running anything in it
 
-    A pickle names the functions and classes that build its objects, and Python's own unpickler
-    calls any of them. This one knows a short list. A pickle may also set attributes on a class, so
-    it is given stand-ins, which make the same objects.
+    Python's own unpickler calls whatever a pickle names. This one knows a short list. A pickle may
+    also set attributes on a class, so it is given stand-ins, which make the same objects.
     """
 
     _ADMITTED = {

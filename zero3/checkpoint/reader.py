@@ -25,14 +25,8 @@ $$\text{file of rank} = \left\lfloor \frac{o + i}{S} \right\rfloor \qquad
 \text{element of its shard} = (o + i) \bmod S$$
 
 **In a pipeline** the ranks with the same layers are at one *place*, and the manifest says for each
-flat parameter at which. The files of place 0 come first. With two places of two ranks:
-
-| file | 0 | 1 | 2 | 3 |
-|---|---|---|---|---|
-| place in the pipeline | 0 | 0 | 1 | 1 |
-| shard of each flat parameter there | 0 | 1 | 0 | 1 |
-
-So the file of a shard at place $p$ has a number that is larger by $pN$ than in the formula above.
+flat parameter at which. The files of place 0 come first, so the file of a shard at place $p$ has a
+number that is larger by $pN$ than in the formula above.
 
 **Split for tensor parallelism**, a parameter has a part at each place (see `comm/parts.py`), and
 the reader puts the parts together.
@@ -49,8 +43,6 @@ between, the next save calls `clean_up_interrupted_saves`:
 | `step-00000200.partial`, with a manifest | a checkpoint without its final name | renames it |
 | `step-00000200.partial`, without a manifest | an interrupted save | removes it |
 | `step-00000100.removed` | an interrupted removal | removes it |
-
-A load never changes a folder.
 
 **One run per folder.** Two runs in the same folder would remove each other's partial folders. So
 rank 0 locks the folder at its first save, until its process ends.
@@ -381,8 +373,6 @@ class CheckpointReader:
     def __init__(self, folder: Path):
         """
         ### Read the manifest
-
-        * `folder` is the checkpoint's own folder, `step-...`
 
         Raises `Broken` if the folder is not a checkpoint or has a newer format, and if one of its
         files is missing or has another length.

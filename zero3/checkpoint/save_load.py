@@ -27,8 +27,7 @@ $$\underbrace{\frac{12\Psi}{N}}_{\text{bytes that a rank writes}} \qquad
 \underbrace{2 \cdot \frac{12\Psi}{N'}}_{\text{bytes that it reads}}$$
 
 A rank reads everything twice, because it checks the whole checkpoint before it changes the model.
-The 16-bit parameters are not saved; they are the masters, rounded. `reader.py` explains how a
-folder of files becomes a checkpoint in a single moment, and how to find a parameter in it.
+The 16-bit parameters are not saved; they are the masters, rounded. `reader.py` explains the files.
 
 | saved | place |
 |---|---|

@@ -35,7 +35,7 @@ class TensorFile:
     """
     ## Read ranges of a safetensors file and check them
 
-    Raises `Broken` at once if the file is missing or has another length than the manifest says.
+    Raises `Broken` if the file is missing or has another length than the manifest says.
     """
 
     path: Path
@@ -78,7 +78,7 @@ class TensorFile:
         """
         ### The header, with offsets from the beginning of the file
 
-        Raises `Broken` if two tensors share bytes: one of them would have the values of the other.
+        Raises `Broken` if two tensors share bytes.
         """
         data_begin = 8 + int.from_bytes(self.read_bytes(0, 8), "little")
         header = json.loads(self.read_bytes(8, data_begin))

@@ -38,8 +38,8 @@ Four properties matter besides the error:
 * A finite number stays finite. The largest fp16 number, 65504, over 127 is rounded up to the scale
   516, and 127 · 516 would be infinite in fp16. So the scale is the next lower one, 512.
 
-There are two exceptions to the bound. A block near the largest number of its type, with such a
-lower scale, moves by up to $s$. A block becomes zeros if its largest number is below
+There are two exceptions to the bound. A block with such a lower scale moves by up to $s$. A block
+becomes zeros if its largest number is below
 $q \cdot 2^{-126}$, which is about $10^{-36}$ in 8 bits.
 
 Block-wise quantisation is from [8-bit Optimizers](https://arxiv.org/abs/2110.02861), section 2.1;
@@ -66,9 +66,9 @@ class Encoding(Protocol):
     """
     ## Encoding: how rows of floats become bytes
 
-    It encodes each row independently, because each is for another rank. It has to give the same
-    bytes on all ranks, turn zeros into bytes that mean zeros, and leave `rows` alone. Make it a
-    frozen dataclass, so that two of them with the same arguments are equal.
+    It encodes each row independently, gives the same bytes on all ranks, turns zeros into bytes
+    that mean zeros, and leaves `rows` alone. Make it a frozen dataclass, so that two of them with
+    the same arguments are equal.
     """
 
     # How many bytes a row of `numel` elements takes.
@@ -130,7 +130,7 @@ class Int8:
         largest = torch.maximum(blocks.amax(dim=2), -blocks.amin(dim=2))
         scales = blocks.new_empty(blocks.shape[:2], dtype=torch.bfloat16)
         scales.copy_(largest / self.levels)
-        # Below this number a bfloat16 has fewer digits, and the codes could be too large.
+        # Below this number a bfloat16 has fewer digits, and codes could be too large.
         scales.masked_fill_(scales < torch.finfo(scales.dtype).tiny, 0)
         # The largest code times the scale has to be finite in the type of the rows.
         above = scales.float() * self.levels > torch.finfo(rows.dtype).max

@@ -60,7 +60,7 @@ backward pass of the layer below, and its exchange that of the next one below.
 backward see the rounded ones, except inside `full_params()`. All ranks decode the same bytes, so
 they compute with the same bits. A gradient is rounded at most twice in a backward pass: once on its
 way to a rank of the node, and once as a node's sum. Each time the bound in `encodings.py` holds.
-Numbers that are not real floats travel as they are.
+
 
 **Run this**: `make train ARGS="--gather-bits 8 --reduce-bits 4"` trains with rounded weights and
 gradients; `make bench ARGS=--nodes` measures two nodes with a slow link between them.
@@ -370,10 +370,7 @@ class LinkedCommunicator(Communicator):
         """
         ### Reduce-scatter: inside the node
 
-        * `senders` and `pairs` are as for `Communicator.reduce_scatter`
-
-        Each rank gets the sums of its slice. `exchange` adds them over the nodes. Encoded gradients
-        are decoded before they are added.
+        Each rank gets the sums of its slice. `exchange` adds them over the nodes.
         """
         # A layer that stayed full has not used its copy.
         self._forget(flat.full for sender in senders for flat in sender.flats)
@@ -427,7 +424,6 @@ class LinkedCommunicator(Communicator):
         """
         ### Exchange: start to add the sums of a node over the nodes, or those of a replica over all
 
-        * `sender` is a layer that they belong to, for errors and records
         * `sums` are `(M * shard_numel,)` each, the sums of this rank's slice
 
         Returns the totals, which are neither read nor written until the transfer has ended, and the
@@ -536,10 +532,7 @@ class LinkedCommunicator(Communicator):
         """
         ### Give each rank its part of the first rank's buffer
 
-        * `shard` and `full` are as for `Communicator.scatter`
-
-        First the slices inside each node, then the rows of each slice from the first node. Of
-        replicas the first one's buffer counts.
+        First the slices inside each node, then the rows of each slice from the first node.
         """
         rows = torch.empty(self.across.size * len(shard), dtype=shard.dtype, device=full.device)
         self.scatter_parts(self.group, rows, full)

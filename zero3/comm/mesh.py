@@ -42,8 +42,8 @@ The reduce-scatter of a layer overlaps the backward pass of the layer below, and
 of the next one below. NCCL's all-reduce sends $2\frac{R-1}{R}$ times the shard. Replicas add in the
 same order, so they keep the same bits.
 
-**Nodes.** Replicas cost memory. A mesh with the names ("nodes", "shard") keeps one model on all
-ranks, and only says which of them are near (see `links.py`).
+**Nodes.** A mesh ("nodes", "shard") keeps one model on all ranks, and only says which of them are
+near (see `links.py`).
 
 **Run this**: `python -m pytest tests/test_groups.py` trains models on groups of ranks.
 
@@ -64,8 +64,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-# Import it before there is a process group: its functions have the group of all ranks as a default,
-# and would keep a handle of it until the program ends.
+# Import it before there is a process group, or its functions keep a handle of it as a default.
 import torch.distributed.nn.functional
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
@@ -158,7 +157,7 @@ class Group:
         """
         ### A small Python object of each rank (all-gather); all ranks must call it
 
-        Returns them in the order of `ranks`. It pickles the objects.
+        Returns them in the order of `ranks`.
         """
         things = [thing] * self.size
         if self.size > 1:
@@ -274,7 +273,7 @@ def wait_as_long(process_group: dist.ProcessGroup) -> None:
     ## Have a group of some ranks wait as long as that of all ranks
 
     `init_device_mesh` forgets the `timeout` of `init_process_group`, and its groups would wait for
-    half an hour. A group that was given another time than torch's own keeps it.
+    half an hour.
     """
     for device in process_group._device_types:
         if timeout_of(process_group, device) in TORCHS_TIMES:

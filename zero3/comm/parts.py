@@ -3,8 +3,8 @@ r"""
 
 A `WeightPart` says which elements of a weight a rank has, if ranks split the weight between them.
 
-For tensor parallelism a weight is cut along one of its dimensions, because each rank computes with
-its own part. Take a weight of two rows and four columns, on two ranks:
+Tensor parallelism cuts a weight along one of its dimensions. Take a weight of two rows and four
+columns, on two ranks:
 
 | | rank 0 | rank 1 |
 |---|---|---|
@@ -108,8 +108,6 @@ class WeightPart:
 def part_of(module: nn.Module, name: str) -> WeightPart | None:
     """
     ## Which part of a parameter a rank has; none, if it has all of it
-
-    * `name` is the parameter's in this module
     """
     path, _, last = name.rpartition(".")
     return vars(module.get_submodule(path)).get("parts", {}).get(last)

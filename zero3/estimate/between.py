@@ -2,7 +2,7 @@ r"""
 # Between nodes: which layout sends the fewest bytes
 
 `between_bytes` says how many bytes leave a node in a step, and `choices` compares the layouts of
-`layouts.py` for a model, by these bytes and by the memory of a rank.
+`layouts.py` by these bytes and by the memory of a rank.
 
 Each layout pays for fewer bytes between nodes with memory, or with rounded numbers.
 
@@ -102,7 +102,6 @@ def between_bytes(layout: Layout, nodes: int, numel: int, layers: int = 1,
     r"""
     ## Bytes that leave a node in a step
 
-    * `layout` is one of `layouts`
     * `numel` are the parameters of each of the `layers`, in half precision
     * `by_messages` counts as on the CPU; otherwise collectives are rings, as on GPUs
 
@@ -130,9 +129,8 @@ def choices(params: float, ranks: int, nodes: int, layers: int = 32,
     """
     ## The cost of each layout, for a model in half precision with Adam
 
-    * `params` are those of the model; all `layers` are taken to have the same size
+    * all `layers` are taken to have the same size
     * `ranks` are those of all `nodes`, and a multiple of them
-    * `by_messages` is as for `between_bytes`
 
     The memory is the peak that `predict` tells, and the slice of each layer that `secondary` keeps.
     """

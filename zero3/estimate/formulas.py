@@ -168,7 +168,7 @@ def stage_parts(params: float, ranks: int, layers: int = 32,
     reduced. Stage 3 also holds two whole layers. For 8 billion parameters in 32 layers of 0.5 GB on
     64 ranks, that is 2 GB of model states and 1.5 GB of working buffers.
 
-    * `layers` are taken to have the same size; the other arguments are as for `stages`
+    * `layers` are taken to have the same size
     """
     p, g, k = WIDTHS[basis]
     layer = params / layers
@@ -215,8 +215,6 @@ def bandwidth_for(part: float, ait: float, peak: float) -> float:
     """
     ## The bandwidth that an efficiency needs, in bytes per second
 
-    `efficiency`, solved for the bandwidth.
-
     * `part` is the efficiency, at least 0 and below 1
     """
     return part / (1 - part) * peak / ait
@@ -251,7 +249,6 @@ def places(params: float, ranks: int, layers: int = 32, basis: int | str = 16) -
     ## The bytes in each tier, for each choice of tiers, the fastest first
 
     * `params` is $\Psi$, `ranks` is $N$; all `layers` are taken to have the same size
-    * `basis` is one of `WIDTHS`
 
     Files need buffers in CPU memory: two for a layer's shard, and five for its optimizer states.
 
@@ -296,8 +293,6 @@ def _tier_moves(params_in: str, states_in: str, shard: float, p: int,
                 stepped: int) -> dict[str, float]:
     """
     #### Bytes that a step moves into each tier and out of it
-
-    * `shard` are the elements of a rank's shards; `p` and `stepped` are of `_tier_widths`
     """
     moves = {"cpu": 0.0, "nvme": 0.0}
     if states_in == "cpu":

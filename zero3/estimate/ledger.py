@@ -20,9 +20,9 @@ $$\text{live} = \sum_{\text{distinct storages } s} \text{bytes}(s)
 
 **Run this**: `make train`; its table and `tape.png` are drawn from a `Ledger`.
 
-**Not covered, and what that costs**: activations are not counted. Memory that is taken and given
-back between two events is not seen. On an accelerator times are the host's, which queues the work
-long before the device does it; `torch.profiler` tells how long a layer took.
+**Not covered, and what that costs**: activations, and memory that is taken and given back between
+two events. On an accelerator times are the host's, which queues the work long before the device
+does it.
 """
 
 import time
@@ -140,7 +140,6 @@ class Ledger:
         """
         ### Add an event, and look at what is alive
 
-        * `sender` is the layer, or the optimizer
         * `nbytes` are the bytes of the event; `None` stands for the bytes freed since the last one
         * `transfer` is the collective that has started, if one has
         """
@@ -178,8 +177,7 @@ def held_bytes(*holders: nn.Module | torch.optim.Optimizer | None) -> int:
     """
     ## Bytes of the distinct storages that modules and optimizers hold
 
-    Parameters, gradients and buffers of modules, also those in flight, and the parameters,
-    gradients and states of an optimizer.
+    Those in flight belong to them too.
     """
     tensors: list[torch.Tensor | None] = []
     for holder in holders:

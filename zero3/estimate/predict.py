@@ -212,7 +212,6 @@ def predict(
     r"""
     ## Predict one rank's bytes, in a chain of layers
 
-    * `world_size` ranks share the model
     * `moments` is the number of tensors of the shard's size that the optimizer keeps: 2 for Adam
     * `step_bytes` is the size of its step count for each trainable shard: 4 for torch's Adam
     * `by_messages` says that a reduce-scatter needs a receive buffer, as it does on the CPU
@@ -305,11 +304,10 @@ class _Shard:
     def state_file_bytes(self) -> int:
         """
         ### Of the file with master, moments and gradient
-
-        A shard that is its own master and rests in memory has no master in the file.
         """
         if not self.states_in_file:
             return 0
+        # A shard that is its own master and rests in memory has none in the file.
         masters = 0 if self.is_master and not self.in_file else 1
         return (whole_blocks(self.master_bytes) * (self.moments + masters)
                 + whole_blocks(self.grad_bytes))
@@ -340,8 +338,6 @@ def _place(
 def _pool_bytes(chain: list["StepLayer"], buffers: int) -> int:
     """
     ### Memory for the buffers of files: `buffers` for states, and at least two for shards
-
-    Each is as large as the largest thing that goes through it.
     """
     shards = [s for layer in chain for s in layer.shards]
     states = [s.state_file_bytes for s in shards if s.states_in_file]

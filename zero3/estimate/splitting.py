@@ -88,7 +88,6 @@ class Transformer:
         ### What one rank has of each layer: of the embedding, of the layers, and of the head
 
         * `tensor` ranks split each layer, and this is number `place` of them
-        * `element_bytes` is the size of a weight
         """
         tokens = (self.vocabulary * (place + 1) // tensor) - (self.vocabulary * place // tensor)
         embedding = (tokens + self.positions) * self.width
@@ -147,7 +146,7 @@ def splittings(params: float, ranks: int, most: int, width: int, layers: int = 3
     ## What each tensor size costs, in half precision with Adam
 
     * `params` are all in `layers` of the same size, and all split
-    * `most` is the largest tensor size. Those that do not divide `ranks` are left out
+    * `most` is the largest tensor size
     * `tokens` are those of a step, divided by `ranks`, so the batch is the same for all sizes
     """
     found = []
