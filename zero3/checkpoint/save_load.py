@@ -35,9 +35,9 @@ The 16-bit parameters are not saved; they are the masters, rounded. `reader.py` 
 | buffers, frozen parameters outside of layers, random number states | each rank's file: its own |
 | number of steps, options of param groups, loss scale, `extra` | the manifest |
 
-Parameters are found by their names in the plain model, so its layers may be wrapped in another way
-when it is loaded, and in a pipeline there may be other stages, or none. The loading model also
-decides on the tiers and data types.
+**On another number of ranks** a rank may read its elements from several files. Parameters are found
+by their names in the plain model, so layers may be wrapped in another way, and a pipeline may have
+other stages, or none. The loading model also decides on the tiers and data types.
 
 **While training goes on.** With `async_write` a thread writes copies of the shards. The next
 optimizer step that finds all files written turns them into a checkpoint, or raises the error if a

@@ -61,7 +61,6 @@ backward see the rounded ones, except inside `full_params()`. All ranks decode t
 they compute with the same bits. A gradient is rounded at most twice in a backward pass: once on its
 way to a rank of the node, and once as a node's sum. Each time the bound in `encodings.py` holds.
 
-
 **Run this**: `make train ARGS="--gather-bits 8 --reduce-bits 4"` trains with rounded weights and
 gradients; `make bench ARGS=--nodes` measures two nodes with a slow link between them.
 
