@@ -1,12 +1,9 @@
 r"""
 # The checkpoint tool: inspect, verify, export, import
 
-Print and check checkpoints, write them in the formats of other libraries, and read those formats
-back. `main` is the command line, `python -m zero3.checkpoint`.
-
-Only this library can read a checkpoint of shards. A conversion reads one parameter at a time from
-the files of all ranks and writes it in the other format, or the reverse. It needs neither the model
-nor a GPU, and one process is enough.
+`main` is the command line, `python -m zero3.checkpoint`. It prints and checks checkpoints, and
+converts them, one parameter at a time. This needs neither the model nor a GPU, and one process is
+enough.
 
 | format | command | content |
 |---|---|---|
@@ -14,20 +11,17 @@ nor a GPU, and one process is enough.
 | DeepSpeed's universal layout: a folder for each parameter | `universal` | and optimizer states |
 | `torch.distributed.checkpoint`, which FSDP2 loads | `universal --format dcp` | and options |
 
-`universal` finds the direction itself: it writes a checkpoint in the format that `--format` names,
-and it makes a checkpoint of a folder in one of these formats.
-
-The whole model is never in memory. `Writer` has 32 MiB of pieces, `TensorFile` keeps 16 MiB of
-blocks, and torch copies a parameter when it unpickles it:
+`universal` finds the direction itself. The whole model is never in memory. `Writer` has 32 MiB of
+pieces, `TensorFile` keeps 16 MiB of blocks, and torch copies a parameter when it unpickles it:
 
 $$\text{memory} \le 2 \cdot \text{largest parameter} + 32 \text{ MiB} + 16 \text{ MiB}$$
 
-`export` needs even less, because it reads at most $2^{20}$ elements of a parameter at once.
+
 
 **Run this**: `python -m zero3.checkpoint --help`.
 
-**Not covered, and what that costs**: the parameters have the names of the plain model. Some formats
-add a prefix, Hugging Face's `model.` for example, and you have to rename these parameters yourself.
+**Not covered, and what that costs**: the parameters have the names of the plain model. You have to
+add a prefix such as Hugging Face's `model.` yourself.
 """
 
 import argparse
@@ -142,8 +136,7 @@ def export(folder: Path, out: Path, dtype: torch.dtype | None = None, file_bytes
 
     * `out` is a folder without files of the same names
     * `dtype` is the new data type of floating-point parameters, by default that of the model
-    * `file_bytes` is the most that goes into a file, except for a larger parameter. Several files
-      get an index
+    * `file_bytes` is the most that goes into a file, except for a larger parameter
     """
     checkpoint = CheckpointReader(folder)
     like: Like = {}
@@ -155,7 +148,7 @@ def export(folder: Path, out: Path, dtype: torch.dtype | None = None, file_bytes
         like[name] = (tensor.dtype, tuple(tensor.shape))
 
     files = _files(like, file_bytes)
-    # The metadata says which other names a tied parameter has, as safetensors does it.
+    # The metadata has the other names of a tied parameter.
     metadata = {"format": "pt"} | {other: param.name for param in checkpoint.params
                                    for other in param.entry["names"][1:]}
     make_output_folder(out)
@@ -258,8 +251,8 @@ def main(argv: list[str] | None = None) -> int:
         else:
             universal(args.folder, args.out, args.format, args.torch_adam, args.step)
     except BrokenPipeError:
-        # The reader of the output has closed it, `head` for example. Python would fail once more
-        # when it flushes the rest at its exit, so send the rest nowhere.
+        # `head`, for example, closes the output. Send the rest nowhere, because Python would fail
+        # once more when it flushes it at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (Exception, CheckpointException) as error:
         # Another library can raise anything over a forged file. DCP's `CheckpointException` is not
@@ -273,7 +266,6 @@ def universal(source: Path, out: Path, style: str, torch_adam: bool, step: int) 
     """
     ## Convert a checkpoint to another format, or make a checkpoint of one
 
-    * `source` decides the direction
     * `style` is the format to write, `deepspeed` or `dcp`
     """
     if (source / ".metadata").exists():
@@ -341,8 +333,6 @@ def _parser() -> argparse.ArgumentParser:
 def _path(text: str) -> Path:
     """
     #### A folder from the command line
-
-    An empty text would be the current folder, which is seldom meant.
     """
     if not text:
         raise argparse.ArgumentTypeError("it is empty: pass a folder, or `.` for this one")

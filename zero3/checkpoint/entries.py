@@ -1,14 +1,12 @@
 r"""
 # Contents of a checkpoint
 
-`Entries` lists the tensors that this rank saves of a model and its optimizer, reads them one shard
-at a time, and puts the values of a checkpoint back in their places.
+`Entries` lists the tensors that this rank saves of a model and its optimizer, and puts the values
+of a checkpoint back in their places.
 
-The model may be a `Zero3Sequential`, a wrapped model, or any module with `Zero3Layer`s inside. Its
-shards may be on the device, in CPU memory or in files. The optimizer may be a `Zero3Optimizer`, or
-one of torch's that steps the shards directly. A checkpoint looks the same in all of these cases. It
-has *flat parameters*, and under each of them several *keys*: `param` for the values, and one key
-for each moment. Every rank saves its own shard of each key.
+A checkpoint has *flat parameters*, and under each of them several *keys*: `param` for the values,
+and one key for each moment. Every rank saves its own shard of each key. The kind of the model, the
+tier of its shards and the kind of the optimizer make no difference.
 
 **One layer on two ranks.** A layer has a weight with the elements $w_0, w_1$ and a bias $b_0$. Adam
 keeps the moments `exp_avg` ($m$) and `exp_avg_sq` ($v$). The layer is the first flat parameter, so
@@ -20,33 +18,25 @@ the names of its entries begin with 0:
 | `0.exp_avg` | $m_0\; m_1$ | $m_2\; 0$ |
 | `0.exp_avg_sq` | $v_0\; v_1$ | $v_2\; 0$ |
 
-Each rank saves two elements under each of three keys. For a whole model:
+For a whole model:
 
 $$\text{elements that a rank saves} = \sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil
 \,(1 + \text{moments of } \ell)$$
 
 If a shard has a master, a copy in fp32 which the optimizer steps, then `param` is the master.
 Otherwise it is the shard itself. The rest of the optimizer state, such as Adam's number of steps,
-is the same on all ranks. It goes into the manifest, the file that describes the checkpoint, with
-one entry for each flat parameter and param group. If some parameters of a group were used in other
-steps than the rest, they get entries of their own.
+is the same on all ranks, so it goes into the manifest.
 
-Shards in files are loaded one at a time, both to save and to load them.
-
-**In a pipeline** a rank has the layers of its own stages. It describes and saves these, and the
-manifest is put together from all stages. A rank that loads finds its own parameters by their names
-in the plain model, and so it does not matter which rank had them. The ranks exchange the names of
-their parameters first: only all names together tell whether the checkpoint has a parameter that the
-model lacks.
+Shards in files are loaded one at a time. In a pipeline a rank describes and saves the layers of its
+own stages, and the manifest is put together from all stages.
 
 **Run this**: `python -m pytest tests/test_checkpoint.py -k tier` saves from one tier and loads into
 another.
 
 **Not covered, and what that costs**: the extra state that a module returns from `get_extra_state`
-is not saved; pass it as `extra`. An optimizer of torch's has a single state for a whole shard. So
-if its parameters are loaded into other layers, all parameters of the new flat parameter need the
-same number of steps, and the same parameters have to be trainable; otherwise there is an error.
-`Zero3Optimizer` has no such limit: it cuts a shard between such parameters.
+is not saved; pass it as `extra`. An optimizer of torch's has a single state for a whole shard. If
+its parameters are loaded into other layers, and those of a new shard have different numbers of
+steps, there is an error.
 """
 
 import json
@@ -56,7 +46,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import nn
@@ -64,6 +54,8 @@ from torch import nn
 from zero3 import __version__
 from zero3.checkpoint.reader import (
     CheckpointReader,
+    FlatEntry,
+    Manifest,
     OptimizerEntry,
     Param,
     ParamEntry,
@@ -79,12 +71,12 @@ from zero3.layer import Zero3Layer
 from zero3.offload.in_file import InFile
 from zero3.offload.tensors import TYPES, Broken, type_name
 from zero3.optimizer.stage3 import Zero3Optimizer, plain_names
-from zero3.optimizer.states import Piece, ShardStates, first_state
+from zero3.optimizer.states import Piece, ShardStates, State, first_state
 from zero3.sharded import comm_of
 from zero3.whole_model.wrap import Zero3Model
 
-# Options of a param group that are not saved: the parameters themselves, and the options that
-# choose an implementation of the step, which the loading run chooses for itself.
+# Options of a param group that are not saved: the parameters themselves, and the implementation of
+# the step, which the loading run chooses for itself.
 _NOT_SAVED = ("params", "fused", "foreach", "capturable", "differentiable")
 # The attributes of a `Zero3Optimizer` that make up the state of its loss scale.
 _SCALE = ("loss_scale", "good_steps", "skipped_steps")
@@ -95,8 +87,7 @@ class Flat:
     """
     ## A flat parameter of this model, with its optimizer state
 
-    It looks the same for both kinds of optimizers. A `Zero3Optimizer` may have several pieces of a
-    shard. With one of torch's there is a single piece, the whole shard.
+    A `Zero3Optimizer` may have several pieces of a shard. One of torch's has a single piece.
     """
 
     paths: list[str]  # its layer's names in the plain model: several if it is registered twice
@@ -124,9 +115,6 @@ class Flat:
     def within(self, where: slice) -> list[int]:
         """
         ### Indices of the parameters whose state covers part of this range of the shard
-
-        An optimizer keeps its state for a range of the shard. The manifest lists states by
-        parameter, so that they can be loaded into shards with other boundaries.
         """
         return [i for i, span in enumerate(self.spans)
                 if max(span.start, where.start) < min(span.stop, where.stop)]
@@ -135,8 +123,6 @@ class Flat:
 class Entry(NamedTuple):
     """
     ## A tensor of a rank's file
-
-    The layer in the example above has three of them on each rank.
     """
 
     name: str
@@ -147,11 +133,26 @@ class Entry(NamedTuple):
     key: str  # "param" or a moment; for a whole tensor its name
 
 
+class Described(TypedDict):
+    """
+    ## A flat parameter as one rank describes it
+
+    Its states are those of this rank's pieces, by parameter.
+    """
+
+    place: int
+    layer: str
+    dtype: str
+    numel: int
+    padding: int
+    keys: dict[str, str]
+    params: list[ParamEntry]
+    states: dict[int, StatesEntry]
+
+
 class TensorNames(NamedTuple):
     """
-    ## The names of all tensors of a model
-
-    A rank of a pipeline has the tensors of its own stages, and knows the names of the others.
+    ## The names of all tensors of a model, in a pipeline those of all stages
     """
 
     params: list[tuple[list[str], int | None]]  # the names of each parameter, and its param group
@@ -161,9 +162,6 @@ class TensorNames(NamedTuple):
 class Entries(Named):
     """
     ## The tensors of a model and its optimizer that go into a checkpoint
-
-    `save` and `load` each make one. Only this class knows both the model and the optimizer;
-    `reader.py` and `tensor_files.py` know files.
     """
 
     label = "the checkpoint"
@@ -188,8 +186,9 @@ class Entries(Named):
         self.expect(bool(layers), "has nothing to save or load", "a model of Zero3Layers",
                     type(model).__name__, "wrap the model first")
         self.device = layers[0].device
+        # The optimizer's, or empty ones: the weights alone can be saved.
         self.param_groups: list[dict[str, Any]] = optimizer.param_groups if optimizer else []
-        self.state: Any = optimizer.state if optimizer else {}
+        self.state: State = optimizer.state if optimizer else {}
         self.optimizer_class = type(getattr(optimizer, "inner", optimizer)).__name__
         self.flats = [self._flat(layer, paths[layer], p) for layer in layers for p in layer.flats]
         # The layers of a rank in a pipeline may all be frozen.
@@ -206,11 +205,9 @@ class Entries(Named):
     def _flat(self, layer: Zero3Layer, paths: list[str], parameter: FlatParameter) -> Flat:
         """
         #### Find the optimizer state of a flat parameter
-
-        A `Zero3Optimizer` has a record of each shard, `ShardStates`. An optimizer of torch's steps
-        the shard itself, so the state of the shard is that of all its parameters.
         """
         shard = parameter.shard
+        # A `Zero3Optimizer` has a record of each shard.
         for states in getattr(self.optimizer, "shard_states", ()):
             if states.shard is shard:
                 return Flat(paths, layer, parameter, states, states.master_dtype,
@@ -230,9 +227,9 @@ class Entries(Named):
         """
         #### The tensors that every rank has whole, under each of their names
 
-        They are buffers, and frozen parameters outside of layers. A trainable parameter there is an
-        error, because nobody reduces its gradient and it differs between ranks.
+        They are buffers, and frozen parameters outside of layers.
         """
+        # Nobody reduces the gradient of a trainable parameter there.
         for name in stray(self.model):
             self.expect(False, "cannot save or load", "trainable parameters in Zero3Layers",
                         f"`{name}` outside of them", "wrap its module")
@@ -250,10 +247,9 @@ class Entries(Named):
     @property
     def place(self) -> int:
         """
-        ### This rank's place in the pipeline
+        ### This rank's place in the pipeline; without one, 0
 
-        The ranks at one place have shards of the same layers: those of one stage, or of several if
-        the stages are interleaved. Without a pipeline all ranks are at place 0.
+        The ranks at one place have shards of the same layers.
         """
         return self.comm.stages.rank
 
@@ -270,8 +266,7 @@ class Entries(Named):
         """
         ### All names that a parameter has in the plain model
 
-        One of them is enough to find the parameter in a checkpoint. A model that is wrapped in
-        another way may have saved a tied weight under another name.
+        One of them is enough to find it in a checkpoint.
         """
         own = [f"{path}.{name}".strip(".") for path in flat.paths for name in slot.names]
         tied = self.model.tied if isinstance(self.model, Zero3Model) else {}
@@ -285,26 +280,25 @@ class Entries(Named):
 
     # --------------------------------------------------------------------------------------- save
 
-    def describe(self) -> list[dict[str, Any]]:
+    def describe(self) -> list[Described]:
         """
         ### This rank's entries for the manifest: one for each flat parameter
-
-        The optimizer states are in a dict by parameter. It has only the parameters of which this
-        rank has a piece; `manifest` merges the dicts of all ranks.
         """
-        described = []
+        described: list[Described] = []
         for flat in self.flats:
             slots = flat.parameter.slots
             numel = slots[-1].end
             keys = {"param": type_name(flat.dtype)}
-            states: dict[int, dict[str, object]] = {}
+            states: dict[int, StatesEntry] = {}
             for index, where, piece in flat.pieces:
                 # An optimizer has no state for a parameter that it has not stepped yet.
                 if state := self.state.get(piece):
+                    # Moments go into the files, everything else into the manifest.
                     moments = {key: value for key, value in state.items()
                                if isinstance(value, torch.Tensor) and value.dim() == 1}
                     scalars = {k: encode(v, k) for k, v in state.items() if k not in moments}
-                    entry = {"param_group": index, "moments": [*moments], "scalars": scalars}
+                    entry: StatesEntry = {
+                        "param_group": index, "moments": [*moments], "scalars": scalars}
                     keys |= {key: type_name(value.dtype) for key, value in moments.items()}
                     states |= dict.fromkeys(flat.within(where), entry)
             parts = [self.part(flat, slot) for slot in slots]
@@ -322,8 +316,6 @@ class Entries(Named):
     def options(self) -> OptimizerEntry | None:
         """
         ### The optimizer's entry for the manifest: class, param groups and loss scale
-
-        It is the same on all ranks, so the manifest has that of rank 0.
         """
         if self.optimizer is None:
             return None
@@ -335,13 +327,11 @@ class Entries(Named):
                       if hasattr(self.optimizer, key)},
         }
 
-    def manifest(self, described: list[dict[str, Any]], options: OptimizerEntry | None
-                 ) -> dict[str, Any]:
+    def manifest(self, described: list[Described], options: OptimizerEntry | None) -> Manifest:
         """
         ### Merge the descriptions of all ranks (all-gather; all ranks must call it)
 
-        * `described` is the result of `describe`
-        * `options` is the result of `options`
+        * `described` and `options` are the results of `describe` and `options`
         """
         # The ranks at this place describe the same flat parameters, and different pieces of them.
         first, *others = self.stage_comm.gather(described)
@@ -349,10 +339,10 @@ class Entries(Named):
             for mine, theirs in zip(first, other, strict=True):
                 mine["keys"] |= theirs["keys"]
                 mine["states"] |= theirs["states"]
-        for flat in first:
-            flat["states"] = _merge_states(flat["params"], flat["states"])
+        merged: list[FlatEntry] = [
+            {**flat, "states": _merge_states(flat["params"], flat["states"])} for flat in first]
         # The ranks at another place of a pipeline have other flat parameters.
-        places = self.comm.stages.gather((first, [*self.replicated]))
+        places = self.comm.stages.gather((merged, [*self.replicated]))
         return {
             "world_size": self.comm.world_size,
             "places": len(places),
@@ -363,13 +353,13 @@ class Entries(Named):
             "optimizer": options,
         }
 
-    def entries(self, manifest: dict[str, Any]) -> list[Entry]:
+    def entries(self, manifest: Manifest) -> list[Entry]:
         """
         ### The tensors of this rank's file, in the file's order
 
         Larger elements come first, so that all tensors are aligned and can be mapped into memory.
-        Among elements of one size, shards in files come first. An asynchronous save writes them at
-        once, because copies of them would bring all of them into memory.
+        Among elements of one size, shards in files come first, because an asynchronous save does
+        not copy them.
         """
         own = [(i, described["keys"]) for i, described in enumerate(manifest["flats"])
                if described["place"] == self.place]
@@ -384,8 +374,6 @@ class Entries(Named):
     def tensors(self, entries: list[Entry]) -> Iterator[torch.Tensor]:
         """
         ### The values of these entries; each is valid until the next one is requested
-
-        A state in a file is in a buffer now, and the next shard may get this buffer.
         """
         for flat, run in groupby(entries, key=lambda entry: entry.flat):
             if flat is None:
@@ -441,8 +429,7 @@ class Entries(Named):
         """
         ### Find every tensor in a checkpoint, and make sure that the optimizer can go on
 
-        * `everywhere` is the result of `tensor_names`. Each rank of a pipeline finds its own
-          tensors. Whether the checkpoint has one too many, it judges by the names of all
+        * `everywhere` is the result of `tensor_names`
 
         Fills in `found` and `states` of each flat parameter. Returns this optimizer's param group
         for each of the checkpoint's. Raises `Broken` if the checkpoint does not fit.
@@ -478,6 +465,7 @@ class Entries(Named):
 
         Raises `Broken` if one of them is missing, or if the checkpoint has one more.
         """
+        # Only the names of all stages tell whether the checkpoint has one more.
         sharded = {name for names, _ in everywhere.params for name in names}
         # A checkpoint that was converted from another format has buffers among its parameters, and
         # may have a tied parameter once under each of its names.
@@ -542,15 +530,13 @@ class Entries(Named):
             _expect(scales if key == "loss_scale" else counts,
                     f"the optimizer's `{key}` is {value!r:.60} there")
 
-    def _first_state(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _first_state(self, group: dict[str, object]) -> dict[str, object]:
         """
         #### The state that this optimizer keeps of a parameter in a param group
-
-        It is empty for a class that needs more arguments than its options, unlike torch's own:
-        then nothing is known about its states.
         """
         cls, kwargs = getattr(self.optimizer, "made_by", (type(self.optimizer), {}))
         two = torch.zeros(2, device=getattr(self.optimizer, "device", self.device))
+        # Nothing is known about a class that needs more arguments than its options.
         try:
             return first_state(cls, kwargs, group, two)
         except TypeError:
@@ -565,7 +551,7 @@ class Entries(Named):
 
         * `where` is a range of the shard; left out, the whole shard
 
-        Returns a tensor as long as the range. The padding is zero (invariant I5), and so are
+        Returns `(where.stop - where.start,)`. The padding is zero (invariant I5), and so are
         moments that a param group does not have.
         """
         shard = flat.parameter.shard
@@ -575,6 +561,7 @@ class Entries(Named):
         last = self.comm.rank * len(shard) + where.stop
         found: torch.Tensor | None = None
         for slot, param, states in zip(flat.parameter.slots, flat.found, flat.states, strict=True):
+            # The elements of this parameter that are in the range.
             begin = max(slot.offset, first)
             end = min(slot.end, last)
             if begin < end and key in ("param", *states["moments"]):
@@ -604,6 +591,7 @@ class Entries(Named):
                 flat.pieces = flat.owned.pieces
         if isinstance(self.optimizer, Zero3Optimizer):
             self.optimizer.regroup()
+        # The values: the master or the shard, then the moments.
         for flat in self.flats:
             with self.here(flat, write=True) as values:
                 param = self.shard(checkpoint, flat, "param")
@@ -627,7 +615,7 @@ class Entries(Named):
         for index, where, piece in flat.pieces:
             # All parameters of a piece have the same state.
             states = flat.states[flat.within(where)[0]]
-            new: dict[str, Any] = {}
+            new: dict[str, object] = {}
             for key in sorted(states["moments"]):
                 moment = self.shard(checkpoint, flat, key, where)
                 # A moment that was saved in the master's data type gets this master's.
@@ -643,10 +631,7 @@ class Entries(Named):
 
     def _take_options(self, saved: OptimizerEntry, groups: dict[int, int]) -> None:
         """
-        #### Load the options of the param groups, and the loss scale
-
-        The learning rate, for instance, goes on from the saved one, and not from the one that the
-        new optimizer was built with.
+        #### Load the options of the param groups, such as the learning rate, and the loss scale
         """
         for theirs, mine in groups.items():
             group = self.param_groups[mine]
@@ -680,8 +665,6 @@ def _expect(good: bool, problem: str) -> None:
 def _match_groups(checkpoint: CheckpointReader, everywhere: TensorNames) -> dict[int, int]:
     """
     #### This optimizer's param group for each of the checkpoint's, by the parameters in them
-
-    All ranks of a pipeline have all param groups, so this looks at the parameters of all stages.
     """
     groups: dict[int, int] = {}
     for names, mine in everywhere.params:
@@ -696,20 +679,17 @@ def _match_groups(checkpoint: CheckpointReader, everywhere: TensorNames) -> dict
     return groups
 
 
-def _on_device(scalars: dict[str, Any], group: dict[str, Any], device: torch.device
-               ) -> dict[str, Any]:
+def _on_device(scalars: dict[str, object], group: dict[str, object], device: torch.device
+               ) -> dict[str, object]:
     """
-    #### Move the number of steps and the like to the device, if the param group's options need that
-
-    torch's fused and capturable steps expect their counter on the device of the parameter. The
-    plain ones keep it in CPU memory.
+    #### Move the number of steps and the like to the device, for torch's fused and capturable steps
     """
     on_device = group.get("fused") or group.get("capturable")
     return {key: value.to(device) if on_device and isinstance(value, torch.Tensor) else value
             for key, value in scalars.items()}
 
 
-def _check_states(name: str, states: StatesEntry, needed: dict[str, Any]) -> None:
+def _check_states(name: str, states: StatesEntry, needed: dict[str, object]) -> None:
     """
     #### Compare the saved states of a parameter with those that the optimizer needs
 
@@ -729,12 +709,11 @@ def _check_states(name: str, states: StatesEntry, needed: dict[str, Any]) -> Non
                 f"`{name}` has a `{key}` of {value!r:.60} there, and of {like!r:.60} here")
 
 
-def _kind(value: Any) -> Any:
+def _kind(value: object) -> object:
     """
     #### The kind of an option or of a state: equal for values that can replace each other
 
-    Any finite number may replace another one. A whole number needs at most 64 bits, for torch's
-    kernels. Lists need as many elements.
+    Any finite number may replace another one, if a whole number has at most 64 bits.
     """
     if isinstance(value, torch.Tensor):
         value = value.tolist()
@@ -746,19 +725,17 @@ def _kind(value: Any) -> Any:
     return float if is_whole else type(value)
 
 
-def _merge_states(params: list[ParamEntry], states: dict[int, dict[str, Any]]
-                  ) -> list[dict[str, Any]]:
+def _merge_states(params: list[ParamEntry], states: dict[int, StatesEntry]
+                  ) -> list[StatesEntry]:
     """
     #### The optimizer states of a flat parameter, each of them once
 
-    * `params` are the manifest's, and `states` are by the index of the parameter
-
-    Most param groups have one entry. If some of its parameters were used in other steps than the
-    rest, each entry lists its parameters as `params`.
+    If some parameters of a group were used in other steps than the rest, each entry lists its
+    parameters as `params`.
     """
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, StatesEntry] = {}
     for index, entry in sorted(states.items()):
-        same = found.setdefault(json.dumps(entry), {**entry, "params": []})
+        same: Any = found.setdefault(json.dumps(entry), {**entry, "params": []})
         same["params"].append(index)
     for entry in found.values():
         # A parameter without elements has no state.

@@ -1,14 +1,11 @@
 r"""
 # Checkpoints of other libraries
 
-Read and write DeepSpeed's universal layout and `torch.distributed.checkpoint` (DCP), one parameter
-at a time.
+Read and write DeepSpeed's universal layout and `torch.distributed.checkpoint` (DCP).
 
-Both formats store whole parameters, not the shards of some number of ranks, so another library can
-load them on any number of ranks. Section 3 of [Universal
-Checkpointing](https://arxiv.org/abs/2406.18820) introduces this idea. Like a checkpoint of this
-library, both have three tensors for each parameter that Adam trains: the fp32 master, the first
-moment and the second moment,
+Both formats store whole parameters, so another library can load them on any number of ranks
+([Universal Checkpointing](https://arxiv.org/abs/2406.18820), section 3). They have three tensors
+for each parameter that Adam trains: the fp32 master and two moments,
 
 $$w_{32}, \quad m, \quad v$$
 
@@ -20,7 +17,7 @@ For a parameter `0.weight` they are here:
 | $m$ | `universal/zero/0.weight/exp_avg.pt` | `optim.state.0.weight.exp_avg` |
 | $v$ | `universal/zero/0.weight/exp_avg_sq.pt` | `optim.state.0.weight.exp_avg_sq` |
 | number of steps | of each parameter; Stage 3 reads one for all | of each parameter |
-| options of param groups | not stored: the engine uses its own configuration | stored |
+| options of param groups | not stored | stored |
 | buffers, frozen parameters | not stored | stored |
 | tied parameters | under one name | under each name |
 
@@ -28,20 +25,19 @@ For a parameter `0.weight` they are here:
 with `--format dcp` that of DCP.
 
 **Not covered, and what that costs**: parts of both formats are pickles. The functions here unpickle
-only tensors, plain containers and DCP's own records, and no name in a pickle can lead to another
-folder. A forged folder can still announce tensors that are larger than any memory.
+only tensors, plain containers and DCP's own records. A forged folder can still announce tensors
+that are larger than any memory.
 
-DeepSpeed 0.19 gives all param groups of its Stage 3 the same tensor to count steps in, and torch's
-Adam then adds a step for each group. With `--torch-adam` and several groups, give each group a
-tensor of its own after loading: `for s in engine.optimizer.optimizer.state.values(): s["step"] =
-s["step"].clone()`.
+In DeepSpeed 0.19 all param groups of Stage 3 count their steps in one tensor, so torch's Adam adds
+a step for each group. With `--torch-adam` and several groups, give each a tensor of its own after
+loading: `for s in engine.optimizer.optimizer.state.values(): s["step"] = s["step"].clone()`.
 """
 
 import math
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -56,6 +52,8 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from zero3 import __version__
 from zero3.checkpoint.reader import (
     CheckpointReader,
+    FlatEntry,
+    StatesEntry,
     commit_checkpoint,
     decode,
     encode,
@@ -69,19 +67,19 @@ from zero3.offload.tensors import TYPES, Broken, Like, type_name, write_tensors
 
 # DeepSpeed's name of the master. The moments have the names of torch's Adam.
 _FP32 = "fp32"
-# The DeepSpeed version of this layout. Its stages 1 and 2 compare it with those they can read.
+# The DeepSpeed version of this layout, which stages 1 and 2 check.
 _DEEPSPEED_VERSION = "0.19.8"
 # DeepSpeed's files of model states: Stage 3 reads the first name, stages 1 and 2 the second.
 _MODEL_STATES = ("zero_pp_rank_0_mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt")
 
 
 def from_tensors(folder: Path, step: int, tensors: dict[str, Like],
-                 scalars: dict[str, dict[str, Any]], read: Callable[[str, str], torch.Tensor]
-                 ) -> None:
+                 scalars: Mapping[str, Mapping[str, object]],
+                 read: Callable[[str, str], torch.Tensor]) -> None:
     """
     ## Make a checkpoint of whole tensors
 
-    The result looks as if one rank had saved it, with a layer for each parameter.
+    It looks as if one rank had saved it, with a layer for each parameter.
 
     * `folder` is empty or does not exist yet; `step` is the number of steps taken
     * `tensors` has, for each name of a parameter, the data type and shape of each of its tensors by
@@ -89,7 +87,7 @@ def from_tensors(folder: Path, step: int, tensors: dict[str, Like],
     * `scalars` has the other optimizer states of a parameter, such as the count of steps
     * `read` returns the values of one tensor for a name and a key
 
-    Raises `Broken` if the folder is not empty, because another run could save there.
+    Raises `Broken` if the folder is not empty.
     """
     if step < 0:
         raise Broken(f"the step is {step}: pass a number of steps of at least 0")
@@ -118,12 +116,9 @@ def from_tensors(folder: Path, step: int, tensors: dict[str, Like],
     print_escaped(f"wrote {len(tensors)} parameters to {checkpoint}")
 
 
-def _flat_entry(name: str, keys: Like, scalars: dict[str, Any]) -> dict[str, Any]:
+def _flat_entry(name: str, keys: Like, scalars: Mapping[str, object]) -> FlatEntry:
     """
     #### The manifest's entry for a parameter that is alone in its layer
-
-    Other formats have one tensor for each parameter. So each becomes a layer of its own here, and a
-    load finds it by its name.
     """
     if "param" not in keys:
         raise Broken(f"`{name}` has moments but no values")
@@ -134,7 +129,7 @@ def _flat_entry(name: str, keys: Like, scalars: dict[str, Any]) -> dict[str, Any
         if other != shape:
             raise Broken(f"`{name}` has the shape {shape}, and its {key} {other}")
     moments = [key for key in keys if key != "param"]
-    states = {"param_group": None, "moments": moments, "scalars": encode(scalars)}
+    states: StatesEntry = {"param_group": None, "moments": moments, "scalars": encode(scalars)}
     return {
         "layer": name, "dtype": type_name(dtype), "numel": math.prod(shape), "padding": 0,
         "keys": {key: type_name(dtype) for key, (dtype, _) in keys.items()},
@@ -161,8 +156,8 @@ def to_deepspeed(folder: Path, out: Path, torch_adam: bool) -> None:
     * `torch_adam` is for an engine with torch's Adam, which counts steps in a tensor. DeepSpeed's
       own Adam counts them in a number
 
-    Writes only the files that DeepSpeed's stages 1 to 3 read. Raises `Broken` before it writes
-    anything if a parameter or a moment has a name that no file may have.
+    Raises `Broken` before it writes anything if a parameter or a moment has a name that no file may
+    have.
     """
     checkpoint = CheckpointReader(folder)
     _check_file_names(checkpoint)
@@ -187,8 +182,8 @@ def to_deepspeed(folder: Path, out: Path, torch_adam: bool) -> None:
             steps_taken = count(scalars["step"])
             torch.save(steps_taken, path / "step.pt")
 
-    # DeepSpeed copies options from here into its groups; without any it keeps its own. Stages 1
-    # and 2 load as many groups as are listed here, so list one for each parameter.
+    # Without options here, DeepSpeed keeps its own. Stages 1 and 2 load as many groups as are
+    # listed, so list one for each parameter.
     groups = [{"params": [i]} for i in range(len(checkpoint.params))]
     state = {"state": {0: {"step": steps_taken}}, "param_groups": groups[:1]}
     torch.save({"optimizer_state_dict": state, "param_groups": groups,
@@ -232,7 +227,7 @@ def from_deepspeed(source: Path, folder: Path) -> None:
     paths = [root / name for name in _MODEL_STATES]
     model = _load_deepspeed(next((path for path in paths if path.exists()), paths[0]))
     buffers = {name: model["module"][name] for name in model.get("buffer_names", [])}
-    # Stage 3 stores flat tensors and keeps their shapes here; stages 1 and 2 store them in shape.
+    # Stage 3 stores flat tensors, and their shapes here.
     shapes = {name: shape for group in model.get("param_shapes", [])
               for name, shape in group.items()}
 
@@ -265,8 +260,6 @@ def from_deepspeed(source: Path, folder: Path) -> None:
 class _Stub:
     """
     ## Stand-in for DeepSpeed's classes in a pickle; their content is not used
-
-    DeepSpeed's files mention its classes, and this library does not need DeepSpeed to read them.
     """
 
     def __init__(self, *args, **kwargs):
@@ -279,9 +272,10 @@ def _load_deepspeed(path: Path) -> Any:
 
     `weights_only` keeps the pickle from running anything.
     """
-    stubs: list[Any] = [(_Stub, f"deepspeed.runtime.{name}") for name in (
-        "zero.config.ZeroStageEnum", "fp16.loss_scaler.LossScaler",
-        "fp16.loss_scaler.DynamicLossScaler")]
+    stubs: list[Callable | tuple[Callable, str]] = [
+        (_Stub, f"deepspeed.runtime.{name}") for name in (
+            "zero.config.ZeroStageEnum", "fp16.loss_scaler.LossScaler",
+            "fp16.loss_scaler.DynamicLossScaler")]
     with torch.serialization.safe_globals(stubs):
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
@@ -294,13 +288,12 @@ def to_dcp(folder: Path, out: Path) -> None:
     ## Write a folder that `torch.distributed.checkpoint` loads
 
     The state dict is `{"model": ..., "optim": ...}`, as `get_model_state_dict` and
-    `get_optimizer_state_dict` return them, so FSDP2 can load it. Its tensors are on the meta device
-    and take no memory. `_DcpPlanner` reads the values of one tensor at a time. Each tensor gets a
-    file, because torch's writer keeps all tensors of a file in memory until the file is complete.
+    `get_optimizer_state_dict` return them, so FSDP2 can load it. Its tensors are on the meta
+    device, and `_DcpPlanner` reads the values of one at a time.
     """
     checkpoint = CheckpointReader(folder)
     model: dict[str, torch.Tensor] = {}
-    states: dict[str, dict[str, Any]] = {}
+    states: dict[str, dict[str, object]] = {}
     for param in checkpoint.params:
         dtypes = checkpoint.flats[param.flat]["keys"]
         for name in param.entry["names"]:
@@ -319,6 +312,7 @@ def to_dcp(folder: Path, out: Path) -> None:
         state["optim"] = {"state": states, "param_groups": groups}
 
     make_output_folder(out)
+    # torch's writer keeps all tensors of a file in memory, so each tensor gets a file.
     writer = dcp.FileSystemWriter(out, single_file_per_rank=False)
     with warnings.catch_warnings():
         # DCP warns that there is no process group. None is needed.
@@ -333,7 +327,7 @@ def _meta(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _dcp_groups(checkpoint: CheckpointReader, trained: list[str]) -> list[dict[str, Any]]:
+def _dcp_groups(checkpoint: CheckpointReader, trained: list[str]) -> list[dict[str, object]]:
     """
     #### The param groups in DCP's state dict
 
@@ -341,19 +335,19 @@ def _dcp_groups(checkpoint: CheckpointReader, trained: list[str]) -> list[dict[s
     """
     optimizer = checkpoint.manifest["optimizer"]
     if optimizer is None:
-        # A checkpoint that was made from DeepSpeed's has moments but no options.
+        # A checkpoint made from DeepSpeed's has moments but no options.
         return [_dcp_group("AdamW", {}, trained)] if trained else []
     return [_dcp_group(optimizer["class"], options, [
                 param.name for param in checkpoint.params if param.entry["param_group"] == i])
             for i, options in enumerate(decode(optimizer["groups"]))]
 
 
-def _dcp_group(optimizer_class: str, options: dict[str, Any], names: list[str]) -> dict[str, Any]:
+def _dcp_group(optimizer_class: str, options: dict[str, object], names: list[str]
+               ) -> dict[str, object]:
     """
     #### A param group with all options of torch's optimizer
 
-    A checkpoint does not have the options about how torch computes, `fused` for example, but
-    loaders ask for them. A learning rate scheduler asks for the initial learning rate too.
+    Loaders ask for some that a checkpoint does not have, such as `fused`.
     """
     make_optimizer = getattr(torch.optim, optimizer_class, torch.optim.AdamW)
     defaults = make_optimizer([torch.zeros(1)]).state_dict()["param_groups"][0]
@@ -391,9 +385,6 @@ def from_dcp(source: Path, folder: Path, step: int) -> None:
     """
     ## Make a checkpoint of a DCP folder
 
-    The folder may have weights alone or optimizer states too, and `model` and `optim` may be nested
-    in other entries.
-
     * `step` is the number of steps taken; 0 takes it from the optimizer states
     """
     reader = _DcpReader(source)
@@ -411,7 +402,7 @@ def from_dcp(source: Path, folder: Path, step: int) -> None:
         return values
 
     tensors: dict[str, Like] = {}
-    scalars: dict[str, dict[str, Any]] = {}
+    scalars: dict[str, dict[str, torch.Tensor]] = {}
     # Each parameter before its moments, to compare shapes.
     for name, key in sorted(found, key=lambda pair: (pair[0], pair[1] != "param")):
         entry = entries[found[name, key]]
@@ -450,20 +441,18 @@ def _dcp_keys(metadata: dcp.Metadata) -> dict[tuple[str, str], str]:
     return found
 
 
-def _make(made: Any, cls: type, *args: Any) -> Any:
+def _make(made: Any, cls: type, *args: object) -> object:
     """
     #### What a stand-in does in place of a class, or of a function
 
-    Without arguments a pickle wants an empty object, and fills it afterwards.
+    Without arguments a pickle wants an empty object.
     """
     return made(*args) if args else made.__new__(made)
 
 
 class _DcpReader(dcp.FileSystemReader):
     """
-    ## DCP's reader, with checks before it trusts the metadata
-
-    The metadata names the files to read. A forged name could lead out of the folder.
+    ## DCP's reader, which checks the names of files in the metadata
     """
 
     def read_metadata(self, *args: object, **kwargs: object) -> dcp.Metadata:
@@ -480,10 +469,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     """
     ## Unpickle DCP's `.metadata` without running anything in it
 
-    A pickle names the functions and classes that build its objects, and Python's own unpickler
-    calls any of them. This one looks each name up in a short list of records, sizes and data types.
-    A pickle may also set attributes on whatever it is given. So it is given stand-ins, which make
-    the same objects, and not torch's classes.
+    Python's own unpickler calls whatever a pickle names. This one knows a short list. A pickle may
+    also set attributes on a class, so it is given stand-ins, which make the same objects.
     """
 
     _ADMITTED = {
@@ -497,7 +484,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         "pathlib": ("PosixPath", "WindowsPath"),
     }
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if name in self._ADMITTED.get(module, ()):
             # A path says where the folder used to be. `PurePath` can hold another system's path.
             made = PurePath if module == "pathlib" else super().find_class(module, name)

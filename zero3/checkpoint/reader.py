@@ -2,12 +2,11 @@ r"""
 # A checkpoint on disk
 
 `commit_checkpoint` turns a folder of files into a checkpoint, and `CheckpointReader` reads any
-range of any parameter from a checkpoint.
+range of any parameter from it.
 
-Each rank writes its shards into a file of its own, and all ranks write at the same time. The
-manifest, a JSON file, records once what the numbers in these files are: the parameters of each flat
-parameter, their shapes, their offsets, and the padding. A reader asks for elements of a parameter
-and finds them with the manifest, on any number of ranks.
+Each rank writes its shards into a file of its own. The manifest, a JSON file, says what the numbers
+in these files are: the parameters of each flat parameter, their shapes, their offsets, and the
+padding. With it a reader finds any elements of a parameter, on any number of ranks.
 
 **Six elements from two ranks.** A layer has a weight with four elements and a bias with two. Its
 flat parameter has six, and two ranks saved three each:
@@ -19,38 +18,24 @@ flat parameter has six, and two ranks saved three each:
 | element of the shard | 0 | 1 | 2 | 0 | 1 | 2 |
 
 The bias begins at offset 4, so its last element is element 5 of the flat parameter: element 2 of
-the shard in the file of rank 1. In general, a flat parameter of $P_\ell$ elements on $N$ ranks has
-shards of $S = \lceil P_\ell/N \rceil$ elements. Element $i$ of a parameter at offset $o$ is here:
+the shard in the file of rank 1. A flat parameter of $P_\ell$ elements on $N$ ranks has shards of
+$S = \lceil P_\ell/N \rceil$ elements. Element $i$ of a parameter at offset $o$ is here:
 
 $$\text{file of rank} = \left\lfloor \frac{o + i}{S} \right\rfloor \qquad
 \text{element of its shard} = (o + i) \bmod S$$
 
-Everything else is built on this one operation: resuming on another number of ranks, moving
-parameters to other layers, and converting to other formats.
+**In a pipeline** the ranks with the same layers are at one *place*, and the manifest says for each
+flat parameter at which. The files of place 0 come first, so the file of a shard at place $p$ has a
+number that is larger by $pN$ than in the formula above.
 
-**In a pipeline** each rank has the layers of its own stages. The ranks with the same layers are at
-one *place* of the pipeline, and the manifest says for each flat parameter at which. The files of
-place 0 come first. With two places of two ranks:
-
-| file | 0 | 1 | 2 | 3 |
-|---|---|---|---|---|
-| place in the pipeline | 0 | 0 | 1 | 1 |
-| shard of each flat parameter there | 0 | 1 | 0 | 1 |
-
-So the file of a shard at place $p$ has a number that is larger by $pN$ than in the formula above.
-Without a pipeline there is place 0 alone.
-
-**Split for tensor parallelism**, a parameter has a part at each place, and the manifest says which
-(see `comm/parts.py`). The reader puts the parts together, so that everybody else sees parameters
-with the names and shapes of the plain model. A load into a split model reads the whole rows that
-this rank has a part of.
+**Split for tensor parallelism**, a parameter has a part at each place (see `comm/parts.py`), and
+the reader puts the parts together.
 
 **All or nothing.** A save writes into a folder with a name that ends in `.partial`. When all files
 are on the disk, rank 0 writes the manifest under a temporary name, forces it to the disk and
-renames it. The checkpoint exists from this rename on, because a file system either completes a
-rename or leaves everything as it was. Finally rank 0 removes old checkpoints of this step and of
-later ones, and gives the folder its final name. A run can be killed between any two of these
-actions. `clean_up_interrupted_saves` then finishes or undoes them:
+renames it. The checkpoint exists from this rename on, because a file system completes a rename or
+leaves everything as it was. Finally rank 0 gives the folder its final name. If the run is killed in
+between, the next save calls `clean_up_interrupted_saves`:
 
 | folder | content | what `clean_up_interrupted_saves` does |
 |---|---|---|
@@ -59,18 +44,13 @@ actions. `clean_up_interrupted_saves` then finishes or undoes them:
 | `step-00000200.partial`, without a manifest | an interrupted save | removes it |
 | `step-00000100.removed` | an interrupted removal | removes it |
 
-Each save calls it first. A load never changes a folder.
-
-**One run per folder.** Two runs that save into the same folder would take each other's partial
-folders for interrupted saves and remove them. So rank 0 locks the folder at its first save, with
-`lock_folder`, until its process ends. The operating system keeps the lock on the folder itself: no
-file is left behind, and a load does not need the lock.
+**One run per folder.** Two runs in the same folder would remove each other's partial folders. So
+rank 0 locks the folder at its first save, until its process ends.
 
 **Run this**: `python -m zero3.checkpoint inspect FOLDER` prints the contents of a checkpoint.
 
-**Not covered, and what that costs**: all ranks write into one folder, so several machines need a
-shared file system. Some file systems cannot lock folders, NFS for example. The run then gets a
-warning in place of a lock.
+**Not covered, and what that costs**: several machines need a shared file system. Some cannot lock
+folders, NFS for example. The run then gets a warning in place of a lock.
 """
 
 import fcntl
@@ -82,7 +62,7 @@ import shutil
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -107,19 +87,20 @@ _READ_ERRORS = (Broken, OSError, ValueError, TypeError, KeyError, IndexError, Ru
 _LOCKED: dict[tuple[int, int], int] = {}
 
 
-def commit_checkpoint(partial: Path, manifest: Mapping[str, object]) -> Path:
+def commit_checkpoint(partial: Path, manifest: "Manifest") -> Path:
     """
     ## Turn a folder of files into a checkpoint
 
     * `partial` is the folder; all of its files are on the disk already
     * `manifest` describes them
 
-    The first line of the manifest file is the checksum of the rest. Returns the folder under its
-    final name. Raises `OSError`. Keeps I10: a save is there as a whole or not at all.
+    Returns the folder under its final name. Raises `OSError`. Keeps I10: a save is there as a whole
+    or not at all.
     """
     rest = json.dumps({"format": FORMAT, "version": VERSION, **manifest}, indent=1).encode()[1:]
     path = partial / f"{MANIFEST}.partial"
     with open(path, "wb") as file:
+        # The checksum of the rest comes first.
         file.write(_first_line(rest) + rest)
         file.flush()
         os.fsync(file.fileno())
@@ -135,12 +116,9 @@ def _first_line(rest: bytes) -> bytes:
 def _rename_to_final(partial: Path) -> Path:
     """
     #### Give a finished checkpoint its final name
-
-    Remove the checkpoint that has this name, and the checkpoints of later steps: they are from
-    before the run resumed at an earlier step. They stay until the new manifest is there, because
-    there may be no others.
     """
     final = partial.with_suffix("")
+    # Checkpoints of later steps are from before the run resumed at an earlier one.
     for step, path in steps(final.parent).items():
         if step >= _step_of(final):
             remove(path)
@@ -153,7 +131,7 @@ def remove(checkpoint: Path) -> None:
     """
     ## Remove a checkpoint, all or nothing
 
-    Rename the folder first: half of a removed checkpoint must not look like a checkpoint.
+    After the rename, half of it does not look like a checkpoint.
     """
     renamed = checkpoint.with_suffix(".removed")
     shutil.rmtree(renamed, ignore_errors=True)
@@ -165,7 +143,7 @@ def clean_up_interrupted_saves(folder: Path) -> None:
     """
     ## Finish or undo the interrupted saves and removals in a folder
 
-    Does what the table above says. Do not call it while a save into the folder is in progress.
+    Do not call it while a save into the folder is in progress.
     """
     for path in steps(folder, ".partial").values():
         if (path / MANIFEST).exists():
@@ -185,8 +163,7 @@ def lock_folder(folder: Path) -> None:
 
     * `folder` exists. Locking it twice has no further effect
 
-    Call it before `clean_up_interrupted_saves` and before writing anything. Raises `Broken` if
-    another run has locked the folder. Warns if the file system cannot lock it.
+    Raises `Broken` if another run has locked the folder. Warns if the file system cannot lock it.
     """
     stat = os.stat(folder)
     key = stat.st_dev, stat.st_ino
@@ -202,8 +179,7 @@ def lock_folder(folder: Path) -> None:
     except OSError as error:
         warnings.warn(f"{folder} cannot be locked here ({error}): make sure that no other run "
                       "saves into it", stacklevel=2)
-    # Keep the descriptor open. Closing it would end the lock, and the system could give the inode
-    # to another folder.
+    # Closing the descriptor would end the lock.
     _LOCKED[key] = fd
 
 
@@ -211,8 +187,7 @@ def _drop_inherited_locks() -> None:
     """
     #### Close the parent's locked folders in a forked process
 
-    The lock is the parent's. With these descriptors open, the child would keep it after the parent
-    has ended.
+    Otherwise the child would keep the lock after the parent has ended.
     """
     for fd in _LOCKED.values():
         os.close(fd)
@@ -229,7 +204,7 @@ def make_output_folder(folder: Path) -> Path:
     """
     ## Make and lock a folder for a conversion's output
 
-    Returns the folder. Raises `Broken` if it has checkpoints or is one, and `OSError`.
+    Raises `Broken` if it has checkpoints or is one, and `OSError`.
     """
     if steps(folder) or (folder / MANIFEST).exists():
         raise Broken(f"{folder} has checkpoints in it: choose a folder of its own")
@@ -242,8 +217,6 @@ def file_name(rank: int, world_size: int) -> str:
     """
     ## The name of a rank's file
 
-    * `rank` is the number of the file, and `world_size` the number of files
-
     The manifest has no names of files, so a forged one cannot lead out of its folder.
     """
     return f"rank-{rank:05}-of-{world_size:05}.safetensors"
@@ -252,8 +225,6 @@ def file_name(rank: int, world_size: int) -> str:
 def partial_path(folder: Path, step: int) -> Path:
     """
     ## The folder of a checkpoint while it is being written
-
-    `steps` does not list this name, so nobody takes an unfinished save for a checkpoint.
     """
     return folder / f"step-{step:08}.partial"
 
@@ -262,8 +233,8 @@ def newest(folder: str | Path) -> Path | None:
     """
     ## The newest checkpoint of a run, if there is one
 
-    A finished checkpoint without its final name wins, because it replaces all checkpoints of its
-    own step and of later steps.
+    A finished checkpoint without its final name wins, because it replaces those of its own step and
+    of later ones.
     """
     unnamed = [path for path in steps(Path(folder), ".partial").values()
                if (path / MANIFEST).exists()]
@@ -275,8 +246,6 @@ def steps(folder: Path, suffix: str = "") -> dict[int, Path]:
     ## The checkpoints in a folder by step, the newest last
 
     * `suffix` lists the folders with `.partial` or `.removed` in place of them
-
-    Leaves all other files and folders alone: they are not this library's.
     """
     found = {_step_of(path): path for path in folder.glob("step-*")
              if re.fullmatch(rf"step-\d{{8,}}{re.escape(suffix)}", path.name) and path.is_dir()}
@@ -290,7 +259,7 @@ def _step_of(path: Path) -> int:
 # --------------------------------------------------------------------------------------- manifest
 
 
-class ParamEntry(TypedDict):
+class ParamEntry(TypedDict, total=False):
     """
     ## A parameter in the manifest
     """
@@ -302,7 +271,7 @@ class ParamEntry(TypedDict):
     part: dict[str, object] | None  # a `WeightPart`, if ranks split the parameter
 
 
-class StatesEntry(TypedDict):
+class StatesEntry(TypedDict, total=False):
     """
     ## The optimizer states of some parameters in the manifest
     """
@@ -313,7 +282,7 @@ class StatesEntry(TypedDict):
     params: list[int] | None  # those with these states; left out, all parameters of the param group
 
 
-class FlatEntry(TypedDict):
+class FlatEntry(TypedDict, total=False):
     """
     ## A flat parameter in the manifest
     """
@@ -332,7 +301,7 @@ OptimizerEntry = TypedDict("OptimizerEntry", {
     "class": str, "groups": list[dict[str, object]], "scale": dict[str, object]})
 
 
-class Manifest(TypedDict):
+class Manifest(TypedDict, total=False):
     """
     ## A manifest
 
@@ -360,8 +329,6 @@ class Manifest(TypedDict):
 class Param:
     """
     ## A parameter in a checkpoint
-
-    The manifest lists parameters by flat parameter. A load asks for them by name, and finds these.
     """
 
     # The number of its flat parameter.
@@ -400,25 +367,24 @@ class CheckpointReader:
     """
     ## Read a checkpoint
 
-    It needs no model, because the manifest says what is where. Resuming, inspecting and converting
-    all read through it.
+    It needs no model, because the manifest says what is where.
     """
 
     def __init__(self, folder: Path):
         """
         ### Read the manifest
 
-        * `folder` is the checkpoint's own folder, `step-...`
-
         Raises `Broken` if the folder is not a checkpoint or has a newer format, and if one of its
         files is missing or has another length.
         """
         self.folder = folder
+        # A forged manifest can raise any of the errors below.
         try:
             self.manifest = _read_manifest(folder / MANIFEST)
             self.flats = self.manifest["flats"]
             self.world_size = self.manifest["world_size"]
             self.places = self.manifest["places"]
+            # The files share a cache of blocks.
             recent: dict[tuple[int, int], bytes] = {}
             self.files = [
                 TensorFile(folder / file_name(i, self.places * self.world_size), i, recent, **file)
@@ -476,8 +442,8 @@ class CheckpointReader:
 
         * `key` is `param` or the name of a moment
 
-        Returns `(end - begin,)` in the data type of the file. Reads only the blocks with these
-        elements. Raises `Broken` with the parameter, the file and its rank.
+        Returns `(end - begin,)` in the data type of the file. Raises `Broken` with the parameter,
+        the file and its rank.
         """
         if param.parts:
             return self._read_parts(param.parts, key, begin, end)
@@ -488,6 +454,7 @@ class CheckpointReader:
             values = torch.empty(end - begin, dtype=TYPES[flat["keys"][key]])
             done = 0
             while done < len(values):
+                # The formula above: the file, and the element of its shard.
                 rank, first = divmod(param.entry["offset"] + begin + done, shard_numel)
                 # Read in parts, because each part is in memory twice: in `values` and as bytes.
                 last = min(shard_numel, first + len(values) - done, first + PART_NUMEL)
@@ -499,11 +466,9 @@ class CheckpointReader:
     def _read_parts(self, parts: list[Param], key: str, begin: int, end: int) -> torch.Tensor:
         """
         #### Read elements of a parameter that ranks have split
-
-        It reads the rows with these elements from each part, and puts them together. If there is
-        one row, the parts follow each other.
         """
         like: Any = parts[0].part
+        # With one row, the parts follow each other.
         if like.rows == 1:
             found = []
             for each in parts:
@@ -513,6 +478,7 @@ class CheckpointReader:
                 begin -= each.numel
                 end -= each.numel
             return torch.cat(found)
+        # Read the rows with these elements from each part, and put them together.
         row = like.size * like.width
         first = begin // row
         last = -(-end // row)
@@ -534,8 +500,7 @@ class CheckpointReader:
         """
         ### Read a buffer that each rank saved for itself
 
-        * `rank` gets the buffer of the same rank, or of rank 0 if fewer ranks saved. In a pipeline
-          these are ranks of the stage that has the buffer
+        * `rank` gets the buffer of the same rank, or of rank 0 if fewer ranks saved
         """
         param = self.by_name.get(name)
         if param and name not in self.manifest["replicated"]:
@@ -548,9 +513,7 @@ class CheckpointReader:
 
     def states(self, param: Param) -> StatesEntry:
         """
-        ### The optimizer states of a parameter
-
-        Returns the names of its `moments`, and its `scalars`: numbers such as the count of steps.
+        ### The optimizer states of a parameter: the names of its moments, and its other states
         """
         flat = self.flats[param.flat]
         group = param.entry["param_group"]
@@ -563,9 +526,7 @@ class CheckpointReader:
 
 def merge_parts(params: list[Param]) -> list[Param]:
     """
-    ## Put the parts of a parameter together
-
-    A parameter that each of several ranks has whole is kept once.
+    ## Put the parts of each parameter together
 
     Raises `ValueError` if the parts do not make up the parameter.
     """
@@ -575,7 +536,7 @@ def merge_parts(params: list[Param]) -> list[Param]:
         if param.part:
             first.parts.append(param)
     for param in found.values():
-        parts: list[Any] = [each.part for each in param.parts]
+        parts = [each.part for each in param.parts if each.part]
         ends = [0, *(part.end for part in parts)]
         fits = all(part == replace(parts[0], begin=begin, end=part.end)
                    and each.numel * part.size == math.prod(part.shape) * (part.end - part.begin)
@@ -590,8 +551,7 @@ def _errors_name(part: str) -> Iterator[None]:
     """
     #### Turn errors of reading into `Broken`, with the name of the part that cannot be read
 
-    A damaged file makes torch and Python raise many kinds of errors, and none of them says which
-    parameter was being read.
+    None of the many errors of torch and Python says which parameter was being read.
     """
     try:
         yield
@@ -602,8 +562,6 @@ def _errors_name(part: str) -> Iterator[None]:
 def _read_manifest(path: Path) -> Manifest:
     """
     #### Read and check a manifest
-
-    The checksum finds damage. The types find manifests that another program wrote.
     """
     if not path.is_file():
         raise Broken(f"{path} is missing: this is no checkpoint, nor a folder with checkpoints")
@@ -621,6 +579,7 @@ def _read_manifest(path: Path) -> Manifest:
     manifest.setdefault("places", 1)
     for flat in manifest["flats"]:
         flat.setdefault("place", 0)
+    # Another program may have written it, with a checksum that is right.
     _check_types(manifest, Manifest, "the manifest")
     places = range(manifest["places"])
     used = [*(flat["place"] for flat in manifest["flats"]), *manifest["replicated"].values()]
@@ -658,11 +617,11 @@ def _check_types(value: Any, kind: Any, where: str) -> None:
 
 
 # The classes that JSON lacks, by their names there, and how to make them of lists.
-_CLASSES: dict[str, Callable[[Any], object]] = {
+_CLASSES: dict[str, Callable[[list], object]] = {
     "__tuple__": tuple, "__items__": dict, "__counter__": lambda pairs: Counter(dict(pairs))}
 
 
-def encode(value: Any, where: str = "extra") -> Any:
+def encode(value: object, where: str = "extra") -> Any:
     """
     ## Turn a small object into JSON
 
@@ -670,8 +629,7 @@ def encode(value: Any, where: str = "extra") -> Any:
     * `where` names it in errors
 
     `decode` returns an equal object. JSON alone has neither tuples nor keys that are numbers, and a
-    learning rate scheduler that looks for step 30 would not find "30". A subclass of these classes
-    comes back as the class itself.
+    learning rate scheduler that looks for step 30 would not find "30".
 
     Raises `ValueError` with the place of an object of another class.
     """
@@ -695,7 +653,7 @@ def encode(value: Any, where: str = "extra") -> Any:
     raise ValueError(f"`{where}` is a {type(value).__name__}")
 
 
-def decode(value: Any) -> Any:
+def decode(value: object) -> Any:
     """
     ## Turn the JSON of `encode` back into the object
 

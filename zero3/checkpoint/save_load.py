@@ -4,9 +4,9 @@ r"""
 `save` lets each rank write its own shards, and `load` lets each rank read the elements that belong
 to its shards now.
 
-A long run is interrupted many times, and resumes from its shards: the parameters, and for each of
-them the master and the moments. No rank has to gather anything to save them. Each rank writes what
-it keeps anyway, at the same time as the others, so a save takes as long as one rank's own bytes.
+A long run is interrupted many times. To resume, it needs its parameters, masters and moments. No
+rank gathers anything to save them: each rank writes the shards that it keeps anyway, at the same
+time as the others.
 
 **Three weights, saved on two ranks, loaded on three and on four.** The shards are those of the
 example in `layer.py`:
@@ -17,23 +17,17 @@ example in `layer.py`:
 | the shard that it loads, on three ranks | 1 | 2 | 3 | |
 | the shard that it loads, on four ranks | 1 | 2 | 3 | 0 |
 
-On three ranks, rank 1 reads the second element of the old rank 0's file, and rank 2 reads the first
-element of the old rank 1's file. On four ranks, rank 3 has padding only and reads nothing.
+On three ranks, rank 1 reads the second element of the old rank 0's file. On four ranks, rank 3 has
+padding only and reads nothing.
 
-With fp32 masters and Adam a parameter has 12 bytes of state: 4 for the master, and 4 for each of
-two moments. On $N$ ranks, and later on $N'$:
+With Adam a parameter has 12 bytes of state: an fp32 master and two moments. On $N$ ranks, and later
+on $N'$:
 
 $$\underbrace{\frac{12\Psi}{N}}_{\text{bytes that a rank writes}} \qquad
 \underbrace{2 \cdot \frac{12\Psi}{N'}}_{\text{bytes that it reads}}$$
 
 A rank reads everything twice, because it checks the whole checkpoint before it changes the model.
-The 16-bit parameters are not saved; they are the masters, rounded. Frozen parameters have no
-masters, so their own bytes are saved. `reader.py` explains how a folder of files becomes a
-checkpoint in a single moment, and how to find a range of a parameter in it.
-
-A save goes through `Entries.describe`, `manifest`, `entries` and `tensors`, then `Writer`, then
-`commit_checkpoint`. A load goes through `newest`, `CheckpointReader`, `Entries.check`, `shard`
-(which calls `CheckpointReader.read` and `TensorFile.read`), and `Entries.take`.
+The 16-bit parameters are not saved; they are the masters, rounded. `reader.py` explains the files.
 
 | saved | place |
 |---|---|
@@ -41,32 +35,20 @@ A save goes through `Entries.describe`, `manifest`, `entries` and `tensors`, the
 | buffers, frozen parameters outside of layers, random number states | each rank's file: its own |
 | number of steps, options of param groups, loss scale, `extra` | the manifest |
 
-**On another number of ranks** the shards have other boundaries, so a rank may read its elements
-from several files. The layers may be wrapped in another way too, because parameters are found by
-their names in the plain model. The loading model also decides on the tiers and data types.
+**On another number of ranks** a rank may read its elements from several files. Parameters are found
+by their names in the plain model, so layers may be wrapped in another way, and a pipeline may have
+other stages, or none. The loading model also decides on the tiers and data types.
 
-**In a pipeline** each rank saves the shards of its own stages. The checkpoint has the parameters of
-all stages by their names in the plain model, so it loads into a pipeline with other stages, or into
-a model without any, and the other way round. Take one layer with the weights 1 and 2, and another
-with 3 and 4. Two stages of two ranks save them, and two ranks without a pipeline load them:
-
-| | rank 0 | rank 1 | rank 2 | rank 3 |
-|---|---|---|---|---|
-| the shards that a rank saves | 1 | 2 | 3 | 4 |
-| the shards that it loads | 1, 3 | 2, 4 | | |
-
-**While training goes on.** With `async_write` the shards are copied, and a thread writes the copies
-to disk while training goes on. The next optimizer step that finds all files written turns them into
-a checkpoint. If a write failed, the next step raises the error. After its last step a run has to
-call `wait()`.
+**While training goes on.** With `async_write` a thread writes copies of the shards. The next
+optimizer step that finds all files written turns them into a checkpoint, or raises the error if a
+write failed. After its last step a run has to call `wait()`.
 
 **Run this**: `make train ARGS="--save-every 100"`. Stop it at any moment, by Ctrl-C or by a kill,
-and run it again. `python -m zero3.checkpoint --help` inspects checkpoints and converts them.
+and run it again.
 
-**Not covered, and what that costs**: gradients are not saved. Save after a step, because a save
-between micro-batches loses the sums so far. Random numbers continue exactly only on the same number
-of ranks, with as many in each stage; otherwise each rank begins a new stream of its own. `extra` is
-taken from rank 0.
+**Not covered, and what that costs**: gradients are not saved, so a save between micro-batches loses
+the sums so far. Random numbers continue exactly only on the same number of ranks, with as many in
+each stage; otherwise each rank begins a new stream of its own. `extra` is taken from rank 0.
 """
 
 import json
@@ -76,7 +58,7 @@ import random
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -87,10 +69,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zero3.checkpoint.entries import Entries, Entry
+from zero3.checkpoint.entries import Described, Entries, Entry
 from zero3.checkpoint.reader import (
     MANIFEST,
     CheckpointReader,
+    Manifest,
     OptimizerEntry,
     clean_up_interrupted_saves,
     commit_checkpoint,
@@ -116,29 +99,28 @@ def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     ## Save a checkpoint
 
     All ranks call this with the same arguments, between a step and the next backward pass. The
-    checkpoint is written to `folder/step-...`. It is complete or does not exist, at every moment
-    (invariant I10).
+    checkpoint `folder/step-...` is complete or does not exist, at every moment (invariant I10).
 
-    * `folder` belongs to this run, and is the same for all ranks; it is created if necessary
+    * `folder` belongs to this run; it is created if necessary
     * `model` is a `Zero3Sequential`, a wrapped model, a `Pipeline`, or any module with
       `Zero3Layer`s
     * `optimizer` is a `Zero3Optimizer`, or one of torch's on the shards; left out, the weights are
       saved alone
     * `step` is the number of steps taken. Checkpoints of later steps are removed: they are from
       before the run was resumed at an earlier step
-    * `extra` is anything else that the run needs, such as the `state_dict()` of a scheduler or the
-      position in the data: numbers, strings, tensors, lists, tuples and dicts
+    * `extra` is anything else that the run needs, such as the `state_dict()` of a scheduler:
+      numbers, strings, tensors, lists, tuples and dicts
     * `async_write` copies everything in memory, $\frac{12\Psi}{N}$ bytes per rank, and returns
-      while a thread writes the copies. The checkpoint is complete after a later optimizer step,
-      the next `save` or `load`, or `wait()`. Call `wait()` before the program ends
+      while a thread writes the copies
     * `keep` is the number of checkpoints to keep, including this one
 
     Returns a `Saving`, whose `wait()` waits for an asynchronous save.
 
     Raises `RuntimeError` on all ranks if the checkpoint cannot be saved, if the ranks passed
     different arguments, if another run saves to the folder, or if the previous asynchronous save
-    failed and no step has raised its error yet. The older checkpoints are not touched then.
+    failed. The older checkpoints are not touched then.
     """
+    # These have to be the same on all ranks.
     def agreed(entries: Entries) -> dict[str, object]:
         found = {"`folder`": os.path.realpath(folder), "`step`": operator.index(step),
                  "`keep`": operator.index(keep), "`async_write`": bool(async_write)}
@@ -147,6 +129,7 @@ def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
         return found
 
     entries = _all_here("saved", model, optimizer, agreed)
+    # Two saves at once would write to the folder at the same time.
     _end_last_save(entries.comm)
     saving = Saving(entries, Path(folder), operator.index(step), operator.index(keep))
     saving.begin(extra, async_write)
@@ -158,11 +141,10 @@ def _all_here(done: str, model: nn.Module, optimizer: torch.optim.Optimizer | No
     """
     #### List the contents of a model, and compare the arguments of all ranks
 
-    * `done` is "saved" or "loaded", for errors
     * `agreed` checks this rank's arguments, and returns those that have to be the same on all ranks
 
-    All ranks must call it (all-gather of the arguments). If one rank raises, the others raise a
-    `RuntimeError` with its error. Otherwise they would wait for that rank forever.
+    All ranks must call it (all-gather of the arguments). If one rank raises, all do: otherwise the
+    others would wait for it forever.
     """
     comm = comm_of(model)
     try:
@@ -183,11 +165,6 @@ def _all_here(done: str, model: nn.Module, optimizer: torch.optim.Optimizer | No
 def _all_or_none(entries: Entries, what: str, expected: str, cure: str) -> Iterator[None]:
     """
     #### Leave the block on all ranks, or raise an error on all if one of them has raised any
-
-    * `what`, `expected` and `cure` are as for `Communicator.agree`
-
-    All ranks must enter it. A rank that raised alone would leave the others waiting in the next
-    collective.
     """
     problem = ""
     try:
@@ -205,7 +182,7 @@ def _told(error: Exception) -> str:
     """
     #### An error as text that is never empty
 
-    The ranks exchange this text, and an empty one means that there is no problem.
+    An empty one means that there is no problem.
     """
     return one_line(f"{error}") or repr(error)
 
@@ -213,9 +190,6 @@ def _told(error: Exception) -> str:
 class Saving:
     """
     ## A checkpoint that is being written
-
-    `save` makes one and returns it. A save that waits is over by then. An asynchronous one is ended
-    by a hook before a later optimizer step, by the next `save` or `load`, or by `wait`.
     """
 
     def __init__(self, entries: Entries, folder: Path, step: int, keep: int):
@@ -224,10 +198,11 @@ class Saving:
         self.step = step
         self.keep = keep
         self.partial = partial_path(folder, step)
+        # A save that fails removes its folder, if it was the one that made it.
         self.made_folder = False
-        self.manifest: dict[str, Any] = {}
-        self.writer: Any = None  # this rank's `Writer`, once it has reserved the disk space
-        self.written: Any = None  # a `Future` of the result of `_write`
+        self.manifest: Manifest = {}
+        self.writer: Writer | None = None  # once it has reserved the disk space
+        self.written: Future[tuple[str, FileEntry | None]] | None = None  # what `_write` returns
         self.hook: RemovableHandle | None = None
         self.ended = False
         self.failure: RuntimeError | None = None
@@ -236,9 +211,9 @@ class Saving:
         """
         ### Reserve the disk space, and write this rank's file or start a thread that writes it
 
-        Rank 0 creates the folder. Then all ranks reserve the space of their files, so that a full
-        disk is an error before anything is written.
+        A full disk is an error before anything is written, because all ranks reserve space first.
         """
+        # Each rank describes its own part of the model. This merges all of them (all-gather).
         with self._on_all_ranks():
             described, options = self._prepare(extra)
         self.manifest |= self.entries.manifest(described, options)
@@ -249,26 +224,26 @@ class Saving:
         with self._on_all_ranks():
             if listed:
                 self._open_file(listed, streams)
+        # The space is there on all ranks: write.
         self._fill(listed, async_write)
         if not async_write:
             self.wait()
             return
+        # From now on, a step, a save or a load ends it.
         _LAST_SAVES[self.entries.comm] = self
         if self.entries.optimizer is not None:
             self.hook = self.entries.optimizer.register_step_pre_hook(self._end_if_done)
 
-    def _prepare(self, extra: object) -> tuple[list[dict[str, Any]], OptimizerEntry | None]:
+    def _prepare(self, extra: object) -> tuple[list[Described], OptimizerEntry | None]:
         """
         #### Describe this rank's model and optimizer, and create the folder on rank 0
-
-        Rank 0 locks the folder before it cleans up. Without the lock it could remove the files that
-        another run is writing.
         """
         self.manifest = {"step": self.step, "extra": encode(extra)}
         described = self.entries.describe()
         options = self.entries.options()
         if self.entries.comm.is_first:
             self.folder.mkdir(parents=True, exist_ok=True)
+            # Before cleaning up, which without the lock could remove another run's files.
             lock_folder(self.folder)
             clean_up_interrupted_saves(self.folder)
             self.partial.mkdir()
@@ -277,9 +252,7 @@ class Saving:
 
     def _random_of_replicas(self) -> list[str]:
         """
-        #### The random number states of each replica of this shard, as JSON
-
-        With replicas it is an all-gather, which all ranks must call.
+        #### The random number states of each replica of this shard, as JSON (all-gather)
         """
         comm = self.entries.stage_comm
         own = json.dumps(encode(_random_states(self.entries.device)))
@@ -290,9 +263,6 @@ class Saving:
     def _open_file(self, listed: list[Entry], streams: list[str]) -> None:
         """
         #### Reserve the space of this rank's file
-
-        * `streams` are the random number states of each replica of this shard. Each rank has its
-          own, so they go into the header
         """
         like = {entry.name: (entry.dtype, entry.shape) for entry in listed}
         header = {_random_key(replica): states for replica, states in enumerate(streams)}
@@ -303,22 +273,23 @@ class Saving:
     def _fill(self, listed: list[Entry], async_write: bool) -> None:
         """
         #### Write tensors now, and let a thread write the rest
-
-        An asynchronous save writes up to the last tensor from a file now, and copies the tensors
-        after that.
         """
         now = len(listed)
         if async_write:
+            # Write up to the last tensor from a file now: only the others are copied.
             now = 1 + max((i for i, e in enumerate(listed) if not e.in_memory), default=-1)
         copies: list[torch.Tensor] = []
         problem = ""
+        # A rank with a problem goes on to `wait`, where all ranks learn of it.
         try:
             for values in self.entries.tensors(listed[:now]):
+                assert self.writer, "a rank without a file has no tensors to write"
                 self.writer.write(values)
             copies = [values.detach().to("cpu", copy=True)
                       for values in self.entries.tensors(listed[now:])]
         except Exception as error:
             problem = _told(error)
+        # The thread ends after this one task.
         worker = ThreadPoolExecutor(1, "zero3-checkpoint")
         self.written = worker.submit(self._write, copies, problem)
         worker.shutdown(wait=False)
@@ -344,11 +315,10 @@ class Saving:
         """
         #### End the save if all files are written, or if one of them failed
 
-        A hook that runs before every optimizer step (all-gather of two flags, until the save has
-        ended). The next save removes the hook. It cannot remove itself, because torch is iterating
-        over the hooks while it runs.
+        A hook that runs before every optimizer step (all-gather of two flags).
         """
-        if self.ended:
+        # The hook cannot remove itself, because torch is iterating over the hooks. `leave` does it.
+        if self.ended or not self.written:
             return
         done = self.written.done()
         failed = done and bool(self.written.result()[0])
@@ -364,15 +334,18 @@ class Saving:
         """
         if self.failure:
             raise self.failure
-        if not self.ended:
+        if self.written and not self.ended:
+            # Wait for the thread.
             problem, file = self.written.result()
             self.ended = True
+            # The manifest lists the length and the checksums of each file (all-gather).
             every = self.entries.comm.gather((self.entries.file_number, file))
             files = {number: each for number, each in every if each}
             self.manifest["files"] = [files[number] for number in sorted(files)]
             with self._on_all_ranks():
                 if problem:
                     raise OSError(problem)
+            # Only now, when the files of all ranks are on the disk.
             with self._on_all_ranks():
                 self._commit()
             # Let go of the model: `_LAST_SAVES` and the hook keep this object.
@@ -382,13 +355,11 @@ class Saving:
     def _commit(self) -> None:
         """
         #### Make the folder a checkpoint, and remove the oldest ones (on rank 0)
-
-        `wait` calls it when the files of all ranks are on the disk. The new checkpoint is complete
-        before an old one is removed, so there is one at every moment.
         """
         if self.entries.comm.is_first:
             commit_checkpoint(self.partial, self.manifest)
-            # If one cannot be removed now, the next save tries again.
+            # The new one is complete before an old one goes, so there is one at every moment. If
+            # one cannot be removed now, the next save tries again.
             with suppress(OSError):
                 for path in [*steps(self.folder).values()][: -self.keep]:
                     remove(path)
@@ -396,9 +367,6 @@ class Saving:
     def leave(self) -> None:
         """
         ### Remove the hook, and wait for the checkpoint unless the save has ended
-
-        The next `save` or `load` of this model calls it, because two saves at once would write to
-        the folder at the same time.
         """
         if self.hook:
             self.hook.remove()
@@ -417,6 +385,7 @@ class Saving:
                     "lists and dicts", "make room, or choose another folder; the older checkpoints "
                     "are not touched"):
                 yield
+        # One rank had an error, so all are here.
         except RuntimeError as error:
             self.ended = True
             self.failure = error
@@ -438,8 +407,6 @@ _LAST_SAVES: WeakKeyDictionary[Communicator, Saving] = WeakKeyDictionary()
 def _end_last_save(comm: Communicator) -> None:
     """
     #### Wait for the last asynchronous save of this model, if there was one
-
-    Raises its error, unless a step has raised it already.
     """
     if last := _LAST_SAVES.pop(comm, None):
         last.leave()
@@ -450,13 +417,12 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     """
     ## Load a checkpoint
 
-    All ranks call this with the same arguments, between steps, on any number of ranks. Each rank
-    reads and checks its own elements. The model changes only after all ranks have found everything
-    intact.
+    All ranks call this with the same arguments, between steps, on any number of ranks. The model
+    changes only after all ranks have found everything intact.
 
     * `folder` is a run's, to load its newest checkpoint, or the folder of one checkpoint
-    * `model` and `optimizer` have the same parameters as the saved ones. Layers, stages, tiers and
-      data types may differ. Without an optimizer the weights are loaded alone
+    * `model` and `optimizer` have the same parameters as the saved ones. Without an optimizer the
+      weights are loaded alone
 
     Returns the `extra` that was saved.
 
@@ -475,6 +441,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
         # `CheckpointReader` has the better error message.
         path = newest(path) or path
     path = comm.gather(path)[0]
+    # First read and check everything. The model stays as it is.
     with _all_or_none(entries, f"in {path} cannot be loaded", "an intact checkpoint of this model "
                       "and optimizer", "pass the folder of another one; `python -m "
                       "zero3.checkpoint verify` tells which ones are intact"):
@@ -484,6 +451,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
         extra = decode(checkpoint.manifest["extra"])
         states = _random_states_of(checkpoint, entries)
         _check_random_states(states, entries.device)
+    # Then read it again, into the model.
     with _all_or_none(entries, f"in {path} was whole, and then was not", "files that nobody writes "
                       "to during a load", "load it again, or another one: until then the model has "
                       "old and new values"):
@@ -496,8 +464,7 @@ def _read_all(checkpoint: CheckpointReader, entries: Entries) -> None:
     """
     #### Read everything that this rank will load, to find damage before anything changes
 
-    `take` reads all of it once more. If this kept the values, the whole state would be in memory a
-    second time.
+    It keeps no values: the whole state would be in memory a second time.
     """
     for flat in entries.flats:
         for key in ("param", *flat.moments):
@@ -512,28 +479,26 @@ def _read_all(checkpoint: CheckpointReader, entries: Entries) -> None:
 # ---------------------------------------------------------------------------------- random numbers
 
 
-def _random_states(device: torch.device) -> dict[str, Any]:
+def _random_states(device: torch.device) -> dict[str, object]:
     """
     #### The state of each random number generator of this process
 
-    Dropout and the order of the data may be drawn from any of them. A resumed run draws what the
-    interrupted one would have drawn, if all of them are restored.
+    A resumed run draws what the interrupted one would have drawn, if all of them are restored.
     """
     drawn: Any = np.random.get_state()
-    found = {"torch": torch.get_rng_state(), "python": random.getstate(),
-             "numpy": (drawn[0], drawn[1].tolist(), *drawn[2:])}
+    found: dict[str, object] = {
+        "torch": torch.get_rng_state(), "python": random.getstate(),
+        "numpy": (drawn[0], drawn[1].tolist(), *drawn[2:])}
     if device.type != "cpu":
         found["device"] = torch.get_device_module(device).get_rng_state(device)
     return found
 
 
-def _random_states_of(checkpoint: CheckpointReader, entries: Entries) -> dict[str, Any]:
+def _random_states_of(checkpoint: CheckpointReader, entries: Entries) -> dict[str, object]:
     """
     #### This rank's random number states from a checkpoint
 
-    On another number of ranks this is a new seed for each rank, and so for a replica more than were
-    saved, and in a pipeline of another length. A checkpoint that was converted from another format
-    has no states.
+    On another number of ranks this is a new seed for each rank.
     """
     comm = entries.comm
     same = (checkpoint.places, checkpoint.world_size) == (comm.stages.size, comm.world_size)
@@ -542,6 +507,7 @@ def _random_states_of(checkpoint: CheckpointReader, entries: Entries) -> dict[st
     own = found.get(_random_key(comm.replicas.rank))
     if own and same:
         return decode(json.loads(own))
+    # The seed follows from saved states and this rank's number.
     streams = found.get(_random_key(0))
     number = comm.ranks.index(comm.global_rank)
     return {"seed": zlib.crc32(f"{number} {streams}".encode())} if streams else {}
@@ -554,11 +520,9 @@ def _random_key(replica: int) -> str:
     return f"random.{replica}" if replica else "random"
 
 
-def _check_random_states(states: dict[str, Any], device: torch.device) -> None:
+def _check_random_states(states: dict[str, object], device: torch.device) -> None:
     """
     #### Make sure that the states are valid: set them, and set this process's own again
-
-    Raises `Broken` if one of them is not.
     """
     own = _random_states(device)
     try:
@@ -573,7 +537,7 @@ def _set_random_states(states: dict[str, Any], device: torch.device) -> None:
     """
     #### Set or seed the random number generators of this process
 
-    A load does this last. Anything that drew a number afterwards would change the run.
+    A load does this last, because nothing may draw a number afterwards.
     """
     if "seed" in states:
         for seed in (torch.manual_seed, random.seed, np.random.seed):

@@ -1,18 +1,17 @@
 r"""
 # Files of tensors with checksums
 
-`TensorFile` reads any range of elements from a safetensors file, and checks every byte that it
-reads. `offload/tensors.py` has written the file.
+`TensorFile` reads any range of elements from a safetensors file that `offload/tensors.py` has
+written, and checks every byte.
 
-Each block of 1 MiB has a CRC-32, the checksum of gzip. A reader of a range therefore checks only
-the blocks that it reads. One changed byte always changes the checksum.
+Each block of 1 MiB has a CRC-32, so a reader of a range checks only the blocks that it reads. One
+changed byte always changes the checksum.
 
 $$\text{blocks read for } n \text{ bytes} \le \left\lceil \frac{n}{2^{20}} \right\rceil + 1$$
 
 **Run this**: `python -m zero3.checkpoint verify FOLDER` checks all blocks of a checkpoint.
 
-**Not covered, and what that costs**: one thread reads a file, through the page cache. Checksums
-find damage by a disk or a network, but no forgery: a forger can compute the checksums too.
+**Not covered, and what that costs**: one thread reads a file. Checksums find no forgery.
 """
 
 import json
@@ -27,7 +26,7 @@ import torch
 
 from zero3.offload.tensors import BLOCK_BYTES, TYPES, Broken
 
-# The readers of a checkpoint's files keep so many blocks, because small parameters share a block.
+# Blocks that are kept, because small parameters share one.
 _KEPT_BLOCKS = 16
 
 
@@ -36,7 +35,7 @@ class TensorFile:
     """
     ## Read ranges of a safetensors file and check them
 
-    Raises `Broken` at once if the file is missing or has another length than the manifest says.
+    Raises `Broken` if the file is missing or has another length than the manifest says.
     """
 
     path: Path
@@ -60,8 +59,7 @@ class TensorFile:
         """
         ### Read these elements of a tensor, or all of them
 
-        Returns `(end - begin,)`. Raises `Broken` if the file has no such elements or if they are
-        damaged.
+        Returns `(end - begin,)`. Raises `Broken` if they are missing or damaged.
         """
         if name not in self.header:
             raise Broken(f"{self.path}, the file of rank {self.rank}, has no `{name}`")
@@ -80,7 +78,7 @@ class TensorFile:
         """
         ### The header, with offsets from the beginning of the file
 
-        Raises `Broken` if two tensors share bytes: one of them would have the values of the other.
+        Raises `Broken` if two tensors share bytes.
         """
         data_begin = 8 + int.from_bytes(self.read_bytes(0, 8), "little")
         header = json.loads(self.read_bytes(8, data_begin))
@@ -116,7 +114,7 @@ class TensorFile:
         """
         key = self.rank, i
         if key not in self.recent:
-            # Open the file each time: a checkpoint may have more files than a process may open.
+            # A checkpoint may have more files than a process may keep open.
             with open(self.path, "rb", buffering=0) as file:
                 block = os.pread(file.fileno(), BLOCK_BYTES, i * BLOCK_BYTES)
             if f"{zlib.crc32(block):08x}" != self.crc32[8 * i : 8 * i + 8]:

@@ -3,9 +3,8 @@ r"""
 
 `Int8` and `Int4` turn floats into small integers that share a scale, and back.
 
-A link between machines may be ten times slower than one inside, so every byte that it does not
-carry saves time. Weights and gradients can be sent with less precision than they are computed with.
-That is *block-wise quantisation*: 64 neighbours share one scale, and each becomes a small integer.
+Weights and gradients can be sent with less precision than they are computed with. In *block-wise
+quantisation* 64 neighbours share one scale, and each becomes a small integer.
 
 **Four numbers in 4 bits.** An `Int4` has the values −7 to 7. The largest of these numbers is 3.5,
 so the scale is $3.5 / 7 = 0.5$:
@@ -19,16 +18,14 @@ so the scale is $3.5 / 7 = 0.5$:
 | error | 0.1 | 0.2 | 0 | 0 |
 
 A number is rounded to the nearest multiple of the scale $s$, so it moves by at most $s/2$. With $q$
-positive values (7 or 127) the scale is the block's largest size over $q$, and that gives the bound.
-The scale itself is rounded to 16 bits (bfloat16), which moves it by at most one part in 256. The
-largest number, divided by it, is then between 126.5 and 127.5, and still rounds to 127; in 4 bits
-it is between 6.97 and 7.03:
+positive values (7 or 127) the scale is the block's largest size over $q$. The scale is rounded to
+16 bits (bfloat16), by at most one part in 256, so the largest number still rounds to $q$:
 
 $$|x - \hat{x}| \;\le\; \frac{s}{2} \;\le\; \frac{\max |x|}{2 q} \left(1 + 2^{-8}\right)$$
 
 The maximum is taken over the block. For `Int8` the error is at most 0.4 % of the block's largest
-number, for `Int4` 7.2 %. A large number spoils the precision of its neighbours, and of nothing
-else; that is why the blocks are small. An element costs
+number, for `Int4` 7.2 %. Small blocks keep a large number from spoiling more than its neighbours.
+An element costs
 
 $$1 + \frac{2}{64} = 1.03 \ \text{bytes in 8 bits} \qquad
 \frac12 + \frac{2}{64} = 0.53 \ \text{bytes in 4 bits}$$
@@ -37,30 +34,23 @@ Four properties matter besides the error:
 
 * Zero stays zero, so padding stays zero.
 * An infinity or a NaN makes its whole block infinite or NaN, so an overflow is still found.
-* Finite numbers that were decoded encode to the same bytes again, so a second round loses nothing
-  more. That is also true if they are rounded to bf16 or fp16 in between, as long as they were bf16
-  or fp16 from the start.
-
+* Decoded finite numbers encode to the same bytes again.
 * A finite number stays finite. The largest fp16 number, 65504, over 127 is rounded up to the scale
   516, and 127 · 516 would be infinite in fp16. So the scale is the next lower one, 512.
 
-There are two exceptions to the bound. A block near the largest number of its type, with such a
-lower scale, moves by up to $s$. A block becomes zeros if its largest number is below
-$q \cdot 2^{-126}$, which is about $10^{-36}$ in 8 bits. Its scale would be so small that bfloat16
-has fewer digits for it, and codes could exceed $q$.
+There are two exceptions to the bound. A block with such a lower scale moves by up to $s$. A block
+becomes zeros if its largest number is below
+$q \cdot 2^{-126}$, which is about $10^{-36}$ in 8 bits.
 
 Block-wise quantisation is from [8-bit Optimizers](https://arxiv.org/abs/2110.02861), section 2.1;
 [ZeRO++](https://arxiv.org/abs/2306.10209), sections 3.1 and 3.3, uses it between ranks.
 
-**Write your own.** An `Encoding` is any object with the three methods below. Hand it to `Links` in
-place of these two.
+**Write your own.** An `Encoding` is any object with the three methods below.
 
 **Run this**: `python -m pytest tests/test_encodings.py` measures the errors.
 
-**Not covered, and what that costs**: errors are not remembered. Each gradient loses what was
-rounded away, while error feedback would add it to the next one, at the cost of a buffer as large as
-the gradient. Everything is computed in fp32, so a double beyond the range of fp32 counts as
-infinite.
+**Not covered, and what that costs**: error feedback, which would add the rounding error of one
+gradient to the next. A double beyond the range of fp32 counts as infinite.
 """
 
 import math
@@ -76,9 +66,9 @@ class Encoding(Protocol):
     """
     ## Encoding: how rows of floats become bytes
 
-    It encodes each row independently of the others, because each is for another rank. It has to
-    give the same bytes on all ranks, turn zeros into bytes that mean zeros, and leave `rows` alone.
-    Make it a frozen dataclass, so that two of them with the same arguments are equal.
+    It encodes each row independently, gives the same bytes on all ranks, turns zeros into bytes
+    that mean zeros, and leaves `rows` alone. Make it a frozen dataclass, so that two of them with
+    the same arguments are equal.
     """
 
     # How many bytes a row of `numel` elements takes.
@@ -95,7 +85,7 @@ def is_encoding(thing: object) -> bool:
     """
     ## Whether this is an object with the three methods
 
-    The class `Int8`, without parentheses, has them too, and is none.
+    The class `Int8`, without parentheses, is none.
     """
     names = ("nbytes", "encode", "decode")
     return not isinstance(thing, type) and all(callable(getattr(thing, n, None)) for n in names)
@@ -130,9 +120,8 @@ class Int8:
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """
         ### Encode: `(rows, numel)` floats to `(rows, nbytes)` uint8
-
-        It copies the rows once, and computes in that copy.
         """
+        # Copy the rows once, and compute in that copy.
         count, numel = rows.shape
         blocks = rows.new_zeros(count, self._blocks(numel), self.block, dtype=torch.float32)
         flat = blocks.flatten(1)  # the same memory, (rows, elements with padding)
@@ -141,7 +130,7 @@ class Int8:
         largest = torch.maximum(blocks.amax(dim=2), -blocks.amin(dim=2))
         scales = blocks.new_empty(blocks.shape[:2], dtype=torch.bfloat16)
         scales.copy_(largest / self.levels)
-        # Below this number a bfloat16 has fewer digits, and the codes could be too large.
+        # Below this number a bfloat16 has fewer digits, and codes could be too large.
         scales.masked_fill_(scales < torch.finfo(scales.dtype).tiny, 0)
         # The largest code times the scale has to be finite in the type of the rows.
         above = scales.float() * self.levels > torch.finfo(rows.dtype).max

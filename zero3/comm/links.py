@@ -6,9 +6,9 @@ between nodes. `LinkedCommunicator` sends them that way.
 
 A machine is a *node*. The link between nodes is often ten times slower than the links inside one,
 and ZeRO-3 sends three times the model over it in a step: weights for forward, weights for backward,
-gradients. Hybrid sharding (`mesh.py`) avoids the first two and pays with memory, because each node
-holds a whole replica. Here the model stays sharded over all ranks, and each of the three passes is
-made cheaper. The ideas are those of [MiCS](https://arxiv.org/abs/2205.00119), section 3.3, and
+gradients. Hybrid sharding (`mesh.py`) avoids the first two and pays with memory. Here the model
+stays sharded over all ranks, and each of the three passes is made cheaper. The ideas are those of
+[MiCS](https://arxiv.org/abs/2205.00119), section 3.3, and
 [ZeRO++](https://arxiv.org/abs/2306.10209), section 3:
 
 | | name in the papers | what it does | between nodes |
@@ -21,9 +21,8 @@ made cheaper. The ideas are those of [MiCS](https://arxiv.org/abs/2205.00119), s
 Each can be chosen alone. All together send about a quarter of what the first alone sends, for a
 model of 16 bits.
 
-**Three weights on two nodes of two ranks**, with a mesh of the dimensions ("nodes", "shard"). Ranks
-0 and 1 are on the first node. Shards are numbered so that the ranks with the same place on each
-node have neighbouring ones:
+**Three weights on two nodes of two ranks**, with a mesh ("nodes", "shard"). Ranks 0 and 1 are on
+the first node. Ranks with the same place on each node have neighbouring shards:
 
 | | rank 0 | rank 1 | rank 2 | rank 3 | |
 |---|---|---|---|---|---|
@@ -35,11 +34,10 @@ node have neighbouring ones:
 | *reduce inside* | 3 2 | 4 0 | 1 1 | 1 0 | the sums of a node, for this rank's slice |
 | *exchange across* | **4** | **5** | **3** | **0** | and of both nodes, for this rank's shard |
 
-A shard crosses the link once, to the one rank with the same place on the other node. That rank
-passes it on to its neighbours, over the fast way. Without the two steps rank 0 would send its 1 to
-rank 2 and to rank 3. NCCL passes everything around in a ring instead, which enters each node once
-already. There the two steps save less: a third with two nodes of two ranks, a ninth with eight
-nodes of eight.
+A shard crosses the link once, to the rank with the same place on the other node. That rank passes
+it on to its neighbours, over the fast way. Without the two steps rank 0 would send its 1 to rank 2
+and to rank 3. NCCL's ring enters each node once already, so there the two steps save less: a third
+with two nodes of two ranks, a ninth with eight nodes of eight.
 
 A rank's shard has $s = \lceil P_\ell / N \rceil$ elements, on $M$ nodes of $L$ ranks, $N = L M$. An
 element takes $w$ bytes as a gathered parameter and $g$ as a reduced gradient. A rank sends
@@ -50,36 +48,26 @@ $$\underbrace{(M-1)\,s\,w}_{\text{forward}} +
 
 Inside its node it sends $M (L-1)\,s\,(2 w + g)$, with or without a copy. In 16 bits the bytes
 between nodes are $2 + 2 + 2 = 6$ for an element of the shard. With a copy, `Int8` weights and
-`Int4` gradients they are $1.03 + 0 + 0.53 = 1.56$: 26 % of that, or a quarter if one forgets the
-scales. The copy costs memory: $M s w$ bytes for each layer that waits for its backward pass, and at
-the end of forward these are all layers. That is one part in $L$ of the model, so with one rank in
-each node it is all of it.
+`Int4` gradients they are $1.03 + 0 + 0.53 = 1.56$: 26 % of that, or a quarter without the scales.
+The copy costs memory: $M s w$ bytes for each layer that waits for its backward pass. At the end of
+forward these are all layers, one part in $L$ of the model.
 
-**What is overlapped.** On the CPU the step across nodes overlaps the computation of the layer
-before. The step inside starts when this layer is waited for, so it overlaps nothing. With a copy
-the step inside is the only one, and it overlaps instead. A layer's reduce overlaps the backward
-pass of the layer below, and its exchange that of the next one below. On an accelerator all steps of
-a gather are queued at once.
+**What is overlapped.** On the CPU only the first step of a gather overlaps the computation of the
+layer before: the step across nodes or, with a copy, the step inside. A layer's reduce overlaps the
+backward pass of the layer below, and its exchange that of the next one below.
 
 **What is rounded.** `full_params()`, checkpoints and the optimizer see exact weights; forward and
-backward see the rounded ones. All ranks decode the same bytes, so they compute with the same bits.
-Inside `full_params()` the model computes with exact weights too. A gradient is rounded at most
-twice in a backward pass: once on its way to a rank of the node, and once as a node's sum. Each time
-the bound in `encodings.py` holds; a layer of 16 bits then rounds the sum to its own type, as
-always. With nodes, a rank's own part is not rounded. Replicas decode their own sums too, so that
-all of them keep the same bits. Numbers that are not real floats travel as they are.
+backward see the rounded ones, except inside `full_params()`. All ranks decode the same bytes, so
+they compute with the same bits. A gradient is rounded at most twice in a backward pass: once on its
+way to a rank of the node, and once as a node's sum. Each time the bound in `encodings.py` holds.
 
 **Run this**: `make train ARGS="--gather-bits 8 --reduce-bits 4"` trains with rounded weights and
 gradients; `make bench ARGS=--nodes` measures two nodes with a slow link between them.
 
-**Not covered, and what that costs**: replicas that span several nodes, which would need a mesh of
-three dimensions. Every micro-batch gathers its weights from the other nodes again, although they
-have not changed since the last step. A forward pass without gradients keeps no copy; torch's
-reentrant checkpointing runs such passes, so its layers gather across nodes in backward too. If one
-backward pass gathers a layer twice, only the first gather uses the copy. The last layer of a chain
-stays whole, and keeps a copy that nobody reads. A copy whose backward never comes stays in memory
-until the next forward, or the end of another backward pass. An infinite weight, as in a frozen
-mask, makes its neighbours infinite or NaN; make it a buffer.
+**Not covered, and what that costs**: replicas that span several nodes. Every micro-batch gathers
+its weights from the other nodes again. With torch's reentrant checkpointing layers gather across
+nodes in backward too, because a forward pass without gradients keeps no copy. An infinite weight,
+as in a frozen mask, makes its neighbours infinite or NaN; make it a buffer.
 """
 
 from __future__ import annotations
@@ -152,8 +140,7 @@ class Links:
         """
         ### The communicator that sends a layer this way
 
-        A layer on one group of ranks that sends its elements as they are needs no more than a
-        `Communicator`.
+        One group of ranks without encodings needs no more than a `Communicator`.
         """
         has_two = self.mesh is not None and self.mesh.ndim > 1
         if has_two or self.weights or self.gradients:
@@ -202,9 +189,8 @@ class LinkedCommunicator(Communicator):
     r"""
     ## A communicator that knows nodes and encodings
 
-    A layer has $N = L M$ shards on $M$ nodes of $L$ ranks. Without nodes $M$ is 1. The shards are
-    numbered so that the ranks of one place in their nodes have $M$ neighbouring ones, a *slice*:
-    with two nodes of two ranks, ranks 0 and 2 have shards 0 and 1, ranks 1 and 3 have 2 and 3.
+    The ranks of one place in their nodes have neighbouring shards, a *slice*: with two nodes of two
+    ranks, ranks 0 and 2 have shards 0 and 1, ranks 1 and 3 have 2 and 3. Without nodes $M$ is 1.
     """
 
     def __init__(self, links: Links):
@@ -231,8 +217,7 @@ class LinkedCommunicator(Communicator):
         """
         ### Check the parameters of a layer, as `Communicator.open` does
 
-        Gradients that are encoded have to be real floats. Warns if ranks of one node are on
-        several.
+        Warns if ranks of one node are on several.
         """
         if self.links.gradients:
             for param, names in params.items():
@@ -261,17 +246,16 @@ class LinkedCommunicator(Communicator):
         ### All-gather: across the nodes first, then inside each node
 
         * `pairs` are as for `Communicator.all_gather`
-        * `exact` leaves the weights as they are, whatever `Links` says. `full_params()` and
-          checkpoints get them like this
+        * `exact` leaves the weights as they are, for `full_params()` and checkpoints
 
-        In forward each rank gets its slice from the other nodes, and passes the slice on inside its
-        node. So each shard enters a node once, and not once for each rank there. In backward, with
-        `secondary`, the node still has the slice, and nothing goes between nodes.
+        Each rank gets its slice from the other nodes, and passes the slice on inside its node. In
+        backward, with `secondary`, the node still has the slice.
         """
         with self.on(self.fetch_stream):
             if not in_backward():
                 # The optimizer may have stepped since these were kept.
                 self._forget(full for full, _ in pairs)
+            # If the node has kept these, nothing goes between nodes.
             near = all(id(full) in self._kept for full, _ in pairs)
             groups = [self.group] if near else [*self.sharers]
             action = "gather from the node" if near else "gather"
@@ -284,6 +268,7 @@ class LinkedCommunicator(Communicator):
                 transfer.from_cpu |= shard.device != full.device
                 rows.append(self._rows_of(full, encoding))
                 if near:
+                    # Each copy serves one gather.
                     self._slice(rows[-1]).copy_(self._kept.pop(id(full)))
                 else:
                     self._put(shard, rows[-1][self.rank], encoding)
@@ -293,6 +278,7 @@ class LinkedCommunicator(Communicator):
                 transfer.count(self.group, self.across.size * row_bytes)
                 if encoding:
                     transfer.buffers.append(rows[-1])
+            # First across the nodes, then inside each; then decode, and keep the slice if asked to.
             across = partial(self._gather_all, transfer, self.across, [*map(self._slice, rows)])
             slices = [each.view(self.group.size, -1) for each in rows]
             inside = partial(self._gather_all, transfer, self.group, slices)
@@ -318,8 +304,7 @@ class LinkedCommunicator(Communicator):
         """
         #### Put this rank's shard into its row
 
-        All ranks decode the same bytes, and this rank its own too. So all of them compute with the
-        same weights.
+        It is encoded too, so all ranks compute with the same weights.
         """
         if encoding:
             shard = encoding.encode(shard.to(row.device, non_blocking=True).view(1, -1)).view(-1)
@@ -335,8 +320,6 @@ class LinkedCommunicator(Communicator):
     def end_pass(self) -> None:
         """
         ### The end of a backward pass: drop the slices that it has not used
-
-        Frozen layers below the first that trains have some, for instance.
         """
         self._kept.clear()
 
@@ -368,16 +351,14 @@ class LinkedCommunicator(Communicator):
     def _follow(self, transfer: Transfer, *steps: Callable[[], None]) -> None:
         """
         #### Start the first step, and have each other one follow when the one before it has ended
-
-        On an accelerator the stream waits between them. On the CPU the wait for the transfer goes
-        on with the next step, so what the first one sends is what overlaps computation. It is the
-        one between nodes.
         """
+        # On the CPU the wait for the transfer goes on with the next step.
         if self.by_messages:
             first, *transfer.later = steps
             first()
             self.unfinished[transfer] = None
             return
+        # On an accelerator the stream waits between them.
         for step in steps:
             step()
             transfer.wait_for_works()
@@ -388,12 +369,9 @@ class LinkedCommunicator(Communicator):
         """
         ### Reduce-scatter: inside the node
 
-        * `senders` and `pairs` are as for `Communicator.reduce_scatter`
-
-        Each rank gets the sums of its slice. `exchange` adds them over the nodes. Encoded gradients
-        are decoded before they are added.
+        Each rank gets the sums of its slice. `exchange` adds them over the nodes.
         """
-        # The backward pass of these layers is over. One that stayed full has not gathered.
+        # A layer that stayed full has not used its copy.
         self._forget(flat.full for sender in senders for flat in sender.flats)
         encoding = self.links.gradients
         if encoding is None or self.group.size == 1:
@@ -412,8 +390,6 @@ class LinkedCommunicator(Communicator):
                     received: torch.Tensor) -> None:
         """
         #### Start to send each rank of a group its part, and to receive those for this rank
-
-        * `coded` and `received` have a part for each rank, one after the other
         """
         parts = coded.view(group.size, -1)
         self.send(transfer, group, received.view_as(parts), parts, collectives.all_to_all_single)
@@ -424,20 +400,15 @@ class LinkedCommunicator(Communicator):
     def _add_decoded(self, grad: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
         """
         #### The sums of this rank's slice over the ranks of the node: `(M * shard_numel,)`
-
-        * `grad` is this rank's flat gradient; `received` has the parts of the others, encoded
-
-        This rank's own part has not been encoded, so it adds it as it is.
         """
+        # This rank's own part has not been encoded.
         mine = self._slice(self.rows(grad))
         return self._sum_decoded(self.group, mine, received).to(grad.dtype).view(-1)
 
     def _sum_decoded(self, group: Group, mine: torch.Tensor,
                      received: torch.Tensor) -> torch.Tensor:
         """
-        #### The sum over a group, in fp32: this rank's rows, and those that others have encoded
-
-        * `mine` is `(rows, n)`; `received` has as many encoded rows for each rank of the group
+        #### The sum over a group, in fp32: this rank's `(rows, n)`, and the encoded ones of others
         """
         encoding: Any = self.links.gradients
         total = torch.zeros_like(mine, dtype=torch.float32)
@@ -452,11 +423,10 @@ class LinkedCommunicator(Communicator):
         """
         ### Exchange: start to add the sums of a node over the nodes, or those of a replica over all
 
-        * `sender` is a layer that they belong to, for errors and records
         * `sums` are `(M * shard_numel,)` each, the sums of this rank's slice
 
-        With nodes each rank keeps one row of its slice; replicas keep all, in place. Returns the
-        totals, which are neither read nor written until the transfer has ended, and the transfer.
+        Returns the totals, which are neither read nor written until the transfer has ended, and the
+        transfer.
         """
         if self.across.size == self.replicas.size == 1:
             return sums, None
@@ -487,8 +457,6 @@ class LinkedCommunicator(Communicator):
     def _exchange_nodes(self, transfer: Transfer, i: int, sums: torch.Tensor) -> None:
         """
         #### Start to add sums over the nodes (reduce-scatter)
-
-        Each rank sends the row of each other node there.
         """
         group = self.across
         rows = sums.view(group.size, -1)
@@ -509,14 +477,11 @@ class LinkedCommunicator(Communicator):
     def _exchange_replicas(self, transfer: Transfer, i: int, total: torch.Tensor) -> None:
         """
         #### Start to add sums over the replicas (all-reduce)
-
-        With an encoding all replicas decode the same bytes, their own too, and add them in the same
-        order. So they keep the same bits. NCCL sends $2 (R-1) / R$ times the bytes, by a ring that
-        carries the parts of the tensor around twice.
         """
         group = self.replicas
         encoding = self.links.gradients
         if encoding:
+            # All replicas decode the same bytes, their own too, and so keep the same bits.
             coded = encoding.encode(total.view(1, -1))
             received = coded.repeat(group.size, 1)
             self.gather_rows(transfer, group, received)
@@ -529,6 +494,7 @@ class LinkedCommunicator(Communicator):
             transfer.count(group, total.nbytes)
             transfer.pairs[i] = (total, received)
         else:
+            # NCCL's ring sends $2 (R-1) / R$ times the bytes.
             with transfer.starting(total) as works:
                 works.append(collectives.all_reduce(total, group=group.process_group,
                                                     async_op=True))
@@ -536,12 +502,11 @@ class LinkedCommunicator(Communicator):
 
     def _add_in(self, group: Group, total: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
         """
-        #### The sum over a group, in the memory of this rank's own
+        #### The sum over a group, in the memory of this rank's own `(shard_numel,)`
 
-        * `total` is `(shard_numel,)`; `received` has a row for each rank of the group
-
-        In place, because the layers of a bucket have views of it. NCCL has added already.
+        In place, because the layers of a bucket have views of it.
         """
+        # NCCL has added already.
         if not self.by_messages:
             return total
         return total.copy_(collectives.sum_of(group, total, received))
@@ -566,10 +531,7 @@ class LinkedCommunicator(Communicator):
         """
         ### Give each rank its part of the first rank's buffer
 
-        * `shard` and `full` are as for `Communicator.scatter`
-
-        Inside each node the first rank deals out the slices. Then the first node deals out the rows
-        of each slice. Replicas have dealt out their own buffers, and the first one's counts.
+        First the slices inside each node, then the rows of each slice from the first node.
         """
         rows = torch.empty(self.across.size * len(shard), dtype=shard.dtype, device=full.device)
         self.scatter_parts(self.group, rows, full)

@@ -3,8 +3,8 @@ r"""
 
 A `Group` is the ranks that share something: who they are, and which of them this rank is.
 
-Usually all ranks of a run share one model. With a *mesh*, torch's table of ranks, only some of them
-do. Here four ranks train two models side by side:
+With a *mesh*, torch's table of ranks, only some ranks of a run share a model. Here four ranks train
+two models side by side:
 
 | mesh | ranks of the model | place of rank 2 | a shard is |
 |---|---|---|---|
@@ -13,13 +13,12 @@ do. Here four ranks train two models side by side:
 | `DeviceMesh("cpu", [2, 3])` | 2 3 | number 0 of 2 | half |
 
 So a rank has two numbers. Its place in the group says which part of each flat parameter it keeps.
-Its *global rank* is the number that torchrun and the logs know, so errors use that one. Wherever
-another chapter says rank 0, it is the first rank of the mesh if there is one.
+Its *global rank* is the number that torchrun and the logs know, so errors use that one.
 
-**Hybrid sharding.** A mesh of two dimensions has *replicas* of the model, and each replica is
-sharded. A gather then stays inside one replica, which may be one machine with fast links. Between
-machines each rank sends only the gradient of its own shard. The three weights of `layer.py`, on a
-mesh of two replicas with two ranks each, named ("replicate", "shard"):
+**Hybrid sharding.** A mesh ("replicate", "shard") has *replicas* of the model, and each replica is
+sharded. A gather stays inside one replica, which may be one machine with fast links. Between
+machines each rank sends only the gradient of its own shard. Three weights on two replicas of two
+ranks:
 
 | | rank 0 | rank 1 | rank 2 | rank 3 | |
 |---|---|---|---|---|---|
@@ -37,23 +36,20 @@ $$\underbrace{\left\lceil \frac{P_\ell}{N} \right\rceil}_{\text{kept}} \qquad
 \underbrace{(R-1) \left\lceil \frac{P_\ell}{N} \right\rceil}_{\text{sent to other replicas}}$$
 
 elements. Such a mesh is `init_device_mesh("cuda", (2, 8), mesh_dim_names=("replicate", "shard"))`:
-two machines, and eight GPUs in each. Pass it to each layer or to `wrap`; chains, optimizers and
-checkpoints take it from the layers.
+two machines, and eight GPUs in each. Pass it to each layer or to `wrap`.
 
-The reduce-scatter of a layer overlaps the backward pass of the layer below. The all-reduce starts
-after it, and overlaps that of the layer below that one. On an accelerator it is NCCL's,
-which sends $2\frac{R-1}{R}$ times the shard; on the CPU each rank sends its sums to each other
-replica. Replicas add in the same order, so they keep the same bits.
+The reduce-scatter of a layer overlaps the backward pass of the layer below, and the all-reduce that
+of the next one below. NCCL's all-reduce sends $2\frac{R-1}{R}$ times the shard. Replicas add in the
+same order, so they keep the same bits.
 
-**Nodes.** Replicas cost memory: each machine holds a whole one. A mesh with the names ("nodes",
-"shard") keeps one model on all ranks, and only says which of them are near. `links.py` shows what
-can be saved then.
+**Nodes.** A mesh ("nodes", "shard") keeps one model on all ranks, and only says which of them are
+near (see `links.py`).
 
 **Run this**: `python -m pytest tests/test_groups.py` trains models on groups of ranks.
 
-**Not covered, and what that costs**: torch makes the process groups of a mesh together on all ranks
-of the run, so each rank builds every mesh, also those that it is not in. On the CPU the sums of the
-other replicas take memory until they are added, $R$ times the shard.
+**Not covered, and what that costs**: each rank of the run has to build every mesh, also those that
+it is not in. On the CPU the sums of the other replicas take memory until they are added, $R$ times
+the shard.
 """
 
 from __future__ import annotations
@@ -68,8 +64,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-# Its functions have the group of all ranks as a default. torch's optimizers import it, and if there
-# is a group by then, these defaults would be handles of it until the program ends.
+# Import it before there is a process group, or its functions keep a handle of it as a default.
 import torch.distributed.nn.functional
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
@@ -89,10 +84,10 @@ class Group:
 
     ranks: tuple[int, ...]  # their global ranks
     rank: int  # this rank's place in `ranks`
-    # torch's handle; without one, the group is torch's own, of all ranks. Weakly: gloo ends its
-    # threads when a group is destroyed, unless somebody still has a handle.
+    # torch's handle; without one, the group is torch's own, of all ranks. Weakly, because gloo
+    # keeps its threads while somebody has a handle.
     handle: weakref.ref[dist.ProcessGroup] | None = field(default=None, compare=False)
-    # Whether its ranks have parts of the same layers, and not other layers (see `parts.py`).
+    # Whether its ranks have parts of the same layers (see `parts.py`).
     same_layers: bool = False
 
     @property
@@ -135,8 +130,6 @@ class Group:
     def next_is_far(self) -> bool:
         """
         ### Whether the next rank of the group is on another node
-
-        A ring goes from each rank to the next.
         """
         following = self.ranks[(self.rank + 1) % self.size]
         return node_of(following) != node_of(self.global_rank)
@@ -147,9 +140,8 @@ class Group:
 
         * `what` the other ranks have to send, in words
 
-        All ranks must call it. A rank that raised an error earlier ends its process and closes its
-        connections. The backend then reports a closed connection or a time-out, and knows nothing
-        of the reason. Raises `RuntimeError`.
+        All ranks must call it. A backend reports a closed connection or a time-out, and not the
+        error on the other rank that caused it. Raises `RuntimeError`.
         """
         try:
             collective(*args, group=self.process_group, **kwargs)
@@ -165,8 +157,7 @@ class Group:
         """
         ### A small Python object of each rank (all-gather); all ranks must call it
 
-        Returns them in the order of `ranks`. It pickles the objects, and waits for the slowest
-        rank.
+        Returns them in the order of `ranks`.
         """
         things = [thing] * self.size
         if self.size > 1:
@@ -184,8 +175,6 @@ class Group:
         ### What to do about ranks that do not send their part
 
         * `error` is torch's
-
-        After a time-out there need not be an error on another rank.
         """
         if not self.within(error):
             return ("look for the first error on the other ranks, which is the cause, and start "
@@ -206,8 +195,8 @@ def node_of(rank: int) -> int:
     """
     ## The node of a rank of the run
 
-    torchrun gives each node `LOCAL_WORLD_SIZE` consecutive ranks. Without this variable in the
-    environment, all ranks are on one node.
+    torchrun gives each node `LOCAL_WORLD_SIZE` consecutive ranks. Without this variable, all ranks
+    are on one node.
     """
     return rank // int(os.environ.get("LOCAL_WORLD_SIZE", rank + 1))
 
@@ -220,7 +209,7 @@ def all_ranks(rank: int | None = None, world_size: int | None = None) -> Group:
       to 0 and 1
 
     Raises `RuntimeError` if there is no process group of this rank and size, or if torchrun has
-    started several ranks and there is no process group, or one of this rank alone.
+    started several ranks and this one would train alone.
     """
     has_group = dist.is_available() and dist.is_initialized()
     here = (dist.get_rank(), dist.get_world_size()) if has_group else (0, 1)
@@ -249,7 +238,7 @@ def groups_of(mesh: DeviceMesh) -> tuple[Group, ...]:
     * `mesh` has one dimension; or two, ("replicate", "shard") or ("nodes", "shard")
 
     Raises `TypeError` if it is no mesh, and `ValueError` if it has other dimensions or other ranks,
-    or if its ranks are not ascending, because torch sorts the ranks of a process group.
+    or if its ranks are not ascending.
     """
     expect(isinstance(mesh, DeviceMesh), "mesh", "a `torch.distributed.device_mesh.DeviceMesh`",
            repr(mesh), "pass one, or leave it out to shard over all ranks", TypeError)
@@ -283,9 +272,8 @@ def wait_as_long(process_group: dist.ProcessGroup) -> None:
     """
     ## Have a group of some ranks wait as long as that of all ranks
 
-    `init_process_group(timeout=)` sets the time after which a rank that does not answer is an
-    error. `init_device_mesh` forgets it, and its groups would wait for half an hour. A group that
-    was given another time than torch's own keeps it.
+    `init_device_mesh` forgets the `timeout` of `init_process_group`, and its groups would wait for
+    half an hour.
     """
     for device in process_group._device_types:
         if timeout_of(process_group, device) in TORCHS_TIMES:
@@ -298,8 +286,6 @@ def timeout_of(process_group: Any, device: torch.device) -> timedelta:
     ## How long a group waits for a rank that does not answer
 
     * `device` is the kind of device that its tensors are on
-
-    It is torch's own time if the group has no backend for this device.
     """
     try:
         backend = process_group._get_backend(device)

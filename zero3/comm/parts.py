@@ -3,9 +3,8 @@ r"""
 
 A `WeightPart` says which elements of a weight a rank has, if ranks split the weight between them.
 
-A sharded weight is cut into ranges of its elements, wherever they fall. A weight that is split for
-tensor parallelism is cut along one of its dimensions, because each rank computes with its own part.
-Take a weight of two rows and four columns, on two ranks:
+Tensor parallelism cuts a weight along one of its dimensions. Take a weight of two rows and four
+columns, on two ranks:
 
 | | rank 0 | rank 1 |
 |---|---|---|
@@ -14,15 +13,15 @@ Take a weight of two rows and four columns, on two ranks:
 | split by columns | 0 1 and 4 5 | 2 3 and 6 7 |
 | split by columns, in two blocks | 0 2 and 4 6 | 1 3 and 5 7 |
 
-The last row is for weights that were put together of several: a weight for queries, keys and values
-has three blocks, and each rank needs its part of each. In every case the elements of the whole
-weight form a box of three dimensions, and a part is a range of the middle one:
+A weight for queries, keys and values has three blocks, and each rank needs its part of each. In
+every case the elements of the whole weight form a box of three dimensions, and a part is a range of
+the middle one:
 
 $$(\text{rows}, \text{size}, \text{width}) \to (\text{rows}, \text{end} - \text{begin},
 \text{width})$$
 
-So the four weights above have the boxes $(1, 2, 4)$ for rows, $(2, 4, 1)$ for columns, and
-$(4, 2, 1)$ for columns in two blocks.
+The boxes above are $(1, 2, 4)$ for rows, $(2, 4, 1)$ for columns, and $(4, 2, 1)$ for columns in
+two blocks.
 
 **Run this**: `python -m pytest tests/test_tensor_parallel.py -k part`.
 
@@ -74,9 +73,7 @@ class WeightPart:
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
         """
-        ### This part of a weight, a copy in one dimension
-
-        * `whole` has the elements of the weight, or of some of its rows
+        ### This part of a weight or of some of its rows, a copy in one dimension
         """
         box = whole.reshape(-1, self.size, self.width)
         return box[:, self.begin : self.end].flatten().clone()
@@ -111,8 +108,6 @@ class WeightPart:
 def part_of(module: nn.Module, name: str) -> WeightPart | None:
     """
     ## Which part of a parameter a rank has; none, if it has all of it
-
-    * `name` is the parameter's in this module
     """
     path, _, last = name.rpartition(".")
     return vars(module.get_submodule(path)).get("parts", {}).get(last)
@@ -123,8 +118,7 @@ def whole_values(module: nn.Module) -> Iterator[None]:
     """
     ## Give a module whole weights for a while, and keep this rank's parts of their values
 
-    Whoever draws initial values does it inside. A rank then draws what the plain module would have
-    drawn, and takes its part of it. A module that is not split stays as it is.
+    Inside, initial values are drawn as for the plain module.
     """
     parts = {name: part for name, part in vars(module).get("parts", {}).items()
              if name in module._parameters}
@@ -146,8 +140,8 @@ def connect(model: nn.Module) -> None:
     """
     ## Tell the layers of a sharded model who has the other parts of its weights
 
-    `wrap`, optimizers and checkpoints call it before they use a model. All ranks must call it
-    (all-gather of the ranks, the first time). A model that is not split stays as it is.
+    All ranks must call it (all-gather of the ranks, the first time). A model that is not split
+    stays as it is.
 
     Raises `RuntimeError` if the model is sharded over ranks that have other parts of it, if it is a
     pipeline, or a single layer.
@@ -157,6 +151,7 @@ def connect(model: nn.Module) -> None:
     layers = [module for module in modules if is_sharded(module) and module.flats]
     if not lines or not layers or layers[0].comm.stages.same_layers:
         return
+    # The ranks that split the weights must not be those that shard them.
     (line,) = lines
     first = layers[0]
     both = {*line.group.ranks} & {*first.comm.ranks}
@@ -170,7 +165,7 @@ def connect(model: nn.Module) -> None:
     first.expect(owner is not first, "has split weights", "a `Zero3Sequential`, or `wrap`",
                  "a layer that is in no chain", "put it in a chain, also if it is the only one")
     first.comm.stages = line.group
-    # For what concerns all ranks at once: the same, with these among its groups.
+    # The model's own communicator has these among its groups.
     owner.comm = copy.copy(first.comm)
     owner.comm.groups = (*first.comm.groups, line.group)
     stages = first.comm.stages.gather(first.comm.ranks)
@@ -187,8 +182,7 @@ def _counted(layer: Guarded, flat: FlatParameter) -> list[slice]:
     """
     #### The ranges of a shard that count in the norm of the whole model
 
-    All ranks that split the weights have the same biases and norms, say. Those of the first rank
-    count.
+    Of biases and norms that all ranks have whole, those of the first rank count.
     """
     numel = len(flat.shard)
     first = layer.comm.rank * numel

@@ -2,16 +2,14 @@ r"""
 # Between nodes: which layout sends the fewest bytes
 
 `between_bytes` says how many bytes leave a node in a step, and `choices` compares the layouts of
-`layouts.py` for a model, by these bytes and by the memory of a rank.
+`layouts.py` by these bytes and by the memory of a rank.
 
-A link between nodes is often the slowest part of a machine, so its bytes decide how long a step
-takes. Each layout pays for fewer bytes with something else: with memory, or with rounded numbers.
+Each layout pays for fewer bytes between nodes with memory, or with rounded numbers.
 
-**Three weights on two nodes of two ranks.** The weights 1 2 3 are padded to four. In an all-gather
-by messages, flat ZeRO-3 sends each shard to both ranks of the other node. A ring passes everything
-from rank to rank, so three shards leave each node, at one place. A layout of nodes sends each shard
-to the other node once, and passes it on inside. A replica gathers inside its node; it keeps two
-elements for each rank, and sends their gradients. The elements that leave a node:
+**Three weights on two nodes of two ranks**, padded to four. By messages, flat ZeRO-3 sends each
+shard to both ranks of the other node. A ring passes everything from rank to rank, so three shards
+leave each node. A layout of nodes sends each shard to the other node once. A replica gathers inside
+its node. The elements that leave a node:
 
 | layout | kept | an all-gather | a reduction | a step |
 |---|---|---|---|---|
@@ -21,8 +19,8 @@ elements for each rank, and sends their gradients. The elements that leave a nod
 | nodes, secondary | 1, and 2 from forward to backward | 2 | 2 | 4 |
 | hybrid | 2 | 0 | 4 | 4 |
 
-A step has two all-gathers and a reduction; with `secondary` backward gathers inside the node. In
-general, for each layer there leave a node
+A step has two all-gathers and a reduction; with `secondary` backward gathers inside the node. For
+each layer there leave a node
 
 $$\text{bytes} = c\,(\gamma w + g)$$
 
@@ -48,12 +46,9 @@ quarter for the scales of blocks of 64. Blocks of 128 make it 0.2552.
 
 **Run this**: `python -m zero3.estimate --params 7b --ranks 32 --nodes 4 --link 25GB --gpu 80GB`.
 
-**Not covered, and what that costs**: the time of the link alone is told. Computation hides a part
-of it, links inside a node take time too, and encoding costs some. NCCL may choose other ways than a
-ring. Norms of gradients are left out: 8 bytes for each shard. Each node has the same number of
-ranks, all layers the same size, and a step one micro-batch. The memory lacks encoded rows and the
-buffers between nodes, which belong to one layer or two. It counts the copies of all layers,
-although backward uses them up.
+**Not covered, and what that costs**: only the time of the link between nodes is told. NCCL may
+choose other ways than a ring. Each node has the same number of ranks, all layers the same size, and
+a step one micro-batch.
 """
 
 import argparse
@@ -107,7 +102,6 @@ def between_bytes(layout: Layout, nodes: int, numel: int, layers: int = 1,
     r"""
     ## Bytes that leave a node in a step
 
-    * `layout` is one of `layouts`
     * `numel` are the parameters of each of the `layers`, in half precision
     * `by_messages` counts as on the CPU; otherwise collectives are rings, as on GPUs
 
@@ -135,12 +129,10 @@ def choices(params: float, ranks: int, nodes: int, layers: int = 32,
     """
     ## The cost of each layout, for a model in half precision with Adam
 
-    * `params` are those of the model; all `layers` are taken to have the same size
+    * all `layers` are taken to have the same size
     * `ranks` are those of all `nodes`, and a multiple of them
-    * `by_messages` is as for `between_bytes`
 
-    The memory is what `predict` says of the peak of a step with as many shards, and the copies that
-    `secondary` keeps: the slice of each layer that its node has.
+    The memory is the peak that `predict` tells, and the slice of each layer that `secondary` keeps.
     """
     part = Part(-(-int(params) // layers), ELEMENT_BYTES, True)
     found = []
@@ -162,7 +154,7 @@ def best(found: list[Choice], has_bytes: float | None) -> Choice | None:
 
     * `has_bytes` is the memory of a rank; without it, all choices fit
 
-    If two have the same bytes, to three digits, it is the one with less memory.
+    If two have the same bytes, to three digits, less memory wins.
     """
     fitting = [each for each in found if has_bytes is None or each.peak_bytes <= has_bytes]
     return min(fitting, key=lambda each: (float(f"{each.between_bytes:.2e}"), each.peak_bytes),

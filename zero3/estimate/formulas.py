@@ -4,10 +4,8 @@ r"""
 `stages` computes ZeRO's Table 1, `sent_elements` the communication of a step, `places` the bytes
 that a model needs in each tier, and `efficiency` ZeRO-Infinity's equation 6.
 
-Three questions can be answered before anything runs. Does the model fit? Its parameters, divided by
-the number of ranks, say so. How much data moves in a step? That depends on the tier of parameters
-and optimizer states: the device, CPU memory or files. Does the transfer slow training down? That
-depends on how much a rank computes for each byte that it moves.
+Does the model fit? How much data moves in a step? Does the transfer slow training down? All three
+can be answered before anything runs.
 
 **An example.** A model with 8 billion parameters needs 16 bytes for each of them, 128 GB on one GPU
 with 80 GB. With the optimizer states in CPU memory, 14 of the 16 bytes leave the GPU: it keeps 16
@@ -28,8 +26,8 @@ computation in flops per second.
 **Run this**: `python -m zero3.estimate --params 7.5e9 --ranks 64`, or `python -m zero3.estimate
 --model 8b --ranks 1 --gpu 80GB --cpu 128GB --nvme 1TB`.
 
-**Not covered, and what that costs**: activations, which need device memory too. The formulas assume
-the papers' data types and Adam; `predict.py` uses the real layers and data types, to the byte.
+**Not covered, and what that costs**: activations. The formulas assume the papers' data types and
+Adam; `predict.py` uses the real layers, to the byte.
 """
 
 import argparse
@@ -48,20 +46,19 @@ from zero3.sharded import Sharded
 # Of an element in half precision.
 ELEMENT_BYTES = 2
 # Bytes per parameter of half-precision training with Adam: for the parameter, its gradient, and its
-# optimizer states ($K$). The papers count differently, and each sum is called a basis.
+# optimizer states ($K$). Each sum is called a basis.
 #
 # * 16: ZeRO, section 3.1. fp16 parameters and gradients; fp32 parameters, momentum, variance.
 # * 18: DeepSpeed's estimator for stage 3. As above, but with the gradients in fp32.
 # * 20: ZeRO-Infinity, section 3. As for 16, and gradients in fp32 too.
 BASES = {16: (2, 2, 12), 18: (2, 4, 12), 20: (2, 2, 16)}
-# The same for each precision of training. In fp32 the optimizer steps the parameters themselves, so
-# its states are two moments and no master. The sum is 16 again, so it is called by its data type.
+# In fp32 the optimizer steps the parameters themselves, so its states are two moments and no
+# master. The sum is 16 again, so it is called by its data type.
 WIDTHS: dict[int | str, tuple[int, int, int]] = {"fp32": (4, 4, 8)} | BASES
-# Memory of a rank by use. Working buffers exist only while a layer is gathered, computed, reduced
-# or stepped; the other three are the model states.
+# Memory of a rank by use: the model states, and buffers that exist only while a layer is at work.
 KINDS = ("parameters", "gradients", "states", "working")
-# Tiers of parameters and of optimizer states, the fastest first. Parameters are never in a slower
-# tier than the states, because a step reads them twice and the states once.
+# Tiers of parameters and of optimizer states, the fastest first. A step reads parameters twice and
+# states once, so parameters are never in the slower tier.
 CHOICES = (("device", "device"), ("device", "cpu"), ("cpu", "cpu"),
            ("device", "nvme"), ("cpu", "nvme"), ("nvme", "nvme"))
 
@@ -120,8 +117,6 @@ def describe(layers: Zero3Sequential | Iterable[nn.Module]) -> list[LayerSpec]:
 def _parts(layer: nn.Module) -> tuple[Part, ...]:
     """
     ### The parts of a layer, those that train first
-
-    Parameters of one data type are sharded together, if all of them train or none.
     """
     if isinstance(layer, Sharded):
         found = [_part_of(flat, layer.comm.align_bytes) for flat in layer.flats]
@@ -169,12 +164,11 @@ def stage_parts(params: float, ranks: int, layers: int = 32,
     r"""
     ## `stages` in parts: the bytes of a rank by `KINDS`, for stages 0 to 3
 
-    The model states are ZeRO's Table 1. Working buffers are not in that table. Stage 2 holds the
-    full gradient of one layer until it is reduced. Stage 3 also holds two whole layers: one
-    computes while the next is gathered. For 8 billion parameters in 32 layers of 0.5 GB on 64
-    ranks, that is 2 GB of model states and 1.5 GB of working buffers.
+    Working buffers are not in Table 1. Stage 2 holds the full gradient of one layer until it is
+    reduced. Stage 3 also holds two whole layers. For 8 billion parameters in 32 layers of 0.5 GB on
+    64 ranks, that is 2 GB of model states and 1.5 GB of working buffers.
 
-    * `layers` are taken to have the same size; the other arguments are as for `stages`
+    * `layers` are taken to have the same size
     """
     p, g, k = WIDTHS[basis]
     layer = params / layers
@@ -196,10 +190,9 @@ def sent_elements(params: float, ranks: int, stage: int) -> float:
 
     $$2\Psi\frac{N-1}{N} \text{ for stages 0 to 2} \qquad 3\Psi\frac{N-1}{N} \text{ for stage 3}$$
 
-    An all-reduce of the gradients is a reduce-scatter and an all-gather. Stage 3 sends a third
-    time, because it gathers the parameters both in forward and in backward. The paper writes
-    $2\Psi$ and $3\Psi$, for many ranks. Parameters and gradients travel in the data type of the
-    parameters.
+    An all-reduce of the gradients is a reduce-scatter and an all-gather. Stage 3 gathers the
+    parameters both in forward and in backward. The paper writes $2\Psi$ and $3\Psi$, for many
+    ranks.
 
     ZeRO, section 7.2.
     """
@@ -210,8 +203,7 @@ def efficiency(ait: float, bandwidth: float, peak: float) -> float:
     """
     ## The part of the computation's speed that remains if no transfer is overlapped
 
-    * `ait` is the arithmetic intensity: flops computed for each byte moved; $T$ for parameters and
-      gradients, $T/4$ for optimizer states
+    * `ait` is the arithmetic intensity: flops computed for each byte moved
     * `bandwidth` is in bytes per second, `peak` in flops per second, of a rank
 
     ZeRO-Infinity, section 4, equations 6, 9 and 10.
@@ -223,10 +215,7 @@ def bandwidth_for(part: float, ait: float, peak: float) -> float:
     """
     ## The bandwidth that an efficiency needs, in bytes per second
 
-    `efficiency`, solved for the bandwidth.
-
     * `part` is the efficiency, at least 0 and below 1
-    * `ait` and `peak` are as for `efficiency`
     """
     return part / (1 - part) * peak / ait
 
@@ -260,15 +249,11 @@ def places(params: float, ranks: int, layers: int = 32, basis: int | str = 16) -
     ## The bytes in each tier, for each choice of tiers, the fastest first
 
     * `params` is $\Psi$, `ranks` is $N$; all `layers` are taken to have the same size
-    * `basis` is one of `WIDTHS`
 
-    The device holds at least two whole layers and the full gradient of one. Files need buffers in
-    CPU memory: two for a layer's shard, and five for its optimizer states.
+    Files need buffers in CPU memory: two for a layer's shard, and five for its optimizer states.
 
     With the states in CPU memory a step moves $4\Psi/N$ bytes: the gradients to the CPU and the
-    parameters back. Offload cannot move less (ZeRO-Offload, section 3). If the parameters rest on
-    the CPU too, they are read twice, and need not be moved back. Between device and CPU, gradients
-    travel in the data type of the parameters.
+    parameters back. Offload cannot move less (ZeRO-Offload, section 3).
     """
     shard = params / ranks
     layer = params / layers
@@ -293,9 +278,8 @@ def _tier_widths(params_in: str, states_in: str, basis: int | str) -> tuple[int,
     """
     #### Bytes per parameter: for itself, its gradient, its states, and for all that a step needs
 
-    In fp32 there is no master, and the optimizer steps the parameters themselves. So parameters on
-    the device need a copy in the tier in which they are stepped, and parameters in files are read
-    and written along with their states.
+    In fp32 the optimizer steps the parameters themselves. So parameters on the device need a copy
+    in the tier in which they are stepped, and those in files move along with their states.
     """
     p, g, k = WIDTHS[basis]
     fp32 = p == 4
@@ -309,8 +293,6 @@ def _tier_moves(params_in: str, states_in: str, shard: float, p: int,
                 stepped: int) -> dict[str, float]:
     """
     #### Bytes that a step moves into each tier and out of it
-
-    * `shard` are the elements of a rank's shards; `p` and `stepped` are of `_tier_widths`
     """
     moves = {"cpu": 0.0, "nvme": 0.0}
     if states_in == "cpu":
@@ -334,8 +316,6 @@ def advise(params: float, ranks: int, has: dict[str, float], layers: int = 32) -
 
     * `has` has the bytes of each tier. Those of "device" are one rank's; all ranks of the machine
       share those of "cpu" and "nvme"
-
-    Returns nothing if no place fits.
     """
     mine = {tier: n if tier == "device" else n / ranks for tier, n in has.items()}
     return next((place for place in places(params, ranks, layers) if place.fits(mine)), None)

@@ -1,10 +1,8 @@
 r"""
 # Layouts: groups of ranks, and encodings between them
 
-A `Layout` says how ranks are grouped and what travels between them, in numbers.
-
-A run says this with a mesh and `Links`, which need process groups. An estimate has to know it
-before anything runs, often for machines that one does not have:
+A `Layout` says how ranks are grouped and what travels between them. A run says this with a mesh and
+`Links`, which need process groups. An estimate has none:
 
 | mesh | layout | shards of a layer | ranks that a rank sends to |
 |---|---|---|---|
@@ -13,9 +11,8 @@ before anything runs, often for machines that one does not have:
 | ("nodes", "shard") of 2 x 2 | `Layout(2, nodes=2)` | 4 | 1 near, 1 across |
 
 The ranks *near* a rank are the others of its group. Those *across* have the same place in the
-other nodes or replicas. The three weights 1 2 3 on `Layout(2, nodes=2)` are padded to four, one for
-each rank; `Layout(2, replicas=2)` keeps two on each. In general, with $R$ ranks in each of $G$
-groups,
+other nodes or replicas. The three weights 1 2 3 are padded to four. `Layout(2, nodes=2)` keeps one
+on each rank, `Layout(2, replicas=2)` two. With $R$ ranks in each of $G$ groups,
 
 $$\text{shards} = R\,G \text{ with nodes, } R \text{ with replicas} \qquad
 \text{near} = R - 1 \qquad \text{across} = G - 1$$
@@ -38,8 +35,7 @@ class Layout:
     ## Layout: groups of ranks, and what travels between them
 
     * `ranks` share each layer: those of one node or one replica, if there are several
-    * `nodes` share each layer too, as a mesh ("nodes", "shard") has them
-    * `replicas` have the model each, as a mesh ("replicate", "shard") has them
+    * `nodes` and `replicas` are as in a mesh
     * `weights`, `gradients` and `secondary` are as for `Links`
 
     Raises `ValueError` if there are nodes and replicas.

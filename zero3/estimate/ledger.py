@@ -4,10 +4,9 @@ r"""
 `Ledger` records what each rank sends and holds, so that every figure in the text can be measured on
 a real run.
 
-The text promises bytes: at rest, at the peak, in each collective. A promise is checked where the
-bytes are. The communicator counts the bytes that it sends as it starts, and at every event the
-`Ledger` adds up the storages that the model really holds. A layer of three weights on two ranks, in
-fp32, goes through a forward pass like this:
+The communicator counts the bytes that it sends, and at every event the `Ledger` adds up the
+storages that the model really holds. A layer of three weights on two ranks, in fp32, goes through a
+forward pass like this:
 
 | event | bytes of the event | live bytes | sent bytes |
 |---|---|---|---|
@@ -21,10 +20,9 @@ $$\text{live} = \sum_{\text{distinct storages } s} \text{bytes}(s)
 
 **Run this**: `make train`; its table and `tape.png` are drawn from a `Ledger`.
 
-**Not covered, and what that costs**: activations do not belong to the model and are not counted.
-Memory that is taken and given back between two events is not seen. On an accelerator times are the
-host's: when it queued the work, and not when the device did it, which may be much later. Bytes are
-right there; `torch.profiler` tells how long a layer took, and which operations overlapped.
+**Not covered, and what that costs**: activations, and memory that is taken and given back between
+two events. On an accelerator times are the host's, which queues the work long before the device
+does it.
 """
 
 import time
@@ -49,8 +47,6 @@ from zero3.watch import in_backward
 class Event:
     """
     ## One entry on the tape
-
-    The fetch in the table above has 16 bytes of its own; 24 are live after it, and 8 were sent.
     """
 
     time_s: float  # since the tape began, by the host's clock
@@ -70,7 +66,6 @@ class Ledger:
     ## Record a run
 
     `with Ledger(model, optimizer) as tape:` records every sharded layer of the model, on this rank.
-    It is a listener: outside the context a layer's listener is `Silence`.
 
     | event | when |
     |---|---|
@@ -145,10 +140,8 @@ class Ledger:
         """
         ### Add an event, and look at what is alive
 
-        * `sender` is the layer, or the optimizer
         * `nbytes` are the bytes of the event; `None` stands for the bytes freed since the last one
         * `transfer` is the collective that has started, if one has
-        * `tier` is where the bytes are
         """
         if event == "fetch":
             # A step gathers nothing, so it is over, even if an exception ended it.
@@ -184,8 +177,7 @@ def held_bytes(*holders: nn.Module | torch.optim.Optimizer | None) -> int:
     """
     ## Bytes of the distinct storages that modules and optimizers hold
 
-    Parameters, gradients and buffers of modules, the flat buffers of sharded layers and those in
-    flight, and the parameters, gradients and states of an optimizer.
+    Those in flight belong to them too.
     """
     tensors: list[torch.Tensor | None] = []
     for holder in holders:
@@ -226,8 +218,7 @@ def disk_bytes(*holders: Any) -> int:
     """
     ## Bytes of the files that modules and optimizers use
 
-    Shards and states in files cost no memory, so `held_bytes` does not count them. They cost these
-    bytes of the disk.
+    `held_bytes` does not count them.
     """
     offloads: set[Any] = set()
     for holder in holders:
@@ -242,7 +233,7 @@ def exponents(optimizer: Any) -> dict[int, int]:
 
     * `optimizer` is a `Zero3Optimizer`, between backward and its step
 
-    The loss scale is divided out. Gradients that are zero or overflow do not count.
+    Gradients that are zero or overflow do not count.
     """
     found: Counter[int] = Counter()
     for states in optimizer.shard_states:

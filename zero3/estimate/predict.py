@@ -4,14 +4,12 @@ r"""
 `predict` says how many bytes a sharded model will hold, send, read and write, before it runs.
 
 A training step is a fixed sequence of events: all-gather a layer, free it, allocate a gradient,
-reduce it. The size of each event follows from the shapes of the parameters, their data types and
-the number of ranks $N$. So `predict` replays the sequence with numbers in place of tensors, adds
-them up, and notes the highest sum. The tests run the same model with a `Ledger` that measures, and
-demand equality to the byte.
+reduce it. `predict` replays it with numbers in place of tensors, and notes the highest sum. The
+tests run the same model with a `Ledger` that measures, and demand equality to the byte.
 
-**Two layers on two ranks.** Layer A has three weights, so its shards have two elements each, one of
-them padding; layer B has two weights, and shards of one. In fp32, a rank rests with 12 bytes. This
-is a step with plain SGD on the CPU, and the bytes that a rank holds above these 12:
+**Two layers on two ranks.** Layer A has three weights, so its shards have two elements each; layer
+B has two weights, and shards of one. In fp32, a rank rests with 12 bytes. This is a step with plain
+SGD on the CPU, and the bytes that a rank holds above these 12:
 
 | event | bytes | above rest |
 |---|---|---|
@@ -42,34 +40,27 @@ Layer $\ell$ has $P_\ell$ parameters. An element has $b$ bytes as a parameter an
 gradient between ranks, and the optimizer keeps $K$ bytes for it. $t_\ell$ is 1 if the layer trains,
 else 0. $g_\ell$ counts its all-gathers: two, but one for the last layer, and one for a layer below
 the first that trains. Every micro-batch sends as much again. `Zero3Optimizer` also sends 8 bytes
-for each trainable shard, once in a step. In a step in which no rank used some parameter, it sends 8
-more for each parameter of that shard.
+for each trainable shard, once in a step.
 
-**Files.** Shards in files take no memory, but they pass through a few buffers, which do. A step
-reads the file of a layer's shard for each of its $g_\ell$ all-gathers. It writes each gradient
-after its reduction, and masters, moments and rounded parameters after they are stepped. The
-optimizer steps the layers in their order, and has $c$ buffers for states. If there are at least
-$2c$ layers, all masters and moments have to be read again. The gradients of the first $c$ layers
-come last in backward, so they are still in the buffers. For a layer's shard, its gradient, and its
-master and moments, let the files have $f$, $f_g$ and $f_s$ bytes. In half precision, a step of one
-micro-batch moves
+**Files.** A step reads the file of a layer's shard, $f$ bytes, for each of its $g_\ell$
+all-gathers. It writes each gradient, $f_g$ bytes, after its reduction, and masters and moments,
+$f_s$ bytes, and rounded parameters after they are stepped. There are $c$ buffers for states. With
+at least $2c$ layers all masters and moments have to be read again, and all gradients but those of
+the first $c$ layers, which come last in backward. In half precision, a step of one micro-batch
+moves
 
 $$\text{read} = \sum_\ell \left( g_\ell f_\ell + f_{s,\ell} \right) + \sum_{\ell > c} f_{g,\ell}
 \qquad \text{written} = \sum_\ell \left( f_{g,\ell} + f_{s,\ell} + f_\ell \right)$$
 
-With fewer layers some states stay in the buffers from step to step. `predict` does not follow
-them, so a `Prediction` has no bytes that are read or written.
+A `Prediction` has no bytes that are read or written.
 
 **Run this**: `make train`; its table holds these numbers against measured ones.
 
-**Not covered, and what that costs**: activations, which do not depend on the sharding; add them
-yourself. `predict_optimizer` refuses nodes, replicas and encodings: `links.py` has formulas of what
-they send, and a `Ledger` measures the rest. The numbers are too low or too high for layers outside
-a `Zero3Sequential`; for parameters that get no gradient, because their layer then stays full to the
-end of backward; for a bucket with two half-precision data types, whose messages count as one; and
-for a parameter that no step has used yet, which has no moments, or that this step did not use. With
-files, they are off if only the last layer of a chain trains, because the layer below it is then
-read ahead in vain; and for an `Offload` with `max_in_cpu` that another model has used before.
+**Not covered, and what that costs**: activations. Nodes, replicas and encodings are refused;
+measure them with a `Ledger`. The numbers are off for layers outside a `Zero3Sequential`, for
+parameters without a gradient or moments, and for a bucket with two half-precision data types. With
+files, they are off if only the last layer of a chain trains, and for an `Offload` with `max_in_cpu`
+that another model has used before.
 """
 
 from collections import Counter
@@ -124,13 +115,11 @@ def predict_optimizer(optimizer: Zero3Optimizer, micro_batches: int = 1, no_sync
     """
     ## Predict the bytes of this rank, for a model and its `Zero3Optimizer`
 
-    * `micro_batches` are in a step. `no_sync` says that all but the last run in `no_sync()`
+    * `micro_batches` are in a step, whose moments exist already. `no_sync` says that all but the
+      last run in `no_sync()`
 
-    The prediction is of a step whose moments exist already, so not of the first one.
-
-    Raises `RuntimeError` if the model is not a `Zero3Sequential`, has layers inside of layers, or
-    uses several `Offload`s for them; if param groups keep different states; and if its ranks are
-    nodes or replicas, or something travels or rests in an encoding.
+    Raises `RuntimeError` if the model is not a `Zero3Sequential` of plain layers with one
+    `Offload`, if param groups keep different states, or with nodes, replicas or encodings.
     """
     modules = getattr(optimizer.model, "module_list", ())
     chain = [layer for layer in modules if getattr(layer, "flats", ())]
@@ -158,8 +147,7 @@ def predict_optimizer(optimizer: Zero3Optimizer, micro_batches: int = 1, no_sync
         bucket_bytes=optimizer.buckets[0].bucket_bytes,
         reduce_bytes=optimizer.reduce_dtype.itemsize if optimizer.reduce_dtype else None,
         params_in=elsewhere[0] if elsewhere else None, states_in=optimizer.offload)
-    # Param groups, and parameters that were used in different steps, cut a shard into pieces. Each
-    # has a count of steps.
+    # Each piece of a shard has a count of steps.
     cuts = sum(len(states.pieces) - 1 for states in optimizer.shard_states if states.pieces)
     return replace(found, optimizer_bytes=found.optimizer_bytes + cuts * step_bytes,
                    peak_bytes=found.peak_bytes + cuts * step_bytes)
@@ -183,8 +171,7 @@ def memory_table(optimizer: Zero3Optimizer, micro_batches: int = 1) -> str:
 
     * `micro_batches` are in a step
 
-    Lines about files are left out if they would say 0. Raises `RuntimeError` as `predict_optimizer`
-    does.
+    Raises `RuntimeError` as `predict_optimizer` does.
     """
     states = optimizer.shard_states
     found = predict_optimizer(optimizer, micro_batches)
@@ -225,16 +212,12 @@ def predict(
     r"""
     ## Predict one rank's bytes, in a chain of layers
 
-    * `world_size` ranks share the model
     * `moments` is the number of tensors of the shard's size that the optimizer keeps: 2 for Adam
-    * `step_bytes` is the size of the step count that it keeps for each trainable shard: 4 for
-      torch's Adam, which counts in fp32
-    * `by_messages` says that a reduce-scatter needs a receive buffer as large as the gradients that
-      it sends, as it does on the CPU
+    * `step_bytes` is the size of its step count for each trainable shard: 4 for torch's Adam
+    * `by_messages` says that a reduce-scatter needs a receive buffer, as it does on the CPU
     * `stage3` says that the optimizer is a `Zero3Optimizer`: masters and moments are at least fp32,
       and the ranks exchange norms
-    * `reduce_bytes` is the size of an element of a gradient between ranks and in the shard; by
-      default that of the parameter
+    * `reduce_bytes` is the size of an element of a gradient; by default that of the parameter
     * `micro_batches` make a step; with `no_sync` only the last of them reduces its gradients
     * `bucket_bytes` of full gradients are reduced together
     * `params_in` and `states_in` are the `offload` arguments of the layers and of the optimizer
@@ -245,6 +228,7 @@ def predict(
     states_in = states_in or Offload()
     expect(params_in.frozen is None, "cannot predict", "frozen shards that rest as they are",
            f"{params_in.frozen}", "measure with `Ledger`")
+    # The model in numbers.
     chain = [
         StepLayer([_Shard(part, part.shard_numel(world_size), reduce_bytes or part.element_bytes,
                           part.master_bytes if stage3 else part.element_bytes, moments)
@@ -264,6 +248,7 @@ def predict(
         # The squared norm of each shard's gradient, in fp64.
         step.send(8 * len(trained), 1)
 
+    # What rests between steps is a sum over the shards.
     in_memory = [s for s in trained if not s.states_in_file]
     found = Prediction(
         param_bytes=sum(s.row_bytes for s in shards if not s.in_file),
@@ -290,8 +275,7 @@ class _Shard:
     """
     ### One rank's shard of a part of a layer, and the bytes that belong to it
 
-    Its optimizer states are a master, from which the parameters are rounded, and moments. The shard
-    itself can serve as the master if it has the master's data type.
+    The shard itself can serve as the master if it has the master's data type.
     """
 
     part: Part
@@ -320,11 +304,10 @@ class _Shard:
     def state_file_bytes(self) -> int:
         """
         ### Of the file with master, moments and gradient
-
-        A shard that is its own master and rests in memory has no master in the file.
         """
         if not self.states_in_file:
             return 0
+        # A shard that is its own master and rests in memory has none in the file.
         masters = 0 if self.is_master and not self.in_file else 1
         return (whole_blocks(self.master_bytes) * (self.moments + masters)
                 + whole_blocks(self.grad_bytes))
@@ -338,8 +321,7 @@ def _place(
 
     * `one_memory` says that device and CPU are the same memory, as they are without a GPU
     """
-    # An `Offload` counts the bytes that it places, so work on copies. If both are the same object,
-    # they share a count, and so they share a copy.
+    # An `Offload` counts the bytes that it places, so work on copies. One object is one copy.
     copies = {id(each): replace(each) for each in (params_in, states_in)}
     steps_on = "device" if states_in.tier == "device" else "cpu"
     tiers = [copies[id(params_in)].place(s.row_bytes) for s in shards]
@@ -356,9 +338,6 @@ def _place(
 def _pool_bytes(chain: list["StepLayer"], buffers: int) -> int:
     """
     ### Memory for the buffers of files: `buffers` for states, and at least two for shards
-
-    Each is as large as the largest thing that goes through it. A layer with a shard of each kind
-    has as many buffers for shards.
     """
     shards = [s for layer in chain for s in layer.shards]
     states = [s.state_file_bytes for s in shards if s.states_in_file]
@@ -389,8 +368,6 @@ class StepLayer:
 class Step:
     """
     ### Replay a step: bytes above rest, and bytes that are sent
-
-    The order of the lines is the order of events in the heart.
     """
 
     def __init__(self, chain: list[StepLayer], world_size: int, bucket_bytes: int, packs: bool,
@@ -452,8 +429,6 @@ class Step:
     def backward(self, down: list[StepLayer], reduces: bool) -> None:
         """
         #### Gather each layer while the one above it computes, and reduce gradients
-
-        * `down` are the layers from the last to the first that trains
         """
         for layer, below in zip(down, [*down[1:], None], strict=False):
             if below:
@@ -497,8 +472,7 @@ class Step:
         """
         #### Start a reduce-scatter; the one before it has to finish first
 
-        `Zero3Optimizer` packs gradients of one data type into one message. Two data types of one
-        width count as one here. A gradient that is alone is sent from its own memory.
+        `Zero3Optimizer` packs gradients of one data type into one message.
         """
         self.finish_reduce()
         self.in_flight = layers
@@ -552,8 +526,7 @@ def data_parallel(
     """
     ## The same for plain data parallelism
 
-    Every rank holds all of the model states, and a ring all-reduce sends twice as much as a
-    reduce-scatter. The optimizer's step counts are left out.
+    A ring all-reduce sends twice as much as a reduce-scatter. Step counts are left out.
 
     * `mixed` says that parameters in half precision have masters and moments in fp32
     """

@@ -1,18 +1,15 @@
 r"""
 # Tensor parallelism in numbers: what a split keeps and sends
 
-`Transformer` describes a model by its widths. `specs` says what one rank keeps of it if $t$ ranks
-split each layer, and `activation_bytes` says what they send each other in a step.
+`Transformer` describes a model by its widths: what one rank keeps of it if $t$ ranks split each
+layer, and what they send each other in a step.
 
 **A layer on four ranks.** Take a layer of 12 weights, of which 4 are norms that nobody splits, and
 a mesh of tensor 2 x shard 2. A rank has half of the 8 others and the norms, 8 weights. It shards
-these over two ranks, and keeps 4. Without the split it would keep 3 of 12. So the norms are there
-twice, and the rest is divided by four in both cases:
+these over two ranks, and keeps 4. Without the split it would keep 3 of 12:
 
 $$\text{kept} = \left\lceil \frac{1}{N} \Big( \frac{P_\text{split}}{t} + P_\text{whole} \Big)
 \right\rceil$$
-
-`predict` does the same with all its other numbers, from the list of layers that `specs` returns.
 
 **Bytes of activations.** There are $L$ layers of $d$ features, and the $t$ ranks have $T$ positions
 in common, with $b$ bytes for a number. A layer has $f$ and $g$ twice (see `inject/tensor.py`), an
@@ -33,10 +30,8 @@ ranks. So the split pays when $T d$ is small beside the weights of a layer.
 **Run this**: `python -m zero3.estimate --params 7b --ranks 32 --tensor 8 --width 4096`.
 
 **Not covered, and what that costs**: heads of keys and values that are shared, which make a layer
-smaller; convolutions of Primer EZ. With `policies.cross_entropy` logits are not gathered: pass
-`logits=False`, and add 16 bytes for each position and other rank. A mask or an embedding of types
-is not split, and not counted. Parts of different size are counted as they are for weights; logits
-and positions travel padded.
+smaller; convolutions of Primer EZ; masks and embeddings of types. With `policies.cross_entropy`
+logits are not gathered: pass `logits=False`, and add 16 bytes for each position and other rank.
 """
 
 import argparse
@@ -93,7 +88,6 @@ class Transformer:
         ### What one rank has of each layer: of the embedding, of the layers, and of the head
 
         * `tensor` ranks split each layer, and this is number `place` of them
-        * `element_bytes` is the size of a weight
         """
         tokens = (self.vocabulary * (place + 1) // tensor) - (self.vocabulary * place // tensor)
         embedding = (tokens + self.positions) * self.width
@@ -109,8 +103,8 @@ class Transformer:
         ### Bytes that a rank sends to the others that split its layers, in forward and backward
 
         * `rows` are the sequences of a step, `length` the positions of each
-        * `sequence` says that the stream is split by positions
-        * `logits` says that the head's are gathered
+        * `sequence` says that the stream is split by positions; `logits`, that the head's are
+          gathered
         """
         others = tensor - 1
         all_reduce = 2 * others * rows * length * self.width // tensor
@@ -151,10 +145,9 @@ def splittings(params: float, ranks: int, most: int, width: int, layers: int = 3
     """
     ## What each tensor size costs, in half precision with Adam
 
-    * `params` are those of the model, all in `layers` of the same size, and all split
-    * `most` is the largest tensor size. Those that do not divide `ranks` are left out
-    * `tokens` are those of a step, divided by `ranks`. Ranks that split a layer have theirs in
-      common, so the batch is the same for all sizes
+    * `params` are all in `layers` of the same size, and all split
+    * `most` is the largest tensor size
+    * `tokens` are those of a step, divided by `ranks`, so the batch is the same for all sizes
     """
     found = []
     for tensor in range(1, most + 1):
