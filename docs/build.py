@@ -213,6 +213,8 @@ class Site:
                 child.meta = {"linked": True} if linked else {}
         html = self.markdown.renderer.render(tokens, self.markdown.options, env)
         html = re.sub("<table>.*?</table>", lambda found: meant(found[0]), html, flags=re.DOTALL)
+        html = re.sub(r'<div class="wide">\s*<table>.*?</table>',
+                      lambda found: cards(found[0]), html, flags=re.DOTALL)
         return re.sub(r'(<h\d id="([^"]+)">.*?)(?=</h)', r'\1<a class="anchor" href="#\2" '
                       'aria-label="link to this section"></a>', html)
 
@@ -449,6 +451,21 @@ def meant(table: str) -> str:
                 cell = re.sub(r">([\d.]+)<", r'><span class="num">\1</span><', cell)
             cells[i] = cell.replace('class="num"', f'class="num {own}"')
         return f"<tr>{''.join(cells)}</tr>" if cells else found[0]
+
+    return re.sub("<tr>.*?</tr>", row, table, flags=re.DOTALL)
+
+
+def cards(table: str) -> str:
+    """
+    ## A wide table whose cells name their columns, so that a phone can show each row as a card
+    """
+    heads = [plain(cell) for cell in re.findall("<th.*?</th>", table, re.DOTALL)]
+
+    def row(found: re.Match) -> str:
+        first, *others = re.findall("<td>(.*?)</td>", found[0], re.DOTALL) or [""]
+        cells = (f'<td data-head="{escape(head)}"><span>{cell}</span></td>' if cell else "<td></td>"
+                 for head, cell in zip(heads[1:], others, strict=True))
+        return f"<tr><td>{first}</td>{''.join(cells)}</tr>" if others else found[0]
 
     return re.sub("<tr>.*?</tr>", row, table, flags=re.DOTALL)
 
