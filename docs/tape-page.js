@@ -124,10 +124,10 @@
         bar(parts.back, parts.play, parts.next, parts.slider, parts.count), parts.says]),
       el("div", { class: "tape-body" }, [
         el("div", {}, [
-          el("h3", {}, ["Memory of each rank", parts.live]), el("div", { class: "memory-here" }),
-          el("h3", {}, "Layers on each rank"), el("div", { class: "layers-here" }),
+          el("h2", {}, ["Memory of each rank", parts.live]), el("div", { class: "memory-here" }),
+          el("h2", {}, "Layers on each rank"), el("div", { class: "layers-here" }),
           parts.legend, parts.about]),
-        el("div", { class: "tape-code" }, [el("h3", {}, "Source line"), parts.box])]));
+        el("div", { class: "tape-code" }, [el("h2", {}, "Source line"), parts.box])]));
   }
 
   function open(tape) {
