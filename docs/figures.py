@@ -48,7 +48,7 @@ from docs.annotate import Source, slug
 from docs.contents import FURTHER, PATH
 from docs.exercises.solutions import EXERCISES, page
 from docs.mutations import all_with_lines
-from docs.svg import figure, origin
+from docs.svg import BAR, PHONE, WIDE, Drawing, figure, origin
 from docs.trial import Mutation
 from zero3.estimate.formulas import places, stages
 from zero3.train import compressed, launch
@@ -84,6 +84,9 @@ PLACED: tuple[tuple[str, str, str, str], ...] = (
     *(("compiler/passes.py", name, "", f"pass.{name}") for name in compiled.CAPTIONS),
     ("train/compressed.py", "", "is the yardstick", "figure.compressed"),
 )
+# What is timed, in words.
+PEERS = {"zero3": "zero3, a chain", "wrap": "zero3, wrap", "minimal": "zero3, the one file",
+         "fsdp2": "FSDP2", "ddp": "DDP, not sharded"}
 # The models that are compiled, and the ways to train them, in words.
 MODELS = {"gpt": "GPT", "small-layers": "100 small layers"}
 WAYS = {
@@ -296,7 +299,7 @@ class Figures:
                 "many as `DistributedDataParallel`, which shards nothing "
                 f"({told['settings']['ranks']} ranks, {machine['gpu'] or machine['cpu']}, torch "
                 f"{machine['torch']}, commit {machine['commit']}; median, minimum and "
-                f"maximum of {told['settings']['rounds']} rounds).")
+                f"maximum of {told['settings']['rounds']} rounds)." + speed_chart(told))
 
     def timed(self, name: str, again: str) -> dict[str, Any]:
         """
@@ -366,6 +369,34 @@ class Figures:
         sent = ratio(told, "fsdp2", "wire_bytes")
         return (f"In the same runs a rank takes {peak} times as much memory as with FSDP2 at the "
                 f"peak, and {sent} times as many bytes cross the network.")
+
+
+def speed_chart(told: dict[str, Any]) -> str:
+    """
+    ## Tokens per second of each way to train, as bars; a line is the range of the rounds
+
+    It is one line of HTML, because it stands in an item of a list.
+    """
+    speeds = {name: [each[name]["tokens_per_s"] for each in told["rounds"]] for name in PEERS}
+    order = sorted(PEERS, key=lambda name: -statistics.median(speeds[name]))
+    most = max(max(each) for each in speeds.values())
+    about = "; ".join(f"{PEERS[name]}: {statistics.median(speeds[name]):,.0f}" for name in order)
+
+    def draw(width: float) -> Drawing:
+        drawing = Drawing(width, 30 * len(order), "Tokens per second", f"{about}.")
+        scale = (width - 200) / most
+        for y, name in zip(range(0, 30 * len(order), 30), order, strict=True):
+            median = statistics.median(speeds[name])
+            drawing.text(2, y + 19, PEERS[name])
+            drawing.rect(148, y + 4, median * scale, BAR, "compute")
+            drawing.line(148 + min(speeds[name]) * scale, y + 15, 148 + max(speeds[name]) * scale,
+                         y + 15, "fg", width=2.5)
+            drawing.text(width - 2, y + 19, f"{median:,.0f}", anchor="end")
+        return drawing
+
+    how = f"median and range of {told['settings']['rounds']} rounds"
+    caption = f"Tokens per second, {how}; commit {told['machine']['commit']}."
+    return figure(draw(WIDE), draw(PHONE), caption).replace("\n", " ")
 
 
 def compressed_table() -> str:
