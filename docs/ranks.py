@@ -193,7 +193,7 @@ def pruned_rows() -> list[Row]:
     stored = torch.tensor([[9, -8, 6, 1], [-2, 7, 3, 5]])
     sizes = stored.abs()
     # One process has all sizes here, so there is nothing to add up.
-    found = kth_keys(sizes.flatten(), torch.zeros(8, dtype=torch.int64), [4], 8, lambda all: all)
+    found = kth_keys(sizes.flatten(), torch.zeros(8, dtype=torch.int64), [4], 8, lambda own: own)
     return [Row("stored", "shard", stored.tolist()),
             Row("threshold", "muted", [found.tolist()] * 2, anyone, "reduce"),
             Row("pruned", "shard", stored.where(sizes > found, 0).tolist())]

@@ -79,6 +79,16 @@ def test_a_file_is_cut_into_prose_and_code(tmp_path):
                     ("## Heading, too", "heading-too", [11, 12]), ("here", "", [17])]
 
 
+def test_a_row_of_a_wide_table_says_its_columns():
+    """
+    Each cell but the first names its column, for a phone; an empty cell stays empty.
+    """
+    table = ("<table><tr><th>a</th><th><code>b</code></th><th>c</th></tr>"
+             "<tr><td>1</td><td>2</td><td></td></tr></table>")
+    assert build.cards(table).endswith(
+        '<tr><td>1</td><td data-head="b"><span>2</span></td><td></td></tr></table>')
+
+
 def test_names_in_code_lead_to_what_they_name(tmp_path):
     """
     A name of the file, an imported one, a method of `self`, one of a module; not an argument of the
