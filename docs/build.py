@@ -32,6 +32,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from html import escape, unescape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -108,6 +109,8 @@ class Site:
         # For each page its HTML, and its headings with their levels and anchors.
         self.bodies: dict[str, str] = {}
         self.headings: dict[str, list[tuple[int, str, str]]] = defaultdict(list)
+        # For each page the written levels of the last heading and of those around it.
+        self.around: dict[str, list[int]] = defaultdict(list)
         self.markdown = MarkdownIt("commonmark", {"html": True}).enable("table")
         self.markdown.use(dollarmath_plugin, double_inline=True, renderer=self.formula)
         self.markdown.renderer.rules |= {"code_inline": self.named, "text": self.numbered}
@@ -198,7 +201,10 @@ class Site:
             if token.type == "heading_open":
                 plain = re.sub(r"[`$*]", "", tokens[i + 1].content)
                 token.attrSet("id", slug(plain))
-                self.headings[page].append((int(token.tag[1]), plain, slug(plain)))
+                level = self.level(page, int(token.tag[1]))
+                # The tag at the beginning, the text, and the tag at the end.
+                token.tag = tokens[i + 2].tag = f"h{level}"
+                self.headings[page].append((level, plain, slug(plain)))
             linked = token.type == "inline" and tokens[i - 1].type == "heading_open"
             for child in token.children or ():
                 if child.type == "link_open" and "://" not in (href := str(child.attrGet("href"))):
@@ -213,8 +219,25 @@ class Site:
                 child.meta = {"linked": True} if linked else {}
         html = self.markdown.renderer.render(tokens, self.markdown.options, env)
         html = re.sub("<table>.*?</table>", lambda found: meant(found[0]), html, flags=re.DOTALL)
+        html = re.sub(r'<div class="wide">\s*<table>.*?</table>',
+                      lambda found: cards(found[0]), html, flags=re.DOTALL)
         return re.sub(r'(<h\d id="([^"]+)">.*?)(?=</h)', r'\1<a class="anchor" href="#\2" '
                       'aria-label="link to this section"></a>', html)
+
+    def level(self, page: str, written: int) -> int:
+        """
+        ### The level of the next heading of a page, without a jump
+
+        In the source a private function has level 4, also if a function of level 2 comes before it.
+        It becomes one of level 3 there, and so does its neighbour of level 4.
+
+        * `written` is the level in the source
+        """
+        around = self.around[page]
+        while around and around[-1] >= written:
+            around.pop()
+        around.append(written)
+        return len(around)
 
     # -------------------------------------------------------------------------------------- pages
 
@@ -245,8 +268,9 @@ class Site:
         if row.name and not row.heading:
             # Tests have no headings. Their names are sentences.
             title = row.name.removeprefix("test_").replace("_", " ")
-            self.headings[source.page].append((3, title, row.anchor))
-            prose = f'<h3 id="{row.anchor}">{escape(title)}</h3>{prose}'
+            level = self.level(source.page, 3)
+            self.headings[source.page].append((level, title, row.anchor))
+            prose = f'<h{level} id="{row.anchor}">{escape(title)}</h{level}>{prose}'
         if source not in self.chapters:
             return prose
         file = path.removeprefix("zero3/")
@@ -403,6 +427,9 @@ class Site:
                 good = (tag == "a" and "://" in href) or path in beside or href.startswith("data:")
                 good = good or (there is not None and (anchor in there if anchor else path))
                 self.expect(good, f"{page}: a link to {href} leads nowhere")
+            levels = [int(level) for level in re.findall(r"<h([1-6])\b", html)]
+            self.expect(all(below <= above + 1 for above, below in pairwise([0, *levels])),
+                        f"{page}: a heading skips a level: {levels}")
             for figure in re.findall(r"<figure\b.*?</figure>", html, re.DOTALL):
                 self.expect(re.search(ORIGIN, figure), f"{page}: a figure does not say which run "
                             f"it is from: {figure[:80]}")
@@ -449,6 +476,21 @@ def meant(table: str) -> str:
                 cell = re.sub(r">([\d.]+)<", r'><span class="num">\1</span><', cell)
             cells[i] = cell.replace('class="num"', f'class="num {own}"')
         return f"<tr>{''.join(cells)}</tr>" if cells else found[0]
+
+    return re.sub("<tr>.*?</tr>", row, table, flags=re.DOTALL)
+
+
+def cards(table: str) -> str:
+    """
+    ## A wide table whose cells name their columns, so that a phone can show each row as a card
+    """
+    heads = [plain(cell) for cell in re.findall("<th.*?</th>", table, re.DOTALL)]
+
+    def row(found: re.Match) -> str:
+        first, *others = re.findall("<td>(.*?)</td>", found[0], re.DOTALL) or [""]
+        cells = (f'<td data-head="{escape(head)}"><span>{cell}</span></td>' if cell else "<td></td>"
+                 for head, cell in zip(heads[1:], others, strict=True))
+        return f"<tr><td>{first}</td>{''.join(cells)}</tr>" if others else found[0]
 
     return re.sub("<tr>.*?</tr>", row, table, flags=re.DOTALL)
 

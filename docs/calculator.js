@@ -208,7 +208,7 @@
     return rows.map((row, stage) => {
       const fits = sum(row.parts.device) <= gpu;
       return el("section", { class: "calc-row" },
-        el("h3", {}, row.name, el("small", { class: fits ? null : "calc-over" },
+        el("h2", {}, row.name, el("small", { class: fits ? null : "calc-over" },
           fits ? `fits ${bytes(gpu)}` : `does not fit ${bytes(gpu)}`)),
         Object.entries(row.parts).filter(([tier, kinds]) => tier === "device" || sum(kinds))
           .map(([tier, kinds]) => bar(stage, tier, kinds, scale, gpu)));

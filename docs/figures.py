@@ -39,6 +39,7 @@ from docs import (
     lanes,
     layouts,
     orderings,
+    ranks,
     rungs,
     tape,
     timelines,
@@ -48,7 +49,7 @@ from docs.annotate import Source, slug
 from docs.contents import FURTHER, PATH
 from docs.exercises.solutions import EXERCISES, page
 from docs.mutations import all_with_lines
-from docs.svg import figure, origin
+from docs.svg import BAR, PHONE, WIDE, Drawing, figure, origin
 from docs.trial import Mutation
 from zero3.estimate.formulas import places, stages
 from zero3.train import compressed, launch
@@ -80,10 +81,17 @@ PLACED: tuple[tuple[str, str, str, str], ...] = (
     ("pipeline/schedules.py", "", "enough, and one for the last", "lanes.compared"),
     ("inject/policies.py", "", "<strong>Run this", "bench.inject"),
     ("inject/tensor.py", "", "<strong>Run this", "bench.tensor"),
+    ("inject/tensor.py", "", "all-reduce</td>", "ranks.tensor"),
+    ("comm/links.py", "", "<em>gather across</em>", "ranks.links"),
+    ("comm/mesh.py", "", "reduce-scatter</td>", "ranks.mesh"),
+    ("compression/thresholds.py", "", "second digits", "ranks.thresholds"),
     ("compiler/model.py", "", "<strong>What it gains", "bench.compile"),
     *(("compiler/passes.py", name, "", f"pass.{name}") for name in compiled.CAPTIONS),
     ("train/compressed.py", "", "is the yardstick", "figure.compressed"),
 )
+# What is timed, in words.
+PEERS = {"zero3": "zero3, a chain", "wrap": "zero3, wrap", "minimal": "zero3, the one file",
+         "fsdp2": "FSDP2", "ddp": "DDP, not sharded"}
 # The models that are compiled, and the ways to train them, in words.
 MODELS = {"gpt": "GPT", "small-layers": "100 small layers"}
 WAYS = {
@@ -143,6 +151,8 @@ class Figures:
             "figure.1f1b": lambda: lanes.figure(self.lanes, "1f1b"),
             "figure.breadth": lambda: lanes.figure(self.lanes, "breadth-first"),
             "figure.compressed": compressed_table,
+            "ranks.links": ranks.links, "ranks.mesh": ranks.mesh, "ranks.tensor": ranks.tensor,
+            "ranks.thresholds": ranks.thresholds,
             **{f"pass.{name}": partial(compiled.figure, self.compiled, name)
                for name in compiled.CAPTIONS},
             "lanes.compared": rungs.html_table(lanes.compared(self.lanes), words=1),
@@ -296,7 +306,7 @@ class Figures:
                 "many as `DistributedDataParallel`, which shards nothing "
                 f"({told['settings']['ranks']} ranks, {machine['gpu'] or machine['cpu']}, torch "
                 f"{machine['torch']}, commit {machine['commit']}; median, minimum and "
-                f"maximum of {told['settings']['rounds']} rounds).")
+                f"maximum of {told['settings']['rounds']} rounds)." + speed_chart(told))
 
     def timed(self, name: str, again: str) -> dict[str, Any]:
         """
@@ -366,6 +376,34 @@ class Figures:
         sent = ratio(told, "fsdp2", "wire_bytes")
         return (f"In the same runs a rank takes {peak} times as much memory as with FSDP2 at the "
                 f"peak, and {sent} times as many bytes cross the network.")
+
+
+def speed_chart(told: dict[str, Any]) -> str:
+    """
+    ## Tokens per second of each way to train, as bars; a line is the range of the rounds
+
+    It is one line of HTML, because it stands in an item of a list.
+    """
+    speeds = {name: [each[name]["tokens_per_s"] for each in told["rounds"]] for name in PEERS}
+    order = sorted(PEERS, key=lambda name: -statistics.median(speeds[name]))
+    most = max(max(each) for each in speeds.values())
+    about = "; ".join(f"{PEERS[name]}: {statistics.median(speeds[name]):,.0f}" for name in order)
+
+    def draw(width: float) -> Drawing:
+        drawing = Drawing(width, 30 * len(order), "Tokens per second", f"{about}.")
+        scale = (width - 200) / most
+        for y, name in zip(range(0, 30 * len(order), 30), order, strict=True):
+            median = statistics.median(speeds[name])
+            drawing.text(2, y + 19, PEERS[name])
+            drawing.rect(148, y + 4, median * scale, BAR, "compute")
+            drawing.line(148 + min(speeds[name]) * scale, y + 15, 148 + max(speeds[name]) * scale,
+                         y + 15, "fg", width=2.5)
+            drawing.text(width - 2, y + 19, f"{median:,.0f}", anchor="end")
+        return drawing
+
+    how = f"median and range of {told['settings']['rounds']} rounds"
+    caption = f"Tokens per second, {how}; commit {told['machine']['commit']}."
+    return figure(draw(WIDE), draw(PHONE), caption).replace("\n", " ")
 
 
 def compressed_table() -> str:

@@ -33,6 +33,10 @@ from zero3.estimate.formulas import places, stage_parts
 LARGE_PARAMS = 8e9
 LARGE_RANKS = 64
 LARGE_LAYERS = 32
+# The parts of a bar: colour, words, and whether it is pale.
+LEGEND = (("whole", "parameters", False), ("shard", "in shards", False),
+          ("grad", "gradients", False), ("reduced", "in shards", False),
+          ("state", "optimizer states", False), ("whole", "more at the peak", True))
 
 
 @dataclass(frozen=True)
@@ -64,23 +68,47 @@ class Bar:
     """
 
     rung: str
-    rest_bytes: float  # on the device, after a step
+    parts: dict[str, float]  # on the device after a step, by the colour of what it is
     rise_bytes: float  # more than that, at the peak
     cpu_bytes: float
     file_bytes: float
+
+    @property
+    def rest_bytes(self) -> float:
+        return sum(self.parts.values())
 
     @property
     def device_bytes(self) -> float:
         return self.rest_bytes + self.rise_bytes
 
 
-def measured(rows: list[dict[str, Any]]) -> list[Bar]:
+def colored(params: float, grads: float, states: float, stage: int) -> dict[str, float]:
+    """
+    ## The bytes of a rank, by the colour of what they are
+
+    * `stage` is ZeRO's: from 2 on gradients are reduced, and in 3 parameters are shards
+    """
+    return {"shard" if stage == 3 else "whole": params, "reduced" if stage > 1 else "grad": grads,
+            "state": states}
+
+
+def measured(answer: dict[str, Any]) -> list[Bar]:
     """
     ## The bars of the rungs that ran
+
+    The run measures the bytes together. Parameters and gradients take 4 bytes each, and what a rung
+    shards is divided by the ranks; the rest is the optimizer's.
     """
-    return [Bar(row["rung"], row["device_rest_bytes"],
-                row["device_peak_bytes"] - row["device_rest_bytes"], row["cpu_bytes"],
-                row["file_bytes"]) for row in rows]
+    bars = []
+    for row in answer["rows"]:
+        rest = row["device_rest_bytes"]
+        params, grads = (4 * answer["params"] // (answer["ranks"] if kind in row["sharded"] else 1)
+                         if rest else 0 for kind in ("parameters", "gradients"))
+        stage = ("moments" in row["sharded"]) + ("gradients" in row["sharded"]) + (
+            "parameters" in row["sharded"])
+        bars.append(Bar(row["rung"], colored(params, grads, rest - params - grads, stage),
+                        row["device_peak_bytes"] - rest, row["cpu_bytes"], row["file_bytes"]))
+    return bars
 
 
 def calculated(names: list[str], params: float, ranks: int, layers: int) -> list[Bar]:
@@ -96,9 +124,10 @@ def calculated(names: list[str], params: float, ranks: int, layers: int) -> list
     by_tiers = {(place.params_in, place.states_in): place.parts
                 for place in places(params, ranks, layers)}
     parts += [by_tiers["cpu", "cpu"], by_tiers["nvme", "nvme"]]
-    return [Bar(rung, sum(held["device"].values()) - held["device"]["working"],
+    return [Bar(rung, colored(held["device"]["parameters"], held["device"]["gradients"],
+                              held["device"]["states"], stage),
                 held["device"]["working"], sum(held["cpu"].values()), sum(held["nvme"].values()))
-            for rung, held in zip(names, parts, strict=True)]
+            for rung, held, stage in zip(names, parts, (0, 0, 1, 2, 3, 3, 3), strict=True)]
 
 
 def large_ladder(rows: list[dict[str, Any]]) -> list[Bar]:
@@ -112,7 +141,7 @@ def rung_figures(answer: dict[str, Any], caption: str) -> str:
     * `caption` is the origin of the run
     """
     title = f"{answer['params']:,} parameters on {answer['ranks']} ranks"
-    ran = draw(measured(answer["rows"]), title, MIB)
+    ran = draw(measured(answer), title, MIB)
     return (svg.figure(*ran, f"Memory of one rank, measured: {answer['params']:,} "
                        f"parameters, {answer['layers']} layers, fp32. {caption}.")
             + large_figure(answer))
@@ -141,44 +170,44 @@ def draw(bars: list[Bar], title: str, unit: Unit) -> tuple[svg.Drawing, svg.Draw
     told = "; ".join(f"{bar.rung}: device {unit(bar.device_bytes)}{off_device(bar, unit)}"
                      for bar in bars)
     about = f"Device memory of a rank at the peak of a step, {title}. {told}."
-    wide = svg.Drawing(640, 30 + 34 * len(bars), f"Memory of a rank: {title}", about)
+    wide = svg.Drawing(640, 50 + 34 * len(bars), f"Memory of a rank: {title}", about)
     phone = svg.Drawing(360, 48 + 58 * len(bars), f"Memory of a rank: {title}", about)
-    legend(wide, 2, 16, 206)
-    legend(phone, 2, 16, 0)
+    legend(wide, 142)
+    legend(phone, 106)
     wide.text(448, 16, "moved off the device", "muted")
     wide.line(434, 6, 434, wide.height - 6, "line")
     most = max(bar.device_bytes for bar in bars)
     for i, bar in enumerate(bars):
-        wide_row(wide, 32 + 34 * i, bar, most, unit)
+        wide_row(wide, 52 + 34 * i, bar, most, unit)
         phone_row(phone, 56 + 58 * i, bar, most, unit)
     return wide, phone
 
 
-def legend(drawing: svg.Drawing, x: float, y: float, apart: float) -> None:
+def legend(drawing: svg.Drawing, apart: float) -> None:
     """
-    ## What the two parts of a bar are; beside each other, or one below the other
+    ## What the parts of a bar are; whatever is sharded stands below what is whole
     """
-    words = ("on the device after a step", "more at the peak")
-    for i, (color, text) in enumerate(zip(("shard", "whole"), words, strict=True)):
-        left = x + i * apart
-        top = y if apart else y + 20 * i
-        drawing.rect(left, top - 11, 13, 13, color, pale=color == "whole")
+    for i, (color, text, pale) in enumerate(LEGEND):
+        left = 2 + i // 2 * apart
+        top = 16 + i % 2 * 20
+        drawing.rect(left, top - 11, 13, 13, color, pale=pale)
         drawing.text(left + 20, top, text)
 
 
 def device_bar(drawing: svg.Drawing, x: float, y: float, bar: Bar, width: float,
                scale: float) -> None:
     """
-    ## The two parts of a bar
+    ## The parts of a bar
 
     * `width` is the length of the whole scale, `scale` the length of a byte
     """
     drawing.rect(x, y, width, 18, "line", border=False)
-    rest = bar.rest_bytes * scale
-    if rest:
-        drawing.rect(x, y, rest, 18, "shard", pale=False)
+    for color, nbytes in bar.parts.items():
+        if nbytes:
+            drawing.rect(x, y, nbytes * scale, 18, color, pale=False)
+        x += nbytes * scale
     if bar.rise_bytes:
-        drawing.rect(x + rest, y, bar.rise_bytes * scale, 18, "whole")
+        drawing.rect(x, y, bar.rise_bytes * scale, 18, "whole")
 
 
 def wide_row(drawing: svg.Drawing, y: float, bar: Bar, most: float, unit: Unit) -> None:
@@ -333,7 +362,7 @@ def buffers(answer: dict[str, Any]) -> str:
     """
     ## Why files save so little CPU memory in the small model: a sentence with both numbers
     """
-    small = measured(answer["rows"])
+    small = measured(answer)
     large = large_ladder(answer["rows"])
     kept = [f"{100 * bars[-1].cpu_bytes / bars[-2].cpu_bytes:.0f} %" for bars in (small, large)]
     return (f"The small model has only {answer['layers']} layers, so its last rung still needs "

@@ -21,7 +21,7 @@
     const [legend] = Tape.drawLegend(false), live = el("span"), full = el("a", {}, "every event");
     const source = el("a", {}, "with the source");
     root.replaceChildren(
-      el("h3", {}, ["Memory of each rank, in one training step", live]),
+      el("h2", {}, ["Memory of each rank, in one training step", live]),
       el("div", { class: "memory-here" }),
       el("div", { class: "layers-here" }),
       says,

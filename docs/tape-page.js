@@ -61,10 +61,10 @@
     // nothing of the first choice; and files may come in another order than they were asked for.
     let asked = {};
     const choose = wanted => {
-      const choice = asked = { ...player.tape, ...asked, ...wanted };
-      const { world_size: ranks, prefetch } = choice;
+      const own = asked = { ...player.tape, ...asked, ...wanted };
+      const { world_size: ranks, prefetch } = own;
       Tape.load(`${ranks}-${prefetch ? "prefetch" : "demand"}`, tape => {
-        if (asked !== choice) return;
+        if (asked !== own) return;
         asked = {};
         player.change(tape);
       });
@@ -134,10 +134,10 @@
         bar(parts.back, parts.play, parts.next, parts.slider, parts.count), parts.says]),
       el("div", { class: "tape-body" }, [
         el("div", {}, [
-          el("h3", {}, ["Memory of each rank", parts.live]), el("div", { class: "memory-here" }),
-          el("h3", {}, "Layers on each rank"), el("div", { class: "layers-here" }),
+          el("h2", {}, ["Memory of each rank", parts.live]), el("div", { class: "memory-here" }),
+          el("h2", {}, "Layers on each rank"), el("div", { class: "layers-here" }),
           parts.legend, parts.about]),
-        el("div", { class: "tape-code" }, [el("h3", {}, "Source line"), parts.box])]));
+        el("div", { class: "tape-code" }, [el("h2", {}, "Source line"), parts.box])]));
   }
 
   function open(tape) {

@@ -5,6 +5,7 @@
 import contextlib
 import io
 import json
+import re
 import shutil
 import subprocess
 from itertools import pairwise
@@ -136,31 +137,34 @@ def test_the_ladder_says_where_its_figures_come_from(climbed):
         assert f"\n{name} " in said and f"{row['device_peak_bytes']:,}" in said
 
 
-def boxes(picture, color):
-    """Left end and width of the rectangles of a colour, in order"""
-    found = ElementTree.fromstring(str(picture)).iter("{http://www.w3.org/2000/svg}rect")
-    return [(float(box.get("x")), float(box.get("width"))) for box in found
-            if f"fill:var(--c-{color})" in box.get("style")][1:]  # the first is the legend's
+def bars_of(picture):
+    """Width of each bar's parts by colour, in order; boxes of the legend are lower than a bar"""
+    bars = {}
+    for box in ElementTree.fromstring(str(picture)).iter("{http://www.w3.org/2000/svg}rect"):
+        color = re.search(r"fill:var\(--(?:c-)?(\w+)\)", box.get("style"))[1]
+        if float(box.get("height")) == 18:
+            parts = bars.setdefault(float(box.get("y")), [])
+            parts += [(color, float(box.get("width")))] * (color != "line")
+    return list(bars.values())
 
 
 def test_the_ladder_is_drawn_with_device_memory_on_one_scale(climbed):
     """
     Each bar is as long as its bytes on the device, whether they ran or were calculated, and bytes
-    elsewhere are told and not drawn. Breaks if files make a bar as long as DDP's, which says that
-    nothing was saved.
+    elsewhere are told and not drawn. Only shards have the colour of shards. Breaks if files make a
+    bar as long as DDP's, which says that nothing was saved.
     """
-    rows = climbed[1]["rows"]
-    small, large = rungs.measured(rows), rungs.large_ladder(rows)
+    small, large = rungs.measured(climbed[1]), rungs.large_ladder(climbed[1]["rows"])
     for bars, unit in ((small, rungs.MIB), (large, rungs.GB)):
         most = bars[1].device_bytes
         for picture, length in zip(rungs.draw(bars, "a model", unit), (234, 356), strict=True):
             told = ElementTree.fromstring(str(picture)).find("{http://www.w3.org/2000/svg}desc")
-            rests, rises = boxes(picture, "shard"), boxes(picture, "whole")
-            expected = [bar.rest_bytes for bar in bars if bar.rest_bytes]
-            assert [width for _, width in rests] == pytest.approx(
-                [length * nbytes / most for nbytes in expected], abs=0.1)
-            assert [width for _, width in rises] == pytest.approx(
-                [length * bar.rise_bytes / most for bar in bars if bar.rise_bytes], abs=0.1)
+            for bar, drawn in zip(bars, bars_of(picture), strict=True):
+                parts = [*bar.parts.items(), ("whole", bar.rise_bytes)]
+                assert [color for color, _ in drawn] == [color for color, held in parts if held]
+                assert [width for _, width in drawn] == pytest.approx(
+                    [length * held / most for _, held in parts if held], abs=0.1)
+                assert ("shard" in bar.parts) == bar.rung.startswith("ZeRO-3")
             assert all(f"{bar.rung}: device " in told.text for bar in bars)
         assert most == max(bar.device_bytes for bar in bars)
         for below, above in pairwise(bars):

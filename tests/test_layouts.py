@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from docs import layouts
+from docs import layouts, ranks
 from docs.layouts import BUFFERS, LAYERS, WAYS, Bar, Lanes, bars
 from docs.svg import Drawing
 from zero3.train import launch
@@ -314,3 +314,22 @@ def test_a_text_that_does_not_fit_into_its_bar_is_an_error():
     lanes.bar(0, 0, 1, "file", "read")
     with pytest.raises(ValueError, match="does not fit into a bar that is 40 wide"):
         lanes.bar(0, 1, 2, "file", "a longer text")
+
+
+def test_figures_of_ranks_say_what_the_formulas_say():
+    """
+    What crosses the link in the drawn gather and in the drawn reduction, each rank's sums, a split
+    network against the whole one, and the half of the weights that is pruned. Breaks if an arrow
+    or a number is drawn by hand.
+    """
+    rows, reduced = ranks.gather_rows(), ranks.hybrid_rows()
+    # (M - 1) s elements of each rank, with M = R = 2 and s = 1 or 2.
+    assert (ranks.crossing(rows), ranks.crossing(reduced)) == (4 * 1, 4 * 2)
+    flat = [rows[0], ranks.Row("", "whole", rows[2].parts, ranks.anyone)]
+    assert ranks.crossing(flat) == 8 and rows[0].parts == [[1], [3], [2], [0]]
+    assert reduced[-1].parts == [[4, 3], [5, 0], [4, 3], [5, 0]]
+    assert ranks.split_rows()[-1].parts == [[1 + 3, 2 + 3]] * 2
+    assert [each.parts for each in ranks.pruned_rows()[1:]] == [[[5], [5]],
+                                                               [[9, -8, 6, 0], [0, 7, 0, 0]]]
+    for picture in (ranks.links, ranks.mesh, ranks.tensor, ranks.thresholds):
+        assert picture().count("<svg") == 2

@@ -79,6 +79,16 @@ def test_a_file_is_cut_into_prose_and_code(tmp_path):
                     ("## Heading, too", "heading-too", [11, 12]), ("here", "", [17])]
 
 
+def test_a_row_of_a_wide_table_says_its_columns():
+    """
+    Each cell but the first names its column, for a phone; an empty cell stays empty.
+    """
+    table = ("<table><tr><th>a</th><th><code>b</code></th><th>c</th></tr>"
+             "<tr><td>1</td><td>2</td><td></td></tr></table>")
+    assert build.cards(table).endswith(
+        '<tr><td>1</td><td data-head="b"><span>2</span></td><td></td></tr></table>')
+
+
 def test_names_in_code_lead_to_what_they_name(tmp_path):
     """
     A name of the file, an imported one, a method of `self`, one of a module; not an argument of the
@@ -226,7 +236,7 @@ def test_a_page_outside_of_path_and_appendix_ends_the_build(measured, monkeypatc
 def test_what_cannot_be_trusted_ends_the_build(measured, monkeypatch, tmp_path, capsys):
     """
     A dead link, a dead anchor, an anchor that is there twice, a formula that does not parse, a
-    section without a test, a test of nothing, and a figure that is not known; nothing is written.
+    section without a test, a test of nothing, a heading that skips a level; nothing is written.
     """
     site = build.Site(measured)
     good = '<h1 id="here"></h1><a href="#here"></a><a href="https://example.org"></a>'
@@ -236,7 +246,8 @@ def test_what_cannot_be_trusted_ends_the_build(measured, monkeypatch, tmp_path, 
                   {"a.html": good + '<script src="https://example.org/x.js"></script>'},
                   {"a.html": good + "<a href='gone'></a>"},
                   {"a.html": good + '<a href="#gone"></a>'},
-                  {"a.html": good + '<p id="here"></p>'}, {"a.html": good}):
+                  {"a.html": good + '<p id="here"></p>'}, {"a.html": good + "<h2></h2><h4></h4>"},
+                  {"a.html": good}):
         site.problems.clear()
         site.check(pages)
         found.append(site.problems[-1] if site.problems else "")
@@ -245,7 +256,8 @@ def test_what_cannot_be_trusted_ends_the_build(measured, monkeypatch, tmp_path, 
                      "a.html: a link to https://example.org/x.js leads nowhere",
                      "a.html: a link to gone leads nowhere",
                      "a.html: a link to #gone leads nowhere",
-                     "a.html: the anchor #here occurs 2 times", ""]
+                     "a.html: the anchor #here occurs 2 times",
+                     "a.html: a heading skips a level: [1, 2, 4]", ""]
     for tex in (r"\notacommand{x}", r"\frac{1}", r"\left( x"):
         site.prose(f"${tex}$", "README.md")
         assert site.problems.pop() == f"a formula does not parse: {tex}"

@@ -116,8 +116,8 @@ def draw_loss(losses: list[float], held_out: list[tuple[int, float]], caption: s
     ax.plot(steps, smooth, color=NEUTRAL["fg"], linewidth=2,
             label=f"training, mean of {2 * reach + 1}")
     ax.plot(*zip(*held_out, strict=True), "o-", color=NEUTRAL["bad"], markersize=4,
-            label="held out")
-    ax.set(xlabel="step", ylabel="loss (bits per byte)", ylim=(0, None), xlim=(0, len(losses) + 1))
+            label="held out", clip_on=False)
+    ax.set(xlabel="step", ylabel="loss (bits per byte)", xlim=(0, len(losses) + 1))
     ax.grid(alpha=0.3)
     ax.legend(frameon=False)
     return fig
@@ -176,10 +176,14 @@ def draw_tape(
     The lowest plot shows the state of each layer on rank 0.
     """
     events = tapes[0]
-    shown = tapes[:4]
+    held = [[e.live_bytes for e in tape] for tape in tapes]
+    alike = len(tapes) > 1 and all(each == held[0] for each in held)
+    # One plot for all ranks if they hold the same bytes, otherwise the first four.
+    shown = tapes[:1] if alike else tapes[:4]
     fig = _figure(caption, 11, [2.4] * len(shown) + [0.8 + 0.3 * len({e.layer for e in events})])
     for ax, tape, expected in zip(fig.axes, shown, predicted, strict=False):
         _draw_memory(ax, tape, expected, plain)
+        ax.set_ylabel(f"{'each rank' if alike else f'rank {tape[0].rank}'}\nMiB held")
     _draw_layers(fig.axes[-1], events)
     for phase, run in groupby(range(len(events)), key=lambda i: events[i].phase):
         places = list(run)
@@ -214,7 +218,7 @@ def _draw_memory(ax: Axes, tape: list[Event], predicted: dict[str, int], plain: 
         ax.text(1.005, level / MIB, text, color=color, fontsize=8, va=side,
                 transform=ax.get_yaxis_transform())
     top = max(*live, *(level / MIB for level, *_ in levels))
-    ax.set(ylabel=f"rank {tape[0].rank}\nMiB held", ylim=(0, top * 1.08))
+    ax.set(ylim=(0, top * 1.08))
 
 
 def _draw_layers(ax: Axes, events: list[Event]) -> None:
