@@ -51,7 +51,7 @@ from notebooks.run import joined
 
 INDEX = "docs/index.md"
 # Each of these files has a page.
-SOURCES = ("zero3/**/*.py", "docs/*.md", "notebooks/*.ipynb", "tests/*.py", "docs/**/*.py")
+SOURCES = ("zero3/**/*.py", "docs/*.md", "notebooks/*.ipynb", "tests/**/*.py", "docs/**/*.py")
 STYLES = ("docs/*.css", "docs/*.js", "docs/*.svg")
 # The colours of numbers in tables, by words that say what they are. The first one that fits counts.
 MEANT = {r"reduce|exchange": "reduced", r"gradient|divide": "grad", r"moment|state|master": "state",

@@ -319,7 +319,7 @@ def appendix() -> tuple[Chapter, ...]:
     """
     ## The chapters of the appendix
     """
-    tests = found("tests/*.py")
+    tests = found("tests/**/*.py")
     exercises = found("docs/exercises/ex*.py")
     tools = (*found("docs/**/*.py"), *found("notebooks/*.py"))
     own = [item for item in tools

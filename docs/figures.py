@@ -326,7 +326,7 @@ class Figures:
         """
         ### What each policy saves, as a table
         """
-        told = self.timed("inject.json", "python -m tests.bench_inject --out docs/inject.json")
+        told = self.timed("inject.json", "python -m tests.bench.inject --out docs/inject.json")
         rows = [["policy or model", "ms", "injected", "ratio of times", "kept MB", "injected",
                  "peak MB", "injected", "tokens/s", "injected"]]
         for name, row in told["rows"].items():
@@ -341,7 +341,7 @@ class Figures:
         """
         ### A step of a split Llama beside torch's own, as a table
         """
-        told = self.timed("tensor.json", "python -m tests.bench_tensor --out docs/tensor.json")
+        told = self.timed("tensor.json", "python -m tests.bench.tensor --out docs/tensor.json")
         rows = [["split by", "ms", "ratio to torch", "tokens/s", "peak MB"]]
         rows += [[name, f"{row['ms']:.0f}", middle(row["ratio"]), f"{row['tokens_per_s']:,.0f}",
                   f"{row['peak_bytes'] / 1e6:.1f}"] for name, row in told["rows"].items()]

@@ -15,15 +15,15 @@ import time
 import pytest
 
 # A long file that begins last would keep one process busy while the others have nothing to do.
-# `test_trust_job` mostly waits, so it runs beside the file that computes most.
-LONGEST = ("test_compiler", "test_compiler_offload", "test_tensor_parallel", "test_compression",
-           "test_together", "test_coordinator", "test_links_bytes", "test_trust_job",
-           "test_offload", "test_pipeline_bytes", "test_notebooks", "test_site", "test_inject",
-           "test_train", "test_optimizer", "test_checkpoint", "test_survival", "test_bench",
-           "test_streams", "test_equality", "test_exercises", "test_trust_gradients",
-           "test_convert", "test_trust_inputs", "test_cases", "test_ladder", "test_mutations",
+# `test_restarts` mostly waits, so it runs beside the file that computes most.
+LONGEST = ("test_compiler", "test_away", "test_tensor_parallel", "test_compression",
+           "test_together", "test_wrap", "test_links_bytes", "test_restarts",
+           "test_tiers", "test_stages_bytes", "test_notebooks", "test_site", "test_inject",
+           "test_job", "test_stage3", "test_save_load", "test_survival", "test_bench",
+           "test_streams", "test_equality", "test_exercises", "test_gradients",
+           "test_convert", "test_inputs", "test_cases", "test_ladder", "test_mutations",
            "test_readme", "test_nodes", "test_ranks", "test_native", "test_launch",
-           "test_trust_heart")
+           "test_sharded")
 
 
 def pytest_collection_modifyitems(items):

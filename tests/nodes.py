@@ -25,7 +25,7 @@ $$\text{payload} = \text{bytes} - 66 \cdot \text{packets}$$
 as soon as no process has it open. A rank ends when the process that started it ends, even if that
 one was killed. The network of the machine itself is never changed.
 
-**Run this**: `python -m pytest tests/test_nodes.py`.
+**Run this**: `python -m pytest tests/comm/test_nodes.py`.
 
 **Not covered, and what that costs**: latency. A message crosses an idle link in microseconds, so
 many small messages cost less here than on a real network. All nodes share the cores and the memory

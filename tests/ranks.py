@@ -49,13 +49,13 @@ from zero3.in_flight import in_flight as owner_of_memory
 from zero3.train import launch
 
 # What every rank imports, imported once. `preload` adds what the tests that are to run need.
-launch.preload("tests.cases", "tests.survivor", "tests.in_flight", "tests.ranks")
+launch.preload("tests.cases", "tests.checkpoint.survivor", "tests.in_flight", "tests.ranks")
 
 # Packages that tests' files import first of all; the beginnings of the names of what is imported
 # once for all ranks; and of the tests' files, which are not.
 FIRST = ("pytest", "hypothesis")
 PRELOADED = ("zero3.", "tests.", "docs.exercises.")
-FILES = "tests.test_"
+FILES = ".test_"
 # The cores that the tests may use; none where the system does not tell.
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 LIMITS = [value for name, value in vars(resource).items() if name.startswith("RLIMIT_")]
@@ -80,7 +80,7 @@ def preload() -> None:
     """
     first = [name for name in FIRST if name in sys.modules]
     ours = [name for name in sys.modules if name.startswith(PRELOADED)]
-    launch.preload(*first, *(name for name in ours if not name.startswith(FILES)))
+    launch.preload(*first, *(name for name in ours if FILES not in name))
 
 
 def run(worker: Callable | str, world_size: int, *args: Any, fresh: bool = False,

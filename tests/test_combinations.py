@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import zero3
+from tests.comm.test_links import Same
 from tests.ranks import run
-from tests.test_links import Same
 from zero3 import Links, Offload, Zero3Optimizer, compile, wrap
 from zero3.comm.parts import part_of
 from zero3.compression import Prune, Quantize, compress

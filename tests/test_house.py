@@ -45,9 +45,9 @@ ROWS = (
     {"train"},
 )
 # What a folder may have, in statements. A chapter that grows beyond it raises its number here.
-MOST = {"": 1049, "checkpoint": 1385, "comm": 1047, "compiler": 1075, "compression": 959,
-        "estimate": 730, "guards": 401, "inject": 791, "offload": 636, "optimizer": 893,
-        "pipeline": 971, "train": 944, "whole_model": 1045}
+MOST = {"": 1049, "checkpoint": 1394, "comm": 1047, "compiler": 1075, "compression": 959,
+        "estimate": 730, "guards": 401, "inject": 791, "offload": 634, "optimizer": 893,
+        "pipeline": 971, "train": 947, "whole_model": 1045}
 # What the heart reaches by its imports, in lines of code.
 MOST_REACHED = 2048
 # The map imports by name what somebody asks for, and `offload` has a command line.

@@ -13,7 +13,7 @@ $$\lVert g \rVert_p = \Big( \sum_{r=0}^{N-1} \sum_\ell \lVert g_\ell^{(r)} \rVer
 Each element is in exactly one shard and the padding is zero, so nothing is counted twice. All ranks
 combine the same numbers in the same order, so they clip by the same bits.
 
-**Run this**: `python -m pytest tests/test_trust_gradients.py -k norm`.
+**Run this**: `python -m pytest tests/test_gradients.py -k norm`.
 
 **Not covered, and what that costs**: gradients that rest in CPU memory or in files, and scaled
 ones. `Zero3Optimizer(clip_grad_norm=)` clips these while it steps.

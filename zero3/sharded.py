@@ -20,7 +20,7 @@ shards have the gradients (3, 2) and (4, 0):
 
 $$\lVert g \rVert = \sqrt{\sum_{r=0}^{N-1} \lVert g^{(r)} \rVert^2}$$
 
-**Run this**: `python -m pytest tests/test_trust_heart.py` tries these and more.
+**Run this**: `python -m pytest tests/test_sharded.py` tries these and more.
 
 **Not covered, and what that costs**: `full_params()` holds the whole layer on each rank.
 """

@@ -30,8 +30,8 @@ is the same on all ranks, so it goes into the manifest.
 Shards in files are loaded one at a time. In a pipeline a rank describes and saves the layers of its
 own stages, and the manifest is put together from all stages.
 
-**Run this**: `python -m pytest tests/test_checkpoint.py -k tier` saves from one tier and loads into
-another.
+**Run this**: `python -m pytest tests/checkpoint/test_save_load.py -k tier` saves from one tier and
+loads into another.
 
 **Not covered, and what that costs**: the extra state that a module returns from `get_extra_state`
 is not saved; pass it as `extra`. An optimizer of torch's has a single state for a whole shard. If

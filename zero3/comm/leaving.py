@@ -19,7 +19,7 @@ $$0.5\,\text{s} + 0.1\,\text{s}$$
 
 because a thread may itself wait for a rank that was stopped.
 
-**Run this**: `python -m pytest tests/test_leaving.py`.
+**Run this**: `python -m pytest tests/comm/test_leaving.py`.
 
 **Not covered, and what that costs**: NCCL ends by itself, so nobody waits for groups of GPUs.
 """

@@ -45,7 +45,7 @@ same order, so they keep the same bits.
 **Nodes.** A mesh ("nodes", "shard") keeps one model on all ranks, and only says which of them are
 near (see `links.py`).
 
-**Run this**: `python -m pytest tests/test_groups.py` trains models on groups of ranks.
+**Run this**: `python -m pytest tests/comm/test_groups.py` trains models on groups of ranks.
 
 **Not covered, and what that costs**: each rank of the run has to build every mesh, also those that
 it is not in. On the CPU the sums of the other replicas take memory until they are added, $R$ times

@@ -19,7 +19,7 @@ exchanges numbers, in `collectives.py`. With $N$ ranks and objects of $b$ bytes 
 
 $$(N-1)\, b \quad \text{bytes}$$
 
-**Run this**: `python -m pytest tests/test_groups.py -k a_communicator_has`.
+**Run this**: `python -m pytest tests/comm/test_groups.py -k a_communicator_has`.
 
 **Not covered, and what that costs**: a rank that has ended or was stopped. The others wait for it
 until the time-out of the process group.

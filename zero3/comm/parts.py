@@ -23,7 +23,7 @@ $$(\text{rows}, \text{size}, \text{width}) \to (\text{rows}, \text{end} - \text{
 The boxes above are $(1, 2, 4)$ for rows, $(2, 4, 1)$ for columns, and $(4, 2, 1)$ for columns in
 two blocks.
 
-**Run this**: `python -m pytest tests/test_tensor_parallel.py -k part`.
+**Run this**: `python -m pytest tests/inject/test_tensor_parallel.py -k part`.
 
 **Not covered, and what that costs**: a weight is split along one dimension only.
 """

@@ -17,7 +17,7 @@ layers, backward:
 At most two layers have full gradients then, $2 P_\ell$ elements: one in flight, and one that is
 being filled.
 
-**Run this**: `python -m pytest tests/test_timelines.py -k backward_gathers`.
+**Run this**: `python -m pytest tests/docs/test_timelines.py -k backward_gathers`.
 
 **Not covered, and what that costs**: each small layer pays for a collective. The optimizer hands in
 a `Bucket` that reduces several of them together.

@@ -50,7 +50,7 @@ The pass that puts these operations into graphs is `offload_states` in `passes.p
 DeepCompile's adaptive offloading ([paper](https://arxiv.org/abs/2504.09983)) with a number of bytes
 from the user.
 
-**Run this**: `python -m pytest tests/test_compiler_offload.py -k order`.
+**Run this**: `python -m pytest tests/compiler/test_away.py -k order`.
 
 **Not covered, and what that costs**: the user has to find the number of bytes. If a copy takes
 longer than the layers that it overlaps, the device waits for it at `vacate`. Each micro-batch moves

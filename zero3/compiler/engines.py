@@ -20,7 +20,7 @@ compiled once:
 
 $$\text{compilations} \;=\; \text{distinct regions} \;\ll\; 2L$$
 
-**Run this**: `python -m pytest tests/test_compiler.py -k region`.
+**Run this**: `python -m pytest tests/compiler/test_compiler.py -k region`.
 
 **Not covered, and what that costs**: nothing is fused across the border between two layers. A
 `release`, a `gather` or a `reduce` inside a region waits until the region ends. So memory is freed

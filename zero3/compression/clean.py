@@ -36,7 +36,7 @@ does in a ReLU, a GELU or a dropout, and not in a sigmoid or a norm. Columns may
 A model without pruned rows and heads has the same outputs as before, to the bit. With them, kernels
 may add the remaining terms of a sum in another order.
 
-**Run this**: `python -m pytest tests/test_compression_clean.py`.
+**Run this**: `python -m pytest tests/compression/test_clean.py`.
 
 **Not covered, and what that costs**: pipelines; save a checkpoint, and load it into a model without
 stages. Each rank has the whole model while it cleans it. Inputs in 8 bits are multiplied as floats.

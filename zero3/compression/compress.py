@@ -37,7 +37,7 @@ scores in shards.
 them. A run that resumes calls `compress` with the same rules before it loads, and goes on with the
 same masks, on another number of ranks too.
 
-**Run this**: `python -m pytest tests/test_compression.py -k ranks`.
+**Run this**: `python -m pytest tests/compression/test_compression.py -k ranks`.
 
 **Not covered, and what that costs**: checkpoints of the uncompressed model, because a compressed
 weight is called `...parametrizations.weight.original`; load plain weights before `compress`. A

@@ -32,7 +32,7 @@ third part is from [TinyBERT](https://arxiv.org/abs/1909.10351), section 3.
 **Both are sharded.** The teacher has no gradients and no optimizer. In a step it sends a third of
 what training it would, for one gather.
 
-**Run this**: `python -m pytest tests/test_compression_distill.py`.
+**Run this**: `python -m pytest tests/compression/test_distill.py`.
 
 **Not covered, and what that costs**: models that are not chains; layers whose width differs. All
 outputs that are compared stay in memory until the loss is there.

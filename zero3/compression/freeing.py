@@ -31,7 +31,7 @@ $$\text{elements of compressed weights in memory} \le C$$
 
 Masks are computed again too, by torch's own `checkpoint`. A weight is made three times in a step.
 
-**Run this**: `python -m pytest tests/test_compression.py -k freed`.
+**Run this**: `python -m pytest tests/compression/test_compression.py -k freed`.
 
 **Not covered, and what that costs**: modules that do not return one tensor, frozen weights, and a
 weight that another module reads, as attention reads that of its `out_proj`. These stay until

@@ -23,7 +23,7 @@ This is equation 1 of [To Prune, or Not to Prune](https://arxiv.org/abs/1710.018
 
 **Bits fall in equal parts.** From 8 to 4 bits in four steps they are 8, 7, 6, 5, 4.
 
-**Run this**: `python -m pytest tests/test_compression.py -k schedule`.
+**Run this**: `python -m pytest tests/compression/test_compression.py -k schedule`.
 
 **Not covered, and what that costs**: a schedule that looks at the loss. Choose the end early
 enough, so that training goes on with the final sparsity and bits.

@@ -30,7 +30,7 @@ stands for, `least`. A symmetric weight of 4 bits, none of it pruned, is
     codes = torch.stack([byte & 15, byte >> 4], dim=1).view(-1)[:numel] + least
     weight = (codes.view(rows, -1) * tensors["0.weight.scales"]).view(shape)
 
-**Run this**: `python -m pytest tests/test_compression_clean.py -k bytes`.
+**Run this**: `python -m pytest tests/compression/test_clean.py -k bytes`.
 
 **Not covered, and what that costs**: kernels that compute with codes, such as those of torchao. The
 weight is made in full for each forward pass, so the cleaned model is small at rest and not fast.

@@ -30,7 +30,7 @@ This is a radix sort that only follows the one bucket it needs; see Cormen et al
 Algorithms*, sections 8.3 and 9.2.
 
 **Run this**: `make exercise N=9`, to write it yourself; or `python -m pytest
-tests/test_compression.py -k threshold`.
+tests/compression/test_compression.py -k threshold`.
 
 **Not covered, and what that costs**: masks that are kept for a while. The threshold is found anew
 after each step of the optimizer, because the weights have changed.

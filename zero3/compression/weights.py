@@ -33,7 +33,7 @@ Gradients](https://arxiv.org/abs/1308.3432). A learnt score gets the gradient th
 have, $\frac{\partial L}{\partial m_i} = w_i \frac{\partial L}{\partial (m_i w_i)}$, as in [Movement
 Pruning](https://arxiv.org/abs/2005.07683), section 3.
 
-**Run this**: `python -m pytest tests/test_compression.py -k fake`.
+**Run this**: `python -m pytest tests/compression/test_compression.py -k fake`.
 
 **Not covered, and what that costs**: making a mask takes 8 bytes for each element of a weight, for
 a moment. Weights of fp64 have no keys.

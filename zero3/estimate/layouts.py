@@ -17,8 +17,8 @@ on each rank, `Layout(2, replicas=2)` two. With $R$ ranks in each of $G$ groups,
 $$\text{shards} = R\,G \text{ with nodes, } R \text{ with replicas} \qquad
 \text{near} = R - 1 \qquad \text{across} = G - 1$$
 
-**Run this**: `python -m pytest tests/test_links_bytes.py` compares formulas for each layout with
-what a `Ledger` measures.
+**Run this**: `python -m pytest tests/comm/test_links_bytes.py` compares formulas for each layout
+with what a `Ledger` measures.
 
 **Not covered, and what that costs**: groups of different sizes, and a mesh on some of the ranks.
 """

@@ -25,7 +25,7 @@ before, and looks closer only if something differs:
 
 $$\text{modules now} = \text{modules when it was wrapped} \;\Rightarrow\; \text{nothing was added}$$
 
-**Run this**: `python -m pytest tests/test_trust_ecosystem.py` tries each of these.
+**Run this**: `python -m pytest tests/guards/test_other_libraries.py` tries each of these.
 
 **Not covered, and what that costs**: a library that keeps a sharded module without registering it
 as a submodule is noticed only in the next forward.

@@ -21,7 +21,7 @@ $$\lVert g^{(r)} \rVert \ne \lVert g \rVert$$
 `GradientElsewhere` has a gradient's shape and no memory. A shard's `.grad` is one of these while
 the gradient rests in CPU memory or in a file. Reading it is an error.
 
-**Run this**: `python -m pytest tests/test_trust_gradients.py`.
+**Run this**: `python -m pytest tests/test_gradients.py`.
 
 **Not covered, and what that costs**: the type does not survive arithmetic. If somebody adds up a
 norm by hand, `(g * g).sum()` for instance, or searches for NaN, that concerns this rank's part

@@ -26,7 +26,7 @@ $$L = \frac{1}{T} \sum_{i=1}^{T} \Big( \log \sum_v e^{W_v \cdot h_i} - W_{y_i} \
 
 Backward only multiplies the two finished gradients by the gradient that comes in.
 
-**Run this**: `python -m pytest tests/test_inject.py -k chunks`.
+**Run this**: `python -m pytest tests/inject/test_inject.py -k chunks`.
 
 **Not covered, and what that costs**: the gradient of the head's weight exists from forward to
 backward, as large as the weight. Class weights and label smoothing are not here.

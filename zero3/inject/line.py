@@ -20,7 +20,7 @@ $$\underbrace{\frac{t-1}{t}\,n}_{\text{reduce-scatter}} +
 
 bytes. `sequence.py` uses the two halves at two places.
 
-**Run this**: `python -m pytest tests/test_tensor_parallel.py`.
+**Run this**: `python -m pytest tests/inject/test_tensor_parallel.py`.
 
 **Not covered, and what that costs**: a collective is not started ahead, so no communication of
 activations overlaps computation.

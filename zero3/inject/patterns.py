@@ -19,7 +19,7 @@ An attention computes with numbers that count its heads. Where the module keeps 
 A module that no pattern names stays whole on each rank. So a model with unknown layers is split in
 part, and its numbers are right all the same.
 
-**Run this**: `python -m pytest tests/test_tensor_parallel.py`.
+**Run this**: `python -m pytest tests/inject/test_tensor_parallel.py`.
 
 **Not covered, and what that costs**: mixtures of experts, and classes with other names. Pass their
 patterns to `tensor_parallel(mesh, more)`.

@@ -26,7 +26,7 @@ elements.
 
 `tensor_parallel` is of another kind: it splits layers over ranks. `tensor.py` explains it.
 
-**Run this**: `python -m tests.bench_inject` measures time and memory, plain and injected.
+**Run this**: `python -m tests.bench.inject` measures time and memory, plain and injected.
 
 **Not covered, and what that costs**: `attention` leaves Hugging Face's models alone, because they
 have `model.set_attn_implementation("sdpa")`. It refuses dropout, because torch's operation draws

@@ -41,7 +41,7 @@ and `restore` takes them off again, the last one first.
     ...
     restore(model.destroy())
 
-**Run this**: `python -m pytest tests/test_inject.py`.
+**Run this**: `python -m pytest tests/inject/test_inject.py`.
 
 **Not covered, and what that costs**: inject before `wrap`; afterwards it is an error. A module's
 new class exists in this process only, so an injected model cannot be pickled. `Deferred` layers

@@ -43,7 +43,7 @@ are all-reduced in backward, $2\frac{t-1}{t}$ times their bytes.
 **Other lengths.** Five positions on two ranks are two and three; a single one, as in generation, is
 none and one. Shorter parts are padded while they travel.
 
-**Run this**: `python -m pytest tests/test_tensor_parallel.py -k sequence`.
+**Run this**: `python -m pytest tests/inject/test_tensor_parallel.py -k sequence`.
 
 **Not covered, and what that costs**: the gathered inputs of split layers are kept for backward.
 Embeddings, their dropout, and all that comes after the final norm are computed on whole sequences.

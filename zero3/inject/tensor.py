@@ -52,7 +52,7 @@ ranks of "shard", which have the same part and other rows of the batch.
     model = inject(model, [policies.tensor_parallel(mesh["tensor"])])
     model = wrap(model, Block, mesh=mesh["shard"])
 
-**Run this**: `python -m pytest tests/test_tensor_parallel.py`.
+**Run this**: `python -m pytest tests/inject/test_tensor_parallel.py`.
 
 **Not covered, and what that costs**: norms and the residual stream are computed and kept whole on
 each rank, unless `sequence=True` splits them by positions (see `sequence.py`). `full_params` and

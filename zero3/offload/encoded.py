@@ -27,7 +27,7 @@ $$\sum_\ell \text{nbytes}\left(\left\lceil \frac{F_\ell}{N} \right\rceil\right)$
 bytes, and the decoded shard of the layer that is gathered. The idea is from
 [QLoRA](https://arxiv.org/abs/2305.14314), section 3.
 
-**Run this**: `python -m pytest tests/test_at_rest.py`.
+**Run this**: `python -m pytest tests/offload/test_encoded.py`.
 
 **Not covered, and what that costs**: all frozen floats of a layer are encoded, also its biases and
 norms; wrap those in a layer with another `Offload`. Other numbers rest as they are. The all-gather

@@ -23,7 +23,7 @@ $$(n - 1)\, t \quad \text{seconds}$$
 
 The bytes on the wire are the same, and so are the sums, bit for bit.
 
-**Run this**: `python -m pytest tests/test_optimizer.py -k small_layers_share`.
+**Run this**: `python -m pytest tests/optimizer/test_stage3.py -k small_layers_share`.
 
 **Not covered, and what that costs**: packing without a copy. The full gradients wait in memory
 until the bucket is full, and while it is in flight they are there twice.

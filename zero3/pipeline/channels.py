@@ -32,7 +32,7 @@ announcements have one of gloo, because the host reads them without waiting for 
 **On demand.** gloo sends a message once the receiver has asked for it, at `receive`. So on the CPU
 a transfer overlaps nothing on the receiving rank. The sending rank goes on at once.
 
-**Run this**: `python -m pytest tests/test_pipeline_faults.py`.
+**Run this**: `python -m pytest tests/pipeline/test_channels.py`.
 
 **Not covered, and what that costs**: a description is a pickle, so ranks trust each other. It has
 the numbers that a stage hands on; if they change, it is sent again. The process groups stay until

@@ -35,7 +35,7 @@ Each backward pass adds to the full gradients of its stage, which are reduced on
 saved, and the tensors that came in, because their gradients are needed. Tensors that went out are
 dropped at the first send after they were received: autograd needs only their place in the graph.
 
-**Run this**: `python -m pytest tests/test_pipeline.py`.
+**Run this**: `python -m pytest tests/pipeline/test_pipeline.py`.
 
 **Not covered, and what that costs**: every rank builds all layers before it keeps its own. A
 gradient stays whole on each rank of its stage until the last micro-batch, as in `no_sync()`.

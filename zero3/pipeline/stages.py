@@ -31,7 +31,7 @@ stage *borrows* it: at the beginning of a step each rank there receives the shar
 and at the end it sends its gradient back. With $N$ ranks in each stage, a tied weight of $P$
 elements costs $\lceil P/N \rceil$ elements each way, once in a step.
 
-**Run this**: `python -m pytest tests/test_pipeline.py -k "tied or cut"`.
+**Run this**: `python -m pytest tests/pipeline/test_pipeline.py -k "tied or cut"`.
 
 **Not covered, and what that costs**: all tied weights must be shared by the same two stages.
 Layers are balanced by their parameters, not by the time they take.

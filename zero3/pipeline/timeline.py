@@ -76,8 +76,8 @@ each rank, and below it when its stage is whole:
             [==========================]R
 
 **Not covered, and what that costs**: the time of transfers and gathers. A schedule with a smaller
-bubble may be slower if it gathers more. `tests/test_pipeline_bytes.py` compares the formulas with a
-`Ledger` on real ranks.
+bubble may be slower if it gathers more. `tests/pipeline/test_stages_bytes.py` compares the formulas
+with a `Ledger` on real ranks.
 """
 
 from collections import deque

@@ -28,8 +28,8 @@ $$\text{memory while a model is made} \le \sum_\ell \left\lceil \frac{P_\ell}{N}
 Each module is seeded by its name, so the values depend neither on the number of ranks nor on the
 layers before. A model that is built in one go gets others.
 
-**Run this**: `python -m pytest tests/test_coordinator.py -k memory` makes, trains and saves a model
-of four times the memory that each rank may take.
+**Run this**: `python -m pytest tests/whole_model/test_wrap.py -k memory` makes, trains and saves a
+model of four times the memory that each rank may take.
 
 **Not covered, and what that costs**: checkpoints are safetensors in Hugging Face's layout, a single
 file or several with an index. Their names have to be those of the plain model's `state_dict()`;

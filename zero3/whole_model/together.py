@@ -42,7 +42,7 @@ unit has all their parameters. Then nothing is packed: a and b of the example ha
 parameter, 1 2 3 5 6 0. Each layer still computes by itself, and uses these parameters like tied
 weights. `zero3.compile` does this, if it is asked to.
 
-**Run this**: `python -m pytest tests/test_together.py -k collectives`.
+**Run this**: `python -m pytest tests/whole_model/test_together.py -k collectives`.
 
 **Not covered, and what that costs**: gathering without a copy. A unit's rows are in one piece in
 its flat parameter, and in several in the packed buffer. Units are gathered one by one if `Links`

@@ -1,0 +1,386 @@
+"""
+# Pipelines: an error in one stage ends all of them, with its cause
+"""
+
+import dataclasses
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.pipeline.test_pipeline import LENGTH, NAMES, TOKENS, WIDTH, chain, gpt, loss_of
+from tests.ranks import run
+from zero3 import Zero3Layer, Zero3Optimizer
+from zero3.pipeline import Pipeline
+from zero3.pipeline.channels import Channels, Fault
+from zero3.pipeline.schedules import Action
+
+
+class Raises(torch.autograd.Function):
+    """Identity, with an error in backward"""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("a bad gradient")
+
+
+class Faulty(nn.Module):
+    """A layer that fails on one rank, once it is told how"""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.how = ""
+
+    def forward(self, value):
+        if self.how == "forward":
+            raise ValueError("a bad layer")
+        if self.how == "wordless":
+            raise ValueError
+        if self.how == "object":
+            return {**value, "h": object()}
+        if self.how == "dies":
+            os._exit(7)
+        h = self.linear(value["h"])
+        return {**value, "h": Raises.apply(h) if self.how == "backward" else h}
+
+
+def text_of(does):
+    try:
+        return f"{does()}"
+    except (RuntimeError, ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def train_until(how, at):
+    """Three batches; in the second one a rank fails. What each batch returned or raised."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
+    torch.manual_seed(0)
+    layers = gpt(0, torch.float)
+    faulty = [Faulty(), Faulty()]
+    layers[1:1] = faulty[:1]
+    layers[4:4] = faulty[1:]
+    losses = [loss_of]
+    pipeline = Pipeline(layers, mesh, loss_fn=lambda output, y: losses[0](output, y),
+                        micro_batches=4, stages=[2, 5])
+    optimizer = Zero3Optimizer(pipeline, torch.optim.SGD, lr=0.1)
+    x = torch.arange(8 * LENGTH).view(8, LENGTH) % TOKENS
+    told = [text_of(lambda: pipeline.train_batch(x, x, optimizer))]
+    rows = x
+    if dist.get_rank() == at:
+        for layer in faulty:
+            layer.how = how
+        if how == "loss":
+            losses[0] = lambda output, y: output
+        if how == "rows":
+            rows = x[:6]
+        if how == "shapes":
+            rows = x[:4]
+        if how == "values":
+            rows = (x + 1) % TOKENS
+        if how == "type":
+            rows = x.int()
+        if how == "mode":
+            pipeline.eval()
+    y = (rows, dist.get_rank() == at) if how == "number" else rows
+    told.append(text_of(lambda: pipeline.train_batch(rows, y, optimizer)))
+    pipeline.train()
+    return [*told, text_of(lambda: pipeline.train_batch(x, x, optimizer))]
+
+
+@pytest.mark.parametrize("how, at, cause", [
+    ("forward", 0, "ValueError: a bad layer"), ("forward", 3, "ValueError: a bad layer"),
+    ("backward", 1, "ValueError: a bad gradient"), ("backward", 2, "ValueError: a bad gradient"),
+    ("wordless", 1, "ValueError: "), ("loss", 2, "the mean loss, a tensor of one element"),
+    ("object", 1, "Got: a object")])
+def test_an_error_in_one_stage_is_raised_in_all_with_its_cause(how, at, cause):
+    """
+    The rank itself raises its own error, and all others quote it. A later batch raises again,
+    because gradients are half summed. Breaks where a rank waits for one that has failed, or where
+    an error without a text counts as none.
+    Proves I6, I10, `Pipeline._together`, `Channels.fail`, `Channels.cause_of`, `Channels._cause`,
+    `Channels.receive`, `Fault`, `Action.where`, `Communicator.announce_fault`.
+    """
+    answers = run(train_until, 4, how, at)
+    for rank, (first, second, third) in enumerate(answers):
+        assert "Error" not in first and "Fault" not in first
+        assert cause in second and (rank == at or f"On rank {at}." in second), (rank, second)
+        assert "Error" in third or "Fault" in third
+
+
+@pytest.mark.parametrize("how, wrong", [
+    ("rows", "tensors of [6] rows, on rank 2"),
+    ("values", "['torch.int64 of (8, 5)', 'torch.int64 of (8, 5)'] to train in training mode, and"),
+    ("shapes", " on rank 0, and \"['torch.int64 of (4, 5)', 'torch.int64 of (4, 5)'] to train"),
+    ("mode", "['torch.int64 of (8, 5)', 'torch.int64 of (8, 5)'] to train in evaluation mode"),
+    ("number", "'torch.int64 of (8, 5)', 'True'] to train"),
+    ("type", "'torch.int32 of (8, 5)'] to train")])
+def test_a_batch_that_does_not_fit_is_refused_on_all_ranks_and_training_goes_on(how, wrong):
+    """
+    The ranks compare before anything is sent, so nothing is lost. In the second batch as in the
+    first one: shapes, data types, values and numbers.
+    Proves I10, `Pipeline.cut`, `Channels.compare`, `_checksum`, `pipeline._told`.
+    """
+    for first, second, third in run(train_until, 4, how, 2):
+        assert second.startswith("ValueError") and wrong in second
+        assert first == third and float(third) > 0
+
+
+def dies_in_a_stage():
+    return train_until("dies", 3)[1]
+
+
+def test_a_rank_that_dies_ends_the_others():
+    """
+    They raise an error that says what is lost, and wait for nothing.
+    Proves I10, `Channels._land`, `Channels._isend`, `Channels._recv`.
+    """
+    with pytest.raises(AssertionError) as error:
+        run(dies_in_a_stage, 4, fresh=True)
+    assert "rank 3" in str(error.value)
+
+
+def other_orders():
+    """Rank 1 evaluates where rank 0 trains."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)
+    pipeline = Pipeline(gpt(0, torch.float), mesh, loss_fn=loss_of, micro_batches=2)
+    optimizer = Zero3Optimizer(pipeline)
+    x = torch.arange(2 * LENGTH).view(2, LENGTH) % TOKENS
+    if dist.get_rank():
+        return text_of(lambda: pipeline.eval_batch(x, x))
+    return text_of(lambda: pipeline.train_batch(x, x, optimizer))
+
+
+def test_stages_that_do_different_things_raise_errors():
+    """
+    Breaks where one trains, the other evaluates, and each waits for the other.
+    Proves I6, `Pipeline.cut`.
+    """
+    for told in run(other_orders, 2):
+        assert "to train in training mode, and values" in told and "to evaluate" in told
+
+
+def refused():
+    """What constructors and calls say to arguments that cannot be."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)
+    other = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    shared = nn.Linear(2, 2)
+
+    def make(layers=None, where=mesh, **options):
+        return Pipeline(layers or chain(0, torch.float), where, loss_fn=loss_of, **options)
+
+    pipeline = make()
+    elsewhere = Zero3Optimizer(Zero3Layer(nn.Linear(2, 2)))
+    x = torch.zeros(2, LENGTH, dtype=torch.long)
+    return [text_of(does) for does in (
+        lambda: make(where=other), lambda: make(stages=[1, 1]), lambda: make(stages=[2, 1, 2]),
+        lambda: make(stages=[3, "2"]), lambda: make(stages=[4, 1]),
+        lambda: make([nn.Linear(2, 2)]), lambda: make(micro_batches=0),
+        lambda: make(schedule="other"), lambda: make(gpt(0, torch.float), per_rank=2),
+        lambda: make([nn.Linear(2, 2), shared, nn.Linear(2, 2), shared, shared],
+                     schedule="interleaved", micro_batches=2, stages=[2, 1, 1, 1]),
+        lambda: pipeline.train_batch(x, x, elsewhere), lambda: pipeline(x),
+        lambda: make(nn.ModuleDict({"a": shared})), lambda: make([shared, torch.tanh]),
+        lambda: make(iter([])), lambda: Pipeline([shared, shared], mesh, loss_fn=None))]
+
+
+def test_what_cannot_be_a_pipeline_is_refused():
+    """
+    Proves `stages.Plan`, `Plan._check_counts`, `Plan._check_weights`, `balanced`, `Pipeline`,
+    `Pipeline.forward`, `Pipeline.train_batch`.
+    """
+    for told in run(refused, 2):
+        for text, part in zip(told, (
+                "a mesh with the dimensions ('pipeline', 'shard')", "Got: [1, 1]",
+                "Got: [2, 1, 2]", "numbers of layers that add up to 5, for as many",
+                "stage 1. Expected: weights of its own. Got: none",
+                "the stages. Expected: at most 1, one for each layer. Got: 2",
+                "`micro_batches`, at least 1. Got: 0", "Got: 'other'",
+                "one stage on each rank with 1f1b. Got: 2",
+                "tied weights. Expected: the same two stages for all of them",
+                "the newest `Zero3Optimizer` of this pipeline", "`train_batch(x, y, optimizer)`",
+                "Got: str, as layer 0.", "Got: builtin_function_or_method, as layer 1.",
+                "`layers`. Expected: modules, in their order. Got: none.",
+                "`loss_fn`. Expected: a function of the last layer's output and `y`. Got: None"),
+                strict=True):
+            assert part in text and "What to do: " in text, text
+
+
+def test_a_fault_keeps_the_cause_for_the_ranks_after_this_one():
+    """
+    Proves `Fault`, `Channels`.
+    """
+    fault = Fault("rank 1: another rank has failed.", "a bad layer")
+    assert fault.cause == "a bad layer" and isinstance(fault, RuntimeError)
+    assert Action("receive", 1, 0) != Action("receive", 1, 1)
+    assert Channels.fail.__doc__
+
+
+class Weakly(nn.Module):
+    """A head that uses the embedding's weight, and does not register it"""
+
+    def __init__(self, embedding):
+        super().__init__()
+        self.hidden = [embedding]
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x):
+        return nn.functional.linear(self.norm(x), self.hidden[0].weight)
+
+
+@dataclasses.dataclass
+class Wrapped:
+    rows: torch.Tensor
+
+
+def mistakes():
+    """Mistakes of a user that would train wrongly or wait forever: what each rank is told."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)
+    rank = dist.get_rank()
+    x = torch.arange(2 * LENGTH).view(2, LENGTH) % TOKENS
+
+    def train(layers, x=x, **options):
+        options = {"micro_batches": 2, "stages": [1, 1], **options}
+        pipeline = Pipeline(layers, mesh, loss_fn=loss_of, **options)
+        return pipeline.train_batch(x, x, Zero3Optimizer(pipeline))
+
+    def plain(width=WIDTH):
+        return [nn.Embedding(TOKENS, width), nn.Linear(width, TOKENS)]
+
+    embedding = nn.Embedding(TOKENS, WIDTH)
+    return [text_of(does) for does in (
+        lambda: train(plain(), x=x + rank), lambda: train(plain(), x=Wrapped(x)),
+        lambda: train(plain(WIDTH + rank)), lambda: train(plain(), micro_batches=1 + rank),
+        lambda: train([*plain(), *[nn.Tanh()] * rank]),
+        lambda: train([embedding, Weakly(embedding)]))]
+
+
+def test_mistakes_that_would_train_wrongly_are_errors_on_all_ranks():
+    """
+    Other rows on the ranks of a pipeline; a batch that cannot be cut; other layers or arguments; a
+    weight that two layers use and one registers.
+    Proves `Pipeline.cut`, `Pipeline._free_others`, `_checksum`, `same`.
+    """
+    for rank, told in enumerate(run(mistakes, 2)):
+        rows, wrapped, shapes, arguments, count, weak = told
+        assert "values with the checksum" in rows and "the same batch" in rows
+        assert "['Wrapped'] in it" in wrapped
+        assert "(11, 8), torch.float32) on rank 0, and" in shapes and "(11, 9)" in shapes
+        assert "Got: 1 on rank 0, and 2 on rank 1" in arguments
+        assert "Got: 2 on rank 0, and 3 on rank 1" in count
+        assert ("freed `0.weight`" in weak) and ("then it is tied" in weak or rank == 0)
+
+
+class Table(nn.Module):
+    """A layer with a buffer that never changes"""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.ones(4))
+
+    def forward(self, x):
+        return self.linear(x) + self.table
+
+
+def shared(make):
+    """Two batches of a pipeline that has the same module in both stages"""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)
+    module = make()
+    layers = [nn.Linear(4, 4), module, nn.Linear(4, 4), module, nn.Linear(4, 4)]
+    pipeline = Pipeline(layers, mesh, loss_fn=nn.functional.mse_loss, micro_batches=2,
+                        stages=[2, 3])
+    optimizer = Zero3Optimizer(pipeline, torch.optim.SGD, lr=0.1)
+    x = torch.arange(16.0).view(4, 4)
+    return [text_of(lambda: pipeline.train_batch(x, x, optimizer)) for _ in range(2)]
+
+
+def norm():
+    return nn.BatchNorm1d(4)
+
+
+def test_a_module_in_two_stages_may_not_write_to_its_buffers():
+    """
+    Each rank would have running means of its own. A buffer that stays as it is may be shared.
+    Proves I6, `Plan.shared_buffers`, `Pipeline._sums_of_shared`, `Pipeline._refuse_written`.
+    """
+    for told in run(shared, 2, norm):
+        assert "['1.num_batches_tracked', '1.running_mean', '1.running_var']" in told[0] or (
+            "['3.num_batches_tracked', '3.running_mean', '3.running_var']" in told[0])
+        assert "`copy.deepcopy`" in told[1]
+    for first, second in run(shared, 2, Table):
+        assert float(first) == float(second) > 0
+
+
+class Sends(nn.Module):
+    """A layer whose output cannot be sent as it is"""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.linear(x)
+        return {"conj": lambda: torch.complex(x, x).conj(), "sparse": x.detach().to_sparse,
+                "meta": lambda: x.to("meta")}[self.how]()
+
+
+class Real(nn.Module):
+    def forward(self, x):
+        return x.real if x.is_complex() else x
+
+
+def sent(how):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)
+    layers = [nn.Embedding(TOKENS, WIDTH), Sends(how), Real(), nn.Linear(WIDTH, TOKENS)]
+    pipeline = Pipeline(layers, mesh, loss_fn=loss_of, stages=[2, 2])
+    x = torch.arange(2 * LENGTH).view(2, LENGTH) % TOKENS
+    return text_of(lambda: pipeline.train_batch(x, x, Zero3Optimizer(pipeline)))
+
+
+def test_what_cannot_be_sent_is_refused_before_it_is_announced():
+    """
+    A conjugated tensor is sent as it reads. A sparse one, or one on another device, is an error.
+    Proves `Channels.send`, `Channels._described`, `_to_send`.
+    """
+    assert [float(told) > 0 for told in run(sent, 2, "conj")] == [True, True]
+    for how, what in (("sparse", "torch.sparse_coo on cpu"), ("meta", "on meta")):
+        for told in run(sent, 2, how):
+            assert what in told
+
+
+def broken_then_new():
+    """A pipeline fails in an evaluation. What a new one says."""
+    x = torch.arange(4 * LENGTH).view(4, LENGTH) % TOKENS
+
+    def wrong(output, y):
+        raise ValueError("a bad loss")
+
+    def make(loss_fn):
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)
+        return Pipeline(gpt(0, torch.float), mesh, loss_fn=loss_fn, micro_batches=4)
+
+    # It is gone when this line has ended.
+    told = text_of(lambda: make(wrong).eval_batch(x, x))
+    pipeline = make(loss_of)
+    return told, text_of(lambda: pipeline.train_batch(x, x, Zero3Optimizer(pipeline)))
+
+
+def test_after_a_fault_a_new_pipeline_says_so():
+    """
+    The first one leaves messages that nobody has received, and is gone. Breaks where the second one
+    takes its activations for its own, or where a rank waits for a fault that went with the first.
+    Proves I10, `Channels.fail`, `Channels.end`, `Channels._data_groups`, `Channels._group`,
+    `timeout_of`, `Pipeline._run`.
+    """
+    for rank, (told, then) in enumerate(run(broken_then_new, 2)):
+        assert "a bad loss" in told and (rank or "That rank says" in told or "Fault" in told)
+        assert "tart again" in then, then
