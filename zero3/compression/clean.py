@@ -64,6 +64,7 @@ from zero3.compression.weights import (
     PrunedFours,
     PrunedParts,
     Quantised,
+    Weighted,
     axes,
 )
 from zero3.guards.options import expect
@@ -137,7 +138,7 @@ def take_over(plain: nn.Module, trained: ShardedModel) -> None:
             tensor.copy_(found)
 
 
-def _methods(module: Any) -> list[Method]:
+def _methods(module: Weighted) -> list[Method]:
     """
     #### The rules of a module's weight, if it is compressed
     """
@@ -151,7 +152,7 @@ class Plan:
     ## What becomes of one compressed weight
     """
 
-    def __init__(self, module: Any):
+    def __init__(self, module: Weighted):
         """
         ### Look at a compressed weight, before anything is cut
         """
@@ -242,7 +243,7 @@ class Plan:
         _put(self.module, codes, stored)
 
 
-def _put(module: Any, codes: torch.Tensor, stored: Stored) -> None:
+def _put(module: Weighted, codes: torch.Tensor, stored: Stored) -> None:
     """
     #### Have a module compute with a stored weight
     """
@@ -274,7 +275,7 @@ def _cuts(modules: dict[str, nn.Module]) -> dict[str, Cut]:
     return cuts
 
 
-def _cut_by(module: Any) -> list[PrunedParts]:
+def _cut_by(module: Weighted) -> list[PrunedParts]:
     """
     #### The rules that remove rows or columns of a weight
     """
@@ -305,7 +306,7 @@ def _add_cut(cuts: dict[str, Cut], modules: dict[str, nn.Module], name: str, is_
     """
     #### Cut the outputs of a layer, or its inputs
     """
-    layer: Any = modules.get(name)
+    layer: Weighted = modules.get(name)
     weight = getattr(layer, "weight", None)
     along = axes(layer)[0 if is_outputs else 1]
     kind = ("rows", "columns")[along]
@@ -329,7 +330,7 @@ def _select(weight: torch.Tensor, rows: torch.Tensor | None, columns: torch.Tens
     return weight if columns is None else weight[:, columns]
 
 
-def _cut(name: str, module: Any, rows: torch.Tensor | None, columns: torch.Tensor | None,
+def _cut(name: str, module: Weighted, rows: torch.Tensor | None, columns: torch.Tensor | None,
          plan: Plan | None) -> None:
     """
     #### Cut a layer, whose weight is a plain parameter now

@@ -70,6 +70,7 @@ from zero3.compression.weights import (
     PrunedParts,
     Quantised,
     QuantisedInput,
+    Weighted,
     axes,
 )
 from zero3.guards.contents import Guarded
@@ -306,7 +307,7 @@ def _is_stepped(param: nn.Parameter, optimizer: torch.optim.Optimizer, stepped: 
 # ------------------------------------------------------------------------------------ put in place
 
 
-def _check(name: str, module: Any, rules: list[Rule],
+def _check(name: str, module: Weighted, rules: list[Rule],
            uses: Counter[nn.Parameter | None]) -> None:
     """
     #### Refuse rules that do not fit a weight, before anything changes
@@ -337,7 +338,7 @@ def _check(name: str, module: Any, rules: list[Rule],
                "pass other numbers, or match other layers")
 
 
-def _check_shared(modules: list[Any], rules: list[Rule]) -> None:
+def _check_shared(modules: list[Weighted], rules: list[Rule]) -> None:
     """
     #### Refuse weights that cannot share a threshold
     """
@@ -351,7 +352,7 @@ def _check_shared(modules: list[Any], rules: list[Rule]) -> None:
            "elements", f"{numel:,}", "use several patterns, or `scope=\"layer\"`")
 
 
-def _suits(rule: Rule, module: Any) -> bool:
+def _suits(rule: Rule, module: Weighted) -> bool:
     """
     #### Whether the shape and the data type of a weight allow a rule
     """
@@ -386,7 +387,7 @@ def _order(rule: Rule) -> int:
     return int(rule.kind in ("row", "channel", "head"))
 
 
-def _add(module: Any, rules: list[Rule]) -> list[Method]:
+def _add(module: Weighted, rules: list[Rule]) -> list[Method]:
     """
     #### Put rules on one layer
     """
@@ -400,7 +401,7 @@ def _add(module: Any, rules: list[Rule]) -> list[Method]:
     return methods
 
 
-def _method(rule: Rule, module: Any) -> Method:
+def _method(rule: Rule, module: Weighted) -> Method:
     """
     #### What a rule does to a module's weight, or to its input
     """
@@ -414,7 +415,7 @@ def _method(rule: Rule, module: Any) -> Method:
     return PrunedParts(rule, module.weight, _axis(rule, module))
 
 
-def _add_to_weight(module: Any, methods: list[Method]) -> None:
+def _add_to_weight(module: Weighted, methods: list[Method]) -> None:
     """
     #### Compute with what these methods make of the weight
     """
@@ -430,7 +431,7 @@ def _add_to_weight(module: Any, methods: list[Method]) -> None:
             parametrize.register_parametrization(module, "bias", PrunedBias(method), unsafe=True)
 
 
-def _round_input(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def _round_input(module: Weighted, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """
     #### A hook before the forward pass of a layer
     """

@@ -58,6 +58,8 @@ from zero3.guards.options import expect, same
 from zero3.in_flight import in_flight
 from zero3.pipeline.schedules import KINDS, Action
 
+# Whatever goes from stage to stage: tensors, in tuples, lists and dicts of any depth.
+Tree = Any
 # Numbers of 8 bytes in an announcement: kind, stage, micro-batch, length of a description.
 _ROW = 4
 # In the place of the kind: the sender has failed, and its error follows.
@@ -182,7 +184,7 @@ class Channels:
             same(where, self.ranks[first::beside],
                  [{"batch": text} for _, text in texts[first::beside]], cure, ValueError)
 
-    def send(self, action: Action, to: int, value: Any) -> Sent:
+    def send(self, action: Action, to: int, value: Tree) -> Sent:
         """
         ### Start to send tensors, and return at once
 
@@ -208,7 +210,7 @@ class Channels:
         far = node_of(self.line.ranks[to]) != node_of(self.line.global_rank)
         return Sent(nbytes, nbytes * far, len(tensors), order_bytes)
 
-    def receive(self, action: Action, source: int) -> Any:
+    def receive(self, action: Action, source: int) -> Tree:
         """
         ### Wait for what another rank sends for this action
 

@@ -65,7 +65,7 @@ from zero3.guards.freed import FreedParameter
 from zero3.guards.options import expect, same
 from zero3.offload.tiers import Offload
 from zero3.optimizer.stage3 import Zero3Optimizer
-from zero3.pipeline.channels import Channels, Fault, Sent
+from zero3.pipeline.channels import Channels, Fault, Sent, Tree
 from zero3.pipeline.schedules import PASSES, Action, actions
 from zero3.pipeline.stages import (
     Borrowed,
@@ -93,7 +93,7 @@ class Pipeline(ShardedModel):
     layer_idx = ALONE
 
     def __init__(self, layers: Iterable[nn.Module], mesh: DeviceMesh, *,
-                 loss_fn: Callable[[Any, Any], torch.Tensor], schedule: str = "1f1b",
+                 loss_fn: Callable[[Tree, Tree], torch.Tensor], schedule: str = "1f1b",
                  micro_batches: int = 1, stages: list[int] | None = None, per_rank: int = 1,
                  gathers: str = "stage", offload: Offload | str | None = None):
         """
@@ -249,7 +249,7 @@ class Pipeline(ShardedModel):
         are sharded at the end.
         """
         with super().full_params(writeback) as own:
-            found: dict[str, Any] = {}
+            found: dict[str, nn.Parameter] = {}
             for first, (owner, shape, dtype) in self.shapes.items():
                 param: Any = own.get(first)
                 if param is None:
@@ -266,7 +266,7 @@ class Pipeline(ShardedModel):
             if writeback:
                 self._share_written(found)
 
-    def _share_written(self, found: dict[str, Any]) -> None:
+    def _share_written(self, found: dict[str, nn.Parameter]) -> None:
         """
         #### Give all stages the values that the first rank has written
         """
@@ -300,7 +300,7 @@ class Pipeline(ShardedModel):
         for borrowed in self.borrowed:
             yield from borrowed.held_tensors()
 
-    def forward(self, *args: Any, **kwargs: Any) -> None:
+    def forward(self, *args: Tree, **kwargs: Tree) -> None:
         """
         ### Not possible: a pipeline computes a batch in parts, forward and backward by turns
         """
@@ -309,7 +309,7 @@ class Pipeline(ShardedModel):
 
     # ------------------------------------------------------------------------------------ a batch
 
-    def train_batch(self, x: Any, y: Any, optimizer: Zero3Optimizer) -> float:
+    def train_batch(self, x: Tree, y: Tree, optimizer: Zero3Optimizer) -> float:
         """
         ### Forward and backward of all micro-batches
 
@@ -328,13 +328,13 @@ class Pipeline(ShardedModel):
         return self._run(_Batch(self, self.train_list, x, y, optimizer))
 
     @overload
-    def eval_batch(self, x: Any, y: Any, outputs: Literal[False] = False) -> float: ...
+    def eval_batch(self, x: Tree, y: Tree, outputs: Literal[False] = False) -> float: ...
 
     @overload
-    def eval_batch(self, x: Any, y: Any, outputs: Literal[True]) -> tuple[float, Any]: ...
+    def eval_batch(self, x: Tree, y: Tree, outputs: Literal[True]) -> tuple[float, Tree]: ...
 
     @torch.no_grad()
-    def eval_batch(self, x: Any, y: Any, outputs: bool = False) -> float | tuple[float, Any]:
+    def eval_batch(self, x: Tree, y: Tree, outputs: bool = False) -> float | tuple[float, Tree]:
         """
         ### Forward of all micro-batches, without gradients
 
@@ -398,7 +398,7 @@ class Pipeline(ShardedModel):
                "give each layer a module of its own, `copy.deepcopy`; or keep these layers on one "
                "rank, with `stages=`", RuntimeError)
 
-    def cut(self, x: Any, y: Any, does: str) -> list[tuple[Any, Any]]:
+    def cut(self, x: Tree, y: Tree, does: str) -> list[tuple[Tree, Tree]]:
         """
         ### Cut a batch into micro-batches, and check that all stages were given the same one
 
@@ -486,7 +486,7 @@ class _Batch:
     ## A batch on its way through the stages of this rank
     """
 
-    def __init__(self, pipeline: Pipeline, listed: list[Action], x: Any, y: Any,
+    def __init__(self, pipeline: Pipeline, listed: list[Action], x: Tree, y: Tree,
                  optimizer: Zero3Optimizer | None):
         self.pipeline = pipeline
         self.waiting = deque(listed)  # the actions that are still to come
@@ -497,12 +497,12 @@ class _Batch:
             raise RuntimeError(pipeline._comm.broken)
         self.parts = pipeline.cut(x, y, "evaluate" if optimizer is None else "train")
         # By stage and micro-batch: what has come in, and what has to go out.
-        self.arrived: dict[tuple[int, int], Any] = {}
-        self.leaving: dict[tuple[int, int], Any] = {}
+        self.arrived: dict[tuple[int, int], Tree] = {}
+        self.leaving: dict[tuple[int, int], Tree] = {}
         # For backward: the tensors that came in, and where in the graph gradients arrive.
-        self.kept: dict[tuple[int, int], tuple[list[torch.Tensor], list[Any]]] = {}
+        self.kept: dict[tuple[int, int], tuple[list[torch.Tensor], list[Tree]]] = {}
         self.loss = torch.zeros((), dtype=torch.double, device=pipeline.device)
-        self.outputs: list[Any] | None = None
+        self.outputs: list[Tree] | None = None
 
     def do(self, action: Action) -> Sent | None:
         """
@@ -552,14 +552,14 @@ class _Batch:
         self.stages[action.stage].begin()
         output = self.stages[action.stage](value)
         if action.stage == self.pipeline.count - 1:
-            edges: list[Any] = [self._loss_of(output, y)]
+            edges: list[Tree] = [self._loss_of(output, y)]
         else:
             self._hand_on((action.stage + 1, action.micro_batch), output)
             edges = [get_gradient_edge(t) for t in _trainable(output)]
         if self.optimizer is not None:
             self.kept[key] = (came_in, edges)
 
-    def _loss_of(self, output: Any, y: Any) -> torch.Tensor:
+    def _loss_of(self, output: Tree, y: Tree) -> torch.Tensor:
         """
         #### The loss of a micro-batch, counted in the batch's mean
         """
@@ -596,7 +596,7 @@ class _Batch:
 
     # ---------------------------------------------------------------------------------------- move
 
-    def _hand_on(self, key: tuple[int, int], value: Any) -> None:
+    def _hand_on(self, key: tuple[int, int], value: Tree) -> None:
         """
         #### Put a value where the next action finds it
         """
@@ -616,10 +616,10 @@ class _Batch:
             there = Action("receive", action.stage + 1, action.micro_batch)
         return self._send_to(there, self.leaving.pop(there[1:]))
 
-    def _send_to(self, there: Action, value: Any) -> Sent:
+    def _send_to(self, there: Action, value: Tree) -> Sent:
         return self.channels.send(there, there.stage % self.pipeline.ranks, value)
 
-    def _receive(self, action: Action) -> Any:
+    def _receive(self, action: Action) -> Tree:
         """
         #### Wait for what another rank sends for this action
         """
@@ -712,11 +712,11 @@ class _Arrival(torch.autograd.Function):
         return grad
 
 
-def _has_rows(leaf: Any) -> bool:
+def _has_rows(leaf: Tree) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
 
 
-def _told(leaf: Any) -> str:
+def _told(leaf: Tree) -> str:
     """
     #### A leaf of a batch in words
     """
@@ -725,7 +725,7 @@ def _told(leaf: Any) -> str:
     return repr(leaf)
 
 
-def _checksum(leaves: list[Any]) -> int:
+def _checksum(leaves: list[Tree]) -> int:
     """
     #### A checksum of the tensors of a batch
 
@@ -740,7 +740,7 @@ def _checksum(leaves: list[Any]) -> int:
     return found
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Tree) -> Tree:
     """
     #### A copy of a micro-batch, which a layer or `loss_fn` may write to
 
@@ -749,14 +749,14 @@ def _copied(value: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, torch.clone, value)
 
 
-def _concatenated(*outputs: Any) -> Any:
+def _concatenated(*outputs: Tree) -> Tree:
     """
     #### The outputs of all micro-batches as one tensor, or a tuple if they have no rows
     """
     return torch.cat(outputs) if _has_rows(outputs[0]) else outputs
 
 
-def _trainable(value: Any) -> list[torch.Tensor]:
+def _trainable(value: Tree) -> list[torch.Tensor]:
     """
     #### The tensors of a value that need gradients
     """
