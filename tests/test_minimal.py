@@ -230,7 +230,7 @@ def said(does):
     """What an error says, or nothing"""
     try:
         does()
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         return f"{error}"
     return ""
 
@@ -258,6 +258,7 @@ def lacks(layer, chain):
     mixed = layer(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).bfloat16()))
     dtypes = {p.dtype for p in mixed.parameters()}
     return {"unused": grads(of(Unused(), nn.Linear(3, 3))),
+            "unused later": said(lambda: grads(of(nn.Linear(3, 3), Unused()))),
             "frozen": said(lambda: of(frozen)),
             "exception": old(of(nn.Linear(3, 3), Fails(3, 3))),
             "no backward": old(of(nn.Linear(3, 3))),
@@ -286,6 +287,7 @@ def test_what_the_one_file_lacks_goes_wrong_there_and_not_in_the_heart(tmp_path)
     """
     for toy, heart in run(both_lack, 2):
         assert toy["unused"] == [False, False] and heart["unused"] == [True, True]
+        assert "no attribute 'wait'" in toy["unused later"] and heart["unused later"] == ""
         assert "cannot register a hook" in toy["frozen"] and heart["frozen"] == ""
         assert toy["exception"] and not heart["exception"]
         assert toy["no backward"] and not heart["no backward"]

@@ -18,7 +18,7 @@ harmless, because an elementwise optimizer does not ask which parameter an eleme
 collective serves the whole layer, however many parameters it has. Each rank copies its own shard
 into the buffer, and the other shards arrive there directly:
 
-$$\text{data collectives per unshard} = 1 \qquad
+$$\text{all-gathers per unshard} = 1 \qquad
 \text{elements copied} = \left\lceil \frac{P_\ell}{N} \right\rceil$$
 
 **Freeing a buffer that has views.** Freeing resizes the buffer's storage to zero bytes. The
@@ -164,7 +164,9 @@ class FlatParameter:
     def __init__(self, owner: Guarded, params: NamedParams, full: torch.Tensor, storage: Storage,
                  aligned: Callable[[int, torch.dtype], int], cure: str):
         """
-        ### Make the parameters views of a buffer
+        ### Give each parameter its place in a buffer
+
+        `look_at` makes the parameters views of it, once the buffer is freed.
 
         * `full` is `(world_size * shard_numel,)`, and has their values one after the other
         * `storage` is where this rank's part of it rests

@@ -4,12 +4,12 @@ r"""
 `Zero3Layer` keeps $\frac{1}{N}$ of a layer on each of $N$ ranks, and holds the whole layer only
 while that layer computes.
 
-This is `minimal.py` grown up: the same six steps with the same names, for real models. The small
-file lacks these things:
+This is `minimal.py` grown up: shard, unshard, reshard, forward, backward and reduce have the same
+names, and work for real models. The small file lacks these things:
 
 | what | goes wrong in `minimal.py` | here |
 |---|---|---|
-| a parameter without a gradient | two layers get no gradient, silently | `Zero3Layer.settle` |
+| a parameter without a gradient | two layers get none, silently; or an error | `Zero3Layer.settle` |
 | a frozen parameter | an error when it is sharded | `_shard`, `_follow_requires_grad` |
 | an exception in a layer | it and the next one stay whole, and their weights become old | `walk` |
 | a forward pass without backward | the weights of the last layer become old | `_prepare` |
@@ -36,8 +36,8 @@ backward, reduce. In four methods a call of `_settle_at_end_of_backward` asks au
 layer once more when the pass ends; the last section says why. Method names follow [labml.ai's
 annotated implementation](https://nn.labml.ai/scaling/zero3/index.html), and headings give the
 standard terms. `flat.py`, `watch.py`, `schedule.py`, `comm/` and `in_flight.py` have a layer's
-parts, and `sharded.py` has whatever users call outside the training step. An "I2" in a docstring is
-an invariant that `zero3/__init__.py` lists.
+parts. `Sharded`, the base class in `sharded.py`, has `flats`, the checks, and whatever users call
+outside the training step. An "I2" in a docstring is an invariant that `zero3/__init__.py` lists.
 
 **Run this**: `make train` trains a small transformer on two ranks, and compares the memory and the
 communication of each rank with these formulas.
@@ -154,9 +154,9 @@ class Zero3Layer(Sharded):
         r"""
         #### Merge parameters, and pad so that the length is divisible by `world_size`
 
-        Returns $N \lceil P_\ell/N \rceil$ elements. On an accelerator each parameter and each shard
-        also begins at a multiple of 16 bytes, because matrix products, copies and NCCL are slow
-        otherwise.
+        Returns $N \lceil P_\ell/N \rceil$ elements on the CPU. On an accelerator there is more
+        padding: each parameter and each shard begins at a multiple of 16 bytes, because matrix
+        products, copies and NCCL are slow otherwise.
 
         The padding is zero and stays zero, because its gradient is zero too (`begin_grad`).
         Uninitialised memory in the padding of a gradient could hold a NaN. The norm of all
@@ -403,9 +403,9 @@ class Zero3Layer(Sharded):
         """
         ### Whether backward no longer needs the full parameters
 
-        The gradients of parameters are not enough: autograd reads the weights for the gradients of
-        the inputs, too. Freed too early, the layer would be missing there. Freed too late, its
-        memory would be missing while the layer below computes.
+        The gradients of parameters are not enough. A frozen weight gets none, and autograd still
+        reads it for the gradient of the input. Freed too early, it would be missing there. Freed
+        too late, its memory would be missing while the layer below computes.
         """
         trainable = sum(len(flat.slots) for flat in self.flats if flat.trains)
         return self.watch.inputs_left <= 0 and len(self.watch.arrived) == trainable
@@ -488,6 +488,7 @@ class Zero3Layer(Sharded):
         if raised:
             self.reducer.drop(self)
             self.drop_full_grads()
+        # Gradients that are in flight already are not reduced again: see `Reducer.keeps`.
         self._backup_grads()
         self.reducer.unsettled.discard(self)
         if not self.reducer.unsettled:

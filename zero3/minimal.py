@@ -30,8 +30,8 @@ $$\underbrace{(N-1)\,s}_{\text{all-gather, forward}} +
 \underbrace{(N-1)\,s}_{\text{all-gather, backward}} +
 \underbrace{(N-1)\,s}_{\text{reduce-scatter}} \;=\; 3\,(N-1)\,s$$
 
-elements for the layer. The last layer of a chain stays from forward to backward, as in this
-example, so it sends $2\,(N-1)\,s$. Data parallel training sends $2\,(N-1)\,s$ for each layer,
+elements for the layer. The last layer of a chain stays from forward to backward, so it sends
+$2\,(N-1)\,s$. Here the one layer is the last: a rank sends four elements. Data parallel training sends $2\,(N-1)\,s$ for each layer,
 and keeps $N$ times as many parameters, gradients and optimizer states.
 
 **Run this**: `python -m zero3.minimal`.
@@ -62,7 +62,9 @@ class Zero3Layer(nn.Module):
     In the code, `full` is the *flat parameter*: all parameters of the layer one after the other,
     and padding. `chunk` is this rank's *shard* of it.
 
-    | when | what happens | in memory, as long as the flat parameter |
+    Below, *previous* and *next* are in the order of forward:
+
+    | when | what happens | in memory, each of the flat parameter's length |
     |---|---|---|
     | between two steps | | nothing |
     | forward: the previous layer computes | its all-gather runs | parameters, arriving |
@@ -246,11 +248,11 @@ class Zero3Layer(nn.Module):
         #### Reduce-scatter the gradients
 
         Each rank sends every other rank that rank's part of its gradient (all-to-all). Then it adds
-        the parts that it has received. The all-to-all starts here, and overlaps the backward pass
-        of the previous layer.
+        the parts that it has received. On the CPU torch's own reduce-scatter would send twice as
+        much. The all-to-all starts here, and overlaps the backward pass of the previous layer.
         """
-        # One reduce is in flight at a time, so at most two layers have their whole gradients, and
-        # one of them as much again that it receives.
+        # One reduce is in flight at a time. So at most two layers have their whole gradients, and
+        # one of them also has a receive buffer.
         for layer in self.next_layer:
             layer._add_reduced()
         self.received: Any = torch.empty_like(self.grad)

@@ -5,7 +5,7 @@ r"""
 backward begins and when autograd no longer needs its parameters.
 
 Autograd tells nobody which layer it has reached. Take two layers, $x \to \text{A} \to y \to
-\text{B} \to \text{loss}$. Backward brings these gradients, in this order:
+\text{B} \to \text{loss}$. Backward brings these gradients, those of B first:
 
 | gradient | the layers learn from it |
 |---|---|

@@ -40,7 +40,7 @@ event:
 | compute, before a layer | the copy and the gather of *this* layer | it reads the parameters |
 | backup, before a reduce | compute, as far as it is queued | backward wrote the gradients there |
 | compute, at the next reduce | the sums of this one | the optimizer reads them |
-| backup, before an exchange | compute, as far as it is queued | compute has waited for the sums |
+| backup, before sums go to other groups | compute, as far as it is queued | compute has waited for them |
 | the host, at the wait for a gather | the copy from CPU memory | it may write there next |
 | the host, at the next reduce | the copy to CPU memory | it reads the sums there |
 
@@ -449,8 +449,8 @@ class Communicator(Peers):
 
         * `what`, `expected`, `got` and `cure` are as for `zero3.guards.options.fail`
 
-        Raises `RuntimeError`, here and in every later wait for a transfer. The other ranks raise
-        one when they wait for the transfer that this rank does not begin.
+        Raises `RuntimeError`, here and in every later wait for a transfer. This rank does not begin
+        the next transfer, and the other ranks raise one when they wait for it.
         """
         try:
             fail(self.global_rank, sender.label, what, expected, got, cure)

@@ -62,10 +62,10 @@ counts its steps in the param group counts several in a step, because it is call
 large shard, and once for each batch of small ones.
 
 If the squares of a shard's gradient exceed the range of fp32 when they are added up, the norm
-counts as an overflow; that takes scaled gradients around $10^{19}$. If a rank lacks the gradients
-of some of a layer's parameters, it contributes zeros for them, if the layer waits in a bucket. A
-layer that is reduced by itself would be reduced later there than on the other ranks, so the ranks
-raise an error. They also raise one if a rank has no gradient at all for a layer. If the model is
+counts as an overflow; that takes scaled gradients around $10^{19}$. If one rank alone lacks the
+gradients of some parameters of a layer, a layer in a bucket gets zeros from it. A layer that is
+reduced by itself is an error then, because that rank would reduce it later than the others. It is
+an error too if a rank has no gradient at all for a layer. If the model is
 one of several inside a module, the module's `zero_grad()` does not see the full gradients that
 `no_sync` holds back.
 
@@ -536,7 +536,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         and without the scale; `None` if a gradient overflowed, and then no rank has stepped. With a
         closure it returns the loss. Keeps I1 and I5.
 
-        A parameter without a gradient on any rank keeps its value, its moments and its number of
+        A parameter that got a gradient on no rank keeps its value, its moments and its number of
         steps, as in plain PyTorch.
 
         Raises `RuntimeError` with the layer's name if a gradient is infinite or NaN and there is no
