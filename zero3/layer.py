@@ -9,7 +9,7 @@ names, and work for real models. The small file lacks these things:
 
 | what | goes wrong in `minimal.py` | here |
 |---|---|---|
-| a parameter without a gradient | two layers get none, silently; or an error | `Zero3Layer.settle` |
+| a parameter without a gradient | two layers get none, or an error | `Zero3Layer.settle` |
 | a frozen parameter | an error when it is sharded | `_shard`, `_follow_requires_grad` |
 | an exception in a layer | it and the next one stay whole, and their weights become old | `walk` |
 | a forward pass without backward | the weights of the last layer become old | `_prepare` |

@@ -31,8 +31,9 @@ $$\underbrace{(N-1)\,s}_{\text{all-gather, forward}} +
 \underbrace{(N-1)\,s}_{\text{reduce-scatter}} \;=\; 3\,(N-1)\,s$$
 
 elements for the layer. The last layer of a chain stays from forward to backward, so it sends
-$2\,(N-1)\,s$. Here the one layer is the last: a rank sends four elements. Data parallel training sends $2\,(N-1)\,s$ for each layer,
-and keeps $N$ times as many parameters, gradients and optimizer states.
+$2\,(N-1)\,s$. Here the one layer is the last: a rank sends four elements. Data parallel training
+sends $2\,(N-1)\,s$ for each layer, and keeps $N$ times as many parameters, gradients and optimizer
+states.
 
 **Run this**: `python -m zero3.minimal`.
 

@@ -40,7 +40,7 @@ event:
 | compute, before a layer | the copy and the gather of *this* layer | it reads the parameters |
 | backup, before a reduce | compute, as far as it is queued | backward wrote the gradients there |
 | compute, at the next reduce | the sums of this one | the optimizer reads them |
-| backup, before sums go to other groups | compute, as far as it is queued | compute has waited for them |
+| backup, before sums leave the group | compute, as far as it is queued | it has waited for them |
 | the host, at the wait for a gather | the copy from CPU memory | it may write there next |
 | the host, at the next reduce | the copy to CPU memory | it reads the sums there |
 
