@@ -81,7 +81,7 @@ class Storage(Protocol):
     # Begin to bring the shard into memory.
     def read_async(self) -> None: ...
 
-    # The shard in memory, (shard_numel,).
+    # The shard in memory, (shard_numel,). It may be written to, and `save` writes it back.
     def load(self) -> torch.Tensor: ...
 
     # Write the loaded shard back to where it rests.
@@ -483,7 +483,8 @@ class OnDevice:
         """
         ### Leave a layer's shard, `(shard_numel,)`, where it is
 
-        Raises `RuntimeError` if a step of the layer has no room.
+        All ranks call it alike. Raises `RuntimeError` on all of them if a step of the layer has no
+        room.
         """
         check_step(owner, values, CURE)
         return InMemory(nn.Parameter(values, trains), self.tier)

@@ -133,7 +133,9 @@ def norm_of(grad: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:
 def norm_of_parts(grad: torch.Tensor, counted: list[slice] | None, norm_type: float = 2.0
                   ) -> torch.Tensor:
     """
-    ## The norm of those elements of a gradient that count, `(n,)` to `()`; `None` stands for all
+    ## The norm of those elements of a gradient that count, `(n,)` to `()`
+
+    * `counted` are their ranges; `None` stands for all
     """
     if counted is None:
         return norm_of(grad, norm_type)

@@ -118,8 +118,8 @@ class InFlight:
         """
         ### Give a tensor's storage another size
 
-        All views of the storage go on to exist. To the size that it has, torch would take the
-        memory a second time.
+        All views of the storage go on to exist. Nothing happens if it has this size already: torch
+        would take the memory a second time.
         """
         storage = tensor.untyped_storage()
         if storage.nbytes() == nbytes:

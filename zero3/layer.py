@@ -33,7 +33,7 @@ Models](https://arxiv.org/abs/1910.02054), sections 5.3 and 7.2.2.
 
 **How to read this.** Read `Zero3Layer` from top to bottom: shard, unshard, reshard, forward,
 backward, reduce. In four methods a call of `_settle_at_end_of_backward` asks autograd to call the
-layer once more when the pass ends; the last section says why. Method names follow [labml.ai's
+layer once more when the pass ends; *end of backward* says why. Method names follow [labml.ai's
 annotated implementation](https://nn.labml.ai/scaling/zero3/index.html), and headings give the
 standard terms. `flat.py`, `watch.py`, `schedule.py`, `comm/` and `in_flight.py` have a layer's
 parts. `Sharded`, the base class in `sharded.py`, has `flats`, the checks, and whatever users call
@@ -133,8 +133,8 @@ class Zero3Layer(Sharded):
         """
         #### Shard: merge parameters into one buffer, keep $1/N$ of it, free the buffer
 
-        For each group of parameters that can share a buffer. While it runs, the layer takes its
-        memory twice: as the module's parameters and as their merged copy.
+        The constructor calls it for each group of parameters that can share a buffer. While it
+        runs, the layer takes its memory twice: as the module's parameters and as their merged copy.
         """
         full = self._merge_and_pad_params(list(params))  # (world_size * shard_numel,), device
         shard = self._empty(len(full) // self.comm.world_size, full.dtype)  # (shard_numel,), device
@@ -183,8 +183,8 @@ class Zero3Layer(Sharded):
         """
         #### Copy `requires_grad` from each shard to its parameters
 
-        Runs before each forward. `model.requires_grad_(False)` reaches only the shards, because
-        `parameters()` yields nothing else. Without this, autograd would go on computing the
+        Runs while the layer is built, and before each forward. `model.requires_grad_(False)`
+        reaches only the shards, because `parameters()` yields nothing else. Without this, autograd would go on computing the
         gradients of a frozen layer, and an unfrozen layer would get none.
         """
         for i, flat in enumerate(self.flats):
@@ -362,8 +362,8 @@ class Zero3Layer(Sharded):
         """
         #### The gradient of a parameter is ready: add it to the flat gradient
 
-        With the gradients 2 4 6 on rank 0, the flat gradient gets 1 2 3: half of them, because
-        there are two ranks.
+        In the example of `minimal.py` rank 0 has the gradients 2 4 6. The flat gradient gets 1 2 3:
+        half of them, because there are two ranks.
         """
         flat = self.flats[flat_index]
         slot = flat.slots[slot_index]

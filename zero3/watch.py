@@ -4,8 +4,9 @@ r"""
 `Watch` puts hooks on the tensors that enter and leave a layer. So the layer learns when its
 backward begins and when autograd no longer needs its parameters.
 
-Autograd tells nobody which layer it has reached. Take two layers, $x \to \text{A} \to y \to
-\text{B} \to \text{loss}$. Backward brings these gradients, those of B first:
+Autograd tells nobody which layer it has reached. Take two layers:
+$x \to \text{A} \to y \to \text{B} \to \text{loss}$. Backward brings these gradients, those of B
+first:
 
 | gradient | the layers learn from it |
 |---|---|
@@ -49,8 +50,8 @@ class Call:
     """
     ## One forward call of a layer
 
-    Only the hooks in the graph refer to it. If the graph is dropped without a backward pass, the
-    call dies with it.
+    Only the hooks in the graph refer to it, and `Watch.entered` while its backward runs. If the
+    graph is dropped without a backward pass, the call dies with it.
     """
 
     inputs = 0  # tensors that came in and need a gradient
@@ -153,7 +154,8 @@ class Watch:
         """
         ### The backward pass is over
 
-        Otherwise the next pass would wait for gradients of inputs that this one did not bring.
+        `settle` calls it, also after an exception. Otherwise the next pass would wait for gradients
+        of inputs that this one did not bring.
         """
         self.entered.clear()
         self.inputs_left = 0

@@ -9,7 +9,7 @@ rank gathers anything to save them: each rank writes the shards that it keeps an
 time as the others.
 
 **Three weights, saved on two ranks, loaded on three and on four.** The shards are those of the
-example in `layer.py`:
+example in `minimal.py`:
 
 | | rank 0 | rank 1 | rank 2 | rank 3 |
 |---|---|---|---|---|

@@ -695,7 +695,8 @@ class Transfer:
         """
         ### The tag of its next messages
 
-        So a message only matches the same transfer on the other rank.
+        It is made of the layer, the action and the size. So a message only matches the same
+        transfer on the other rank.
         """
         name = f"{self.row} {len(self.works)}".encode()
         return _ORDER_TAG + 1 + zlib.crc32(name) % (1 << 30)

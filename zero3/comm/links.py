@@ -217,7 +217,8 @@ class LinkedCommunicator(Communicator):
         """
         ### Check the parameters of a layer, as `Communicator.open` does
 
-        Warns if ranks of one node are on several.
+        Raises `ValueError` if `Links` encodes gradients and a trainable parameter has no real
+        floats. Warns if ranks of one node are on several.
         """
         if self.links.gradients:
             for param, names in params.items():
@@ -425,8 +426,9 @@ class LinkedCommunicator(Communicator):
 
         * `sums` are `(M * shard_numel,)` each, the sums of this rank's slice
 
-        Returns the totals, which are neither read nor written until the transfer has ended, and the
-        transfer.
+        Returns the totals and the transfer. With nodes the totals are `(shard_numel,)`, one row of
+        the slice; with replicas they are `sums`, changed in place. Nobody reads or writes them
+        until the transfer has ended.
         """
         if self.across.size == self.replicas.size == 1:
             return sums, None
@@ -531,7 +533,9 @@ class LinkedCommunicator(Communicator):
         """
         ### Give each rank its part of the first rank's buffer
 
-        First the slices inside each node, then the rows of each slice from the first node.
+        `shard` and `full` are as for `Communicator.scatter`. All ranks must call it, and wait. The
+        first rank of each node deals out the slices. Then the first node deals out the rows of each
+        slice.
         """
         rows = torch.empty(self.across.size * len(shard), dtype=shard.dtype, device=full.device)
         self.scatter_parts(self.group, rows, full)

@@ -13,7 +13,8 @@ two models side by side:
 | `DeviceMesh("cpu", [2, 3])` | 2 3 | number 0 of 2 | half |
 
 So a rank has two numbers. Its place in the group says which part of each flat parameter it keeps.
-Its *global rank* is the number that torchrun and the logs know, so errors use that one.
+Its *global rank* is the number that torchrun and the logs know, so errors use that one. Wherever
+another chapter says rank 0, it is the first rank of the mesh.
 
 **Hybrid sharding.** A mesh ("replicate", "shard") has *replicas* of the model, and each replica is
 sharded. A gather stays inside one replica, which may be one machine with fast links. Between

@@ -162,7 +162,7 @@ class Reducer:
         With an exchange this is called twice: when it has started, and when it has ended.
         """
         if self.exchange is not None:
-            # A list, because the layer forgets the names before that.
+            # The layer forgets the names before the exchange has ended, so keep a list.
             self._exchanged.append((total, sink, list(names)))
             return
         if sink.grad_device == total.device or sink.grad_device.type != "cpu":

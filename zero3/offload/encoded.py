@@ -20,11 +20,12 @@ In fp32 the weights take 16 bytes; here two bytes have four codes, and two the s
 were 0.6, −1.3, 3.5 and 0 before. From wrapping on, 0.5 and −1.5 *are* the weights. They encode to
 the same bytes again, so nothing is lost a second time.
 
-If a layer has $F_\ell$ frozen parameters, a rank keeps
+An encoding needs `nbytes` for a row of elements. If a layer has $F_\ell$ frozen parameters, a rank
+keeps
 
 $$\sum_\ell \text{nbytes}\left(\left\lceil \frac{F_\ell}{N} \right\rceil\right)$$
 
-bytes, and the decoded shard of the layer that is gathered. The idea is from
+bytes. While a layer is gathered, its decoded shard comes on top. The idea is from
 [QLoRA](https://arxiv.org/abs/2305.14314), section 3.
 
 **Run this**: `python -m pytest tests/offload/test_encoded.py`.

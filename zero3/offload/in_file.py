@@ -204,7 +204,7 @@ class InFile:
         """
         ### Wait until these tensors are here, or all: views of the buffer, by name
 
-        The buffer stays until `write_async` or `release`.
+        They may be written to. The buffer stays until `write_async` or `release`.
         """
         self.read_async(*names)
         return self._views()

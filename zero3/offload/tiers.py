@@ -75,10 +75,10 @@ class Offload:
     * `tier` is "device", "cpu" or "nvme"
     * `folder` is where files go, on a disk of this machine; each rank has files of its own
     * `max_in_cpu` bytes of a rank's shards and states stay in CPU memory: each, in the order in
-      which they come, that still fits. For the nvme tier alone
+      which they come, that still fits. For the nvme tier alone; buffers come on top
     * `direct` reads and writes past the page cache, if the file system can
-    * `queue_depth` is the number of parallel requests, one thread each, for parameters and for
-      states
+    * `queue_depth` is the number of parallel requests, one thread each; parameters have so many,
+      and states too
     * `block_bytes` is the size of a request
     * `buffers` is how many shards' optimizer states are in memory at once
     * `frozen` encodes the shards of parameters that are frozen when their layer is wrapped:
@@ -134,8 +134,9 @@ class Offload:
         """
         ### Turn the argument `offload` of a layer into an `Offload`
 
-        `None` is the device. Raises `ValueError` for anything else, and for "nvme", because files
-        need a folder.
+        * `offload` is an `Offload`, the name of a tier, or `None`, which is the device
+
+        Raises `ValueError` for anything else, and for "nvme", because files need a folder.
         """
         if isinstance(offload, Offload):
             return offload

@@ -6,7 +6,7 @@ r"""
 A collective takes a fixed time plus the time of its bytes. With many small layers the fixed times
 add up. So small layers fill a *bucket* first, and one reduce-scatter takes them all.
 
-**Two layers on two ranks.** Layer 1 is the layer of the example in `layer.py`: its flat gradient on
+**Two layers on two ranks.** Layer 1 is that of the example in `minimal.py`: its flat gradient on
 rank 0 is 1 2 3 0, divided by two already. Layer 0 has the gradient 5 6. They are packed side by
 side, one row for each rank:
 

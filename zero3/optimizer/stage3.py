@@ -36,11 +36,12 @@ Master, momentum and variance take $K = 12$ bytes per parameter
 ([ZeRO](https://arxiv.org/abs/1910.02054), section 3.1). The first step creates the moments. From
 then on, a rank with half-precision parameters and gradients has $\frac{(2 + 2 + K)\Psi}{N} =
 \frac{16\Psi}{N}$ bytes of model states after the backward pass, and $\frac{14\Psi}{N}$ after
-`zero_grad()`. Padding comes on top.
+`zero_grad()`. Padding comes on top, and 4 bytes for each shard, in which torch's Adam counts its
+steps.
 
-**Why the masters are fp32.** bf16 has 8 significant bits, so the neighbours of 1 are $1 +
-\frac{1}{128}$ and $1 - \frac{1}{256}$. A step of 0.001 from 1 is rounded away. A thousand such
-steps are all rounded away, while an fp32 master reaches 0, to four digits.
+**Why the masters are fp32.** bf16 has 8 significant bits. So the neighbours of 1 are
+$1 + \frac{1}{128}$ and $1 - \frac{1}{256}$, and a step of 0.001 from 1 is rounded away. A thousand
+such steps are all rounded away, while an fp32 master reaches 0, to four digits.
 
 **Why the loss is scaled.** Below $2^{-14}$ fp16 has fewer and fewer digits, and below $2^{-24}$ it
 has no number at all. The gradient of $S$ times the loss is $S$ times the gradient. So scaling moves
@@ -143,8 +144,9 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         All ranks call this alike, after wrapping.
 
         * `model` is a `Zero3Sequential`, or any module whose parameters are all in `Zero3Layer`s
-        * `optimizer_class` is an elementwise optimizer of `torch.optim`, or one like them. `kwargs`
-          are its arguments
+        * `optimizer_class` is an elementwise optimizer of `torch.optim`, or one like them that
+          keeps everything about a parameter in that parameter's state. `kwargs` are its arguments.
+          `fused=True` is added if the optimizer knows it and all parameters are real
         * `group_by` gets the name and the parameter, which has a shape but no values, and returns
           the options that differ for it: `lambda name, p: {"weight_decay": 0.1 * (p.ndim > 1)}`
           decays matrices only
@@ -154,8 +156,8 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         * `clip_grad_norm` limits the norm of the mean gradient of the whole model
         * `reduce_dtype` is the data type of the gradients during the reduce and in the shard. It
           defaults to the layer's
-        * `bucket_bytes` of full gradients, over all ranks' shards, are reduced together. As many
-          bytes of shards are stepped together
+        * `bucket_bytes` of full gradients, over all ranks' shards, are reduced together. A layer
+          with as many bytes does not wait for others. As many bytes of shards are stepped together
         * `offload` says where masters, moments and the shards' gradients rest, as an `Offload` or
           as "cpu"; left out, on the device. In the two other tiers the CPU computes the step
 
@@ -532,9 +534,10 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
 
         * `closure` is as for torch's optimizers, and calls `backward` of this one
 
-        All ranks call it. Returns the norm of the mean gradient of the whole model, before clipping
-        and without the scale; `None` if a gradient overflowed, and then no rank has stepped. With a
-        closure it returns the loss. Keeps I1 and I5.
+        All ranks call it, and call `zero_grad()` before the next backward pass. Returns the norm of
+        the mean gradient of the whole model, before clipping and without the scale; `None` if a
+        gradient overflowed, and then no rank has stepped. With a closure it returns the loss, and
+        `skipped_steps` counts the overflows. Keeps I1 and I5.
 
         A parameter that got a gradient on no rank keeps its value, its moments and its number of
         steps, as in plain PyTorch.
@@ -850,7 +853,8 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         """
         ### Drop the gradients, also those that `no_sync` holds back
 
-        Without `set_to_none` the gradients of the shards become zeros and keep their memory.
+        Without `set_to_none` the gradients of the shards become zeros and keep their memory. A
+        gradient in a file has been dropped by the step already.
         """
         for layer in self.layers:
             layer.drop_full_grads()
@@ -865,7 +869,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         ### This rank's masters, moments, param groups and loss scale
 
         It fits the same rank of a run with as many ranks. States in files are copied into memory,
-        all at once.
+        all at once. Tensors in memory are not copied, so the next step changes them.
         """
         masters = []
         known: dict[torch.Tensor, dict[str, Any]] = {}

@@ -463,7 +463,9 @@ class ShardStates:
         * `state` is the optimizer's, of all pieces
         * `write` says that the caller changes the master and the moments
 
-        Yields the master and the gradient. After an exception the file is as it was.
+        Yields the master and the gradient. At the end of a context with `write` the master is
+        rounded into the shard, and states in a file start to be written. After an exception the
+        file is as it was.
         """
         self.bring_back()
         views = self.in_file.wait() if self.in_file is not None else {}
@@ -498,7 +500,7 @@ class ShardStates:
         """
         #### Copy the shard into the master, if the caller has written into the shard
 
-        After `full_params(writeback=True)`, for instance. A shard that is its own master also gets
+        `full_params(writeback=True)` writes into it, for instance. A shard that is its own master also gets
         its memory back, because `model.to("cpu:0")` gives it another one, which the optimizer would
         not step.
         """
@@ -649,7 +651,8 @@ class CountedShard(nn.Parameter):
     If the caller writes into the shard, the master has to take over the new values, or the step
     would undo the write. torch counts writes in a tensor's `_version`, but not those through
     `.data`. So here `.data` is `.detach()`, which shares memory and count, and setting `.data`
-    copies.
+    copies. Values of another data type bring memory of their own, as in `model.half()`, and are
+    counted too.
     """
 
     @classmethod

@@ -25,6 +25,8 @@ The largest layer counts twice:
 $$\text{memory while a model is made} \le \sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil
 + 2 \max_\ell P_\ell \quad \text{elements}$$
 
+A tensor that is read from a checkpoint is one more copy on rank 0, until the layer has its values.
+
 Each module is seeded by its name, so the values depend neither on the number of ranks nor on the
 layers before. A model that is built in one go gets others.
 
@@ -62,7 +64,7 @@ class WholeModel(ShardedModel):
     """
     ## A `Zero3Model`, as far as it has to be known here
 
-    `wrap.py` imports this file.
+    `wrap.py` imports this file, so this file cannot import `Zero3Model`.
     """
 
     units: list[Any]
@@ -297,7 +299,9 @@ def save(model: WholeModel, folder: Path) -> None:
     ## Write a whole model's weights, one unit at a time
 
     Writes safetensors, a file for each unit and an index, in Hugging Face's layout. All ranks must
-    call it, because each unit is all-gathered; rank 0 writes.
+    call it, because each unit is all-gathered; rank 0 writes. A parameter with several names is
+    written once. A model of Hugging Face's gets its `config.json`, so that `from_pretrained` opens
+    the folder.
 
     Raises `RuntimeError` on all ranks if rank 0 cannot write (invariant I6).
     """

@@ -7,7 +7,7 @@ it when it is about to compute.
 Gradients of small layers share a reduce-scatter (see `buckets.py`), because a collective takes a
 fixed time beside the time of its bytes. Here small units share the all-gather.
 
-**Two units on two ranks.** Unit a is the layer of the example in `layer.py`: its flat parameter is
+**Two units on two ranks.** Unit a is the layer of `minimal.py`: its flat parameter is
 1 2 3 0, so rank 0 has the shard 1 2 and rank 1 has 3 0. Unit b has the two weights 5 6. Each rank
 packs its shards side by side into its own row of a *packed buffer*:
 
@@ -26,6 +26,8 @@ $$(n - 1)\, t \quad \text{seconds, and cost} \quad \sum_{i=1}^{n} P_{u_i} \quad
 \text{elements of memory}$$
 
 until the last of them has computed. The values are the same, bit for bit.
+`wrap(..., bucket_numel=6)` does this for units that follow each other, from the second step on.
+Larger units are gathered alone.
 
 | | the packed buffer | a's own memory | b's own memory |
 |---|---|---|---|

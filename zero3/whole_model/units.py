@@ -169,7 +169,8 @@ class Unit(Zero3Layer):
         self.schedule = order
         self.path = path
         self.leaf = leaf
-        # `wrap` sets these, and number, label and communicator, once all units exist.
+        # Once all units exist, `wrap` sets this and the three lists below, and number, label and
+        # communicator.
         self.persistent = False
         self.training = module.training
         self.numel = sum(len(flat.full) for flat in self.flats)
@@ -326,7 +327,8 @@ class Unit(Zero3Layer):
         """
         ### Stop using parameters, its own and those of other units
 
-        At the end of its forward and of its backward. The last user of a unit frees it.
+        A unit leaves at the end of its forward and of its backward. The last user of a unit frees
+        it.
         """
         self.users.discard(self)
         for unit in self.externals:
@@ -431,7 +433,7 @@ class Unit(Zero3Layer):
         """
         ### Wait until the parameters are here, and let them be used
 
-        Right before the unit computes. Until then the parameters report each use.
+        `arrive` calls it right before the unit computes. Until then the parameters report each use.
         """
         self._wait_params()
         if self.is_fetched:
@@ -583,8 +585,8 @@ class TracedOrder:
         """
         ### A unit is about to compute: gather it, and the units that come soon after it
 
-        At the beginning of its forward and of its backward. Nobody frees the parameters of a unit
-        that has `users`.
+        A unit calls it when its forward or its backward begins. Nobody frees the parameters of a
+        unit that has `users`.
         """
         self._follow(unit)
         wanted = [unit, *unit.externals]
@@ -686,7 +688,7 @@ class TracedOrder:
             if unit.is_here or unit in bucket:
                 continue
             numel += unit.numel
-            # And ends before a unit that is too large.
+            # The bucket ends before a unit that is too large for what is left of it.
             if numel > self.bucket_numel or not self._fits([*wanted, *bucket, unit], numel):
                 break
             bucket.append(unit)

@@ -251,7 +251,8 @@ class Zero3Model(WholeModel):
         """
         ### Say that a module uses a parameter of another unit
 
-        Needed if not all ranks use the parameter. All ranks call it alike. Raises `RuntimeError` if
+        Usually the first use is noticed. Call this if not all ranks use the parameter, on all ranks
+        alike. Raises `RuntimeError` if
         either is not part of this model.
         """
         users = [u for u in self.units for m in (u, *dict(own_modules(u.module)).values())
@@ -394,7 +395,8 @@ class Zero3Model(WholeModel):
         * `weights` says that each rank gets the whole model; without it, the parameters are on the
           meta device
 
-        All ranks call it, and all-gather each unit if they want the weights.
+        All ranks call it, and all-gather each unit if they want the weights. Afterwards neither
+        this object nor an optimizer that was built on it is of any use.
         """
         self.release_all()
         new: dict[torch.Tensor, nn.Parameter] = {}
@@ -470,8 +472,8 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
     * `layer_classes` is a class or several; layers inside other layers are units too
     * `leaf_classes` become units together with everything inside them: whatever depends on a rank's
       data, for instance the experts of a mixture with their router
-    * `prefetch_numel` elements are gathered ahead, or not freed in between; left out, as many as
-      the largest unit has
+    * `prefetch_numel` elements are gathered ahead, or not freed because they are needed again soon;
+      left out, as many as the largest unit has
     * `max_live_numel` is how many elements of full parameters there are at once, at most, but for
       `full_params` and `save`; left out, any number
     * `persist_below_numel`: as for `mark_persistent_parameters`
@@ -600,7 +602,8 @@ class _Wrapping:
         """
         #### Make the unit of one layer, or of the root
 
-        Before the next one is made. So a model on the meta device is never in memory as a whole.
+        It is made, filled and sharded before the next one. So a model on the meta device is never
+        in memory as a whole.
         """
         module = self.source.make(self.owner, layer, path)
         modules: dict[str, Any] = {
@@ -665,8 +668,9 @@ def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 2
     * `ids` are `(batch, length)`, of this rank
     * `eos_token_id` ends a sequence, and pads it
     * `temperature` 0 takes the likeliest token, others draw with `generator`
-    * `window` is the longest sequence that the model takes
-    * `groups` have the ranks that wait for each other
+    * `window` is the longest sequence that the model takes; left out, any length
+    * `groups` have the ranks that go on until all of them are done, and all of these must call it;
+      left out, this one alone
 
     Returns `(batch, length + n)`, where n is at most `max_new_tokens`.
     """
@@ -754,7 +758,8 @@ def main() -> None:
     """
     ## Two steps of a small model, as they happen
 
-    In step 2 it gathers one unit ahead, and unit 3 stays full for backward.
+    In step 1 forward gathers each unit right before it computes. In step 2 it gathers one unit
+    ahead, and unit 3 stays full for backward.
     """
     block = partial(nn.TransformerEncoderLayer, 16, 2, 32, dropout=0.0, batch_first=True)
     model = wrap(nn.Sequential(nn.Embedding(9, 16), block(), block(), block(), nn.Linear(16, 9)),
