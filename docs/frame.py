@@ -243,6 +243,8 @@ def words_and_lines(html: str) -> tuple[int, int]:
 
     Folded parts, pictures and the output of notebooks are left out.
     """
+    # A name may be broken over two lines there, and is one word.
+    html = html.replace("<wbr>", "")
     while "<details" in html:
         html = re.sub(r"<details\b((?!<details\b).)*?</details>", " ", html, flags=re.DOTALL)
     lines = html.count('<span class="line"')

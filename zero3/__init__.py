@@ -54,7 +54,7 @@ is `minimal.py` grown up. Those with "more" can be skipped.
 | more | `pipeline/stages.py` | stages: layers that stay whole for longer |
 | more | `pipeline/channels.py` | activations and gradients between the stages |
 | more | `pipeline/pipeline.py` | `Pipeline`: train a model in sharded stages |
-| more | `pipeline/__init__.py` | its name |
+| more | `pipeline/__init__.py` | `Pipeline`, imported when it is used first |
 | more | `compiler/graph.py` | a step as a list of operations |
 | more | `compiler/passes.py` | passes: gather earlier, keep, share |
 | more | `compiler/trace.py` | from a model to graphs, by `torch.compile` |
@@ -68,7 +68,7 @@ is `minimal.py` grown up. Those with "more" can be skipped.
 | more | `inject/line.py` | what the ranks of a split model exchange |
 | more | `inject/sequence.py` | norms on some of the positions |
 | more | `inject/patterns.py` | patterns: how known models are split |
-| more | `inject/__init__.py` | its names |
+| more | `inject/__init__.py` | names that are imported when they are used first |
 | more | `compression/rules.py` | rules: which compression, and when |
 | more | `compression/weights.py` | compressed weights: masks and grids |
 | more | `compression/thresholds.py` | the k-th smallest number of all ranks |
@@ -77,7 +77,7 @@ is `minimal.py` grown up. Those with "more" can be skipped.
 | more | `compression/distill.py` | `distill`: a student from a teacher's layers |
 | more | `compression/clean.py` | `clean`: a model that really is smaller |
 | more | `compression/stored.py` | weights that are stored in their bits |
-| more | `compression/__init__.py` | its names |
+| more | `compression/__init__.py` | names that are imported when they are used first |
 | more | `guards/freed.py` | a freed parameter reports every use |
 | more | `guards/placement.py` | the same parameters on every rank |
 | more | `guards/contents.py` | modules and libraries around a sharded model |
@@ -110,6 +110,7 @@ Ten invariants always hold, and each has a test:
 I1 holds with `Zero3Optimizer`, and with torch's optimizers on the shards as long as each parameter
 gets a gradient. In plain PyTorch a parameter without a gradient does not change. In a shard its
 gradient is zero, and weight decay, momentum and step counts of torch's optimizers move it.
+`Zero3Optimizer` does not step a parameter that got no gradient on any rank.
 
 **Which chapters combine.** A "no" is an error with these words, before anything trains:
 

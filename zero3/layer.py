@@ -184,8 +184,8 @@ class Zero3Layer(Sharded):
         #### Copy `requires_grad` from each shard to its parameters
 
         Runs while the layer is built, and before each forward. `model.requires_grad_(False)`
-        reaches only the shards, because `parameters()` yields nothing else. Without this, autograd would go on computing the
-        gradients of a frozen layer, and an unfrozen layer would get none.
+        reaches only the shards, because `parameters()` yields nothing else. Without this, autograd
+        would go on computing the gradients of a frozen layer, and an unfrozen layer would get none.
         """
         for i, flat in enumerate(self.flats):
             if flat.follow_requires_grad():

@@ -19,7 +19,7 @@ On two ranks with shards of two elements:
   `handle.wait()` waits until it is complete
 
 **Do**: `all_gather` fills `full`. `reduce_scatter` returns the mean over ranks of this rank's row,
-`(shard_numel,)`. When either returns, all its messages are complete.
+`(shard_numel,)`, in the gradient's data type. When either returns, all its messages are complete.
 
 **Keeps** I1: the numbers are right, also in fp16, whose range may be too small for the sum
 although the mean fits. I4: a rank sends each other rank `shard_numel` elements, and itself

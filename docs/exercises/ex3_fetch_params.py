@@ -8,8 +8,8 @@ Before a layer computes, its shards are gathered into the memory that its parame
 * `self.flats`: its flat parameters. `flat.full` is the whole vector of one of them,
   `(world_size * shard_numel,)`. While the layer is sharded, its storage has no bytes
 * `flat.storage.load()`: this rank's shard, `(shard_numel,)`
-* `self.comm.all_gather(self, pairs)`: allocates and starts to gather pairs `(full, shard)`, all in
-  a single call, and returns a *transfer*
+* `self.comm.all_gather(self, pairs)`: allocates each `full` and starts to gather the shards into
+  it, for all pairs `(full, shard)` in one call. It returns a *transfer*
 * `self._gather`: the transfer that `_wait_params()` waits for later, or `None`
 * `self.is_fetched`: whether an unshard has started since the last reshard
 * `self.is_full_elsewhere`: true inside of `with layer.full_params():`
@@ -20,9 +20,9 @@ Before a layer computes, its shards are gathered into the memory that its parame
 **Do**: start the unshard and return without waiting for it. Do nothing if it has started already,
 if the layer has no flat parameters, or inside of `full_params()`.
 
-**Keeps** I1: the parameters have their values. I3: the layer is in memory once. Autograd has saved
-views of `flat.full`'s storage, so the all-gather must fill this storage, not new memory. I4: there
-is one all-gather each time the layer is needed.
+**Keeps** I1: the parameters have the values of the last optimizer step. I3: the layer is in memory
+once. Autograd has saved views of `flat.full`'s storage, so the all-gather must fill this storage,
+not new memory. I4: there is one all-gather each time the layer is needed.
 
 **Hint**: seven lines are enough.
 """

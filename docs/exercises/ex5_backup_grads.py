@@ -25,7 +25,8 @@ backward. `_backup_grads` starts it, and `add_reduced` receives the result.
 **Do** in `_backup_grads`: reshard, and clear `self.watch.arrived`. In each full gradient, zero the
 places of parameters that got none. Reduce the flat parameters that have a full gradient, if there
 are any. If the layer is alone, finish immediately. In `add_reduced`: add each total to the gradient
-of its shard, in the same order. Then drop the full gradients, and free the receive buffers.
+of its shard. The totals have the order of the flat parameters with a full gradient. Then drop the
+full gradients, and free the receive buffers.
 
 **Keeps** I1: gradients are means over ranks. I2, I3: neither whole parameters nor whole gradients
 stay in memory. I4: a layer is reduced once. I7: a second backward pass adds to the gradients.

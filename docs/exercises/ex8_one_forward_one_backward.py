@@ -11,7 +11,7 @@ the forward pass of micro-batch 0, `B0` its backward pass, and each takes one sl
 | rank 1 | | F0 | B0 | F1 | B1 | F2 | B2 | |
 
 **Given** `rank`, from 0 to `ranks - 1`, and the numbers `ranks` and `micro_batches`; either may be
-the smaller one. Rank 0 has the first stage.
+the smaller one. Rank 0 has the first stage. The passes depend on each other:
 
 * a forward pass needs that of the same micro-batch on the rank before
 * a backward pass needs that on the next rank; on the last rank, its forward pass

@@ -14,7 +14,8 @@ The third smallest of all is the *first* smallest of those with a 4.
 
 **Given**
 
-* `numbers`, `(n,)` int64, of this rank, from 0 to $2^\text{bits} - 1$. A rank may have none
+* `numbers`, `(n,)` int64, of this rank, from 0 to $2^\text{bits} - 1$. A rank may have none, and
+  a number may be there several times
 * `k`, from 1 to the number of all numbers of all ranks
 * `bits`, a multiple of 8. Take digits of 8 bits
 * `total(counts)`: adds up counts over all ranks, `(m,)` int64. All ranks call it together

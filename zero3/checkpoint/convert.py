@@ -16,8 +16,6 @@ pieces, `TensorFile` keeps 16 MiB of blocks, and torch copies a parameter when i
 
 $$\text{memory} \le 2 \cdot \text{largest parameter} + 32 \text{ MiB} + 16 \text{ MiB}$$
 
-
-
 **Run this**: `python -m zero3.checkpoint --help`.
 
 **Not covered, and what that costs**: the parameters have the names of the plain model. You have to

@@ -25,7 +25,7 @@ $$\text{elements that a rank saves} = \sum_\ell \left\lceil \frac{P_\ell}{N} \ri
 
 If a shard has a master, a copy in fp32 which the optimizer steps, then `param` is the master.
 Otherwise it is the shard itself. The rest of the optimizer state, such as Adam's number of steps,
-is the same on all ranks, so it goes into the manifest.
+is the same on all ranks, so it goes into the *manifest*, the file that describes the checkpoint.
 
 Shards in files are loaded one at a time. In a pipeline a rank describes and saves the layers of its
 own stages, and the manifest is put together from all stages.
@@ -35,8 +35,8 @@ loads into another.
 
 **Not covered, and what that costs**: the extra state that a module returns from `get_extra_state`
 is not saved; pass it as `extra`. An optimizer of torch's has a single state for a whole shard. If
-its parameters are loaded into other layers, and those of a new shard have different numbers of
-steps, there is an error.
+parameters are loaded into other layers, all those of a new shard need the same state, with the same
+number of steps. Otherwise there is an error.
 """
 
 import json
@@ -713,7 +713,7 @@ def _kind(value: object) -> object:
     """
     #### The kind of an option or of a state: equal for values that can replace each other
 
-    Any finite number may replace another one, if a whole number has at most 64 bits.
+    Any finite number may replace another one. A whole number needs at most 64 bits.
     """
     if isinstance(value, torch.Tensor):
         value = value.tolist()

@@ -217,6 +217,8 @@ def file_name(rank: int, world_size: int) -> str:
     """
     ## The name of a rank's file
 
+    * `rank` is the number of the file, and `world_size` the number of files, of all places
+
     The manifest has no names of files, so a forged one cannot lead out of its folder.
     """
     return f"rank-{rank:05}-of-{world_size:05}.safetensors"

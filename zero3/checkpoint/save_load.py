@@ -111,14 +111,15 @@ def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     * `extra` is anything else that the run needs, such as the `state_dict()` of a scheduler:
       numbers, strings, tensors, lists, tuples and dicts
     * `async_write` copies everything in memory, $\frac{12\Psi}{N}$ bytes per rank, and returns
-      while a thread writes the copies
+      while a thread writes the copies. The checkpoint is complete after a later optimizer step, the
+      next `save` or `load`, or `wait()`; call `wait()` before the program ends
     * `keep` is the number of checkpoints to keep, including this one
 
     Returns a `Saving`, whose `wait()` waits for an asynchronous save.
 
     Raises `RuntimeError` on all ranks if the checkpoint cannot be saved, if the ranks passed
     different arguments, if another run saves to the folder, or if the previous asynchronous save
-    failed. The older checkpoints are not touched then.
+    failed and no step has raised its error yet. The older checkpoints are not touched then.
     """
     # These have to be the same on all ranks.
     def agreed(entries: Entries) -> dict[str, object]:
@@ -165,6 +166,8 @@ def _all_here(done: str, model: nn.Module, optimizer: torch.optim.Optimizer | No
 def _all_or_none(entries: Entries, what: str, expected: str, cure: str) -> Iterator[None]:
     """
     #### Leave the block on all ranks, or raise an error on all if one of them has raised any
+
+    All ranks must enter it: a rank that raised alone would leave the others waiting.
     """
     problem = ""
     try:

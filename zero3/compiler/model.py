@@ -33,7 +33,8 @@ has 16,640 bytes, so 63 of them fit into 1 MiB:
 | collectives in a step | 297 | 4 |
 | elements that a rank sends | 617,760 | 416,000 |
 
-Together there is room for all of them, so backward gathers nothing again. The price: such layers
+Alone means `bucket_bytes=0`: two layers are full at once, as for hooks. Together there is room for
+all of them, so backward gathers nothing again. The price: such layers
 cannot be frozen one by one after `compile`, and the parameters of one of them are not in its
 `parameters()`.
 

@@ -193,6 +193,8 @@ def keep(forward: fx.Graph, backward: fx.Graph, numel: dict[str, int], limit: in
     """
     ## Keep layers whole from forward to backward, as far as the limit admits
 
+    * `numel` are the elements of each full layer, and `limit` is how many may be full at once
+
     Also returns the layers that are kept. It begins with those that backward gathers first, because
     these are kept for the shortest time.
     """

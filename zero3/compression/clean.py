@@ -87,7 +87,7 @@ def clean(model: nn.Module | Iterable[nn.Module], trained: ShardedModel | None =
       thresholds are taken over first (all-gather; all ranks call it)
 
     Raises `ValueError` if nothing is compressed, if a layer in `follows` does not exist or has
-    another shape, or if columns go from the middle of a group.
+    another shape, or if columns go from the middle of a group that shares a scale.
     """
     modules = named_modules(model)
     if trained is not None:

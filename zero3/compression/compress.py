@@ -10,7 +10,8 @@ always.
     optimizer = Zero3Optimizer(model, torch.optim.AdamW, lr=1e-3)
 
 Names are those of `nn.Sequential(*layers)`, and patterns are those of a shell; `*.first|*.second`
-matches names of either kind. The rules of a pattern apply to every layer with a `weight`.
+matches names of either kind. The rules of a pattern apply to every layer with a `weight` that it
+matches.
 
 **After each step** of an optimizer that trains parameters of the model, the schedule advances by
 one. If several optimizers train it, the schedule follows the one with the most steps.

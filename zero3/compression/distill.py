@@ -1,8 +1,8 @@
 r"""
 # Distill: fewer layers, taught by all of them
 
-`distill` starts a small model, the *student*, from some layers of a trained one, the *teacher*, and
-makes its loss.
+`distill` starts a small model, the *student*, from some layers of a trained one, the *teacher*. It
+also makes the student's loss.
 
 A text says which byte came next. The teacher's probabilities say how likely each of them was.
 **Three bytes**, of which `a` came next:

@@ -18,8 +18,8 @@ rises to $s_1$, fast at first and slowly in the end:
 
 $$s(t) = s_1 \left(1 - \left(1 - \frac{t - t_0}{t_1 - t_0}\right)^3\right)$$
 
-This is equation 1 of [To Prune, or Not to Prune](https://arxiv.org/abs/1710.01878). With $s_1 =
-\frac12$, $t_0 = 0$ and $t_1 = 4$ it is 0, 0.29, 0.44, 0.49, 0.5.
+This is equation 1 of [To Prune, or Not to Prune](https://arxiv.org/abs/1710.01878). With
+$s_1 = \frac12$, $t_0 = 0$ and $t_1 = 4$ it is 0, 0.29, 0.44, 0.49, 0.5.
 
 **Bits fall in equal parts.** From 8 to 4 bits in four steps they are 8, 7, 6, 5, 4.
 
@@ -55,11 +55,13 @@ class Quantize:
 
     * `bits` of a weight are 8, 4, 2 or 1; those of an input are 8
     * `group` is how many neighbours of a row share a scale; left out, a whole row does
-    * `symmetric` values are multiples of a scale on both sides of zero
-    * `start` and `end` are steps of the optimizer, between which the bits fall from `start_bits`
+    * `symmetric` values are multiples of a scale on both sides of zero; otherwise zero may be
+      anywhere in the range
+    * `start` is the optimizer's step from which weights are rounded. At `end` the bits have fallen
+      from `start_bits` to `bits`; left out, they are `bits` from the start
     * `of` is "weight" or "input"
-    * `moving` is for inputs: how much of the old range stays at each step. Left out, each batch has
-      a range of its own
+    * `moving` is for inputs: how much of the old range stays at each step, from 0 to below 1.
+      Left out, each batch has a range of its own
 
     Raises `ValueError` for anything else.
     """

@@ -177,7 +177,7 @@ def held_bytes(*holders: nn.Module | torch.optim.Optimizer | None) -> int:
     """
     ## Bytes of the distinct storages that modules and optimizers hold
 
-    Those in flight belong to them too.
+    They are of parameters, gradients, buffers and optimizer states, and of what is in flight.
     """
     tensors: list[torch.Tensor | None] = []
     for holder in holders:
@@ -233,7 +233,7 @@ def exponents(optimizer: Any) -> dict[int, int]:
 
     * `optimizer` is a `Zero3Optimizer`, between backward and its step
 
-    Gradients that are zero or overflow do not count.
+    The loss scale is divided out. Gradients that are zero or overflow do not count.
     """
     found: Counter[int] = Counter()
     for states in optimizer.shard_states:

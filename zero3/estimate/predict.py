@@ -1,7 +1,7 @@
 r"""
 # Predict: the same bytes from shapes
 
-`predict` says how many bytes a sharded model will hold, send, read and write, before it runs.
+`predict` says how many bytes a sharded model will hold and send, before it runs.
 
 A training step is a fixed sequence of events: all-gather a layer, free it, allocate a gradient,
 reduce it. `predict` replays it with numbers in place of tensors, and notes the highest sum. The
@@ -52,7 +52,8 @@ moves
 $$\text{read} = \sum_\ell \left( g_\ell f_\ell + f_{s,\ell} \right) + \sum_{\ell > c} f_{g,\ell}
 \qquad \text{written} = \sum_\ell \left( f_{g,\ell} + f_{s,\ell} + f_\ell \right)$$
 
-A `Prediction` has no bytes that are read or written.
+With fewer layers some states stay in the buffers. `predict` does not follow them, so a `Prediction`
+has no bytes that are read or written.
 
 **Run this**: `make train`; its table holds these numbers against measured ones.
 
@@ -217,7 +218,8 @@ def predict(
     * `by_messages` says that a reduce-scatter needs a receive buffer, as it does on the CPU
     * `stage3` says that the optimizer is a `Zero3Optimizer`: masters and moments are at least fp32,
       and the ranks exchange norms
-    * `reduce_bytes` is the size of an element of a gradient; by default that of the parameter
+    * `reduce_bytes` is the size of an element of a gradient between ranks and in the shard; by
+      default that of the parameter
     * `micro_batches` make a step; with `no_sync` only the last of them reduces its gradients
     * `bucket_bytes` of full gradients are reduced together
     * `params_in` and `states_in` are the `offload` arguments of the layers and of the optimizer

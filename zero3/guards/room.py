@@ -44,6 +44,8 @@ def check_room(owner: Named, what: str, nbytes: int, at: torch.device, cure: str
     """
     ## Make sure that there is memory, before it is taken
 
+    * `owner`, a layer or an optimizer, needs `nbytes` for `what`, on the device `at`
+
     All ranks must call it. Each asks for itself, and if one has too little, all raise
     `RuntimeError`.
     """

@@ -6,8 +6,8 @@ that it fits; other classes with the same forward can be passed to it.
 
 A forward that is written out keeps a tensor for most of its steps. A forward that is one operation
 keeps its inputs, and backward computes the rest again. Per layer and position, with $d$ features,
-$f$ features inside a feed-forward network,
-$h$ heads and $S$ positions in a sequence, these elements are kept:
+$f$ features inside a feed-forward network, $h$ heads and $S$ positions in a sequence, these
+elements are kept:
 
 | | written out | injected |
 |---|---|---|

@@ -202,7 +202,7 @@ def report(model: nn.Module, policies: Iterable[Policy]) -> list[Finding]:
     """
     ## What `inject` would replace, and what it would not and why
 
-    A line for each module and policy that have to do with each other. Nothing changes.
+    It has a line for each module and policy that have to do with each other. Nothing changes.
     """
     sharded = [path for path, module in model.named_modules() if is_sharded(module)]
     expect(not sharded, "inject", "a plain model", f"`{sharded[:1]}` is sharded", "inject before "

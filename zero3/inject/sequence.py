@@ -38,7 +38,7 @@ Section 4.2.2 of [Korthikanti et al.](https://arxiv.org/abs/2205.05198) has $f$ 
 whole gradient is the sum over the ranks. The same holds for biases that are added after $g$. Both
 are all-reduced in backward, $2\frac{t-1}{t}$ times their bytes.
 
-**Dropout.** Each rank draws the mask of all positions, as the plain model, and takes its part.
+**Dropout.** Each rank draws the mask of all positions, as the plain model does, and takes its part.
 
 **Other lengths.** Five positions on two ranks are two and three; a single one, as in generation, is
 none and one. Shorter parts are padded while they travel.

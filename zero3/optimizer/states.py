@@ -500,9 +500,9 @@ class ShardStates:
         """
         #### Copy the shard into the master, if the caller has written into the shard
 
-        `full_params(writeback=True)` writes into it, for instance. A shard that is its own master also gets
-        its memory back, because `model.to("cpu:0")` gives it another one, which the optimizer would
-        not step.
+        `full_params(writeback=True)` writes into it, for instance. A shard that is its own master
+        also gets its memory back, because `model.to("cpu:0")` gives it another one, which the
+        optimizer would not step.
         """
         if self.shard_is_master and self.in_file is None:
             values = self.shard.detach()

@@ -3,8 +3,9 @@ r"""
 
 A `Stage` is a chain of layers that can be held whole, over several micro-batches.
 
-In a pipeline the next micro-batch needs a layer a moment later. So `unshard` *holds* the layers of
-a stage: they are gathered, and every attempt to free them is ignored until `reshard`.
+A chain frees a layer right after it has computed. In a pipeline the next micro-batch needs it a
+moment later. So `unshard` *holds* the layers of a stage: they are gathered, and every attempt to
+free them is ignored until `reshard`.
 
 | | layers are whole |
 |---|---|

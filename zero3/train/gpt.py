@@ -170,7 +170,8 @@ def next_byte_loss(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
     r"""
     ## Cross-entropy of each byte after the first, in nats
 
-    * `windows` is `[batch, seq + 1]`: inputs and, one further, targets
+    * `windows` is `[batch, seq + 1]`: each row but its last byte is input, each row but its first
+      is target
 
     Returns the mean in fp32. Divided by $\ln 2$ it is in bits per byte.
     """
@@ -191,6 +192,7 @@ def sample(
     """
     ## Continue a text by `n` bytes
 
+    * `prompt` has at least one byte
     * `seq_len` is the longest window that the model takes
     * `generator` draws the bytes on the CPU, so a seed gives the same text on every device and rank
 
@@ -261,8 +263,8 @@ def global_batch(
     """
     ## The windows of all ranks for one step
 
-    `[rows, seq_len + 1]` int64, from `seed` and `step` alone. Every rank draws the whole batch and
-    takes its own rows, so the batch is the same on any number of ranks.
+    They are `[rows, seq_len + 1]` int64, and depend only on `seed` and `step`. Every rank draws the
+    whole batch and takes its own rows, so the batch is the same on any number of ranks.
     """
     generator = torch.Generator().manual_seed((1_000_003 * seed + step) % 2**64)
     starts = torch.randint(len(data) - seq_len, (rows,), generator=generator)

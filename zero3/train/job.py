@@ -481,7 +481,7 @@ class Job:
             clip_grad_norm=self.args.clip,
             offload=self.offload(self.args.offload_optimizer),
             reduce_dtype=DTYPES.get(self.args.reduce_dtype),
-            # It would pull norms and biases away from their scale.
+            # Weight decay would pull norms and biases away from their scale.
             group_by=lambda name, p: {"weight_decay": 0.1 if p.ndim > 1 else 0.0},
         )
 
@@ -506,7 +506,7 @@ class Job:
         """
         ### The training loop
 
-        * `show` gets a step, two losses and a rate
+        * `show` gets a step, the losses on the training text and on held-out text, and a rate
 
         The loop ends after the last step or after a signal. The last step is recorded, because the
         optimizer has its states by then. There is no checkpoint right before it, so every run that

@@ -182,8 +182,9 @@ def fresh_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     | | `answer/a3` = `7f` | draws the token `7f`, and answers each new `hello/1` |
     | reads the answer | `ack/7f/1` | continues with the next rank |
 
-    Rank 1 trusts the token, because only a living rank can know `a3`. Rank 0 may first answer the
-    `hello/1` of a dead rank. Then no acknowledgement arrives, and rank 0 looks again.
+    Afterwards every key begins with `7f`. Rank 1 trusts the token, because only a living rank can
+    know `a3`. Rank 0 may first answer the `hello/1` of a dead rank. Then no acknowledgement
+    arrives, and rank 0 looks again.
 
     All ranks must call this. Raises `RuntimeError` that names a rank which did not answer within
     `timeout_s` seconds.
@@ -263,8 +264,8 @@ def end_with_parent() -> None:
     parent = os.getppid()
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    # torchrun may have died before that call. Then the parent is process 1, which takes in orphans,
-    # or which is torchrun itself, in a container.
+    # torchrun may have died before that call. Then the parent is process 1, which takes in orphans.
+    # In a container torchrun may itself be process 1, and that one runs Python.
     orphaned = parent == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes()
     if orphaned or os.getppid() != parent:
         os._exit(1)
@@ -307,7 +308,8 @@ def progress(ranks: Ranks, steps: int) -> Iterator[Callable[..., None]]:
     """
     ## Show the progress of the run, on rank 0
 
-    Yields a function of the step, two losses and the bytes per second.
+    Yields a function of the step, the loss on the training text and on held-out text, and the bytes
+    per second.
     """
     if ranks.rank:
         yield lambda *values: None
