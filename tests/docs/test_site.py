@@ -585,7 +585,7 @@ def test_checks_are_folded_and_a_link_into_them_opens_them(site, browser):
                 break
             time.sleep(0.1)
         assert browser.execute_script(shown)
-    browser.get((site / "minimal.html").as_uri())
+    browser.get((site / "optimizer-stage3.html").as_uri())
     assert find(browser, ".head .limits").get_attribute("open") is None
     browser.get((site / "layer.html").as_uri())
     assert find(browser, ".row .limits").get_attribute("open") is None
