@@ -117,7 +117,8 @@ class Frame:
         if on_path:
             order = [page_of(item.path) for each in contents.PATH for item in each.path]
             left = sum(self.minutes[each] for each in order[order.index(page) + 1 :])
-            parts += [f"then {left} min to the end of the path"] * bool(left)
+            told = f"{left} min" if left < 90 else f"about {left / 60:.0f} hours"
+            parts += [f"then {told} to the end of the path"] * bool(left)
         return parts
 
     def sidebar(self, page: str) -> str:
@@ -162,7 +163,9 @@ class Frame:
         title = self.title(page_of(item.path))
         if item.path.endswith(".ipynb"):
             return f"Notebook: {title}"
-        return title if item.about else item.path.removeprefix("docs/").removeprefix("tests/")
+        if item.about or "/exercises/ex" in item.path:
+            return title
+        return item.path.removeprefix("docs/").removeprefix("tests/")
 
     def path(self) -> str:
         """

@@ -278,7 +278,7 @@ const Tape = (() => {
   //
   // `tight` leaves out the arrows between ranks and the classes of the layers.
   function drawLayers(player, { width, tight }) {
-    const { tape, frame } = player, ranks = tape.world_size, narrow = width < 420;
+    const { tape, frame } = player, ranks = tape.world_size, narrow = width < 520;
     const side = narrow ? 42 : 50, column = (width - side) / tape.layers.length;
     const head = tight || narrow ? 34 : 50, pitch = tight ? 30 : 54;
     const most = Math.max(...tape.layers.map(layer => layer.bytes));

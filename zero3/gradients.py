@@ -76,7 +76,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     # Replicas have the same gradients, so count those of the first one.
     norms_of_ranks = first.comm.numbers(first, mine)[: first.comm.world_size]
     norm = vector_norm(norms_of_ranks, norm_type)
-    # In a pipeline, the other stages have the gradients of other layers.
+    # In a pipeline, the other stages have the gradients of other layers. Under tensor parallelism
+    # the ranks have other parts of the same layers, and what all of them have counts once
+    # (`comm/parts.py`).
     norm = vector_norm(first.comm.over_stages(first, norm.view(1)), norm_type)
     # torch adds the same 1e-6.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

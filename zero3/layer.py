@@ -91,8 +91,8 @@ class Zero3Layer(Sharded):
         * `device` defaults to where the parameters are
         * `dtype` is the data type of all parameters; left out, a layer may mix data types
         * `offload` says where the shards rest, as an `Offload` or as "cpu"; left out, on the device
-        * `mesh` has the ranks that share the layer, and in a second dimension its replicas or its
-          nodes (see `comm/mesh.py`); left out, all ranks share it. `Links` adds encodings to a mesh
+        * `mesh` has the ranks that share the layer, as a mesh or as `Links` (see `comm/mesh.py` and
+          `comm/links.py`); left out, all ranks share it
 
         Raises `TypeError` if `module` is not an `nn.Module` or `rank` not an integer, and
         `ValueError` if `offload` names no known place. Raises `RuntimeError` if the module
@@ -148,6 +148,7 @@ class Zero3Layer(Sharded):
         self.flats.append(flat)
         self.chunk.append(flat.shard)
         self._follow_requires_grad()
+        # Make the parameters views of the freed buffer. From now on each use of one is an error.
         flat.look_at(None)
 
     def _merge_and_pad_params(self, params: list[nn.Parameter]) -> torch.Tensor:
@@ -226,6 +227,7 @@ class Zero3Layer(Sharded):
         # Gather into the *same storage* every time. The parameters are views of it, and so are the
         # tensors that autograd saved in forward, which are valid again in backward.
         pairs = [(flat.full, flat.storage.load()) for flat in self.flats]
+        # Not exact: a later chapter may round the weights on their way (`comm/links.py`).
         self._gather = self.comm.all_gather(self, pairs, exact=False)
         for flat in self.flats:
             # A shard in a file was read into a buffer, which is free once the fetch stream has

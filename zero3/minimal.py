@@ -18,7 +18,7 @@ like this. `python -m zero3.minimal` takes the step on two ranks, and prints the
 | flatten and pad | 1 2 3 0 | 1 2 3 0 | four elements, so that each rank gets two |
 | **shard** | **1 2** | **3 0** | only this stays in memory |
 | **all-gather** | **1 2 3 0** | **1 2 3 0** | before forward, and before backward unless last |
-| free | | | right after each of the two; the last layer, after backward |
+| free | | | after forward and after backward; the last layer, after backward only |
 | gradients | 2 4 6 0 | 4 0 2 0 | on this rank's part of the batch |
 | divide by 2 | 1 2 3 0 | 2 0 1 0 | so that a sum over ranks is the mean |
 | **reduce-scatter** | **3 2** | **4 0** | the sums, and each rank gets only those of its shard |
@@ -38,11 +38,12 @@ states.
 **Run this**: `python -m zero3.minimal`.
 
 **Not covered, and what that costs**: every layer takes one tensor and returns one, and is in the
-chain once. It has parameters of one data type, and each is trained and used. A forward pass with
-gradients is followed by its backward pass. If one of these does not hold, weights may be stale or
-gradients lost, often without an error. Reading a parameter outside its layer's forward can crash
-the process. Reading a shard from a file overlaps nothing. `layer.py` is this file grown up: it does
-these things right, or raises an error.
+chain once. It has one parameter or more, of one data type, and each is trained and used. A forward
+pass with gradients is followed by its backward pass. If one of these does not hold, weights may be
+stale or gradients lost, often without an error. Reading a parameter outside its layer's forward can
+crash the process, and so can backward if it reads one after its gradient is complete, as in
+`x * w.detach() + w`. `layer.py` is this file grown up: it does these things right, or raises an
+error.
 """
 
 import tempfile
@@ -65,11 +66,11 @@ class Zero3Layer(nn.Module):
 
     Below, *previous* and *next* are in the order of forward:
 
-    | when | what happens | in memory, each of the flat parameter's length |
+    | when | what happens | in memory (each as long as the flat parameter) |
     |---|---|---|
     | between two steps | | nothing |
     | forward: the previous layer computes | its all-gather runs | parameters, arriving |
-    | it computes | | parameters |
+    | this layer computes | | parameters |
     | it has computed | it is freed, unless it is the last layer | nothing, unless it is the last |
     | backward: the next layer computes | its all-gather runs | parameters, arriving |
     | its gradients arrive | they fill a flat gradient | parameters, gradient |
@@ -130,8 +131,8 @@ class Zero3Layer(nn.Module):
         is freed they have none.
         """
         for p, offset in zip(self.params, self.offsets, strict=False):
-            # A parameter that is set through `.data` keeps a version counter of its own. A gather
-            # does not raise it, so autograd does not complain that a saved tensor was modified.
+            # Autograd counts the changes of a saved tensor. A parameter that is set through `.data`
+            # keeps a counter of its own, so a gather into `full` is no change of it.
             p.data = self.full[offset : offset + p.numel()].view(p.shape)
         # `parameters()` shall yield the shards alone, because an optimizer takes what it yields. As
         # plain attributes the modules still find their parameters.
@@ -147,7 +148,8 @@ class Zero3Layer(nn.Module):
 
         Start the all-gather and return at once, so that communication overlaps the computation of
         the layer before. If the shard is in a file, it is read first, and the call waits for that.
-        All ranks must call it. Each sends its shard to the $N-1$ others.
+        All ranks call it for the same layers in the same order, or they wait for ever. Each sends
+        its shard to the $N-1$ others.
         """
         # It may have been prefetched, or kept since forward.
         if self.is_fetched:
@@ -189,7 +191,7 @@ class Zero3Layer(nn.Module):
         self._wait_params()
         y = self.module(x)
         if y.requires_grad:
-            # Autograd calls this when backward reaches the layer.
+            # Autograd calls this when it has the gradient of `y`, before the layer's own backward.
             y.register_hook(self._pre_backward_hook)
         # Backward begins with the last layer, so that one stays: gathering it again would bring the
         # same values.
@@ -235,6 +237,9 @@ class Zero3Layer(nn.Module):
     def _backward_event(self) -> None:
         """
         #### Note a gradient, and reduce with the last one
+
+        The layer can be freed then. An operation computes the gradient of its input together with
+        that of its parameter, so nothing reads the parameters after the last one.
         """
         self.arrived += 1
         if self.arrived == len(self.params):
@@ -249,7 +254,7 @@ class Zero3Layer(nn.Module):
         #### Reduce-scatter the gradients
 
         Each rank sends every other rank that rank's part of its gradient (all-to-all). Then it adds
-        the parts that it has received. On the CPU torch's own reduce-scatter would send twice as
+        the parts that it has received. On the CPU gloo's own reduce-scatter would send twice as
         much. The all-to-all starts here, and overlaps the backward pass of the previous layer.
         """
         # One reduce is in flight at a time. So at most two layers have their whole gradients, and
@@ -298,7 +303,8 @@ class Chain(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            # For the first layer, which nobody has prefetched. For the others this does nothing.
+            # So that the first layer is gathered before the second one. For all others this does
+            # nothing, because they have been prefetched.
             layer.fetch_params()
             # Prefetch: this all-gather overlaps the computation of `layer`.
             for ahead in layer.next_layer:
@@ -313,9 +319,9 @@ class MappedShard:
 
     The file is mapped into memory: the shard is a tensor whose elements are in the file, and the
     system reads and writes its pages when they are used. An optimizer steps it like any other
-    tensor. A gather goes through a buffer. If the layer is on a GPU, the buffer is *pinned*, memory
-    that the system does not move: a GPU copies from there by itself, and from other memory only
-    piece by piece.
+    tensor. A gather goes through a buffer, and overlaps nothing. If the layer is on a GPU, the
+    buffer is *pinned*, memory that the system does not move: a GPU copies from there by itself, and
+    from other memory only piece by piece.
     """
 
     def __init__(self, layer: Zero3Layer, path: str):

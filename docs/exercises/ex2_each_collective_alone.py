@@ -21,8 +21,8 @@ On two ranks with shards of two elements:
 **Do**: `all_gather` fills `full`. `reduce_scatter` returns the mean over ranks of this rank's row,
 `(shard_numel,)`, in the gradient's data type. When either returns, all its messages are complete.
 
-**Keeps** I1: the numbers are right, also in fp16, whose range may be too small for the sum
-although the mean fits. I4: a rank sends each other rank `shard_numel` elements, and itself
+**Keeps** I1: the numbers are right, also in fp16, where the sum may overflow although the mean
+fits: divide before you add. I4: a rank sends each other rank `shard_numel` elements, and itself
 nothing. I6: no rank waits forever.
 
 **Hint**: start all messages before you wait for any.

@@ -13,9 +13,9 @@ Before a layer computes, its shards are gathered into the memory that its parame
 * `self._gather`: the transfer that `_wait_params()` waits for later, or `None`
 * `self.is_fetched`: whether an unshard has started since the last reshard
 * `self.is_full_elsewhere`: true inside of `with layer.full_params():`
-* `self._settle_at_end_of_backward()` and `self.reducer.finish(self)`: call both before the
-  all-gather. The end of a backward pass then cleans up this layer, and no reduce still uses
-  the memory of `flat.full`
+* `self._settle_at_end_of_backward()` makes the end of a backward pass free this layer, and
+  `self.reducer.finish(self)` waits for a reduce that still uses `flat.full`. Call both before the
+  all-gather
 
 **Do**: start the unshard and return without waiting for it. Do nothing if it has started already,
 if the layer has no flat parameters, or inside of `full_params()`.

@@ -10,8 +10,9 @@ After a layer has computed, free the memory of its whole parameters. The shards 
 * `self.flats`: its flat parameters, each with the whole vector `flat.full`
 * `self.slots()`: a slot for each parameter. `slot.param` is the parameter, a view of `flat.full`.
   `slot.freed_class` is a class that raises an error at each use
-* `self.kept_for`: keeps the last layer whole from forward to backward, or `None`
-* `self.listener.record(self, "free", nbytes)`: records on the tape that so many bytes were freed
+* `self.kept_for`: not `None` while the last layer stays whole from forward to backward
+* `self.listener.record(self, "free", nbytes)`: records on the tape that so many bytes were freed.
+  Call it once, after freeing, with the bytes of all flat parameters together
 
 **Do**: free the memory of the flat parameters, and leave the layer in a state in which the next
 `fetch_params()` works. Always set `self.kept_for` to `None`. If the layer is not fetched, do

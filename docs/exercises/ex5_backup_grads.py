@@ -8,17 +8,19 @@ backward. `_backup_grads` starts it, and `add_reduced` receives the result.
 
 * `self.flats`: its flat parameters. `flat.grad` is the full gradient of one of them,
   `(world_size * shard_numel,)`, divided by `world_size` already, or `None` if none of its
-  parameters got one. The places of parameters without a gradient are uninitialised
+  parameters got one. The places of parameters without a gradient are uninitialised,
+  and the padding is zero
 * `flat.slots`: one for each parameter. `slot.names in flat.ready` says whether its gradient is
   ready, and `slot.of(flat.grad)` is its place in the full gradient
-* `flat.receive_buffer`, usually `flat.full`: gradients from other ranks arrive here
+* `flat.receive_buffer`, usually `flat.full`: gradients from other ranks arrive here.
+  `comm.reduce_scatter` allocates it
 * `flat.shard`: this rank's shard, `(shard_numel,)`, with `flat.shard.grad`
 * `self._release()`: reshards, as in exercise 4
 * `self.watch.arrived`: names of the parameters whose gradients are ready
 * `self.reducer.keeps(self, pairs)`: whether the pairs `(flat.grad, flat.receive_buffer)` wait in a
   bucket. If not, pass what `self.comm.reduce_scatter([self], pairs)` returns to
   `self.reducer.started([self], transfer)`, which later calls `self.add_reduced(totals)`
-* `self.reducer.finish(self)`: waits for the reduce of this layer now
+* `self.reducer.finish(self)`: waits for the reduce of this layer now, if one is under way
 * `self.is_alone`: whether the layer is in no chain
 * `self.drop_full_grads()`: sets each `flat.grad` to `None` and empties `flat.ready`
 

@@ -14,10 +14,10 @@ In a chain we know the next layer, so its all-gather can start before the curren
   there too
 
 **Do**: write a generator that yields the layers in order. When it yields a layer, the unshards of
-this layer and of the next one have started, and no others. The layer reshards itself. If the
-caller stops early, with `break` or an exception, reshard the layers that were fetched needlessly,
-but none that is kept. During a backward pass reshard nothing, because backward needs these layers
-next.
+this layer and of the next one have started, and no others. Each layer frees itself after its own
+forward. If the caller stops early, with `break` or an exception, reshard the layer that was yielded
+and the one ahead, if they are still whole, but none that is kept. During a backward pass reshard
+nothing, because backward needs these layers next.
 
 **Keeps** I2: if the walk ends early, nothing stays in memory. I3: while a layer computes, only
 this layer and the next one are whole. I4: a layer that is kept for backward is not gathered again.

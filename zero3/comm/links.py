@@ -60,6 +60,8 @@ backward pass of the layer below, and its exchange that of the next one below.
 backward see the rounded ones, except inside `full_params()`. All ranks decode the same bytes, so
 they compute with the same bits. A gradient is rounded at most twice in a backward pass: once on its
 way to a rank of the node, and once as a node's sum. Each time the bound in `encodings.py` holds.
+That is why gradients go by all-to-all: in a ring each rank adds its part and passes the sum on, so
+the sum would be rounded once more at each hop.
 
 **Run this**: `make train ARGS="--gather-bits 8 --reduce-bits 4"` trains with rounded weights and
 gradients; `make bench ARGS=--nodes` measures two nodes with a slow link between them.

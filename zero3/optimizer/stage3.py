@@ -102,7 +102,7 @@ from zero3.optimizer.buckets import Bucket, PlannedBucket
 from zero3.optimizer.states import Piece, ShardStates, moments_of
 from zero3.sharded import ShardedModel
 
-# torch optimizers that cannot step a flat, dense shard.
+# These optimizers of torch cannot step a flat, dense shard.
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 # A dynamic loss scale starts here.
 _FIRST_SCALE = 65536.0
@@ -788,6 +788,8 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         with ExitStack() as in_memory:
             for states in batch:
                 stepped = self._pieces(states, used.get(states))
+                # Both are in memory until the `with` ends, wherever they rest. Then the master is
+                # rounded into the shard, and files are written.
                 master, grad = in_memory.enter_context(states.in_memory(self.state))
                 if grad.dtype != master.dtype:
                     # All shards use this memory, one after the other. Keeping all fp32 gradients
@@ -816,6 +818,8 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         #### The pieces of a shard that have a gradient
 
         * `used` has a flag for each parameter; `None` means that all have one
+
+        A piece with parameters of both kinds is cut for good, and its parts are stepped apart.
         """
         if used is None:
             return states.pieces
