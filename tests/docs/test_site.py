@@ -180,8 +180,8 @@ def test_a_page_for_more_leads_through_its_chapter_and_on_to_the_next(site):
 
 def test_each_page_shows_its_place(site):
     """
-    The chapter's number, and minutes that add up: what is left after a page is the next one and
-    what is left after that. In the sidebar this page, and no other, is the current one.
+    The chapter's number, and minutes that add up: what is left after a page are the pages after it,
+    in hours if they are many. In the sidebar this page, and no other, is the current one.
     """
     minutes, left = [], []
     for i, chapter in enumerate(contents.PATH, 1):
@@ -190,11 +190,12 @@ def test_each_page_shows_its_place(site):
             place = re.sub("<[^>]*>", "", re.search('<p class="place">(.*?)</p>', html)[1])
             assert place.startswith(f"Chapter {i} of {len(contents.PATH)}: {chapter.name} · ")
             minutes.append(int(re.search(r"· (\d+) min", place)[1]))
-            left.append(int((re.search(r"then (\d+) min", place) or "00")[1]))
+            left.append((re.search(r"then (.*) to the end", place) or ["", ""])[1])
             side = html[html.index('<nav class="side"') : html.index("<main")]
             assert side.count('aria-current="page"') == 1
-    assert all(left[i] == minutes[i + 1] + left[i + 1] for i in range(len(left) - 1))
-    assert left[-1] == 0
+    rest = [sum(minutes[i:]) for i in range(1, len(minutes))]
+    assert left == [*(f"{each} min" if each < 90 else f"about {each / 60:.0f} hours"
+                      for each in rest), ""]
     place = re.search('<p class="place">(.*?)</p>', (site / "watch.html").read_text())[1]
     assert "page 3 of 4" in place
     place = re.search('<p class="place">(.*?)</p>', (site / "sharded.html").read_text())[1]

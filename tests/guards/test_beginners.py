@@ -153,6 +153,8 @@ def test_ranks_that_have_not_met_do_not_train_alone():
 def alone():
     """Each rank has made a process group of its own, as a program for one process does"""
     rank = dist.get_rank()
+    # Not before the other rank is connected, too.
+    dist.barrier()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with mock.patch.dict(os.environ, {"RANK": f"{rank}", "WORLD_SIZE": "2"}):
