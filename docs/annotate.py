@@ -321,8 +321,7 @@ class Names:
         ### The link to a definition, from the page of `at`
         """
         # A test may have the name of a chapter.
-        is_own = at and at.key == stem and name in at.defined
-        source = at if at and is_own else self.sources[stem]
+        source = at if at and at.key == stem and name in at.defined else self.sources[stem]
         page = "" if at is source else source.page
         return f"{page}#{source.anchor_of(name)}"
 

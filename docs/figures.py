@@ -385,20 +385,20 @@ def speed_chart(told: dict[str, Any]) -> str:
     It is one line of HTML, because it stands in an item of a list.
     """
     speeds = {name: [each[name]["tokens_per_s"] for each in told["rounds"]] for name in PEERS}
-    order = sorted(PEERS, key=lambda name: -statistics.median(speeds[name]))
+    medians = {name: told["medians"][name]["tokens_per_s"] for name in PEERS}
+    order = sorted(PEERS, key=lambda name: -medians[name])
     most = max(max(each) for each in speeds.values())
-    about = "; ".join(f"{PEERS[name]}: {statistics.median(speeds[name]):,.0f}" for name in order)
+    about = "; ".join(f"{PEERS[name]}: {medians[name]:,.0f}" for name in order)
 
     def draw(width: float) -> Drawing:
         drawing = Drawing(width, 30 * len(order), "Tokens per second", f"{about}.")
         scale = (width - 200) / most
         for y, name in zip(range(0, 30 * len(order), 30), order, strict=True):
-            median = statistics.median(speeds[name])
             drawing.text(2, y + 19, PEERS[name])
-            drawing.rect(148, y + 4, median * scale, BAR, "compute")
+            drawing.rect(148, y + 4, medians[name] * scale, BAR, "compute")
             drawing.line(148 + min(speeds[name]) * scale, y + 15, 148 + max(speeds[name]) * scale,
                          y + 15, "fg", width=2.5)
-            drawing.text(width - 2, y + 19, f"{median:,.0f}", anchor="end")
+            drawing.text(width - 2, y + 19, f"{medians[name]:,.0f}", anchor="end")
         return drawing
 
     how = f"median and range of {told['settings']['rounds']} rounds"

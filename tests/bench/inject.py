@@ -20,7 +20,6 @@ anything to replace in it.
 
 import argparse
 import copy
-import json
 import statistics
 import sys
 import time
@@ -32,8 +31,7 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional as F
 
-from docs.annotate import Source
-from tests.bench.training import machine
+from tests.bench.training import digests, machine, write
 from zero3.inject import inject, policies
 from zero3.train import gpt
 
@@ -41,7 +39,6 @@ from zero3.train import gpt
 assert gpt.tracker.debug
 sys.modules.setdefault("torchvision", None)
 
-ROOT = Path(__file__).parents[2]
 # What of the package the figures are of.
 TIMED = [f"zero3/inject/{name}.py" for name in ("policies", "cross_entropy")]
 
@@ -220,10 +217,8 @@ def main():
         if args.only in name:
             rows[name] = measure(module, listed, x, args.rounds, "trained" in name)
             print(f"| {' | '.join(cells(name, rows[name]))} |", flush=True)
-    results = {"machine": machine(argparse.Namespace(gpu=False)), "settings": vars(args),
-               "code": {path: Source(ROOT / path).digest() for path in TIMED}, "rows": rows}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(results, indent=1, default=str))
+    write(args, {"machine": machine(argparse.Namespace(gpu=False)), "settings": vars(args),
+                 "code": digests(TIMED), "rows": rows})
 
 
 if __name__ == "__main__":

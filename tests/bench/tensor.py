@@ -19,7 +19,6 @@ copy in memory.
 
 import argparse
 import copy
-import json
 import statistics
 import sys
 import time
@@ -36,14 +35,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from docs.annotate import Source
-from tests.bench.training import machine
+from tests.bench.training import digests, machine, write
 from tests.ranks import run
 from zero3.inject import inject, policies
 
 sys.modules.setdefault("torchvision", None)
 
-ROOT = Path(__file__).parents[2]
 # What of the package the figures are of.
 TIMED = [f"zero3/inject/{name}.py" for name in (
     "line", "sequence", "tensor", "patterns", "policies", "cross_entropy")]
@@ -147,10 +144,8 @@ def main():
         median, least, most = row["ratio"]
         print(f"| {name} | {row['ms']:.0f} | {median:.2f} ({least:.2f}-{most:.2f}) | "
               f"{row['tokens_per_s']:,.0f} | {row['peak_bytes'] / 1e6:.1f} |")
-    results = {"machine": machine(argparse.Namespace(gpu=False)), "settings": vars(args),
-               "code": {path: Source(ROOT / path).digest() for path in TIMED}, "rows": rows}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(results, indent=1, default=str))
+    write(args, {"machine": machine(argparse.Namespace(gpu=False)), "settings": vars(args),
+                 "code": digests(TIMED), "rows": rows})
 
 
 if __name__ == "__main__":

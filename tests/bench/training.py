@@ -617,6 +617,23 @@ def machine(args):
     }
 
 
+def digests(timed):
+    """
+    ## The digests of the files that are timed
+
+    Who shows the figures can see whether they are still of this code.
+    """
+    return {path: Source(Path(__file__).parents[2] / path).digest() for path in timed}
+
+
+def write(args, results):
+    """
+    ## Write the figures as JSON
+    """
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(results, indent=1, default=str) + "\n")
+
+
 # ------------------------------------------------------------------------------------------- disk
 
 
@@ -764,11 +781,9 @@ def main():
     facts = machine(args)
     print(f"{facts['gpu'] or facts['cpu']}, {facts['cores']} cores, load {facts['load'][0]:.1f}, "
           f"torch {facts['torch']}, {args.ranks} ranks")
-    # Who shows the figures can see whether they are still of this code.
-    code = {path: Source(Path(__file__).parents[2] / path).digest()
-            for path in [*TIMED, *(NODES_TIMED if args.nodes else ()),
-                         *(STAGES_TIMED if args.pipeline else ()),
-                         *(COMPILED_TIMED if args.compile else ())]}
+    code = digests([*TIMED, *(NODES_TIMED if args.nodes else ()),
+                    *(STAGES_TIMED if args.pipeline else ()),
+                    *(COMPILED_TIMED if args.compile else ())])
     results = {"machine": facts, "settings": vars(args), "wire_is_exact": args.own_network,
                "code": code}
     if args.comm:
@@ -807,7 +822,6 @@ def main():
             print(f"\nzero3's ledger counts {count / 2**20:,.2f} MiB sent by a rank in a step.")
     if not (args.gpu or args.own_network or args.nodes):
         print("No network of our own: bytes on the wire include other programs' local traffic.")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(results, indent=1, default=str) + "\n")
+    write(args, results)
     print(f"Wrote {args.out}")
 

@@ -344,7 +344,7 @@ def test_a_manifest_with_other_entries_is_refused_by_its_name(tmp_path):
     """
     An entry that is missing, one that nobody knows, and one of another type, at every level. Breaks
     where a `TypedDict` and the check of it differ.
-    Proves `_check_types`, `Manifest`, `FlatEntry`, `ParamEntry`, `StatesEntry`.
+    Proves `_check_types`, `Manifest`, `FlatEntry`, `FlatLayout`, `ParamEntry`, `StatesEntry`.
     """
     model, optimizer = shard(plain())
     train(model, optimizer, 0)

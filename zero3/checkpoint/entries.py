@@ -46,7 +46,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -55,6 +55,7 @@ from zero3 import __version__
 from zero3.checkpoint.reader import (
     CheckpointReader,
     FlatEntry,
+    FlatLayout,
     Manifest,
     OptimizerEntry,
     Param,
@@ -133,20 +134,13 @@ class Entry(NamedTuple):
     key: str  # "param" or a moment; for a whole tensor its name
 
 
-class Described(TypedDict):
+class Described(FlatLayout):
     """
     ## A flat parameter as one rank describes it
 
     Its states are those of this rank's pieces, by parameter.
     """
 
-    place: int
-    layer: str
-    dtype: str
-    numel: int
-    padding: int
-    keys: dict[str, str]
-    params: list[ParamEntry]
     states: dict[int, StatesEntry]
 
 

@@ -284,9 +284,9 @@ class StatesEntry(TypedDict, total=False):
     params: list[int] | None  # those with these states; left out, all parameters of the param group
 
 
-class FlatEntry(TypedDict, total=False):
+class FlatLayout(TypedDict, total=False):
     """
-    ## A flat parameter in the manifest
+    ## A flat parameter without its optimizer states
     """
 
     place: int  # in the pipeline
@@ -296,6 +296,13 @@ class FlatEntry(TypedDict, total=False):
     padding: int
     keys: dict[str, str]
     params: list[ParamEntry]
+
+
+class FlatEntry(FlatLayout, total=False):
+    """
+    ## A flat parameter in the manifest
+    """
+
     states: list[StatesEntry]
 
 
@@ -538,7 +545,7 @@ def merge_parts(params: list[Param]) -> list[Param]:
         if param.part:
             first.parts.append(param)
     for param in found.values():
-        parts = [each.part for each in param.parts if each.part]
+        parts: list[Any] = [each.part for each in param.parts]
         ends = [0, *(part.end for part in parts)]
         fits = all(part == replace(parts[0], begin=begin, end=part.end)
                    and each.numel * part.size == math.prod(part.shape) * (part.end - part.begin)

@@ -338,7 +338,7 @@ class Channels:
         with self._explained():
             work.wait(self.control.timeout)
 
-    def _described(self, leaf: Any) -> Any:
+    def _described(self, leaf: object) -> object:
         """
         #### The description of a tensor, or of a value that is small enough to be one itself
         """

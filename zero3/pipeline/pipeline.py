@@ -712,11 +712,11 @@ class _Arrival(torch.autograd.Function):
         return grad
 
 
-def _has_rows(leaf: Tree) -> bool:
+def _has_rows(leaf: object) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
 
 
-def _told(leaf: Tree) -> str:
+def _told(leaf: object) -> str:
     """
     #### A leaf of a batch in words
     """
@@ -725,7 +725,7 @@ def _told(leaf: Tree) -> str:
     return repr(leaf)
 
 
-def _checksum(leaves: list[Tree]) -> int:
+def _checksum(leaves: list[object]) -> int:
     """
     #### A checksum of the tensors of a batch
 
