@@ -85,7 +85,7 @@
     ["cpu-nvme", "parameters to CPU, states to files"],
     ["nvme-nvme", "parameters, states to files"]];
   const CHOICES = OFFLOADS.map(([pair]) => pair);
-  const DEFAULTS = { model: "8b", layers: "32", ranks: "64", precision: "16", offload: "device-cpu",
+  const DEFAULTS = { model: "8b", layers: "32", ranks: "64", precision: "16", offload: "device-device",
     gpu: "80GB" };
   const LABELS = { model: "Parameters", layers: "Layers", ranks: "Ranks", precision: "Precision, bytes per parameter",
     offload: "Offload", gpu: "Memory of a GPU" };

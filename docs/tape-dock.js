@@ -164,8 +164,10 @@
           el("div", { class: "layers-here" }), Tape.drawLegend(false)[0]])]);
     }
 
+    // A bar until the tape is used: whoever reads has the whole window.
     show() {
       const { player } = this;
+      if (player.index && !stored("dock") && !matchMedia(NARROW).matches) this.setOpen(true);
       this.moveControls();
       this.move();
       this.say(player, player.says);
@@ -250,8 +252,7 @@
     scrolling(player, dock);
     keys(player, dock);
     makeRoom(dock);
-    dock.setOpen((stored("dock") || (matchMedia(NARROW).matches ? "closed" : "open")) ===
-      "open");
+    dock.setOpen(stored("dock") === "open");
     dock.setFollows(false);
     player.show();
     addEventListener("hashchange", () => address(player, dock));

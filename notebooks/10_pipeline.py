@@ -299,15 +299,17 @@ assert peak["breadth-first", "stage"] < peak["1f1b", "stage"]
 fig, ax = plt.subplots(figsize=(7, 3.4), layout="constrained")
 marks = {"each": "o", "direction": "s", "stage": "D"}
 colors = dict(zip(SCHEDULES, ("file", "shard", "flight", "compute"), strict=True))
-for name in SCHEDULES:
+for i, name in enumerate(SCHEDULES):
     points = [(sends[name, g] / 1024, peak[name, g] / 1024) for g in GATHERS]
-    color = COLORS[colors[name]]
-    ax.plot(*zip(*points, strict=True), color=color, linewidth=1, label=name)
+    # Wide lines and large rings first, so that equal points stay visible one inside the other.
+    style = {"color": COLORS[colors[name]], "linewidth": 4 - i}
+    ax.plot(*zip(*points, strict=True), **style, label=name)
     for g, point in zip(GATHERS, points, strict=True):
-        ax.plot(*point, marks[g], color=color, markersize=6)
+        ax.plot(*point, marks[g], color=style["color"], markersize=14 - 3 * i, fillstyle="none",
+                markeredgewidth=1.6)
 for g, mark in marks.items():
     ax.plot([], [], mark, color=NEUTRAL["muted"], label=f'"{g}"')
-ax.set(xlabel="sent in gathers, KiB", ylabel="peak, KiB", xlim=(0, None), ylim=(0, None))
+ax.set(xlabel="sent in gathers, KiB", ylabel="peak, KiB", xlim=(0, 285), ylim=(0, 180))
 ax.spines[["top", "right"]].set_visible(False)
 ax.legend(frameon=False, fontsize=8, ncols=2)
 plt.show()

@@ -188,9 +188,10 @@ print(f"at step 30: {expected[29] / 64**2:.0%} pruned; at step 60: {expected[59]
 
 fig, ax = plt.subplots(figsize=(7, 2.8), layout="constrained")
 steps = range(1, 121)
-ax.plot(steps, [count / 64**2 for count in expected], color=COLORS["shard"], label="pruned")
+ax.plot(steps, [count / 64**2 for count in expected], color=COLORS["shard"], linewidth=6,
+        alpha=0.35, label="pruned, by the rule")
 ax.plot(steps, [count / 64**2 for count in first["zeros"]], color=COLORS["compute"],
-        linewidth=1, label="zero, with those that are rounded to zero")
+        linewidth=1.5, label="zero, with those that are rounded to zero")
 ax.set(xlabel="step", ylabel="part of the weight", ylim=(0, 1))
 ax.spines[["top", "right"]].set_visible(False)
 ax.legend(frameon=False, fontsize=8)
