@@ -158,6 +158,30 @@ def gradients_on_their_way_come_first(case: Case) -> None:
     expect(flat.full.untyped_storage().nbytes() > 0, "whole parameters", "no memory")
 
 
+def first_layers(model: Any, last: int, x: torch.Tensor) -> torch.Tensor:
+    """
+    ## Walk to the layer `last`, with activation checkpointing, and end the walk there
+    """
+    def walk(x: torch.Tensor) -> torch.Tensor:
+        for layer in model.walk():
+            x = layer(x)
+            if layer.layer_idx == last:
+                break
+        return x
+
+    return checkpoint(walk, x, use_reentrant=False)
+
+
+def what_backward_did_not_use_is_freed(case: Case) -> None:
+    model = chain()
+    first_layers(model, 0, batch(0)[1]).sum().backward()
+    left = whole(model)
+    for layer in model.module_list:
+        layer._cleanup_params()
+    expect(not left, "no layer unsharded after a backward pass that fetched one and did not need "
+           "it", f"layers {left}")
+
+
 # ------------------------------------------------------------------------------------ 4: reshard
 
 
@@ -360,6 +384,16 @@ def recomputation_sends_nothing_more(case: Case) -> None:
            f"{sent[1]:,}")
 
 
+def recomputed_layers_stay(case: Case) -> None:
+    model = chain()
+    layer = model.module_list[2]
+    with gathers(layer) as found:
+        model.module_list[3](first_layers(model, 2, batch(0)[1])).sum().backward()
+    count = sum(full is layer.flats[0].full for fulls, _ in found for full in fulls)
+    expect(count == 2, "2 all-gathers of layer 2 if a walk to it is computed again in backward",
+           f"{count}")
+
+
 CLAIMS: dict[int, tuple[Claim, ...]] = {
     3: (
         Claim("I3", "the all-gather writes into the storage of the parameters",
@@ -372,6 +406,8 @@ CLAIMS: dict[int, tuple[Claim, ...]] = {
               gathers_the_weights_of_the_last_step),
         Claim("I1", "gradients that arrive in the same memory are not overwritten",
               gradients_on_their_way_come_first),
+        Claim("I2", "what a backward pass fetched and did not use is freed at its end",
+              what_backward_did_not_use_is_freed),
         *STEP.values(),
     ),
     4: (
@@ -405,5 +441,6 @@ CLAIMS: dict[int, tuple[Claim, ...]] = {
         *STEP.values(),
         Claim("I4", "activation checkpointing sends nothing more",
               recomputation_sends_nothing_more),
+        Claim("I4", "a walk that ends early in backward frees nothing", recomputed_layers_stay),
     ),
 }

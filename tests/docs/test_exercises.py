@@ -176,6 +176,14 @@ class WritesOverGradients:
             self._gather = gather_into(self, [g.full for g in self.flats])
 
 
+class LeavesWhatNobodyUsed:
+    def fetch_params(self):
+        if not (self.is_fetched or self.is_full_elsewhere) and self.flats:
+            self.reducer.finish(self)
+            self.is_fetched = True
+            self._gather = gather_into(self, [g.full for g in self.flats])
+
+
 class LetsGoOfTheTensor:
     def _cleanup_params(self):
         self.kept_for, fetched, self.is_fetched = None, self.is_fetched, False
@@ -385,6 +393,20 @@ class FreesTheLast:
                 layer._cleanup_params()
 
 
+class FreesItsPairInBackward:
+    def walk(self):
+        try:
+            for layer in self.module_list:
+                pair = [layer, *layer.next_layer]
+                for each in pair:
+                    each.fetch_params()
+                yield layer
+        finally:
+            for each in pair:
+                if each.kept_for is None:
+                    each._cleanup_params()
+
+
 class FreesWhatBackwardNeeds:
     def walk(self):
         try:
@@ -569,14 +591,15 @@ WRONG = {
         SendsEverything: "I4", DividesTooLate: "I1", ReducesByACollective: "I1"},
     3: {FreshMemory: "I3", GathersAndCopies: "I3", WaitsAtOnce: "time", GathersTwice: "I4",
         GathersInsideOfFullParams: "I4", GathersWithoutParameters: "I4",
-        WritesOverGradients: "I1"},
+        WritesOverGradients: "I1", LeavesWhatNobodyUsed: "I2"},
     4: {LetsGoOfTheTensor: "I2", LeavesPlainParameters: "I2", FreesUnderMessages: "I1",
         StaysFetched: "I1", KeepsTheLast: "I1", FreesTwice: "I3"},
     5: {StaysWhole: "I2", KeepsFullGradients: "I2", KeepsTheInbox: "I2", Assigns: "I7",
         DividesAgain: "I1", SendsWhatTheMemoryHeld: "I1", SendsOneGroup: "I1",
         LeavesTheReduceOfALoneLayer: "I3"},
     6: {OnDemand: "I3", TheNextAfterwards: "I3", TheNextByIndex: "I3", AllAtOnce: "I3",
-        LeavesWhatItFetched: "I2", FreesTheLast: "I4", FreesWhatBackwardNeeds: "I4"},
+        LeavesWhatItFetched: "I2", FreesTheLast: "I4", FreesWhatBackwardNeeds: "I4",
+        FreesItsPairInBackward: "I4"},
     7: {TakesPaddingOver: "I5", PadsInTheMiddle: "I5", RoundRobin: "I1", NewPaddingIsNotZero: "I5",
         ReadsEverything: "I2"},
     8: {AllForwardsFirst: "kept", NothingAhead: "idle", OneTooFewAhead: "idle",
