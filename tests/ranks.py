@@ -84,7 +84,7 @@ def preload() -> None:
 
 
 def run(worker: Callable | str, world_size: int, *args: Any, fresh: bool = False,
-        timeout_s: float = 120) -> list[Any]:
+        timeout_s: float = 300) -> list[Any]:
     """
     ## Run a worker on each rank, and return the answers in rank order
 

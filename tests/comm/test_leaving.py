@@ -78,7 +78,7 @@ def test_no_thread_of_gloos_is_left_when_python_ends(how, tmp_path):
     """
     ranks = [start(rank, how, tmp_path) for rank in range(2)]
     for process in ranks:
-        told, error = process.communicate(timeout=120)
+        told, error = process.communicate(timeout=300)
         assert process.returncode == (how == "raises"), error
         assert "gloo's threads: 0" in told
 
@@ -92,7 +92,7 @@ def test_the_end_waits_for_nobody_who_was_stopped(tmp_path):
     alive, stopped = (start(rank, "stopped", tmp_path) for rank in range(2))
     try:
         assert "stops" in stopped.stdout.readline()
-        alive.communicate("", timeout=60)
+        alive.communicate("", timeout=120)
         assert alive.returncode is not None
     finally:
         for process in (alive, stopped):

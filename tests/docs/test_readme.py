@@ -93,7 +93,7 @@ def test_a_program_of_the_readme_runs_on_two_ranks(which, tmp_path):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                    "--nproc_per_node=2", "mine.py"]
         root = str(ROOT)
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300,
                               env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root})
         assert done.returncode == 0, done.stderr
         told = done.stdout

@@ -39,7 +39,7 @@ def command(out, *options: str) -> list[str]:
 
 
 def run_train(out, *options: str) -> subprocess.CompletedProcess:
-    return subprocess.run(command(out, *options), capture_output=True, text=True, timeout=120,
+    return subprocess.run(command(out, *options), capture_output=True, text=True, timeout=300,
                           env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
@@ -374,7 +374,7 @@ def test_after_a_rank_is_killed_the_same_command_goes_on_and_nobody_sees_it_in_t
         said += line
     assert (folder / "step-00000014").exists()
     os.kill(workers(process)[1], signal.SIGKILL)
-    process.communicate(timeout=100)
+    process.communicate(timeout=200)
     assert process.returncode != 0
     again = run_job(tmp_path, *LONG, "--save-every", "7")
     assert again.returncode == 0, again.stderr
@@ -409,7 +409,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(undisturbed, tmp_path):
     # Both ranks train.
     wait_for(lambda: "step 20" in process.stdout.readline(), process)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert "; the same command resumes from there" in out, err
     (saved,) = (tmp_path / "checkpoints").iterdir()
     assert 20 <= int(saved.name[5:]) < 59
