@@ -103,7 +103,7 @@ def test_whole_models_are_those_of_hooks_to_the_bit(world_size, names):
     need, and a model of Hugging Face's. Breaks if a traced constant is lost, if a layer that has
     reduced frees what the graph still needs, and if ranks trace what depends on their data.
     Proves I1, `compile`, `CompiledUnit`, `CompiledModel`, `CompiledUnit.forward`, `Backend`,
-    `Backend.__init__`, `inputs_of`, `output_of`, `gathered`, `Backend.__call__`,
+    `Backend.__init__`, `inputs_of`, `gathered`, `Backend.__call__`,
     `save_no_parameters`, `marked_inputs`, `marked_gradients`, `Eager`, `Eager.compile`,
     `CompiledUnit.leave`, `CompiledUnit.reduce`, `_without_parameters`, `_number_units`, `_lower`.
     """
@@ -859,7 +859,7 @@ def test_layers_that_share_a_unit_keep_their_names(tmp_path):
     """
     Frozen ones too. A tied layer, one that is too large, and one that is alone have a unit each.
     Breaks if a name begins with that of the unit, or if a unit hides a layer from a checkpoint.
-    Proves `neighbours`, `Together`, `Together.__init__`, `LayerPlace`, `Unit.title`, `plain_names`,
+    Proves `neighbours`, `Together`, `Together.__init__`, `LayerPlace`, `plain_names`,
     `Unit.requires_grad_`, `Together.get_submodule`.
     """
     for found in run(named_alike, 2, tmp_path):

@@ -337,7 +337,7 @@ def test_a_unit_may_be_released_without_having_computed():
     of the packed buffer; those that a unit has are freed with it. Breaks if the packed buffer
     outlives its last unit.
     Proves I2, `fetch_together`, `can_share`, `together.Part`, `Part.wait`, `Packed.take`,
-    `Unit.is_here`, `Unit.unpack`, `Packed.start`.
+    `Unit.is_here`, `Packed.start`.
     """
     for facts, sizes, fetched, freed in run(fetched_by_hand, 2):
         assert facts == [[True] * 4, [True] * 3 + [False], 0, True, 0]

@@ -601,7 +601,7 @@ def test_ranks_that_diverge_get_an_error_that_names_both_layers(debug):
     """
     On each rank: what it was about to gather, and what the other one. Within seconds, and not at a
     time-out. Without `debug` the messages' announcements find it, where there are messages.
-    Proves I6, `Transfer._complete`, `Communicator._begin`, `TracedOrder.compare`.
+    Proves I6, `Transfer._complete`, `Communicator._begin`, `Unit.compare`.
     """
     first, second = run(diverge, 2, debug)
     assert "rank 0: layer 1 (left)" in first and "of layer 2 (right)" in first
@@ -947,8 +947,7 @@ def continue_on_two_ranks():
     plain, model = build("Tied")
     rank, found = dist.get_rank(), []
     ids = tokens(3, 4).chunk(2)[rank]
-    for options in ({"max_new_tokens": 6}, {"max_new_tokens": 6, "window": 4},
-                    {"max_new_tokens": 6, "temperature": 0.7}):
+    for options in ({"max_new_tokens": 6}, {"max_new_tokens": 6, "temperature": 0.7}):
         found.append(continued(model, plain, ids, **options))
     # Rank 1 is done after its first token, rank 0 goes on.
     first = found[0][0][0][LENGTH]
@@ -961,7 +960,7 @@ def continue_on_two_ranks():
 
 def test_generate_continues_like_the_plain_model_though_one_rank_is_done_first():
     """
-    Greedy, in a window, drawn, and with an end that comes on one rank only: that rank goes on
+    Greedy, drawn, and with an end that comes on one rank only: that rank goes on
     gathering, and returns what it had. A layer is gathered for each token, the root's parameters
     once, and as long as these another unit's that it uses.
     Proves `Zero3Model.generate`, `continue_tokens`.
@@ -970,13 +969,13 @@ def test_generate_continues_like_the_plain_model_though_one_rank_is_done_first()
     for found in answers:
         for expected, got, _ in found:
             assert got == expected
-        assert sorted({*found[4][2]}) == [f"layer {i} ({name})" for i, name in enumerate(
+        assert sorted({*found[3][2]}) == [f"layer {i} ({name})" for i, name in enumerate(
             ("the rest", "embed", "layers_.0", "layers_.1", "layers_.2", "layers_.3"))]
-        assert found[4][2].count("layer 1 (embed)") <= 2
-        for _, _, gathers in found[:4]:
+        assert found[3][2].count("layer 1 (embed)") <= 2
+        for _, _, gathers in found[:3]:
             layers = [f"layer {i} (layers_.{i - 1})" for i in range(1, 5)]
             assert gathers == ["layer 0 (the rest)", *layers * 6]
-    assert [len(found[3][1][0]) - LENGTH for found in answers] == [6, 1]
+    assert [len(found[2][1][0]) - LENGTH for found in answers] == [6, 1]
 
 
 def generate_with_hugging_face(name):

@@ -58,12 +58,13 @@ is used. A `register_post_accumulate_grad_hook` of a parameter is an error, and 
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._dynamo import config as dynamo
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.utils import counters
@@ -74,7 +75,7 @@ from zero3.compiler.engines import Eager, Inductor
 from zero3.compiler.graph import find, full_numel, gather, layers_of, picture, reduce
 from zero3.compiler.passes import gathered, improve, offload_states
 from zero3.compiler.trace import Backend, Graphs, Place
-from zero3.flat import FlatParameter, Slot, own_modules
+from zero3.flat import Slot, own_modules
 from zero3.guards.command_line import Parser, within
 from zero3.guards.contents import uncompiled
 from zero3.guards.freed import FreedParameter
@@ -113,17 +114,10 @@ class CompiledUnit(Unit):
     untraceable = False
     # Whether it was gathered for code outside of graphs, and stays full until backward ends.
     on_demand = False
-    # Its optimizer states, which may be away.
-    away: Any = None
     # Whether a forward pass of the compiled model is running; for the root.
     running = False
-    # Parameters whose hooks the current backward pass has called; for the root.
-    hooked: set[Slot] = set()
     # Whether it is full, and its parameters are closed: graphs read views of the flat parameters.
     in_graph = False
-    # Declared here, because a unit writes a new name to its module if the module has it.
-    full_views: list[torch.Tensor] = []
-    flat_slots: list[tuple[FlatParameter, Slot]] = []
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -131,8 +125,10 @@ class CompiledUnit(Unit):
             slot.freed_class.traceable = True  # type: ignore[attr-defined]
         self.full_views = [slot.view for slot in self.slots()]
         self.flat_slots = [(flat, slot) for flat in self.flats for slot in flat.slots]
+        # Its optimizer states, which may be away.
         self.away = StatesAway(self)
-        self.hooked = set()
+        # Parameters whose hooks the current backward pass has called; for the root.
+        self.hooked: set[Slot] = set()
 
     def forward(self, *args, **kwargs):
         """
@@ -376,7 +372,6 @@ class Sent(NamedTuple):
     """
 
     action: str  # "gather" or "reduce"
-    layers: list[str]
     sent_bytes: int  # by each rank
 
 
@@ -390,23 +385,47 @@ class CompiledModel(Zero3Model):
     unit_class = CompiledUnit
     run: Callable[..., Any]
 
-    def __init__(self, *args: Any, bucket_bytes: int, unit_bytes: int, limit_numel: int | None,
-                 is_chain: bool):
+    def __init__(self, *args: Any, backend: str, limit_numel: int | None, bucket_bytes: int,
+                 unit_bytes: int, offload_states_bytes: int, is_chain: bool):
         """
-        ### Make the units; `plan` compiles them
+        ### Make the units, and choose how to compile them
 
-        * `bucket_bytes`, `unit_bytes` and `limit_numel` are those of `compile`, and `args` are from
-          `wrap`
+        * `args` are from `wrap`, and the other arguments are those of `compile`
         * `is_chain` says that each module of a chain is a layer
         """
         self.is_chain = is_chain
-        self.bucket_bytes = bucket_bytes
         self.unit_bytes = unit_bytes
         self.has_limit = limit_numel is not None
         self.limit_numel = limit_numel or 0
         # Layers whose optimizer states leave for a while, as of the last compilation.
         self.leaving: list[str] = []
         super().__init__(*args)
+        self.expect(not self.comm.stages.same_layers, "cannot be compiled", "whole weights",
+                    "parts of them, split over ranks, whose communication no graph has",
+                    "use `wrap`")
+        layers: dict[str, Any] = {"root": self.units[0]}
+        layers |= {unit.title: unit for unit in self.units[1:]}
+        self.numel = {name: unit.numel for name, unit in layers.items()}
+        itemsize = max(flat.full.itemsize for unit in self.units for flat in unit.flats)
+        self.bucket_numel = bucket_bytes // itemsize if can_share(self.comm) else 0
+        if not self.has_limit:
+            largest_numel = max(unit.numel for unit in self.units[1:])
+            # A layer and the next one; or a bucket that is packed, its layers, and the next bucket.
+            room_numel = max(2 * largest_numel, 3 * self.bucket_numel)
+            self.limit_numel = self.numel["root"] + room_numel
+        on_cpu = self.units[0].device.type == "cpu"
+        if offload_states_bytes and on_cpu:
+            warnings.warn(f"rank {self.comm.global_rank}: `offload_states_bytes` does nothing on "
+                          "the CPU, because optimizer states that leave the device would stay in "
+                          "the same memory. What to do: nothing, or leave it out.", stacklevel=4)
+        self.offload_states_bytes = 0 if on_cpu else offload_states_bytes
+        self.told: set[str] = set()
+        self.earlier_breaks = Counter(counters["graph_break"])
+        self.engine = engine_named(backend, self.comm, self.units[0].device)(layers)
+        # Dynamo calls it while it traces. Elsewhere it stands for code that is not traced.
+        use: Any = FreedParameter.__torch_function__
+        skip_code(use.__code__)
+        self._compile()
 
     def layers_together(self, places: list[LayerPlace], rest_numel: int
                         ) -> list[list[LayerPlace]]:
@@ -443,37 +462,6 @@ class CompiledModel(Zero3Model):
                     "them", "pass its class in `layer_classes`, or use `wrap`")
         return bool(found)
 
-    def plan(self, backend: str, offload_states_bytes: int) -> None:
-        """
-        ### Choose how to compile; the arguments are those of `compile`
-        """
-        self.expect(not self.comm.stages.same_layers, "cannot be compiled", "whole weights",
-                    "parts of them, split over ranks, whose communication no graph has",
-                    "use `wrap`")
-        layers: dict[str, Any] = {"root": self.units[0]}
-        layers |= {unit.title: unit for unit in self.units[1:]}
-        self.numel = {name: unit.numel for name, unit in layers.items()}
-        itemsize = max(flat.full.itemsize for unit in self.units for flat in unit.flats)
-        self.bucket_numel = self.bucket_bytes // itemsize if can_share(self.comm) else 0
-        largest_numel = max(unit.numel for unit in self.units[1:])
-        # A layer and the next one; or a bucket that is packed, its layers, and the next bucket.
-        room_numel = max(2 * largest_numel, 3 * self.bucket_numel)
-        if not self.has_limit:
-            self.limit_numel = self.numel["root"] + room_numel
-        on_cpu = self.units[0].device.type == "cpu"
-        if offload_states_bytes and on_cpu:
-            warnings.warn(f"rank {self.comm.global_rank}: `offload_states_bytes` does nothing on "
-                          "the CPU, because optimizer states that leave the device would stay in "
-                          "the same memory. What to do: nothing, or leave it out.", stacklevel=3)
-        self.offload_states_bytes = 0 if on_cpu else offload_states_bytes
-        self.told: set[str] = set()
-        self.earlier_breaks = breaks()
-        self.engine = engine_named(backend, self.comm, self.units[0].device)(layers)
-        # Dynamo calls it while it traces. Elsewhere it stands for code that is not traced.
-        use: Any = FreedParameter.__torch_function__
-        skip_code(use.__code__)
-        self._compile()
-
     def _compile(self) -> None:
         """
         #### Have the next forward pass trace and compile the model
@@ -495,14 +483,12 @@ class CompiledModel(Zero3Model):
                 self.leaving = now
                 self._compile()
 
-    def _lower(self, graphs: Graphs) -> None:
+    def _lower(self, graphs: Graphs, forward: fx.Graph, backward: fx.Graph | None) -> None:
         """
         #### Run the passes over traced graphs
         """
-        _, forward, backward = graphs.steps[0]
-        steps, graphs.kept = improve(forward, backward, self.numel, self.limit_numel,
-                                     self.bucket_numel)
-        graphs.steps += steps
+        graphs.steps, graphs.kept = improve(forward, backward, self.numel, self.limit_numel,
+                                            self.bucket_numel)
         self._check_limit(graphs)
         # If Dynamo has ended a graph early, each graph moves the states of its own layers.
         here = gathered(graphs.forward)
@@ -564,15 +550,14 @@ class CompiledModel(Zero3Model):
             nodes += find(graphs.backward, gather, reduce)
         found = []
         for node in nodes:
-            layers = layers_of(node)
-            flats = [flat for name in layers for flat in self.engine.layers[name].flats]
+            layers = [self.engine.layers[name] for name in layers_of(node)]
+            flats = [flat for layer in layers for flat in layer.flats]
             if node.target is gather:
-                sent_bytes = sum(others * flat.shard.nbytes for flat in flats)
-                found.append(Sent("gather", layers, sent_bytes))
+                own_bytes = sum(flat.shard.nbytes for flat in flats)
             else:
-                sent_bytes = sum(others * len(flat.shard) * flat.shard.grad_dtype.itemsize
-                                 for flat in flats if flat.trains)
-                found.append(Sent("reduce", layers, sent_bytes))
+                own_bytes = sum(len(flat.shard) * flat.shard.grad_dtype.itemsize
+                                for flat in flats if flat.trains)
+            found.append(Sent(getattr(node.target, "__name__", ""), others * own_bytes))
         return found
 
     def _warn_of_breaks(self) -> None:
@@ -591,9 +576,8 @@ class CompiledModel(Zero3Model):
         #### Why Dynamo ended a graph, or left a function out, in its own words
         """
         found = []
-        for text, count in breaks().items():
-            if count > self.earlier_breaks.get(text, 0) and not any(
-                    name in text for name in _OURS):
+        for text in counters["graph_break"] - self.earlier_breaks:
+            if not any(name in text for name in _OURS):
                 title, _, rest = text.partition("\n")
                 explanation = rest.partition("Explanation: ")[2].partition("\n")[0]
                 found.append(f"{title}: {explanation}")
@@ -614,13 +598,6 @@ class CompiledModel(Zero3Model):
         return "\n".join([*lines, *self._reasons()])
 
 
-def breaks() -> dict[str, int]:
-    """
-    ## How often Dynamo has ended a graph in this process, by its reason
-    """
-    return dict(counters["graph_break"])
-
-
 def engine_named(name: str, comm: Communicator, device: torch.device) -> type[Eager]:
     """
     ## The engine, or the one that needs no compiler if a rank has none
@@ -634,7 +611,7 @@ def engine_named(name: str, comm: Communicator, device: torch.device) -> type[Ea
         if problem:
             warnings.warn(f"rank {comm.global_rank}: compiled by \"aot_eager\" and not by "
                           f"\"{name}\", because rank {rank} has no compiler: {problem}",
-                          stacklevel=4)
+                          stacklevel=5)
             return Eager
     return ENGINES[name]
 
@@ -683,15 +660,14 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *, backend: 
                "argument", "leave it out; a graph decides for itself what hooks are told",
                TypeError)
     if layer_classes is None:
-        is_chain = isinstance(model, nn.Sequential)
-        expect(is_chain, "compile: `layer_classes`", "the classes of the model's layers", "none",
-               "pass them; only an `nn.Sequential` can do without")
+        expect(isinstance(model, nn.Sequential), "compile: `layer_classes`", "the classes of the "
+               "model's layers", "none", "pass them; only an `nn.Sequential` can do without")
         options["leaf_classes"] = tuple({type(child) for child in model.children()})
-    kind = partial(CompiledModel, bucket_bytes=bucket_bytes, unit_bytes=unit_bytes,
-                   limit_numel=limit_numel, is_chain=layer_classes is None)
+    kind = partial(CompiledModel, backend=backend, limit_numel=limit_numel,
+                   bucket_bytes=bucket_bytes, unit_bytes=unit_bytes,
+                   offload_states_bytes=offload_states_bytes, is_chain=layer_classes is None)
     compiled: Any = wrap(model, layer_classes or (), max_live_numel=limit_numel, kind=kind,
                          **options)
-    compiled.plan(backend, offload_states_bytes)
     return compiled
 
 
@@ -715,10 +691,10 @@ def main(argv: list[str] | None = None) -> None:
                     backend="aot_eager")
     model(torch.ones(1, 2)).sum().backward()
     (graphs,) = model.graphs
-    traced = graphs.steps[0]
-    steps, kept = improve(traced[1], traced[2], model.numel, args.limit, args.bucket)
+    _, traced, traced_backward = graphs.steps[0]
+    steps, kept = improve(traced, traced_backward, model.numel, args.limit, args.bucket)
     backward: Any = None
-    for name, forward, backward in (traced, *steps):
+    for name, forward, backward in steps:
         whole = [] if name in ("traced", "insert") else kept
         print(f"\n{name}, forward\n{picture(forward, model.numel)}")
         print(f"\n{name}, backward\n{picture(backward, model.numel, whole)}")

@@ -35,6 +35,7 @@ the freed parameter, and its first use raises an error.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakMethod
 
@@ -72,19 +73,18 @@ class Place(NamedTuple):
     name: str
 
 
+@dataclass
 class Graphs:
     """
     ## What has been made of one traced graph
-
-    `steps` has, for each pass, its name and the graphs after it. Without gradients there is no
-    backward graph.
     """
 
-    def __init__(self, number: str, broken: str):
-        self.number = number  # of the frame of Python code, and how often that was compiled: "0/1"
-        self.broken = broken  # why the trace ended before the model did, or empty
-        self.steps: list[tuple[str, fx.Graph, fx.Graph | None]] = []
-        self.kept: list[str] = []  # layers that stay whole from forward to backward
+    number: str  # of the frame of Python code, and how often that was compiled: "0/1"
+    broken: str  # why the trace ended before the model did, or empty
+    # The name of each pass, and the graphs after it; first "traced". Without gradients there is no
+    # backward graph.
+    steps: list[tuple[str, fx.Graph, fx.Graph | None]] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)  # layers whole from forward to backward
 
     @property
     def forward(self) -> fx.Graph:
@@ -103,11 +103,10 @@ class Graphs:
         parts = [f"graph {self.number}"]
         for name, graph, kept in (("forward", self.forward, []),
                                   ("backward", self.backward, self.kept)):
-            if graph is None:
-                continue
-            most = max(full_numel(graph, numel, kept), default=0)
-            parts.append(f"{name} {len(find(graph, gather))} gathers, {len(find(graph, reduce))} "
-                         f"reduces, at most {most:,} full elements")
+            if graph is not None:
+                most = max(full_numel(graph, numel, kept), default=0)
+                parts.append(f"{name} {len(find(graph, gather))} gathers, "
+                             f"{len(find(graph, reduce))} reduces, at most {most:,} full elements")
         if self.kept:
             parts.append(f"kept for backward: {', '.join(self.kept)}")
         gone = [layer for node in find(self.forward, offload) for layer in layers_of(node)]
@@ -124,12 +123,13 @@ class Backend:
     """
 
     def __init__(self, places: dict[int, Place],
-                 lower: Callable[[Graphs], None], engine: Any):
+                 lower: Callable[[Graphs, fx.Graph, fx.Graph | None], None], engine: Any):
         """
         ### Choose the parts
 
         * `places` has the place of each parameter, by its `id`
-        * `lower` is a method that runs the passes: it adds to the steps of the graphs
+        * `lower` is a method that runs the passes over traced graphs, and puts the steps into the
+          `Graphs`
         * `engine` partitions the joint graph, and makes a function of each of the two
         """
         self.places = places
@@ -149,21 +149,20 @@ class Backend:
         guard_parameters(traced.graph, places)
         refuse_views(traced.graph, places)
         number = str(torch._guards.CompileContext.current_compile_id())
-        graphs = Graphs(number, _broken(traced))
+        end = getattr(traced, "compile_subgraph_reason", None)
+        graphs = Graphs(number, end.reason if end is not None and end.graph_break else "")
 
         def partition(joint: fx.GraphModule, *args: Any, num_fwd_outputs: int, **kwargs: Any):
             forward, backward = self.engine.partition(
                 joint, *args, num_fwd_outputs=num_fwd_outputs, **kwargs)
             save_no_parameters(forward.graph, backward.graph, places)
             save_versions(forward.graph, backward.graph, num_fwd_outputs, places)
-            graphs.steps.append(("traced", marked_inputs(forward.graph, places),
-                                 marked_gradients(backward.graph, places)))
-            self.lower()(graphs)
+            self.lower()(graphs, marked_inputs(forward.graph, places),
+                         marked_gradients(backward.graph, places))
             return forward, backward
 
         def infer(module: fx.GraphModule, _: Any) -> Callable:
-            graphs.steps.append(("traced", marked_inputs(module.graph, places), None))
-            self.lower()(graphs)
+            self.lower()(graphs, marked_inputs(module.graph, places), None)
             return compile_forward()
 
         def compile_forward(*_: Any) -> Callable:
@@ -182,14 +181,6 @@ class Backend:
                 bw_compiler=lambda *_: self.engine.compile(graphs.backward),
                 decompositions=self.engine.decompositions)
         return _without_parameters(run, inputs, places)
-
-
-def _broken(traced: fx.GraphModule) -> str:
-    """
-    #### Why a trace ended before the end of the code, or an empty string
-    """
-    reason = getattr(traced, "compile_subgraph_reason", None)
-    return reason.reason if reason is not None and reason.graph_break else ""
 
 
 def _without_parameters(run: Callable, inputs: Sequence[Any], places: list[Place | None]
@@ -241,7 +232,7 @@ def refuse_views(graph: fx.Graph, places: Sequence[Place | None]) -> None:
     # The parameters of a layer are views of one flat parameter.
     layers = {_storage(node): place.layer for node, place in zip(inputs_of(graph), places,
                                                                  strict=True) if place}
-    for node in output_of(graph).all_input_nodes:
+    for node in graph.output_node().all_input_nodes:
         storage = _storage(node)
         layer = layers.get(storage)
         expect(storage is None or layer is None, "the model cannot be compiled",
@@ -291,14 +282,7 @@ def inputs_of(graph: fx.Graph) -> list[fx.Node]:
     """
     ## The inputs of a graph
     """
-    return [node for node in graph.nodes if node.op == "placeholder"]
-
-
-def output_of(graph: fx.Graph) -> fx.Node:
-    """
-    ## The node that returns the results
-    """
-    return [*graph.nodes][-1]
+    return [*graph.find_nodes(op="placeholder")]
 
 
 def save_no_parameters(forward: fx.Graph, backward: fx.Graph, places: Sequence[Place | None]
@@ -340,7 +324,7 @@ def save_no_parameters(forward: fx.Graph, backward: fx.Graph, places: Sequence[P
         node.replace_all_uses_with(again(by_name[node.name]))
         backward.erase_node(node)
     dropped = {by_name[node.name] for node in saved}
-    output = output_of(forward)
+    output = forward.output_node()
     output.args = (tuple(each for each in output.args[0] if each not in dropped),)  # type: ignore[union-attr]
 
 
@@ -353,7 +337,7 @@ def _saved_size(forward: fx.Graph, backward: fx.Graph, node: fx.Node) -> fx.Node
     for each in inputs_of(backward):
         if each.name == node.name:
             return each
-    output = output_of(forward)
+    output = forward.output_node()
     output.args = ((*output.args[0], node),)  # type: ignore[misc]
     # Sizes are saved last, and come first in backward.
     with backward.inserting_before(_first_tensor(backward)):
@@ -379,7 +363,7 @@ def save_versions(forward: fx.Graph, backward: fx.Graph, results: int,
     layers = tuple(dict.fromkeys(place.layer for place in places if place))
     if not layers:
         return
-    output = output_of(forward)
+    output = forward.output_node()
     fake: Any = detect_fake_mode([node.meta["val"] for node in inputs_of(forward)])
     with fake:
         value = torch.empty(len(layers), dtype=torch.int64)
@@ -419,7 +403,7 @@ def marked_gradients(graph: fx.Graph, places: Sequence[Place | None]) -> fx.Grap
     It returns `None` for them.
     """
     graph = copied(graph)
-    output = output_of(graph)
+    output = graph.output_node()
     gradients = [*output.args[0]]  # type: ignore[misc]
     for i, place in enumerate(places):
         if place and gradients[i] is not None:

@@ -77,6 +77,7 @@ from zero3.guards.contents import uncompiled
 from zero3.guards.options import same
 from zero3.layer import Zero3Layer
 from zero3.offload.tiers import Offload
+from zero3.schedule import Alone
 from zero3.sharded import Sharded
 from zero3.watch import Call, in_backward
 from zero3.whole_model.together import Packed, Together, fetch_together
@@ -141,7 +142,33 @@ class Trace:
         return self.known[len(self.seen) :] if self.follows() else []
 
 
-class Unit(Zero3Layer):
+class StandIn(nn.Module):
+    """
+    ## A module in the place of another one, which may be a container such as `nn.Sequential`
+
+    For any other module, all methods but `__bool__` raise `TypeError`.
+    """
+
+    module: Any
+
+    def __len__(self) -> int:
+        return len(self.module)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.module)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self.module
+
+    def __bool__(self) -> bool:
+        # Without this, Python would ask for the length, which most modules do not have.
+        return bool(self.module)
+
+
+class Unit(StandIn, Zero3Layer):
     """
     ## A layer of a whole model
 
@@ -168,6 +195,8 @@ class Unit(Zero3Layer):
         self.order = order
         self.schedule = order
         self.path = path
+        # The name that errors and reports give to it.
+        self.title = module.title if isinstance(module, Together) else path or "the rest"
         self.leaf = leaf
         # Once all units exist, `wrap` sets this and the three lists below, and number, label and
         # communicator.
@@ -207,9 +236,11 @@ class Unit(Zero3Layer):
             # A short way for its own state, which changes some twenty times in a step.
             vars(self)[name] = value
             return
-        # `__init__` sets `_stamp` last. From then on a new name belongs to the module.
-        is_new = "_stamp" in vars(self) and name not in vars(self) and name not in self._modules
-        if is_new and not hasattr(type(self), name) and hasattr(self.module, name):
+        # Once the model has all its units, a new name belongs to the module.
+        is_whole = "order" in vars(self) and self.order.units
+        is_new = name not in vars(self) and name not in self._modules
+        is_own = not is_whole or not is_new or hasattr(type(self), name)
+        if not is_own and hasattr(self.module, name):
             setattr(self.module, name, value)
         else:
             super().__setattr__(name, value)
@@ -235,24 +266,6 @@ class Unit(Zero3Layer):
         # `repr` calls this.
         return type(self).__name__
 
-    # The methods of a container. They raise `TypeError` if the module is none.
-
-    def __len__(self) -> int:
-        return len(self.module)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.module)  # type: ignore[call-overload]
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.module[key]  # type: ignore[index]
-
-    def __contains__(self, item: Any) -> bool:
-        return item in self.module  # type: ignore[operator]
-
-    def __bool__(self) -> bool:
-        # Without this, Python would ask for the length, which most modules do not have.
-        return bool(self.module)
-
     def admits(self, layer: nn.Module) -> bool:
         """
         ### Whether a sharded layer is a unit of the same model
@@ -260,15 +273,6 @@ class Unit(Zero3Layer):
         A sharded layer of another model would be in none of the passes here.
         """
         return any(layer is unit for unit in self.order.units)
-
-    @property
-    def title(self) -> str:
-        """
-        ### The name that errors and reports give to it
-        """
-        if isinstance(self.module, Together):
-            return self.module.title
-        return self.path or "the rest"
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """
@@ -372,10 +376,16 @@ class Unit(Zero3Layer):
 
     def compare(self) -> None:
         """
-        ### With `debug`, have the ranks compare what they are about to gather
+        ### With `debug`, have the ranks tell each other what they are about to gather
+
+        All-gather of the unit's label; all ranks must call it. Raises `RuntimeError` on all of them
+        if they differ.
         """
         if self.order.debug:
-            self.order.compare(self)
+            told = {"communication": f"gather of {self.label}"}
+            same(f"rank {self.comm.global_rank}: {self.label} is about to be gathered, and the "
+                 "ranks diverged", self.comm.ranks, self.comm.gather(told), "put everything that "
+                 "depends on a rank's data into one unit, by `leaf_classes`")
 
     def come_with(self, part: Any) -> None:
         """
@@ -388,13 +398,6 @@ class Unit(Zero3Layer):
         self.is_fetched = True
         self._gather = part
         self.packed = part.packed
-
-    def unpack(self) -> None:
-        """
-        ### Take its parameters out of a shared all-gather, and leave them closed
-        """
-        if self.packed is not None:
-            self.packed.take(self)
 
     def held_tensors(self) -> Iterator[torch.Tensor | None]:
         """
@@ -554,11 +557,12 @@ class Unit(Zero3Layer):
         super().settle(raised)
 
 
-class TracedOrder:
+class TracedOrder(Alone):
     """
     ## The schedule of a whole model: gather and free units along the order that was learnt
 
-    All units of a model share one.
+    All units of a model share one. Its units have nothing `ahead`, because `arrive` gathers ahead
+    by itself, as far as the limits allow.
     """
 
     def __init__(self, debug: bool):
@@ -574,12 +578,6 @@ class TracedOrder:
     @property
     def root(self) -> Unit:
         return self.units[0]
-
-    def ahead(self, layer: Sharded) -> list[Sharded]:
-        """
-        ### No units: `arrive` gathers ahead by itself, as far as the limits allow
-        """
-        return []
 
     def arrive(self, unit: Unit) -> None:
         """
@@ -663,9 +661,8 @@ class TracedOrder:
         """
         #### Gather these units, small ones together with the small ones that come after them
         """
-        bucket = self._bucket(wanted, upcoming)
-        if bucket:
-            fetch_together(bucket)
+        if self.bucket_numel:
+            fetch_together(self._bucket(wanted, upcoming))
         for unit in wanted:
             # A large one, and one that has stayed full.
             unit.fetch_params()
@@ -675,8 +672,6 @@ class TracedOrder:
         #### The units to gather together: up to `bucket_numel` elements, as far as they fit
         """
         bucket: list[Unit] = []
-        if not self.bucket_numel:
-            return bucket
         _refresh(wanted)
         # A bucket begins with a unit that is needed and not here.
         if all(unit.is_here for unit in wanted):
@@ -709,7 +704,8 @@ class TracedOrder:
         if not self._fits(wanted):
             # A packed buffer that a persistent unit, or a wanted one, has kept alive.
             for unit in self.units:
-                unit.unpack()
+                if unit.packed is not None:
+                    unit.packed.take(unit)
         wanted[0].expect(self._fits(wanted), "cannot be fetched", "at most `max_live_numel`, "
                          f"{self.max_live_numel:,} full elements",
                          f"{self.live_numel(wanted):,} with it", "raise the limit, wrap "
@@ -770,18 +766,6 @@ class TracedOrder:
                 break
             soon.append(unit)
         return soon
-
-    def compare(self, unit: Unit) -> None:
-        """
-        ### Have the ranks tell each other which unit they are about to gather
-
-        All-gather of their labels; all ranks must call it. Raises `RuntimeError` on all of them if
-        they differ.
-        """
-        told = {"communication": f"gather of {unit.label}"}
-        same(f"rank {unit.comm.global_rank}: {unit.label} is about to be gathered, and the ranks "
-             "diverged", unit.comm.ranks, unit.comm.gather(told),
-             "put everything that depends on a rank's data into one unit, by `leaf_classes`")
 
     def range_of(self, unit: Unit) -> Any:
         """

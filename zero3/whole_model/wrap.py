@@ -31,7 +31,7 @@ has it, and otherwise the first unit that does. For the other units it is an ext
 | `max_live_numel` | `stage3_max_live_parameters`; here nothing exceeds it |
 | `persist_below_numel` | `stage3_param_persistence_threshold` |
 | `bucket_numel` | none: all that `stage3_prefetch_bucket_size` prefetches at once shares one |
-| `mark_persistent_parameters` | the same, with `stage3_model_persistence_threshold` |
+| `mark_persistent_parameters` | the same |
 | `register_external_parameter` | the same |
 
 **Run this**: `python -m zero3.whole_model` prints the order of events in two steps of a small
@@ -70,16 +70,16 @@ from zero3.guards.shard_gradients import grad_of
 from zero3.layer import Zero3Layer
 from zero3.offload.tiers import Offload
 from zero3.optimizer.steps import after_steps
-from zero3.sharded import Sharded, communicator
+from zero3.sharded import Sharded, ShardedModel, communicator
 from zero3.watch import tensors_in
-from zero3.whole_model.materialise import Deferred, Source, WholeModel, save
+from zero3.whole_model.materialise import Deferred, Source, save
 from zero3.whole_model.together import LayerPlace, Together, can_share
-from zero3.whole_model.units import TracedOrder, Unit
+from zero3.whole_model.units import StandIn, TracedOrder, Unit
 
 Classes = type | Iterable[type]
 
 
-class Zero3Model(WholeModel):
+class Zero3Model(StandIn, ShardedModel):
     """
     ## A whole model, sharded unit by unit
 
@@ -104,7 +104,7 @@ class Zero3Model(WholeModel):
         self.sharded_layers = tuple(self.units)
         self.tied = wrapping.tied_by_name()  # parameters with several names, by these
         self.layout = wrapping.layout  # the names of the parameters that a plain module has
-        self.module: Any = self.units[0]
+        self.module = self.units[0]
         self.training = model.training
         self.beside.train(model.training)
         self.missed: list[str] = []  # units that have a gradient and no optimizer
@@ -175,15 +175,14 @@ class Zero3Model(WholeModel):
                 return
             model.order.steps += 1
             # Shards with a gradient and no optimizer yet, for `check`.
-            for shard in stepped:
-                missed.discard(id(shard))
+            missed.difference_update(map(id, stepped))
             model.missed = [] if not missed else [
                 unit.title for unit in model.units for shard in unit.get_trainable_chunk()
                 if id(shard) in missed and grad_of(shard) is not None]
 
         after_steps.add(self, count)
 
-    # The model's attributes, and the methods of a container.
+    # The model's attributes.
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -202,50 +201,24 @@ class Zero3Model(WholeModel):
         else:
             super().__setattr__(name, value)
 
-    # Containers, such as `nn.Sequential`.
-    def __len__(self) -> int:
-        return len(self.module)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.module)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.module[key]
-
-    def __contains__(self, item: Any) -> bool:
-        return item in self.module
-
-    def __bool__(self) -> bool:
-        # Without this, Python would ask for the length, which most models do not have.
-        return True
-
     # ----------------------------------------------------------------------------------- settings
 
-    def mark_persistent_parameters(self, below_numel: int, model_numel: int | None = None) -> int:
+    def mark_persistent_parameters(self, below_numel: int) -> int:
         """
         ### Have small units stay full from one step to the next
 
         * `below_numel`: units with fewer elements than this persist
-        * `model_numel` is the most that all of them may have together; left out, there is no limit
 
         Each is then gathered once in a step. All ranks call it alike, between two steps. Returns
-        the elements that will stay. Suspends I2 for them. Raises `ValueError` if one of the two is
-        no whole number.
+        the elements that will stay. Suspends I2 for them. Raises `ValueError` if it is no whole
+        number.
         """
-        for name, value in (("below_numel", below_numel), ("model_numel", model_numel)):
-            left_out = value is None and name == "model_numel"
-            expect(left_out or whole(value), f"mark_persistent_parameters: `{name}`", "a whole "
-                   "number of elements", repr(value), "pass such a number")
-        # In the order of the units, while there is room.
+        expect(whole(below_numel), "mark_persistent_parameters: `below_numel`", "a whole number of "
+               "elements", repr(below_numel), "pass such a number")
         self.release_all()
-        left_numel = float("inf") if model_numel is None else model_numel
-        persistent_numel = 0
         for unit in self.units:
-            unit.persistent = 0 < unit.numel < below_numel and unit.numel <= left_numel
-            if unit.persistent:
-                left_numel -= unit.numel
-                persistent_numel += unit.numel
-        return persistent_numel
+            unit.persistent = 0 < unit.numel < below_numel
+        return sum(unit.numel for unit in self.units if unit.persistent)
 
     def register_external_parameter(self, module: nn.Module, param: nn.Parameter) -> None:
         """
@@ -337,7 +310,7 @@ class Zero3Model(WholeModel):
         self.expect(not self.comm.stages.same_layers, "cannot be saved like this", "whole weights",
                     "parts of them, split over ranks", "call `zero3.save`, and convert the "
                     "checkpoint; or `restore(model.destroy())`")
-        save(self, Path(folder))
+        save(self.units, Path(folder))
 
     @torch.no_grad()
     def generate(self, *args, **kwargs) -> Any:
@@ -432,24 +405,20 @@ class Zero3Model(WholeModel):
 
         Elements with their padding, and bytes at rest and full.
         """
+        row = "{:14,} {:14,} {:14,}  {:7} {}".format
         table = [f"rank {self.comm.global_rank}, with 1/{self.comm.world_size} of each parameter",
                  f"{'elements':>14} {'at rest':>14} {'full':>14}  tier    unit"]
-        totals = [0, 0, 0]
+        cells = []
         for unit in self.units:
             is_full = unit.is_fetched or unit.is_full_elsewhere
-            cells = [unit.numel, sum(flat.storage.rest_bytes for flat in unit.flats),
-                     sum(flat.full.nbytes for flat in unit.flats) if is_full else 0]
-            # Sums, for the last line.
-            for i, cell in enumerate(cells):
-                totals[i] += cell
+            rest_bytes = sum(flat.storage.rest_bytes for flat in unit.flats)
+            full_bytes = is_full * sum(flat.full.nbytes for flat in unit.flats)
+            cells.append((unit.numel, rest_bytes, full_bytes))
             tiers = "+".join(dict.fromkeys(flat.storage.tier for flat in unit.flats)) or "none"
-            name = unit.label
-            if unit.persistent:
-                name += ", persistent"
-            if unit.leaf:
-                name += ", leaf"
-            table.append(_row(cells) + f"  {tiers:7} {name}")
-        table.append(_row(totals) + "          together")
+            name = unit.label + ", persistent" * unit.persistent + ", leaf" * unit.leaf
+            table.append(row(*cells[-1], tiers, name))
+        totals = map(sum, zip(*cells, strict=True))
+        table.append(row(*totals, "", "together"))
         table.append(f"{self.order.trace.misses} passes differed from the last of their kind")
         return "\n".join(table)
 
@@ -649,18 +618,17 @@ class _Wrapping:
         """
         ### The parameters that have several names, by each of them
         """
-        found = {}
+        found: dict[str, Any] = {}
         for param, names in self.names.items():
             if len(names) > 1:
-                for name in names:
-                    found[name] = self.made.get(param, param)
+                found |= dict.fromkeys(names, self.made.get(param, param))
         return found
 
 
 def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 20, *,
                     eos_token_id: int | None = None, temperature: float = 0.0,
-                    generator: torch.Generator | None = None, window: int | None = None,
-                    groups: Iterable[Group] = ()) -> torch.Tensor:
+                    generator: torch.Generator | None = None, groups: Iterable[Group] = ()
+                    ) -> torch.Tensor:
     """
     ## Continue sequences of tokens
 
@@ -668,7 +636,6 @@ def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 2
     * `ids` are `(batch, length)`, of this rank
     * `eos_token_id` ends a sequence, and pads it
     * `temperature` 0 takes the likeliest token, others draw with `generator`
-    * `window` is the longest sequence that the model takes; left out, any length
     * `groups` have the ranks that go on until all of them are done, and all of these must call it;
       left out, this one alone
 
@@ -676,8 +643,7 @@ def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 2
     """
     done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     for _ in range(max_new_tokens):
-        context = ids if window is None else ids[:, -window:]
-        logits = next(tensors_in(model(context)))[:, -1].float()  # (batch, vocabulary) fp32
+        logits = next(tensors_in(model(ids)))[:, -1].float()  # (batch, vocabulary) fp32
         token = _next_token(logits, temperature, generator)
         # A sequence that has ended is padded.
         if not done.all():
@@ -723,10 +689,6 @@ def _restored(slot: Slot, value: torch.Tensor) -> nn.Parameter:
     return slot.param
 
 
-def _row(cells: list[int]) -> str:
-    return " ".join(f"{cell:14,}" for cell in cells)
-
-
 def _places(module: nn.Module, path: str, layers: tuple[type, ...], leaves: tuple[type, ...]
             ) -> Iterator[LayerPlace]:
     """
@@ -748,9 +710,8 @@ def classes_of(classes: Classes) -> tuple[type, ...]:
     several = isinstance(classes, Iterable) and not isinstance(classes, type)
     found: Any = tuple(classes) if several else (classes,)  # type: ignore[arg-type]
     for kind in found:
-        if not isinstance(kind, type):
-            raise TypeError(f"wrap. Expected: classes of modules. Got: a {type(kind).__name__}. "
-                            "What to do: pass `type(layer)`, or several in a tuple.")
+        expect(isinstance(kind, type), "wrap", "classes of modules", f"a {type(kind).__name__}",
+               "pass `type(layer)`, or several in a tuple", TypeError)
     return found
 
 
