@@ -305,7 +305,8 @@ def linked(graph: fx.Graph, layers: dict[str, GraphLayer]) -> fx.GraphModule:
                 vars(root)[name] = weakref.ref(layers[layer])
                 with graph.inserting_before(start):
                     nodes[layer] = graph.create_node("get_attr", name)
-        node.args = tuple(nodes[arg] if isinstance(arg, str) else arg for arg in node.args)
+        node.args = tuple(nodes[arg] if isinstance(arg, str) else arg
+                          for arg in node.args)
     graph.set_codegen(fx.graph._BoxedCodeGen())
     return fx.GraphModule(root, graph)
 

@@ -62,6 +62,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakMethod
 
 import torch
 from torch import fx, nn
@@ -74,7 +75,7 @@ from zero3.compiler.away import StatesAway, leaving
 from zero3.compiler.engines import Eager, Inductor
 from zero3.compiler.graph import find, full_numel, gather, layers_of, picture, reduce
 from zero3.compiler.passes import gathered, improve, offload_states
-from zero3.compiler.trace import Backend, Graphs, Place
+from zero3.compiler.trace import Graphs, Place, graphs_of
 from zero3.flat import Slot, own_modules
 from zero3.guards.command_line import Parser, within
 from zero3.guards.contents import uncompiled
@@ -395,8 +396,7 @@ class CompiledModel(Zero3Model):
         """
         self.is_chain = is_chain
         self.unit_bytes = unit_bytes
-        self.has_limit = limit_numel is not None
-        self.limit_numel = limit_numel or 0
+        self.limit_numel = MOST if limit_numel is None else limit_numel
         # Layers whose optimizer states leave for a while, as of the last compilation.
         self.leaving: list[str] = []
         super().__init__(*args)
@@ -408,7 +408,7 @@ class CompiledModel(Zero3Model):
         self.numel = {name: unit.numel for name, unit in layers.items()}
         itemsize = max(flat.full.itemsize for unit in self.units for flat in unit.flats)
         self.bucket_numel = bucket_bytes // itemsize if can_share(self.comm) else 0
-        if not self.has_limit:
+        if limit_numel is None:
             largest_numel = max(unit.numel for unit in self.units[1:])
             # A layer and the next one; or a bucket that is packed, its layers, and the next bucket.
             room_numel = max(2 * largest_numel, 3 * self.bucket_numel)
@@ -435,7 +435,7 @@ class CompiledModel(Zero3Model):
         if not can_share(self.comm):
             return []
         # Room for those that compute, and for the next ones.
-        most_numel = (self.limit_numel - rest_numel) / 2 if self.has_limit else float("inf")
+        most_numel = (self.limit_numel - rest_numel) / 2
         traced = [place for place in places if self.is_chain or not place.is_leaf]
         return neighbours(traced, self.unit_bytes, most_numel)
 
@@ -470,8 +470,9 @@ class CompiledModel(Zero3Model):
         layers = self.engine.layers
         places = {id(slot.param): Place(name, i, unit.full_name(slot.names[0]))
                   for name, unit in layers.items() for i, slot in enumerate(unit.slots())}
-        self.run = torch.compile(self.module.__call__,
-                                 backend=Backend(places, self._lower, self.engine))
+        # The compiler keeps its backend when the model is gone.
+        backend = partial(graphs_of, places, WeakMethod(self._lower), self.engine)
+        self.run = torch.compile(self.module.__call__, backend=backend)
 
     def _follow_optimizer(self) -> None:
         """
@@ -502,9 +503,11 @@ class CompiledModel(Zero3Model):
         """
         #### Refuse a limit that cannot be kept
         """
-        least = max(max(full_numel(graph, self.numel, kept), default=0) for graph, kept
-                    in ((graphs.forward, []), (graphs.backward, graphs.kept)) if graph is not None)
-        self.expect(least <= self.limit_numel or not self.has_limit, "cannot be compiled",
+        limit = self.order.max_live_numel
+        least = max(max(full_numel(graph, self.numel, kept), default=0)
+                    for graph, kept in ((graphs.forward, []), (graphs.backward, graphs.kept))
+                    if graph is not None)
+        self.expect(limit is None or least <= limit, "cannot be compiled",
                     f"at most {self.limit_numel:,} full elements, as `limit_numel` says",
                     f"{least:,} at one operation", "raise the limit, or pass smaller layers")
 
@@ -521,8 +524,7 @@ class CompiledModel(Zero3Model):
         self._follow_optimizer()
         for unit in self.units:
             unit.prepare()
-        root: Any = self.module
-        root.running = True
+        self.module.running = True
         try:
             # After a graph break, each layer has graphs of the same code. A module with a new hook
             # needs another graph.
@@ -536,7 +538,7 @@ class CompiledModel(Zero3Model):
                 unit.reshard()
             raise
         finally:
-            root.running = False
+            self.module.running = False
 
     def communication(self, graphs: Graphs) -> list["Sent"]:
         """
@@ -616,9 +618,13 @@ def engine_named(name: str, comm: Communicator, device: torch.device) -> type[Ea
     return ENGINES[name]
 
 
-def compile(model: nn.Module, layer_classes: Classes | None = None, *, backend: str = "inductor",
-            limit_numel: int | None = None, bucket_bytes: int = 1 << 20, unit_bytes: int = 0,
-            offload_states_bytes: int = 0, **options: Any) -> CompiledModel:
+def compile(model: nn.Module, layer_classes: Classes | None = None, *,
+            backend: str = "inductor",
+            limit_numel: int | None = None,
+            bucket_bytes: int = 1 << 20,
+            unit_bytes: int = 0,
+            offload_states_bytes: int = 0,
+            **options: Any) -> CompiledModel:
     """
     ## Shard a model in place, and compile its step
 
@@ -649,9 +655,11 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *, backend: 
     [SimpleFSDP](https://arxiv.org/abs/2411.00284), section 3. Keeps I1 to I9, with `limit_numel` in
     place of I3, and fewer gathers than I4 says.
     """
-    for name, value, least in (("limit_numel", limit_numel, 1), ("bucket_bytes", bucket_bytes, 0),
-                               ("unit_bytes", unit_bytes, 0),
-                               ("offload_states_bytes", offload_states_bytes, 0)):
+    for name, value, least in (
+            ("limit_numel", limit_numel, 1),
+            ("bucket_bytes", bucket_bytes, 0),
+            ("unit_bytes", unit_bytes, 0),
+            ("offload_states_bytes", offload_states_bytes, 0)):
         left_out = value is None and name == "limit_numel"
         expect(left_out or whole(value, least), f"compile: `{name}`",
                f"a whole number of at least {least}", repr(value), "pass such a number")
@@ -687,8 +695,8 @@ def main(argv: list[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
 
-    model = compile(nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(args.layers))),
-                    backend="aot_eager")
+    layers = [nn.Linear(2, 2, bias=False) for _ in range(args.layers)]
+    model = compile(nn.Sequential(*layers), backend="aot_eager")
     model(torch.ones(1, 2)).sum().backward()
     (graphs,) = model.graphs
     _, traced, traced_backward = graphs.steps[0]
@@ -698,6 +706,7 @@ def main(argv: list[str] | None = None) -> None:
         whole = [] if name in ("traced", "insert") else kept
         print(f"\n{name}, forward\n{picture(forward, model.numel)}")
         print(f"\n{name}, backward\n{picture(backward, model.numel, whole)}")
-    most = max(*full_numel(forward, model.numel), *full_numel(backward, model.numel, kept))
+    most = max(*full_numel(forward, model.numel),
+               *full_numel(backward, model.numel, kept))
     print(f"\n{len(find(forward, gather)) + len(find(backward, gather))} gathers, "
           f"{len(find(backward, reduce))} reduces, at most {most} full elements")

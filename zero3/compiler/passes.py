@@ -157,7 +157,8 @@ def _insert_gather(graph: fx.Graph, layer: str) -> None:
     if not uses:
         return
     at = {node: i for i, node in enumerate(graph.nodes)}
-    last = max((reader for node in uses for reader in readers(node)), key=lambda each: at[each])
+    last = max((reader for node in uses for reader in readers(node)),
+               key=lambda each: at[each])
     with graph.inserting_before(uses[0]):
         graph.call_function(gather, (layer,))
         whole = graph.call_function(wait, (layer,))
@@ -210,7 +211,8 @@ def keep(forward: fx.Graph, backward: fx.Graph, numel: dict[str, int], limit: in
             continue
         after = [*forward.nodes].index(released[0])
         full = full_numel(forward, numel)
-        most = max(*full[: after + 1], *(n + numel[layer] for n in full[after + 1 :]),
+        most = max(*full[: after + 1],
+                   *(n + numel[layer] for n in full[after + 1 :]),
                    *full_numel(backward, numel, [*kept, layer]))
         if most > limit:
             break
@@ -220,8 +222,8 @@ def keep(forward: fx.Graph, backward: fx.Graph, numel: dict[str, int], limit: in
     return forward, backward, kept
 
 
-def bucket(graph: fx.Graph, numel: dict[str, int], bucket_numel: int, limit: int, kept: list[str]
-           ) -> fx.Graph:
+def bucket(graph: fx.Graph, numel: dict[str, int], bucket_numel: int, limit: int,
+           kept: list[str]) -> fx.Graph:
     """
     ## Merge the communication of small neighbours
 
@@ -288,7 +290,8 @@ def prefetch(graph: fx.Graph, numel: dict[str, int], limit: int, kept: list[str]
         full = full_numel(graph, numel, kept)
         at = nodes.index(node)
         more = sum(numel[layer] for layer in layers_of(node))
-        while at > first and nodes[at - 1].op != "placeholder" and full[at - 1] + more <= limit:
+        while (at > first and nodes[at - 1].op != "placeholder"
+               and full[at - 1] + more <= limit):
             at -= 1
         if nodes[at] is not node:
             nodes[at].prepend(node)

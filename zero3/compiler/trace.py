@@ -1,7 +1,7 @@
 r"""
 # From a model to graphs
 
-A `Backend` gets what `torch.compile` has traced, and returns a function that carries out the graphs
+`graphs_of` gets what `torch.compile` has traced, and returns a function that carries out the graphs
 that the passes have made of it.
 
 Dynamo, the first part of `torch.compile`, follows the model's Python code and writes down the
@@ -37,7 +37,6 @@ the freed parameter, and its first use raises an error.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from weakref import WeakMethod
 
 import torch
 from torch import fx
@@ -117,70 +116,55 @@ class Graphs:
         return "; ".join(parts)
 
 
-class Backend:
+def graphs_of(known: dict[int, Place], lower: Callable[[], Any], engine: Any,
+              traced: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
     """
-    ## A backend for `torch.compile`
+    ## Compile what Dynamo has traced: a backend of `torch.compile`, but for the first arguments
+
+    * `known` has the place of each parameter, by its `id`
+    * `lower` is a weak reference to a method that runs the passes over traced graphs, and puts the
+      steps into the `Graphs`
+    * `engine` partitions the joint graph, and makes a function of each of the two
+    * `traced` is the graph, and `inputs` are examples of its inputs, the parameters among them
+
+    Returns a function of such inputs.
     """
+    places = [known.get(id(each)) for each in inputs]
+    guard_parameters(traced.graph, places)
+    refuse_views(traced.graph, places)
+    number = str(torch._guards.CompileContext.current_compile_id())
+    end = getattr(traced, "compile_subgraph_reason", None)
+    graphs = Graphs(number, end.reason if end is not None and end.graph_break else "")
 
-    def __init__(self, places: dict[int, Place],
-                 lower: Callable[[Graphs, fx.Graph, fx.Graph | None], None], engine: Any):
-        """
-        ### Choose the parts
+    def partition(joint: fx.GraphModule, *args: Any, num_fwd_outputs: int, **kwargs: Any):
+        forward, backward = engine.partition(
+            joint, *args, num_fwd_outputs=num_fwd_outputs, **kwargs)
+        save_no_parameters(forward.graph, backward.graph, places)
+        save_versions(forward.graph, backward.graph, num_fwd_outputs, places)
+        lower()(graphs, marked_inputs(forward.graph, places),
+                marked_gradients(backward.graph, places))
+        return forward, backward
 
-        * `places` has the place of each parameter, by its `id`
-        * `lower` is a method that runs the passes over traced graphs, and puts the steps into the
-          `Graphs`
-        * `engine` partitions the joint graph, and makes a function of each of the two
-        """
-        self.places = places
-        # The compiler keeps the backend when the model is gone.
-        self.lower: Any = WeakMethod(lower)
-        self.engine = engine
+    def infer(module: fx.GraphModule, _: Any) -> Callable:
+        lower()(graphs, marked_inputs(module.graph, places), None)
+        return compile_forward()
 
-    def __call__(self, traced: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
-        """
-        ### Compile a traced graph
+    def compile_forward(*_: Any) -> Callable:
+        metadata: Any = TracingContext.get().fw_metadata
+        refuse_writes(metadata.input_info, places)
+        # Without a list, a second backward pass is refused too.
+        metadata.bw_donated_idxs = []
+        return engine.compile(graphs.forward)
 
-        * `inputs` are examples of its inputs, the parameters among them
-
-        Returns a function of such inputs.
-        """
-        places = [self.places.get(id(each)) for each in inputs]
-        guard_parameters(traced.graph, places)
-        refuse_views(traced.graph, places)
-        number = str(torch._guards.CompileContext.current_compile_id())
-        end = getattr(traced, "compile_subgraph_reason", None)
-        graphs = Graphs(number, end.reason if end is not None and end.graph_break else "")
-
-        def partition(joint: fx.GraphModule, *args: Any, num_fwd_outputs: int, **kwargs: Any):
-            forward, backward = self.engine.partition(
-                joint, *args, num_fwd_outputs=num_fwd_outputs, **kwargs)
-            save_no_parameters(forward.graph, backward.graph, places)
-            save_versions(forward.graph, backward.graph, num_fwd_outputs, places)
-            self.lower()(graphs, marked_inputs(forward.graph, places),
-                         marked_gradients(backward.graph, places))
-            return forward, backward
-
-        def infer(module: fx.GraphModule, _: Any) -> Callable:
-            self.lower()(graphs, marked_inputs(module.graph, places), None)
-            return compile_forward()
-
-        def compile_forward(*_: Any) -> Callable:
-            metadata: Any = TracingContext.get().fw_metadata
-            refuse_writes(metadata.input_info, places)
-            # Without a list, a second backward pass is refused too.
-            metadata.bw_donated_idxs = []
-            return self.engine.compile(graphs.forward)
-
-        # A donated buffer forbids a second backward pass through the same graph.
-        with functorch.patch(donated_buffer=False):
-            run = aot_module_simplified(
-                traced, inputs, partition_fn=partition,
-                inference_compiler=infer,  # type: ignore[arg-type]
-                fw_compiler=compile_forward,  # type: ignore[arg-type]
-                bw_compiler=lambda *_: self.engine.compile(graphs.backward),
-                decompositions=self.engine.decompositions)
-        return _without_parameters(run, inputs, places)
+    # A donated buffer forbids a second backward pass through the same graph.
+    with functorch.patch(donated_buffer=False):
+        run = aot_module_simplified(
+            traced, inputs, partition_fn=partition,
+            inference_compiler=infer,  # type: ignore[arg-type]
+            fw_compiler=compile_forward,  # type: ignore[arg-type]
+            bw_compiler=lambda *_: engine.compile(graphs.backward),
+            decompositions=engine.decompositions)
+    return _without_parameters(run, inputs, places)
 
 
 def _without_parameters(run: Callable, inputs: Sequence[Any], places: list[Place | None]
@@ -350,7 +334,8 @@ def _first_tensor(graph: fx.Graph) -> fx.Node:
     """
     #### The first input that is a tensor; symbolic sizes come before it
     """
-    return next(node for node in inputs_of(graph) if isinstance(node.meta["val"], torch.Tensor))
+    return next(node for node in inputs_of(graph)
+                if isinstance(node.meta["val"], torch.Tensor))
 
 
 def save_versions(forward: fx.Graph, backward: fx.Graph, results: int,

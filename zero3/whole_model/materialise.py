@@ -161,7 +161,8 @@ class Source:
                         empty.setdefault(at, []).append(name)
         return made, empty
 
-    def _give_values(self, modules: dict[str, nn.Module], empty: dict[str, list[str]],
+    def _give_values(self, modules: dict[str, nn.Module],
+                     empty: dict[str, list[str]],
                      more: Callable[[torch.Tensor], list[str]]) -> None:
         """
         #### Draw or read the values of a layer
@@ -335,7 +336,8 @@ def _tensors_of(unit: Any, params: dict[str, nn.Parameter]) -> dict[str, torch.T
     #### The parameters and persistent buffers of a unit, by their names in the model
     """
     first = {p: name for name, p in reversed(params.items())}
-    found = {unit.full_name(name): p.detach() for p, name in first.items()}
+    found = {unit.full_name(name): p.detach()
+             for p, name in first.items()}
     for prefix, module in own_modules(unit.module):
         found |= {unit.full_name(prefix + name): buffer
                   for name, buffer in module._buffers.items()

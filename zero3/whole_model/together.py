@@ -166,7 +166,8 @@ def _can_join(unit: Any) -> bool:
     """
     return can_share(unit.comm) and all(
         flat.shard.dtype == flat.full.dtype
-        and flat.shard.device in (flat.full.device, torch.device("cpu")) for flat in unit.flats)
+        and flat.shard.device in (flat.full.device, torch.device("cpu"))
+        for flat in unit.flats)
 
 
 class Packed:

@@ -369,7 +369,10 @@ class Unit(StandIn, Zero3Layer):
             # It has stayed full, and may have gradients in flight. Finish those first.
             self.reducer.finish(self)
         if self.persistent:
-            stamp = self._stamp_of_shards()
+            # It changes when an optimizer steps, or when somebody writes to a shard.
+            stamp = (self.order.steps,
+                     [(flat.shard._version, flat.shard.untyped_storage().data_ptr())
+                      for flat in self.flats])
             if stamp != self._stamp:
                 self.reshard()
             self._stamp = stamp
@@ -406,14 +409,6 @@ class Unit(StandIn, Zero3Layer):
         yield from super().held_tensors()
         if self.packed is not None:
             yield from self.packed.buffers
-
-    def _stamp_of_shards(self) -> tuple:
-        """
-        #### A value that changes when an optimizer steps, or when somebody writes to a shard
-        """
-        shards = [flat.shard for flat in self.flats]
-        return self.order.steps, [(shard._version, shard.untyped_storage().data_ptr())
-                                  for shard in shards]
 
     def fetch_for_others(self) -> bool:
         """

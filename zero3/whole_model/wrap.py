@@ -63,7 +63,7 @@ from zero3.comm.mesh import Group
 from zero3.comm.parts import connect
 from zero3.comm.reducer import Reducer
 from zero3.estimate.ledger import Ledger
-from zero3.flat import Slot, own_modules
+from zero3.flat import own_modules
 from zero3.guards.contents import Known, stray, uncompiled
 from zero3.guards.options import MOST, expect, whole
 from zero3.guards.shard_gradients import grad_of
@@ -99,7 +99,7 @@ class Zero3Model(StandIn, ShardedModel):
         wrapping = _Wrapping(self, model, source, offload, mesh)
         self.units: list[Unit] = wrapping.units_of(layer_classes, leaf_classes)
         # Units that stand for no module. Here the model finds their shards.
-        self.beside = nn.ModuleList(wrapping.together)
+        self.beside = nn.ModuleList(u for u in self.units if isinstance(u.module, Together))
         self.order.units = self.units
         self.sharded_layers = tuple(self.units)
         self.tied = wrapping.tied_by_name()  # parameters with several names, by these
@@ -228,9 +228,10 @@ class Zero3Model(StandIn, ShardedModel):
         alike. Raises `RuntimeError` if
         either is not part of this model.
         """
-        users = [u for u in self.units for m in (u, *dict(own_modules(u.module)).values())
-                 if m is module]
-        owners = [u for u in self.units for slot in u.slots() if slot.param is param]
+        users = [unit for unit in self.units
+                 for m in (unit, *dict(own_modules(unit.module)).values()) if m is module]
+        owners = [unit for unit in self.units
+                  for slot in unit.slots() if slot.param is param]
         self.expect(bool(users and owners), "cannot register this", "a module and a parameter of "
                     "this model", f"{type(module).__name__} and {type(param).__name__}",
                     "take them from the wrapped model")
@@ -361,35 +362,30 @@ class Zero3Model(StandIn, ShardedModel):
             unit.reshard()
 
     @torch.no_grad()
-    def destroy(self, weights: bool = True) -> nn.Module:
+    def destroy(self) -> nn.Module:
         """
         ### Give the plain module back, without units and hooks
 
-        * `weights` says that each rank gets the whole model; without it, the parameters are on the
-          meta device
-
-        All ranks call it, and all-gather each unit if they want the weights. Afterwards neither
-        this object nor an optimizer that was built on it is of any use.
+        All ranks call it, because each unit is all-gathered, and each rank gets the whole model.
+        Afterwards neither this object nor an optimizer that was built on it is of any use.
         """
         self.release_all()
-        new: dict[torch.Tensor, nn.Parameter] = {}
         for unit in self.units:
-            if weights:
-                with unit.full_params():
-                    values = [slot.param.clone() for slot in unit.slots()]
-            else:
-                values = [torch.empty_like(slot.view, device="meta") for slot in unit.slots()]
-            # The same objects as before, if they have values.
+            with unit.full_params():
+                values = [slot.param.clone() for slot in unit.slots()]
+            # The same objects as before, because somebody may refer to them.
             for slot, value in zip(unit.slots(), values, strict=True):
-                new[slot.param] = _restored(slot, value)
+                if slot.hook:
+                    slot.hook.remove()
+                slot.param.__class__ = nn.Parameter
+                slot.param.data = value
             for refusal in unit.contents.refusals:
                 refusal.remove()
         # Put parameters and modules back where they were.
         plain = self.module.module
         for m in [*plain.modules()]:
             for name in self.layout.get(m, ()):
-                p = vars(m).pop(name)
-                m._parameters[name] = p if p is None else new[p]
+                m._parameters[name] = vars(m).pop(name)
             for name, child in m._modules.items():
                 m._modules[name] = child.module if isinstance(child, Unit) else child
         # Nothing may refer to the units any more.
@@ -423,13 +419,19 @@ class Zero3Model(StandIn, ShardedModel):
         return "\n".join(table)
 
 
-def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = (),
-         prefetch_numel: int | None = None, max_live_numel: int | None = None,
-         persist_below_numel: int = 0, bucket_numel: int = 0,
+def wrap(model: nn.Module, layer_classes: Classes, *,
+         leaf_classes: Classes = (),
+         prefetch_numel: int | None = None,
+         max_live_numel: int | None = None,
+         persist_below_numel: int = 0,
+         bucket_numel: int = 0,
          offload: Offload | str | None = None,
-         device: torch.device | str | None = None, seed: int = 0,
-         init: Callable[[nn.Module], Any] | None = None, checkpoint: str | Path | None = None,
-         mesh: DeviceMesh | Links | None = None, debug: bool = False,
+         device: torch.device | str | None = None,
+         seed: int = 0,
+         init: Callable[[nn.Module], Any] | None = None,
+         checkpoint: str | Path | None = None,
+         mesh: DeviceMesh | Links | None = None,
+         debug: bool = False,
          kind: Callable[..., Zero3Model] = Zero3Model) -> Zero3Model:
     """
     ## Shard a whole model, in place
@@ -468,11 +470,12 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
     expect(init is None or callable(init), "wrap: `init`", "a function of a module", repr(init),
            "pass one, or leave it out", TypeError)
     # Whole numbers that are large enough.
-    for name, value, least in (("prefetch_numel", prefetch_numel, 0),
-                               ("max_live_numel", max_live_numel, 1),
-                               ("persist_below_numel", persist_below_numel, 0),
-                               ("bucket_numel", bucket_numel, 0),
-                               ("seed", seed, -MOST)):
+    for name, value, least in (
+            ("prefetch_numel", prefetch_numel, 0),
+            ("max_live_numel", max_live_numel, 1),
+            ("persist_below_numel", persist_below_numel, 0),
+            ("bucket_numel", bucket_numel, 0),
+            ("seed", seed, -MOST)):
         left_out = value is None and name in ("prefetch_numel", "max_live_numel")
         expect(left_out or whole(value, least), f"wrap: `{name}`",
                f"a whole number of at least {least}", repr(value), "pass such a number")
@@ -507,8 +510,6 @@ class _Wrapping:
         self.tied: list[tuple[torch.Tensor, Unit, nn.Module, str]] = []
         # Parameters outside all layers.
         self.at_root: set[torch.Tensor] = set()
-        # Units that have the parameters of several layers.
-        self.together: list[Unit] = []
 
     def units_of(self, layers: tuple[type, ...], leaves: tuple[type, ...]) -> list[Unit]:
         """
@@ -522,7 +523,7 @@ class _Wrapping:
         inside = {m for place in places for m in place.layer.modules()}
         self.at_root = {p for m in self.model.modules() if m not in inside
                         for p in m._parameters.values() if p is not None}
-        self.together = self._units_together(places)
+        together = self._units_together(places)
         units: dict[nn.Module, Unit] = {}
         for place in places:
             layer = place.layer
@@ -534,7 +535,7 @@ class _Wrapping:
         for tied, user, module, name in self.tied:
             vars(module)[name] = self.made.get(tied, tied)
             user.externals.append(self.owners[tied])
-        return [root, *self.together, *units.values()]
+        return [root, *together, *units.values()]
 
     def _units_together(self, places: list[LayerPlace]) -> list[Unit]:
         """
@@ -548,7 +549,8 @@ class _Wrapping:
         may_share = []
         for place in places:
             tied = any(len(self.names[p]) > 1 for p in place.layer.parameters())
-            has_units = any(m in layers for m in place.layer.modules() if m is not place.layer)
+            has_units = any(m in layers for m in place.layer.modules()
+                            if m is not place.layer)
             # Not a layer with a tied weight, with units inside it, or that does not exist yet.
             if not (tied or has_units or isinstance(place.layer, Deferred)):
                 may_share.append(place)
@@ -560,10 +562,10 @@ class _Wrapping:
         """
         #### Refuse a model that cannot be wrapped
         """
-        is_plain = not any(isinstance(m, Zero3Layer) for m in self.model.modules())
         kind = type(self.model).__name__
-        self.owner.expect(is_plain, "is sharded already", "a plain model", kind,
-                          "`destroy()` it first")
+        for m in self.model.modules():
+            self.owner.expect(not isinstance(m, Zero3Layer), "is sharded already", "a plain model",
+                              kind, "`destroy()` it first")
         self.owner.expect(found > 0, "has nothing to wrap", f"modules of {classes}",
                           f"none inside of {kind}", "pass the classes of its layers")
 
@@ -581,7 +583,8 @@ class _Wrapping:
             self.layout.setdefault(m, [*m._parameters])
         # Without what other units own.
         ties = self._untie(modules, is_root=layer is self.model)
-        before = {p for m in modules.values() for p in m._parameters.values() if p is not None}
+        before = {p for m in modules.values()
+                  for p in m._parameters.values() if p is not None}
         self.made |= self.source.fill(self.owner, modules, path, self.names)
         for _, m, name in ties:
             del vars(m)[name]
@@ -611,7 +614,8 @@ class _Wrapping:
                     ties.append((p, m, name))
                     m._parameters.pop(name, None)
                     # For a module that draws its values, and would draw these too.
-                    vars(m)[name] = torch.empty(p.shape, dtype=p.dtype, device=self.source.device)
+                    vars(m)[name] = torch.empty(
+                        p.shape, dtype=p.dtype, device=self.source.device)
         return ties
 
     def tied_by_name(self) -> dict[str, Any]:
@@ -626,9 +630,10 @@ class _Wrapping:
 
 
 def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 20, *,
-                    eos_token_id: int | None = None, temperature: float = 0.0,
-                    generator: torch.Generator | None = None, groups: Iterable[Group] = ()
-                    ) -> torch.Tensor:
+                    eos_token_id: int | None = None,
+                    temperature: float = 0.0,
+                    generator: torch.Generator | None = None,
+                    groups: Iterable[Group] = ()) -> torch.Tensor:
     """
     ## Continue sequences of tokens
 
@@ -673,22 +678,6 @@ def _next_token(logits: torch.Tensor, temperature: float, generator: torch.Gener
     return torch.multinomial(probabilities, 1, generator=generator)[:, 0].to(logits.device)
 
 
-def _restored(slot: Slot, value: torch.Tensor) -> nn.Parameter:
-    """
-    #### A parameter as it was before it was sharded
-
-    * `value` has its values, or is on the meta device
-    """
-    if slot.hook:
-        slot.hook.remove()
-    if value.is_meta:
-        return nn.Parameter(value, slot.param.requires_grad)
-    # The same object as before, because somebody may refer to it.
-    slot.param.__class__ = nn.Parameter
-    slot.param.data = value
-    return slot.param
-
-
 def _places(module: nn.Module, path: str, layers: tuple[type, ...], leaves: tuple[type, ...]
             ) -> Iterator[LayerPlace]:
     """
@@ -723,8 +712,13 @@ def main() -> None:
     ahead, and unit 3 stays full for backward.
     """
     block = partial(nn.TransformerEncoderLayer, 16, 2, 32, dropout=0.0, batch_first=True)
-    model = wrap(nn.Sequential(nn.Embedding(9, 16), block(), block(), block(), nn.Linear(16, 9)),
-                 nn.TransformerEncoderLayer)
+    plain = nn.Sequential(
+        nn.Embedding(9, 16),
+        block(),
+        block(),
+        block(),
+        nn.Linear(16, 9))
+    model = wrap(plain, nn.TransformerEncoderLayer)
     for step in (1, 2):
         with Ledger(model) as tape:
             model(torch.arange(9)[None]).mean().backward()
