@@ -50,7 +50,7 @@ graph runs with less Python than hooks.
 **Run this**: `python -m zero3.compiler` prints the graphs of a small model; `make bench
 ARGS="--compile"` measures it beside hooks, and beside `fully_shard` with `torch.compile`.
 
-**Not covered, and what that costs**: `persist_below_numel` and `debug` of `wrap`. If backward never
+**Not covered, and what that costs**: `persist_below_numel` of `wrap`. If backward never
 comes, layers that stayed full wait for the next forward pass to free them. Layers that `compress`
 has changed run with hooks. A model that returns one of its weights raises an error when the result
 is used. A `register_post_accumulate_grad_hook` of a parameter is an error, and so is a

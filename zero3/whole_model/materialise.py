@@ -105,7 +105,7 @@ class Source:
         if not isinstance(module, Deferred):
             return module
         with _agreed(model, f"cannot make `{path}`", "a layer from its factory",
-                     "look into the factory"):
+                     "look into the factory", told=repr):
             with self._seeded(path), self.device:
                 return module.factory().train(module.training)
 
@@ -249,7 +249,8 @@ class Source:
         if path.suffix == ".json":
             names = json.loads(path.read_text())["weight_map"]
             # Only the last part of each path: an index must not name other folders.
-            return {name: path.parent / Path(file).name for name, file in names.items()}
+            return {name: path.parent / Path(file).name
+                    for name, file in names.items()}
         with safe_open(path, framework="pt") as file:
             return dict.fromkeys(file.keys(), path)
 
@@ -303,11 +304,13 @@ def save(units: list[Any], folder: Path) -> None:
 
 
 @contextmanager
-def _agreed(sender: Named, what: str, expected: str, cure: str) -> Iterator[None]:
+def _agreed(sender: Named, what: str, expected: str, cure: str,
+            told: Callable[[Exception], str] = str) -> Iterator[None]:
     """
     #### Raise the error of one rank on all of them, at the end of the block
 
     * `what`, `expected` and `cure` are as for `fail`
+    * `told` says what all ranks are told of the error
 
     All ranks must leave the block. A rank that raised at once would leave the others waiting.
     """
@@ -315,8 +318,10 @@ def _agreed(sender: Named, what: str, expected: str, cure: str) -> Iterator[None
     try:
         yield
     except Exception as error:
-        # The error of all ranks shows this one as its context.
-        agree(f"{error}" or repr(error), cure)
+        try:
+            agree(told(error) or repr(error), cure)
+        except RuntimeError as of_all:
+            raise of_all from error
     else:
         agree("", cure)
 

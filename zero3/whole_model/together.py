@@ -216,7 +216,6 @@ class Packed:
         """
         by_dtype: dict[torch.dtype, list[tuple[Any, Any]]] = {}
         for unit in self.units:
-            unit.compare()
             self.columns[unit] = []
             for flat in unit.flats:
                 by_dtype.setdefault(flat.full.dtype, []).append((unit, flat))

@@ -74,7 +74,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero3.comm.links import Links
 from zero3.guards.contents import uncompiled
-from zero3.guards.options import same
 from zero3.layer import Zero3Layer
 from zero3.offload.tiers import Offload
 from zero3.schedule import Alone
@@ -347,8 +346,6 @@ class Unit(StandIn, Zero3Layer):
         ### Unshard (all-gather); again after a step, if it has been full since before the step
         """
         self.refresh()
-        if not self.is_here:
-            self.compare()
         super().fetch_params()
 
     @property
@@ -376,19 +373,6 @@ class Unit(StandIn, Zero3Layer):
             if stamp != self._stamp:
                 self.reshard()
             self._stamp = stamp
-
-    def compare(self) -> None:
-        """
-        ### With `debug`, have the ranks tell each other what they are about to gather
-
-        All-gather of the unit's label; all ranks must call it. Raises `RuntimeError` on all of them
-        if they differ.
-        """
-        if self.order.debug:
-            told = {"communication": f"gather of {self.label}"}
-            same(f"rank {self.comm.global_rank}: {self.label} is about to be gathered, and the "
-                 "ranks diverged", self.comm.ranks, self.comm.gather(told), "put everything that "
-                 "depends on a rank's data into one unit, by `leaf_classes`")
 
     def come_with(self, part: Any) -> None:
         """
@@ -477,7 +461,8 @@ class Unit(StandIn, Zero3Layer):
         if self is self.order.root:
             return False
         # In the same way, any unit waits for the units inside it.
-        if any(unit.watch.pending or unit in unit.users for unit in self.inside):
+        if any(unit.watch.pending or unit in unit.users
+               for unit in self.inside):
             return False
         has_frozen = any(not flat.shard.requires_grad for flat in self.flats)
         if has_frozen and any(unit.get_trainable_chunk() for unit in self.externals):
@@ -560,12 +545,11 @@ class TracedOrder(Alone):
     by itself, as far as the limits allow.
     """
 
-    def __init__(self, debug: bool):
+    def __init__(self) -> None:
         self.units: list[Unit] = []  # the root first
         self.prefetch_numel = 0  # elements that are gathered ahead, at most
         self.max_live_numel: int | None = None  # elements that are full at once, at most
         self.bucket_numel = 0  # elements that share an all-gather, at most
-        self.debug = debug
         self.trace = Trace()
         self.stack: list[Unit] = []  # units that compute in forward, the innermost last
         self.steps = 0  # that optimizers have taken with the shards of these units
@@ -656,8 +640,9 @@ class TracedOrder(Alone):
         """
         #### Gather these units, small ones together with the small ones that come after them
         """
-        if self.bucket_numel:
-            fetch_together(self._bucket(wanted, upcoming))
+        bucket = self._bucket(wanted, upcoming) if self.bucket_numel else []
+        if bucket:
+            fetch_together(bucket)
         for unit in wanted:
             # A large one, and one that has stayed full.
             unit.fetch_params()
@@ -679,7 +664,8 @@ class TracedOrder(Alone):
                 continue
             numel += unit.numel
             # The bucket ends before a unit that is too large for what is left of it.
-            if numel > self.bucket_numel or not self._fits([*wanted, *bucket, unit], numel):
+            if (numel > self.bucket_numel
+                    or not self._fits([*wanted, *bucket, unit], numel)):
                 break
             bucket.append(unit)
         return bucket
@@ -693,7 +679,8 @@ class TracedOrder(Alone):
         spare = [unit for unit in self.units if unit.is_fetched
                  and not (unit in wanted or unit.users or unit.persistent)]
         # The unit that comes last, or not at all, goes first.
-        spare.sort(key=lambda unit: upcoming.index(unit) if unit in upcoming else len(upcoming))
+        spare.sort(key=lambda unit: upcoming.index(unit) if unit in upcoming
+                   else len(upcoming))
         while spare and not self._fits(wanted):
             spare.pop().reshard()
         if not self._fits(wanted):

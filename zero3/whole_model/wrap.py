@@ -92,10 +92,10 @@ class Zero3Model(StandIn, ShardedModel):
     def __init__(self, model: nn.Module, layer_classes: tuple[type, ...],
                  leaf_classes: tuple[type, ...], source: Source, prefetch_numel: int | None,
                  max_live_numel: int | None, persist_below_numel: int, bucket_numel: int,
-                 offload: Offload, mesh: DeviceMesh | Links | None, debug: bool):
+                 offload: Offload, mesh: DeviceMesh | Links | None):
         super().__init__()
         self.comm = communicator(mesh=mesh)
-        self.order = TracedOrder(debug)
+        self.order = TracedOrder()
         wrapping = _Wrapping(self, model, source, offload, mesh)
         self.units: list[Unit] = wrapping.units_of(layer_classes, leaf_classes)
         # Units that stand for no module. Here the model finds their shards.
@@ -431,7 +431,6 @@ def wrap(model: nn.Module, layer_classes: Classes, *,
          init: Callable[[nn.Module], Any] | None = None,
          checkpoint: str | Path | None = None,
          mesh: DeviceMesh | Links | None = None,
-         debug: bool = False,
          kind: Callable[..., Zero3Model] = Zero3Model) -> Zero3Model:
     """
     ## Shard a whole model, in place
@@ -455,8 +454,6 @@ def wrap(model: nn.Module, layer_classes: Classes, *,
     * `seed`, `init` and `checkpoint` are as for `Source`
     * `mesh` has the ranks that share the model, and in a second dimension its replicas or its nodes
       (see `mesh.py`), or is a `Links`; left out, all ranks share it
-    * `debug` has the ranks compare what they are about to gather, so that a hang of NCCL becomes an
-      error
     * `kind` is the class of the result; `zero3.compile` passes another one
 
     Raises `TypeError` or `ValueError` for an impossible argument, before anything changes. Raises
@@ -485,7 +482,7 @@ def wrap(model: nn.Module, layer_classes: Classes, *,
                     getattr(model, "_init_weights", None))
     return kind(model, classes_of(layer_classes), classes_of(leaf_classes), source,
                 prefetch_numel, max_live_numel, persist_below_numel, bucket_numel,
-                Offload.of(offload), mesh, debug)
+                Offload.of(offload), mesh)
 
 
 class _Wrapping:
