@@ -109,10 +109,10 @@ def record() -> Recorded:
     model = compile(nn.Sequential(layers), backend="aot_eager")
     model(torch.ones(1, 2)).sum().backward()
     (graphs,) = model.graphs
-    traced = graphs.steps[0]
-    steps, kept = improve(traced[1], traced[2], model.numel, LIMIT, BUCKET)
+    _, traced, traced_backward = graphs.steps[0]
+    steps, kept = improve(traced, traced_backward, model.numel, LIMIT, BUCKET)
     found: dict[str, tuple[Graph, Graph]] = {}
-    for name, forward, backward in (traced, *steps):
+    for name, forward, backward in steps:
         assert backward is not None
         whole = kept if len(found) > 1 else []
         found[name] = (Graph(operations(forward, model.numel, []), []),

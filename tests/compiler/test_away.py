@@ -547,7 +547,7 @@ def test_a_copy_to_cpu_memory_overlaps_forward():
 def test_on_the_cpu_the_option_does_nothing_and_says_so():
     """
     States that leave would stay in the same memory. Breaks if the argument is ignored in silence.
-    Proves `compile`, `CompiledModel.plan`.
+    Proves `compile`, `CompiledModel.__init__`.
     """
     with pytest.warns(UserWarning, match="`offload_states_bytes` does nothing on the CPU"):
         model = compile(chain(), backend="aot_eager", offload_states_bytes=1)

@@ -102,10 +102,10 @@ def test_whole_models_are_those_of_hooks_to_the_bit(world_size, names):
     a module that several layers have, activation checkpointing, experts that other ranks do not
     need, and a model of Hugging Face's. Breaks if a traced constant is lost, if a layer that has
     reduced frees what the graph still needs, and if ranks trace what depends on their data.
-    Proves I1, `compile`, `CompiledUnit`, `CompiledModel`, `CompiledUnit.forward`, `Backend`,
-    `Backend.__init__`, `inputs_of`, `output_of`, `gathered`, `Backend.__call__`,
-    `save_no_parameters`, `marked_inputs`, `marked_gradients`, `Eager`, `Eager.compile`,
-    `CompiledUnit.leave`, `CompiledUnit.reduce`, `_without_parameters`, `_number_units`, `_lower`.
+    Proves I1, `compile`, `CompiledUnit`, `CompiledModel`, `CompiledUnit.forward`, `graphs_of`,
+    `inputs_of`, `gathered`, `save_no_parameters`, `marked_inputs`, `marked_gradients`, `Eager`,
+    `Eager.compile`, `CompiledUnit.leave`, `CompiledUnit.reduce`, `_without_parameters`,
+    `_number_units`, `_lower`.
     """
     for found in run(wholes, world_size, names):
         assert found == dict.fromkeys(names, "")
@@ -452,7 +452,7 @@ def test_tiers_meshes_and_data_types_are_those_of_hooks_to_the_bit(tmp_path):
     CPU memory, files, replicas, weights and gradients that are encoded on their way, bf16 with fp32
     masters, a loss scale and clipping; no buckets, and the least limit. Breaks if a packed gather
     spans blocks of an encoding.
-    Proves I8, I9, `CompiledModel.plan`.
+    Proves I8, I9, `CompiledModel.__init__`.
     """
     for found in run(placed, 2, str(tmp_path)):
         assert found == dict.fromkeys(found, "")
@@ -682,7 +682,7 @@ def test_every_limit_is_used_and_kept():
 
 def test_a_picture_has_a_line_for_each_operation():
     """
-    Proves `picture`, `_line`, `_is_result`, `_viewed`.
+    Proves `picture`, `_line`, `_viewed`.
     """
     text = picture(insert(chain_graphs("ab")[0]), FOUR)
     lines = [line.split(None, 1) for line in text.splitlines()[1:]]
@@ -859,7 +859,7 @@ def test_layers_that_share_a_unit_keep_their_names(tmp_path):
     """
     Frozen ones too. A tied layer, one that is too large, and one that is alone have a unit each.
     Breaks if a name begins with that of the unit, or if a unit hides a layer from a checkpoint.
-    Proves `neighbours`, `Together`, `Together.__init__`, `LayerPlace`, `Unit.title`, `plain_names`,
+    Proves `neighbours`, `Together`, `Together.__init__`, `LayerPlace`, `plain_names`,
     `Unit.requires_grad_`, `Together.get_submodule`.
     """
     for found in run(named_alike, 2, tmp_path):
@@ -1058,7 +1058,7 @@ def test_arguments_that_cannot_be_are_errors():
     Proves `engine_named`, `Eager.missing`, `compile`.
     """
     for error, options in ((ValueError, {"limit_numel": 0}), (ValueError, {"bucket_bytes": -1}),
-                           (ValueError, {"backend": "hooks"}), (TypeError, {"debug": True}),
+                           (ValueError, {"backend": "hooks"}), (TypeError, {"kind": object}),
                            (ValueError, {"layer_classes": None})):
         with pytest.raises(error, match="What to do"):
             compile(Stack(), **{"layer_classes": Block, **options})
@@ -1067,8 +1067,8 @@ def test_arguments_that_cannot_be_are_errors():
 def test_new_shapes_are_compiled_again_and_counted():
     """
     The second shape makes a graph for all sizes, so the third one makes none. Proves
-    `CompiledModel.report`, `Graphs.line`, `_broken`, `breaks`, `_reasons`,
-    `_warn_of_breaks`, `Graphs.forward`, `Graphs.backward`.
+    `CompiledModel.report`, `Graphs.line`, `_reasons`, `_warn_of_breaks`, `Graphs.forward`,
+    `Graphs.backward`.
     """
     torch.manual_seed(0)
     model = compile(Stack(), Block, backend="aot_eager")

@@ -338,7 +338,7 @@ def test_a_unit_is_what_its_module_is():
     """
     Its class, its length, its elements, and a `TypeError` where the module has none; but `type` and
     `repr` say that it is a unit.
-    Proves `Unit.__class__`, `Unit`, `Zero3Model`.
+    Proves `Unit.__class__`, `Unit`, `Zero3Model`, `StandIn`.
     """
     model = whole()
     unit = model[0]

@@ -89,7 +89,7 @@ def train_both_ways(names, options, native=False):
     (1, SOME[:2], {}, False),
     (2, SOME, {}, False),
     (3, SOME[:4], {}, False),
-    (2, SOME[:6], {"bucket_numel": 400, "micro": 2, "debug": True}, False),
+    (2, SOME[:6], {"bucket_numel": 400, "micro": 2}, False),
     (2, SOME[3:], {"persist_below_numel": 165, "prefetch_numel": 0, "micro": 2}, False),
     (2, SOME[:6], {"twice": True}, True),
 ])
@@ -98,8 +98,7 @@ def test_sharing_changes_no_bit(world_size, names, options, native):
     Whatever the model does, on one, two and three ranks, by messages and by collectives: the
     numbers are those of plain PyTorch, and the bits those of units that are gathered one by one.
     Breaks if a unit takes columns of another one, or is not packed anew after a step.
-    Proves I1, `fetch_together`, `Packed.take`, `Packed._pack`, `Unit.come_with`, `Unit.refresh`,
-    `Unit.compare`.
+    Proves I1, `fetch_together`, `Packed.take`, `Packed._pack`, `Unit.come_with`, `Unit.refresh`.
     """
     options = {"bucket_numel": ALL, **options}
     for found in run(train_both_ways, world_size, names, options, native):
@@ -337,7 +336,7 @@ def test_a_unit_may_be_released_without_having_computed():
     of the packed buffer; those that a unit has are freed with it. Breaks if the packed buffer
     outlives its last unit.
     Proves I2, `fetch_together`, `can_share`, `together.Part`, `Part.wait`, `Packed.take`,
-    `Unit.is_here`, `Unit.unpack`, `Packed.start`.
+    `Unit.is_here`, `Packed.start`.
     """
     for facts, sizes, fetched, freed in run(fetched_by_hand, 2):
         assert facts == [[True] * 4, [True] * 3 + [False], 0, True, 0]

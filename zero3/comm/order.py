@@ -90,8 +90,7 @@ class Peers:
 
         Returns them in the order of `ranks`.
 
-        A training step calls it only while an asynchronous save is under way, or if `wrap` got
-        `debug=True`.
+        A training step calls it only while an asynchronous save is under way.
         """
         things = [thing]
         for group in self.groups:

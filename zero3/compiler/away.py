@@ -126,7 +126,8 @@ class StatesAway:
         for part in self.parts:
             # For the compute stream, which had the memory until now.
             part.here = torch.empty_like(part.there, device=self.layer.device)
-        self._copy(self.layer.comm.fetch_stream, [(part.here, part.there) for part in self.parts])
+        self._copy(self.layer.comm.fetch_stream,
+                   [(part.here, part.there) for part in self.parts])
         self._enter("reload")
 
     # The optimizer trains with these tensors, also if somebody looks at them in inference mode.

@@ -244,15 +244,12 @@ def _delay(graph: fx.Graph, region: list[fx.Node]) -> None:
     """
     #### Move the operations that stand inside a region behind it, in their order
     """
-    inside = set(region)
-    node = region[0]
-    later = []
-    while node is not region[-1]:
-        if node not in inside and node.target in DELAYABLE:
-            later.append(node)
-        node = node.next
-    for each in reversed(later):
-        region[-1].append(each)
+    nodes = [*graph.nodes]
+    last = region[-1]
+    span = nodes[nodes.index(region[0]) : nodes.index(last)]
+    for node in reversed(span):
+        if node.target in DELAYABLE:
+            last.append(node)
 
 
 def _shape(example: Any) -> str:

@@ -305,7 +305,8 @@ def linked(graph: fx.Graph, layers: dict[str, GraphLayer]) -> fx.GraphModule:
                 vars(root)[name] = weakref.ref(layers[layer])
                 with graph.inserting_before(start):
                     nodes[layer] = graph.create_node("get_attr", name)
-        node.args = tuple(nodes[arg] if isinstance(arg, str) else arg for arg in node.args)
+        node.args = tuple(nodes[arg] if isinstance(arg, str) else arg
+                          for arg in node.args)
     graph.set_codegen(fx.graph._BoxedCodeGen())
     return fx.GraphModule(root, graph)
 
@@ -318,23 +319,18 @@ def picture(graph: fx.Graph, numel: dict[str, int], kept: Iterable[str] = ()) ->
     """
     lines = [f"{'full':>12}  operation"]
     for node, full in zip(graph.nodes, full_numel(graph, numel, kept), strict=True):
-        if node.op == "call_function" and not is_view(node) and not _is_result(node):
+        is_result = node.target is operator.getitem
+        if node.op == "call_function" and not is_view(node) and not is_result:
             lines.append(f"{full:12,}  {_line(node)}")
     return "\n".join(lines)
-
-
-def _is_result(node: fx.Node) -> bool:
-    """
-    #### Whether a node is one of several results of the operation before it
-    """
-    return node.target is operator.getitem
 
 
 def _line(node: fx.Node) -> str:
     """
     #### One operation as a line of Python
     """
-    results = [user for user in node.users if _is_result(user)] or [node]
+    # An operation with several results has a node for each of them.
+    results = [user for user in node.users if user.target is operator.getitem] or [node]
     name = getattr(node.target, "__name__", "").split(".")[0]
     arguments = ", ".join(str(_viewed(arg)) for arg in node.args)
     call = f"{name}({arguments})"

@@ -50,7 +50,7 @@ graph runs with less Python than hooks.
 **Run this**: `python -m zero3.compiler` prints the graphs of a small model; `make bench
 ARGS="--compile"` measures it beside hooks, and beside `fully_shard` with `torch.compile`.
 
-**Not covered, and what that costs**: `persist_below_numel` and `debug` of `wrap`. If backward never
+**Not covered, and what that costs**: `persist_below_numel` of `wrap`. If backward never
 comes, layers that stayed full wait for the next forward pass to free them. Layers that `compress`
 has changed run with hooks. A model that returns one of its weights raises an error when the result
 is used. A `register_post_accumulate_grad_hook` of a parameter is an error, and so is a
@@ -58,12 +58,14 @@ is used. A `register_post_accumulate_grad_hook` of a parameter is an error, and 
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakMethod
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._dynamo import config as dynamo
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.utils import counters
@@ -73,8 +75,8 @@ from zero3.compiler.away import StatesAway, leaving
 from zero3.compiler.engines import Eager, Inductor
 from zero3.compiler.graph import find, full_numel, gather, layers_of, picture, reduce
 from zero3.compiler.passes import gathered, improve, offload_states
-from zero3.compiler.trace import Backend, Graphs, Place
-from zero3.flat import FlatParameter, Slot, own_modules
+from zero3.compiler.trace import Graphs, Place, graphs_of
+from zero3.flat import Slot, own_modules
 from zero3.guards.command_line import Parser, within
 from zero3.guards.contents import uncompiled
 from zero3.guards.freed import FreedParameter
@@ -113,17 +115,10 @@ class CompiledUnit(Unit):
     untraceable = False
     # Whether it was gathered for code outside of graphs, and stays full until backward ends.
     on_demand = False
-    # Its optimizer states, which may be away.
-    away: Any = None
     # Whether a forward pass of the compiled model is running; for the root.
     running = False
-    # Parameters whose hooks the current backward pass has called; for the root.
-    hooked: set[Slot] = set()
     # Whether it is full, and its parameters are closed: graphs read views of the flat parameters.
     in_graph = False
-    # Declared here, because a unit writes a new name to its module if the module has it.
-    full_views: list[torch.Tensor] = []
-    flat_slots: list[tuple[FlatParameter, Slot]] = []
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -131,8 +126,10 @@ class CompiledUnit(Unit):
             slot.freed_class.traceable = True  # type: ignore[attr-defined]
         self.full_views = [slot.view for slot in self.slots()]
         self.flat_slots = [(flat, slot) for flat in self.flats for slot in flat.slots]
+        # Its optimizer states, which may be away.
         self.away = StatesAway(self)
-        self.hooked = set()
+        # Parameters whose hooks the current backward pass has called; for the root.
+        self.hooked: set[Slot] = set()
 
     def forward(self, *args, **kwargs):
         """
@@ -376,7 +373,6 @@ class Sent(NamedTuple):
     """
 
     action: str  # "gather" or "reduce"
-    layers: list[str]
     sent_bytes: int  # by each rank
 
 
@@ -390,23 +386,46 @@ class CompiledModel(Zero3Model):
     unit_class = CompiledUnit
     run: Callable[..., Any]
 
-    def __init__(self, *args: Any, bucket_bytes: int, unit_bytes: int, limit_numel: int | None,
-                 is_chain: bool):
+    def __init__(self, *args: Any, backend: str, limit_numel: int | None, bucket_bytes: int,
+                 unit_bytes: int, offload_states_bytes: int, is_chain: bool):
         """
-        ### Make the units; `plan` compiles them
+        ### Make the units, and choose how to compile them
 
-        * `bucket_bytes`, `unit_bytes` and `limit_numel` are those of `compile`, and `args` are from
-          `wrap`
+        * `args` are from `wrap`, and the other arguments are those of `compile`
         * `is_chain` says that each module of a chain is a layer
         """
         self.is_chain = is_chain
-        self.bucket_bytes = bucket_bytes
         self.unit_bytes = unit_bytes
-        self.has_limit = limit_numel is not None
-        self.limit_numel = limit_numel or 0
+        self.limit_numel = MOST if limit_numel is None else limit_numel
         # Layers whose optimizer states leave for a while, as of the last compilation.
         self.leaving: list[str] = []
         super().__init__(*args)
+        self.expect(not self.comm.stages.same_layers, "cannot be compiled", "whole weights",
+                    "parts of them, split over ranks, whose communication no graph has",
+                    "use `wrap`")
+        layers: dict[str, Any] = {"root": self.units[0]}
+        layers |= {unit.title: unit for unit in self.units[1:]}
+        self.numel = {name: unit.numel for name, unit in layers.items()}
+        itemsize = max(flat.full.itemsize for unit in self.units for flat in unit.flats)
+        self.bucket_numel = bucket_bytes // itemsize if can_share(self.comm) else 0
+        if limit_numel is None:
+            largest_numel = max(unit.numel for unit in self.units[1:])
+            # A layer and the next one; or a bucket that is packed, its layers, and the next bucket.
+            room_numel = max(2 * largest_numel, 3 * self.bucket_numel)
+            self.limit_numel = self.numel["root"] + room_numel
+        on_cpu = self.units[0].device.type == "cpu"
+        if offload_states_bytes and on_cpu:
+            warnings.warn(f"rank {self.comm.global_rank}: `offload_states_bytes` does nothing on "
+                          "the CPU, because optimizer states that leave the device would stay in "
+                          "the same memory. What to do: nothing, or leave it out.", stacklevel=4)
+        self.offload_states_bytes = 0 if on_cpu else offload_states_bytes
+        self.told: set[str] = set()
+        self.earlier_breaks = Counter(counters["graph_break"])
+        self.engine = engine_named(backend, self.comm, self.units[0].device)(layers)
+        # Dynamo calls it while it traces. Elsewhere it stands for code that is not traced.
+        use: Any = FreedParameter.__torch_function__
+        skip_code(use.__code__)
+        self._compile()
 
     def layers_together(self, places: list[LayerPlace], rest_numel: int
                         ) -> list[list[LayerPlace]]:
@@ -416,7 +435,7 @@ class CompiledModel(Zero3Model):
         if not can_share(self.comm):
             return []
         # Room for those that compute, and for the next ones.
-        most_numel = (self.limit_numel - rest_numel) / 2 if self.has_limit else float("inf")
+        most_numel = (self.limit_numel - rest_numel) / 2
         traced = [place for place in places if self.is_chain or not place.is_leaf]
         return neighbours(traced, self.unit_bytes, most_numel)
 
@@ -443,37 +462,6 @@ class CompiledModel(Zero3Model):
                     "them", "pass its class in `layer_classes`, or use `wrap`")
         return bool(found)
 
-    def plan(self, backend: str, offload_states_bytes: int) -> None:
-        """
-        ### Choose how to compile; the arguments are those of `compile`
-        """
-        self.expect(not self.comm.stages.same_layers, "cannot be compiled", "whole weights",
-                    "parts of them, split over ranks, whose communication no graph has",
-                    "use `wrap`")
-        layers: dict[str, Any] = {"root": self.units[0]}
-        layers |= {unit.title: unit for unit in self.units[1:]}
-        self.numel = {name: unit.numel for name, unit in layers.items()}
-        itemsize = max(flat.full.itemsize for unit in self.units for flat in unit.flats)
-        self.bucket_numel = self.bucket_bytes // itemsize if can_share(self.comm) else 0
-        largest_numel = max(unit.numel for unit in self.units[1:])
-        # A layer and the next one; or a bucket that is packed, its layers, and the next bucket.
-        room_numel = max(2 * largest_numel, 3 * self.bucket_numel)
-        if not self.has_limit:
-            self.limit_numel = self.numel["root"] + room_numel
-        on_cpu = self.units[0].device.type == "cpu"
-        if offload_states_bytes and on_cpu:
-            warnings.warn(f"rank {self.comm.global_rank}: `offload_states_bytes` does nothing on "
-                          "the CPU, because optimizer states that leave the device would stay in "
-                          "the same memory. What to do: nothing, or leave it out.", stacklevel=3)
-        self.offload_states_bytes = 0 if on_cpu else offload_states_bytes
-        self.told: set[str] = set()
-        self.earlier_breaks = breaks()
-        self.engine = engine_named(backend, self.comm, self.units[0].device)(layers)
-        # Dynamo calls it while it traces. Elsewhere it stands for code that is not traced.
-        use: Any = FreedParameter.__torch_function__
-        skip_code(use.__code__)
-        self._compile()
-
     def _compile(self) -> None:
         """
         #### Have the next forward pass trace and compile the model
@@ -482,8 +470,9 @@ class CompiledModel(Zero3Model):
         layers = self.engine.layers
         places = {id(slot.param): Place(name, i, unit.full_name(slot.names[0]))
                   for name, unit in layers.items() for i, slot in enumerate(unit.slots())}
-        self.run = torch.compile(self.module.__call__,
-                                 backend=Backend(places, self._lower, self.engine))
+        # The compiler keeps its backend when the model is gone.
+        backend = partial(graphs_of, places, WeakMethod(self._lower), self.engine)
+        self.run = torch.compile(self.module.__call__, backend=backend)
 
     def _follow_optimizer(self) -> None:
         """
@@ -495,14 +484,12 @@ class CompiledModel(Zero3Model):
                 self.leaving = now
                 self._compile()
 
-    def _lower(self, graphs: Graphs) -> None:
+    def _lower(self, graphs: Graphs, forward: fx.Graph, backward: fx.Graph | None) -> None:
         """
         #### Run the passes over traced graphs
         """
-        _, forward, backward = graphs.steps[0]
-        steps, graphs.kept = improve(forward, backward, self.numel, self.limit_numel,
-                                     self.bucket_numel)
-        graphs.steps += steps
+        graphs.steps, graphs.kept = improve(forward, backward, self.numel, self.limit_numel,
+                                            self.bucket_numel)
         self._check_limit(graphs)
         # If Dynamo has ended a graph early, each graph moves the states of its own layers.
         here = gathered(graphs.forward)
@@ -516,9 +503,11 @@ class CompiledModel(Zero3Model):
         """
         #### Refuse a limit that cannot be kept
         """
-        least = max(max(full_numel(graph, self.numel, kept), default=0) for graph, kept
-                    in ((graphs.forward, []), (graphs.backward, graphs.kept)) if graph is not None)
-        self.expect(least <= self.limit_numel or not self.has_limit, "cannot be compiled",
+        limit = self.order.max_live_numel
+        least = max(max(full_numel(graph, self.numel, kept), default=0)
+                    for graph, kept in ((graphs.forward, []), (graphs.backward, graphs.kept))
+                    if graph is not None)
+        self.expect(limit is None or least <= limit, "cannot be compiled",
                     f"at most {self.limit_numel:,} full elements, as `limit_numel` says",
                     f"{least:,} at one operation", "raise the limit, or pass smaller layers")
 
@@ -535,8 +524,7 @@ class CompiledModel(Zero3Model):
         self._follow_optimizer()
         for unit in self.units:
             unit.prepare()
-        root: Any = self.module
-        root.running = True
+        self.module.running = True
         try:
             # After a graph break, each layer has graphs of the same code. A module with a new hook
             # needs another graph.
@@ -550,7 +538,7 @@ class CompiledModel(Zero3Model):
                 unit.reshard()
             raise
         finally:
-            root.running = False
+            self.module.running = False
 
     def communication(self, graphs: Graphs) -> list["Sent"]:
         """
@@ -564,15 +552,14 @@ class CompiledModel(Zero3Model):
             nodes += find(graphs.backward, gather, reduce)
         found = []
         for node in nodes:
-            layers = layers_of(node)
-            flats = [flat for name in layers for flat in self.engine.layers[name].flats]
+            layers = [self.engine.layers[name] for name in layers_of(node)]
+            flats = [flat for layer in layers for flat in layer.flats]
             if node.target is gather:
-                sent_bytes = sum(others * flat.shard.nbytes for flat in flats)
-                found.append(Sent("gather", layers, sent_bytes))
+                own_bytes = sum(flat.shard.nbytes for flat in flats)
             else:
-                sent_bytes = sum(others * len(flat.shard) * flat.shard.grad_dtype.itemsize
-                                 for flat in flats if flat.trains)
-                found.append(Sent("reduce", layers, sent_bytes))
+                own_bytes = sum(len(flat.shard) * flat.shard.grad_dtype.itemsize
+                                for flat in flats if flat.trains)
+            found.append(Sent(getattr(node.target, "__name__", ""), others * own_bytes))
         return found
 
     def _warn_of_breaks(self) -> None:
@@ -591,9 +578,8 @@ class CompiledModel(Zero3Model):
         #### Why Dynamo ended a graph, or left a function out, in its own words
         """
         found = []
-        for text, count in breaks().items():
-            if count > self.earlier_breaks.get(text, 0) and not any(
-                    name in text for name in _OURS):
+        for text in counters["graph_break"] - self.earlier_breaks:
+            if not any(name in text for name in _OURS):
                 title, _, rest = text.partition("\n")
                 explanation = rest.partition("Explanation: ")[2].partition("\n")[0]
                 found.append(f"{title}: {explanation}")
@@ -614,13 +600,6 @@ class CompiledModel(Zero3Model):
         return "\n".join([*lines, *self._reasons()])
 
 
-def breaks() -> dict[str, int]:
-    """
-    ## How often Dynamo has ended a graph in this process, by its reason
-    """
-    return dict(counters["graph_break"])
-
-
 def engine_named(name: str, comm: Communicator, device: torch.device) -> type[Eager]:
     """
     ## The engine, or the one that needs no compiler if a rank has none
@@ -634,14 +613,18 @@ def engine_named(name: str, comm: Communicator, device: torch.device) -> type[Ea
         if problem:
             warnings.warn(f"rank {comm.global_rank}: compiled by \"aot_eager\" and not by "
                           f"\"{name}\", because rank {rank} has no compiler: {problem}",
-                          stacklevel=4)
+                          stacklevel=5)
             return Eager
     return ENGINES[name]
 
 
-def compile(model: nn.Module, layer_classes: Classes | None = None, *, backend: str = "inductor",
-            limit_numel: int | None = None, bucket_bytes: int = 1 << 20, unit_bytes: int = 0,
-            offload_states_bytes: int = 0, **options: Any) -> CompiledModel:
+def compile(model: nn.Module, layer_classes: Classes | None = None, *,
+            backend: str = "inductor",
+            limit_numel: int | None = None,
+            bucket_bytes: int = 1 << 20,
+            unit_bytes: int = 0,
+            offload_states_bytes: int = 0,
+            **options: Any) -> CompiledModel:
     """
     ## Shard a model in place, and compile its step
 
@@ -672,9 +655,11 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *, backend: 
     [SimpleFSDP](https://arxiv.org/abs/2411.00284), section 3. Keeps I1 to I9, with `limit_numel` in
     place of I3, and fewer gathers than I4 says.
     """
-    for name, value, least in (("limit_numel", limit_numel, 1), ("bucket_bytes", bucket_bytes, 0),
-                               ("unit_bytes", unit_bytes, 0),
-                               ("offload_states_bytes", offload_states_bytes, 0)):
+    for name, value, least in (
+            ("limit_numel", limit_numel, 1),
+            ("bucket_bytes", bucket_bytes, 0),
+            ("unit_bytes", unit_bytes, 0),
+            ("offload_states_bytes", offload_states_bytes, 0)):
         left_out = value is None and name == "limit_numel"
         expect(left_out or whole(value, least), f"compile: `{name}`",
                f"a whole number of at least {least}", repr(value), "pass such a number")
@@ -683,15 +668,14 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *, backend: 
                "argument", "leave it out; a graph decides for itself what hooks are told",
                TypeError)
     if layer_classes is None:
-        is_chain = isinstance(model, nn.Sequential)
-        expect(is_chain, "compile: `layer_classes`", "the classes of the model's layers", "none",
-               "pass them; only an `nn.Sequential` can do without")
+        expect(isinstance(model, nn.Sequential), "compile: `layer_classes`", "the classes of the "
+               "model's layers", "none", "pass them; only an `nn.Sequential` can do without")
         options["leaf_classes"] = tuple({type(child) for child in model.children()})
-    kind = partial(CompiledModel, bucket_bytes=bucket_bytes, unit_bytes=unit_bytes,
-                   limit_numel=limit_numel, is_chain=layer_classes is None)
+    kind = partial(CompiledModel, backend=backend, limit_numel=limit_numel,
+                   bucket_bytes=bucket_bytes, unit_bytes=unit_bytes,
+                   offload_states_bytes=offload_states_bytes, is_chain=layer_classes is None)
     compiled: Any = wrap(model, layer_classes or (), max_live_numel=limit_numel, kind=kind,
                          **options)
-    compiled.plan(backend, offload_states_bytes)
     return compiled
 
 
@@ -711,17 +695,18 @@ def main(argv: list[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
 
-    model = compile(nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(args.layers))),
-                    backend="aot_eager")
+    layers = [nn.Linear(2, 2, bias=False) for _ in range(args.layers)]
+    model = compile(nn.Sequential(*layers), backend="aot_eager")
     model(torch.ones(1, 2)).sum().backward()
     (graphs,) = model.graphs
-    traced = graphs.steps[0]
-    steps, kept = improve(traced[1], traced[2], model.numel, args.limit, args.bucket)
+    _, traced, traced_backward = graphs.steps[0]
+    steps, kept = improve(traced, traced_backward, model.numel, args.limit, args.bucket)
     backward: Any = None
-    for name, forward, backward in (traced, *steps):
+    for name, forward, backward in steps:
         whole = [] if name in ("traced", "insert") else kept
         print(f"\n{name}, forward\n{picture(forward, model.numel)}")
         print(f"\n{name}, backward\n{picture(backward, model.numel, whole)}")
-    most = max(*full_numel(forward, model.numel), *full_numel(backward, model.numel, kept))
+    most = max(*full_numel(forward, model.numel),
+               *full_numel(backward, model.numel, kept))
     print(f"\n{len(find(forward, gather)) + len(find(backward, gather))} gathers, "
           f"{len(find(backward, reduce))} reduces, at most {most} full elements")

@@ -81,11 +81,13 @@ def improve(forward: fx.Graph, backward: fx.Graph | None, numel: dict[str, int],
     * `limit` is how many elements may be full at once
     * `bucket_numel` is how many elements may share a collective; with 0 none do
 
-    Returns the graphs after each pass, and the layers that are kept for backward.
+    Returns the graphs before the first pass and after each one, and the layers that are kept for
+    backward.
     """
+    steps: list[Step] = [("traced", forward, backward)]
     forward = insert(forward)
     backward = backward and insert(backward)
-    steps: list[Step] = [("insert", forward, backward)]
+    steps.append(("insert", forward, backward))
     kept: list[str] = []
     # With a part of the layers there are other graphs, and the limit is for all of them.
     if backward is not None and gathered(forward) == {name for name in numel if numel[name]}:
@@ -155,7 +157,8 @@ def _insert_gather(graph: fx.Graph, layer: str) -> None:
     if not uses:
         return
     at = {node: i for i, node in enumerate(graph.nodes)}
-    last = max((reader for node in uses for reader in readers(node)), key=lambda each: at[each])
+    last = max((reader for node in uses for reader in readers(node)),
+               key=lambda each: at[each])
     with graph.inserting_before(uses[0]):
         graph.call_function(gather, (layer,))
         whole = graph.call_function(wait, (layer,))
@@ -208,7 +211,8 @@ def keep(forward: fx.Graph, backward: fx.Graph, numel: dict[str, int], limit: in
             continue
         after = [*forward.nodes].index(released[0])
         full = full_numel(forward, numel)
-        most = max(*full[: after + 1], *(n + numel[layer] for n in full[after + 1 :]),
+        most = max(*full[: after + 1],
+                   *(n + numel[layer] for n in full[after + 1 :]),
                    *full_numel(backward, numel, [*kept, layer]))
         if most > limit:
             break
@@ -218,8 +222,8 @@ def keep(forward: fx.Graph, backward: fx.Graph, numel: dict[str, int], limit: in
     return forward, backward, kept
 
 
-def bucket(graph: fx.Graph, numel: dict[str, int], bucket_numel: int, limit: int, kept: list[str]
-           ) -> fx.Graph:
+def bucket(graph: fx.Graph, numel: dict[str, int], bucket_numel: int, limit: int,
+           kept: list[str]) -> fx.Graph:
     """
     ## Merge the communication of small neighbours
 
@@ -259,18 +263,16 @@ def _merge_reduces(graph: fx.Graph, numel: dict[str, int], bucket_numel: int) ->
     """
     #### Let a reduce wait for the next one, while both are small
     """
-    ends = {node.args: node for node in find(graph, finish)}
-    before = None
-    for node in find(graph, reduce):
+    before: tuple[fx.Node, fx.Node] | None = None
+    for pair in zip(find(graph, reduce), find(graph, finish), strict=True):
         if before is not None:
-            together: Any = (*before.args, *node.args)
+            together: Any = (*before[0].args, *pair[0].args)
             if sum(numel[layer] for layer in together) <= bucket_numel:
-                graph.erase_node(ends.pop(before.args))
-                graph.erase_node(before)
-                ends[together] = ends.pop(node.args)
-                ends[together].args = together
-                node.args = together
-        before = node
+                for node in before:
+                    graph.erase_node(node)
+                for node in pair:
+                    node.args = together
+        before = pair
 
 
 def prefetch(graph: fx.Graph, numel: dict[str, int], limit: int, kept: list[str]) -> fx.Graph:
@@ -288,7 +290,8 @@ def prefetch(graph: fx.Graph, numel: dict[str, int], limit: int, kept: list[str]
         full = full_numel(graph, numel, kept)
         at = nodes.index(node)
         more = sum(numel[layer] for layer in layers_of(node))
-        while at > first and nodes[at - 1].op != "placeholder" and full[at - 1] + more <= limit:
+        while (at > first and nodes[at - 1].op != "placeholder"
+               and full[at - 1] + more <= limit):
             at -= 1
         if nodes[at] is not node:
             nodes[at].prepend(node)
@@ -303,7 +306,7 @@ def sink(graph: fx.Graph) -> fx.Graph:
     One reduce is in flight at a time, so that is right before the next one begins, or the end.
     """
     graph = copied(graph)
-    later = [*graph.nodes][-1]
+    later = graph.output_node()
     for node in reversed(find(graph, reduce, finish)):
         if node.target is finish:
             later.prepend(node)
@@ -349,4 +352,4 @@ def _ends_of_layers(graph: fx.Graph) -> list[fx.Node]:
 
     Regions end there anyway, so Inductor compiles the same ones.
     """
-    return [*find(graph, wait)[1:], [*graph.nodes][-1]]
+    return [*find(graph, wait)[1:], graph.output_node()]

@@ -1,7 +1,7 @@
 r"""
 # From a model to graphs
 
-A `Backend` gets what `torch.compile` has traced, and returns a function that carries out the graphs
+`graphs_of` gets what `torch.compile` has traced, and returns a function that carries out the graphs
 that the passes have made of it.
 
 Dynamo, the first part of `torch.compile`, follows the model's Python code and writes down the
@@ -35,8 +35,8 @@ the freed parameter, and its first use raises an error.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from weakref import WeakMethod
 
 import torch
 from torch import fx
@@ -72,19 +72,18 @@ class Place(NamedTuple):
     name: str
 
 
+@dataclass
 class Graphs:
     """
     ## What has been made of one traced graph
-
-    `steps` has, for each pass, its name and the graphs after it. Without gradients there is no
-    backward graph.
     """
 
-    def __init__(self, number: str, broken: str):
-        self.number = number  # of the frame of Python code, and how often that was compiled: "0/1"
-        self.broken = broken  # why the trace ended before the model did, or empty
-        self.steps: list[tuple[str, fx.Graph, fx.Graph | None]] = []
-        self.kept: list[str] = []  # layers that stay whole from forward to backward
+    number: str  # of the frame of Python code, and how often that was compiled: "0/1"
+    broken: str  # why the trace ended before the model did, or empty
+    # The name of each pass, and the graphs after it; first "traced". Without gradients there is no
+    # backward graph.
+    steps: list[tuple[str, fx.Graph, fx.Graph | None]] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)  # layers whole from forward to backward
 
     @property
     def forward(self) -> fx.Graph:
@@ -103,11 +102,10 @@ class Graphs:
         parts = [f"graph {self.number}"]
         for name, graph, kept in (("forward", self.forward, []),
                                   ("backward", self.backward, self.kept)):
-            if graph is None:
-                continue
-            most = max(full_numel(graph, numel, kept), default=0)
-            parts.append(f"{name} {len(find(graph, gather))} gathers, {len(find(graph, reduce))} "
-                         f"reduces, at most {most:,} full elements")
+            if graph is not None:
+                most = max(full_numel(graph, numel, kept), default=0)
+                parts.append(f"{name} {len(find(graph, gather))} gathers, "
+                             f"{len(find(graph, reduce))} reduces, at most {most:,} full elements")
         if self.kept:
             parts.append(f"kept for backward: {', '.join(self.kept)}")
         gone = [layer for node in find(self.forward, offload) for layer in layers_of(node)]
@@ -118,78 +116,55 @@ class Graphs:
         return "; ".join(parts)
 
 
-class Backend:
+def graphs_of(known: dict[int, Place], lower: Callable[[], Any], engine: Any,
+              traced: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
     """
-    ## A backend for `torch.compile`
+    ## Compile what Dynamo has traced: a backend of `torch.compile`, but for the first arguments
+
+    * `known` has the place of each parameter, by its `id`
+    * `lower` is a weak reference to a method that runs the passes over traced graphs, and puts the
+      steps into the `Graphs`
+    * `engine` partitions the joint graph, and makes a function of each of the two
+    * `traced` is the graph, and `inputs` are examples of its inputs, the parameters among them
+
+    Returns a function of such inputs.
     """
+    places = [known.get(id(each)) for each in inputs]
+    guard_parameters(traced.graph, places)
+    refuse_views(traced.graph, places)
+    number = str(torch._guards.CompileContext.current_compile_id())
+    end = getattr(traced, "compile_subgraph_reason", None)
+    graphs = Graphs(number, end.reason if end is not None and end.graph_break else "")
 
-    def __init__(self, places: dict[int, Place],
-                 lower: Callable[[Graphs], None], engine: Any):
-        """
-        ### Choose the parts
+    def partition(joint: fx.GraphModule, *args: Any, num_fwd_outputs: int, **kwargs: Any):
+        forward, backward = engine.partition(
+            joint, *args, num_fwd_outputs=num_fwd_outputs, **kwargs)
+        save_no_parameters(forward.graph, backward.graph, places)
+        save_versions(forward.graph, backward.graph, num_fwd_outputs, places)
+        lower()(graphs, marked_inputs(forward.graph, places),
+                marked_gradients(backward.graph, places))
+        return forward, backward
 
-        * `places` has the place of each parameter, by its `id`
-        * `lower` is a method that runs the passes: it adds to the steps of the graphs
-        * `engine` partitions the joint graph, and makes a function of each of the two
-        """
-        self.places = places
-        # The compiler keeps the backend when the model is gone.
-        self.lower: Any = WeakMethod(lower)
-        self.engine = engine
+    def infer(module: fx.GraphModule, _: Any) -> Callable:
+        lower()(graphs, marked_inputs(module.graph, places), None)
+        return compile_forward()
 
-    def __call__(self, traced: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
-        """
-        ### Compile a traced graph
+    def compile_forward(*_: Any) -> Callable:
+        metadata: Any = TracingContext.get().fw_metadata
+        refuse_writes(metadata.input_info, places)
+        # Without a list, a second backward pass is refused too.
+        metadata.bw_donated_idxs = []
+        return engine.compile(graphs.forward)
 
-        * `inputs` are examples of its inputs, the parameters among them
-
-        Returns a function of such inputs.
-        """
-        places = [self.places.get(id(each)) for each in inputs]
-        guard_parameters(traced.graph, places)
-        refuse_views(traced.graph, places)
-        number = str(torch._guards.CompileContext.current_compile_id())
-        graphs = Graphs(number, _broken(traced))
-
-        def partition(joint: fx.GraphModule, *args: Any, num_fwd_outputs: int, **kwargs: Any):
-            forward, backward = self.engine.partition(
-                joint, *args, num_fwd_outputs=num_fwd_outputs, **kwargs)
-            save_no_parameters(forward.graph, backward.graph, places)
-            save_versions(forward.graph, backward.graph, num_fwd_outputs, places)
-            graphs.steps.append(("traced", marked_inputs(forward.graph, places),
-                                 marked_gradients(backward.graph, places)))
-            self.lower()(graphs)
-            return forward, backward
-
-        def infer(module: fx.GraphModule, _: Any) -> Callable:
-            graphs.steps.append(("traced", marked_inputs(module.graph, places), None))
-            self.lower()(graphs)
-            return compile_forward()
-
-        def compile_forward(*_: Any) -> Callable:
-            metadata: Any = TracingContext.get().fw_metadata
-            refuse_writes(metadata.input_info, places)
-            # Without a list, a second backward pass is refused too.
-            metadata.bw_donated_idxs = []
-            return self.engine.compile(graphs.forward)
-
-        # A donated buffer forbids a second backward pass through the same graph.
-        with functorch.patch(donated_buffer=False):
-            run = aot_module_simplified(
-                traced, inputs, partition_fn=partition,
-                inference_compiler=infer,  # type: ignore[arg-type]
-                fw_compiler=compile_forward,  # type: ignore[arg-type]
-                bw_compiler=lambda *_: self.engine.compile(graphs.backward),
-                decompositions=self.engine.decompositions)
-        return _without_parameters(run, inputs, places)
-
-
-def _broken(traced: fx.GraphModule) -> str:
-    """
-    #### Why a trace ended before the end of the code, or an empty string
-    """
-    reason = getattr(traced, "compile_subgraph_reason", None)
-    return reason.reason if reason is not None and reason.graph_break else ""
+    # A donated buffer forbids a second backward pass through the same graph.
+    with functorch.patch(donated_buffer=False):
+        run = aot_module_simplified(
+            traced, inputs, partition_fn=partition,
+            inference_compiler=infer,  # type: ignore[arg-type]
+            fw_compiler=compile_forward,  # type: ignore[arg-type]
+            bw_compiler=lambda *_: engine.compile(graphs.backward),
+            decompositions=engine.decompositions)
+    return _without_parameters(run, inputs, places)
 
 
 def _without_parameters(run: Callable, inputs: Sequence[Any], places: list[Place | None]
@@ -241,7 +216,7 @@ def refuse_views(graph: fx.Graph, places: Sequence[Place | None]) -> None:
     # The parameters of a layer are views of one flat parameter.
     layers = {_storage(node): place.layer for node, place in zip(inputs_of(graph), places,
                                                                  strict=True) if place}
-    for node in output_of(graph).all_input_nodes:
+    for node in graph.output_node().all_input_nodes:
         storage = _storage(node)
         layer = layers.get(storage)
         expect(storage is None or layer is None, "the model cannot be compiled",
@@ -291,14 +266,7 @@ def inputs_of(graph: fx.Graph) -> list[fx.Node]:
     """
     ## The inputs of a graph
     """
-    return [node for node in graph.nodes if node.op == "placeholder"]
-
-
-def output_of(graph: fx.Graph) -> fx.Node:
-    """
-    ## The node that returns the results
-    """
-    return [*graph.nodes][-1]
+    return [*graph.find_nodes(op="placeholder")]
 
 
 def save_no_parameters(forward: fx.Graph, backward: fx.Graph, places: Sequence[Place | None]
@@ -340,7 +308,7 @@ def save_no_parameters(forward: fx.Graph, backward: fx.Graph, places: Sequence[P
         node.replace_all_uses_with(again(by_name[node.name]))
         backward.erase_node(node)
     dropped = {by_name[node.name] for node in saved}
-    output = output_of(forward)
+    output = forward.output_node()
     output.args = (tuple(each for each in output.args[0] if each not in dropped),)  # type: ignore[union-attr]
 
 
@@ -353,7 +321,7 @@ def _saved_size(forward: fx.Graph, backward: fx.Graph, node: fx.Node) -> fx.Node
     for each in inputs_of(backward):
         if each.name == node.name:
             return each
-    output = output_of(forward)
+    output = forward.output_node()
     output.args = ((*output.args[0], node),)  # type: ignore[misc]
     # Sizes are saved last, and come first in backward.
     with backward.inserting_before(_first_tensor(backward)):
@@ -366,7 +334,8 @@ def _first_tensor(graph: fx.Graph) -> fx.Node:
     """
     #### The first input that is a tensor; symbolic sizes come before it
     """
-    return next(node for node in inputs_of(graph) if isinstance(node.meta["val"], torch.Tensor))
+    return next(node for node in inputs_of(graph)
+                if isinstance(node.meta["val"], torch.Tensor))
 
 
 def save_versions(forward: fx.Graph, backward: fx.Graph, results: int,
@@ -379,7 +348,7 @@ def save_versions(forward: fx.Graph, backward: fx.Graph, results: int,
     layers = tuple(dict.fromkeys(place.layer for place in places if place))
     if not layers:
         return
-    output = output_of(forward)
+    output = forward.output_node()
     fake: Any = detect_fake_mode([node.meta["val"] for node in inputs_of(forward)])
     with fake:
         value = torch.empty(len(layers), dtype=torch.int64)
@@ -419,7 +388,7 @@ def marked_gradients(graph: fx.Graph, places: Sequence[Place | None]) -> fx.Grap
     It returns `None` for them.
     """
     graph = copied(graph)
-    output = output_of(graph)
+    output = graph.output_node()
     gradients = [*output.args[0]]  # type: ignore[misc]
     for i, place in enumerate(places):
         if place and gradients[i] is not None:

@@ -46,7 +46,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -56,18 +56,9 @@ from torch import nn
 
 from zero3.comm.parts import WeightPart, part_of, whole_values
 from zero3.flat import own_modules
+from zero3.guards.options import Named
 from zero3.offload.tensors import INDEX, save_tensors, write_index
 from zero3.sharded import ShardedModel
-
-
-class WholeModel(ShardedModel):
-    """
-    ## A `Zero3Model`, as far as it has to be known here
-
-    `wrap.py` imports this file, so this file cannot import `Zero3Model`.
-    """
-
-    units: list[Any]
 
 
 class Deferred(nn.Module):
@@ -103,7 +94,7 @@ class Source:
     checkpoint: str | Path | None = None
     own_init: Callable[[nn.Module], object] | None = None
 
-    def make(self, model: WholeModel, module: nn.Module, path: str) -> nn.Module:
+    def make(self, model: ShardedModel, module: nn.Module, path: str) -> nn.Module:
         """
         ### Make a deferred layer; return any other module as it is
 
@@ -113,22 +104,13 @@ class Source:
         """
         if not isinstance(module, Deferred):
             return module
-        made: nn.Module = module
-        cause: Exception | None = None
-        try:
+        with _agreed(model, f"cannot make `{path}`", "a layer from its factory",
+                     "look into the factory", told=repr):
             with self._seeded(path), self.device:
-                made = module.factory().train(module.training)
-        except Exception as error:
-            cause = error
-        try:
-            model.comm.agree(model, f"cannot make `{path}`", "a layer from its factory",
-                             repr(cause) if cause else "", "look into the factory")
-        except RuntimeError as error:
-            raise error from cause
-        return made
+                return module.factory().train(module.training)
 
     @torch.no_grad()
-    def fill(self, model: WholeModel, modules: dict[str, nn.Module], path: str,
+    def fill(self, model: ShardedModel, modules: dict[str, nn.Module], path: str,
              names: dict[torch.Tensor, list[str]]) -> dict[torch.Tensor, torch.Tensor]:
         """
         ### Give values to the tensors of a layer that have none
@@ -146,20 +128,15 @@ class Source:
         made, empty = self._allocate(modules)
         if not empty and self.checkpoint is None:
             return made
-        problem = ""
-        if model.comm.is_first:
-            for new in made.values():
-                _mark(new)
-            replaced = {new: old for old, new in made.items()}
-            try:
+        with _agreed(model, f"cannot fill `{path or 'the rest'}`", "values for every parameter and "
+                     "buffer", "pass `init=`, a function of a module; or pass the path of a "
+                     "checkpoint with all of these tensors; or build the missing ones outside of "
+                     "the meta device"):
+            if model.comm.is_first:
+                for new in made.values():
+                    _mark(new)
+                replaced = {new: old for old, new in made.items()}
                 self._give_values(modules, empty, lambda t: names.get(replaced.get(t, t), []))
-            except Exception as error:
-                # Do not raise it here: the other ranks are waiting to hear from this one.
-                problem = f"{error}"
-        model.comm.agree(model, f"cannot fill `{path or 'the rest'}`", "values for every parameter "
-                         "and buffer", problem, "pass `init=`, a function of a module; or pass the "
-                         "path of a checkpoint with all of these tensors; or build the missing "
-                         "ones outside of the meta device")
         return made
 
     def _allocate(self, modules: dict[str, nn.Module]
@@ -184,7 +161,8 @@ class Source:
                         empty.setdefault(at, []).append(name)
         return made, empty
 
-    def _give_values(self, modules: dict[str, nn.Module], empty: dict[str, list[str]],
+    def _give_values(self, modules: dict[str, nn.Module],
+                     empty: dict[str, list[str]],
                      more: Callable[[torch.Tensor], list[str]]) -> None:
         """
         #### Draw or read the values of a layer
@@ -201,24 +179,22 @@ class Source:
         for at, keys in empty.items():
             for name in keys:
                 if _is_marked(getattr(modules[at], name)):
-                    raise ValueError(f"`{_join(at, name)}` has no values, or NaN")
+                    raise ValueError(f"`{f'{at}.{name}'.strip('.')}` has no values, or NaN")
 
     def _draw(self, module: nn.Module, at: str) -> None:
         """
         #### Draw the values of a module
         """
-        own = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
-        init = self.init
-        if init is None and own is None and self.checkpoint is not None:
-            init = self.own_init
-        if init is None and own is None:
-            raise ValueError(f"`{at}`, a {type(module).__name__} without `reset_parameters`")
+        kind = type(module)
+        own = getattr(kind, "reset_parameters", getattr(kind, "_reset_parameters", None))
+        draw = self.init or own
+        if draw is None and self.checkpoint is not None:
+            draw = self.own_init
+        if draw is None:
+            raise ValueError(f"`{at}`, a {kind.__name__} without `reset_parameters`")
         try:
             with self._seeded(at), whole_values(module):
-                if init is not None:
-                    init(module)
-                else:
-                    own()  # type: ignore[misc]
+                draw(module)
         except Exception as error:
             raise ValueError(f"`{at}`: {error!r}") from error
 
@@ -235,7 +211,7 @@ class Source:
         for at, module in modules.items():
             for name, t in (*module._parameters.items(), *module._buffers.items()):
                 if t is not None and name not in module._non_persistent_buffers_set:
-                    places.setdefault(t, []).append(_join(at, name))
+                    places.setdefault(t, []).append(f"{at}.{name}".strip("."))
                     parts[t] = part_of(module, name)
         try:
             for t, own in places.items():
@@ -273,7 +249,8 @@ class Source:
         if path.suffix == ".json":
             names = json.loads(path.read_text())["weight_map"]
             # Only the last part of each path: an index must not name other folders.
-            return {name: path.parent / Path(file).name for name, file in names.items()}
+            return {name: path.parent / Path(file).name
+                    for name, file in names.items()}
         with safe_open(path, framework="pt") as file:
             return dict.fromkeys(file.keys(), path)
 
@@ -294,9 +271,11 @@ class Source:
             yield
 
 
-def save(model: WholeModel, folder: Path) -> None:
+def save(units: list[Any], folder: Path) -> None:
     """
     ## Write a whole model's weights, one unit at a time
+
+    * `units` are the `Unit`s of the model, the root first
 
     Writes safetensors, a file for each unit and an index, in Hugging Face's layout. All ranks must
     call it, because each unit is all-gathered; rank 0 writes. A parameter with several names is
@@ -307,25 +286,44 @@ def save(model: WholeModel, folder: Path) -> None:
     """
     index: dict[str, str] = {}
     total_bytes = 0
-    for i, unit in enumerate(model.units, 1):
-        file = f"model-{i:05}-of-{len(model.units):05}.safetensors"
-        problem = ""
-        with unit.full_params() as params:
+    for i, unit in enumerate(units, 1):
+        file = f"model-{i:05}-of-{len(units):05}.safetensors"
+        with unit.full_params() as params, _agreed(
+                unit, f"cannot be saved to {folder}", "a folder with room to write to",
+                "choose another, or make room"):
             found = _tensors_of(unit, params)
             index |= dict.fromkeys(found, file)
             total_bytes += sum(t.nbytes for t in found.values())
-            try:
-                if unit.comm.is_first:
-                    folder.mkdir(parents=True, exist_ok=True)
-                    if found:
-                        save_tensors(folder / file, found, {"format": "pt"})
-                    if unit is model.units[-1]:
-                        write_index(folder, index, total_bytes)
-                        _save_config(model.units[0].module, folder)
-            except Exception as error:
-                problem = f"{error}"
-        unit.comm.agree(unit, f"cannot be saved to {folder}", "a folder with room to write to",
-                        problem, "choose another, or make room")
+            if unit.comm.is_first:
+                folder.mkdir(parents=True, exist_ok=True)
+                if found:
+                    save_tensors(folder / file, found, {"format": "pt"})
+                if unit is units[-1]:
+                    write_index(folder, index, total_bytes)
+                    _save_config(units[0].module, folder)
+
+
+@contextmanager
+def _agreed(sender: Named, what: str, expected: str, cure: str,
+            told: Callable[[Exception], str] = str) -> Iterator[None]:
+    """
+    #### Raise the error of one rank on all of them, at the end of the block
+
+    * `what`, `expected` and `cure` are as for `fail`
+    * `told` says what all ranks are told of the error
+
+    All ranks must leave the block. A rank that raised at once would leave the others waiting.
+    """
+    agree = partial(sender.comm.agree, sender, what, expected)
+    try:
+        yield
+    except Exception as error:
+        try:
+            agree(told(error) or repr(error), cure)
+        except RuntimeError as of_all:
+            raise of_all from error
+    else:
+        agree("", cure)
 
 
 def _save_config(plain: nn.Module, folder: Path) -> None:
@@ -343,7 +341,8 @@ def _tensors_of(unit: Any, params: dict[str, nn.Parameter]) -> dict[str, torch.T
     #### The parameters and persistent buffers of a unit, by their names in the model
     """
     first = {p: name for name, p in reversed(params.items())}
-    found = {unit.full_name(name): p.detach() for p, name in first.items()}
+    found = {unit.full_name(name): p.detach()
+             for p, name in first.items()}
     for prefix, module in own_modules(unit.module):
         found |= {unit.full_name(prefix + name): buffer
                   for name, buffer in module._buffers.items()
@@ -375,6 +374,3 @@ def _is_marked(tensor: torch.Tensor) -> bool:
     as_bytes = tensor.reshape(-1).view(torch.uint8)
     return bool(len(as_bytes) and (as_bytes == 0xA5).all())
 
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name

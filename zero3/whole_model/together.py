@@ -112,17 +112,14 @@ def neighbours(places: Iterable[LayerPlace], most_bytes: int, most_numel: float
     Returns lists of at least two places.
     """
     found: list[list[LayerPlace]] = [[]]
-    nbytes = 0
-    numel = 0
+    params: list[nn.Parameter] = []  # of the layers in the last list
     for place in places:
-        own_bytes = sum(p.nbytes for p in place.layer.parameters())
-        own_numel = sum(p.numel() for p in place.layer.parameters())
-        nbytes += own_bytes
-        numel += own_numel
-        if nbytes > most_bytes or numel > most_numel:
+        own = [*place.layer.parameters()]
+        params += own
+        numel = sum(p.numel() for p in params)
+        if sum(p.nbytes for p in params) > most_bytes or numel > most_numel:
             found.append([])
-            nbytes = own_bytes
-            numel = own_numel
+            params = own
         found[-1].append(place)
     return [each for each in found if len(each) > 1]
 
@@ -144,13 +141,12 @@ def fetch_together(units: Iterable[Any]) -> None:
         # A persistent unit may be full of the values from before a step.
         unit.refresh()
     wanted = [unit for unit in several if not unit.is_here and _can_join(unit)]
-    if len(wanted) < 2:
-        wanted = []
-    for unit in several:
-        if unit not in wanted:
-            unit.fetch_params()
-    if wanted:
+    if len(wanted) > 1:
         Packed(wanted).start()
+    for unit in several:
+        # One that is alone, or cannot be packed.
+        if not unit.is_here:
+            unit.fetch_params()
 
 
 def can_share(comm: Communicator) -> bool:
@@ -170,7 +166,8 @@ def _can_join(unit: Any) -> bool:
     """
     return can_share(unit.comm) and all(
         flat.shard.dtype == flat.full.dtype
-        and flat.shard.device in (flat.full.device, torch.device("cpu")) for flat in unit.flats)
+        and flat.shard.device in (flat.full.device, torch.device("cpu"))
+        for flat in unit.flats)
 
 
 class Packed:
@@ -219,7 +216,6 @@ class Packed:
         """
         by_dtype: dict[torch.dtype, list[tuple[Any, Any]]] = {}
         for unit in self.units:
-            unit.compare()
             self.columns[unit] = []
             for flat in unit.flats:
                 by_dtype.setdefault(flat.full.dtype, []).append((unit, flat))
@@ -279,16 +275,15 @@ class Packed:
             self.buffers = []
 
 
-class Part:
+class Part(NamedTuple):
     """
     ## One unit's part of a shared all-gather
 
     The unit waits for it as for a `Transfer` of its own.
     """
 
-    def __init__(self, packed: Packed, unit: Any):
-        self.packed = packed
-        self.unit = unit
+    packed: Packed
+    unit: Any
 
     def wait(self) -> None:
         """

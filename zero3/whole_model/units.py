@@ -74,9 +74,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero3.comm.links import Links
 from zero3.guards.contents import uncompiled
-from zero3.guards.options import same
 from zero3.layer import Zero3Layer
 from zero3.offload.tiers import Offload
+from zero3.schedule import Alone
 from zero3.sharded import Sharded
 from zero3.watch import Call, in_backward
 from zero3.whole_model.together import Packed, Together, fetch_together
@@ -141,7 +141,33 @@ class Trace:
         return self.known[len(self.seen) :] if self.follows() else []
 
 
-class Unit(Zero3Layer):
+class StandIn(nn.Module):
+    """
+    ## A module in the place of another one, which may be a container such as `nn.Sequential`
+
+    For any other module, all methods but `__bool__` raise `TypeError`.
+    """
+
+    module: Any
+
+    def __len__(self) -> int:
+        return len(self.module)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.module)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self.module
+
+    def __bool__(self) -> bool:
+        # Without this, Python would ask for the length, which most modules do not have.
+        return bool(self.module)
+
+
+class Unit(StandIn, Zero3Layer):
     """
     ## A layer of a whole model
 
@@ -168,6 +194,8 @@ class Unit(Zero3Layer):
         self.order = order
         self.schedule = order
         self.path = path
+        # The name that errors and reports give to it.
+        self.title = module.title if isinstance(module, Together) else path or "the rest"
         self.leaf = leaf
         # Once all units exist, `wrap` sets this and the three lists below, and number, label and
         # communicator.
@@ -207,9 +235,11 @@ class Unit(Zero3Layer):
             # A short way for its own state, which changes some twenty times in a step.
             vars(self)[name] = value
             return
-        # `__init__` sets `_stamp` last. From then on a new name belongs to the module.
-        is_new = "_stamp" in vars(self) and name not in vars(self) and name not in self._modules
-        if is_new and not hasattr(type(self), name) and hasattr(self.module, name):
+        # Once the model has all its units, a new name belongs to the module.
+        is_whole = "order" in vars(self) and self.order.units
+        is_new = name not in vars(self) and name not in self._modules
+        is_own = not is_whole or not is_new or hasattr(type(self), name)
+        if not is_own and hasattr(self.module, name):
             setattr(self.module, name, value)
         else:
             super().__setattr__(name, value)
@@ -235,24 +265,6 @@ class Unit(Zero3Layer):
         # `repr` calls this.
         return type(self).__name__
 
-    # The methods of a container. They raise `TypeError` if the module is none.
-
-    def __len__(self) -> int:
-        return len(self.module)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.module)  # type: ignore[call-overload]
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.module[key]  # type: ignore[index]
-
-    def __contains__(self, item: Any) -> bool:
-        return item in self.module  # type: ignore[operator]
-
-    def __bool__(self) -> bool:
-        # Without this, Python would ask for the length, which most modules do not have.
-        return bool(self.module)
-
     def admits(self, layer: nn.Module) -> bool:
         """
         ### Whether a sharded layer is a unit of the same model
@@ -260,15 +272,6 @@ class Unit(Zero3Layer):
         A sharded layer of another model would be in none of the passes here.
         """
         return any(layer is unit for unit in self.order.units)
-
-    @property
-    def title(self) -> str:
-        """
-        ### The name that errors and reports give to it
-        """
-        if isinstance(self.module, Together):
-            return self.module.title
-        return self.path or "the rest"
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """
@@ -343,8 +346,6 @@ class Unit(Zero3Layer):
         ### Unshard (all-gather); again after a step, if it has been full since before the step
         """
         self.refresh()
-        if not self.is_here:
-            self.compare()
         super().fetch_params()
 
     @property
@@ -365,17 +366,13 @@ class Unit(Zero3Layer):
             # It has stayed full, and may have gradients in flight. Finish those first.
             self.reducer.finish(self)
         if self.persistent:
-            stamp = self._stamp_of_shards()
+            # It changes when an optimizer steps, or when somebody writes to a shard.
+            stamp = (self.order.steps,
+                     [(flat.shard._version, flat.shard.untyped_storage().data_ptr())
+                      for flat in self.flats])
             if stamp != self._stamp:
                 self.reshard()
             self._stamp = stamp
-
-    def compare(self) -> None:
-        """
-        ### With `debug`, have the ranks compare what they are about to gather
-        """
-        if self.order.debug:
-            self.order.compare(self)
 
     def come_with(self, part: Any) -> None:
         """
@@ -389,13 +386,6 @@ class Unit(Zero3Layer):
         self._gather = part
         self.packed = part.packed
 
-    def unpack(self) -> None:
-        """
-        ### Take its parameters out of a shared all-gather, and leave them closed
-        """
-        if self.packed is not None:
-            self.packed.take(self)
-
     def held_tensors(self) -> Iterator[torch.Tensor | None]:
         """
         ### Memory that it holds, for a `Ledger`: the packed buffers too
@@ -403,14 +393,6 @@ class Unit(Zero3Layer):
         yield from super().held_tensors()
         if self.packed is not None:
             yield from self.packed.buffers
-
-    def _stamp_of_shards(self) -> tuple:
-        """
-        #### A value that changes when an optimizer steps, or when somebody writes to a shard
-        """
-        shards = [flat.shard for flat in self.flats]
-        return self.order.steps, [(shard._version, shard.untyped_storage().data_ptr())
-                                  for shard in shards]
 
     def fetch_for_others(self) -> bool:
         """
@@ -479,7 +461,8 @@ class Unit(Zero3Layer):
         if self is self.order.root:
             return False
         # In the same way, any unit waits for the units inside it.
-        if any(unit.watch.pending or unit in unit.users for unit in self.inside):
+        if any(unit.watch.pending or unit in unit.users
+               for unit in self.inside):
             return False
         has_frozen = any(not flat.shard.requires_grad for flat in self.flats)
         if has_frozen and any(unit.get_trainable_chunk() for unit in self.externals):
@@ -554,19 +537,19 @@ class Unit(Zero3Layer):
         super().settle(raised)
 
 
-class TracedOrder:
+class TracedOrder(Alone):
     """
     ## The schedule of a whole model: gather and free units along the order that was learnt
 
-    All units of a model share one.
+    All units of a model share one. Its units have nothing `ahead`, because `arrive` gathers ahead
+    by itself, as far as the limits allow.
     """
 
-    def __init__(self, debug: bool):
+    def __init__(self) -> None:
         self.units: list[Unit] = []  # the root first
         self.prefetch_numel = 0  # elements that are gathered ahead, at most
         self.max_live_numel: int | None = None  # elements that are full at once, at most
         self.bucket_numel = 0  # elements that share an all-gather, at most
-        self.debug = debug
         self.trace = Trace()
         self.stack: list[Unit] = []  # units that compute in forward, the innermost last
         self.steps = 0  # that optimizers have taken with the shards of these units
@@ -574,12 +557,6 @@ class TracedOrder:
     @property
     def root(self) -> Unit:
         return self.units[0]
-
-    def ahead(self, layer: Sharded) -> list[Sharded]:
-        """
-        ### No units: `arrive` gathers ahead by itself, as far as the limits allow
-        """
-        return []
 
     def arrive(self, unit: Unit) -> None:
         """
@@ -663,7 +640,7 @@ class TracedOrder:
         """
         #### Gather these units, small ones together with the small ones that come after them
         """
-        bucket = self._bucket(wanted, upcoming)
+        bucket = self._bucket(wanted, upcoming) if self.bucket_numel else []
         if bucket:
             fetch_together(bucket)
         for unit in wanted:
@@ -675,8 +652,6 @@ class TracedOrder:
         #### The units to gather together: up to `bucket_numel` elements, as far as they fit
         """
         bucket: list[Unit] = []
-        if not self.bucket_numel:
-            return bucket
         _refresh(wanted)
         # A bucket begins with a unit that is needed and not here.
         if all(unit.is_here for unit in wanted):
@@ -689,7 +664,8 @@ class TracedOrder:
                 continue
             numel += unit.numel
             # The bucket ends before a unit that is too large for what is left of it.
-            if numel > self.bucket_numel or not self._fits([*wanted, *bucket, unit], numel):
+            if (numel > self.bucket_numel
+                    or not self._fits([*wanted, *bucket, unit], numel)):
                 break
             bucket.append(unit)
         return bucket
@@ -703,13 +679,15 @@ class TracedOrder:
         spare = [unit for unit in self.units if unit.is_fetched
                  and not (unit in wanted or unit.users or unit.persistent)]
         # The unit that comes last, or not at all, goes first.
-        spare.sort(key=lambda unit: upcoming.index(unit) if unit in upcoming else len(upcoming))
+        spare.sort(key=lambda unit: upcoming.index(unit) if unit in upcoming
+                   else len(upcoming))
         while spare and not self._fits(wanted):
             spare.pop().reshard()
         if not self._fits(wanted):
             # A packed buffer that a persistent unit, or a wanted one, has kept alive.
             for unit in self.units:
-                unit.unpack()
+                if unit.packed is not None:
+                    unit.packed.take(unit)
         wanted[0].expect(self._fits(wanted), "cannot be fetched", "at most `max_live_numel`, "
                          f"{self.max_live_numel:,} full elements",
                          f"{self.live_numel(wanted):,} with it", "raise the limit, wrap "
@@ -770,18 +748,6 @@ class TracedOrder:
                 break
             soon.append(unit)
         return soon
-
-    def compare(self, unit: Unit) -> None:
-        """
-        ### Have the ranks tell each other which unit they are about to gather
-
-        All-gather of their labels; all ranks must call it. Raises `RuntimeError` on all of them if
-        they differ.
-        """
-        told = {"communication": f"gather of {unit.label}"}
-        same(f"rank {unit.comm.global_rank}: {unit.label} is about to be gathered, and the ranks "
-             "diverged", unit.comm.ranks, unit.comm.gather(told),
-             "put everything that depends on a rank's data into one unit, by `leaf_classes`")
 
     def range_of(self, unit: Unit) -> Any:
         """

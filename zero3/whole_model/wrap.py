@@ -31,7 +31,7 @@ has it, and otherwise the first unit that does. For the other units it is an ext
 | `max_live_numel` | `stage3_max_live_parameters`; here nothing exceeds it |
 | `persist_below_numel` | `stage3_param_persistence_threshold` |
 | `bucket_numel` | none: all that `stage3_prefetch_bucket_size` prefetches at once shares one |
-| `mark_persistent_parameters` | the same, with `stage3_model_persistence_threshold` |
+| `mark_persistent_parameters` | the same |
 | `register_external_parameter` | the same |
 
 **Run this**: `python -m zero3.whole_model` prints the order of events in two steps of a small
@@ -63,23 +63,23 @@ from zero3.comm.mesh import Group
 from zero3.comm.parts import connect
 from zero3.comm.reducer import Reducer
 from zero3.estimate.ledger import Ledger
-from zero3.flat import Slot, own_modules
+from zero3.flat import own_modules
 from zero3.guards.contents import Known, stray, uncompiled
 from zero3.guards.options import MOST, expect, whole
 from zero3.guards.shard_gradients import grad_of
 from zero3.layer import Zero3Layer
 from zero3.offload.tiers import Offload
 from zero3.optimizer.steps import after_steps
-from zero3.sharded import Sharded, communicator
+from zero3.sharded import Sharded, ShardedModel, communicator
 from zero3.watch import tensors_in
-from zero3.whole_model.materialise import Deferred, Source, WholeModel, save
+from zero3.whole_model.materialise import Deferred, Source, save
 from zero3.whole_model.together import LayerPlace, Together, can_share
-from zero3.whole_model.units import TracedOrder, Unit
+from zero3.whole_model.units import StandIn, TracedOrder, Unit
 
 Classes = type | Iterable[type]
 
 
-class Zero3Model(WholeModel):
+class Zero3Model(StandIn, ShardedModel):
     """
     ## A whole model, sharded unit by unit
 
@@ -92,19 +92,19 @@ class Zero3Model(WholeModel):
     def __init__(self, model: nn.Module, layer_classes: tuple[type, ...],
                  leaf_classes: tuple[type, ...], source: Source, prefetch_numel: int | None,
                  max_live_numel: int | None, persist_below_numel: int, bucket_numel: int,
-                 offload: Offload, mesh: DeviceMesh | Links | None, debug: bool):
+                 offload: Offload, mesh: DeviceMesh | Links | None):
         super().__init__()
         self.comm = communicator(mesh=mesh)
-        self.order = TracedOrder(debug)
+        self.order = TracedOrder()
         wrapping = _Wrapping(self, model, source, offload, mesh)
         self.units: list[Unit] = wrapping.units_of(layer_classes, leaf_classes)
         # Units that stand for no module. Here the model finds their shards.
-        self.beside = nn.ModuleList(wrapping.together)
+        self.beside = nn.ModuleList(u for u in self.units if isinstance(u.module, Together))
         self.order.units = self.units
         self.sharded_layers = tuple(self.units)
         self.tied = wrapping.tied_by_name()  # parameters with several names, by these
         self.layout = wrapping.layout  # the names of the parameters that a plain module has
-        self.module: Any = self.units[0]
+        self.module = self.units[0]
         self.training = model.training
         self.beside.train(model.training)
         self.missed: list[str] = []  # units that have a gradient and no optimizer
@@ -175,15 +175,14 @@ class Zero3Model(WholeModel):
                 return
             model.order.steps += 1
             # Shards with a gradient and no optimizer yet, for `check`.
-            for shard in stepped:
-                missed.discard(id(shard))
+            missed.difference_update(map(id, stepped))
             model.missed = [] if not missed else [
                 unit.title for unit in model.units for shard in unit.get_trainable_chunk()
                 if id(shard) in missed and grad_of(shard) is not None]
 
         after_steps.add(self, count)
 
-    # The model's attributes, and the methods of a container.
+    # The model's attributes.
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -202,50 +201,24 @@ class Zero3Model(WholeModel):
         else:
             super().__setattr__(name, value)
 
-    # Containers, such as `nn.Sequential`.
-    def __len__(self) -> int:
-        return len(self.module)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.module)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.module[key]
-
-    def __contains__(self, item: Any) -> bool:
-        return item in self.module
-
-    def __bool__(self) -> bool:
-        # Without this, Python would ask for the length, which most models do not have.
-        return True
-
     # ----------------------------------------------------------------------------------- settings
 
-    def mark_persistent_parameters(self, below_numel: int, model_numel: int | None = None) -> int:
+    def mark_persistent_parameters(self, below_numel: int) -> int:
         """
         ### Have small units stay full from one step to the next
 
         * `below_numel`: units with fewer elements than this persist
-        * `model_numel` is the most that all of them may have together; left out, there is no limit
 
         Each is then gathered once in a step. All ranks call it alike, between two steps. Returns
-        the elements that will stay. Suspends I2 for them. Raises `ValueError` if one of the two is
-        no whole number.
+        the elements that will stay. Suspends I2 for them. Raises `ValueError` if it is no whole
+        number.
         """
-        for name, value in (("below_numel", below_numel), ("model_numel", model_numel)):
-            left_out = value is None and name == "model_numel"
-            expect(left_out or whole(value), f"mark_persistent_parameters: `{name}`", "a whole "
-                   "number of elements", repr(value), "pass such a number")
-        # In the order of the units, while there is room.
+        expect(whole(below_numel), "mark_persistent_parameters: `below_numel`", "a whole number of "
+               "elements", repr(below_numel), "pass such a number")
         self.release_all()
-        left_numel = float("inf") if model_numel is None else model_numel
-        persistent_numel = 0
         for unit in self.units:
-            unit.persistent = 0 < unit.numel < below_numel and unit.numel <= left_numel
-            if unit.persistent:
-                left_numel -= unit.numel
-                persistent_numel += unit.numel
-        return persistent_numel
+            unit.persistent = 0 < unit.numel < below_numel
+        return sum(unit.numel for unit in self.units if unit.persistent)
 
     def register_external_parameter(self, module: nn.Module, param: nn.Parameter) -> None:
         """
@@ -255,9 +228,10 @@ class Zero3Model(WholeModel):
         alike. Raises `RuntimeError` if
         either is not part of this model.
         """
-        users = [u for u in self.units for m in (u, *dict(own_modules(u.module)).values())
-                 if m is module]
-        owners = [u for u in self.units for slot in u.slots() if slot.param is param]
+        users = [unit for unit in self.units
+                 for m in (unit, *dict(own_modules(unit.module)).values()) if m is module]
+        owners = [unit for unit in self.units
+                  for slot in unit.slots() if slot.param is param]
         self.expect(bool(users and owners), "cannot register this", "a module and a parameter of "
                     "this model", f"{type(module).__name__} and {type(param).__name__}",
                     "take them from the wrapped model")
@@ -337,7 +311,7 @@ class Zero3Model(WholeModel):
         self.expect(not self.comm.stages.same_layers, "cannot be saved like this", "whole weights",
                     "parts of them, split over ranks", "call `zero3.save`, and convert the "
                     "checkpoint; or `restore(model.destroy())`")
-        save(self, Path(folder))
+        save(self.units, Path(folder))
 
     @torch.no_grad()
     def generate(self, *args, **kwargs) -> Any:
@@ -388,35 +362,30 @@ class Zero3Model(WholeModel):
             unit.reshard()
 
     @torch.no_grad()
-    def destroy(self, weights: bool = True) -> nn.Module:
+    def destroy(self) -> nn.Module:
         """
         ### Give the plain module back, without units and hooks
 
-        * `weights` says that each rank gets the whole model; without it, the parameters are on the
-          meta device
-
-        All ranks call it, and all-gather each unit if they want the weights. Afterwards neither
-        this object nor an optimizer that was built on it is of any use.
+        All ranks call it, because each unit is all-gathered, and each rank gets the whole model.
+        Afterwards neither this object nor an optimizer that was built on it is of any use.
         """
         self.release_all()
-        new: dict[torch.Tensor, nn.Parameter] = {}
         for unit in self.units:
-            if weights:
-                with unit.full_params():
-                    values = [slot.param.clone() for slot in unit.slots()]
-            else:
-                values = [torch.empty_like(slot.view, device="meta") for slot in unit.slots()]
-            # The same objects as before, if they have values.
+            with unit.full_params():
+                values = [slot.param.clone() for slot in unit.slots()]
+            # The same objects as before, because somebody may refer to them.
             for slot, value in zip(unit.slots(), values, strict=True):
-                new[slot.param] = _restored(slot, value)
+                if slot.hook:
+                    slot.hook.remove()
+                slot.param.__class__ = nn.Parameter
+                slot.param.data = value
             for refusal in unit.contents.refusals:
                 refusal.remove()
         # Put parameters and modules back where they were.
         plain = self.module.module
         for m in [*plain.modules()]:
             for name in self.layout.get(m, ()):
-                p = vars(m).pop(name)
-                m._parameters[name] = p if p is None else new[p]
+                m._parameters[name] = vars(m).pop(name)
             for name, child in m._modules.items():
                 m._modules[name] = child.module if isinstance(child, Unit) else child
         # Nothing may refer to the units any more.
@@ -432,35 +401,36 @@ class Zero3Model(WholeModel):
 
         Elements with their padding, and bytes at rest and full.
         """
+        row = "{:14,} {:14,} {:14,}  {:7} {}".format
         table = [f"rank {self.comm.global_rank}, with 1/{self.comm.world_size} of each parameter",
                  f"{'elements':>14} {'at rest':>14} {'full':>14}  tier    unit"]
-        totals = [0, 0, 0]
+        cells = []
         for unit in self.units:
             is_full = unit.is_fetched or unit.is_full_elsewhere
-            cells = [unit.numel, sum(flat.storage.rest_bytes for flat in unit.flats),
-                     sum(flat.full.nbytes for flat in unit.flats) if is_full else 0]
-            # Sums, for the last line.
-            for i, cell in enumerate(cells):
-                totals[i] += cell
+            rest_bytes = sum(flat.storage.rest_bytes for flat in unit.flats)
+            full_bytes = is_full * sum(flat.full.nbytes for flat in unit.flats)
+            cells.append((unit.numel, rest_bytes, full_bytes))
             tiers = "+".join(dict.fromkeys(flat.storage.tier for flat in unit.flats)) or "none"
-            name = unit.label
-            if unit.persistent:
-                name += ", persistent"
-            if unit.leaf:
-                name += ", leaf"
-            table.append(_row(cells) + f"  {tiers:7} {name}")
-        table.append(_row(totals) + "          together")
+            name = unit.label + ", persistent" * unit.persistent + ", leaf" * unit.leaf
+            table.append(row(*cells[-1], tiers, name))
+        totals = map(sum, zip(*cells, strict=True))
+        table.append(row(*totals, "", "together"))
         table.append(f"{self.order.trace.misses} passes differed from the last of their kind")
         return "\n".join(table)
 
 
-def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = (),
-         prefetch_numel: int | None = None, max_live_numel: int | None = None,
-         persist_below_numel: int = 0, bucket_numel: int = 0,
+def wrap(model: nn.Module, layer_classes: Classes, *,
+         leaf_classes: Classes = (),
+         prefetch_numel: int | None = None,
+         max_live_numel: int | None = None,
+         persist_below_numel: int = 0,
+         bucket_numel: int = 0,
          offload: Offload | str | None = None,
-         device: torch.device | str | None = None, seed: int = 0,
-         init: Callable[[nn.Module], Any] | None = None, checkpoint: str | Path | None = None,
-         mesh: DeviceMesh | Links | None = None, debug: bool = False,
+         device: torch.device | str | None = None,
+         seed: int = 0,
+         init: Callable[[nn.Module], Any] | None = None,
+         checkpoint: str | Path | None = None,
+         mesh: DeviceMesh | Links | None = None,
          kind: Callable[..., Zero3Model] = Zero3Model) -> Zero3Model:
     """
     ## Shard a whole model, in place
@@ -484,8 +454,6 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
     * `seed`, `init` and `checkpoint` are as for `Source`
     * `mesh` has the ranks that share the model, and in a second dimension its replicas or its nodes
       (see `mesh.py`), or is a `Links`; left out, all ranks share it
-    * `debug` has the ranks compare what they are about to gather, so that a hang of NCCL becomes an
-      error
     * `kind` is the class of the result; `zero3.compile` passes another one
 
     Raises `TypeError` or `ValueError` for an impossible argument, before anything changes. Raises
@@ -499,11 +467,12 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
     expect(init is None or callable(init), "wrap: `init`", "a function of a module", repr(init),
            "pass one, or leave it out", TypeError)
     # Whole numbers that are large enough.
-    for name, value, least in (("prefetch_numel", prefetch_numel, 0),
-                               ("max_live_numel", max_live_numel, 1),
-                               ("persist_below_numel", persist_below_numel, 0),
-                               ("bucket_numel", bucket_numel, 0),
-                               ("seed", seed, -MOST)):
+    for name, value, least in (
+            ("prefetch_numel", prefetch_numel, 0),
+            ("max_live_numel", max_live_numel, 1),
+            ("persist_below_numel", persist_below_numel, 0),
+            ("bucket_numel", bucket_numel, 0),
+            ("seed", seed, -MOST)):
         left_out = value is None and name in ("prefetch_numel", "max_live_numel")
         expect(left_out or whole(value, least), f"wrap: `{name}`",
                f"a whole number of at least {least}", repr(value), "pass such a number")
@@ -513,7 +482,7 @@ def wrap(model: nn.Module, layer_classes: Classes, *, leaf_classes: Classes = ()
                     getattr(model, "_init_weights", None))
     return kind(model, classes_of(layer_classes), classes_of(leaf_classes), source,
                 prefetch_numel, max_live_numel, persist_below_numel, bucket_numel,
-                Offload.of(offload), mesh, debug)
+                Offload.of(offload), mesh)
 
 
 class _Wrapping:
@@ -538,8 +507,6 @@ class _Wrapping:
         self.tied: list[tuple[torch.Tensor, Unit, nn.Module, str]] = []
         # Parameters outside all layers.
         self.at_root: set[torch.Tensor] = set()
-        # Units that have the parameters of several layers.
-        self.together: list[Unit] = []
 
     def units_of(self, layers: tuple[type, ...], leaves: tuple[type, ...]) -> list[Unit]:
         """
@@ -553,7 +520,7 @@ class _Wrapping:
         inside = {m for place in places for m in place.layer.modules()}
         self.at_root = {p for m in self.model.modules() if m not in inside
                         for p in m._parameters.values() if p is not None}
-        self.together = self._units_together(places)
+        together = self._units_together(places)
         units: dict[nn.Module, Unit] = {}
         for place in places:
             layer = place.layer
@@ -565,7 +532,7 @@ class _Wrapping:
         for tied, user, module, name in self.tied:
             vars(module)[name] = self.made.get(tied, tied)
             user.externals.append(self.owners[tied])
-        return [root, *self.together, *units.values()]
+        return [root, *together, *units.values()]
 
     def _units_together(self, places: list[LayerPlace]) -> list[Unit]:
         """
@@ -579,7 +546,8 @@ class _Wrapping:
         may_share = []
         for place in places:
             tied = any(len(self.names[p]) > 1 for p in place.layer.parameters())
-            has_units = any(m in layers for m in place.layer.modules() if m is not place.layer)
+            has_units = any(m in layers for m in place.layer.modules()
+                            if m is not place.layer)
             # Not a layer with a tied weight, with units inside it, or that does not exist yet.
             if not (tied or has_units or isinstance(place.layer, Deferred)):
                 may_share.append(place)
@@ -591,10 +559,10 @@ class _Wrapping:
         """
         #### Refuse a model that cannot be wrapped
         """
-        is_plain = not any(isinstance(m, Zero3Layer) for m in self.model.modules())
         kind = type(self.model).__name__
-        self.owner.expect(is_plain, "is sharded already", "a plain model", kind,
-                          "`destroy()` it first")
+        for m in self.model.modules():
+            self.owner.expect(not isinstance(m, Zero3Layer), "is sharded already", "a plain model",
+                              kind, "`destroy()` it first")
         self.owner.expect(found > 0, "has nothing to wrap", f"modules of {classes}",
                           f"none inside of {kind}", "pass the classes of its layers")
 
@@ -612,7 +580,8 @@ class _Wrapping:
             self.layout.setdefault(m, [*m._parameters])
         # Without what other units own.
         ties = self._untie(modules, is_root=layer is self.model)
-        before = {p for m in modules.values() for p in m._parameters.values() if p is not None}
+        before = {p for m in modules.values()
+                  for p in m._parameters.values() if p is not None}
         self.made |= self.source.fill(self.owner, modules, path, self.names)
         for _, m, name in ties:
             del vars(m)[name]
@@ -642,24 +611,25 @@ class _Wrapping:
                     ties.append((p, m, name))
                     m._parameters.pop(name, None)
                     # For a module that draws its values, and would draw these too.
-                    vars(m)[name] = torch.empty(p.shape, dtype=p.dtype, device=self.source.device)
+                    vars(m)[name] = torch.empty(
+                        p.shape, dtype=p.dtype, device=self.source.device)
         return ties
 
     def tied_by_name(self) -> dict[str, Any]:
         """
         ### The parameters that have several names, by each of them
         """
-        found = {}
+        found: dict[str, Any] = {}
         for param, names in self.names.items():
             if len(names) > 1:
-                for name in names:
-                    found[name] = self.made.get(param, param)
+                found |= dict.fromkeys(names, self.made.get(param, param))
         return found
 
 
 def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 20, *,
-                    eos_token_id: int | None = None, temperature: float = 0.0,
-                    generator: torch.Generator | None = None, window: int | None = None,
+                    eos_token_id: int | None = None,
+                    temperature: float = 0.0,
+                    generator: torch.Generator | None = None,
                     groups: Iterable[Group] = ()) -> torch.Tensor:
     """
     ## Continue sequences of tokens
@@ -668,7 +638,6 @@ def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 2
     * `ids` are `(batch, length)`, of this rank
     * `eos_token_id` ends a sequence, and pads it
     * `temperature` 0 takes the likeliest token, others draw with `generator`
-    * `window` is the longest sequence that the model takes; left out, any length
     * `groups` have the ranks that go on until all of them are done, and all of these must call it;
       left out, this one alone
 
@@ -676,8 +645,7 @@ def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 2
     """
     done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     for _ in range(max_new_tokens):
-        context = ids if window is None else ids[:, -window:]
-        logits = next(tensors_in(model(context)))[:, -1].float()  # (batch, vocabulary) fp32
+        logits = next(tensors_in(model(ids)))[:, -1].float()  # (batch, vocabulary) fp32
         token = _next_token(logits, temperature, generator)
         # A sequence that has ended is padded.
         if not done.all():
@@ -707,26 +675,6 @@ def _next_token(logits: torch.Tensor, temperature: float, generator: torch.Gener
     return torch.multinomial(probabilities, 1, generator=generator)[:, 0].to(logits.device)
 
 
-def _restored(slot: Slot, value: torch.Tensor) -> nn.Parameter:
-    """
-    #### A parameter as it was before it was sharded
-
-    * `value` has its values, or is on the meta device
-    """
-    if slot.hook:
-        slot.hook.remove()
-    if value.is_meta:
-        return nn.Parameter(value, slot.param.requires_grad)
-    # The same object as before, because somebody may refer to it.
-    slot.param.__class__ = nn.Parameter
-    slot.param.data = value
-    return slot.param
-
-
-def _row(cells: list[int]) -> str:
-    return " ".join(f"{cell:14,}" for cell in cells)
-
-
 def _places(module: nn.Module, path: str, layers: tuple[type, ...], leaves: tuple[type, ...]
             ) -> Iterator[LayerPlace]:
     """
@@ -748,9 +696,8 @@ def classes_of(classes: Classes) -> tuple[type, ...]:
     several = isinstance(classes, Iterable) and not isinstance(classes, type)
     found: Any = tuple(classes) if several else (classes,)  # type: ignore[arg-type]
     for kind in found:
-        if not isinstance(kind, type):
-            raise TypeError(f"wrap. Expected: classes of modules. Got: a {type(kind).__name__}. "
-                            "What to do: pass `type(layer)`, or several in a tuple.")
+        expect(isinstance(kind, type), "wrap", "classes of modules", f"a {type(kind).__name__}",
+               "pass `type(layer)`, or several in a tuple", TypeError)
     return found
 
 
@@ -762,8 +709,13 @@ def main() -> None:
     ahead, and unit 3 stays full for backward.
     """
     block = partial(nn.TransformerEncoderLayer, 16, 2, 32, dropout=0.0, batch_first=True)
-    model = wrap(nn.Sequential(nn.Embedding(9, 16), block(), block(), block(), nn.Linear(16, 9)),
-                 nn.TransformerEncoderLayer)
+    plain = nn.Sequential(
+        nn.Embedding(9, 16),
+        block(),
+        block(),
+        block(),
+        nn.Linear(16, 9))
+    model = wrap(plain, nn.TransformerEncoderLayer)
     for step in (1, 2):
         with Ledger(model) as tape:
             model(torch.arange(9)[None]).mean().backward()
