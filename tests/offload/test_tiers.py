@@ -59,7 +59,7 @@ def tiers(folder):
         "states in files": (Offload(), Offload(**nvme)),
         "all in files": (Offload(**nvme), Offload(**nvme, buffers=3)),
         "all in files, one object": (both, both),
-        "all in files, through the cache": (Offload(**nvme, direct=False), Offload(**nvme, direct=False)),
+        "all in cached files": (Offload(**nvme, direct=False), Offload(**nvme, direct=False)),
         "some in files": (Offload(**nvme, max_in_cpu=9000), Offload(**nvme, max_in_cpu=40000)),
     }
 

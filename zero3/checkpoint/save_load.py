@@ -74,7 +74,6 @@ from zero3.checkpoint.reader import (
     MANIFEST,
     CheckpointReader,
     Manifest,
-    OptimizerEntry,
     clean_up_interrupted_saves,
     commit_checkpoint,
     decode,
@@ -218,32 +217,34 @@ class Saving:
         """
         # Each rank describes its own part of the model. This merges all of them (all-gather).
         with self._on_all_ranks():
-            described, options = self._prepare(extra)
-        self.manifest |= self.entries.manifest(described, options)
+            described = self._prepare(extra)
+        self.manifest |= self.entries.manifest(described)
         # One replica writes, because the others would write the same.
         one_writes = self.entries.comm.in_first_replica
         listed = self.entries.entries(self.manifest) if one_writes else []
-        streams = self._random_of_replicas()
+        # The random number states of each replica of this shard (all-gather).
+        own = json.dumps(encode(_random_states(self.entries.device)))
+        streams = self.entries.stage_comm.replicas.gather(own)
         with self._on_all_ranks():
             if listed:
                 self._open_file(listed, streams)
         # The space is there on all ranks: write.
         self._fill(listed, async_write)
-        if not async_write:
+        if async_write:
+            # From now on, a step, a save or a load ends it.
+            _LAST_SAVES[self.entries.comm] = self
+            if self.entries.optimizer is not None:
+                self.hook = self.entries.optimizer.register_step_pre_hook(self._end_if_done)
+        else:
             self.wait()
-            return
-        # From now on, a step, a save or a load ends it.
-        _LAST_SAVES[self.entries.comm] = self
-        if self.entries.optimizer is not None:
-            self.hook = self.entries.optimizer.register_step_pre_hook(self._end_if_done)
 
-    def _prepare(self, extra: object) -> tuple[list[Described], OptimizerEntry | None]:
+    def _prepare(self, extra: object) -> list[Described]:
         """
         #### Describe this rank's model and optimizer, and create the folder on rank 0
         """
-        self.manifest = {"step": self.step, "extra": encode(extra)}
+        self.manifest = {"step": self.step, "extra": encode(extra),
+                         "optimizer": self.entries.options()}
         described = self.entries.describe()
-        options = self.entries.options()
         if self.entries.comm.is_first:
             self.folder.mkdir(parents=True, exist_ok=True)
             # Before cleaning up, which without the lock could remove another run's files.
@@ -251,17 +252,7 @@ class Saving:
             clean_up_interrupted_saves(self.folder)
             self.partial.mkdir()
             self.made_folder = True
-        return described, options
-
-    def _random_of_replicas(self) -> list[str]:
-        """
-        #### The random number states of each replica of this shard, as JSON (all-gather)
-        """
-        comm = self.entries.stage_comm
-        own = json.dumps(encode(_random_states(self.entries.device)))
-        if comm.replicas.size == 1:
-            return [own]
-        return comm.gather(own)[comm.rank :: comm.world_size]
+        return described
 
     def _open_file(self, listed: list[Entry], streams: list[str]) -> None:
         """
@@ -320,7 +311,7 @@ class Saving:
 
         A hook that runs before every optimizer step (all-gather of two flags).
         """
-        # The hook cannot remove itself, because torch is iterating over the hooks. `leave` does it.
+        # The hook cannot remove itself, because torch is iterating over the hooks.
         if self.ended or not self.written:
             return
         done = self.written.done()
@@ -367,15 +358,6 @@ class Saving:
                 for path in [*steps(self.folder).values()][: -self.keep]:
                     remove(path)
 
-    def leave(self) -> None:
-        """
-        ### Remove the hook, and wait for the checkpoint unless the save has ended
-        """
-        if self.hook:
-            self.hook.remove()
-        if not self.ended:
-            self.wait()
-
     @contextmanager
     def _on_all_ranks(self) -> Iterator[None]:
         """
@@ -409,10 +391,13 @@ _LAST_SAVES: WeakKeyDictionary[Communicator, Saving] = WeakKeyDictionary()
 
 def _end_last_save(comm: Communicator) -> None:
     """
-    #### Wait for the last asynchronous save of this model, if there was one
+    #### Wait for the last asynchronous save of this model, and remove its hook
     """
-    if last := _LAST_SAVES.pop(comm, None):
-        last.leave()
+    last = _LAST_SAVES.pop(comm, None)
+    if last and last.hook:
+        last.hook.remove()
+    if last and not last.ended:
+        last.wait()
 
 
 def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
