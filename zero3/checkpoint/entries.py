@@ -640,12 +640,11 @@ def _match_groups(checkpoint: CheckpointReader, everywhere: TensorNames) -> dict
     for names, mine in everywhere.params:
         param = checkpoint.find(names)
         theirs = param.entry["param_group"] if param else None
-        if theirs is None or mine is None:
-            continue
-        # The groups have to correspond one to one, in any order.
-        groups.setdefault(theirs, mine)
-        _expect(groups[theirs] == mine and [*groups.values()].count(mine) == 1,
-                f"the param group of `{names[0]}` has other parameters here than in the checkpoint")
+        if theirs is not None and mine is not None:
+            # The groups have to correspond one to one, in any order.
+            groups.setdefault(theirs, mine)
+            _expect(groups[theirs] == mine and [*groups.values()].count(mine) == 1, "the param "
+                    f"group of `{names[0]}` has other parameters here than in the checkpoint")
     return groups
 
 
@@ -667,16 +666,15 @@ def _check_states(name: str, states: StatesEntry, needed: dict[str, object]) -> 
 
     Raises `Broken` with a moment or another state that is missing, or of another kind.
     """
-    moments = [key for key, value in needed.items()
-               if isinstance(value, torch.Tensor) and value.dim() == 1]
-    _expect({*moments} <= {*states["moments"]},
-            f"`{name}` has {states['moments']} there, and this optimizer needs {moments}")
     scalars = decode(states["scalars"])
-    for key in needed.keys() - {*moments}:
-        like = needed[key]
-        value = scalars.get(key)
-        _expect(type(value) is type(like) and _kind(value) == _kind(like),
-                f"`{name}` has a `{key}` of {value!r:.60} there, and of {like!r:.60} here")
+    for key, like in needed.items():
+        if isinstance(like, torch.Tensor) and like.dim() == 1:
+            _expect(key in states["moments"],
+                    f"`{name}` has {states['moments']} there, and this optimizer needs {key!r}")
+        else:
+            value = scalars.get(key)
+            _expect(type(value) is type(like) and _kind(value) == _kind(like),
+                    f"`{name}` has a `{key}` of {value!r:.60} there, and of {like!r:.60} here")
 
 
 def _kind(value: object) -> object:

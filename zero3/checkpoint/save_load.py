@@ -57,7 +57,7 @@ import os
 import random
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -120,15 +120,7 @@ def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     different arguments, if another run saves to the folder, or if the previous asynchronous save
     failed and no step has raised its error yet. The older checkpoints are not touched then.
     """
-    # These have to be the same on all ranks.
-    def agreed(entries: Entries) -> dict[str, object]:
-        found = {"`folder`": os.path.realpath(folder), "`step`": operator.index(step),
-                 "`keep`": operator.index(keep), "`async_write`": bool(async_write)}
-        entries.expect(step >= 0 and keep > 0, "cannot be saved", "a `step` of at least 0, and at "
-                       "least 1 to `keep`", f"{step} and {keep}", "pass these")
-        return found
-
-    entries = _all_here("saved", model, optimizer, agreed)
+    entries = _all_here("saved", folder, model, optimizer, step, keep, async_write)
     # Two saves at once would write to the folder at the same time.
     _end_last_save(entries.comm)
     saving = Saving(entries, Path(folder), operator.index(step), operator.index(keep))
@@ -136,12 +128,11 @@ def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     return saving
 
 
-def _all_here(done: str, model: nn.Module, optimizer: torch.optim.Optimizer | None,
-              agreed: Callable[[Entries], dict[str, object]]) -> Entries:
+def _all_here(done: str, folder: str | Path, model: nn.Module,
+              optimizer: torch.optim.Optimizer | None, step: int = 0, keep: int = 1,
+              async_write: bool = False) -> Entries:
     """
-    #### List the contents of a model, and compare the arguments of all ranks
-
-    * `agreed` checks this rank's arguments, and returns those that have to be the same on all ranks
+    #### List the contents of a model, check the arguments, and compare those of all ranks
 
     All ranks must call it (all-gather of the arguments). If one rank raises, all do: otherwise the
     others would wait for it forever.
@@ -149,7 +140,12 @@ def _all_here(done: str, model: nn.Module, optimizer: torch.optim.Optimizer | No
     comm = comm_of(model)
     try:
         entries = Entries(model, optimizer)
-        mine = {"`optimizer`": entries.optimizer_class if optimizer else None, **agreed(entries)}
+        # These have to be the same on all ranks.
+        mine = {"`optimizer`": entries.optimizer_class if optimizer else None,
+                "`folder`": os.path.realpath(folder), "`step`": operator.index(step),
+                "`keep`": operator.index(keep), "`async_write`": bool(async_write)}
+        entries.expect(step >= 0 and keep > 0, f"cannot be {done}", "a `step` of at least 0, and "
+                       "at least 1 to `keep`", f"{step} and {keep}", "pass these")
     except Exception as error:
         # The others are about to agree that there is no problem.
         comm.gather(_told(error))
@@ -418,8 +414,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     model. The model and the optimizer are unchanged then. Padding is zero afterwards (invariant
     I5), and an interrupted load leaves the checkpoint as it is (invariant I10).
     """
-    entries = _all_here("loaded", model, optimizer,
-                        lambda _: {"`folder`": os.path.realpath(folder)})
+    entries = _all_here("loaded", folder, model, optimizer)
     comm = entries.comm
     _end_last_save(comm)
     everywhere = entries.tensor_names()
