@@ -60,7 +60,6 @@ def tiers(folder):
         "all in files": (Offload(**nvme), Offload(**nvme, buffers=3)),
         "all in files, one object": (both, both),
         "all in cached files": (Offload(**nvme, direct=False), Offload(**nvme, direct=False)),
-        "some in files": (Offload(**nvme, max_in_cpu=9000), Offload(**nvme, max_in_cpu=40000)),
     }
 
 
@@ -417,21 +416,6 @@ def test_files_take_their_space_at_once_and_belong_to_their_owner_alone(tmp_path
     assert list(tmp_path.iterdir()) == []
     assert offload.memory()[0].nbytes == 40960 + 4096 and len(offload.memory()) == 2
     assert held_bytes(layer) == 2 * (40960 + 4096)
-
-
-def resting(folder):
-    _, optimizer = build(chain(), None, Offload("nvme", folder, max_in_cpu=8000))
-    return [states.in_file is None for states in optimizer.shard_states]
-
-
-def test_max_in_cpu_bytes_stay_in_memory_before_files_are_used(tmp_path):
-    """
-    The first that fit, on all ranks alike.
-    Proves `Offload.place`, `ShardStates.nbytes`.
-    """
-    # 16 bytes for each element of the shards of 2 ranks: 249, 1850, 842, 1530, 135 and 6.
-    expected = [True, False, False, False, True, True]
-    assert run(resting, 2, str(tmp_path)) == [expected] * 2
 
 
 def test_buffers_grow_while_a_model_is_built_and_not_while_it_trains(tmp_path):
@@ -864,7 +848,7 @@ def test_a_shard_in_a_file_says_so_to_an_optimizer_that_cannot_step_it(tmp_path)
 
 
 @pytest.mark.parametrize("wrong", [
-    {"tier": "disk"}, {"tier": "nvme"}, {"tier": "cpu", "folder": "/"}, {"max_in_cpu": -1},
+    {"tier": "disk"}, {"tier": "nvme"}, {"tier": "cpu", "folder": "/"},
     {"queue_depth": 0}, {"block_bytes": 1000}, {"block_bytes": 0}, {"buffers": 2},
 ])
 def test_what_does_not_fit_together_is_refused(wrong):
