@@ -142,9 +142,10 @@ class Encoded:
             comm = self._comm()
             with comm.on(comm.fetch_stream):
                 assert self.near is not None
-                self.decoded = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+                values = torch.empty(self.numel, dtype=self.dtype, device=self.device)
                 # The row is fp32, and may be a view of more memory.
-                self.decoded.copy_(self.encoding.decode(self.near.unsqueeze(0), self.numel)[0])
+                self.decoded = values.copy_(
+                    self.encoding.decode(self.near.unsqueeze(0), self.numel)[0])
                 done = comm.event()
                 done.record()
             # The compute stream waits for the decoding, because the shard may be read or written
