@@ -188,7 +188,7 @@ def test_what_is_saved_is_what_plain_pytorch_has(tmp_path):
     """
     Weights, both moments and steps of plain AdamW on the global batch, read from the files of three
     ranks by parameter. Breaks where a name belongs to another place in the flat parameter.
-    Proves `Entries.describe`, `Described`, `Entries.tensors`, `CheckpointReader.states`,
+    Proves `Entries.describe`, `Entries.tensors`, `CheckpointReader.states`,
     `CheckpointReader.read_whole`, `Slot`.
     """
     run(goes_on, 3, None, tmp_path, "chain", FP64, "device", None, 3)
@@ -438,7 +438,7 @@ def test_what_rests_in_files_comes_first_of_what_is_as_wide(tmp_path):
         Zero3Layer(nn.Linear(3, 3)), Zero3Layer(nn.Linear(3, 3).double()),
         Zero3Layer(nn.Linear(3, 3), offload=Offload("nvme", tmp_path))])
     entries = Entries(model, None)
-    manifest = entries.manifest(entries.describe(), None)
+    manifest = entries.manifest(entries.describe())
     found = [(entry.name, entry.in_memory) for entry in entries.entries(manifest)]
     assert found == [("2.param", True), ("0.param", False), ("3.param", False), ("1.param", True)]
 
@@ -491,7 +491,7 @@ def test_a_write_that_failed_is_an_error_in_the_next_step(tmp_path):
     """
     On all ranks, before the step changes anything; then training may go on, and save again, and a
     step that finds the files written makes the checkpoint. Breaks where a thread's error is lost.
-    Proves I10, `Saving._write`, `Saving._end_if_done`, `Saving._on_all_ranks`, `Saving.leave`.
+    Proves I10, `Saving._write`, `Saving._end_if_done`, `Saving._on_all_ranks`.
     """
     for rank, (message, again, unchanged, names) in enumerate(run(fails_meanwhile, 2, tmp_path)):
         assert again == message
@@ -827,7 +827,7 @@ def looks_beside_others(folder):
 def test_a_save_that_a_step_ends_leaves_one_hook_at_most(tmp_path):
     """
     Breaks where it is removed while torch goes through the hooks.
-    Proves `Saving._end_if_done`, `Saving.leave`.
+    Proves `Saving._end_if_done`, `_end_last_save`.
     """
     assert run(looks_beside_others, 1, tmp_path) == [2]
 

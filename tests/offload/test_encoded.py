@@ -435,7 +435,7 @@ def test_encoding_the_decoded_weights_changes_nothing(rows, name, dtype):
     """
     Also in 16 bits, which have fewer digits than a code times a scale. Breaks if a checkpoint is
     loaded to other bytes than the saved ones.
-    Proves `Encoded._encode`, `Encoded._decode`.
+    Proves `Encoded._encode`, `Encoded.load`.
     """
     largest = min(torch.finfo(dtype).max, torch.finfo(torch.bfloat16).max) / 2
     values = torch.zeros(rows.numel(), dtype=dtype)

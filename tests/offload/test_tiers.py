@@ -59,8 +59,7 @@ def tiers(folder):
         "states in files": (Offload(), Offload(**nvme)),
         "all in files": (Offload(**nvme), Offload(**nvme, buffers=3)),
         "all in files, one object": (both, both),
-        "all in mapped files": (Offload(**nvme, direct=False), Offload(**nvme, direct=False)),
-        "some in files": (Offload(**nvme, max_in_cpu=9000), Offload(**nvme, max_in_cpu=40000)),
+        "all in cached files": (Offload(**nvme, direct=False), Offload(**nvme, direct=False)),
     }
 
 
@@ -419,21 +418,6 @@ def test_files_take_their_space_at_once_and_belong_to_their_owner_alone(tmp_path
     assert held_bytes(layer) == 2 * (40960 + 4096)
 
 
-def resting(folder):
-    _, optimizer = build(chain(), None, Offload("nvme", folder, max_in_cpu=8000))
-    return [states.in_file is None for states in optimizer.shard_states]
-
-
-def test_max_in_cpu_bytes_stay_in_memory_before_files_are_used(tmp_path):
-    """
-    The first that fit, on all ranks alike.
-    Proves `Offload.place`, `ShardStates.nbytes`.
-    """
-    # 16 bytes for each element of the shards of 2 ranks: 249, 1850, 842, 1530, 135 and 6.
-    expected = [True, False, False, False, True, True]
-    assert run(resting, 2, str(tmp_path)) == [expected] * 2
-
-
 def test_buffers_grow_while_a_model_is_built_and_not_while_it_trains(tmp_path):
     """
     A growth is an event on the tape. Breaks where a shard gets a buffer of its own.
@@ -695,7 +679,6 @@ def _too_small():
     # Master, two moments and a gradient, of 90,300 fp32 each in whole blocks.
     assert "a folder that takes 1,458,176 bytes more from each rank" in str(caught.value)
     assert "No space left on device" in str(caught.value)
-    assert "with 684,032 bytes left" in str(caught.value)
     # What was taken for it is given back.
     assert os.statvfs(".").f_bavail * os.statvfs(".").f_frsize == 684032
     assert layers[0](torch.ones(1, 300)).shape == (1, 300)
@@ -751,7 +734,7 @@ def faulty(folder, direct, fault):
 def test_a_file_that_was_cut_is_an_error_on_every_rank(direct, tmp_path):
     """
     A read that comes back short is not taken for whole, and the other rank does not wait for ever.
-    A mapped file would end the process instead.
+    A write behind its new end would leave zeros.
     Proves `File.move`, `InFile.wait`, `InFile._end`, `Communicator.fail`.
     """
     (zeros, took_s), (ones, _) = run(faulty, 2, str(tmp_path), direct, "cut")
@@ -865,7 +848,7 @@ def test_a_shard_in_a_file_says_so_to_an_optimizer_that_cannot_step_it(tmp_path)
 
 
 @pytest.mark.parametrize("wrong", [
-    {"tier": "disk"}, {"tier": "nvme"}, {"tier": "cpu", "folder": "/"}, {"max_in_cpu": -1},
+    {"tier": "disk"}, {"tier": "nvme"}, {"tier": "cpu", "folder": "/"},
     {"queue_depth": 0}, {"block_bytes": 1000}, {"block_bytes": 0}, {"buffers": 2},
 ])
 def test_what_does_not_fit_together_is_refused(wrong):
@@ -1040,8 +1023,7 @@ def test_what_the_cache_gave_is_not_reported_as_the_disks(direct, tmp_path):
 @pytest.mark.parametrize("direct", [False, True])
 def test_a_file_that_was_cooled_is_not_in_the_page_cache(direct, tmp_path):
     """
-    What is read then comes from the disk. Breaks without `posix_fadvise`, or while the file is
-    mapped: the system keeps mapped pages.
+    What is read then comes from the disk. Breaks without `posix_fadvise`.
     Proves `File.cool`.
     """
     file = File(tmp_path, 1 << 20, direct)
@@ -1065,7 +1047,7 @@ def test_the_benchmark_prints_a_table(tmp_path):
     told = subprocess.run(command, capture_output=True, text=True)
     assert told.returncode == 0, told.stderr
     assert told.stdout.count("past the cache") == 6
-    assert told.stdout.count("mapped into memory") == 6
+    assert told.stdout.count("through the cache") == 6
     assert told.stderr.count("round 1 of 1: ") == told.stderr.count("\n") == 12
     told = python_m("zero3.offload", "bench", "--folder", str(tmp_path / "missing"))
     assert told.returncode == 2 and "Expected: a folder that takes files. Got: " in told.stderr

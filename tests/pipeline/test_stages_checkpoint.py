@@ -269,8 +269,8 @@ def test_a_pipeline_saves_and_every_layout_loads_and_goes_on(saved, layout):
     that step is equal to the bit, and so are the random numbers. Breaks where a rank looks for a
     shard in the files of another stage, and where a stage keeps its own learning rate of a param
     group that only another stage has parameters of.
-    Proves I10, `save_load.save`, `load`, `Entries.tensor_names`, `TensorNames`, `Entries.place`,
-    `Entries.file_number`, `CheckpointReader.files_at`, `CheckpointReader.find`.
+    Proves I10, `save_load.save`, `load`, `Entries.tensor_names`, `TensorNames`,
+    `CheckpointReader.files_at`, `CheckpointReader.find`.
     """
     folder, answers = saved
     check_load(folder, answers, PIPELINE, layout, BOTH)
@@ -396,7 +396,7 @@ def test_one_replica_of_each_stage_saves(saved, tmp_path):
     """
     Two stages in two replicas: one file for each stage. It loads on two stages of two ranks, and
     the other way round. Breaks where the replicas of two stages are taken for each other.
-    Proves `Saving._random_of_replicas`, `Saving.wait`, `Peers.in_first_replica`.
+    Proves `Saving.begin`, `Saving.wait`, `Peers.in_first_replica`.
     """
     replicas = ("replicas", 2, 2, 1)
     answers = run(saves, 4, replicas, tmp_path / "a", BOTH)
@@ -650,7 +650,7 @@ def test_training_goes_on_while_a_pipeline_is_saved(tmp_path):
     One rank of the second stage is slow: all stages train on, and a later step ends the save. One
     rank of the first stage fails: the next step is an error in both stages. Breaks where a stage
     ends the save alone.
-    Proves `Saving._end_if_done`, `Saving._write`, `Saving.leave`, `_end_last_save`.
+    Proves `Saving._end_if_done`, `Saving._write`, `_end_last_save`.
     """
     for rank, (nothing_yet, ended, told, is_same, names) in enumerate(
             run(saves_meanwhile, 4, tmp_path)):

@@ -72,9 +72,8 @@ def inspect(folder: Path) -> None:
     nbytes = sum(file.nbytes for file in checkpoint.files)
     print_escaped(f"{folder}: step {manifest['step']:,}, saved by {len(checkpoint.files)} ranks, "
                   f"{nbytes:,} bytes")
-    at = [""]
-    if checkpoint.places > 1:
-        at = [f" (place {place} in the pipeline)" for place in range(checkpoint.places)]
+    at = [f" (place {place} in the pipeline)" if checkpoint.places > 1 else ""
+          for place in range(checkpoint.places)]
     optimizer = manifest["optimizer"]
     if optimizer is not None:
         print_escaped(f"{optimizer['class']}, {len(optimizer['groups'])} param groups")

@@ -55,11 +55,9 @@ from zero3 import __version__
 from zero3.checkpoint.reader import (
     CheckpointReader,
     FlatEntry,
-    FlatLayout,
     Manifest,
     OptimizerEntry,
     Param,
-    ParamEntry,
     StatesEntry,
     decode,
     encode,
@@ -134,14 +132,8 @@ class Entry(NamedTuple):
     key: str  # "param" or a moment; for a whole tensor its name
 
 
-class Described(FlatLayout):
-    """
-    ## A flat parameter as one rank describes it
-
-    Its states are those of this rank's pieces, by parameter.
-    """
-
-    states: dict[int, StatesEntry]
+# A flat parameter as one rank describes it, and the states of this rank's pieces, by parameter.
+Described = tuple[FlatEntry, dict[int, StatesEntry]]
 
 
 class TensorNames(NamedTuple):
@@ -174,7 +166,11 @@ class Entries(Named):
         layers = [m for m in paths if isinstance(m, Zero3Layer) and m.flats]
         # All ranks of the model. Errors name the rank, so there is one even if there are no layers.
         self.comm = comm_of(model)
-        # The ranks that have the same layers: all of them, unless the model is a pipeline.
+        # This rank's place in the pipeline. The ranks at one place have shards of the same layers.
+        self.place = self.comm.stages.rank
+        # The files of a place follow each other, in the order of their shards.
+        self.file_number = self.place * self.comm.world_size + self.comm.rank
+        # The ranks at this place: all of them, unless the model is a pipeline.
         self.stage_comm = layers[0].comm if layers else self.comm
         check_groups(layers)
         self.expect(bool(layers), "has nothing to save or load", "a model of Zero3Layers",
@@ -238,24 +234,6 @@ class Entries(Named):
                         found[f"{path}.{name}".strip(".")] = tensor
         return found
 
-    @property
-    def place(self) -> int:
-        """
-        ### This rank's place in the pipeline; without one, 0
-
-        The ranks at one place have shards of the same layers.
-        """
-        return self.comm.stages.rank
-
-    @property
-    def file_number(self) -> int:
-        """
-        ### The number of this rank's file
-
-        The files of a place follow each other, in the order of their shards.
-        """
-        return self.place * self.comm.world_size + self.comm.rank
-
     def names(self, flat: Flat, slot: Slot) -> list[str]:
         """
         ### All names that a parameter has in the plain model
@@ -296,15 +274,16 @@ class Entries(Named):
                     keys |= {key: type_name(value.dtype) for key, value in moments.items()}
                     states |= dict.fromkeys(flat.within(where), entry)
             parts = [self.part(flat, slot) for slot in slots]
-            described.append({
+            described.append(({
                 "place": self.place,
                 "layer": flat.paths[0], "dtype": type_name(flat.parameter.shard.dtype),
                 "numel": numel, "padding": len(flat.parameter.full) - numel,
-                "keys": keys, "states": states,
+                "keys": keys,
                 "params": [{"names": self.names(flat, slot), "shape": [*slot.view.shape],
                             "offset": slot.offset, "param_group": index,
                             **({"part": asdict(part)} if part else {})}
-                           for slot, index, part in zip(slots, flat.indices, parts, strict=True)]})
+                           for slot, index, part in zip(slots, flat.indices, parts, strict=True)]},
+                states))
         return described
 
     def options(self) -> OptimizerEntry | None:
@@ -321,20 +300,20 @@ class Entries(Named):
                       if hasattr(self.optimizer, key)},
         }
 
-    def manifest(self, described: list[Described], options: OptimizerEntry | None) -> Manifest:
+    def manifest(self, described: list[Described]) -> Manifest:
         """
         ### Merge the descriptions of all ranks (all-gather; all ranks must call it)
 
-        * `described` and `options` are the results of `describe` and `options`
+        * `described` is the result of `describe`
         """
         # The ranks at this place describe the same flat parameters, and different pieces of them.
         first, *others = self.stage_comm.gather(described)
         for other in others:
-            for mine, theirs in zip(first, other, strict=True):
+            for (mine, states), (theirs, more) in zip(first, other, strict=True):
                 mine["keys"] |= theirs["keys"]
-                mine["states"] |= theirs["states"]
+                states |= more
         merged: list[FlatEntry] = [
-            {**flat, "states": _merge_states(flat["params"], flat["states"])} for flat in first]
+            {**flat, "states": _merge_states(states)} for flat, states in first]
         # The ranks at another place of a pipeline have other flat parameters.
         places = self.comm.stages.gather((merged, [*self.replicated]))
         return {
@@ -344,7 +323,6 @@ class Entries(Named):
             "replicated": {name: place for place, (_, names) in enumerate(places)
                            for name in names},
             "versions": {"zero3": __version__, "torch": torch.__version__},
-            "optimizer": options,
         }
 
     def entries(self, manifest: Manifest) -> list[Entry]:
@@ -440,8 +418,6 @@ class Entries(Named):
         """
         #### Find the parameters of a flat parameter by their names
         """
-        flat.found = []
-        flat.states = []
         for slot in flat.parameter.slots:
             names = self.names(flat, slot)
             part = self.part(flat, slot)
@@ -664,12 +640,11 @@ def _match_groups(checkpoint: CheckpointReader, everywhere: TensorNames) -> dict
     for names, mine in everywhere.params:
         param = checkpoint.find(names)
         theirs = param.entry["param_group"] if param else None
-        if theirs is None or mine is None:
-            continue
-        # The groups have to correspond one to one, in any order.
-        groups.setdefault(theirs, mine)
-        _expect(groups[theirs] == mine and [*groups.values()].count(mine) == 1,
-                f"the param group of `{names[0]}` has other parameters here than in the checkpoint")
+        if theirs is not None and mine is not None:
+            # The groups have to correspond one to one, in any order.
+            groups.setdefault(theirs, mine)
+            _expect(groups[theirs] == mine and [*groups.values()].count(mine) == 1, "the param "
+                    f"group of `{names[0]}` has other parameters here than in the checkpoint")
     return groups
 
 
@@ -691,16 +666,15 @@ def _check_states(name: str, states: StatesEntry, needed: dict[str, object]) -> 
 
     Raises `Broken` with a moment or another state that is missing, or of another kind.
     """
-    moments = [key for key, value in needed.items()
-               if isinstance(value, torch.Tensor) and value.dim() == 1]
-    _expect({*moments} <= {*states["moments"]},
-            f"`{name}` has {states['moments']} there, and this optimizer needs {moments}")
     scalars = decode(states["scalars"])
-    for key in needed.keys() - {*moments}:
-        like = needed[key]
-        value = scalars.get(key)
-        _expect(type(value) is type(like) and _kind(value) == _kind(like),
-                f"`{name}` has a `{key}` of {value!r:.60} there, and of {like!r:.60} here")
+    for key, like in needed.items():
+        if isinstance(like, torch.Tensor) and like.dim() == 1:
+            _expect(key in states["moments"],
+                    f"`{name}` has {states['moments']} there, and this optimizer needs {key!r}")
+        else:
+            value = scalars.get(key)
+            _expect(type(value) is type(like) and _kind(value) == _kind(like),
+                    f"`{name}` has a `{key}` of {value!r:.60} there, and of {like!r:.60} here")
 
 
 def _kind(value: object) -> object:
@@ -719,22 +693,15 @@ def _kind(value: object) -> object:
     return float if is_whole else type(value)
 
 
-def _merge_states(params: list[ParamEntry], states: dict[int, StatesEntry]
-                  ) -> list[StatesEntry]:
+def _merge_states(states: dict[int, StatesEntry]) -> list[StatesEntry]:
     """
     #### The optimizer states of a flat parameter, each of them once
 
-    If some parameters of a group were used in other steps than the rest, each entry lists its
-    parameters as `params`.
+    Each lists its parameters as `params`. They differ if some parameters of a param group were used
+    in other steps than the rest.
     """
     found: dict[str, StatesEntry] = {}
     for index, entry in sorted(states.items()):
         same: Any = found.setdefault(json.dumps(entry), {**entry, "params": []})
         same["params"].append(index)
-    for entry in found.values():
-        # A parameter without elements has no state.
-        of_group = [i for i, param in enumerate(params)
-                    if param["param_group"] == entry["param_group"] and 0 not in param["shape"]]
-        if entry["params"] == of_group:
-            del entry["params"]
     return [*found.values()]

@@ -96,10 +96,10 @@ def from_tensors(folder: Path, step: int, tensors: dict[str, Like],
     flats = [_flat_entry(name, keys, scalars.get(name, {})) for name, keys in tensors.items()]
     entries = {f"{i}.{key}": (name, key) for i, (name, keys) in enumerate(tensors.items())
                for key in keys}
-    like: Like = {}
-    for entry, (name, key) in entries.items():
-        dtype, shape = tensors[name][key]
-        like[entry] = (dtype, (math.prod(shape),))
+    # Each tensor in one dimension.
+    like: Like = {f"{i}.{key}": (dtype, (math.prod(shape),))
+                  for i, keys in enumerate(tensors.values())
+                  for key, (dtype, shape) in keys.items()}
 
     unfinished = partial_path(make_output_folder(folder), step)
     unfinished.mkdir()

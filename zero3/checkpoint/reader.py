@@ -80,8 +80,6 @@ VERSION = 2
 MANIFEST = "manifest.json"
 # Elements that are read at once.
 PART_NUMEL = 1 << 20
-# Reading a forged or damaged file can raise each of these.
-_READ_ERRORS = (Broken, OSError, ValueError, TypeError, KeyError, IndexError, RuntimeError)
 
 # The descriptors of the folders that this process has locked, by device and inode.
 _LOCKED: dict[tuple[int, int], int] = {}
@@ -281,12 +279,12 @@ class StatesEntry(TypedDict, total=False):
     param_group: int | None
     moments: list[str]
     scalars: dict[str, object]
-    params: list[int] | None  # those with these states; left out, all parameters of the param group
+    params: list[int] | None  # those with these states; in older checkpoints `None` means all
 
 
-class FlatLayout(TypedDict, total=False):
+class FlatEntry(TypedDict, total=False):
     """
-    ## A flat parameter without its optimizer states
+    ## A flat parameter in the manifest
     """
 
     place: int  # in the pipeline
@@ -296,13 +294,6 @@ class FlatLayout(TypedDict, total=False):
     padding: int
     keys: dict[str, str]
     params: list[ParamEntry]
-
-
-class FlatEntry(FlatLayout, total=False):
-    """
-    ## A flat parameter in the manifest
-    """
-
     states: list[StatesEntry]
 
 
@@ -481,11 +472,11 @@ class CheckpointReader:
         if like.rows == 1:
             found = []
             for each in parts:
-                if begin < each.numel and end > 0:
-                    found.append(self.read(each, key, max(begin, 0), min(end, each.numel)))
-                # Count from the beginning of the next part.
-                begin -= each.numel
-                end -= each.numel
+                part: Any = each.part
+                first = part.begin * part.width
+                if begin < first + each.numel and end > first:
+                    found.append(self.read(each, key, max(begin - first, 0),
+                                           min(end - first, each.numel)))
             return torch.cat(found)
         # Read the rows with these elements from each part, and put them together.
         row = like.size * like.width
@@ -494,7 +485,7 @@ class CheckpointReader:
         rows = torch.empty((last - first) * row,
                            dtype=TYPES[self.flats[parts[0].flat]["keys"][key]])
         for each in parts:
-            part: Any = each.part
+            part = each.part
             own = each.numel // part.rows
             part.put(rows, self.read(each, key, first * own, last * own))
         return rows[begin - first * row : end - first * row]
@@ -528,7 +519,9 @@ class CheckpointReader:
         group = param.entry["param_group"]
         index = flat["params"].index(param.entry)
         for states in flat["states"]:
-            if states["param_group"] == group and index in (states["params"] or (index,)):
+            # A parameter without elements is in no list, and has the states of its param group.
+            of_all = states["params"] is None or 0 in param.entry["shape"]
+            if states["param_group"] == group and (of_all or index in (states["params"] or ())):
                 return {**states, "params": None}
         return {"param_group": group, "moments": [], "scalars": {}, "params": None}
 
@@ -560,11 +553,11 @@ def _errors_name(part: str) -> Iterator[None]:
     """
     #### Turn errors of reading into `Broken`, with the name of the part that cannot be read
 
-    None of the many errors of torch and Python says which parameter was being read.
+    None of the many errors that a forged or damaged file can raise says which parameter was read.
     """
     try:
         yield
-    except _READ_ERRORS as error:
+    except Exception as error:
         raise Broken(f"{part}: {error}") from error
 
 

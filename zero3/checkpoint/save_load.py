@@ -57,7 +57,7 @@ import os
 import random
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -74,7 +74,6 @@ from zero3.checkpoint.reader import (
     MANIFEST,
     CheckpointReader,
     Manifest,
-    OptimizerEntry,
     clean_up_interrupted_saves,
     commit_checkpoint,
     decode,
@@ -121,15 +120,7 @@ def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     different arguments, if another run saves to the folder, or if the previous asynchronous save
     failed and no step has raised its error yet. The older checkpoints are not touched then.
     """
-    # These have to be the same on all ranks.
-    def agreed(entries: Entries) -> dict[str, object]:
-        found = {"`folder`": os.path.realpath(folder), "`step`": operator.index(step),
-                 "`keep`": operator.index(keep), "`async_write`": bool(async_write)}
-        entries.expect(step >= 0 and keep > 0, "cannot be saved", "a `step` of at least 0, and at "
-                       "least 1 to `keep`", f"{step} and {keep}", "pass these")
-        return found
-
-    entries = _all_here("saved", model, optimizer, agreed)
+    entries = _all_here("saved", folder, model, optimizer, step, keep, async_write)
     # Two saves at once would write to the folder at the same time.
     _end_last_save(entries.comm)
     saving = Saving(entries, Path(folder), operator.index(step), operator.index(keep))
@@ -137,12 +128,11 @@ def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     return saving
 
 
-def _all_here(done: str, model: nn.Module, optimizer: torch.optim.Optimizer | None,
-              agreed: Callable[[Entries], dict[str, object]]) -> Entries:
+def _all_here(done: str, folder: str | Path, model: nn.Module,
+              optimizer: torch.optim.Optimizer | None, step: int = 0, keep: int = 1,
+              async_write: bool = False) -> Entries:
     """
-    #### List the contents of a model, and compare the arguments of all ranks
-
-    * `agreed` checks this rank's arguments, and returns those that have to be the same on all ranks
+    #### List the contents of a model, check the arguments, and compare those of all ranks
 
     All ranks must call it (all-gather of the arguments). If one rank raises, all do: otherwise the
     others would wait for it forever.
@@ -150,7 +140,12 @@ def _all_here(done: str, model: nn.Module, optimizer: torch.optim.Optimizer | No
     comm = comm_of(model)
     try:
         entries = Entries(model, optimizer)
-        mine = {"`optimizer`": entries.optimizer_class if optimizer else None, **agreed(entries)}
+        # These have to be the same on all ranks.
+        mine = {"`optimizer`": entries.optimizer_class if optimizer else None,
+                "`folder`": os.path.realpath(folder), "`step`": operator.index(step),
+                "`keep`": operator.index(keep), "`async_write`": bool(async_write)}
+        entries.expect(step >= 0 and keep > 0, f"cannot be {done}", "a `step` of at least 0, and "
+                       "at least 1 to `keep`", f"{step} and {keep}", "pass these")
     except Exception as error:
         # The others are about to agree that there is no problem.
         comm.gather(_told(error))
@@ -218,32 +213,34 @@ class Saving:
         """
         # Each rank describes its own part of the model. This merges all of them (all-gather).
         with self._on_all_ranks():
-            described, options = self._prepare(extra)
-        self.manifest |= self.entries.manifest(described, options)
+            described = self._prepare(extra)
+        self.manifest |= self.entries.manifest(described)
         # One replica writes, because the others would write the same.
         one_writes = self.entries.comm.in_first_replica
         listed = self.entries.entries(self.manifest) if one_writes else []
-        streams = self._random_of_replicas()
+        # The random number states of each replica of this shard (all-gather).
+        own = json.dumps(encode(_random_states(self.entries.device)))
+        streams = self.entries.stage_comm.replicas.gather(own)
         with self._on_all_ranks():
             if listed:
                 self._open_file(listed, streams)
         # The space is there on all ranks: write.
         self._fill(listed, async_write)
-        if not async_write:
+        if async_write:
+            # From now on, a step, a save or a load ends it.
+            _LAST_SAVES[self.entries.comm] = self
+            if self.entries.optimizer is not None:
+                self.hook = self.entries.optimizer.register_step_pre_hook(self._end_if_done)
+        else:
             self.wait()
-            return
-        # From now on, a step, a save or a load ends it.
-        _LAST_SAVES[self.entries.comm] = self
-        if self.entries.optimizer is not None:
-            self.hook = self.entries.optimizer.register_step_pre_hook(self._end_if_done)
 
-    def _prepare(self, extra: object) -> tuple[list[Described], OptimizerEntry | None]:
+    def _prepare(self, extra: object) -> list[Described]:
         """
         #### Describe this rank's model and optimizer, and create the folder on rank 0
         """
-        self.manifest = {"step": self.step, "extra": encode(extra)}
+        self.manifest = {"step": self.step, "extra": encode(extra),
+                         "optimizer": self.entries.options()}
         described = self.entries.describe()
-        options = self.entries.options()
         if self.entries.comm.is_first:
             self.folder.mkdir(parents=True, exist_ok=True)
             # Before cleaning up, which without the lock could remove another run's files.
@@ -251,17 +248,7 @@ class Saving:
             clean_up_interrupted_saves(self.folder)
             self.partial.mkdir()
             self.made_folder = True
-        return described, options
-
-    def _random_of_replicas(self) -> list[str]:
-        """
-        #### The random number states of each replica of this shard, as JSON (all-gather)
-        """
-        comm = self.entries.stage_comm
-        own = json.dumps(encode(_random_states(self.entries.device)))
-        if comm.replicas.size == 1:
-            return [own]
-        return comm.gather(own)[comm.rank :: comm.world_size]
+        return described
 
     def _open_file(self, listed: list[Entry], streams: list[str]) -> None:
         """
@@ -320,7 +307,7 @@ class Saving:
 
         A hook that runs before every optimizer step (all-gather of two flags).
         """
-        # The hook cannot remove itself, because torch is iterating over the hooks. `leave` does it.
+        # The hook cannot remove itself, because torch is iterating over the hooks.
         if self.ended or not self.written:
             return
         done = self.written.done()
@@ -367,15 +354,6 @@ class Saving:
                 for path in [*steps(self.folder).values()][: -self.keep]:
                     remove(path)
 
-    def leave(self) -> None:
-        """
-        ### Remove the hook, and wait for the checkpoint unless the save has ended
-        """
-        if self.hook:
-            self.hook.remove()
-        if not self.ended:
-            self.wait()
-
     @contextmanager
     def _on_all_ranks(self) -> Iterator[None]:
         """
@@ -409,10 +387,13 @@ _LAST_SAVES: WeakKeyDictionary[Communicator, Saving] = WeakKeyDictionary()
 
 def _end_last_save(comm: Communicator) -> None:
     """
-    #### Wait for the last asynchronous save of this model, if there was one
+    #### Wait for the last asynchronous save of this model, and remove its hook
     """
-    if last := _LAST_SAVES.pop(comm, None):
-        last.leave()
+    last = _LAST_SAVES.pop(comm, None)
+    if last and last.hook:
+        last.hook.remove()
+    if last and not last.ended:
+        last.wait()
 
 
 def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
@@ -433,8 +414,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     model. The model and the optimizer are unchanged then. Padding is zero afterwards (invariant
     I5), and an interrupted load leaves the checkpoint as it is (invariant I10).
     """
-    entries = _all_here("loaded", model, optimizer,
-                        lambda _: {"`folder`": os.path.realpath(folder)})
+    entries = _all_here("loaded", folder, model, optimizer)
     comm = entries.comm
     _end_last_save(comm)
     everywhere = entries.tensor_names()

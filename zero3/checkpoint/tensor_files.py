@@ -103,9 +103,7 @@ class TensorFile:
         if not 0 <= begin <= end <= self.nbytes:
             raise Broken(f"{self.path} has no bytes {begin:,} to {end:,}")
         first = begin // BLOCK_BYTES
-        found = bytearray()
-        for i in range(first, -(-end // BLOCK_BYTES)):
-            found += self.block(i)
+        found = bytearray().join(map(self.block, range(first, -(-end // BLOCK_BYTES))))
         return found[begin - first * BLOCK_BYTES : end - first * BLOCK_BYTES]
 
     def block(self, i: int) -> bytes:

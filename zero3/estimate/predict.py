@@ -60,8 +60,7 @@ has no bytes that are read or written.
 **Not covered, and what that costs**: activations. Nodes, replicas and encodings are refused;
 measure them with a `Ledger`. The numbers are off for layers outside a `Zero3Sequential`, for
 parameters without a gradient or moments, and for a bucket with two half-precision data types. With
-files, they are off if only the last layer of a chain trains, and for an `Offload` with `max_in_cpu`
-that another model has used before.
+files, they are off if only the last layer of a chain trains.
 """
 
 from collections import Counter
@@ -323,15 +322,13 @@ def _place(
 
     * `one_memory` says that device and CPU are the same memory, as they are without a GPU
     """
-    # An `Offload` counts the bytes that it places, so work on copies. One object is one copy.
-    copies = {id(each): replace(each) for each in (params_in, states_in)}
     steps_on = "device" if states_in.tier == "device" else "cpu"
-    tiers = [copies[id(params_in)].place(s.row_bytes) for s in shards]
+    tiers = [params_in.place(s.row_bytes) for s in shards]
     for s, tier in zip(shards, tiers, strict=True):
         s.in_file = tier == "nvme"
         if s.trains:
             state_bytes = (1 + s.moments) * s.master_bytes + s.grad_bytes
-            s.states_in_file = copies[id(states_in)].place(state_bytes) == "nvme"
+            s.states_in_file = states_in.place(state_bytes) == "nvme"
             # The optimizer steps the shard itself if it has the right data type and is at hand.
             at_hand = s.states_in_file if s.in_file else one_memory or tier == steps_on
             s.is_master = s.state_width == s.part.element_bytes and at_hand

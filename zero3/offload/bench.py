@@ -27,12 +27,12 @@ import os
 import statistics
 import sys
 import time
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 from zero3.guards.command_line import Parser, folder, within
-from zero3.guards.options import expect, whole
+from zero3.guards.options import expect
 from zero3.offload.disk import File, aligned
 
 # Past the cache or not, bytes of a request, and how many are with the disk at once.
@@ -40,16 +40,12 @@ WAYS = [(direct, mib << 20, depth) for direct in (True, False)
         for mib, depth in ((1, 1), (1, 4), (4, 1), (4, 4), (8, 4), (4, 8))]
 
 
-@dataclass(frozen=True)
-class Speed:
+class Speed(NamedTuple):
     """
-    ## The speed of a disk, for one way of reading and writing
+    ## The speed of a disk in GB/s (1e9 bytes); none if the page cache helped
     """
 
-    direct: bool
-    block_bytes: int
-    queue_depth: int
-    write_gb_s: float | None  # GB are 1e9 bytes; nothing if the page cache helped
+    write_gb_s: float | None
     read_gb_s: float | None
 
 
@@ -83,7 +79,7 @@ def measure(folder: Path, nbytes: int, direct: bool, block_bytes: int, queue_dep
             moved_bytes = _disk_bytes(write) - before
             speeds.append(nbytes / took_s / 1e9 if moved_bytes >= 0.99 * nbytes else None)
             file.cool()
-    return Speed(direct, block_bytes, queue_depth, *speeds[1:])
+    return Speed(*speeds[1:])
 
 
 def _disk_bytes(write: bool) -> int:
@@ -107,13 +103,13 @@ def main(argv: list[str] | None = None) -> None:
     bench.add_argument("--mib", type=int, default=1024, help="size of the file that is written")
     bench.add_argument("--rounds", type=int, default=3, help="how often everything is measured")
     args = parser.parse_args(argv)
-    nbytes = args.mib << 20 if whole(args.mib, 64, 1 << 40) else 0
     try:
-        expect(nbytes > 0 and nbytes % (32 << 20) == 0, "--mib does not split into requests",
-               "64 or another multiple of 32", args.mib, "pass such a number of MiB")
+        within("--mib", args.mib, 64, 1 << 40)
+        expect(args.mib % 32 == 0, "--mib does not split into requests", "a multiple of 32",
+               args.mib, "pass such a number of MiB")
         within("--rounds", args.rounds, 1, 1000)
         folder("--folder", args.folder)
-        show(Path(args.folder), nbytes, args.rounds)
+        show(Path(args.folder), args.mib << 20, args.rounds)
     except ValueError as error:
         bench.error(f"{error}")
     except OSError as error:
@@ -128,30 +124,29 @@ def show(folder: Path, nbytes: int, rounds: int) -> None:
     Each figure goes to the error stream at once, and in the end the medians of the rounds are
     printed, in GB/s (1e9 bytes). Raises `OSError` as `measure` does.
     """
-    found: dict[str, list[Speed]] = {}
+    found: dict[tuple[bool, int, int], list[Speed]] = {}
     # The ways take turns within a round, because a shared disk is faster at one time than at
     # another.
-    for turn, each in product(range(rounds), WAYS):
-        speed = measure(folder, nbytes, *each)
-        found.setdefault(_way(speed), []).append(speed)
-        print(f"round {turn + 1} of {rounds}: {_way(speed)}   write {_figure(speed.write_gb_s):16}"
-              f"read {_figure(speed.read_gb_s)}", file=sys.stderr, flush=True)
+    for turn, way in product(range(rounds), WAYS):
+        speed = measure(folder, nbytes, *way)
+        found.setdefault(way, []).append(speed)
+        print(f"round {turn + 1} of {rounds}: {_row(way, [speed])}", file=sys.stderr, flush=True)
     print(f"a file of {nbytes >> 20} MiB in {folder}, cold: written, forced out and dropped from "
           f"the page cache before\nit is read. GB/s (1e9 bytes), median of {rounds} rounds "
           "(least and most)\n")
     print(f"{'way':22}{'block':>8}{'queue':>7}   {'write':22}{'read':22}")
-    for way, rows in found.items():
-        cells = [_cell([row.write_gb_s for row in rows]), _cell([row.read_gb_s for row in rows])]
-        print(f"{way}   " + "".join(f"{cell:22}" for cell in cells).rstrip())
+    for way, speeds in found.items():
+        print(_row(way, speeds))
 
 
-def _way(speed: Speed) -> str:
-    way = "past the cache" if speed.direct else "mapped into memory"
-    return f"{way:22}{speed.block_bytes >> 20:>4} MiB{speed.queue_depth:>7}"
-
-
-def _figure(value: float | None) -> str:
-    return "not the disk's" if value is None else f"{value:.2f} GB/s"
+def _row(way: tuple[bool, int, int], speeds: list[Speed]) -> str:
+    """
+    #### A row of the table: the way, and what was written and read
+    """
+    direct, block_bytes, queue_depth = way
+    name = "past the cache" if direct else "through the cache"
+    write, read = (_cell(list(figures)) for figures in zip(*speeds, strict=True))
+    return f"{name:22}{block_bytes >> 20:>4} MiB{queue_depth:>7}   {write:22}{read}"
 
 
 def _cell(values: list[float | None]) -> str:

@@ -1,7 +1,7 @@
 r"""
 # Files past the page cache
 
-`File` reads and writes blocks of a file in two ways: past the page cache, or mapped into memory.
+`File` reads and writes blocks of a file in two ways: past the page cache, or through it.
 
 A file system keeps whatever it reads and writes in its page cache. If a model does not fit in
 memory, each byte there pushes out another one that is needed sooner. So blocks go past it
@@ -10,8 +10,7 @@ have to be multiples of the disk's block:
 
 $$\text{bytes on disk} = \left\lceil \frac{\text{bytes}}{4096} \right\rceil \cdot 4096$$
 
-Several requests are in flight, each from a thread of its own. The other way, a file mapped into
-memory, needs no alignment and no thread.
+Several requests are in flight, each from a thread of its own.
 
 **Run this**: `python -m zero3.offload bench --folder DIR` compares both.
 
@@ -48,8 +47,7 @@ class File:
         ### Take space for it
 
         * `folder` is on the disk; `nbytes` is a multiple of `ALIGN_BYTES`
-        * `direct` goes past the page cache, if the file system can; otherwise the file is mapped
-          into memory
+        * `direct` goes past the page cache, if the file system can
         * `name` is for a new file that stays
 
         Raises `OSError` if there is no space, or a file of that name.
@@ -60,15 +58,8 @@ class File:
         self.nbytes = nbytes
         allow_more_files(self.fd)
         os.posix_fallocate(self.fd, 0, nbytes)
-        self.mapped: torch.Tensor | None = None
         if direct:
             self._past_the_cache(True)
-        else:
-            self._map()
-
-    def _map(self) -> None:
-        name = f"/proc/self/fd/{self.fd}"
-        self.mapped = torch.from_file(name, shared=True, size=self.nbytes, dtype=torch.uint8)
 
     def _past_the_cache(self, direct: bool) -> None:
         flags = fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT
@@ -89,15 +80,8 @@ class File:
         """
         left_bytes = os.fstat(self.fd).st_size
         if left_bytes < self.nbytes:
-            # Touching a mapped page that the file no longer has would end the process.
+            # A write behind its end would leave zeros in between.
             raise OSError(errno.EIO, f"the file has been cut to {left_bytes} bytes")
-        if self.mapped is not None:
-            there = self.mapped[offset : offset + len(memory)]
-            if write:
-                there.copy_(memory)
-            else:
-                memory.copy_(there)
-            return
         call: Callable[..., int] = os.pwritev if write else os.preadv
         rest = memory.numpy()
         while len(rest):
@@ -118,12 +102,8 @@ class File:
         """
         ### Write all of it to the disk, and drop it from the page cache
         """
-        was_mapped = self.mapped is not None
-        self.mapped = None
         os.fsync(self.fd)
         os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        if was_mapped:
-            self._map()
 
 
 def allow_more_files(fd: int) -> int:

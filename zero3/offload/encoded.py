@@ -39,7 +39,6 @@ ahead and then not needed stays on the device, encoded, until its next use.
 """
 
 import weakref
-from collections.abc import Iterator
 
 import torch
 
@@ -112,13 +111,11 @@ class Encoded:
         """
         return self.code.nbytes
 
-    def memory(self) -> Iterator[torch.Tensor]:
+    def memory(self) -> list[torch.Tensor]:
         """
         ### The code, and the decoded shard while there is one
         """
-        for tensor in (self.code, self.near, self.decoded):
-            if tensor is not None:
-                yield tensor
+        return [t for t in (self.code, self.near, self.decoded) if t is not None]
 
     @torch.no_grad()
     def read_async(self) -> None:
@@ -145,7 +142,10 @@ class Encoded:
             comm = self._comm()
             with comm.on(comm.fetch_stream):
                 assert self.near is not None
-                self.decoded = self._decode(self.near)
+                values = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+                # The row is fp32, and may be a view of more memory.
+                self.decoded = values.copy_(
+                    self.encoding.decode(self.near.unsqueeze(0), self.numel)[0])
                 done = comm.event()
                 done.record()
             # The compute stream waits for the decoding, because the shard may be read or written
@@ -189,14 +189,6 @@ class Encoded:
         #### The code of these values: `(shard_numel,)` to `(nbytes,)` uint8
         """
         return self.encoding.encode(values.unsqueeze(0))[0]
-
-    def _decode(self, code: torch.Tensor) -> torch.Tensor:
-        """
-        #### And back: `(shard_numel,)`, of the shard's data type
-        """
-        values = torch.empty(self.numel, dtype=self.dtype, device=code.device)
-        # The row is fp32, and may be a view of more memory.
-        return values.copy_(self.encoding.decode(code.unsqueeze(0), self.numel)[0])
 
     def _comm(self) -> Communicator:
         """

@@ -27,8 +27,6 @@ space however the run ends. `ls` does not show them, `df` does.
 import concurrent.futures
 import errno
 import os
-import resource
-import shutil
 import weakref
 from collections.abc import Iterable
 from functools import partial
@@ -87,31 +85,14 @@ class Buffers:
             self.files.add(made)
             if allow_more_files(made.fd) < SPARE_FILES:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        except (OSError, RuntimeError) as error:
-            # torch raises the latter if it cannot map a file.
-            problem = self._explain(error)
+        except OSError as error:
+            problem = f"{error}"
         owner.comm.agree(owner, f"cannot offload to {self.folder}",
                          f"a folder that takes {nbytes:,} "
                          "bytes more from each rank", problem, "make the folder, let this user "
-                         "write to it, choose one on a larger disk, or raise the limit on open "
-                         "files (`ulimit -n`) before the start")
+                         "write to it, choose one on a larger disk, or raise the hard limit "
+                         "on open files (`ulimit -Hn`) before the start")
         return made  # type: ignore[return-value]
-
-    def _explain(self, error: Exception) -> str:
-        """
-        #### Say in numbers what is missing
-
-        The system says that the disk is full or that there are too many files. The user also has to
-        know how much is left, and which limit to raise.
-        """
-        problem = f"{error}"
-        if getattr(error, "errno", None) == errno.ENOSPC:
-            problem += f" with {shutil.disk_usage(self.folder).free:,} bytes left"
-        if os.strerror(errno.EMFILE) in problem:
-            most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-            problem = (f"{len(self.files) - 1} shards in files so far, and a limit of {most} "
-                       "files for all that the process opens (`ulimit -Hn`)")
-        return problem
 
     def borrow(self, borrower: "InFile") -> torch.Tensor:
         """

@@ -54,7 +54,7 @@ from torch import nn
 from zero3.comm.encodings import Encoding, is_encoding
 from zero3.flat import CURE, InMemory
 from zero3.guards.contents import Guarded
-from zero3.guards.options import MOST, expect, whole
+from zero3.guards.options import expect, whole
 from zero3.guards.room import check_room, check_step
 from zero3.offload.disk import ALIGN_BYTES
 from zero3.offload.encoded import Encoded
@@ -74,8 +74,6 @@ class Offload:
 
     * `tier` is "device", "cpu" or "nvme"
     * `folder` is where files go, on a disk of this machine; each rank has files of its own
-    * `max_in_cpu` bytes of a rank's shards and states stay in CPU memory: each, in the order in
-      which they come, that still fits. For the nvme tier alone; buffers come on top
     * `direct` reads and writes past the page cache, if the file system can
     * `queue_depth` is the number of parallel requests, one thread each; parameters have so many,
       and states too
@@ -89,7 +87,6 @@ class Offload:
 
     tier: str = "device"
     folder: str | os.PathLike | None = None
-    max_in_cpu: int = 0
     direct: bool = True
     queue_depth: int = 4
     block_bytes: int = 8 << 20
@@ -97,7 +94,6 @@ class Offload:
     frozen: Encoding | None = None
     # The buffers in use, of "params" and of "states".
     in_use: dict[str, Buffers] = field(default_factory=dict, init=False, repr=False)
-    in_cpu_bytes: int = field(default=0, init=False)
     # Weakly, because one object may serve several models after each other.
     encoded: weakref.WeakSet[Encoded] = field(default_factory=weakref.WeakSet, init=False,
                                               repr=False)
@@ -107,8 +103,8 @@ class Offload:
         fits_tier = has_folder if self.tier == "nvme" else self.folder is None
         # A request is a thread, and has a block of a buffer; the system moves less than 2 GiB in
         # one. There is a buffer to read into, one to step, and one to write from.
-        for name, least, most in (("max_in_cpu", 0, MOST), ("queue_depth", 1, 256),
-                                  ("buffers", 3, 1024), ("block_bytes", ALIGN_BYTES, 1 << 30)):
+        for name, least, most in (("queue_depth", 1, 256), ("buffers", 3, 1024),
+                                  ("block_bytes", ALIGN_BYTES, 1 << 30)):
             value = getattr(self, name)
             expect(whole(value, least, most), "Offload",
                    f"`{name}`, a whole number from {least} to {most}", repr(value), "pass one")
@@ -185,15 +181,9 @@ class Offload:
 
     def place(self, nbytes: int) -> str:
         """
-        ### Choose the tier for the next `nbytes`, and count them against `max_in_cpu`
-
-        With `max_in_cpu=16`, two shards of 8 bytes rest in CPU memory, and a third one goes to a
-        file.
+        ### The tier for `nbytes` of shards or states: a file has at least one byte
         """
-        if self.tier == "nvme" and self.in_cpu_bytes + nbytes <= self.max_in_cpu:
-            self.in_cpu_bytes += nbytes
-            return "cpu"
-        return self.tier
+        return "cpu" if self.tier == "nvme" and nbytes == 0 else self.tier
 
     def buffers_for(self, purpose: str, owner: Guarded, number: int) -> Buffers:
         """
