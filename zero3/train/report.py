@@ -18,7 +18,6 @@ are visible too.
 import os
 import platform
 import statistics
-from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
 
@@ -241,14 +240,6 @@ def _draw_layers(ax: Axes, events: list[Event]) -> None:
     ax.legend(handles=patches, loc="lower left", bbox_to_anchor=(1, 0), fontsize=8, frameon=False)
 
 
-def merged(gradients: list[dict[int, int]]) -> dict[int, int]:
-    """
-    ## The counts of all ranks, added up by power of two
-    """
-    total = sum(map(Counter, gradients), Counter())
-    return dict(sorted(total.items()))
-
-
 def draw_gradients(counts: dict[int, int], caption: str) -> Figure:
     """
     ## The sizes of gradients, and the range that a loss scale moves them to
@@ -265,11 +256,13 @@ def draw_gradients(counts: dict[int, int], caption: str) -> Figure:
         few = sum(n for e, n in counts.items() if e + scale < -14) / total
         ax.bar([e + scale + 0.5 for e in counts], [100 * n / total for n in counts.values()],
                width=0.9, color=COLORS["reduced"], alpha=alpha, label=f"{name}, {few:.1%} shaded")
-    low = min(-30, *counts)
-    high = max(16, *(e + 17 for e in counts))
+    low = min([-30, *counts])
+    # The last bar, or the shaded ranges, if all gradients are smaller.
+    high = max([-13, *(e + 17 for e in counts)])
     for begin, end, alpha, text in ((low, -24, 1, "zero in fp16"), (-24, -14, 0.5, "fewer digits")):
         ax.axvspan(begin, end, color=NEUTRAL["line"], alpha=alpha, zorder=0)
-        ax.text(end - 0.3, 0.97, text, ha="right", va="top", fontsize=8,
+        # Below the legend, and above the bars.
+        ax.text(end - 0.3, 0.81, text, ha="right", va="top", fontsize=8,
                 transform=ax.get_xaxis_transform())
     ax.set(xlabel="gradient, as a power of two", ylabel="of the gradients of a step (%)",
            xlim=(low, high), ymargin=0.35)
