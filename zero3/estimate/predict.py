@@ -233,12 +233,12 @@ def predict(
     # Of an element that the optimizer steps.
     least_bytes = 4 if stage3 else 1
     chain = [[_Shard(part, part.shard_numel(world_size), reduce_bytes or part.element_bytes,
-                     max(least_bytes, part.element_bytes), moments)
+                     max(least_bytes, part.element_bytes))
               for part in layer.parts]
              for layer in layers if layer.parts]
     shards = [s for layer in chain for s in layer]
     trained = [s for s in shards if s.trains]
-    _place(shards, params_in, states_in, one_memory=by_messages)
+    _place(shards, moments, params_in, states_in, one_memory=by_messages)
 
     step = Step([StepLayer(layer, world_size) for layer in chain], world_size, bucket_bytes,
                 packs=stage3, by_messages=by_messages)
@@ -252,7 +252,7 @@ def predict(
         step.send(8 * len(trained), 1)
 
     # What rests between steps is a sum over the shards.
-    in_memory = [s for s in trained if not s.states_in_file]
+    in_memory = [s for s in trained if not s.state_file_bytes]
     found = Prediction(
         param_bytes=sum(s.row_bytes for s in shards if not s.in_file),
         grad_bytes=sum(s.grad_bytes for s in in_memory),
@@ -268,7 +268,7 @@ def predict(
         pool_bytes=_pool_bytes(chain, states_in.buffers),
         # A shard that is its own master is in the file of the states.
         disk_bytes=sum(s.state_file_bytes for s in trained)
-        + sum(s.file_bytes for s in shards if not (s.is_master and s.states_in_file)),
+        + sum(s.file_bytes for s in shards if not (s.is_master and s.state_file_bytes)),
     )
     return replace(found, peak_bytes=found.rest_bytes + step.peak_bytes)
 
@@ -285,10 +285,11 @@ class _Shard:
     numel: int
     grad_width: int  # bytes of an element of its gradient
     state_width: int  # bytes of an element of its master, and of a moment
-    moments: int
     in_file: bool = False
-    states_in_file: bool = False
     is_master: bool = False
+    # Of the shard's file, as a layer reads it; and of that with master, moments and gradient.
+    file_bytes: int = 0
+    state_file_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.trains = self.part.trainable and self.numel > 0
@@ -296,31 +297,14 @@ class _Shard:
         self.grad_bytes = self.numel * self.grad_width * self.part.trainable
         self.master_bytes = self.numel * self.state_width
 
-    @property
-    def file_bytes(self) -> int:
-        """
-        ### Of the shard's file, as a layer reads it: a whole number of disk blocks
-        """
-        return whole_blocks(self.row_bytes) if self.in_file else 0
-
-    @property
-    def state_file_bytes(self) -> int:
-        """
-        ### Of the file with master, moments and gradient
-        """
-        if not self.states_in_file:
-            return 0
-        # A shard that is its own master and rests in memory has none in the file.
-        masters = 0 if self.is_master and not self.in_file else 1
-        return (whole_blocks(self.master_bytes) * (self.moments + masters)
-                + whole_blocks(self.grad_bytes))
-
 
 def _place(
-    shards: list[_Shard], params_in: Offload, states_in: Offload, one_memory: bool
+    shards: list[_Shard], moments: int, params_in: Offload, states_in: Offload, one_memory: bool
 ) -> None:
     """
     ### Choose a tier for each shard and for its states
+
+    Files have whole numbers of disk blocks.
 
     * `one_memory` says that device and CPU are the same memory, as they are without a GPU
     """
@@ -330,12 +314,19 @@ def _place(
     tiers = [copies[id(params_in)].place(s.row_bytes) for s in shards]
     for s, tier in zip(shards, tiers, strict=True):
         s.in_file = tier == "nvme"
-        if s.trains:
-            state_bytes = (1 + s.moments) * s.master_bytes + s.grad_bytes
-            s.states_in_file = copies[id(states_in)].place(state_bytes) == "nvme"
-            # The optimizer steps the shard itself if it has the right data type and is at hand.
-            at_hand = s.states_in_file if s.in_file else one_memory or tier == steps_on
-            s.is_master = s.state_width == s.part.element_bytes and at_hand
+        s.file_bytes = whole_blocks(s.row_bytes) if s.in_file else 0
+        if not s.trains:
+            continue
+        state_bytes = (1 + moments) * s.master_bytes + s.grad_bytes
+        in_file = copies[id(states_in)].place(state_bytes) == "nvme"
+        # The optimizer steps the shard itself if it has the right data type and is at hand.
+        at_hand = in_file if s.in_file else one_memory or tier == steps_on
+        s.is_master = s.state_width == s.part.element_bytes and at_hand
+        if in_file:
+            # A shard that is its own master and rests in memory has none in the file.
+            masters = 0 if s.is_master and not s.in_file else 1
+            s.state_file_bytes = (whole_blocks(s.master_bytes) * (moments + masters)
+                                  + whole_blocks(s.grad_bytes))
 
 
 def _pool_bytes(chain: list[list[_Shard]], buffers: int) -> int:
@@ -343,9 +334,9 @@ def _pool_bytes(chain: list[list[_Shard]], buffers: int) -> int:
     ### Memory for the buffers of files: `buffers` for states, and at least two for shards
     """
     total = 0
-    states = [s.state_file_bytes for layer in chain for s in layer if s.states_in_file]
-    if states:
-        total += buffers * (max(states) + ALIGN_BYTES)
+    state_file_bytes = max((s.state_file_bytes for layer in chain for s in layer), default=0)
+    if state_file_bytes:
+        total += buffers * (state_file_bytes + ALIGN_BYTES)
     slots = [i + 1 for layer in chain for i, s in enumerate(layer) if s.in_file]
     if slots:
         file_bytes = max(s.file_bytes for layer in chain for s in layer)
@@ -364,7 +355,7 @@ class StepLayer:
         self.shard_bytes = sum(s.row_bytes for s in shards)
         self.full_bytes = world_size * self.shard_bytes
         # A gradient in a file needs no memory.
-        self.shard_grad_bytes = sum(s.grad_bytes for s in shards if not s.states_in_file)
+        self.shard_grad_bytes = sum(s.grad_bytes for s in shards if not s.state_file_bytes)
         self.full_grad_bytes = world_size * sum(s.grad_bytes for s in shards)
         self.has_full_grad = False
         self.has_shard_grad = False  # a later micro-batch adds to that of the first
