@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.compression.test_clean import dense
 from tests.train.test_job import SMALL, run_job
-from zero3.compression import clean
+from zero3.compression import clean, compress
 from zero3.train import compressed, gpt
 from zero3.train.job import prepare
 
@@ -30,7 +30,7 @@ def small(recipe):
     """The shapes of the cleaned model, from the recipe alone"""
     torch.manual_seed(0)
     layers = gpt.gpt_layers(CONFIG)
-    compression = compressed.compress_layers(layers, recipe, 8, CONFIG)
+    compression = compress(layers, compressed.RECIPES[recipe](8, CONFIG))
     for _ in range(8):
         compression.advance()
     clean(layers)
@@ -53,7 +53,7 @@ def test_the_job_ends_with_a_small_model_that_is_as_good(recipe, ran):
     adds to those of a dense model. The loss of the cleaned model is that of the trained one; the
     file has its weights, without this package. Breaks if the job cleans another step than it
     trained.
-    Proves `rules_8`, `rules_4_half`, `rules_rows_heads`, `compress_layers`, `compressed.finish`,
+    Proves `rules_8`, `rules_4_half`, `rules_rows_heads`, `compressed.finish`,
     `take_over`, `Job.held_out_loss`, `Job.predicted`, `write`.
     """
     out = ran[1] / recipe
@@ -91,7 +91,7 @@ def test_one_run_compares_all_models_with_the_first(ran):
     All of them begin with the same loss, because they have the same seed and batches. The table has
     the losses and files of all models. Breaks if the yardstick is another model, or has learnt from
     other batches.
-    Proves `Job.train_each`, `Job.compare`, `compressed.compare`, `compared_rows`.
+    Proves `Job.train_each`, `compressed.compare`, `compared_rows`.
     """
     output, out = ran
     compared = json.loads((out / compressed.COMPARED).read_text())

@@ -66,7 +66,7 @@ def test_the_fewest_bytes_that_fit_are_advised():
     """
     With enough memory a copy in 8 bits, and no copy without it. Of two layouts with the same bytes
     the one with less memory. Breaks where memory is not looked at.
-    Proves `choices`, `best`, `Choice`, `Choice.rounds`.
+    Proves `choices`, `best`, `Choice`.
     """
     found = choices(7e9, 32, 4, by_messages=True)
     by_name = {each.name: each for each in found}

@@ -132,7 +132,7 @@ def test_a_run_from_files_has_the_losses_of_one_in_memory_and_its_table_is_equal
     The main job with all its states in files: the same losses to the last bit, and six columns
     instead of three, of which those of reads and writes are measured only. Breaks where a tier
     changes a number.
-    Proves I8, `Job.build`, `Job.predicted`, `disk_bytes`, `_Shard.file_bytes`, `report.table`.
+    Proves I8, `Job.build`, `Job.predicted`, `disk_bytes`, `_place`, `report.table`.
     """
     run = run_job(tmp_path, "--steps", "6", "--eval-every", "3", "--sample", "5", "--prompt",
                   "Zero", "--offload-params", "nvme", "--offload-optimizer", "nvme")
@@ -195,7 +195,7 @@ def test_bf16_with_masters_ends_where_fp32_does(tmp_path):
     """
     Within 2 %, with a dynamic loss scale, clipping and four micro-batches, each row of which is
     rounded in other places; and the bytes are still those predicted.
-    Proves `memory_table`, `Job.evaluate`, `merged`.
+    Proves `memory_table`, `Job.evaluate`, `exponents`.
     """
     options = ["--batch", "16", "--steps", "40", "--eval-every", "20", "--sample", "1"]
     mixed = ["--dtype", "bf16", "--loss-scale", "dynamic", "--accumulate", "4", "--table"]
@@ -403,7 +403,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(undisturbed, tmp_path):
     """
     Also without `--save-every`. Afterwards the run is at its end, and says so. A run of other
     options does not take it up unasked. Breaks where ranks end after different steps.
-    Proves `signals`, `Job.train`, `Job.save`, `Run`, `run.Ranks.any`.
+    Proves `signals`, `Job.train`, `Job.save`, `Run`, `run.Ranks.gather`.
     """
     process = started(tmp_path, *LONG)
     # Both ranks train.

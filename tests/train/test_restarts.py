@@ -305,7 +305,7 @@ def test_the_default_batch_fits_any_number_of_ranks(tmp_path, monkeypatch):
     batch that was asked for is not changed. A run on 3 ranks needs no option, and none of them
     leaves before rank 0 has written its figures. Breaks where the default is refused, or another
     number of ranks trains something else unasked.
-    Proves `prepare`, `parse_args`, `run.Ranks.barrier`.
+    Proves `prepare`, `parse_args`, `run.Ranks.gather`.
     """
     found = {}
     for ranks in range(1, 17):

@@ -67,16 +67,9 @@ class Choice:
     """
 
     name: str
-    layout: Layout
+    rounds: bool  # whether it changes numbers
     between_bytes: int  # leave each node
     peak_bytes: int  # of a rank, without activations
-
-    @property
-    def rounds(self) -> bool:
-        """
-        ### Whether it changes numbers
-        """
-        return self.layout.weights is not None or self.layout.gradients is not None
 
 
 def layouts(ranks: int, nodes: int) -> dict[str, Layout]:
@@ -143,8 +136,9 @@ def choices(params: float, ranks: int, nodes: int, layers: int = 32,
         if layout.secondary:
             row_bytes = layout.weight_bytes(part.shard_numel(shards), ELEMENT_BYTES)
             peak_bytes += layers * nodes * row_bytes
+        rounds = layout.weights is not None or layout.gradients is not None
         moved_bytes = between_bytes(layout, nodes, part.numel, layers, by_messages)
-        found.append(Choice(name, layout, moved_bytes, peak_bytes))
+        found.append(Choice(name, rounds, moved_bytes, peak_bytes))
     return found
 
 

@@ -80,16 +80,6 @@ class Part:
         # Rounded up: the last rank's shard ends with padding.
         return -(-self.numel // (world_size * self.align_numel)) * self.align_numel
 
-    def shard_bytes(self, world_size: int) -> int:
-        return self.shard_numel(world_size) * self.element_bytes
-
-    @property
-    def master_bytes(self) -> int:
-        """
-        ### Bytes of an element of the fp32 (or wider) copy that the optimizer steps
-        """
-        return max(4, self.element_bytes)
-
 
 @dataclass(frozen=True)
 class LayerSpec:
@@ -101,7 +91,7 @@ class LayerSpec:
     buffer_bytes: int = 0
 
     def shard_bytes(self, world_size: int) -> int:
-        return sum(p.shard_bytes(world_size) for p in self.parts)
+        return sum(p.shard_numel(world_size) * p.element_bytes for p in self.parts)
 
 
 def describe(layers: Zero3Sequential | Iterable[nn.Module]) -> list[LayerSpec]:
@@ -354,16 +344,16 @@ def show_stages(params: float, ranks: int) -> None:
     """
     ## Print ZeRO's Table 1 for one model and number of ranks
     """
-    print(f"{params:,.0f} parameters on {ranks} ranks, in half precision with Adam.")
-    print("Model states per rank in GB (1e9 bytes), by bytes counted per parameter:\n")
+    print(f"{params:,.0f} parameters on {ranks} ranks, in half precision with Adam.\n"
+          "Model states per rank in GB (1e9 bytes), by bytes counted per parameter:\n")
     names = ("0: data parallelism", "1: + optimizer states", "2: + gradients", "3: + parameters")
     by_basis = [stages(params, ranks, basis) for basis in BASES]
     rows = [("", [str(basis) for basis in BASES], "")]
     for name, each in zip(names, zip(*by_basis, strict=True), strict=True):
         rows.append((name, [gigabytes(nbytes) for nbytes in each], ""))
     print_table(rows, name_width=26)
-    print("\n16: ZeRO, 2 parameter + 2 gradient + 12 Adam.  18: DeepSpeed's estimator, 2 + 4 + 12.")
-    print("20: ZeRO-Infinity, 2 + 2 + 16.  Activations come on top.")
+    print("\n16: ZeRO, 2 parameter + 2 gradient + 12 Adam.  18: DeepSpeed's estimator, 2 + 4 + 12."
+          "\n20: ZeRO-Infinity, 2 + 2 + 16.  Activations come on top.")
 
 
 def show_places(args: argparse.Namespace, has: dict[str, float]) -> None:
@@ -386,8 +376,8 @@ def show_places(args: argparse.Namespace, has: dict[str, float]) -> None:
         return
     for tier, moved in best.step_bytes.items():
         if moved:
-            moved_gb = gigabytes(moved, 1)
-            print(f"\nA step moves {moved_gb} GB of a rank into its {tier} tier and out.")
+            print(f"\nA step moves {gigabytes(moved, 1)} GB of a rank into its {tier} tier and "
+                  "out.")
     if best.states_in != "device":
         _show_bandwidth(args, best)
 

@@ -104,7 +104,7 @@ class Ledger:
         self.peak_live_bytes = 0
         self.read_bytes = 0  # from files
         self.written_bytes = 0  # to files
-        self._stepping: torch.optim.Optimizer | None = None
+        self._steps = 0  # those that have begun and not ended
 
     def __enter__(self) -> "Ledger":
         self._start_s = time.perf_counter()
@@ -126,14 +126,12 @@ class Ledger:
         if hasattr(self.optimizer, "listener"):
             vars(self.optimizer)["listener"] = listener
 
-    def _step_begins(self, optimizer: torch.optim.Optimizer, *_) -> None:
+    def _step_begins(self, *_) -> None:
         # `Zero3Optimizer` has another optimizer inside, whose steps are part of its own.
-        if self._stepping is None:
-            self._stepping = optimizer
+        self._steps += 1
 
-    def _step_ends(self, optimizer: torch.optim.Optimizer, *_) -> None:
-        if self._stepping is optimizer:
-            self._stepping = None
+    def _step_ends(self, *_) -> None:
+        self._steps -= 1
 
     def record(self, sender: Any, event: str, nbytes: int | None = 0,
                transfer: Counted | None = None, tier: str = "device") -> None:
@@ -145,7 +143,7 @@ class Ledger:
         """
         if event == "fetch":
             # A step gathers nothing, so it is over, even if an exception ended it.
-            self._stepping = None
+            self._steps = 0
         live_bytes = held_bytes(self.model, self.optimizer)
         if nbytes is None:
             nbytes = self.events[-1].live_bytes - live_bytes
@@ -170,7 +168,7 @@ class Ledger:
     def _phase(self) -> str:
         if in_backward():
             return "backward"
-        return "step" if self._stepping else "forward"
+        return "step" if self._steps else "forward"
 
 
 def held_bytes(*holders: nn.Module | torch.optim.Optimizer | None) -> int:
@@ -203,9 +201,7 @@ def _held_by_module(module: nn.Module) -> Iterator[torch.Tensor | None]:
 
 def _held_by_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor | None]:
     for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor):
-                yield value
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
     for group in optimizer.param_groups:
         for param in group["params"]:
             yield param

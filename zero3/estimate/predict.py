@@ -229,17 +229,18 @@ def predict(
     states_in = states_in or Offload()
     expect(params_in.frozen is None, "cannot predict", "frozen shards that rest as they are",
            f"{params_in.frozen}", "measure with `Ledger`")
-    # The model in numbers.
-    chain = [
-        StepLayer([_Shard(part, part.shard_numel(world_size), reduce_bytes or part.element_bytes,
-                          part.master_bytes if stage3 else part.element_bytes, moments)
-                   for part in layer.parts], world_size)
-        for layer in layers if layer.parts]
-    shards = [s for layer in chain for s in layer.shards]
+    # Of an element that the optimizer steps.
+    least_bytes = 4 if stage3 else 1
+    chain = [[_Shard(part, part.shard_numel(world_size), reduce_bytes or part.element_bytes,
+                     max(least_bytes, part.element_bytes))
+              for part in layer.parts]
+             for layer in layers if layer.parts]
+    shards = [s for layer in chain for s in layer]
     trained = [s for s in shards if s.trains]
-    _place(shards, params_in, states_in, one_memory=by_messages)
+    _place(shards, moments, params_in, states_in, one_memory=by_messages)
 
-    step = Step(chain, world_size, bucket_bytes, packs=stage3, by_messages=by_messages)
+    step = Step([StepLayer(layer, world_size) for layer in chain], world_size, bucket_bytes,
+                packs=stage3, by_messages=by_messages)
     for i in range(micro_batches):
         step.micro_batch(reduces=not no_sync or i + 1 == micro_batches)
     if stage3 and trained:
@@ -250,7 +251,7 @@ def predict(
         step.send(8 * len(trained), 1)
 
     # What rests between steps is a sum over the shards.
-    in_memory = [s for s in trained if not s.states_in_file]
+    in_memory = [s for s in trained if not s.state_file_bytes]
     found = Prediction(
         param_bytes=sum(s.row_bytes for s in shards if not s.in_file),
         grad_bytes=sum(s.grad_bytes for s in in_memory),
@@ -266,7 +267,7 @@ def predict(
         pool_bytes=_pool_bytes(chain, states_in.buffers),
         # A shard that is its own master is in the file of the states.
         disk_bytes=sum(s.state_file_bytes for s in trained)
-        + sum(s.file_bytes for s in shards if not (s.is_master and s.states_in_file)),
+        + sum(s.file_bytes for s in shards if not (s.is_master and s.state_file_bytes)),
     )
     return replace(found, peak_bytes=found.rest_bytes + step.peak_bytes)
 
@@ -283,10 +284,11 @@ class _Shard:
     numel: int
     grad_width: int  # bytes of an element of its gradient
     state_width: int  # bytes of an element of its master, and of a moment
-    moments: int
     in_file: bool = False
-    states_in_file: bool = False
     is_master: bool = False
+    # Of the shard's file, as a layer reads it; and of that with master, moments and gradient.
+    file_bytes: int = 0
+    state_file_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.trains = self.part.trainable and self.numel > 0
@@ -294,31 +296,14 @@ class _Shard:
         self.grad_bytes = self.numel * self.grad_width * self.part.trainable
         self.master_bytes = self.numel * self.state_width
 
-    @property
-    def file_bytes(self) -> int:
-        """
-        ### Of the shard's file, as a layer reads it: a whole number of disk blocks
-        """
-        return whole_blocks(self.row_bytes) if self.in_file else 0
-
-    @property
-    def state_file_bytes(self) -> int:
-        """
-        ### Of the file with master, moments and gradient
-        """
-        if not self.states_in_file:
-            return 0
-        # A shard that is its own master and rests in memory has none in the file.
-        masters = 0 if self.is_master and not self.in_file else 1
-        return (whole_blocks(self.master_bytes) * (self.moments + masters)
-                + whole_blocks(self.grad_bytes))
-
 
 def _place(
-    shards: list[_Shard], params_in: Offload, states_in: Offload, one_memory: bool
+    shards: list[_Shard], moments: int, params_in: Offload, states_in: Offload, one_memory: bool
 ) -> None:
     """
     ### Choose a tier for each shard and for its states
+
+    Files have whole numbers of disk blocks.
 
     * `one_memory` says that device and CPU are the same memory, as they are without a GPU
     """
@@ -326,26 +311,33 @@ def _place(
     tiers = [params_in.place(s.row_bytes) for s in shards]
     for s, tier in zip(shards, tiers, strict=True):
         s.in_file = tier == "nvme"
-        if s.trains:
-            state_bytes = (1 + s.moments) * s.master_bytes + s.grad_bytes
-            s.states_in_file = states_in.place(state_bytes) == "nvme"
-            # The optimizer steps the shard itself if it has the right data type and is at hand.
-            at_hand = s.states_in_file if s.in_file else one_memory or tier == steps_on
-            s.is_master = s.state_width == s.part.element_bytes and at_hand
+        s.file_bytes = whole_blocks(s.row_bytes) if s.in_file else 0
+        if not s.trains:
+            continue
+        state_bytes = (1 + moments) * s.master_bytes + s.grad_bytes
+        in_file = states_in.place(state_bytes) == "nvme"
+        # The optimizer steps the shard itself if it has the right data type and is at hand.
+        at_hand = in_file if s.in_file else one_memory or tier == steps_on
+        s.is_master = s.state_width == s.part.element_bytes and at_hand
+        if in_file:
+            # A shard that is its own master and rests in memory has none in the file.
+            masters = 0 if s.is_master and not s.in_file else 1
+            s.state_file_bytes = (whole_blocks(s.master_bytes) * (moments + masters)
+                                  + whole_blocks(s.grad_bytes))
 
 
-def _pool_bytes(chain: list["StepLayer"], buffers: int) -> int:
+def _pool_bytes(chain: list[list[_Shard]], buffers: int) -> int:
     """
     ### Memory for the buffers of files: `buffers` for states, and at least two for shards
     """
-    shards = [s for layer in chain for s in layer.shards]
-    states = [s.state_file_bytes for s in shards if s.states_in_file]
-    slots = [i + 1 for layer in chain for i, s in enumerate(layer.shards) if s.in_file]
     total = 0
-    if states:
-        total += buffers * (max(states) + ALIGN_BYTES)
+    state_file_bytes = max((s.state_file_bytes for layer in chain for s in layer), default=0)
+    if state_file_bytes:
+        total += buffers * (state_file_bytes + ALIGN_BYTES)
+    slots = [i + 1 for layer in chain for i, s in enumerate(layer) if s.in_file]
     if slots:
-        total += max(2, *slots) * (max(s.file_bytes for s in shards) + ALIGN_BYTES)
+        file_bytes = max(s.file_bytes for layer in chain for s in layer)
+        total += max(2, *slots) * (file_bytes + ALIGN_BYTES)
     return total
 
 
@@ -359,9 +351,11 @@ class StepLayer:
         self.trains = any(s.part.trainable for s in shards)
         self.shard_bytes = sum(s.row_bytes for s in shards)
         self.full_bytes = world_size * self.shard_bytes
+        # A gradient in a file needs no memory.
+        self.shard_grad_bytes = sum(s.grad_bytes for s in shards if not s.state_file_bytes)
         self.full_grad_bytes = world_size * sum(s.grad_bytes for s in shards)
         self.has_full_grad = False
-        self.has_shard_grad = False
+        self.has_shard_grad = False  # a later micro-batch adds to that of the first
 
 
 class Step:
@@ -373,9 +367,10 @@ class Step:
                  by_messages: bool):
         self.chain = chain
         self.world_size = world_size
-        self.bucket_bytes = bucket_bytes
+        # A rank that is alone waits for no bucket, and receives nothing.
+        self.bucket_bytes = bucket_bytes if world_size > 1 else 0
         self.packs = packs
-        self.by_messages = by_messages
+        self.receives = by_messages and world_size > 1
         self.live_bytes = 0
         self.peak_bytes = 0
         self.sent_bytes = 0
@@ -404,43 +399,35 @@ class Step:
 
     def micro_batch(self, reduces: bool) -> None:
         """
-        #### Forward and backward
+        #### Forward and backward: gather each layer while the one before it computes
 
-        Without `reduces` the full gradients stay, and the next micro-batch adds to them.
+        Backward begins with the last layer, which is still full, and goes down to the first one
+        that trains. Without `reduces` the full gradients stay, and the next micro-batch adds to
+        them.
         """
         trains = [layer.trains for layer in self.chain]
-        # Backward goes down to the first layer that trains.
-        down = self.chain[trains.index(True) :][::-1] if any(trains) else []
-        self.forward()
-        if not down and self.chain:
-            self.free(self.chain[-1])
-        self.backward(down, reduces)
-
-    def forward(self) -> None:
-        """
-        #### Gather each layer while the one before it computes; the last one stays full
-        """
-        for before, layer in zip([None, *self.chain], self.chain, strict=False):
-            self.fetch(layer)
-            if before:
-                self.free(before)
-
-    def backward(self, down: list[StepLayer], reduces: bool) -> None:
-        """
-        #### Gather each layer while the one above it computes, and reduce gradients
-        """
-        for layer, below in zip(down, [*down[1:], None], strict=False):
-            if below:
-                self.fetch(below)
-            if layer.trains and not layer.has_full_grad:
-                layer.has_full_grad = True
-                self.add(layer.full_grad_bytes)
-            self.free(layer)
-            if layer.trains and reduces:
-                self.put_into_bucket(layer)
+        first = trains.index(True) if any(trains) else -1
+        order = [*self.chain, *self.chain[first:-1][::-1]]
+        for i, following in enumerate([*order, None]):
+            if following:
+                self.fetch(following)
+            if i > 0:
+                self.compute(order[i - 1], i >= len(self.chain), reduces)
         if self.waiting:
             self.reduce(self.waiting)
         self.finish_reduce()
+
+    def compute(self, layer: StepLayer, backward: bool, reduces: bool) -> None:
+        """
+        #### Free a layer after it has computed, and reduce its gradient
+        """
+        has_grad = layer.trains and backward
+        if has_grad and not layer.has_full_grad:
+            layer.has_full_grad = True
+            self.add(layer.full_grad_bytes)
+        self.add(-layer.full_bytes)
+        if has_grad and reduces:
+            self.put_into_bucket(layer)
 
     def fetch(self, layer: StepLayer) -> None:
         """
@@ -448,9 +435,6 @@ class Step:
         """
         self.send(layer.shard_bytes, sum(s.numel > 0 for s in layer.shards))
         self.add(layer.full_bytes)
-
-    def free(self, layer: StepLayer) -> None:
-        self.add(-layer.full_bytes)
 
     def put_into_bucket(self, layer: StepLayer) -> None:
         """
@@ -464,8 +448,7 @@ class Step:
             self.reduce(self.waiting)
 
     def fills_bucket(self, layers: list[StepLayer]) -> bool:
-        full_bytes = sum(layer.full_grad_bytes for layer in layers)
-        return self.world_size == 1 or full_bytes >= self.bucket_bytes
+        return sum(layer.full_grad_bytes for layer in layers) >= self.bucket_bytes
 
     def reduce(self, layers: list[StepLayer]) -> None:
         """
@@ -483,40 +466,29 @@ class Step:
         self.send(row_bytes, len(widths) if self.packs else len(shards))
         packed = [s.grad_bytes for s in shards if self.packs and widths[s.grad_width] > 1]
         self.packed_bytes = self.world_size * sum(packed)
-        # A rank that is alone receives nothing. NCCL adds the gradients by itself.
-        receives = self.by_messages and self.world_size > 1
-        self.receive_bytes = self.world_size * row_bytes if receives else 0
+        # NCCL adds the gradients by itself.
+        self.receive_bytes = self.world_size * row_bytes if self.receives else 0
         self.add(self.packed_bytes + self.receive_bytes)
 
     def finish_reduce(self) -> None:
         """
         #### The bucket in flight is reduced: its shards have gradients, and its buffers are freed
         """
-        layers = self.in_flight
-        if not layers:
+        if not self.in_flight:
             return
-        self.in_flight = []
         self.add(-self.packed_bytes)
-        for layer in layers:
-            layer.has_full_grad = False
+        for layer in self.in_flight:
+            new_bytes = 0 if layer.has_shard_grad else layer.shard_grad_bytes
             if self.world_size == 1:
                 # The full gradient becomes the shard's, so the two are never there together.
-                self.add(-layer.full_grad_bytes)
-                self.deliver(layer)
+                self.add(new_bytes - layer.full_grad_bytes)
             else:
-                self.deliver(layer)
+                self.add(new_bytes)
                 self.add(-layer.full_grad_bytes)
+            layer.has_full_grad = False
+            layer.has_shard_grad = True
         self.add(-self.receive_bytes)
-
-    def deliver(self, layer: StepLayer) -> None:
-        """
-        #### The shards of a layer get their gradients
-
-        A later micro-batch adds to the gradient of the first. One in a file needs no memory.
-        """
-        if not layer.has_shard_grad:
-            self.add(sum(s.grad_bytes for s in layer.shards if not s.states_in_file))
-        layer.has_shard_grad = True
+        self.in_flight = []
 
 
 def data_parallel(

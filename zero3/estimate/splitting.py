@@ -150,9 +150,7 @@ def splittings(params: float, ranks: int, most: int, width: int, layers: int = 3
     * `tokens` are those of a step, divided by `ranks`, so the batch is the same for all sizes
     """
     found = []
-    for tensor in range(1, most + 1):
-        if ranks % tensor:
-            continue
+    for tensor in (size for size in range(1, most + 1) if ranks % size == 0):
         numel = -(-int(params) // (layers * tensor))
         specs = [LayerSpec((Part(numel, ELEMENT_BYTES, True),))] * layers
         shards = ranks // tensor

@@ -38,8 +38,9 @@ import torch
 from torch import nn
 
 from zero3.compression.clean import Size, clean, measure, take_over, write
-from zero3.compression.compress import Compression, Rules, compress
+from zero3.compression.compress import Rules, compress
 from zero3.compression.rules import Prune, Quantize
+from zero3.estimate.formulas import print_table
 from zero3.layer import Zero3Sequential
 from zero3.train import gpt
 
@@ -84,19 +85,10 @@ def rules_rows_heads(steps: int, config: gpt.GPTConfig) -> Rules:
             "*.output": [heads, Quantize(8)]}
 
 
+# The rules of each recipe, for the steps of the whole run and a model.
 RECIPES: dict[str, Callable[[int, gpt.GPTConfig], Rules]] = {
     DENSE: lambda steps, config: {}, "8": rules_8, "4-half": rules_4_half,
     "rows-heads": rules_rows_heads}
-
-
-def compress_layers(layers: list[nn.Module], recipe: str, steps: int, config: gpt.GPTConfig
-                    ) -> Compression:
-    """
-    ## Put the rules of a recipe on the layers, before they are wrapped
-
-    * `steps` are those of the whole run
-    """
-    return compress(layers, RECIPES[recipe](steps, config))
 
 
 def finish(model: Zero3Sequential, config: gpt.GPTConfig, recipe: str, steps: int,
@@ -118,7 +110,7 @@ def finish(model: Zero3Sequential, config: gpt.GPTConfig, recipe: str, steps: in
     if recipe == DENSE:
         take_over(plain, model)
     else:
-        compress_layers(layers, recipe, steps, config)
+        compress(layers, RECIPES[recipe](steps, config))
         clean(plain, trained=model)
     after = measure(plain, example, evaluate(plain))
     if out is not None:
@@ -126,20 +118,26 @@ def finish(model: Zero3Sequential, config: gpt.GPTConfig, recipe: str, steps: in
     return before, after
 
 
-def compare(folders: dict[str, Path]) -> dict[str, Any]:
+def compare(out: Path, recipes: list[str]) -> None:
     """
-    ## The models of a run, from the folder of each recipe
+    ## Print and write the table of all models of a run
+
+    * `out` is the folder of the run, with a folder for each recipe
     """
-    metrics = {recipe: json.loads((folder / "metrics.json").read_text())
-               for recipe, folder in folders.items()}
-    *_, run = metrics.values()
+    metrics = {recipe: json.loads((out / recipe / "metrics.json").read_text())
+               for recipe in recipes}
     models = [{"recipe": recipe, "held_out": found["cleaned"]["loss"],
                "multiply_adds": found["cleaned"]["multiply_adds"],
-               "file_bytes": (folders[recipe] / FILE).stat().st_size}
+               "file_bytes": (out / recipe / FILE).stat().st_size}
               for recipe, found in metrics.items()]
-    about = {name: run[name] for name in ("ranks", "device", "torch", "commit")}
-    return about | {"steps": run["options"]["steps"], "seed": run["options"]["seed"],
-                    "models": models}
+    run = metrics[recipes[-1]]
+    compared = {name: run[name] for name in ("ranks", "device", "torch", "commit")}
+    compared |= {"steps": run["options"]["steps"], "seed": run["options"]["seed"],
+                 "models": models}
+    (out / COMPARED).write_text(json.dumps(compared, indent=1) + "\n")
+    print()
+    print_table([(recipe, cells, "") for recipe, *cells in compared_rows(compared)])
+    print(f"\nwrote {out / COMPARED}", flush=True)
 
 
 def compared_rows(compared: dict[str, Any]) -> list[list[str]]:

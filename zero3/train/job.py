@@ -34,6 +34,7 @@ import math
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,8 @@ from zero3.checkpoint.save_load import load
 from zero3.comm.encodings import Encoding, Int4, Int8
 from zero3.comm.links import Links
 from zero3.compression.clean import table
-from zero3.compression.compress import Compression
-from zero3.estimate.formulas import describe, print_table
+from zero3.compression.compress import Compression, compress
+from zero3.estimate.formulas import describe
 from zero3.estimate.ledger import Ledger, exponents
 from zero3.estimate.predict import data_parallel, memory_table, predict_optimizer
 from zero3.guards.command_line import Parser, folder, one_line, within
@@ -171,7 +172,10 @@ def main(argv: list[str] | None = None) -> int:
     # torchrun sends SIGTERM if another rank fails.
     with signals() as came:
         try:
-            return job.train_each(came)
+            code = job.train_each(came)
+            # Wait for all ranks: torchrun ends rank 0 when another rank leaves.
+            job.ranks.gather(code)
+            return code
         except Exception as error:
             return tell_failure(error, job.ranks, store)
 
@@ -360,32 +364,20 @@ class Job:
         """
         recipes = self.args.compress or [None]
         several = len(recipes) > 1
-        folders = {}
         for recipe in recipes:
-            args = argparse.Namespace(**vars(self.args) | {"compress": recipe})
+            out = self.args.out
             if several:
+                out = f"{out}/{recipe}"
+                Path(out).mkdir(exist_ok=True)
                 self.ranks.say(f"\n--compress {recipe}")
-                args.out = f"{self.args.out}/{recipe}"
-                Path(args.out).mkdir(exist_ok=True)
-                folders[recipe] = Path(args.out)
+            args = argparse.Namespace(**vars(self.args) | {"compress": recipe, "out": out})
             job = dataclasses.replace(self, args=args, run=Run(came=came), saves_end=several)
             code = job.train_and_finish()
             if code:
                 return code
         if several and not self.ranks.rank:
-            self.compare(folders)
+            compressed.compare(Path(self.args.out), recipes)
         return 0
-
-    def compare(self, folders: dict[str, Path]) -> None:
-        """
-        ### Print and write the table of all models, on rank 0
-        """
-        found = compressed.compare(folders)
-        out = Path(self.args.out, compressed.COMPARED)
-        out.write_text(json.dumps(found, indent=1) + "\n")
-        print()
-        print_table([(recipe, cells, "") for recipe, *cells in compressed.compared_rows(found)])
-        self.ranks.say(f"\nwrote {out}")
 
     def train_and_finish(self) -> int:
         """
@@ -398,27 +390,21 @@ class Job:
             self.begin()
         except ValueError as error:
             # Every rank has raised it.
-            if not self.ranks.rank:
-                print(f"zero3.train: {one_line(str(error))}", file=sys.stderr, flush=True)
-            code = 2
-        else:
-            code = 0
-            begun = len(self.run.losses)
-            with progress(self.ranks, self.args.steps) as show:
-                self.train(show)
-            if self.run.measured:
-                self.finish()
-                if self.args.save_every or begun or self.saves_end:
-                    where = save_run(self.model, self.optimizer, self.args, self.run)
-                    self.ranks.say(f"saved {where}, the end of this run")
-            elif len(self.run.losses) < self.args.steps:
-                # A supervisor must not believe that the run is done. The signal may have reached
-                # one rank only.
-                came = self.ranks.gather(self.run.came)
-                code = 128 + max(max(numbers, default=0) for numbers in came)
-        # torchrun ends rank 0 when another rank leaves.
-        self.ranks.barrier()
-        return code
+            self.ranks.say(f"zero3.train: {one_line(str(error))}", sys.stderr)
+            return 2
+        begun = len(self.run.losses)
+        with progress(self.ranks, self.args.steps) as show:
+            self.train(show)
+        if self.run.measured:
+            self.finish()
+            if self.args.save_every or begun or self.saves_end:
+                where = save_run(self.model, self.optimizer, self.args, self.run)
+                self.ranks.say(f"saved {where}, the end of this run")
+        elif len(self.run.losses) < self.args.steps:
+            # A supervisor must not believe that the run is done.
+            came = self.ranks.gather(self.run.came)
+            return 128 + max(max(numbers, default=0) for numbers in came)
+        return 0
 
     def begin(self) -> None:
         """
@@ -466,8 +452,8 @@ class Job:
         if self.args.compress:
             # Thresholds are those of the numbers that are trained.
             modules = [module.to(dtype) for module in modules]
-            self.compression = compressed.compress_layers(
-                modules, self.args.compress, self.args.steps, self.config)
+            rules = compressed.RECIPES[self.args.compress](self.args.steps, self.config)
+            self.compression = compress(modules, rules)
         layers = [
             Zero3Layer(module.to(self.ranks.device, dtype), device=self.ranks.device, dtype=dtype,
                        offload=params_in, mesh=links)
@@ -518,7 +504,8 @@ class Job:
         for done in range(len(self.run.losses) + 1, self.args.steps + 1):
             losses.append(self.train_step(done, tape))
             evaluates = done == self.args.steps or done % self.args.eval_every == 0
-            ends = self.ranks.any(self.run.came)
+            # A signal may have reached one rank only.
+            ends = any(self.ranks.gather(bool(self.run.came)))
             saves = ends or (self.args.save_every and done % self.args.save_every == 0)
             saves = saves and done + 1 < self.args.steps
             if not (evaluates or saves):
@@ -616,7 +603,8 @@ class Job:
         if self.ranks.rank:
             return
         predicted, measured, tapes, exponents_of = (list(each) for each in zip(*found, strict=True))
-        gradients = report.merged(exponents_of)
+        counts: Counter[int] = sum(map(Counter, exponents_of), Counter())
+        gradients = dict(sorted(counts.items()))
         self.ranks.say(f"\n{sample}\n")
         self.ranks.say(report.table(predicted, plain, measured))
         metrics = self.metrics(report.device_name(self.ranks.device)) | {

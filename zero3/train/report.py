@@ -18,7 +18,6 @@ are visible too.
 import os
 import platform
 import statistics
-from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
 
@@ -60,8 +59,11 @@ LEGEND = ("parameters whole", "layer computes", "full gradients", "optimizer ste
 SHADES = {"forward": "#ffffff", "backward": "#f5f6f7", "step": "#e9ecef"}
 
 
-def table(predicted: list[dict[str, int]], plain: dict[str, int], measured: list[dict[str, int]]
-          ) -> str:
+def table(
+    predicted: list[dict[str, int]],
+    plain: dict[str, int],
+    measured: list[dict[str, int]],
+) -> str:
     """
     ## Bytes that each rank held and sent: predicted, measured, and for plain data parallelism
 
@@ -76,14 +78,20 @@ def table(predicted: list[dict[str, int]], plain: dict[str, int], measured: list
     rows = [("bytes of each rank", [(head, "") for head in heads.values()]),
             ("data parallel, predicted", [(f"{plain.get(name, 0):,}", "") for name in heads])]
     for held, expected in zip(measured, predicted, strict=True):
-        rows.append((f"ZeRO-3, rank {held['rank']} predicted",
-                     [(f"{expected[name]:,}" if name in expected else "not predicted", "")
-                      for name in heads]))
-        rows.append((f"{'measured':>24}",
-                     [(f"{held[name]:,}", _difference(held[name], expected.get(name)))
-                      for name in heads]))
-    return "\n".join(f"{name:26}{''.join(f'{cell:>16} {mark:5}' for cell, mark in cells)}".rstrip()
-                     for name, cells in rows)
+        rows.append((
+            f"ZeRO-3, rank {held['rank']} predicted",
+            [(f"{expected[name]:,}" if name in expected else "not predicted", "")
+             for name in heads],
+        ))
+        rows.append((
+            f"{'measured':>24}",
+            [(f"{held[name]:,}", _difference(held[name], expected.get(name)))
+             for name in heads],
+        ))
+    return "\n".join(
+        f"{name:26}{''.join(f'{cell:>16} {mark:5}' for cell, mark in cells)}".rstrip()
+        for name, cells in rows
+    )
 
 
 def _difference(measured: int, predicted: int | None) -> str:
@@ -106,17 +114,28 @@ def draw_loss(losses: list[float], held_out: list[tuple[int, float]], caption: s
     * `held_out` has pairs of step and bits per byte
     """
     reach = len(losses) // 80
-    smooth = [statistics.fmean(losses[max(0, i - reach) : i + reach + 1])
-              for i in range(len(losses))]
+    smooth = [
+        statistics.fmean(losses[max(0, i - reach) : i + reach + 1])
+        for i in range(len(losses))
+    ]
     steps = range(1, len(losses) + 1)
     fig = _figure(caption, 8, [4.5])
     (ax,) = fig.axes
-    ax.plot(steps, losses, color=NEUTRAL["muted"], alpha=0.4, linewidth=0.7,
-            label="training, each step")
-    ax.plot(steps, smooth, color=NEUTRAL["fg"], linewidth=2,
-            label=f"training, mean of {2 * reach + 1}")
-    ax.plot(*zip(*held_out, strict=True), "o-", color=NEUTRAL["bad"], markersize=4,
-            label="held out", clip_on=False)
+    ax.plot(
+        steps, losses,
+        color=NEUTRAL["muted"], alpha=0.4, linewidth=0.7,
+        label="training, each step",
+    )
+    ax.plot(
+        steps, smooth,
+        color=NEUTRAL["fg"], linewidth=2,
+        label=f"training, mean of {2 * reach + 1}",
+    )
+    ax.plot(
+        *zip(*held_out, strict=True), "o-",
+        color=NEUTRAL["bad"], markersize=4,
+        label="held out", clip_on=False,
+    )
     ax.set(xlabel="step", ylabel="loss (bits per byte)", xlim=(0, len(losses) + 1))
     ax.grid(alpha=0.3)
     ax.legend(frameon=False)
@@ -165,7 +184,10 @@ def spans(events: list[Event]) -> Iterator[tuple[str, str, int, int]]:
 
 
 def draw_tape(
-    tapes: list[list[Event]], predicted: list[dict[str, int]], plain: dict[str, int], caption: str
+    tapes: list[list[Event]],
+    predicted: list[dict[str, int]],
+    plain: dict[str, int],
+    caption: str,
 ) -> Figure:
     """
     ## The memory tape of one step
@@ -180,7 +202,10 @@ def draw_tape(
     alike = len(tapes) > 1 and all(each == held[0] for each in held)
     # One plot for all ranks if they hold the same bytes, otherwise the first four.
     shown = tapes[:1] if alike else tapes[:4]
-    fig = _figure(caption, 11, [2.4] * len(shown) + [0.8 + 0.3 * len({e.layer for e in events})])
+    fig = _figure(caption, 11, [
+        *[2.4] * len(shown),
+        0.8 + 0.3 * len({e.layer for e in events}),
+    ])
     for ax, tape, expected in zip(fig.axes, shown, predicted, strict=False):
         _draw_memory(ax, tape, expected, plain)
         ax.set_ylabel(f"{'each rank' if alike else f'rank {tape[0].rank}'}\nMiB held")
@@ -189,13 +214,17 @@ def draw_tape(
         places = list(run)
         for ax in fig.axes:
             ax.axvspan(places[0] + 0.5, places[-1] + 1.5, color=SHADES[phase], zorder=0)
-        fig.axes[0].text(sum(places) / len(places) + 1, 1.02, phase, ha="center", fontsize=8,
-                         transform=fig.axes[0].get_xaxis_transform())
+        fig.axes[0].text(
+            statistics.fmean(places) + 1, 1.02, phase,
+            ha="center", fontsize=8,
+            transform=fig.axes[0].get_xaxis_transform(),
+        )
     return fig
 
 
-def _draw_memory(ax: Axes, tape: list[Event], predicted: dict[str, int], plain: dict[str, int]
-                 ) -> None:
+def _draw_memory(
+    ax: Axes, tape: list[Event], predicted: dict[str, int], plain: dict[str, int]
+) -> None:
     """
     #### Bytes of one rank, and the predicted levels
     """
@@ -203,7 +232,10 @@ def _draw_memory(ax: Axes, tape: list[Event], predicted: dict[str, int], plain: 
     live = [held / MIB for held in (rest, *(e.live_bytes for e in tape), rest)]
     at = range(len(live))
     ax.fill_between(at, live[0], color=COLORS["shard"], alpha=0.35, linewidth=0)
-    ax.fill_between(at, live, live[0], step="post", color=COLORS["whole"], alpha=0.5, linewidth=0)
+    ax.fill_between(
+        at, live, live[0], step="post",
+        color=COLORS["whole"], alpha=0.5, linewidth=0,
+    )
     what = "shards and optimizer states"
     if predicted.get("disk_bytes"):
         what = f"buffers; {predicted['disk_bytes'] / MIB:.1f} MiB rest in files"
@@ -215,8 +247,11 @@ def _draw_memory(ax: Axes, tape: list[Event], predicted: dict[str, int], plain: 
                    (predicted["rest_bytes"], "predicted at rest", COLORS["shard"], "top")]
     for level, text, color, side in levels:
         ax.axhline(level / MIB, color=color, linewidth=1.1, linestyle="--")
-        ax.text(1.005, level / MIB, text, color=color, fontsize=8, va=side,
-                transform=ax.get_yaxis_transform())
+        ax.text(
+            1.005, level / MIB, text,
+            color=color, fontsize=8, va=side,
+            transform=ax.get_yaxis_transform(),
+        )
     top = max(*live, *(level / MIB for level, *_ in levels))
     ax.set(ylim=(0, top * 1.08))
 
@@ -230,23 +265,21 @@ def _draw_layers(ax: Axes, events: list[Event]) -> None:
     found = list(spans(events))
     for layer, name, first, last in found:
         color, height, below = STYLES[name]
-        ax.barh(layers.index(layer) + below, last - first, left=first + 1, height=height,
-                color=color, zorder=2 + names.index(name))
+        ax.barh(
+            layers.index(layer) + below, last - first,
+            left=first + 1, height=height,
+            color=color, zorder=2 + names.index(name),
+        )
     ax.set_yticks(range(len(layers)), layers, fontsize=8)
     ax.invert_yaxis()
     ax.set(xlabel="events of one step, in order", xlim=(0, len(events) + 1))
     drawn = {name for _, name, _, _ in found}
     patches = [Patch(color=STYLES[name][0], label=text)
                for name, text in zip(names, LEGEND, strict=True) if name in drawn]
-    ax.legend(handles=patches, loc="lower left", bbox_to_anchor=(1, 0), fontsize=8, frameon=False)
-
-
-def merged(gradients: list[dict[int, int]]) -> dict[int, int]:
-    """
-    ## The counts of all ranks, added up by power of two
-    """
-    total = sum(map(Counter, gradients), Counter())
-    return dict(sorted(total.items()))
+    ax.legend(
+        handles=patches, fontsize=8, frameon=False,
+        loc="lower left", bbox_to_anchor=(1, 0),
+    )
 
 
 def draw_gradients(counts: dict[int, int], caption: str) -> Figure:
@@ -263,14 +296,26 @@ def draw_gradients(counts: dict[int, int], caption: str) -> Figure:
     (ax,) = fig.axes
     for scale, alpha, name in ((0, 0.4, "as they are"), (16, 0.9, "times 65536")):
         few = sum(n for e, n in counts.items() if e + scale < -14) / total
-        ax.bar([e + scale + 0.5 for e in counts], [100 * n / total for n in counts.values()],
-               width=0.9, color=COLORS["reduced"], alpha=alpha, label=f"{name}, {few:.1%} shaded")
-    low = min(-30, *counts)
-    high = max(16, *(e + 17 for e in counts))
-    for begin, end, alpha, text in ((low, -24, 1, "zero in fp16"), (-24, -14, 0.5, "fewer digits")):
+        ax.bar(
+            [e + scale + 0.5 for e in counts],
+            [100 * n / total for n in counts.values()],
+            width=0.9, color=COLORS["reduced"], alpha=alpha,
+            label=f"{name}, {few:.1%} shaded",
+        )
+    low = min([-30, *counts])
+    # The last bar, or the shaded ranges, if all gradients are smaller.
+    high = max([-13, *(e + 17 for e in counts)])
+    for begin, end, alpha, text in (
+        (low, -24, 1, "zero in fp16"),
+        (-24, -14, 0.5, "fewer digits"),
+    ):
         ax.axvspan(begin, end, color=NEUTRAL["line"], alpha=alpha, zorder=0)
-        ax.text(end - 0.3, 0.97, text, ha="right", va="top", fontsize=8,
-                transform=ax.get_xaxis_transform())
+        # Below the legend, and above the bars.
+        ax.text(
+            end - 0.3, 0.81, text,
+            ha="right", va="top", fontsize=8,
+            transform=ax.get_xaxis_transform(),
+        )
     ax.set(xlabel="gradient, as a power of two", ylabel="of the gradients of a step (%)",
            xlim=(low, high), ymargin=0.35)
     ax.legend(frameon=False, loc="upper right")

@@ -24,7 +24,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -120,12 +120,6 @@ class Ranks:
                 f"Got: {error}. What to do: look for the first error on another rank, and start "
                 "again; raise --timeout if a rank may be busy for longer.") from error
 
-    def barrier(self) -> None:
-        """
-        ### Wait for all ranks (all ranks must call it)
-        """
-        self.gather(None)
-
     def rows(self, batch: torch.Tensor) -> torch.Tensor:
         """
         ### This rank's rows of the global batch, on its device
@@ -139,19 +133,15 @@ class Ranks:
         mine = torch.stack(values).double().tolist()
         return [sum(each) / self.world_size for each in zip(*self.gather(mine), strict=True)]
 
-    def say(self, line: str) -> None:
+    def say(self, line: str, file: TextIO | None = None) -> None:
         """
         ### Print a line on rank 0 only
+
+        * `file` is where it goes, by default the standard output
         """
         if not self.rank:
             # In one write, because ranks share the output.
-            print(f"{line}\n", end="", flush=True)
-
-    def any(self, flag: object) -> bool:
-        """
-        ### Whether the flag is true on some rank (all-gather; all ranks must call it)
-        """
-        return any(self.gather(bool(flag)))
+            print(f"{line}\n", end="", file=file, flush=True)
 
     def gather(self, thing: object) -> list[Any]:
         """
@@ -235,18 +225,16 @@ def agree(store: dist.Store, rank: int, world_size: int, problem: str) -> bool:
         ready = store.get("ready") == b"yes"
         store.set(f"heard/{rank}", "")
         return ready
-    problems: dict[str, list[int]] = {}
-    for other in range(world_size):
-        problems.setdefault(store.get(f"problem/{other}").decode(), []).append(other)
-    for text, ranks in problems.items():
+    problems = [store.get(f"problem/{other}").decode() for other in range(world_size)]
+    for text in dict.fromkeys(problems):
         if text:
-            where = "" if 0 in ranks else f"on rank {', '.join(map(str, ranks))}: "
+            ranks = ", ".join(str(other) for other in range(world_size) if problems[other] == text)
+            where = "" if text == problems[0] else f"on rank {ranks}: "
             print(f"zero3.train: {where}{text}", file=sys.stderr, flush=True)
-    ready = {*problems} == {""}
+    ready = not any(problems)
     store.set("ready", "yes" if ready else "no")
     # This rank may serve the store, so it ends last.
-    for other in range(1, world_size):
-        store.wait([f"heard/{other}"])
+    store.wait([f"heard/{other}" for other in range(1, world_size)])
     return ready
 
 
@@ -311,24 +299,21 @@ def progress(ranks: Ranks, steps: int) -> Iterator[Callable[..., None]]:
     Yields a function of the step, the loss on the training text and on held-out text, and the bytes
     per second.
     """
-    if ranks.rank:
-        yield lambda *values: None
-    elif sys.stdout.isatty():
-        from labml import experiment, tracker
-
-        def track(step, train, held_out, rate):
-            tracker.save(step, {"loss.train": train, "loss.held_out": held_out,
-                                "bytes_per_s": rate})
-            tracker.new_line()
-
-        experiment.create(name="zero3", writers={"screen", "file"})
-        with experiment.start():
-            yield track
-    else:
+    if ranks.rank or not sys.stdout.isatty():
         yield lambda step, train, held_out, rate: ranks.say(
             f"step {step:>{len(str(steps))}} of {steps}   train {train:.3f}   "
             f"held out {held_out:.3f} bits/byte   {rate:,.0f} bytes/s"
         )
+        return
+    from labml import experiment, tracker
+
+    def track(step, train, held_out, rate):
+        tracker.save(step, {"loss.train": train, "loss.held_out": held_out, "bytes_per_s": rate})
+        tracker.new_line()
+
+    experiment.create(name="zero3", writers={"screen", "file"})
+    with experiment.start():
+        yield track
 
 
 @contextlib.contextmanager
