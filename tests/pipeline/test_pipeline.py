@@ -368,7 +368,7 @@ def test_norms_groups_accumulation_and_full_params_are_those_of_the_whole_model(
     All ranks of all stages see the same norm and the same param groups. `full_params` has every
     parameter on every rank, and brings back what the first rank wrote. Gradients of two batches add
     up. A `Ledger` hears of each action.
-    Proves `Pipeline.full_params`, `Pipeline.held_tensors`, `Zero3Optimizer._options_of_stages`,
+    Proves `Pipeline.full_params`, `Pipeline.held_tensors`, `Zero3Optimizer._make_shard_states`,
     `clip_grad_norm_`, `Counted`, `ShardedModel.held_tensors`, `Borrowed.held_tensors`.
     """
     answers = run(used, 4)

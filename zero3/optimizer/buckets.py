@@ -56,6 +56,17 @@ class Bucket(Reducer):
         # The gradients in flight: one list for each data type, in the order of packing.
         self.packed: list[list[_Share]] = []
 
+    @staticmethod
+    def instead_of(reducer: Reducer, bucket_bytes: int) -> "Bucket":
+        """
+        ### The bucket that takes a reducer's place
+
+        A compiled model keeps its own, because its graphs say when to send.
+        """
+        if isinstance(reducer, PlannedBucket):
+            return reducer
+        return Bucket(reducer.comm, bucket_bytes)
+
     def keeps(self, layer: Reducible, pairs: Pairs) -> bool:
         """
         ### Put a layer's gradients in, and send the bucket when it is full
