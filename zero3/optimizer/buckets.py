@@ -82,7 +82,6 @@ class Bucket(Reducer):
         # A single rank sends nothing, so nothing has to wait.
         if self._fills(gradients) or self.comm.divisor == 1:
             # Send them at once, without a copy, ahead of the layers that wait.
-            self.land()
             self._send(gradients)
             return True
 
@@ -129,7 +128,6 @@ class Bucket(Reducer):
         """
         #### Send the bucket, full or not
         """
-        self.land()
         waiting = self.waiting
         self.waiting = []
         self._send(waiting)
@@ -138,9 +136,10 @@ class Bucket(Reducer):
         """
         #### Start to reduce-scatter these gradients: one collective for each data type
 
-        All ranks must call this with the gradients of the same layers. Nothing else may be in
-        flight.
+        All ranks must call this with the gradients of the same layers.
         """
+        # The reduce before this one has to end first.
+        self.land()
         by_dtype: dict[torch.dtype, list[_Gradient]] = {}
         # In the order of the layers, because gradients may arrive in another order on each rank.
         for gradient in sorted(gradients, key=lambda g: -g.layer.layer_idx):

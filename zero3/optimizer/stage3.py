@@ -467,28 +467,13 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         add up until `zero_grad()`. Keeps I7 (micro-batches). Raises `RuntimeError` if the loss is
         no scalar, has no graph, or is in a data type without a number for the scale.
         """
-        self._check_loss(loss)
-        self.has_scaled = True
-        if self.scaled:
-            loss = loss * self.loss_scale
-        loss.backward()
-
-    def _check_loss(self, loss: torch.Tensor) -> None:
-        """
-        #### Refuse a loss that cannot be scaled or has no graph
-        """
-        is_tensor = isinstance(loss, torch.Tensor)
-        self.expect(is_tensor and loss.numel() == 1, "cannot go backward", "a loss of one element",
-                    f"one of shape {tuple(loss.shape)}" if is_tensor else type(loss).__name__,
-                    "return the loss from the function that computes it, and take its mean")
-        self.expect(loss.requires_grad and loss.is_floating_point(), "cannot go backward",
-                    "a loss in real numbers that depends on a trainable parameter",
-                    f"{loss.dtype} {'with' if loss.requires_grad else 'without'} a graph",
-                    "compute it outside of `torch.no_grad()`, and without `.item()` or "
-                    "`.detach()` on the way")
         self.expect(self.loss_scale <= torch.finfo(loss.dtype).max, "cannot scale the loss",
                     f"one in fp32, at a scale of {self.loss_scale:g}", loss.dtype,
                     "call `.float()` on the tensor that it is computed from")
+        if self.scaled:
+            loss = loss * self.loss_scale
+        loss.backward()
+        self.has_scaled = True
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -44,11 +44,11 @@ in each one, and only the last prefetch is used.
 
 import copy
 import weakref
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -63,15 +63,6 @@ from zero3.offload.tiers import Offload
 
 # An optimizer's states: for each parameter, its moments and counters by name.
 State = MutableMapping[torch.Tensor, dict[str, Any]]
-
-
-class Away(Protocol):
-    """
-    ## Whoever has moved states elsewhere for a while
-    """
-
-    # Have them where they were.
-    def back(self) -> None: ...
 
 
 class Piece(NamedTuple):
@@ -108,8 +99,8 @@ class ShardStates:
     prefetch: list["ShardStates"] = field(default_factory=list)
     # The shard's `_version`, in which torch counts writes, when shard and master last agreed.
     synced_version: int = 0
-    # Who has moved master and moments elsewhere for a while, and can bring them back.
-    away: "Away | None" = None
+    # Brings master and moments back, if somebody has moved them elsewhere for a while.
+    away: Callable[[], None] | None = None
 
     @property
     def shard(self) -> nn.Parameter:
@@ -431,7 +422,7 @@ class ShardStates:
         A compiled model may have moved them to CPU memory in forward (`compiler/away.py`).
         """
         if self.away is not None:
-            self.away.back()
+            self.away()
 
     @torch.no_grad()
     def put_master(self, master: torch.Tensor) -> None:
