@@ -177,7 +177,7 @@ def test_every_schedule_trains_the_weights_of_plain_pytorch(shape):
     `Channels.receive`, `Channels.end`, `Channels._announce`, `Channels._receive_tensor`,
     `Channels._recv`, `Channels._collect`, `_Shape`, `_has_rows`, `Stage`,
     `Stage.unshard`, `Stage.reshard`,
-    `Stage.begin`, `StageLayer`, `StageLayer.hold`, `StageLayer.wait`, `StageLayer.let_go`,
+    `Stage.begin`, `StageLayer`, `StageLayer.hold`, `StageLayer.wait`, `StageLayer.release`,
     `InTurn`, `Borrowed`, `Borrowed.take`, `Borrowed.gradients`, `untie`, `holder`,
     `Communicator.over_stages`, `Group.gather`, `_with_tied`.
     """
@@ -198,7 +198,7 @@ def test_uneven_and_frozen_stages_train_like_plain_pytorch(frozen, options):
     """
     A stage may be much larger than another one. The first or the last stage may be frozen: no
     gradient is sent to a stage whose outputs need none, and its rank has no optimizer states.
-    Proves I1, `stages.Plan`, `Plan.own`, `Plan.per_rank`, `Zero3Optimizer._squares`.
+    Proves I1, `stages.Plan`, `stages.Plan.__init__`, `Plan.own`, `Zero3Optimizer._squares`.
     """
     same([(gpt, (2, 1), 4, NAMES, frozen, torch.double, 3, options),
           (chain, (2, 1), 4, NAMES, frozen[:1], torch.double, 3,

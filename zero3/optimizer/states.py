@@ -578,14 +578,15 @@ class ShardStates:
         #### An old piece, a part of one with its states, or a new one
         """
         for piece in self.pieces:
-            first, last = piece.where.start, piece.where.stop
-            if piece.where == where:
+            whole = piece.where
+            if whole == where:
                 return piece
-            if first <= where.start and where.stop <= last:
-                inside = slice(where.start - first, where.stop - first)
+            if whole.start <= where.start and where.stop <= whole.stop:
+                inside = slice(where.start - whole.start, where.stop - whole.start)
                 param = nn.Parameter(piece.param.detach()[inside])
                 if piece.param in state:
-                    state[param] = _states_of_part(state[piece.param], inside, last - first)
+                    numel = whole.stop - whole.start
+                    state[param] = _states_of_part(state[piece.param], inside, numel)
                 return Piece(group_index, where, param)
         return Piece(group_index, where, nn.Parameter(self._elements(where)))
 
