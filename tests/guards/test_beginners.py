@@ -453,7 +453,7 @@ def test_a_parameter_may_get_its_first_gradient_later_than_its_neighbours():
 def test_a_group_takes_the_options_of_its_optimizer():
     """
     A typing mistake in `weight_decay` would train without, in silence.
-    Proves `Zero3Optimizer._group_indices`.
+    Proves `Zero3Optimizer._special_options`.
     """
     layer = Zero3Layer(nn.Linear(2, 2))
     for wrong in ({"weight_deacy": 0.1}, {"optimizer": torch.optim.SGD}):

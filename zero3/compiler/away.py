@@ -171,7 +171,7 @@ class StatesAway:
         nbytes = 0
         for states in optimizer.shard_states:
             if states.layer is self.layer:
-                states.away = self
+                states.away = self.back
                 found += [*movable(states, optimizer)]
                 nbytes += movable_bytes(states, optimizer)
         if len(self.memory) < nbytes:

@@ -56,6 +56,17 @@ class Bucket(Reducer):
         # The gradients in flight: one list for each data type, in the order of packing.
         self.packed: list[list[_Share]] = []
 
+    @staticmethod
+    def instead_of(reducer: Reducer, bucket_bytes: int) -> "Bucket":
+        """
+        ### The bucket that takes a reducer's place
+
+        A compiled model keeps its own, because its graphs say when to send.
+        """
+        if isinstance(reducer, PlannedBucket):
+            return reducer
+        return Bucket(reducer.comm, bucket_bytes)
+
     def keeps(self, layer: Reducible, pairs: Pairs) -> bool:
         """
         ### Put a layer's gradients in, and send the bucket when it is full
@@ -71,7 +82,6 @@ class Bucket(Reducer):
         # A single rank sends nothing, so nothing has to wait.
         if self._fills(gradients) or self.comm.divisor == 1:
             # Send them at once, without a copy, ahead of the layers that wait.
-            self.land()
             self._send(gradients)
             return True
 
@@ -118,7 +128,6 @@ class Bucket(Reducer):
         """
         #### Send the bucket, full or not
         """
-        self.land()
         waiting = self.waiting
         self.waiting = []
         self._send(waiting)
@@ -127,9 +136,10 @@ class Bucket(Reducer):
         """
         #### Start to reduce-scatter these gradients: one collective for each data type
 
-        All ranks must call this with the gradients of the same layers. Nothing else may be in
-        flight.
+        All ranks must call this with the gradients of the same layers.
         """
+        # The reduce before this one has to end first.
+        self.land()
         by_dtype: dict[torch.dtype, list[_Gradient]] = {}
         # In the order of the layers, because gradients may arrive in another order on each rank.
         for gradient in sorted(gradients, key=lambda g: -g.layer.layer_idx):

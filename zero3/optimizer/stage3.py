@@ -98,7 +98,7 @@ from zero3.guards.options import Named
 from zero3.guards.shard_gradients import GradientElsewhere, grad_of, set_grad
 from zero3.layer import Zero3Layer
 from zero3.offload.tiers import Offload
-from zero3.optimizer.buckets import Bucket, PlannedBucket
+from zero3.optimizer.buckets import Bucket
 from zero3.optimizer.states import Piece, ShardStates, moments_of
 from zero3.sharded import ShardedModel
 
@@ -198,10 +198,9 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         self._check_model(optimizer_class)
         self._check_arguments(bucket_bytes)
 
-        # The layers of a chain share a reducer, and get a bucket in its place. A compiled model has
-        # its own, because its graphs say when to send.
-        buckets = {layer.reducer: layer.reducer if isinstance(layer.reducer, PlannedBucket)
-                   else Bucket(layer.comm, bucket_bytes) for layer in self.layers}
+        # The layers of a chain share a reducer, and get a bucket in its place.
+        buckets = {layer.reducer: Bucket.instead_of(layer.reducer, bucket_bytes)
+                   for layer in self.layers}
         # Layers without parameters too: the root of a whole model may be one, and its reducer has
         # to know when a backward pass begins.
         for layer in paths:
@@ -272,39 +271,28 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         * `options` is filled with the options of each param group, the same on all ranks
         """
         plain = plain_paths(self.model)
-        options += self._options_of_stages(plain)
+        # Frozen shards are never stepped.
+        flats = {flat: layer for layer in self.layers for flat in layer.flats
+                 if flat.shard.requires_grad and len(flat.shard)}
+        special = {flat: self._special_options(flat, plain[layer]) for flat, layer in flats.items()}
+        # All stages of a pipeline get the same param groups, so a scheduler sets the same learning
+        # rates on all of them.
+        mine = [each for of_flat in special.values() for each in of_flat]
+        for every in self.comm.stages.gather(mine):
+            for each in every:
+                if each not in options:
+                    options.append(each)
         found = []
-        for layer in self.layers:
+        for flat, layer in flats.items():
             # A name for errors: in a chain the label has the number of the layer already.
             in_chain = layer.layer_idx >= 0
             name = layer.label
             if paths[layer] and not in_chain:
                 name = f"{paths[layer]} ({layer.label})"
-            for flat in layer.flats:
-                # Frozen shards are never stepped.
-                if flat.shard.requires_grad and len(flat.shard):
-                    dtype = self._set_grad_dtype(layer, flat)
-                    indices = self._group_indices(flat, plain[layer], options)
-                    spans = self._spans(flat)
-                    found.append(ShardStates(layer, name, flat, dtype, indices, spans))
-        return found
-
-    def _options_of_stages(self, plain: dict[nn.Module, str]) -> list[dict[str, Any]]:
-        """
-        #### The options of each param group, over all stages of a pipeline
-
-        So a scheduler sets the same learning rates on all stages. All ranks call it.
-        """
-        if self.comm.stages.size == 1:
-            return []
-        mine: list[dict[str, Any]] = []
-        for layer in self.layers:
-            for flat in layer.flats:
-                if flat.shard.requires_grad:
-                    self._group_indices(flat, plain[layer], mine)
-        found: list[dict[str, Any]] = []
-        for theirs in self.comm.stages.gather(mine):
-            found += [each for each in theirs if each not in found]
+            dtype = self._set_grad_dtype(layer, flat)
+            # Parameters with equal options share a group.
+            indices = [options.index(each) for each in special[flat]]
+            found.append(ShardStates(layer, name, flat, dtype, indices, self._spans(flat)))
         return found
 
     def _set_grad_dtype(self, layer: Zero3Layer, flat: FlatParameter) -> torch.dtype:
@@ -326,26 +314,21 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         shard.grad_dtype = dtype
         return dtype
 
-    def _group_indices(self, flat: FlatParameter, path: str,
-                       options: list[dict[str, Any]]) -> list[int]:
+    def _special_options(self, flat: FlatParameter, path: str) -> list[dict[str, Any]]:
         """
-        #### The param group of each parameter in a flat one
+        #### What `group_by` says about each parameter in a flat one
 
         * `path` is the name of the layer's module in the plain model
-        * `options` are those of the groups so far
         """
-        indices = []
+        found = []
         for slot in flat.slots:
             name = f"{path}.{slot.names[0]}".strip(".")
             special = self.group_by(name, slot.param)
             self.expect(not self.takes or special.keys() <= self.takes, "cannot use `group_by`",
                         f"options of its class, {sorted(self.takes)}", f"{special}, for `{name}`",
                         "correct the name of the option")
-            # Parameters with equal options share a group.
-            if special not in options:
-                options.append(special)
-            indices.append(options.index(special))
-        return indices
+            found.append(special)
+        return found
 
     def _spans(self, flat: FlatParameter) -> list[slice]:
         """
@@ -484,28 +467,13 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         add up until `zero_grad()`. Keeps I7 (micro-batches). Raises `RuntimeError` if the loss is
         no scalar, has no graph, or is in a data type without a number for the scale.
         """
-        self._check_loss(loss)
-        self.has_scaled = True
-        if self.scaled:
-            loss = loss * self.loss_scale
-        loss.backward()
-
-    def _check_loss(self, loss: torch.Tensor) -> None:
-        """
-        #### Refuse a loss that cannot be scaled or has no graph
-        """
-        is_tensor = isinstance(loss, torch.Tensor)
-        self.expect(is_tensor and loss.numel() == 1, "cannot go backward", "a loss of one element",
-                    f"one of shape {tuple(loss.shape)}" if is_tensor else type(loss).__name__,
-                    "return the loss from the function that computes it, and take its mean")
-        self.expect(loss.requires_grad and loss.is_floating_point(), "cannot go backward",
-                    "a loss in real numbers that depends on a trainable parameter",
-                    f"{loss.dtype} {'with' if loss.requires_grad else 'without'} a graph",
-                    "compute it outside of `torch.no_grad()`, and without `.item()` or "
-                    "`.detach()` on the way")
         self.expect(self.loss_scale <= torch.finfo(loss.dtype).max, "cannot scale the loss",
                     f"one in fp32, at a scale of {self.loss_scale:g}", loss.dtype,
                     "call `.float()` on the tensor that it is computed from")
+        if self.scaled:
+            loss = loss * self.loss_scale
+        loss.backward()
+        self.has_scaled = True
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -639,16 +607,20 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self.device)
         # A negative sign: this rank had no gradient for some of the parameters (see `_squares`).
         used = self._used(squares.signbit().all(dim=0).tolist())
-        stepped = [states for states in self.shard_states
-                   if states.has_grad and any(used.get(states, [True]))]
-        batches = self._batches(stepped)
+        pieces = {states: states.pieces for states in self.shard_states if states.has_grad}
+        for states, flags in used.items():
+            # A piece with parameters of both kinds is cut for good.
+            pieces[states] = states.split_by_use(flags, self.state)
+        if used:
+            self.regroup()
+        batches = self._batches([states for states in pieces if any(used.get(states, [True]))])
         for i, batch in enumerate(batches):
             # If states rest in files, one buffer is being written, one has the states of this
             # shard, and the others receive those of the next shards.
             for upcoming in batches[i : i + self.offload.buffers - 1]:
                 for states in upcoming:
                     states.read_async()
-            self._update(batch, used, factor, scratch)
+            self._update({states: pieces[states] for states in batch}, factor, scratch)
 
         self.good_steps += 1
         if self.dynamic and self.good_steps % self.scale_window == 0:
@@ -776,18 +748,16 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
             left_bytes -= nbytes
         return batches
 
-    def _update(self, batch: list[ShardStates], used: dict[ShardStates, list[bool]], factor: float,
+    def _update(self, batch: dict[ShardStates, list[Piece]], factor: float,
                 scratch: torch.Tensor) -> None:
         """
         #### Unscale, clip, step and round some shards
 
-        * `used` says which parameters have a gradient; shards that are not in there have all of
-          them
+        * `batch` has the pieces of each shard that have a gradient
         """
-        pieces: list[Piece] = []
+        pieces = [piece for stepped in batch.values() for piece in stepped]
         with ExitStack() as in_memory:
-            for states in batch:
-                stepped = self._pieces(states, used.get(states))
+            for states, stepped in batch.items():
                 # Both are in memory until the `with` ends, wherever they rest. Then the master is
                 # rounded into the shard, and files are written.
                 master, grad = in_memory.enter_context(states.in_memory(self.state))
@@ -800,7 +770,6 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
                     grad.mul_(factor)
                 for piece in stepped:
                     piece.param.grad = grad[piece.where]
-                pieces += stepped
             with self._only(pieces):
                 self.inner.step()
             for states in batch:
@@ -812,22 +781,6 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
                 piece.param.grad = None
         for states in batch:
             states.drop_scaled_grad()
-
-    def _pieces(self, states: ShardStates, used: list[bool] | None) -> list[Piece]:
-        """
-        #### The pieces of a shard that have a gradient
-
-        * `used` has a flag for each parameter; `None` means that all have one
-
-        A piece with parameters of both kinds is cut for good, and its parts are stepped apart.
-        """
-        if used is None:
-            return states.pieces
-        count = len(states.pieces)
-        pieces = states.split_by_use(used, self.state)
-        if len(states.pieces) != count:
-            self.regroup()
-        return pieces
 
     @contextmanager
     def _only(self, pieces: list[Piece]) -> Iterator[None]:

@@ -44,10 +44,11 @@ in each one, and only the last prefetch is used.
 
 import copy
 import weakref
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -62,15 +63,6 @@ from zero3.offload.tiers import Offload
 
 # An optimizer's states: for each parameter, its moments and counters by name.
 State = MutableMapping[torch.Tensor, dict[str, Any]]
-
-
-class Away(Protocol):
-    """
-    ## Whoever has moved states elsewhere for a while
-    """
-
-    # Have them where they were.
-    def back(self) -> None: ...
 
 
 class Piece(NamedTuple):
@@ -107,8 +99,8 @@ class ShardStates:
     prefetch: list["ShardStates"] = field(default_factory=list)
     # The shard's `_version`, in which torch counts writes, when shard and master last agreed.
     synced_version: int = 0
-    # Who has moved master and moments elsewhere for a while, and can bring them back.
-    away: "Away | None" = None
+    # Brings master and moments back, if somebody has moved them elsewhere for a while.
+    away: Callable[[], None] | None = None
 
     @property
     def shard(self) -> nn.Parameter:
@@ -178,8 +170,7 @@ class ShardStates:
         self._receive_gradients(offload)
         # A shard holds matrices and biases one after the other. Cut it where the param group
         # changes.
-        for where, group_index in self._runs(slice(0, len(values)), self.group_indices):
-            self.pieces.append(Piece(group_index, where, nn.Parameter(self._elements(where))))
+        self.repartition(self.group_indices, {})
         self.synced_version = self.shard._version
 
     def _open_file(self, offload: Offload, values: torch.Tensor, moments: list[str]) -> InFile:
@@ -431,7 +422,7 @@ class ShardStates:
         A compiled model may have moved them to CPU memory in forward (`compiler/away.py`).
         """
         if self.away is not None:
-            self.away.back()
+            self.away()
 
     @torch.no_grad()
     def put_master(self, master: torch.Tensor) -> None:
@@ -557,6 +548,48 @@ class ShardStates:
 
     # --------------------------------------------------------------------------------------- pieces
 
+    def repartition(self, keys: Sequence[object], state: State) -> None:
+        """
+        ### Cut the shard again: neighbouring parameters with equal keys are one piece
+
+        * `keys` has one key for each parameter of the flat one. Those of two param groups are never
+          in one piece
+        * `state` is the optimizer's. A part of an old piece takes its part of the states along; a
+          piece that was merged has none
+        """
+        self.bring_back()
+        # Only parameters that have elements in this rank's shard.
+        here = [each for each in zip(self.spans, self.group_indices, keys, strict=True)
+                if each[0].start < each[0].stop]
+        old = self.pieces
+        pieces = []
+        for (group_index, _), run in groupby(here, key=lambda each: each[1:]):
+            spans = [span for span, *_ in run]
+            where = slice(spans[0].start, spans[-1].stop)
+            pieces.append(self._piece(group_index, where, state))
+        self.pieces = pieces
+        kept = {piece.param for piece in pieces}
+        for piece in old:
+            if piece.param not in kept:
+                state.pop(piece.param, None)
+
+    def _piece(self, group_index: int, where: slice, state: State) -> Piece:
+        """
+        #### An old piece, a part of one with its states, or a new one
+        """
+        for piece in self.pieces:
+            whole = piece.where
+            if whole == where:
+                return piece
+            if whole.start <= where.start and where.stop <= whole.stop:
+                inside = slice(where.start - whole.start, where.stop - whole.start)
+                param = nn.Parameter(piece.param.detach()[inside])
+                if piece.param in state:
+                    numel = whole.stop - whole.start
+                    state[param] = _states_of_part(state[piece.param], inside, numel)
+                return Piece(group_index, where, param)
+        return Piece(group_index, where, nn.Parameter(self._elements(where)))
+
     def split_by_use(self, used: list[bool], state: State) -> list[Piece]:
         """
         ### The pieces to step if only some parameters have a gradient
@@ -566,73 +599,10 @@ class ShardStates:
 
         A piece with parameters of both kinds is split between them for good.
         """
-        self.bring_back()
-        pieces: list[Piece] = []
-        stepped: list[Piece] = []
-        for piece in self.pieces:
-            for part, is_used in self._parts(piece, used, state):
-                pieces.append(part)
-                if is_used:
-                    stepped.append(part)
-        self.pieces = pieces
-        return stepped
-
-    def _parts(self, piece: Piece, used: list[bool], state: State) -> list[tuple[Piece, bool]]:
-        """
-        #### Split one piece between used and unused parameters
-        """
-        runs = self._runs(piece.where, used)
-        if len(runs) == 1:
-            return [(piece, runs[0][1])]
-        known = state.pop(piece.param, {})
-        first = piece.where.start
-        parts = []
-        # In the master, and inside the old piece.
-        for where, is_used in runs:
-            inside = slice(where.start - first, where.stop - first)
-            part = piece._replace(where=where, param=nn.Parameter(piece.param.detach()[inside]))
-            if known:
-                state[part.param] = _states_of_part(known, inside, piece.where.stop - first)
-            parts.append((part, is_used))
-        return parts
-
-    def repartition(self, keys: list[Any], state: State) -> None:
-        """
-        ### Cut all pieces again, between neighbours with different keys, and forget their states
-
-        * `keys` has one key for each parameter of the flat one
-        * `state` is the optimizer's
-        """
-        self.bring_back()
-        whole = slice(0, len(self.shard))
-        runs = self._runs(whole, [*zip(self.group_indices, keys, strict=True)])
-        if [where for where, _ in runs] == [piece.where for piece in self.pieces]:
-            return
-        for piece in self.pieces:
-            state.pop(piece.param, None)
-        self.pieces = []
-        for where, (group_index, _) in runs:
-            no_elements = torch.empty(0, dtype=self.master_dtype)
-            elements = no_elements if self.in_file is not None else self.master[where]
-            self.pieces.append(Piece(group_index, where, nn.Parameter(elements)))
-
-    def _runs(self, within: slice, keys: list[Any]) -> list[tuple[slice, Any]]:
-        """
-        #### Merge neighbouring parameters with equal keys
-
-        * `within` is the part of the shard to look at
-        * `keys` has one key for each parameter of the flat one
-        """
-        runs: list[tuple[slice, Any]] = []
-        for span, key in zip(self.spans, keys, strict=True):
-            begin = max(span.start, within.start)
-            end = min(span.stop, within.stop)
-            if begin >= end:
-                continue
-            if runs and runs[-1][1] == key:
-                begin = runs.pop()[0].start
-            runs.append((slice(begin, end), key))
-        return runs
+        self.repartition([*zip(self.piece_numbers(), used, strict=True)], state)
+        starts = {span.start for span, is_used in zip(self.spans, used, strict=True)
+                  if is_used and span.start < span.stop}
+        return [piece for piece in self.pieces if piece.where.start in starts]
 
     def piece_numbers(self) -> list[int]:
         """

@@ -50,7 +50,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -118,13 +118,6 @@ class Pipeline(ShardedModel):
                f"a mesh with the dimensions {_MESHES[0]} or {_MESHES[1]}", f"{mesh}",
                "`init_device_mesh(device, (2, 2), mesh_dim_names=(\"pipeline\", \"shard\"))`")
         layers = [*layers]
-        wrong = [f"{type(layer).__name__}, as layer {i}" for i, layer in enumerate(layers)
-                 if not isinstance(layer, nn.Module)]
-        expect(bool(layers) and not wrong, "`layers`", "modules, in their order",
-               ", ".join(wrong) or "none", "pass `nn.Tanh()` for `torch.tanh`, and the `values()` "
-               "of a `ModuleDict`", TypeError)
-        expect(callable(loss_fn), "`loss_fn`", "a function of the last layer's output and `y`",
-               repr(loss_fn), "pass one, for instance `nn.functional.mse_loss`", TypeError)
         line = Communicator(mesh=mesh["pipeline"])
         self.ranks = line.group.size
         self.place = line.group.rank
@@ -143,7 +136,8 @@ class Pipeline(ShardedModel):
         self._micro_batches = micro_batches
         self.shared_buffers = plan.shared_buffers
         self.holds = gathers != "each"
-        options = (schedule, self.ranks, micro_batches, plan.per_rank, gathers, plan.ends)
+        options = (schedule, self.ranks, micro_batches, self.count // self.ranks, gathers,
+                   plan.ends)
         self.train_list = actions(*options)[self.place]
         self.eval_list = actions(*options, backward=False)[self.place]
 
@@ -151,7 +145,7 @@ class Pipeline(ShardedModel):
                        for tensor in (*layer.parameters(), *layer.buffers()))
         make = partial(StageLayer, mesh=mesh[mesh.mesh_dim_names[1:]])  # type: ignore[index]
         self._build(plan, make, Offload.of(offload))
-        self._connect(line.group)
+        self._connect(line.group, mesh)
         self._free_others(plan)
         partners = (plan.ends[0] % self.ranks, plan.ends[1] % self.ranks)
         self.channels = Channels(line.group, self.comm.ranks, partners, self.device)
@@ -194,7 +188,7 @@ class Pipeline(ShardedModel):
             self.module = tied
             self.sharded_layers += self.tied
 
-    def _connect(self, line: Group) -> None:
+    def _connect(self, line: Group, mesh: DeviceMesh) -> None:
         """
         #### Let all layers of this rank share a communicator and a reducer
         """
@@ -206,11 +200,12 @@ class Pipeline(ShardedModel):
         if self.tied and self.tied[0] not in self.sharded_layers:
             self.borrowed = (Borrowed(self.tied[0]),)
         first.comm.stages = line
+        # That of the ranks that have the same stages.
+        self.stage_comm = first.comm
         # For all ranks at once: the same, with the stages among its groups.
         self.comm = copy.copy(first.comm)
         self.comm.groups = (*first.comm.groups, line)
-        stages = first.comm.stages.gather(first.comm.ranks)
-        self.comm.ranks = tuple(rank for stage in stages for rank in stage)
+        self.comm.ranks = tuple(mesh.mesh.flatten().tolist())
 
     def _free_others(self, plan: Plan) -> None:
         """
@@ -288,7 +283,7 @@ class Pipeline(ShardedModel):
         if self.ranks > 1 and value.numel():
             # A copy, so that this rank's values do not count as written.
             whole = value.detach().clone(memory_format=torch.contiguous_format)
-            self._comm.stages.together("the full parameters", dist.broadcast,
+            self.stage_comm.stages.together("the full parameters", dist.broadcast,
                                        whole.view(-1).view(torch.uint8), group_src=owner)
             if self.place != owner:
                 value.detach().copy_(whole)
@@ -327,27 +322,16 @@ class Pipeline(ShardedModel):
                "build it on the pipeline: `Zero3Optimizer(pipeline, ...)`")
         return self._run(_Batch(self, self.train_list, x, y, optimizer))
 
-    @overload
-    def eval_batch(self, x: Tree, y: Tree, outputs: Literal[False] = False) -> float: ...
-
-    @overload
-    def eval_batch(self, x: Tree, y: Tree, outputs: Literal[True]) -> tuple[float, Tree]: ...
-
     @torch.no_grad()
-    def eval_batch(self, x: Tree, y: Tree, outputs: bool = False) -> float | tuple[float, Tree]:
+    def eval_batch(self, x: Tree, y: Tree, outputs: list[Tree] | None = None) -> float:
         """
         ### Forward of all micro-batches, without gradients
 
-        * `outputs` also returns the outputs of the last layer, or `None` on ranks without it
+        * `outputs` gets what the last layer returns for each micro-batch, on the ranks that have it
 
         The rest is as for `train_batch`.
         """
-        batch = _Batch(self, self.eval_list, x, y, None)
-        batch.outputs = [] if outputs else None
-        loss = self._run(batch)
-        if batch.outputs is None:
-            return loss
-        return loss, pytree.tree_map(_concatenated, *batch.outputs) if batch.outputs else None
+        return self._run(_Batch(self, self.eval_list, x, y, None, outputs))
 
     def _run(self, batch: "_Batch") -> float:
         """
@@ -431,9 +415,9 @@ class Pipeline(ShardedModel):
         """
         #### The mean of the last stage's losses, on all ranks
         """
-        stages = self._comm.over_stages(self, loss.view(1))  # (ranks of the pipeline, 1) fp64
+        stages = self.stage_comm.over_stages(self, loss.view(1))  # (ranks of the pipeline, 1) fp64
         last = stages[(self.count - 1) % self.ranks]
-        return float(self._comm.numbers(self, last).mean())
+        return float(self.stage_comm.numbers(self, last).mean())
 
     @property
     def micro_batches(self) -> int:
@@ -446,13 +430,6 @@ class Pipeline(ShardedModel):
     def _first(self) -> Sharded:
         return next(layer for layer in self.sharded_layers if layer.flats)
 
-    @property
-    def _comm(self) -> Communicator:
-        """
-        #### The communicator of the layers of this rank
-        """
-        return self._first.comm
-
     @contextmanager
     def _together(self) -> Iterator[None]:
         """
@@ -463,7 +440,7 @@ class Pipeline(ShardedModel):
         try:
             yield
         except BaseException as error:
-            comm = self._comm
+            comm = self.stage_comm
             cause = f"{type(error).__name__}: {error} On rank {self.comm.global_rank}."
             if comm.failed is not None:
                 # It has failed in a transfer, and says which rank; that rank knows why.
@@ -487,14 +464,14 @@ class _Batch:
     """
 
     def __init__(self, pipeline: Pipeline, listed: list[Action], x: Tree, y: Tree,
-                 optimizer: Zero3Optimizer | None):
+                 optimizer: Zero3Optimizer | None, outputs: list[Tree] | None = None):
         self.pipeline = pipeline
         self.waiting = deque(listed)  # the actions that are still to come
         self.optimizer = optimizer
         self.stages = pipeline.stages
         self.channels = pipeline.channels
-        if pipeline._comm.broken:
-            raise RuntimeError(pipeline._comm.broken)
+        if pipeline.stage_comm.broken:
+            raise RuntimeError(pipeline.stage_comm.broken)
         self.parts = pipeline.cut(x, y, "evaluate" if optimizer is None else "train")
         # By stage and micro-batch: what has come in, and what has to go out.
         self.arrived: dict[tuple[int, int], Tree] = {}
@@ -502,7 +479,7 @@ class _Batch:
         # For backward: the tensors that came in, and where in the graph gradients arrive.
         self.kept: dict[tuple[int, int], tuple[list[torch.Tensor], list[Tree]]] = {}
         self.loss = torch.zeros((), dtype=torch.double, device=pipeline.device)
-        self.outputs: list[Tree] | None = None
+        self.outputs = outputs
 
     def do(self, action: Action) -> Sent | None:
         """
@@ -747,13 +724,6 @@ def _copied(value: Tree) -> Tree:
     Micro-batches are views of one tensor, so a write to one would count as a write to all.
     """
     return pytree.tree_map_only(torch.Tensor, torch.clone, value)
-
-
-def _concatenated(*outputs: Tree) -> Tree:
-    """
-    #### The outputs of all micro-batches as one tensor, or a tuple if they have no rows
-    """
-    return torch.cat(outputs) if _has_rows(outputs[0]) else outputs
 
 
 def _trainable(value: Tree) -> list[torch.Tensor]:

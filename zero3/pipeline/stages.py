@@ -40,7 +40,6 @@ Layers are balanced by their parameters, not by the time they take.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -90,7 +89,7 @@ class StageLayer(Zero3Layer):
         """
         self._wait_params()
 
-    def let_go(self, stage: int) -> None:
+    def release(self, stage: int) -> None:
         """
         ### Free the layer, unless another stage still holds it
         """
@@ -154,7 +153,7 @@ class Stage(Zero3Sequential):
         ### Free all layers
         """
         for layer in (*self.module_list, *self.tied):
-            layer.let_go(self.index)
+            layer.release(self.index)
 
 
 class Borrowed:
@@ -222,7 +221,6 @@ class Borrowed:
         return found
 
 
-@dataclass
 class Plan:
     """
     ## Which rank has which layers, and which weights two stages share
@@ -230,22 +228,26 @@ class Plan:
     It is the same on all ranks, because all of them build all layers.
     """
 
-    layers: list[nn.Module]
-    ranks: int  # of the pipeline
-    counts: list[int]  # the number of layers of each stage
-    places: list[int] = field(init=False)  # the stage of each layer
-    names: dict[nn.Parameter, list[str]] = field(init=False)  # in `nn.Sequential(*layers)`
-    tied: dict[nn.Parameter, list[str]] = field(init=False)  # those of several layers
-    # The first and the last stage that use tied weights; the same one, if only its layers do, or if
-    # there are none.
-    ends: tuple[int, int] = (0, 0)
+    def __init__(self, layers: list[nn.Module], ranks: int, counts: list[int]):
+        """
+        ### Find the tied weights
 
-    def __post_init__(self) -> None:
+        * `ranks` is the length of the pipeline
+        * `counts` has the number of layers of each stage
+        """
+        self.layers = layers
+        self.ranks = ranks
+        self.counts = counts
         self._check_counts()
-        self.places = [s for s, count in enumerate(self.counts) for _ in range(count)]
-        self.names = names_of(self.layers)
+        # The stage of each layer.
+        self.places = [s for s, count in enumerate(counts) for _ in range(count)]
+        # All names of each parameter, and of each that several layers share.
+        self.names = names_of(layers)
         self.tied = {p: names for p, names in self.names.items()
                      if len({layer_of(name) for name in names}) > 1}
+        # The first and the last stage that use tied weights; the same one, if only its layers do,
+        # or if there are none.
+        self.ends = (0, 0)
         pairs = {tuple(sorted({self.places[layer_of(name)] for name in names}))
                  for names in self.tied.values()}
         expect(len(pairs) <= 1 and all(len(pair) <= 2 for pair in pairs), "tied weights",
@@ -277,10 +279,6 @@ class Plan:
         for s in range(len(self.counts)):
             expect(s in kept, f"stage {s}", "weights of its own", "none",
                    "pass `stages=`, or use fewer stages")
-
-    @property
-    def per_rank(self) -> int:
-        return len(self.counts) // self.ranks
 
     @property
     def shapes(self) -> dict[str, tuple[int, torch.Size, torch.dtype]]:
@@ -346,9 +344,8 @@ def names_of(layers: list[nn.Module], kind: str = "named_parameters") -> dict[An
     * `kind` may also be "named_buffers"
     """
     found: dict[Any, list[str]] = {}
-    for i, layer in enumerate(layers):
-        for name, param in getattr(layer, kind)(remove_duplicate=False):
-            found.setdefault(param, []).append(f"{i}.{name}")
+    for name, value in getattr(nn.Sequential(*layers), kind)(remove_duplicate=False):
+        found.setdefault(value, []).append(name)
     return found
 
 

@@ -80,8 +80,9 @@ bubble may be slower if it gathers more. `tests/pipeline/test_stages_bytes.py` c
 with a `Ledger` on real ranks.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import NamedTuple
 
 from zero3.guards.command_line import Parser, within
@@ -170,8 +171,7 @@ def costs(listed: list[Action]) -> Costs:
 
     * `listed` are its actions
     """
-    count = {kind: sum(action.kind == kind for action in listed)
-             for kind in ("unshard", "reduce", "send", "send gradient")}
+    count = Counter(action.kind for action in listed)
     return Costs(count["unshard"], count["reduce"], count["send"] + count["send gradient"],
                  _most(listed, "forward", "backward"), _most(listed, "unshard", "reshard"))
 
@@ -180,11 +180,8 @@ def _most(listed: list[Action], begins: str, ends: str) -> int:
     """
     #### The most things that have begun and not ended
     """
-    now = most = 0
-    for action in listed:
-        now += (action.kind == begins) - (action.kind == ends)
-        most = max(most, now)
-    return most
+    changes = [(action.kind == begins) - (action.kind == ends) for action in listed]
+    return max(accumulate(changes), default=0)
 
 
 def times_whole(passes: list[Pass], listed: list[Action]) -> dict[int, list[tuple[float, float]]]:
@@ -222,21 +219,17 @@ def drawn(found: list[list[Pass]], lists: list[list[Action]] | None = None) -> s
     ranks = len(found)
     per_rank = 1 + max(each.action.stage for passes in found for each in passes) // ranks
     names = {each: _name(each.action, ranks, per_rank) for passes in found for each in passes}
-    slot = min(each.end - each.start for passes in found for each in passes)
     # Characters of a slot, so that each name has room, and a blank after it.
-    width = 1 + max(-(-len(name) // round((each.end - each.start) / slot))
-                    for each, name in names.items())
-    scale = width / slot
+    width = 1 + max(len(name) for name in names.values())
     lines = []
     for rank, passes in enumerate(found):
-        line = _placed((round(each.start * scale), names[each]) for each in passes)
+        line = _placed((round(each.start * width), names[each]) for each in passes)
         lines.append(f"rank {rank}  {line}")
         whole = times_whole(passes, lists[rank]) if lists else {}
         for stage, times in whole.items():
-            bars = [(round(begin * scale), round(end * scale)) for begin, end in times]
+            bars = [(round(begin * width), round(end * width)) for begin, end in times]
             line = _placed((begin, f"[{'=' * (end - begin - 2)}]") for begin, end in bars)
-            letter = _letter(stage, ranks) if per_rank > 1 else ""
-            lines.append(f"{letter:>6}  {line}R")
+            lines.append(f"{_letter(stage, ranks, per_rank):>6}  {line}R")
     return "\n".join(lines)
 
 
@@ -251,13 +244,12 @@ def _placed(texts: Iterable[tuple[int, str]]) -> str:
 
 
 def _name(action: Action, ranks: int, per_rank: int) -> str:
-    letter = _letter(action.stage, ranks) if per_rank > 1 else ""
-    name = f"{letter}{action.micro_batch}"
+    name = f"{_letter(action.stage, ranks, per_rank)}{action.micro_batch}"
     return name if action.kind == "forward" else f"({name})"
 
 
-def _letter(stage: int, ranks: int) -> str:
-    return chr(ord("a") + stage // ranks)
+def _letter(stage: int, ranks: int, per_rank: int) -> str:
+    return chr(ord("a") + stage // ranks) if per_rank > 1 else ""
 
 
 def main(argv: list[str] | None = None) -> None:
