@@ -60,7 +60,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from zero3.comm.collectives import ALONE, Communicator
-from zero3.comm.mesh import Group
+from zero3.comm.mesh import Group, groups_of
 from zero3.guards.freed import FreedParameter
 from zero3.guards.options import expect, same
 from zero3.offload.tiers import Offload
@@ -125,7 +125,7 @@ class Pipeline(ShardedModel):
                "of a `ModuleDict`", TypeError)
         expect(callable(loss_fn), "`loss_fn`", "a function of the last layer's output and `y`",
                repr(loss_fn), "pass one, for instance `nn.functional.mse_loss`", TypeError)
-        line = Communicator(mesh=mesh["pipeline"])
+        line = Communicator(groups_of(mesh["pipeline"]))
         self.ranks = line.group.size
         self.place = line.group.rank
         told: dict[str, object] = {f"`{name}`": (tuple(p.shape), p.dtype) for p, names
