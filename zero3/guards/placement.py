@@ -10,8 +10,8 @@ Take a module that was built in another order on rank 1:
 | rank 0 | `first.weight`, (2, 3) | `second.weight`, (2, 3) |
 | rank 1 | `second.weight`, (2, 3) | `first.weight`, (2, 3) |
 
-All sizes agree, so both ranks would compute with halves of two different weights. So the ranks
-compare names, shapes and data types once:
+All sizes agree, so both ranks would compute with halves of two weights. So the ranks compare names,
+shapes and data types once:
 
 $$\text{parameters of rank } 0 = \text{parameters of rank } 1 = \ldots$$
 

@@ -66,8 +66,7 @@ class LayerGuard(Contents):
         """
         ### Refuse a backward pass that is itself recorded, because a second one would follow it
 
-        The second pass would walk the graph of the first one, where the layer has no hooks, so
-        nothing would gather the parameters for it.
+        The second pass would walk the graph of the first one, where the layer has no hooks.
         """
         recorded = torch.is_grad_enabled() and not self.layer.is_full_elsewhere
         self.layer.expect(
