@@ -52,8 +52,9 @@ MUTATIONS = [
     Mutation(
         "assign", "flat.py", "FlatParameter.add_grad",
         title="A second backward pass overwrites the first",
-        old="            grad = mark(self.shard.grad.add_(total), self, used=None)\n",
-        new="            grad = mark(total, self, used=None)\n",
+        old="            self.shard.grad = guards.mark(self.shard.grad.add_(total), self, None, "
+            "names)\n",
+        new="            self.shard.grad = guards.mark(total, self, None, names)\n",
         breaks="I7", program="micro_batches",
         healthy="gradient of 4 micro-batches: 1.00 times that of the whole batch",
         symptom="gradient of 4 micro-batches: 0.25 times that of the whole batch",
@@ -196,7 +197,8 @@ MUTATIONS = [
         "no-comparison", "guards/placement.py", "compare_params",
         title="The ranks do not compare their modules",
         old="""\
-    same(f"rank {rank}: {who} differs between ranks", ranks, [told for told, _ in every],
+    same(f"rank {comm.global_rank}: {who} differs between ranks", comm.ranks,
+         [told for told, _ in every],
          "build the same module, in the same order and with the same `Links`, on all ranks")
 """,
         new="",

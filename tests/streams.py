@@ -49,7 +49,7 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import zero3.comm.collectives
-from zero3.guards.freed import _METADATA, FreedParameter
+from zero3.guards.freed import METADATA, FreedParameter
 from zero3.offload.in_file import InFile
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -486,7 +486,7 @@ class _Places(TorchFunctionMode):
         if "device" in kwargs:
             kwargs["device"] = CPU
         freed = [t for t in types if issubclass(t, FreedParameter)]
-        if freed and func not in _METADATA and func != torch.Tensor.grad.__get__:
+        if freed and func not in METADATA and func != torch.Tensor.grad.__get__:
             # A unit may gather another one in there.
             with self:
                 return freed[0].__torch_function__(func, types, args, kwargs)

@@ -149,7 +149,8 @@ def test_a_freed_parameter_raises_by_name_wherever_it_is_touched():
 def test_what_cannot_be_sharded_is_refused_with_the_cure():
     """
     Each error names the rank, the layer, the parameter, what was expected and got, what to do.
-    Proves `find_params`, `check_params`, `Zero3Sequential.__init__`, `Communicator.__init__`,
+    Proves `find_params`, `check_params`, `check_module`, `Zero3Sequential.__init__`,
+    `Communicator.__init__`,
     `Communicator.open`,
     `communicator`, `check_chain`.
     """
@@ -183,7 +184,7 @@ def test_a_layer_that_was_converted_after_wrapping_is_refused():
 def test_gradients_that_cannot_be_reduced_are_refused():
     """
     Sparse gradients and double backward; a good step with the same layer follows.
-    Proves `Zero3Layer._post_backward_hook`, `Sharded.refuse_sparse`.
+    Proves `Zero3Layer._post_backward_hook`, `LayerGuard.before_grad`.
     """
     layer = Zero3Layer(nn.Embedding(5, 3, sparse=True))
     assert "sparse" in message(lambda: layer(torch.tensor([1, 2])).sum().backward())
@@ -207,7 +208,7 @@ class Table(nn.Module):
 def test_an_output_that_is_freed_memory_is_refused():
     """
     A slice of a parameter would be read after its memory is gone.
-    Proves `Watch.outputs`, `Sharded.refuse_freed_outputs`.
+    Proves `Watch.outputs`, `LayerGuard.after_forward`.
     """
     layer = Zero3Layer(Table())
     text = message(lambda: layer(2))
@@ -260,7 +261,7 @@ def test_ranks_that_diverge_get_an_error_that_names_both_sides(where):
     I6: one rank calls another layer of the same size; one goes backward while the other goes
     forward again. Breaks without the announcement in `Communicator._begin`: the first would train
     on the other layer's weights, the second wait for ever.
-    Proves I6, `Transfer.wait`, `Transfer._complete`, `Communicator._begin`, `Communicator.told`,
+    Proves I6, `Transfer.wait`, `Transfer._complete`, `Communicator._begin`, `told`,
     `Transfer.tag`.
     """
     expected = {

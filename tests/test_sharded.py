@@ -45,7 +45,7 @@ def test_a_forward_that_writes_to_a_parameter_is_refused_and_leaves_the_layer_us
     By an operation in place, by `.data`, and as `nn.Embedding(max_norm=)` does it. The layer rests
     afterwards and has its old values. Breaks without `_check_params` in `forward`: the write would
     be lost with the full parameter, and `Moved` in the cases would train a copy.
-    Proves `FlatParameter.written`, `FlatParameter.open`, `Sharded.refuse_writes`.
+    Proves `FlatParameter.written`, `FlatParameter.open`, `LayerGuard.after_backward`.
     """
     for module, x in ((Clamps(WIDTH, WIDTH), torch.ones(1, WIDTH)),
                       (Replaces(WIDTH, WIDTH), torch.ones(1, WIDTH)),
@@ -63,7 +63,7 @@ def test_a_write_in_backward_is_refused():
     """
     An optimizer that steps each parameter in its gradient's hook would step one that is about to be
     freed. Breaks without `_check_params` in `_backup_grads`.
-    Proves `FlatParameter.written`, `Zero3Layer._backup_grads`, `Sharded.refuse_writes`.
+    Proves `FlatParameter.written`, `Zero3Layer._backup_grads`, `LayerGuard.after_backward`.
     """
     module = linear()
 
@@ -212,7 +212,7 @@ def test_inside_of_full_params_a_gradient_penalty_is_that_of_plain_pytorch(kind)
     The cure that the error names is right. Breaks where the check of `_pre_backward_hook` ignores
     `is_full_elsewhere`, or the hook of a parameter without a gradient goes on.
     Proves I1, `Zero3Layer._pre_backward_hook`, `Sharded.full_params`,
-    `Sharded.refuse_double_backward`.
+    `LayerGuard.before_backward`.
     """
     assert max(run(penalised, 2, kind)) < 1e-12
 
@@ -279,7 +279,7 @@ def test_autocast_keeps_all_weights_in_16_bits_and_says_so():
     Under autocast the 16-bit copies of all weights but the first stay from forward to backward (the
     first layer's input needs no gradient); layers in bf16 keep the last layer alone. Breaks where
     the chapter says otherwise.
-    Proves `Zero3Layer.forward`, `Sharded.warn_of_autocast`.
+    Proves `Zero3Layer.forward`, `LayerGuard.before_forward`.
     """
     depth, width = 5, 64
 
@@ -455,7 +455,7 @@ def test_a_step_between_forward_and_its_backward_is_refused_as_in_plain_pytorch(
     """
     Plain PyTorch finds that a weight, saved for backward, has been modified. Backward would gather
     the new weights here, and give a gradient that belongs to no forward pass.
-    Proves I1, `Sharded.refuse_old_calls`, `Sharded.shard_versions`, `Call`.
+    Proves I1, `LayerGuard.refuse_old_calls`, `Guarded.shard_versions`, `Call`.
     """
     for rank, said in enumerate(run(steps_in_between, 2, kind, str(tmp_path))):
         for text in said:

@@ -78,13 +78,17 @@ is `minimal.py` grown up. Those with "more" can be skipped.
 | more | `compression/clean.py` | `clean`: a model that really is smaller |
 | more | `compression/stored.py` | weights that are stored in their bits |
 | more | `compression/__init__.py` | names that are imported when they are used first |
+| more | `guards/moments.py` | when the guards look |
+| more | `guards/uses.py` | a use of a layer that would go wrong later |
 | more | `guards/freed.py` | a freed parameter reports every use |
 | more | `guards/placement.py` | the same parameters on every rank |
+| more | `guards/diverged.py` | ranks that are about to send different things |
 | more | `guards/contents.py` | modules and libraries around a sharded model |
 | more | `guards/shard_gradients.py` | no norm of a part of a gradient |
 | more | `guards/room.py` | memory that is left |
 | more | `guards/options.py` | checks of arguments |
 | more | `guards/command_line.py` | errors of command lines |
+| more | `guards/__init__.py` | all guards in one place |
 | more | `train/job.py` | the main job, `make train` |
 | more | `train/gpt.py` | a byte-level GPT, as a list of layers |
 | more | `train/run.py` | its ranks and its checkpoints |
@@ -136,8 +140,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from zero3 import guards
+
 # It waits for gloo's threads when the program ends.
 from zero3.comm import leaving as leaving
+from zero3.guards import moments
+
+# The heart asks them, and does not import them.
+moments.guards = guards
 
 __version__ = "0.1.0"
 

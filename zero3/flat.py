@@ -49,10 +49,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zero3.guards.contents import Guarded, is_sharded
-from zero3.guards.freed import FreedParameter
-from zero3.guards.room import check_step
-from zero3.guards.shard_gradients import mark
+from zero3.guards.moments import Guarded, guards, own_modules
 from zero3.in_flight import in_flight
 
 # Each parameter once, with its names. It has several if the layer ties it to itself.
@@ -162,7 +159,7 @@ class FlatParameter:
     """
 
     def __init__(self, owner: Guarded, params: NamedParams, full: torch.Tensor, storage: Storage,
-                 aligned: Callable[[int, torch.dtype], int], cure: str):
+                 aligned: Callable[[int, torch.dtype], int]):
         """
         ### Give each parameter its place in a buffer
 
@@ -171,7 +168,6 @@ class FlatParameter:
         * `full` is `(world_size * shard_numel,)`, and has their values one after the other
         * `storage` is where this rank's part of it rests
         * `aligned` rounds a number of elements up to the alignment
-        * `cure` is the advice for whoever uses a freed parameter
         """
         self.owner = weakref.ref(owner)
         self.full = full  # (world_size * shard_numel,), device; no bytes while it is freed
@@ -198,7 +194,7 @@ class FlatParameter:
         offset = 0
         for param, names in params.items():
             view = full[offset : offset + param.numel()].view(param.shape)
-            freed_class = FreedParameter.named(owner, names[0], cure)
+            freed_class = guards.freed_class(owner, names[0], owner.cure)
             self.slots.append(Slot(param, names, offset, view, freed_class))
             offset += aligned(param.numel(), param.dtype)
 
@@ -410,11 +406,9 @@ class FlatParameter:
         is_view = total.untyped_storage().nbytes() > total.nbytes
         total = total.to(self.shard.device, copy=self.copies_views and is_view)
         if self.shard.grad is None:
-            grad = mark(total, self, used=set())
+            self.shard.grad = guards.mark(total, self, set(), names)
         else:
-            grad = mark(self.shard.grad.add_(total), self, used=None)
-        grad.note_used(names)
-        self.shard.grad = grad
+            self.shard.grad = guards.mark(self.shard.grad.add_(total), self, None, names)
 
     def drop_grad(self, set_to_none: bool = True) -> None:
         """
@@ -486,7 +480,7 @@ class OnDevice:
         All ranks call it alike. Raises `RuntimeError` on all of them if a step of the layer has no
         room.
         """
-        check_step(owner, values, CURE)
+        guards.check_step(owner, values, CURE)
         return InMemory(nn.Parameter(values, trains), self.tier)
 
     def memory(self) -> list[torch.Tensor]:
@@ -505,33 +499,12 @@ class OnDevice:
 # ----------------------------------------------------------------------- parameters of a layer
 
 
-def own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """
-    ## A module and the modules inside, down to the next sharded layer
-
-    A module that is registered under several names comes once under each.
-    """
-    if is_sharded(module):
-        return
-    yield prefix, module
-    # Not `named_children`, which drops all names but the first.
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from own_modules(child, f"{prefix}{name}.")
-
-
-def find_params(module: nn.Module, owner: Guarded, cure: str) -> NamedParams:
+def find_params(module: nn.Module) -> NamedParams:
     """
     ## Find each parameter of a layer once, with its names
-
-    Raises `RuntimeError` if a parameter is sharded already.
     """
-    owner.expect(not is_sharded(module), "is given", "a plain module", module, cure)
     found: NamedParams = {}
     for prefix, child in own_modules(module):
-        for name, value in (*vars(child).items(), *child._parameters.items()):
-            owner.expect(not isinstance(value, FreedParameter), f"cannot shard `{prefix}{name}`",
-                         "a parameter of this layer alone", value, cure)
         for name, param in child._parameters.items():
             if param is not None:
                 found[param] = (*found.get(param, ()), prefix + name)

@@ -25,7 +25,8 @@ import torch
 from torch import nn
 from torch.linalg import vector_norm
 
-from zero3.guards.contents import check_groups, is_sharded, stray
+from zero3.guards.contents import check_groups, stray
+from zero3.guards.moments import is_sharded
 from zero3.guards.shard_gradients import GradientElsewhere, grad_of, plain_part
 
 # Elements whose squares fp32 adds up at once: see `norm_of`.

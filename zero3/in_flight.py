@@ -25,8 +25,8 @@ or the start fails, the memory is kept for good (`lose`):
 
 $$\text{freed} \cap \text{in flight} = \emptyset$$
 
-In the example the gather keeps its 12 bytes. The layer's parameters are closed, so using them is an
-error. After an error nothing new is sent (`Communicator.give_up`), so no more is lost.
+In the example the gather keeps its 12 bytes. After an error nothing new is sent
+(`Communicator.give_up`), so no more is lost.
 
 **Who frees or reuses memory, and why nobody uses it then:**
 

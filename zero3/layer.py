@@ -36,8 +36,9 @@ backward, reduce. In four methods a call of `_settle_at_end_of_backward` asks au
 layer once more when the pass ends; *end of backward* says why. Method names follow [labml.ai's
 annotated implementation](https://nn.labml.ai/scaling/zero3/index.html), and headings give the
 standard terms. `flat.py`, `watch.py`, `schedule.py`, `comm/` and `in_flight.py` have a layer's
-parts. `Sharded`, the base class in `sharded.py`, has `flats`, the checks, and whatever users call
-outside the training step. An "I2" in a docstring is an invariant that `zero3/__init__.py` lists.
+parts. `Sharded`, the base class in `sharded.py`, has `flats`, and whatever users call outside the
+training step. `guards` refuse mistakes (see `guards/moments.py`). An "I2" in a docstring is an
+invariant that `zero3/__init__.py` lists.
 
 **Run this**: `make train` trains a small transformer on two ranks, and compares the memory and the
 communication of each rank with these formulas.
@@ -57,11 +58,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero3.comm.collectives import Transfer
 from zero3.comm.reducer import Reducer
-from zero3.flat import FlatParameter, NamedParams, alike, find_params, hide_params, own_modules
-from zero3.guards.contents import Contents, Known, uncompiled
+from zero3.flat import FlatParameter, NamedParams, alike, find_params, hide_params
+from zero3.guards.moments import guards, own_modules
 from zero3.in_flight import in_flight
 from zero3.schedule import Alone, Chain, Schedule
-from zero3.sharded import Sharded, ShardedModel, check_chain, communicator, storage_factory
+from zero3.sharded import Sharded, ShardedModel, communicator, storage_factory
 from zero3.watch import Call, Watch, at_end_of_backward, in_backward, tensors_in
 
 if TYPE_CHECKING:
@@ -115,7 +116,8 @@ class Zero3Layer(Sharded):
         self.kept_for: weakref.ref[Call] | None = None
         self.watch = Watch(self._pre_backward_hook, self._backward_event)
 
-        params = find_params(module, self, self.cure)
+        guards.check_module(self, module)
+        params = find_params(module)
         self.device = self.comm.open(self, params, device, dtype)
         # The shards, one for each flat parameter. labml calls them chunks.
         self.chunk = nn.ParameterList()
@@ -124,7 +126,7 @@ class Zero3Layer(Sharded):
         hidden = hide_params(child for _, child in own_modules(module))
         for child in hidden:
             self.comm.broadcast(child._buffers.values())
-        self.contents = Contents(self, hidden)
+        self.guard = guards.guard_of(self, hidden)
 
     # -------------------------------------------------------------------------------------- shard
 
@@ -143,7 +145,7 @@ class Zero3Layer(Sharded):
         # All of these parameters are trainable, or all are frozen.
         trains = next(iter(params)).requires_grad
         storage = self.offload.shard(self, shard, trains)
-        flat = FlatParameter(self, params, full, storage, self.comm.aligned, self.cure)
+        flat = FlatParameter(self, params, full, storage, self.comm.aligned)
         flat.free()
         self.flats.append(flat)
         self.chunk.append(flat.shard)
@@ -291,7 +293,7 @@ class Zero3Layer(Sharded):
 
     # ------------------------------------------------------------------------------------ forward
 
-    @uncompiled
+    @guards.uncompiled
     def forward(self, *args, **kwargs):
         """
         ### Forward pass: unshard, compute, reshard
@@ -311,12 +313,11 @@ class Zero3Layer(Sharded):
         try:
             args, kwargs = self.watch.inputs(call, args, kwargs)
             # Inside the module, `self.parameters()` yields the full parameters.
-            with self.contents:
+            with self.guard:
                 output = self.module(*args, **kwargs)
-            self.refuse_writes()
             # A module may also keep a tensor as an attribute, an auxiliary loss for instance.
             outputs = list(tensors_in((output, self.module)))
-            self.refuse_freed_outputs(outputs)
+            self.guard.after_forward(outputs)
             self.watch.outputs(call, outputs)
         except BaseException:
             # Checkpointing may stop a recomputation early by an exception, and backward goes on.
@@ -334,12 +335,11 @@ class Zero3Layer(Sharded):
 
         Freezing parameters, or assigning a new module, does not call the layer.
         """
-        self.contents.check()
+        self.guard.before_forward()
         if self.kept_for and not recompute:
             # Full since a forward whose backward never came. The optimizer may have stepped since.
             self._cleanup_params()
         self._follow_requires_grad()
-        self.warn_of_autocast()
 
     # ----------------------------------------------------------------------------------- backward
 
@@ -349,8 +349,7 @@ class Zero3Layer(Sharded):
 
         Unshard again, and prefetch the layer that backward reaches next.
         """
-        self.refuse_double_backward()
-        self.refuse_old_calls(call.versions)
+        self.guard.before_backward(call.versions)
         self._settle_at_end_of_backward()
         if self.watch.enter(call):
             self.listener.record(self, "compute")
@@ -375,7 +374,7 @@ class Zero3Layer(Sharded):
             return
         # The flat gradient gets a copy, so free the original.
         param.grad = None
-        self.refuse_sparse(grad, slot.names[0])
+        self.guard.before_grad(grad, slot.names[0])
         self._settle_at_end_of_backward()
         if flat.grad is None:
             # (world_size * shard_numel,), device, of the data type that the optimizer asks for.
@@ -424,7 +423,7 @@ class Zero3Layer(Sharded):
         gradient, $(N-1)\lceil P_\ell/N \rceil$ elements.
         """
         self._wait_params()
-        self.refuse_writes()
+        self.guard.after_backward()
         self._release()
         self.watch.arrived.clear()
         flats = [flat for flat in self.flats if flat.grad is not None]
@@ -436,6 +435,15 @@ class Zero3Layer(Sharded):
         if self.is_alone:
             # No neighbour's backward will end this reduce, so end it now.
             self.reducer.finish(self)
+
+    def reduce(self) -> None:
+        """
+        ### Reduce the full gradients that a `no_sync()` has held back
+
+        `Zero3Optimizer.step` calls it. It finds gradients if the last micro-batch ran inside
+        `no_sync()` too, or did not reach this layer.
+        """
+        self._backup_grads()
 
     @torch.no_grad()
     def add_reduced(self, totals: list[torch.Tensor]) -> None:
@@ -514,7 +522,7 @@ class Zero3Sequential(ShardedModel):
         Raises `TypeError` for anything else, and `ValueError` without a layer.
         """
         super().__init__()
-        layers = check_chain(modules)
+        layers = guards.check_chain(modules)
         for i, layer in enumerate(layers):
             layer.layer_idx = i
             layer.label = f"layer {i} ({type(layer.module).__name__})"
@@ -529,7 +537,6 @@ class Zero3Sequential(ShardedModel):
             after.reducer = before.reducer
         self.module_list: Any = nn.ModuleList(layers)
         self.sharded_layers = tuple(layers)
-        self.known = Known([self, self.module_list])
 
     def walk(self) -> Iterator[Zero3Layer]:
         """
@@ -538,7 +545,7 @@ class Zero3Sequential(ShardedModel):
         `forward` walks like this. Do it yourself if layers take more than one tensor: `for layer in
         model.walk(): x = layer(x, mask)`.
         """
-        self.refuse_changes(self.module_list)
+        guards.check_walk(self)
         try:
             for layer in self.module_list:
                 layer.fetch_params()
@@ -553,7 +560,7 @@ class Zero3Sequential(ShardedModel):
                 if layer.kept_for is None and not in_backward():
                     layer._cleanup_params()
 
-    @uncompiled
+    @guards.uncompiled
     def forward(self, *args, **kwargs):
         """
         ### Forward pass: the first layer takes the arguments, the others the output before them
@@ -574,7 +581,7 @@ class Zero3Sequential(ShardedModel):
 
 # ## What later chapters replace
 #
-# Each later chapter hands a layer another part. There are five such places, the *seams*:
+# Each later chapter hands a layer another part. There are six such places, the *seams*:
 #
 # | seam | here | a later chapter hands in |
 # |---|---|---|
@@ -583,6 +590,7 @@ class Zero3Sequential(ShardedModel):
 # | schedule: `layer.schedule` | the neighbours in a chain | the order of the last step |
 # | gradient sink: `layer.reducer`, `flat.sink` | the shard's `.grad` | an fp32 copy; buckets |
 # | listener: `layer.listener` | nobody listens | `Ledger`, which records a run |
+# | guards: `guards`, `layer.guard` | | errors in place of wrong numbers |
 #
 # **Not covered, and what that costs**:
 #

@@ -1,22 +1,17 @@
 r"""
 # A sharded module, for its users
 
-`Sharded` is everything that a sharded layer offers besides the training step: its full parameters,
-the norm of its gradient, and errors in place of wrong numbers. Its subclass `Zero3Layer` adds the
-training step; read that first.
+`Sharded` is everything that a sharded layer offers besides the training step: its full parameters
+and the norm of its gradient. Its subclass `Zero3Layer` adds the training step; read that first.
 
-A layer in shards looks like any other module, so people use it like one. On one rank that would
-reach its shard alone, or memory that is about to be freed. The methods here either do it for the
-whole layer, or raise an error that says how to do it. Take the weights 1, 2, 3 on two ranks, whose
-shards have the gradients (3, 2) and (4, 0):
+People use a layer in shards like any other module. The methods here do it for the whole layer. Take
+the weights 1, 2, 3 on two ranks, whose shards have the gradients (3, 2) and (4, 0):
 
 | a user | would get | gets |
 |---|---|---|
-| reads the weight | memory that is not there | an error that names `full_params()` |
 | clips by the norm of the shards | 3.61 on one rank, 4 on the other | an error |
 | calls `model.clip_grad_norm_` | | $\sqrt{3.61^2 + 4^2} = 5.39$ on both ranks |
-| writes to the weight in forward | a write that is lost after forward | an error |
-| pickles the layer | a part of a layer | an error that names `zero3.save` |
+| reads the weight | memory that is not there | an error that names `full_params()` |
 
 $$\lVert g \rVert = \sqrt{\sum_{r=0}^{N-1} \lVert g^{(r)} \rVert^2}$$
 
@@ -37,10 +32,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero3.comm.collectives import ALONE, Communicator
-from zero3.comm.order import Listener, Silence
+from zero3.comm.order import Listener, Silence, all_ranks
 from zero3.comm.reducer import Reducer
 from zero3.flat import FlatParameter, OnDevice, Slot, StorageFactory
-from zero3.guards.contents import Contents, Guarded, Known, check_groups
+from zero3.guards.moments import Guarded
 from zero3.guards.options import Named, expect, whole
 from zero3.watch import Watch
 
@@ -61,11 +56,8 @@ class Sharded(Guarded):
     reducer: Reducer
     listener: Listener = Silence()
     offload: StorageFactory
-    contents: Contents
     flats: list[FlatParameter]
     watch: Watch
-    is_fetched = False  # from the start of an all-gather until the layer is freed
-    is_full_elsewhere = False  # inside `full_params` the parameters are whole in other memory
 
     # What to do about a parameter that is not where somebody looks for it.
     cure = ("wrap each module once, put modules that share a parameter into one Zero3Layer, and "
@@ -76,13 +68,8 @@ class Sharded(Guarded):
     def __init__(self, module: nn.Module):
         """
         ### Take a module
-
-        Raises `TypeError` if it is none.
         """
         super().__init__()
-        if not isinstance(module, nn.Module):
-            expect(False, "Zero3Layer", "a module", repr(module), "pass the layer itself, and not "
-                   "its class", TypeError)
         self.module = module
         self.label = type(module).__name__
         self.flats = []
@@ -95,13 +82,7 @@ class Sharded(Guarded):
     def fetch_params(self) -> None:
         raise NotImplementedError
 
-    def add_reduced(self, totals: list[torch.Tensor]) -> None:
-        raise NotImplementedError
-
     def _cleanup_params(self) -> None:
-        raise NotImplementedError
-
-    def _backup_grads(self) -> None:
         raise NotImplementedError
 
     def reshard(self) -> None:
@@ -112,15 +93,6 @@ class Sharded(Guarded):
         would keep their old values.
         """
         self._cleanup_params()
-
-    def reduce(self) -> None:
-        """
-        ### Reduce the full gradients that a `no_sync()` has held back
-
-        `Zero3Optimizer.step` calls it. It finds gradients if the last micro-batch ran inside
-        `no_sync()` too, or did not reach this layer.
-        """
-        self._backup_grads()
 
     def read_async(self) -> None:
         """
@@ -256,116 +228,11 @@ class Sharded(Guarded):
         yield from self.reducer.held_tensors()
         yield from self.offload.memory()
 
-    # -------------------------------------------------------------------------------------- checks
-
-    def warn_of_autocast(self) -> None:
-        """
-        ### Warn that autocast keeps a copy of each fp32 weight
-
-        Backward needs the copy. So the 16-bit copies of all layers stay in memory from forward to
-        backward, however early their fp32 parameters are freed.
-        """
-        if not (torch.is_autocast_enabled(self.device.type) and torch.is_grad_enabled()):
-            return
-        if any(flat.full.dtype == torch.float32 for flat in self.flats):
-            # The same words for each layer, because Python shows a warning once.
-            warnings.warn(
-                f"rank {self.comm.global_rank}: layers of fp32 run under autocast, which keeps a "
-                "16-bit copy of every weight from forward to backward. To free these too, convert "
-                "the layers with `.bfloat16()` before wrapping and let `Zero3Optimizer` keep fp32 "
-                "masters.", stacklevel=4)
-
-    def refuse_writes(self) -> None:
-        """
-        ### Refuse a write to the parameters, because it is lost when they are freed
-
-        The layer checks this after forward, and again when its backward is over, right before it
-        frees the memory. If forward set a weight of 1 to 5, the next all-gather would bring back
-        the 1 from the shard, without a word.
-        """
-        # Not fetched, but inside `full_params`: there a write is allowed.
-        if not self.is_fetched:
-            return
-        for flat in self.flats:
-            name = flat.written()
-            self.expect(
-                not name, f"has written to `{name}`", "parameters that only an "
-                "optimizer changes", "a write in forward or backward, which each rank would lose "
-                "with the full parameter", "write to the shards between two steps (`for p in "
-                "model.get_trainable_chunk(): p.clamp_(...)` under `torch.no_grad()`), or in `with "
-                "model.full_params(writeback=True)`")
-
-    def refuse_freed_outputs(self, tensors: list[torch.Tensor]) -> None:
-        """
-        ### Refuse an output that is a view of a parameter, because its memory is about to be freed
-
-        The layer checks this after forward. A module that returns `self.weight[0]`, for instance,
-        would hand out a tensor whose memory is gone a moment later. Whoever read it would crash the
-        process.
-        """
-        # The address of a layer that is freed already is 0, as that of a view of it.
-        lent = {flat.full.untyped_storage().data_ptr() for layer in self.lenders()
-                for flat in layer.flats if len(flat.full)}
-        for tensor in tensors:
-            has_memory = tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta
-            self.expect(not has_memory or tensor.untyped_storage().data_ptr() not in lent,
-                        "puts out freed memory", "a tensor of its own",
-                        f"a view of a parameter, {tensor.shape}", "clone it")
-
-    def lenders(self) -> Iterator[Sharded]:
-        """
-        ### The layers whose parameters the module can read while it computes
-
-        A unit of a whole model may read those of other units.
-        """
-        yield self
-
-    def refuse_double_backward(self) -> None:
-        """
-        ### Refuse a backward pass that is itself recorded, because a second one would follow it
-
-        The layer checks this when backward reaches it. The second pass would walk the graph of the
-        first one, where the layer has no hooks, so nothing would gather the parameters for it.
-        """
-        recorded = torch.is_grad_enabled() and not self.is_full_elsewhere
-        self.expect(not recorded, "cannot go backward twice", "backward without `create_graph`",
-                    "a backward pass that is itself recorded: a gradient penalty, for instance, or "
-                    "a Hessian", "compute it in `with model.full_params():`")
-
-    def shard_versions(self) -> tuple[int, ...]:
-        """
-        ### How often each shard has been written to
-        """
-        return tuple(flat.shard._version for flat in self.flats)
-
-    def refuse_old_calls(self, versions: tuple[int, ...]) -> None:
-        """
-        ### Refuse backward through weights that have changed since forward
-
-        The layer checks this when backward reaches it. Backward gathers the weights once more, so
-        it would compute with the new ones. Plain PyTorch raises an error here too.
-        """
-        self.expect(versions == self.shard_versions(), "cannot go backward",
-                    "the weights of its forward pass", "weights that have changed since, by an "
-                    "optimizer for instance", "go backward through all forward passes before you "
-                    "step; or compute the forward pass again")
-
-    def refuse_sparse(self, grad: torch.Tensor, name: str) -> None:
-        """
-        ### Refuse a gradient that has no place in the flat one
-
-        `nn.Embedding(sparse=True)` makes such gradients: they list the rows that were used. The
-        flat gradient has one place for each element of the parameter.
-        """
-        self.expect(grad.layout == torch.strided and not grad.requires_grad, "cannot reduce a "
-                    "gradient", "a dense one without a graph", f"{grad.layout}, `{name}`",
-                    "use `sparse=False`, and backward without `create_graph`")
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         """
         ### Refuse `copy.copy`, `copy.deepcopy`, `pickle` and `torch.save`
         """
-        self.contents.refuse_copies()
+        self.guard.before_copy()
 
 
 class ShardedModel(nn.Module, Named):
@@ -377,7 +244,6 @@ class ShardedModel(nn.Module, Named):
 
     sharded_layers: tuple[Sharded, ...]  # those that it was built with
     comm: Communicator  # of all ranks, if the model has one; a chain has that of its layers
-    known: Known
     label = "the model"
     listener: Listener = Silence()
 
@@ -440,20 +306,6 @@ class ShardedModel(nn.Module, Named):
                     found[prefix + name] = p
             yield found
 
-    def refuse_changes(self, layers: nn.ModuleList) -> None:
-        """
-        ### Refuse layers that were added to a chain or taken out of it
-
-        The layers learnt their neighbours when the chain was built.
-        """
-        if self.known.has_changed():
-            names = [name for name, _ in self.named_children()]
-            self.sharded_layers[0].expect(
-                False, "is in a chain whose layers have changed",
-                f"the {len(self.sharded_layers)} that it was built with",
-                f"{len(layers)}, and submodules {names}",
-                "build a new `Zero3Sequential` of `Zero3Layer`s, and the optimizer on it")
-
 
 def comm_of(model: object) -> Communicator:
     """
@@ -466,25 +318,6 @@ def comm_of(model: object) -> Communicator:
     return Communicator()
 
 
-def check_chain(modules: Any) -> list[Any]:
-    """
-    ## Refuse modules that cannot be a chain
-
-    A plain module among the layers would be whole on each rank, and each rank would train its own.
-    """
-    expect(isinstance(modules, Iterable), "Zero3Sequential", "a list of Zero3Layers",
-           type(modules), "pass `[layer]` for one", TypeError)
-    # A generator yields its layers a single time.
-    layers = list(modules)
-    expect(len(layers) > 0, "Zero3Sequential", "at least one layer", "none",
-           "look at the code that should have made the layers")
-    for i, layer in enumerate(layers):
-        if not isinstance(layer, Sharded):
-            raise TypeError(f"Zero3Sequential, element {i}. Expected: a Zero3Layer. Got: "
-                            f"{type(layer)}. What to do: wrap it, with parameters or without.")
-    check_groups(layers)
-    return layers
-
 # ------------------------------------------------------------- chapters that an argument asks for
 
 
@@ -495,8 +328,7 @@ def communicator(rank: int | None = None, world_size: int | None = None,
 
     * `rank`, `world_size` and `mesh` are as for `Zero3Layer`
 
-    `Links` builds its own, which knows nodes, replicas and encodings. A mesh of two dimensions
-    needs it too.
+    A mesh or `Links` builds its own, which knows nodes, replicas and encodings.
 
     Raises `TypeError` if the numbers are none, or come with a mesh.
     """
@@ -504,15 +336,14 @@ def communicator(rank: int | None = None, world_size: int | None = None,
         expect(number is None or whole(number), "Zero3Layer", "whole numbers for `rank` and "
                "`world_size`", repr(number), "leave them out, and take the process group's",
                TypeError)
-    expect(mesh is None or rank is world_size is None, "Zero3Layer", "`mesh`, or `rank` and "
+    if mesh is None:
+        return Communicator((all_ranks(rank, world_size),))
+    expect(rank is world_size is None, "Zero3Layer", "`mesh`, or `rank` and "
            "`world_size`", f"{rank} and {world_size} with a mesh", "leave the two out, because the "
            "mesh says them", TypeError)
-    if isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
-        from zero3.comm.links import Links
-        mesh = Links(mesh)
-    if mesh is None or not hasattr(mesh, "communicator"):
-        return Communicator(rank, world_size, mesh)
-    return mesh.communicator()
+    from zero3.comm.links import Links
+    links = mesh if isinstance(mesh, Links) else Links(mesh)
+    return links.communicator()
 
 
 def storage_factory(offload: Offload | str | None) -> StorageFactory:

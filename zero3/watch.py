@@ -46,6 +46,7 @@ import torch
 from torch import nn
 
 
+@dataclasses.dataclass(eq=False)
 class Call:
     """
     ## One forward call of a layer
@@ -54,12 +55,9 @@ class Call:
     graph is dropped without a backward pass, the call dies with it.
     """
 
-    inputs = 0  # tensors that came in and need a gradient
-    outputs = 0  # tensors that went out and need a gradient
-
-    def __init__(self, versions: tuple[int, ...]):
-        # How often each shard had been written to.
-        self.versions = versions
+    versions: tuple[int, ...]  # how often each shard had been written to
+    inputs: int = 0  # tensors that came in and need a gradient
+    outputs: int = 0  # tensors that went out and need a gradient
 
 
 class Watch:

@@ -23,7 +23,7 @@ from tests.test_native import collectives
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save, wrap
 from zero3.comm.collectives import Communicator
 from zero3.comm.links import LinkedCommunicator
-from zero3.comm.mesh import Group, all_ranks
+from zero3.comm.order import Group, all_ranks
 from zero3.estimate.ledger import Ledger
 from zero3.estimate.predict import predict_optimizer
 from zero3.gradients import clip_grad_norm_
@@ -368,7 +368,7 @@ def test_ranks_that_diverge_are_named_as_the_run_names_them(ends):
     """
     The ranks of the group raise an error that names rank 3 and not its place in the group; the
     other group trains on. Breaks where errors count from the first rank of the group.
-    Proves I6, `Transfer._diverged`, `Communicator.fail`.
+    Proves I6, `diverged`, `Communicator.fail`.
     """
     *fine, said, own = run(diverging, 4, ends)
     assert fine == ["", ""]
@@ -730,7 +730,7 @@ def test_a_rank_that_diverges_is_an_error_in_every_replica():
     """
     Ranks 2 and 3 find it themselves, by their announcements. Each tells the other replica of its
     shard, which waits for its sums. Breaks where that rank waits until it gives up.
-    Proves I6, `Transfer._diverged`, `Transfer._give_up`, `Communicator.announce_fault`.
+    Proves I6, `diverged`, `Transfer._give_up`, `Communicator.announce_fault`.
     """
     said = run(diverging_replicas, 4)
     for rank, text in enumerate(said):

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks import run
 from zero3 import Links, Zero3Layer
-from zero3.comm.mesh import timeout_of
+from zero3.comm.order import timeout_of
 from zero3.pipeline import Pipeline
 
 # A rank of a program. It looks for gloo's threads after everything else, because the first function

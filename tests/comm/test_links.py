@@ -84,7 +84,7 @@ def test_nodes_train_like_plain_pytorch_on_the_global_batch(shape, native, secon
     delivered before the nodes have added theirs, and where backward takes the slice of an earlier
     forward.
     Proves I1, I5, I7, I8, I9, `LinkedCommunicator.all_gather`, `LinkedCommunicator.reduce_scatter`,
-    `LinkedCommunicator.exchange`, `LinkedCommunicator.scatter`, `communicator`, `groups_of`,
+    `LinkedCommunicator.exchange`, `Communicator.scatter`, `communicator`, `groups_of`,
     `_gather_all`, `_rows_of`, `_put`, `_slice`, `LinkedCommunicator._follow`, `_exchange_nodes`.
     """
     names = [name for name in CASES if name not in ("DataTypes", "Library")]
@@ -121,7 +121,7 @@ def test_whole_models_train_on_nodes_and_continue_sequences(links):
     Units of a whole model, one of them persistent, with micro-batches inside and outside of
     `no_sync`; sequences that end at another length on each rank. Breaks where a rank leaves while
     the other node still gathers.
-    Proves I1, I7, `wrap`, `continue_tokens`, `LinkedCommunicator.sharers`, `Communicator.sharers`.
+    Proves I1, I7, `wrap`, `continue_tokens`, `LinkedCommunicator.__init__`.
     """
     bound = 1e-6 if links is without_loss else 1e-10
     for offload in (None, "cpu"):
@@ -490,7 +490,7 @@ def test_a_rank_that_diverges_is_an_error_on_every_node(options):
     """
     Ranks 1 and 2 find it themselves, each in the group that it shares with rank 3. Rank 0 shares
     none with it, and hears of it from them.
-    Proves I6, `Transfer._diverged`, `Transfer._give_up`, `Communicator.announce_fault`.
+    Proves I6, `diverged`, `Transfer._give_up`, `Communicator.announce_fault`.
     """
     said = run(diverging_nodes, 4, options)
     for rank, text in enumerate(said):
@@ -539,7 +539,7 @@ def values_on_nodes():
 def test_values_arrive_on_every_node_exactly():
     """
     Encodings are for the training step alone: what is written back is read exactly.
-    Proves `LinkedCommunicator.scatter`, `Communicator.scatter_parts`, `Peers.gather`,
+    Proves `Communicator.scatter`, `Peers.gather`,
     `Sharded.full_params`.
     """
     exact = torch.tensor([[1.1, 2.3], [3.7, 4.9], [5.3, 6.1]]).tolist()

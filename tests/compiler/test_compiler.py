@@ -953,7 +953,7 @@ def test_an_error_is_said_and_training_goes_on():
     A step between forward and backward, exceptions in forward and in backward, double backward, and
     backward inside `full_params` of a forward outside. Breaks if a layer stays full after an
     exception, and if half a gradient stays in a bucket.
-    Proves `save_versions`, `remember`, `refuse_old`, `Sharded.shard_versions`,
+    Proves `save_versions`, `remember`, `refuse_old`, `Guarded.shard_versions`,
     `CompiledUnit.refuse_old`, `CompiledUnit.settle`.
     """
     assert remember().tolist() == [] and refuse_old(remember()) is None

@@ -235,7 +235,7 @@ def test_what_is_added_to_a_chain_is_noticed():
     """
     A layer at its end, in place of one, beside it; and inside of one of its layers.
     Proves `Zero3Sequential.walk`, `Guarded.admits`, `Contents.check`,
-    `ShardedModel.refuse_changes`.
+    `check_walk`.
     """
     for add in (lambda m: m.module_list.append(Zero3Layer(nn.Linear(2, 2))),
                 lambda m: m.module_list.__setitem__(0, nn.Linear(4, 4)),
@@ -279,7 +279,7 @@ def test_loading_a_state_dict_says_what_to_do(strict):
 def test_copies_and_pickles_say_what_to_do():
     """
     `deepcopy`, `pickle`, `torch.save` and torch's own moving averages.
-    Proves `Contents.refuse_copies`, `Sharded.__reduce_ex__`.
+    Proves `LayerGuard.before_copy`, `Sharded.__reduce_ex__`.
     """
     for model in (Zero3Layer(nn.Linear(4, 4)), chain(), whole()):
         for does in (copy.deepcopy, copy.copy, pickle.dumps, torch.optim.swa_utils.AveragedModel,

@@ -977,7 +977,7 @@ def test_what_cannot_work_is_refused_by_name(what, make):
     """
     Each error names rank, what was expected, what was found and what to do.
     Proves `Zero3Optimizer._check_model`, `Zero3Optimizer._check_arguments`,
-    `Named.expect`, `fail`, `stray`.
+    `Named.expect`, `stray`.
     """
     with pytest.raises(RuntimeError, match=r"rank 0: the optimizer .*Expected.*Got.*What to do"):
         make(Zero3Layer(nn.Linear(2, 2)))
@@ -1042,7 +1042,7 @@ def test_the_norm_of_millions_of_gradients_has_six_digits():
 def test_zero_grad_also_drops_what_no_sync_held_back():
     """
     Breaks where the next step begins with another's gradients.
-    Proves `Zero3Optimizer.zero_grad`, `Sharded.reduce`.
+    Proves `Zero3Optimizer.zero_grad`, `Zero3Layer.reduce`.
     """
     layer = Zero3Layer(nn.Linear(2, 2))
     optimizer = Zero3Optimizer(layer)

@@ -552,7 +552,7 @@ def test_a_view_of_another_unit_is_refused_unless_that_unit_stays_full(whose):
     """
     A unit that the root calls is free when the root returns. A read of the view would end the
     process, without an error. The rest stays full until then, so a unit may return a view of it.
-    Proves `Sharded.lenders`, `Unit.lenders`, `Sharded.refuse_freed_outputs`.
+    Proves `Guarded.lenders`, `Unit.lenders`, `LayerGuard.after_forward`.
     """
     model = wrap(HandsOut(whose), (Layer, Looks))
     x = torch.ones(2, WIDTH)

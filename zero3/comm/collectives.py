@@ -46,22 +46,16 @@ event:
 
 The first row keeps the overlap: a gather is queued before the computation that it overlaps, so it
 waits for earlier layers only. The second row says *this* layer: compute waits for the layer's own
-collective, and for an event right after the layer's own copy. Waiting for the whole fetch stream
-would include the next layer's copy, and no copy would ever overlap computation.
+collective, and for an event right after the layer's own copy. Otherwise no copy would ever overlap
+computation.
 
-**The same on all ranks.** Before its data, each rank announces what it is about to send. Ranks that
-took different branches would otherwise exchange different layers. With equal sizes the weights
-would silently be garbage; with different sizes gloo ends the process and NCCL hangs. The norms'
-announcement has a checksum of the optimizer's options, so another learning rate is noticed, too.
+**The same on all ranks.** Before its data, each rank announces what it is about to send, and
+`guards/diverged.py` compares the announcements.
 
 **Run this**: `make bench ARGS=--comm` compares the messages used here with gloo's collectives.
 
 **Not covered, and what that costs**: on an accelerator we count the bytes that the collective
-needs, and NCCL may send more. If ranks diverge there, an assertion on the device fails, and the
-error comes with the next operation that waits for the device. It does not say which ranks and
-layers. Run the same program on the CPU, where the error names both sides, or look at the last
-collectives of each rank with torch's flight recorder (`TORCH_FR_BUFFER_SIZE`). If a rank ends
-without an announcement, the others find out by NCCL's time-out.
+needs, and NCCL may send more.
 """
 
 from __future__ import annotations
@@ -76,12 +70,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from zero3.comm.mesh import Group
-from zero3.comm.order import Peers, Sender
-from zero3.guards.options import fail
-from zero3.guards.placement import check_device, check_params, compare_params
+from zero3.comm.order import Group, Peers, Sender
+from zero3.guards.moments import ACTIONS, ALONE, guards
+from zero3.guards.options import expect
 from zero3.in_flight import in_flight
 
 # torch 2.13 renames these two; 2.11 has only the old names.
@@ -93,19 +85,14 @@ all_to_all_single = dist.all_to_all_single
 
 # Flat buffers, each with a shard or a receive buffer.
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
-# What a rank may be about to do. An announcement has the index in this tuple.
-_ACTIONS = ("gather", "reduce", "norm", "fault", "exchange", "gather from the node")
-# The `layer_idx` of a sender that has no place in a chain or a model.
-ALONE = -1
 # On an accelerator parameters and shards begin at multiples of this many bytes, because one thread
 # loads as much at once.
 ALIGN_BYTES = 16
 # The tag of announcements. Data has tags from 2 up.
 _ORDER_TAG = 1
 # An announcement is four numbers of 8 bytes: layer, action, bytes, and a mark. The lower half of
-# the mark is a checksum of the layers and options, the upper half is the number of the model.
+# the mark is a checksum of layers and options, the upper half the number of the model.
 _ORDER_BYTES = 32
-_LOWER = 0xFFFFFFFF
 
 
 class Communicator(Peers):
@@ -116,14 +103,15 @@ class Communicator(Peers):
     nothing.
     """
 
-    def __init__(self, rank: int | None = None, world_size: int | None = None,
-                 mesh: DeviceMesh | None = None):
+    def __init__(self, groups: tuple[Group, ...] = (), ranks: tuple[int, ...] = ()):
         """
         ### Join the ranks
 
         The arguments are as for `Peers`.
         """
-        super().__init__(rank, world_size, mesh)
+        super().__init__(groups, ranks)
+        # The groups that take part in a gather.
+        self.sharers: tuple[Group, ...] = (self.group,)
         # Encodings and routes between nodes, if there are any (see `links.py`).
         self.links: Any = None
         # Names of layers by number, for error messages.
@@ -138,13 +126,6 @@ class Communicator(Peers):
         self._rows: dict[tuple[int, ...], torch.Tensor] = {}
         # The number of the model, on which the ranks agreed when they met to shard.
         self.met = 0
-
-    @property
-    def sharers(self) -> tuple[Group, ...]:
-        """
-        ### The groups that take part in a gather
-        """
-        return (self.group,)
 
     # -------------------------------------------------------------------------------- collectives
 
@@ -389,7 +370,7 @@ class Communicator(Peers):
         # number tells two models apart.
         met = 0 if action == "fault" or of_stages else self.met
         mark = met << 32 | zlib.crc32(f"{numbers}{options}".encode())
-        row = (numbers[0], _ACTIONS.index(action), sum(full.nbytes for full, _ in pairs), mark)
+        row = (numbers[0], ACTIONS.index(action), sum(full.nbytes for full, _ in pairs), mark)
         transfer = Transfer(self, senders[0], action, pairs, self.event(), row, options)
         for group in groups:
             if group.size == 1:
@@ -420,40 +401,18 @@ class Communicator(Peers):
             self._rows[row] = torch.tensor(row, device=self.device)
         return self._rows[row]
 
-    def told(self, row: list[int]) -> str:
-        """
-        ### What a rank has announced, in words
-
-        An announcement consists of numbers, so that it fits into a tensor. The error about ranks
-        that diverged quotes both sides in words.
-        """
-        idx, number, nbytes, mark = row
-        action = _ACTIONS[number]
-        if mark >> 32 not in (self.met, 0):
-            name = f"layer {idx} of another model"
-        elif idx in self.labels:
-            name = self.labels[idx]
-        elif idx != ALONE:
-            name = f"layer {idx}"
-        elif action == "norm":
-            name = "the gradients"
-        else:
-            name = "a layer in no chain"
-        if action == "fault":
-            return f"{action} of {name}"
-        return f"{action} of {name}, {nbytes} bytes, layers' checksum {mark & _LOWER}"
-
     def fail(self, sender: Sender, what: str, expected: str, got: object, cure: str) -> None:
         """
         ### Raise an error here, and on the other ranks as soon as they wait for this one
 
-        * `what`, `expected`, `got` and `cure` are as for `zero3.guards.options.fail`
+        * `what`, `expected`, `got` and `cure` are as for `expect`
 
         Raises `RuntimeError`, here and in every later wait for a transfer. This rank does not begin
         the next transfer, and the other ranks raise one when they wait for it.
         """
         try:
-            fail(self.global_rank, sender.label, what, expected, got, cure)
+            expect(False, f"rank {self.global_rank}: {sender.label} {what}", expected, got, cure,
+                   RuntimeError)
         except RuntimeError as error:
             if not self.broken:
                 self.give_up(str(error))
@@ -500,15 +459,9 @@ class Communicator(Peers):
 
         Returns the device. Ranks whose parameters differ in order or shape would gather noise.
         """
-        at = check_params(self.global_rank, sender.label, params, device, dtype)
+        at, self.met = guards.check_params(self, sender.label, params, device, dtype)
         self.by_messages = at.type == "cpu"
         self.align_bytes = 1 if at.type == "cpu" else ALIGN_BYTES
-        if not self.by_messages:
-            at = check_device(self.global_rank, self.group.process_group, self.world_size,
-                              sender.label, at)
-        how = "as it is" if self.links is None else self.links.told
-        self.met = compare_params(self.global_rank, self.ranks, sender.label, self.gather, params,
-                                  how)
         self.device = at
         self._backend: Any = torch.get_device_module(at)
         self.event = self._backend.Event
@@ -524,10 +477,10 @@ class Communicator(Peers):
         """
         is_near = shard.device in (full.device, torch.device("cpu"))
         if full.dtype != shard.dtype or not is_near:
-            fail(self.global_rank, sender.label, "cannot gather",
-                 f"{full.dtype} on {full.device}, as wrapped",
-                 f"a shard of {shard.dtype} on {shard.device}",
-                 "convert or move the module before wrapping it, not after")
+            expect(False, f"rank {self.global_rank}: {sender.label} cannot gather",
+                   f"{full.dtype} on {full.device}, as wrapped",
+                   f"a shard of {shard.dtype} on {shard.device}",
+                   "convert or move the module before wrapping it, not after", RuntimeError)
 
     def scatter(self, shard: torch.Tensor, full: torch.Tensor) -> None:
         """
@@ -535,22 +488,20 @@ class Communicator(Peers):
 
         * `shard` is `(shard_numel,)` to write, anywhere; `full` is `(world_size * shard_numel,)`
 
-        All ranks must call it, and wait.
+        All ranks must call it, and wait. With nodes, the first rank of each node deals out slices,
+        and then the first node deals out the rows of each slice.
         """
-        mine = torch.empty_like(shard, device=full.device)
-        self.scatter_parts(self.group, mine, full)
-        shard.copy_(mine)
-
-    def scatter_parts(self, group: Group, part: torch.Tensor, whole: torch.Tensor) -> None:
-        """
-        ### Write to `part`, `(n,)`, this rank's part of the first rank's `whole`, `(size * n,)`
-        """
-        if group.size == 1:
-            part.copy_(whole)
-        elif len(part):
-            parts = [_bytes(each) for each in whole.view(group.size, -1)]
-            group.together("first values", dist.scatter, _bytes(part),
-                           parts if group.rank == 0 else None, group_src=0)
+        part = full
+        for group in self.sharers:
+            if group.size == 1:
+                continue
+            parts = [_bytes(each) for each in part.view(group.size, -1)]
+            part = part.new_empty(len(part) // group.size)
+            if len(part):
+                group.together("first values", dist.scatter, _bytes(part),
+                               parts if group.rank == 0 else None, group_src=0)
+        self._broadcast(self.replicas, part)
+        shard.copy_(part)
 
     def broadcast(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """
@@ -589,7 +540,7 @@ class Transfer:
 
     comm: Communicator
     sender: Sender
-    action: str  # one of `_ACTIONS`
+    action: str  # one of `ACTIONS`
     pairs: Pairs
     # An event on the stream: after the copies of a gather, or after the sums of a reduce.
     done: torch.Event
@@ -735,7 +686,7 @@ class Transfer:
             self._wait_for(self.order_works)
             # Compare before waiting for the data. If the ranks diverged, it may never come.
             for group, order in self.orders:
-                problem = self._diverged(group, order)
+                problem = guards.diverged(self, group.ranks, group.rank, order)
                 if problem:
                     return problem
             self.wait_for_works()
@@ -778,65 +729,6 @@ class Transfer:
         return (f"{self.where}: the other ranks are lost. Expected: their part of a {self.action}"
                 f"{group.within(error)}. Got: {error}. What to do: {group.advice(error)}")
 
-    def _diverged(self, group: Group, order: torch.Tensor) -> str:
-        """
-        #### Compare the announcements of all ranks of a group
-
-        On an accelerator the host would have to wait for the device to look at them. So the device
-        compares them itself, unless the host is about to wait anyway.
-        """
-        if not (self.comm.by_messages or self.options):
-            return self._assert_same(order, group.rank)
-        rows = order.tolist()
-        mine = rows[group.rank]
-        for other, row in zip(group.ranks, rows, strict=True):
-            if row != mine:
-                if _ACTIONS[row[1]] == "fault":
-                    self.comm.failed = other
-                return (f"{self.where}: the ranks diverged. Expected: {self.comm.told(mine)}, on "
-                        f"all ranks, as here. Got: {self.comm.told(row)}, on rank {other}. "
-                        f"What to do: {self._cure(mine, row, other)}. Start again.")
-        return ""
-
-    def _cure(self, mine: list[int], row: list[int], other: int) -> str:
-        """
-        #### What to do about a rank that has announced something else
-
-        * `mine` is what this rank has announced, and `row` what the rank `other` has
-        """
-        if 0 != row[3] >> 32 != mine[3] >> 32:
-            return "wrap models in the same order on all ranks, and call the same one"
-        if self.options and row[:3] == mine[:3]:
-            return (f"give the optimizers of all ranks the same options, which are {self.options} "
-                    "here; a scheduler that follows the loss, as ReduceLROnPlateau does, needs the "
-                    "mean loss over all ranks")
-        return (f"look for an error on rank {other}; without one, call the same layers in the same "
-                "order on all ranks")
-
-    def _assert_same(self, order: torch.Tensor, rank: int) -> str:
-        """
-        #### Have the device compare the announcements
-
-        * `order` is `(group.size, 4)` int64, on the device
-
-        If they differ, an assertion fails on the device, and so does the next call that waits for
-        it. Returns the problem if the assertion has failed already, as it does on the CPU.
-        """
-        problem = (f"{self.where}: the ranks diverged. Expected: a {self.action} of this layer on "
-                   "all ranks, as here. Got: another transfer on another rank. What to do: look "
-                   "for an error on another rank; without one, call the same layers in the same "
-                   "order on all ranks: the same program on the CPU names both sides. Start again."
-                   )
-        try:
-            torch._assert_async((order == order[rank]).all(), problem)
-        except RuntimeError as error:
-            if problem not in str(error):
-                # An earlier failure on the device, reported by the first call after it.
-                raise
-            return problem
-        return ""
-
-
 @functools.cache
 def streams(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
     """
@@ -846,10 +738,9 @@ def streams(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
     priority is high, so that the small copies around a collective go ahead of large kernels.
     """
     backend = torch.get_device_module(device)
-    if device.type == "cpu":
-        # torch's stand-in, which does nothing and is on no device.
-        return backend.Stream(), backend.Stream()
-    return backend.Stream(device=device, priority=-1), backend.Stream(device=device, priority=-1)
+    # On the CPU torch's stand-in does nothing, and is on no device.
+    options = {} if device.type == "cpu" else {"device": device, "priority": -1}
+    return backend.Stream(**options), backend.Stream(**options)
 
 
 def allocate(full: torch.Tensor) -> None:

@@ -24,8 +24,7 @@ positive values (7 or 127) the scale is the block's largest size over $q$. The s
 $$|x - \hat{x}| \;\le\; \frac{s}{2} \;\le\; \frac{\max |x|}{2 q} \left(1 + 2^{-8}\right)$$
 
 The maximum is taken over the block. For `Int8` the error is at most 0.4 % of the block's largest
-number, for `Int4` 7.2 %. Small blocks keep a large number from spoiling more than its neighbours.
-An element costs
+number, for `Int4` 7.2 %. An element costs
 
 $$1 + \frac{2}{64} = 1.03 \ \text{bytes in 8 bits} \qquad
 \frac12 + \frac{2}{64} = 0.53 \ \text{bytes in 4 bits}$$

@@ -18,8 +18,7 @@ stays sharded over all ranks, and each of the three passes is made cheaper. The 
 | `weights` | qwZ | gathers 8 bits of each parameter | half of 16 bits |
 | `gradients` | qgZ | reduces 4 or 8 bits, decoded before they are added | 4 are a quarter |
 
-Each can be chosen alone. All together send about a quarter of what the first alone sends, for a
-model of 16 bits.
+Each can be chosen alone.
 
 **Three weights on two nodes of two ranks**, with a mesh ("nodes", "shard"). Ranks 0 and 1 are on
 the first node. Ranks with the same place on each node have neighbouring shards:
@@ -35,9 +34,8 @@ the first node. Ranks with the same place on each node have neighbouring shards:
 | *exchange across* | **4** | **5** | **3** | **0** | and of both nodes, for this rank's shard |
 
 A shard crosses the link once, to the rank with the same place on the other node. That rank passes
-it on to its neighbours, over the fast way. Without the two steps rank 0 would send its 1 to rank 2
-and to rank 3. NCCL's ring enters each node once already, so there the two steps save less: a third
-with two nodes of two ranks, a ninth with eight nodes of eight.
+it on to its neighbours, over the fast way. NCCL's ring enters each node once already, so there the
+two steps save less.
 
 A rank's shard has $s = \lceil P_\ell / N \rceil$ elements, on $M$ nodes of $L$ ranks, $N = L M$. An
 element takes $w$ bytes as a gathered parameter and $g$ as a reduced gradient. A rank sends
@@ -88,8 +86,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero3.comm import collectives
 from zero3.comm.collectives import Communicator, Pairs, Transfer
 from zero3.comm.encodings import Encoding, is_encoding
-from zero3.comm.mesh import Group
-from zero3.comm.order import Sender
+from zero3.comm.mesh import groups_of
+from zero3.comm.order import Group, Sender
 from zero3.guards.options import expect
 from zero3.watch import in_backward
 
@@ -144,10 +142,10 @@ class Links:
 
         One group of ranks without encodings needs no more than a `Communicator`.
         """
-        has_two = self.mesh is not None and self.mesh.ndim > 1
-        if has_two or self.weights or self.gradients:
-            return LinkedCommunicator(self)
-        return Communicator(mesh=self.mesh)
+        groups = () if self.mesh is None else groups_of(self.mesh)
+        if len(groups) > 1 or self.weights or self.gradients:
+            return LinkedCommunicator(self, groups)
+        return Communicator(groups)
 
     @property
     def told(self) -> str:
@@ -180,13 +178,6 @@ def _works(encoding: Encoding) -> bool:
         return False
 
 
-def _fits(encoding: Encoding | None, full: torch.Tensor) -> Encoding | None:
-    """
-    #### The encoding, if these are real floats
-    """
-    return encoding if full.is_floating_point() else None
-
-
 class LinkedCommunicator(Communicator):
     r"""
     ## A communicator that knows nodes and encodings
@@ -195,13 +186,14 @@ class LinkedCommunicator(Communicator):
     ranks, ranks 0 and 2 have shards 0 and 1, ranks 1 and 3 have 2 and 3. Without nodes $M$ is 1.
     """
 
-    def __init__(self, links: Links):
+    def __init__(self, links: Links, groups: tuple[Group, ...]):
         """
         ### Join the ranks of a mesh
 
-        * `links` has the mesh, if there is one, and the encodings
+        * `links` has the mesh, if there is one, and the encodings; `groups` are those of the mesh
         """
-        super().__init__(mesh=links.mesh)
+        mesh = links.mesh
+        super().__init__(groups, () if mesh is None else tuple(mesh.mesh.flatten().tolist()))
         self.links: Links = links
         # The ranks with the same place on the other nodes, or in the other replicas.
         self.across = self.replicas = self.group.only_this()
@@ -211,6 +203,7 @@ class LinkedCommunicator(Communicator):
             self.world_size = self.group.size * self.across.size
         elif len(self.groups) > 1:
             self.replicas = self.groups[1]
+        self.sharers = (self.group, self.across)
         # The slice of each layer that this node keeps until backward, by its flat parameter.
         self._kept: dict[int, torch.Tensor] = {}
 
@@ -235,13 +228,6 @@ class LinkedCommunicator(Communicator):
                 "is sent inside a node crosses the slow link.", stacklevel=4)
         return super().open(sender, params, device, dtype)
 
-    @property
-    def sharers(self) -> tuple[Group, ...]:
-        """
-        ### The groups that take part in a gather: those in this node, and across nodes
-        """
-        return (self.group, self.across)
-
     # -------------------------------------------------------------------------------------- gather
 
     def all_gather(self, sender: Sender, pairs: Pairs, exact: bool = True) -> Transfer:
@@ -264,7 +250,9 @@ class LinkedCommunicator(Communicator):
             action = "gather from the node" if near else "gather"
             transfer = self._begin(groups, [sender], action, pairs)
             rows = []
-            encodings = [None if exact else _fits(self.links.weights, full) for full, _ in pairs]
+            # Real floats are encoded.
+            encodings = [self.links.weights if full.is_floating_point() and not exact else None
+                         for full, _ in pairs]
             for (full, shard), encoding in zip(pairs, encodings, strict=True):
                 self._check_shard(sender, full, shard)
                 collectives.allocate(full)
@@ -528,23 +516,6 @@ class LinkedCommunicator(Communicator):
         """
         encoding: Any = self.links.gradients
         return total.copy_(encoding.decode(received, len(total)).sum(dim=0))
-
-    # --------------------------------------------------------------------------------------- other
-
-    def scatter(self, shard: torch.Tensor, full: torch.Tensor) -> None:
-        """
-        ### Give each rank its part of the first rank's buffer
-
-        `shard` and `full` are as for `Communicator.scatter`. All ranks must call it, and wait. The
-        first rank of each node deals out the slices. Then the first node deals out the rows of each
-        slice.
-        """
-        rows = torch.empty(self.across.size * len(shard), dtype=shard.dtype, device=full.device)
-        self.scatter_parts(self.group, rows, full)
-        mine = torch.empty_like(shard, device=full.device)
-        self.scatter_parts(self.across, mine, rows)
-        self._broadcast(self.replicas, mine)
-        shard.copy_(mine)
 
     def held_tensors(self) -> Iterable[torch.Tensor]:
         """

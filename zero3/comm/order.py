@@ -1,8 +1,8 @@
 r"""
 # Ranks that agree
 
-`Peers` are the ranks that train a model together. They exchange small objects, and all of them
-raise an error if one has a problem. The rest are protocols: what a sender and a listener must have.
+A `Group` is the ranks that share something, and `Peers` are those that train a model together. All
+of them raise an error if one has a problem.
 
 One rank may find something that the others cannot see: its disk is full, or its model has another
 layer. If it raised an error alone, the others would wait for its part of the next collective. So
@@ -28,12 +28,191 @@ until the time-out of the process group.
 from __future__ import annotations
 
 import math
-from typing import Protocol
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
 
-from torch.distributed.device_mesh import DeviceMesh
+import torch
+import torch.distributed as dist
 
-from zero3.comm.mesh import Thing, all_ranks, groups_of
-from zero3.guards.options import Named
+# Import it before there is a process group, or its functions keep a handle of it as a default.
+import torch.distributed.nn.functional
+from torch.distributed.constants import default_pg_timeout
+
+from zero3.guards.options import Named, expect
+
+Thing = TypeVar("Thing")
+
+
+@dataclass(frozen=True)
+class Group:
+    """
+    ## The ranks that share something, and this rank's place among them
+    """
+
+    ranks: tuple[int, ...]  # their global ranks
+    rank: int  # this rank's place in `ranks`
+    # torch's handle; without one, the group is torch's own, of all ranks. Weakly, because gloo
+    # keeps its threads while somebody has a handle.
+    handle: weakref.ref[dist.ProcessGroup] | None = field(default=None, compare=False)
+    # Whether its ranks have parts of the same layers (see `parts.py`).
+    same_layers: bool = False
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """
+        ### What torch's collectives take as their `group`
+
+        Raises `ValueError` if it has been destroyed, as torch does.
+        """
+        if self.handle is None:
+            return None
+        found = self.handle()
+        if found is None:
+            raise ValueError(f"the process group of ranks {[*self.ranks]} has been destroyed")
+        return found
+
+    @property
+    def timeout(self) -> timedelta:
+        """
+        ### How long to wait for a rank that does not answer
+        """
+        return timeout_of(self.process_group or dist.group.WORLD, torch.device("cpu"))
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def global_rank(self) -> int:
+        return self.ranks[self.rank]
+
+    @property
+    def far(self) -> int:
+        """
+        ### How many of its ranks are on other nodes
+        """
+        return sum(node_of(rank) != node_of(self.global_rank) for rank in self.ranks)
+
+    @property
+    def next_is_far(self) -> bool:
+        """
+        ### Whether the next rank of the group is on another node
+        """
+        following = self.ranks[(self.rank + 1) % self.size]
+        return node_of(following) != node_of(self.global_rank)
+
+    def together(self, what: str, collective: Callable, *args: Any, **kwargs: Any) -> None:
+        """
+        ### Call a blocking collective of torch's, and explain the error if another rank does not
+
+        * `what` the other ranks have to send, in words
+
+        All ranks must call it. A backend reports a closed connection or a time-out, and not the
+        error on the other rank that caused it. Raises `RuntimeError`.
+        """
+        try:
+            collective(*args, group=self.process_group, **kwargs)
+        # torch raises the latter for a process group that is gone.
+        except (RuntimeError, ValueError) as error:
+            raise RuntimeError(
+                f"rank {self.global_rank}: another rank has ended, or does something else. "
+                f"Expected: {what} from all {self.size} ranks of {[*self.ranks]}, which call the "
+                f"same functions of zero3{self.within(error)}. Got: {error}. What to do: "
+                f"{self.advice(error)}") from error
+
+    def gather(self, thing: Thing) -> list[Thing]:
+        """
+        ### A small Python object of each rank (all-gather); all ranks must call it
+
+        Returns them in the order of `ranks`.
+        """
+        things = [thing] * self.size
+        if self.size > 1:
+            self.together("small objects", dist.all_gather_object, things, thing)
+        return things
+
+    def within(self, error: Exception) -> str:
+        """
+        ### How long this rank has waited, in words, if torch's error is a time-out
+        """
+        return f" within {self.timeout.total_seconds():g} s" * ("imed out" in str(error))
+
+    def advice(self, error: Exception) -> str:
+        """
+        ### What to do about ranks that do not send their part
+
+        * `error` is torch's
+        """
+        if not self.within(error):
+            return ("look for the first error on the other ranks, which is the cause, and start "
+                    "again.")
+        return (f"none of them has ended{self.within(error)}, so look for a rank "
+                "that does something else: one that evaluates or saves alone, has fewer batches, "
+                "or was stopped. All ranks have to call the same functions. "
+                "`init_process_group(timeout=)` sets how long they wait.")
+
+    def only_this(self) -> Group:
+        """
+        ### The group of this rank alone, which sends nothing
+        """
+        return Group((self.global_rank,), 0)
+
+
+def node_of(rank: int) -> int:
+    """
+    ## The node of a rank of the run
+
+    torchrun gives each node `LOCAL_WORLD_SIZE` consecutive ranks. Without this variable, all ranks
+    are on one node.
+    """
+    return rank // int(os.environ.get("LOCAL_WORLD_SIZE", rank + 1))
+
+
+def all_ranks(rank: int | None = None, world_size: int | None = None) -> Group:
+    """
+    ## The group of all ranks
+
+    * `rank` and `world_size` must be those of the process group, and default to them; without one,
+      to 0 and 1
+
+    Raises `RuntimeError` if there is no process group of this rank and size, or if torchrun has
+    started several ranks and this one would train alone.
+    """
+    has_group = dist.is_available() and dist.is_initialized()
+    here = (dist.get_rank(), dist.get_world_size()) if has_group else (0, 1)
+    told = int(os.environ.get("WORLD_SIZE") or 1)
+    is_alone = here[1] == 1 < told
+    expect(not is_alone or world_size is not None,
+           f"rank {os.environ.get('RANK', '?')}: it would train alone",
+           f"a process group of {told} ranks, as WORLD_SIZE says",
+           "one of 1 rank" if has_group else "none",
+           "call `torch.distributed.init_process_group()` without a rank and a size, before the "
+           "first layer is wrapped; to train alone on purpose, unset WORLD_SIZE", RuntimeError)
+    rank = here[0] if rank is None else rank
+    world_size = here[1] if world_size is None else world_size
+    expect((rank, world_size) == (here if world_size > 1 else (0, 1)),
+           f"rank {rank}: no such rank", f"rank {here[0]} of {here[1]}, as the process group says",
+           f"rank {rank} of {world_size}", "start with torchrun, call "
+           "`torch.distributed.init_process_group` first, and pass its numbers or leave them out",
+           RuntimeError)
+    return Group(tuple(range(world_size)), rank)
+
+
+def timeout_of(process_group: Any, device: torch.device) -> timedelta:
+    """
+    ## How long a group waits for a rank that does not answer
+
+    * `device` is the kind of device that its tensors are on
+    """
+    try:
+        backend = process_group._get_backend(device)
+    except RuntimeError:
+        return default_pg_timeout
+    return getattr(getattr(backend, "options", None), "_timeout", default_pg_timeout)
 
 
 class Peers:
@@ -41,20 +220,15 @@ class Peers:
     ## The ranks that train a model together
     """
 
-    def __init__(self, rank: int | None = None, world_size: int | None = None,
-                 mesh: DeviceMesh | None = None):
+    def __init__(self, groups: tuple[Group, ...] = (), ranks: tuple[int, ...] = ()):
         """
         ### Join the ranks
 
-        * `rank` and `world_size` must be those of the process group, and default to them; without
-          one, to 0 and 1
-        * `mesh` has the ranks; left out, these are all ranks of the process group
-
-        Raises `RuntimeError` if there is no process group of this rank and size, and as
-        `groups_of`.
+        * `groups` has the ranks that share shards; then, if there are any, those to exchange sums
+          with; left out, all ranks of the process group share them
+        * `ranks` are the global ranks of the whole model; left out, those of the first group
         """
-        # The ranks that share shards; then, if there are any, those to exchange sums with.
-        self.groups = (all_ranks(rank, world_size),) if mesh is None else groups_of(mesh)
+        self.groups = groups or (all_ranks(),)
         self.group = self.groups[0]
         self.replicas = self.group.only_this()
         # The ranks that have other layers of the same model, the stages of a pipeline.
@@ -66,7 +240,7 @@ class Peers:
         self.divisor = math.prod(group.size for group in self.groups)
         # Errors name ranks as the whole run does.
         self.global_rank = self.group.global_rank
-        self.ranks = self.group.ranks if mesh is None else tuple(mesh.mesh.flatten().tolist())
+        self.ranks = ranks or self.group.ranks
 
     @property
     def is_first(self) -> bool:
@@ -89,8 +263,6 @@ class Peers:
         ### Small Python objects of all ranks (all-gather); all ranks must call it
 
         Returns them in the order of `ranks`.
-
-        A training step calls it only while an asynchronous save is under way.
         """
         things = [thing]
         for group in self.groups:
@@ -101,7 +273,7 @@ class Peers:
         """
         ### Raise an error on all ranks if one of them has a problem
 
-        * `problem` is this rank's, or empty; `what`, `expected` and `cure` are as for `fail`
+        * `problem` is this rank's, or empty; `what`, `expected` and `cure` are as for `expect`
 
         All ranks must call it. Raises `RuntimeError`.
         """

@@ -41,7 +41,7 @@ import torch
 from torch import nn
 
 from zero3.flat import FlatParameter
-from zero3.guards.contents import Guarded, is_sharded
+from zero3.guards.moments import Guarded, is_sharded
 
 
 @dataclass(frozen=True)

@@ -222,7 +222,7 @@ class CompiledUnit(Unit):
         ### Add the gradient of the parameter with the index `place` to the flat gradient
         """
         flat, slot = self.flat_slots[place]
-        self.refuse_sparse(grad, slot.names[0])
+        self.guard.before_grad(grad, slot.names[0])
         grad = self._hooked(slot, grad)
         if flat.grad is None:
             # (world_size * shard_numel,), of the reduce's data type, device
@@ -296,7 +296,7 @@ class CompiledUnit(Unit):
         ### Refuse backward through weights that have changed since forward
         """
         self._settle_at_end_of_backward()
-        self.refuse_old_calls(tuple(versions))
+        self.guard.refuse_old_calls(tuple(versions))
 
     @torch.compiler.disable
     def fetch_for_others(self) -> bool:

@@ -74,7 +74,7 @@ from zero3.compression.weights import (
     Weighted,
     axes,
 )
-from zero3.guards.contents import Guarded
+from zero3.guards.moments import Guarded
 from zero3.guards.options import expect
 from zero3.optimizer.buckets import Bucket
 from zero3.optimizer.stage3 import Zero3Optimizer

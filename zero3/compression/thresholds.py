@@ -41,8 +41,8 @@ from collections.abc import Callable
 import torch
 
 from zero3.compression.weights import PrunedElements
-from zero3.guards.contents import Guarded
 from zero3.guards.freed import FreedParameter
+from zero3.guards.moments import Guarded
 
 # The bits of a digit.
 DIGIT = 8

@@ -4,9 +4,9 @@ r"""
 `Contents` notices parameters and layers that are added to a sharded module, and refuses what other
 libraries do to sharded modules and cannot do right.
 
-A sharded module looks like any other module. So people assign new heads to it, load state dicts
-into it, copy it for a moving average, and put `DistributedDataParallel` around it. None of these
-fails by itself, and each of them trains another model than it seems to:
+People assign new heads to a sharded module, load state dicts into it, and put
+`DistributedDataParallel` around it. None of these fails by itself, and each of them trains another
+model than it seems to:
 
 | somebody | without this chapter | here |
 |---|---|---|
@@ -16,9 +16,6 @@ fails by itself, and each of them trains another model than it seems to:
 | wraps a module with more parameters in DDP | the same | DDP leaves the shards alone |
 | calls `fully_shard` | the optimizer steps parameters that no layer reads | an error in forward |
 | asks for `parameters()` in a forward | there are none | the full parameters of that layer |
-
-Take a layer with the shards (1, 2) and (3, 0) on two ranks. DDP broadcasts the parameters of rank
-0, so rank 1 would go on with (1, 2) as well, and the layer with the weights 1, 2 and 1.
 
 The first check runs in every forward. It compares the submodules of each module with the list from
 before, and looks closer only if something differs:
@@ -32,53 +29,25 @@ as a submodule is noticed only in the next forward.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
-from zero3.guards.options import Named
+from zero3.guards.moments import Guarded, Layer, is_sharded, own_modules
+from zero3.guards.options import expect
 
 # By name, because most of them are not installed.
 WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel",
             "FlattenParamsWrapper", "ShardedDataParallel", "DeepSpeedEngine")
 
 
-class Guarded(nn.Module, Named):
-    """
-    ## A sharded layer, as far as guards and tiers have to know it
-
-    `layer.py` imports the guards, so they cannot import `Zero3Layer`. `Unit`, the layer of a whole
-    model, overrides the two methods.
-    """
-
-    module: nn.Module
-    device: torch.device
-    chunk: nn.ParameterList  # the shards
-    flats: list[Any]
-    cure_for_new: str  # advice about an added layer or parameter
-    layer_idx: int
-    listener: Any  # hears what happens to it
-
-    def fetch_for_others(self) -> bool:
-        """
-        ### Gather the parameters for another layer that uses them, and return whether it may
-        """
-        return False
-
-    def admits(self, layer: nn.Module) -> bool:
-        """
-        ### Whether a sharded layer may be inside this one
-        """
-        return True
-
-
 class Contents:
     """
-    ## The modules inside a sharded layer, which has one of these as `contents`
+    ## The modules inside a sharded layer
     """
 
     def __init__(self, layer: Guarded, params: dict[nn.Module, dict[str, nn.Parameter | None]]):
@@ -88,11 +57,10 @@ class Contents:
         * `params` are the parameters that the layer's modules had, and now have as plain attributes
         """
         self.layer = layer
-        self.owners = list(params)
         self.hidden = [(owner, own) for owner, own in params.items() if own]
         self.depth = 0  # of the `with` blocks that show the parameters now
         self.known = Known([layer, *params])
-        self.refusals = self._refuse_state_dicts()  # handles of hooks
+        self.refusals = self._refuse_state_dicts(list(params))
 
     def check(self) -> None:
         """
@@ -134,11 +102,11 @@ class Contents:
         #### Look at every module again, because something has changed
         """
         layer = self.layer
-        found = list(_walk(layer.module, ""))
+        found = list(own_modules(layer.module))
         beside: list[tuple[str, nn.Module]] = []
         for name, child in layer._modules.items():
             if child not in (layer.module, layer.chunk):
-                beside += _walk(child, f"{name}.")
+                beside += own_modules(child, f"{name}.")
         for prefix, owner in [*found, ("", layer), *beside]:
             self._refuse_new(prefix, owner)
         return found
@@ -178,14 +146,11 @@ class Contents:
         if self.depth > 0:
             return
         for owner, params in self.hidden:
-            if len(owner._parameters) == len(params):
-                owner._parameters.clear()
-                continue
             # New parameters stay, and `check` finds them.
             for name in params:
                 owner._parameters.pop(name, None)
 
-    def _refuse_state_dicts(self) -> list[RemovableHandle]:
+    def _refuse_state_dicts(self, owners: list[nn.Module]) -> list[RemovableHandle]:
         """
         #### Refuse to read and to write the state dicts of the modules
 
@@ -204,21 +169,8 @@ class Contents:
                 "model.full_params(writeback=True) as params:`; or pass its file to `wrap(..., "
                 "checkpoint=)`; a checkpoint of `zero3.save` is read by `zero3.load`")
 
-        return [*(owner.register_state_dict_pre_hook(refuse_to_save) for owner in self.owners),
-                *(owner.register_load_state_dict_pre_hook(refuse_to_load)
-                  for owner in self.owners)]
-
-    def refuse_copies(self) -> None:
-        """
-        ### Refuse to be copied or pickled
-
-        A copy would share the hooks, files and communicator of the original. Raises `RuntimeError`.
-        """
-        self.layer.expect(
-            False, "cannot be copied or pickled", "one model on each rank", "a copy of one of its "
-            "layers", "copy the plain model before wrapping it; for a moving average (EMA) average "
-            "the shards, `[p.detach().clone() for p in model.get_trainable_chunk()]`; to keep the "
-            "weights use `zero3.save`, or clone them in `with model.full_params() as params:`")
+        return [*(owner.register_state_dict_pre_hook(refuse_to_save) for owner in owners),
+                *(owner.register_load_state_dict_pre_hook(refuse_to_load) for owner in owners)]
 
 
 class Known:
@@ -242,11 +194,40 @@ class Known:
         return False
 
 
-def is_sharded(module: nn.Module) -> TypeGuard[Guarded]:
+def check_chain(modules: Iterable[Layer]) -> list[Layer]:
     """
-    ## Whether this is a sharded layer: while it is being made, it is a module like any other
+    ## Refuse modules that cannot be a chain
+
+    A plain module among the layers would be whole on each rank, and each rank would train its own.
     """
-    return isinstance(vars(module).get("contents"), Contents)
+    expect(isinstance(modules, Iterable), "Zero3Sequential", "a list of Zero3Layers",
+           type(modules), "pass `[layer]` for one", TypeError)
+    # A generator yields its layers a single time.
+    layers = list(modules)
+    expect(len(layers) > 0, "Zero3Sequential", "at least one layer", "none",
+           "look at the code that should have made the layers")
+    for i, layer in enumerate(layers):
+        if not isinstance(layer, Guarded):
+            raise TypeError(f"Zero3Sequential, element {i}. Expected: a Zero3Layer. Got: "
+                            f"{type(layer)}. What to do: wrap it, with parameters or without.")
+    check_groups(layers)
+    return layers
+
+
+def check_walk(chain: Any) -> None:
+    """
+    ## Refuse layers that were added to a chain or taken out of it
+
+    The layers learnt their neighbours when the chain was built.
+    """
+    built = chain.sharded_layers
+    children = dict(chain.named_children())
+    params = {**chain._parameters, **chain.module_list._parameters}
+    built[0].expect(
+        [*chain.module_list] == [*built] and len(children) == 1 and not params,
+        "is in a chain whose layers have changed", f"the {len(built)} that it was built with",
+        f"{len(chain.module_list)}, and submodules {[*children]}",
+        "build a new `Zero3Sequential` of `Zero3Layer`s, and the optimizer on it")
 
 
 def stray(model: nn.Module) -> list[str]:
@@ -275,17 +256,6 @@ def check_groups(layers: Iterable[Guarded]) -> None:
                      "the rest of its model", "the same ranks and the same `Links` for all layers",
                      " and ".join(told), "pass the same `mesh=` to every layer, also to those "
                      "without parameters; models on different ranks take an optimizer each")
-
-
-def _walk(module: nn.Module | None, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """
-    #### A module and the modules inside, down to the next sharded one, with their names
-    """
-    if module is None or is_sharded(module):
-        return
-    yield prefix, module
-    for name, child in module._modules.items():
-        yield from _walk(child, f"{prefix}{name}.")
 
 
 def uncompiled(forward: Callable) -> Callable:

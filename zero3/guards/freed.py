@@ -24,16 +24,17 @@ import weakref
 import torch
 from torch import nn
 
-from zero3.guards.contents import Guarded
+from zero3.guards.moments import Guarded, is_sharded, own_modules
 
 # Properties and methods that read no element.
-_PROPERTIES = ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad_fn",
-               "grad_dtype", "_version", "nbytes")
-_METHODS = ("dim", "numel", "size", "__len__", "element_size", "untyped_storage",
-            "is_floating_point", "is_complex")
-_METADATA = {*(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
-             *(getattr(torch.Tensor, name) for name in _METHODS),
-             vars(torch._C.TensorBase)["grad_dtype"].__set__}
+_PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn",
+               "grad_dtype", "is_sparse", "is_sparse_csr", "is_cuda", "is_cpu", "is_meta",
+               "is_quantized", "_version", "nbytes")
+_METHODS = ("dim", "numel", "nelement", "size", "stride", "__len__", "__hash__", "element_size",
+            "untyped_storage", "is_floating_point", "is_complex")
+METADATA = {*(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
+            *(getattr(torch.Tensor, name) for name in _METHODS),
+            vars(torch._C.TensorBase)["grad_dtype"].__set__}
 # Functions that save or copy weights.
 _READS = {vars(torch._C.TensorBase)["data"].__get__, torch.Tensor.detach, torch.Tensor.clone,
           torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.item}
@@ -44,6 +45,22 @@ _CURE_FOR_READS = ("save the model with `zero3.save` or, if `wrap` returned it, 
 # A shard that rests elsewhere can also be frozen, and asked for its gradient.
 _OF_SHARDS = {vars(torch._C.TensorBase)["grad"].__get__,
               vars(torch._C.TensorBase)["requires_grad"].__set__, torch.Tensor.requires_grad_}
+
+
+def check_module(owner: Guarded, module: object) -> None:
+    """
+    ## Refuse what cannot be sharded
+
+    Raises `TypeError` if it is no module, and `RuntimeError` if some of it is sharded already.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"Zero3Layer. Expected: a module. Got: {module!r}. What to do: pass the "
+                        "layer itself, and not its class.")
+    owner.expect(not is_sharded(module), "is given", "a plain module", module, owner.cure)
+    for prefix, child in own_modules(module):
+        for name, value in (*vars(child).items(), *child._parameters.items()):
+            owner.expect(not isinstance(value, FreedParameter), f"cannot shard `{prefix}{name}`",
+                         "a parameter of this layer alone", value, owner.cure)
 
 
 class FreedParameter(nn.Parameter):
@@ -89,7 +106,7 @@ class FreedParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         removes_grad = func == torch.Tensor.grad.__set__ and args[1] is None
-        if func in _METADATA or (cls.is_shard and (removes_grad or func in _OF_SHARDS)):
+        if func in METADATA or (cls.is_shard and (removes_grad or func in _OF_SHARDS)):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         owner = cls.owner()

@@ -1,7 +1,7 @@
 r"""
 # Options: check arguments, and say what is wrong
 
-`whole` checks a number; `expect` and `fail` raise the error. `same` raises one if ranks differ.
+`whole` checks a number, and `expect` raises the error. `same` raises one if ranks differ.
 `Named` raises errors under its own name.
 
 Many wrong numbers pass a check that looks right. `nan < 1` is false and so is `nan > 9`, so a NaN
@@ -16,7 +16,7 @@ $$\text{least} \le \text{value} \le \text{most}$$
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 # The largest number that torch takes as a size.
 MOST = 2**63 - 1
@@ -66,19 +66,6 @@ def same(what: str, ranks: Sequence[int], every: Sequence[Mapping[str, object]],
                        f"{here!r} on rank {ranks[0]}, and {there!r} on rank {rank}", cure, kind)
 
 
-def fail(rank: int, who: str, what: str, expected: object, got: object, cure: str) -> NoReturn:
-    """
-    ## Raise the error of a layer or an optimizer on one rank
-
-    * `rank` is this rank, and `who` is the name of the layer or the optimizer
-    * `what` is the problem: "cannot step", for instance
-
-    Raises `RuntimeError`, which says where, what was expected, what was found, and what to do.
-    """
-    raise RuntimeError(f"rank {rank}: {who} {what}. Expected: {expected}. Got: {got}. "
-                       f"What to do: {cure}.")
-
-
 class Named:
     """
     ## Whatever raises errors under its own name: a layer, a model, an optimizer, a checkpoint
@@ -92,4 +79,5 @@ class Named:
         ### Raise `RuntimeError` unless this is good
         """
         if not good:
-            fail(self.comm.global_rank, self.label, what, expected, got, cure)
+            expect(False, f"rank {self.comm.global_rank}: {self.label} {what}", expected, got, cure,
+                   RuntimeError)

@@ -1,7 +1,7 @@
 r"""
 # Placement: the same parameters on every rank, on the right device
 
-`check_params`, `check_device` and `compare_params` look at a layer before it is sharded.
+`check_params` looks at a layer before it is sharded.
 
 Take a module that was built in another order on rank 1:
 
@@ -10,8 +10,8 @@ Take a module that was built in another order on rank 1:
 | rank 0 | `first.weight`, (2, 3) | `second.weight`, (2, 3) |
 | rank 1 | `second.weight`, (2, 3) | `first.weight`, (2, 3) |
 
-All sizes agree, so both ranks would compute with halves of two different weights. So the ranks
-compare names, shapes and data types once:
+All sizes agree, so both ranks would compute with halves of two weights. So the ranks compare names,
+shapes and data types once:
 
 $$\text{parameters of rank } 0 = \text{parameters of rank } 1 = \ldots$$
 
@@ -27,32 +27,33 @@ rank draws a number while the ranks compare, and all later announcements contain
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from zero3.guards.moments import Sharers
 from zero3.guards.options import expect, same
 
 Params = dict[nn.Parameter, tuple[str, ...]]
 
 
-def check_params(rank: int, who: str, params: Params, device: torch.device | str | None,
-                 dtype: torch.dtype | None) -> torch.device:
+def check_params(comm: Sharers, who: str, params: Params, device: torch.device | str | None,
+                 dtype: torch.dtype | None) -> tuple[torch.device, int]:
     """
-    ## Check the parameters of a layer
+    ## Check the parameters of a layer, and compare them between ranks
 
-    * `who` is the layer's name for errors
+    * `comm` is the layer's communicator, and `who` its name for errors
     * `params` are its parameters, with their names
     * `device` and `dtype` are those that they must have, if given
 
-    Returns the device that they are on. Raises `RuntimeError`.
+    All ranks must call it. Returns the device that the parameters are on, and a number below 2 to
+    the 31 that the first rank has drawn. Raises `RuntimeError`.
     """
     at = torch.device(device or next((p.device for p in params), "cpu"))
     for p, (name, *_) in params.items():
-        what = f"rank {rank}: {who} cannot shard `{name}`"
+        what = f"rank {comm.global_rank}: {who} cannot shard `{name}`"
         expect(type(p) is nn.Parameter and not p.is_meta, what, "a Parameter with values",
                f"{type(p).__name__} on {p.device}", "initialise the module first", RuntimeError)
         expect(p.device.type == at.type and at.index in (None, p.device.index or 0), what,
@@ -60,42 +61,39 @@ def check_params(rank: int, who: str, params: Params, device: torch.device | str
         expect(dtype in (None, p.dtype), what, dtype, p.dtype, "convert the module with "
                "`.to(dtype)` first, or leave `dtype` out to mix data types", RuntimeError)
         at = p.device
-    return at
+    if at.type != "cpu":
+        at = check_device(comm, who, at)
+    return at, compare_params(comm, who, params)
 
 
-def compare_params(rank: int, ranks: Sequence[int], who: str,
-                   gather: Callable[[Any], list[Any]], params: Params, how: str) -> int:
+def compare_params(comm: Sharers, who: str, params: Params) -> int:
     """
     ## Make sure that all ranks shard the same parameters in the same order
 
-    * `ranks` are all ranks that shard them
-    * `gather` gets what this rank has, and returns what each rank has; all ranks must call it
-    * `how` tells how the parameters travel between ranks
-
-    Returns a number below 2 to the 31 that the first rank has drawn. Raises `RuntimeError`.
+    `Links` say how the parameters travel between ranks. Returns the number that the first rank has
+    drawn.
     """
     told = {f"parameter {i}": (names, tuple(p.shape), p.dtype, p.requires_grad)
             for i, (p, names) in enumerate(params.items())}
+    how = "as it is" if comm.links is None else comm.links.told
     # Not from torch's or Python's random numbers, which are the user's.
-    every = gather(({"`Links`": how, **told}, secrets.randbits(31)))
-    same(f"rank {rank}: {who} differs between ranks", ranks, [told for told, _ in every],
+    every = comm.gather(({"`Links`": how, **told}, secrets.randbits(31)))
+    same(f"rank {comm.global_rank}: {who} differs between ranks", comm.ranks,
+         [told for told, _ in every],
          "build the same module, in the same order and with the same `Links`, on all ranks")
     return every[0][1]
 
 
-def check_device(rank: int, group: dist.ProcessGroup | None, world_size: int, who: str,
-                 at: torch.device) -> torch.device:
+def check_device(comm: Sharers, who: str, at: torch.device) -> torch.device:
     """
     ## Make sure that an accelerator is the one that this rank's collectives use
-
-    * `group` is the process group of its collectives, of `world_size` ranks
 
     NCCL sends from the *current* device and waits for that device's stream. With two devices in one
     rank it would wait for the wrong one.
 
     Returns the device with its number. Raises `RuntimeError`.
     """
-    what = f"rank {rank}: {who} cannot compute on {at}"
+    what = f"rank {comm.global_rank}: {who} cannot compute on {at}"
     backend: Any = torch.get_device_module(at)
     count = backend.device_count() if backend.is_available() else 0
     expect((at.index or 0) < count, what, f"one of {count} such devices", at,
@@ -106,12 +104,12 @@ def check_device(rank: int, group: dist.ProcessGroup | None, world_size: int, wh
     expect(at == current, what, f"the current device, {current}", at,
            f"call `torch.{at.type}.set_device({at.index})` on this rank before "
            "`init_process_group`, or move the module", RuntimeError)
-    if world_size == 1:
+    if comm.world_size == 1:
         return at
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
     expect(bound in (None, at), what, f"{bound}, which the process group has", at,
            f"pass `device_id={at}` to `init_process_group`, or move the module", RuntimeError)
-    backends = str(dist.get_backend_config(group))
+    backends = str(dist.get_backend_config(comm.group.process_group))
     expect(f"{at.type}:" in backends, what, f"a process group for {at.type}", f"one for {backends}",
            "call `init_process_group` without a backend, or with one that serves this device",
            RuntimeError)

@@ -36,7 +36,8 @@ from typing import Any, SupportsIndex
 import torch
 from torch import nn
 
-from zero3.guards.contents import Guarded
+from zero3.guards.freed import METADATA
+from zero3.guards.moments import Guarded
 
 # `clip_grad_norm_` and `get_total_norm` call these.
 _NORMS = {
@@ -51,15 +52,7 @@ _SAME = {torch.Tensor.detach, vars(torch._C.TensorBase)["data"].__get__, torch.T
 _ZERO = {torch.Tensor.zero_, torch._foreach_zero_}
 _UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
 # Functions that read no element.
-_METADATA = {
-    *(getattr(torch.Tensor, name).__get__ for name in (
-        "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn",
-        "is_sparse", "is_sparse_csr", "is_cuda", "is_cpu", "is_meta", "is_quantized", "_version",
-        "nbytes")),
-    *(getattr(torch.Tensor, name) for name in (
-        "dim", "numel", "nelement", "size", "stride", "__len__", "element_size", "is_complex",
-        "is_floating_point", "untyped_storage", "requires_grad_", "detach_", "__hash__")),
-}
+_HARMLESS = {*METADATA, torch.Tensor.requires_grad_, torch.Tensor.detach_}
 _CURE = ("clip with `model.clip_grad_norm_(...)`, or `Zero3Optimizer(..., clip_grad_norm=...)`; "
          "without a `Zero3Sequential` or `wrap`, with "
          "`zero3.gradients.clip_grad_norm_(model, ...)`; to look at this rank's part take "
@@ -116,7 +109,7 @@ class GradientElsewhere(ShardGradient):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func in _METADATA:
+        if func in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func not in _ZERO:
@@ -152,17 +145,20 @@ def plain_part(grad: torch.Tensor) -> torch.Tensor:
     return grad.as_subclass(torch.Tensor) if isinstance(grad, ShardGradient) else grad
 
 
-def mark(grad: torch.Tensor, flat: object, used: set | None) -> ShardGradient:
+def mark(grad: torch.Tensor, flat: object, used: set | None,
+         names: Iterable[tuple[str, ...]] = ()) -> ShardGradient:
     """
     ## The same gradient, marked as a part of the whole
 
     * `flat` is the flat parameter that it belongs to
     * `used` names the parameters that it has something of; `None` for all
+    * `names` are those that have been added to it
     """
     if not isinstance(grad, ShardGradient):
         grad = grad.as_subclass(ShardGradient)
         grad.flat = weakref.ref(flat)
         grad.used = used
+    grad.note_used(names)
     return grad
 
 

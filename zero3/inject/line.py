@@ -40,7 +40,7 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero3.comm.collectives import all_gather_single, all_to_all_single, reduce_scatter_single
-from zero3.comm.mesh import Group
+from zero3.comm.order import Group
 from zero3.comm.parts import connect
 from zero3.guards.options import expect, same
 from zero3.optimizer.steps import before_steps

@@ -55,7 +55,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from zero3.guards.contents import is_sharded
+from zero3.guards.moments import is_sharded
 from zero3.guards.options import expect
 
 

@@ -44,8 +44,8 @@ import torch
 
 from zero3.comm.collectives import Communicator
 from zero3.comm.encodings import Encoding
-from zero3.guards.contents import Guarded
 from zero3.guards.freed import FreedParameter
+from zero3.guards.moments import Guarded
 from zero3.in_flight import in_flight
 from zero3.offload.memory import copy_to
 

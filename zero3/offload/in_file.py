@@ -35,8 +35,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zero3.guards.contents import Guarded
 from zero3.guards.freed import FreedParameter
+from zero3.guards.moments import Guarded
 from zero3.in_flight import in_flight
 from zero3.offload.disk import SPARE_FILES, File, aligned, allow_more_files, whole_blocks
 from zero3.offload.memory import pinned

@@ -53,7 +53,7 @@ from torch import nn
 
 from zero3.comm.encodings import Encoding, is_encoding
 from zero3.flat import CURE, InMemory
-from zero3.guards.contents import Guarded
+from zero3.guards.moments import Guarded
 from zero3.guards.options import expect, whole
 from zero3.guards.room import check_room, check_step
 from zero3.offload.disk import ALIGN_BYTES

@@ -60,7 +60,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from zero3.comm.collectives import ALONE, Communicator
-from zero3.comm.mesh import Group
+from zero3.comm.mesh import Group, groups_of
 from zero3.guards.freed import FreedParameter
 from zero3.guards.options import expect, same
 from zero3.offload.tiers import Offload
@@ -118,7 +118,7 @@ class Pipeline(ShardedModel):
                f"a mesh with the dimensions {_MESHES[0]} or {_MESHES[1]}", f"{mesh}",
                "`init_device_mesh(device, (2, 2), mesh_dim_names=(\"pipeline\", \"shard\"))`")
         layers = [*layers]
-        line = Communicator(mesh=mesh["pipeline"])
+        line = Communicator(groups_of(mesh["pipeline"]))
         self.ranks = line.group.size
         self.place = line.group.rank
         told: dict[str, object] = {f"`{name}`": (tuple(p.shape), p.dtype) for p, names

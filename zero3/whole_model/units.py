@@ -227,7 +227,7 @@ class Unit(StandIn, Zero3Layer):
         module = super().__getattr__("module")
         if not isinstance(getattr(type(module), name, None), property):
             return getattr(module, name)
-        with self.contents:
+        with self.guard:
             return getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:

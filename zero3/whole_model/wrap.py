@@ -59,7 +59,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero3.comm.links import Links
-from zero3.comm.mesh import Group
+from zero3.comm.order import Group
 from zero3.comm.parts import connect
 from zero3.comm.reducer import Reducer
 from zero3.estimate.ledger import Ledger
@@ -265,7 +265,7 @@ class Zero3Model(StandIn, ShardedModel):
         ### Refuse what cannot be trained, before a forward pass
         """
         self._check_children()
-        self.module.contents.check()
+        self.module.guard.check()
         # Checked here and not in the step, because another optimizer may step them next.
         missed = self.missed
         self.missed = []
@@ -325,11 +325,11 @@ class Zero3Model(StandIn, ShardedModel):
         root = self.module
         plain = root.module
         self._check_children()
-        root.contents.check()
+        root.guard.check()
         # The root stays full until the end, because every token needs it.
         arrive = plain.register_forward_pre_hook(lambda *_: self.order.arrive(root))
         # A model may ask its own parameters for their device between two tokens, so show them.
-        with root.full_params(), root.contents, arrive:
+        with root.full_params(), root.guard, arrive:
             self.order.stack.append(root)
             try:
                 if hasattr(plain, "generate"):
@@ -379,7 +379,7 @@ class Zero3Model(StandIn, ShardedModel):
                     slot.hook.remove()
                 slot.param.__class__ = nn.Parameter
                 slot.param.data = value
-            for refusal in unit.contents.refusals:
+            for refusal in unit.guard.refusals:
                 refusal.remove()
         # Put parameters and modules back where they were.
         plain = self.module.module

@@ -1,0 +1,109 @@
+r"""
+# Ranks that diverged
+
+`diverged` compares what the ranks of a group are about to send.
+
+Ranks that took different branches would exchange different layers. With equal sizes the weights
+would silently be garbage; with different sizes gloo ends the process and NCCL hangs. So they
+announce
+
+$$(\text{layer}, \text{action}, \text{bytes}, \text{mark})$$
+
+The norms' mark has a checksum of the optimizer's options, so another learning rate is noticed, too.
+
+**Run this**: `python -m docs.mutations skip-one`.
+
+**Not covered, and what that costs**: on an accelerator an assertion on the device fails, and the
+error comes with the next operation that waits for the device, without ranks and layers. Run the
+same program on the CPU, or look at the last collectives with torch's flight recorder
+(`TORCH_FR_BUFFER_SIZE`). If a rank ends without an announcement, the others find out by NCCL's
+time-out.
+"""
+
+import torch
+
+from zero3.guards.moments import ACTIONS, ALONE, Announced, Sharers
+
+_LOWER = 0xFFFFFFFF
+
+
+def diverged(transfer: Announced, ranks: tuple[int, ...], rank: int, order: torch.Tensor) -> str:
+    """
+    ## Compare the announcements of all ranks of a group
+
+    * `ranks` are its global ranks, and `rank` is this rank's place among them
+    * `order` has their announcements, `(size, 4)` int64, on the device
+
+    Returns the problem, if any. On an accelerator the device compares them itself, unless the host
+    is about to wait anyway.
+    """
+    comm = transfer.comm
+    if not (comm.by_messages or transfer.options):
+        return _assert_same(transfer, order, rank)
+    rows = order.tolist()
+    mine = rows[rank]
+    for other, row in zip(ranks, rows, strict=True):
+        if row != mine:
+            if ACTIONS[row[1]] == "fault":
+                comm.failed = other
+            return (f"{transfer.where}: the ranks diverged. Expected: {told(comm, mine)}, on "
+                    f"all ranks, as here. Got: {told(comm, row)}, on rank {other}. "
+                    f"What to do: {_cure(transfer.options, mine, row, other)}. Start again.")
+    return ""
+
+
+def told(comm: Sharers, row: list[int]) -> str:
+    """
+    ## What a rank has announced, in words
+    """
+    idx, number, nbytes, mark = row
+    action = ACTIONS[number]
+    if mark >> 32 not in (comm.met, 0):
+        name = f"layer {idx} of another model"
+    elif idx in comm.labels:
+        name = comm.labels[idx]
+    elif idx != ALONE:
+        name = f"layer {idx}"
+    elif action == "norm":
+        name = "the gradients"
+    else:
+        name = "a layer in no chain"
+    if action == "fault":
+        return f"{action} of {name}"
+    return f"{action} of {name}, {nbytes} bytes, layers' checksum {mark & _LOWER}"
+
+
+def _cure(options: str, mine: list[int], row: list[int], other: int) -> str:
+    """
+    #### What to do about a rank that has announced something else
+
+    * `mine` is what this rank has announced, and `row` what the rank `other` has
+    """
+    if 0 != row[3] >> 32 != mine[3] >> 32:
+        return "wrap models in the same order on all ranks, and call the same one"
+    if options and row[:3] == mine[:3]:
+        return (f"give the optimizers of all ranks the same options, which are {options} "
+                "here; a scheduler that follows the loss, as ReduceLROnPlateau does, needs the "
+                "mean loss over all ranks")
+    return (f"look for an error on rank {other}; without one, call the same layers in the same "
+            "order on all ranks")
+
+
+def _assert_same(transfer: Announced, order: torch.Tensor, rank: int) -> str:
+    """
+    #### Have the device compare the announcements
+
+    Returns the problem if the assertion has failed already, as it does on the CPU.
+    """
+    problem = (f"{transfer.where}: the ranks diverged. Expected: a {transfer.action} of this layer "
+               "on all ranks, as here. Got: another transfer on another rank. What to do: look "
+               "for an error on another rank; without one, call the same layers in the same "
+               "order on all ranks: the same program on the CPU names both sides. Start again.")
+    try:
+        torch._assert_async((order == order[rank]).all(), problem)
+    except RuntimeError as error:
+        if problem not in str(error):
+            # An earlier failure on the device, reported by the first call after it.
+            raise
+        return problem
+    return ""
