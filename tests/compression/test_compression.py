@@ -220,7 +220,7 @@ def test_the_smallest_elements_are_pruned_and_of_equal_ones_the_earlier():
     The keys of the head, exactly as many as the sparsity says, and no gradient for them. Breaks if
     ties are pruned together, or if a pruned element is trained.
     Proves `Pruned`, `Pruned.__init__`, `Pruned.forward`, `Pruned.kept`, `Pruned.sizes`,
-    `Pruned.spread`, `Pruned.count`, `Pruned.units`, `Pruned.attach`, `Pruned.original`, `Method`,
+    `Pruned.spread`, `Pruned.count`, `Pruned.units`, `Pruned.original`, `Method`,
     `PrunedElements`, `PrunedElements.__init__`, `PrunedElements.units`, `PrunedElements.ranked`,
     `PrunedElements.share`, `PrunedElements.kept`, `PrunedElements.keys`.
     """
@@ -237,10 +237,11 @@ def test_the_smallest_elements_are_pruned_and_of_equal_ones_the_earlier():
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         values = torch.randn(4096, dtype=dtype)
         values[::7] = 0
-        pruned = PrunedElements(Prune(0.5), values.view(64, 64))
+        layer = nn.Linear(64, 64, dtype=dtype)
+        pruned = PrunedElements(Prune(0.5), layer)
         order = pruned.keys(values).argsort()
         assert torch.equal(order, values.abs().argsort(stable=True))
-        learnt = PrunedElements(Prune(0.5, score="learnt"), values.view(64, 64))
+        learnt = PrunedElements(Prune(0.5, score="learnt"), layer)
         assert torch.equal(learnt.keys(values + 0.0).argsort(), values.argsort(stable=True))
         assert pruned.keys(values).unique().numel() == 4096 and pruned.keys(values).min() >= 0
 
@@ -905,7 +906,7 @@ def test_a_quantised_weight_has_a_width():
     """
     Proves `Quantised`.
     """
-    assert Quantised(Quantize(4, group=2), torch.ones(3, 4)).width == 2
+    assert Quantised(Quantize(4, group=2), nn.Linear(4, 3)).width == 2
 
 
 # ---------------------------------------------------------------------------------------- freeing

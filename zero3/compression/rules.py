@@ -88,8 +88,8 @@ class Quantize:
                "pass such a number, or leave it out")
         expect(self.symmetric or self.bits > 1, "Quantize: `symmetric`", "True for 1 bit, which "
                "is a sign", self.symmetric, "pass `symmetric=True`, or more bits")
-        falls = self.start_bits is not None
-        expect(not falls or (whole(self.start_bits, self.bits, 8) and self.end is not None),
+        expect(self.start_bits is None or (whole(self.start_bits, self.bits, 8)
+                                           and self.end is not None),
                "Quantize: `start_bits`", f"from {self.bits} to 8, and an `end`",
                f"{self.start_bits!r} and the end {self.end}", "pass both, or leave both out")
         expect(self.moving is None or (is_input and 0 <= self.moving < 1), "Quantize: `moving`",
@@ -139,13 +139,11 @@ class Prune:
 
     def __post_init__(self) -> None:
         _check_steps("Prune", self.start, self.end)
-        number = isinstance(self.sparsity, (int, float)) and not isinstance(self.sparsity, bool)
-        expect(number and 0 <= self.sparsity < 1, "Prune: `sparsity`", "from 0 to below 1",
-               repr(self.sparsity), "pass the part to prune")
         expect(self.kind in KINDS, "Prune: `kind`", f"one of {KINDS}", repr(self.kind),
                "pass one of these")
-        expect(self.kind != "2:4" or self.sparsity == 0.5, "Prune: `sparsity`", "0.5 for 2:4",
-               self.sparsity, "leave it out")
+        expect(0 <= self.sparsity < 1 and (self.kind != "2:4" or self.sparsity == 0.5),
+               "Prune: `sparsity`", "from 0 to below 1, and 0.5 for 2:4", self.sparsity,
+               "pass the part to prune")
         expect(self.scope == "layer" or (self.scope == "global" and self.kind == "element"),
                "Prune: `scope`", '"layer", or "global" for elements', repr(self.scope),
                "pass one of these")
@@ -155,9 +153,9 @@ class Prune:
         expect(self.regrow in (True, False) and not (self.regrow and self.score == "learnt"),
                "Prune: `regrow`", "True or False, and False for learnt scores", repr(self.regrow),
                "leave it out")
-        heads = self.heads
-        expect(whole(heads, 2) if self.kind == "head" else heads is None, "Prune: `heads`",
-               "how many there are, for heads only", repr(heads), "pass it with that kind")
+        expect(whole(self.heads, 2) if self.kind == "head" else self.heads is None,
+               "Prune: `heads`", "how many there are, for heads only", repr(self.heads),
+               "pass it with that kind")
         for name in ("follows", "counts"):
             expect(isinstance(getattr(self, name), tuple), f"Prune: `{name}`", "a tuple of names",
                    repr(getattr(self, name)), 'pass one, `("second",)` for instance')

@@ -45,7 +45,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.parametrize import ParametrizationList
 
 from zero3.compression.rules import Prune, Quantize
 from zero3.guards.options import expect
@@ -70,27 +69,26 @@ class Method(nn.Module):
     is_traceable = False
     compression: Any
 
-    def __init__(self, rule: Any, device: torch.device):
+    def __init__(self, rule: Any, module: Weighted):
         super().__init__()
         self.rule = rule
-        self.register_buffer("state", torch.tensor([0, NOTHING], device=device))
-        # Its two numbers as Python's, so that reading them waits for the device once in a step.
-        self._numbers = [0, NOTHING]
-        self._from: tuple[torch.Tensor | None, int] = (None, 0)
+        self.register_buffer("state", torch.tensor([0, NOTHING], device=module.weight.device))
+        # Its two numbers as Python's, so that reading them waits for the device once in a step,
+        # behind the buffer and the version that they are of.
+        self._known: tuple[torch.Tensor | None, int, list[int]] = (None, 0, [])
 
     def __setstate__(self, state: dict) -> None:
         # The buffer of a copy begins with a version of its own.
-        super().__setstate__(state | {"_from": (None, 0)})
+        super().__setstate__(state | {"_known": (None, 0, [])})
 
     def _read(self) -> list[int]:
         """
         #### The two numbers of the state
         """
         # Loading a checkpoint raises its version, or replaces it.
-        if self._from[0] is not self.state or self._from[1] != self.state._version:
-            self._from = (self.state, self.state._version)
-            self._numbers = self.state.tolist()
-        return self._numbers
+        if self._known[0] is not self.state or self._known[1] != self.state._version:
+            self._known = (self.state, self.state._version, self.state.tolist())
+        return self._known[2]
 
     @property
     def steps(self) -> int:
@@ -117,30 +115,24 @@ class Pruned(Method):
 
     score: nn.Parameter | None
 
-    def __init__(self, rule: Prune, weight: torch.Tensor):
+    def __init__(self, rule: Prune, module: Weighted):
         """
-        ### Prune a weight
+        ### Prune the weight of a module
         """
-        super().__init__(rule, weight.device)
-        self.shape = weight.shape
-        self._stored: tuple[ParametrizationList, ...] = ()
+        super().__init__(rule, module)
+        # In a tuple, because a module inside would be registered twice.
+        self._module = (module,)
+        self.shape = module.weight.shape
         self.register_parameter("score", None)
         if rule.score == "learnt":
-            self.score = nn.Parameter(self.sizes(weight).to(weight.dtype))
-
-    def attach(self, stored: ParametrizationList) -> None:
-        """
-        ### Say which list of parametrizations has the stored weight, `original`
-        """
-        # In a tuple, because a module inside would be registered twice.
-        self._stored = (stored,)
+            self.score = nn.Parameter(self.sizes(module.weight).to(module.weight.dtype))
 
     @property
     def original(self) -> torch.Tensor:
         """
         ### The stored weight
         """
-        return self._stored[0].original
+        return self._module[0].parametrizations.weight.original
 
     @property
     def count(self) -> int:
@@ -202,12 +194,12 @@ class PrunedElements(Pruned):
     ## Single elements up to a threshold are pruned
     """
 
-    def __init__(self, rule: Prune, weight: torch.Tensor):
+    def __init__(self, rule: Prune, module: Weighted):
         """
         ### Prune elements of a weight
         """
-        super().__init__(rule, weight)
-        self.share(0, weight.numel())
+        super().__init__(rule, module)
+        self.share(0, module.weight.numel())
 
     def share(self, first: int, numel: int) -> None:
         """
@@ -278,12 +270,12 @@ class PrunedParts(Pruned):
     ## Whole rows, channels or heads
     """
 
-    def __init__(self, rule: Prune, weight: torch.Tensor, axis: int):
+    def __init__(self, rule: Prune, module: Weighted):
         """
         ### Prune parts of a weight along an axis
         """
-        self.axis = axis
-        super().__init__(rule, weight)
+        self.axis = axis_of(rule, module)
+        super().__init__(rule, module)
 
     def units(self) -> int:
         """
@@ -335,6 +327,14 @@ def axes(module: nn.Module) -> tuple[int, int]:
     return (1, 0) if has_inputs_first or is_conv1d else (0, 1)
 
 
+def axis_of(rule: Prune, module: nn.Module) -> int:
+    """
+    ## The axis of a weight that a rule for rows, channels or heads prunes
+    """
+    outputs, inputs = axes(module)
+    return outputs if rule.kind == "row" else inputs
+
+
 class PrunedBias(nn.Module):
     """
     ## The bias of a layer with pruned rows: zero where they are
@@ -372,6 +372,15 @@ class Grid:
     least: int = 0
     most: int = 1
 
+    def codes(self, rows: torch.Tensor) -> torch.Tensor:
+        """
+        ### The codes of values that are rounded already, above the least one: uint8
+        """
+        if self.bits == 1:
+            return (rows > 0).to(torch.uint8)
+        codes = (rows / self.scales[:, None]).round() + self.zeros[:, None]
+        return (codes - self.least).to(torch.uint8)
+
 
 @torch.no_grad()
 def grid(low: torch.Tensor, high: torch.Tensor, bits: int, symmetric: bool) -> Grid:
@@ -406,9 +415,9 @@ class Quantised(Method):
     ## A weight in few bits
     """
 
-    def __init__(self, rule: Quantize, weight: torch.Tensor):
-        super().__init__(rule, weight.device)
-        self.width = rule.group or weight[0].numel()
+    def __init__(self, rule: Quantize, module: Weighted):
+        super().__init__(rule, module)
+        self.width = rule.group or module.weight[0].numel()
 
     def grid(self, weight: torch.Tensor) -> Grid | None:
         """
@@ -455,9 +464,9 @@ class QuantisedInput(Method):
     bounds: torch.Tensor
     seen: torch.Tensor
 
-    def __init__(self, rule: Quantize, weight: torch.Tensor):
-        super().__init__(rule, weight.device)
-        nothing = torch.tensor([math.inf, -math.inf], device=weight.device)
+    def __init__(self, rule: Quantize, module: Weighted):
+        super().__init__(rule, module)
+        nothing = torch.tensor([math.inf, -math.inf], device=module.weight.device)
         self.register_buffer("bounds", nothing)
         # Of this rank's inputs since the last step.
         self.register_buffer("seen", nothing.clone(), persistent=False)
