@@ -208,7 +208,7 @@ def test_a_model_without_cut_shapes_has_the_same_outputs_to_the_bit():
     """
     plain = layers()
     whole = nn.Sequential(*plain)
-    compress(plain, EVERYTHING | {"2": [Prune(0.5, score="learnt"), Quantize(8)]})
+    compress(plain, EVERYTHING | {"2": [Prune(0.5), Quantize(8)]})
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
     for x in batches(6):
         step(whole, optimizer, x)
@@ -234,9 +234,8 @@ class Three(nn.Module):
 
 BEFORE = {"follows": ("before",)}
 RULES = [
-    Prune(0.4), Prune(0.4, scope="global"), Prune(0.4, score="learnt"), Prune(kind="2:4"),
+    Prune(0.4), Prune(0.4, scope="global"), Prune(kind="2:4"),
     Prune(0.5, "row"), Prune(0.5, "row", follows=("after",)),
-    Prune(0.5, "row", score="learnt", follows=("after",)),
     Prune(0.5, "channel"), Prune(0.5, "channel", **BEFORE), Prune(0.5, "head", heads=4),
     Prune(0.5, "head", heads=4, counts=("heads",), regrow=True, **BEFORE),
     Quantize(8), Quantize(4, symmetric=False), Quantize(4, group=4), Quantize(1),

@@ -31,12 +31,11 @@ $$0.1,\; -0.7,\; 0.4,\; -0.2 \quad\to\quad 0,\; -0.7,\; 0.4,\; 0$$
 **Fewer bytes between ranks.** With `Zero3Layer(layer, mesh=Links(weights=Int8()))` an all-gather
 sends 1.03 bytes for an element in place of 4.
 
-**At rest** there are no masks, only 16 bytes for each rule and weight on each rank, and learnt
-scores in shards.
+**At rest** there are no masks, only 16 bytes for each rule and weight on each rank.
 
-**Resume.** Steps and thresholds are buffers, and scores are parameters, so `zero3.save` saves
-them. A run that resumes calls `compress` with the same rules before it loads, and goes on with the
-same masks, on another number of ranks too.
+**Resume.** Steps and thresholds are buffers, so `zero3.save` saves them. A run that resumes calls
+`compress` with the same rules before it loads, and goes on with the same masks, on another number
+of ranks too.
 
 **Run this**: `python -m pytest tests/compression/test_compression.py -k ranks`.
 
@@ -248,7 +247,7 @@ class Compression:
         groups = [group for group in self.groups if group[0].count]
         if not groups:
             return
-        layers = _layers_of(pruned.ranked for group in groups for pruned in group)
+        layers = _layers_of(pruned.original for group in groups for pruned in group)
 
         def total(counts: torch.Tensor) -> torch.Tensor:
             if not layers:

@@ -154,9 +154,8 @@ def _copy(layer: nn.Module, teacher: nn.Module) -> None:
     Gathers both layers, and scatters the student's.
     """
     with _whole(teacher) as theirs, _whole(layer, writeback=True) as mine:
-        plain = {name.replace("parametrizations.", "").removesuffix(".original"): p
-                 for name, p in mine.items()}
-        wanted = {name: p for name, p in plain.items() if not name.endswith(".score")}
+        wanted = {name.replace("parametrizations.", "").removesuffix(".original"): p
+                  for name, p in mine.items()}
         fits = {name: p.shape for name, p in theirs.items()} == {
             name: p.shape for name, p in wanted.items()}
         expect(fits, "distill", "layers that have the same parameters",

@@ -115,9 +115,7 @@ class Prune:
       the layer with its bias; "channel", an input; or "head", a block of inputs
     * `start` and `end` are steps of the optimizer; without `end` the sparsity is reached at once
     * `scope` is "layer", or "global" for elements: then all weights of the rule share one threshold
-    * `score` is "magnitude"; or "learnt": a number for each part, trained with the weights
-    * `regrow` gives pruned elements the gradient that they would have if they were left; not for
-      learnt scores, which bring elements back by themselves
+    * `regrow` gives pruned elements the gradient that they would have if they were left
     * `heads` is how many heads the inputs are made of
     * `follows` are other layers that `clean` makes smaller too, by their names beside this one: for
       rows, those that read them; for channels and heads, those that write them
@@ -131,7 +129,6 @@ class Prune:
     start: int = 0
     end: int | None = None
     scope: str = "layer"
-    score: str = "magnitude"
     regrow: bool = False
     heads: int | None = None
     follows: tuple[str, ...] = ()
@@ -147,12 +144,6 @@ class Prune:
         expect(self.scope == "layer" or (self.scope == "global" and self.kind == "element"),
                "Prune: `scope`", '"layer", or "global" for elements', repr(self.scope),
                "pass one of these")
-        expect(self.score == "magnitude" or (self.score == "learnt" and self.kind != "2:4"),
-               "Prune: `score`", '"magnitude", or "learnt" for all kinds but 2:4',
-               repr(self.score), "pass one of these")
-        expect(self.regrow in (True, False) and not (self.regrow and self.score == "learnt"),
-               "Prune: `regrow`", "True or False, and False for learnt scores", repr(self.regrow),
-               "leave it out")
         expect(whole(self.heads, 2) if self.kind == "head" else self.heads is None,
                "Prune: `heads`", "how many there are, for heads only", repr(self.heads),
                "pass it with that kind")

@@ -29,9 +29,7 @@ Rows, channels, heads and 2:4 need no threshold, because each rank has the gathe
 if it were left, as in [Learning N:M Fine-grained Structured Sparse
 Neural Networks](https://arxiv.org/abs/2102.04010). The gradient ignores the rounding of a quantised
 element: the *straight-through* estimator, of [Estimating or Propagating
-Gradients](https://arxiv.org/abs/1308.3432). A learnt score gets the gradient that the mask would
-have, $\frac{\partial L}{\partial m_i} = w_i \frac{\partial L}{\partial (m_i w_i)}$, as in [Movement
-Pruning](https://arxiv.org/abs/2005.07683), section 3.
+Gradients](https://arxiv.org/abs/1308.3432).
 
 **Run this**: `python -m pytest tests/compression/test_compression.py -k fake`.
 
@@ -113,8 +111,6 @@ class Pruned(Method):
     ## A weight without its least important parts
     """
 
-    score: nn.Parameter | None
-
     def __init__(self, rule: Prune, module: Weighted):
         """
         ### Prune the weight of a module
@@ -123,9 +119,6 @@ class Pruned(Method):
         # In a tuple, because a module inside would be registered twice.
         self._module = (module,)
         self.shape = module.weight.shape
-        self.register_parameter("score", None)
-        if rule.score == "learnt":
-            self.score = nn.Parameter(self.sizes(module.weight).to(module.weight.dtype))
 
     @property
     def original(self) -> torch.Tensor:
@@ -149,41 +142,22 @@ class Pruned(Method):
         """
         return self.shape.numel()
 
-    def sizes(self, weight: torch.Tensor) -> torch.Tensor:
-        """
-        ### How large each part is
-        """
-        return weight.detach().abs()
-
     def kept(self) -> torch.Tensor:
         """
         ### Which elements are left: bool, of the weight's shape or one that expands to it
         """
         raise NotImplementedError
 
-    def spread(self, parts: torch.Tensor) -> torch.Tensor:
-        """
-        ### A number for each part, in a shape that expands to the weight's
-        """
-        return parts
-
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         """
         ### The weight with zeros
         """
-        if not self.count:
-            return weight
-        score = None if self.score is None else self.spread(self.score)
-        return self.masked(weight, self.kept(), score)
+        return self.masked(weight, self.kept()) if self.count else weight
 
-    def masked(self, values: torch.Tensor, kept: torch.Tensor, score: torch.Tensor | None
-               ) -> torch.Tensor:
+    def masked(self, values: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
         """
         ### Zeros where a part is pruned, with the gradient that the rule asks for
         """
-        if score is not None:
-            # The value of `kept`, with the gradient of the score.
-            return values * (kept + (score - score.detach()))
         found = torch.where(kept, values, 0)
         # With `regrow`, the value of `found` and the gradient of all values.
         return found.detach() + (values - values.detach()) if self.rule.regrow else found
@@ -215,37 +189,25 @@ class PrunedElements(Pruned):
         """
         return self.shared_numel
 
-    @property
-    def ranked(self) -> torch.Tensor:
-        """
-        ### What elements are ranked by: the learnt score, or the stored weight
-        """
-        return self.original if self.score is None else self.score
-
     @torch.no_grad()
     def kept(self) -> torch.Tensor:
         """
         ### Those above the threshold
         """
-        keys = self.keys(self.ranked.reshape(-1))
+        keys = self.keys(self.original.reshape(-1))
         return (keys > self.threshold).view(self.shape)
 
     def keys(self, values: torch.Tensor, first: int = 0) -> torch.Tensor:
         """
         ### Numbers in the order in which elements are pruned: `(n,)` int64, none twice
 
-        * `values` are `(n,)`, a part of what `ranked` returns
+        * `values` are `(n,)`, a part of the stored weight
         * `first` is the place of the first of them in this weight
         """
         first += self.first
         integer = _INTEGERS[values.dtype]
         bits = values.detach().contiguous().view(integer).long()
-        most = torch.iinfo(integer).max
-        if self.score is None:
-            bits = bits & most  # no sign
-        else:
-            # The bits of negative scores have the opposite order, and come before all others.
-            bits = torch.where(bits < 0, most - (bits & most), bits + most + 1)
+        bits &= torch.iinfo(integer).max  # no sign
         places = torch.arange(first, first + len(bits), device=bits.device)
         return (bits << self.place_bits) | places
 
@@ -295,24 +257,19 @@ class PrunedParts(Pruned):
         """
         ### Which rows, channels or heads are left: `(units,)` bool
         """
-        sizes = self.sizes(self.original) if self.score is None else self.score
+        sizes = self.sizes(self.original)
         kept = torch.ones_like(sizes, dtype=torch.bool)
         kept[sizes.argsort(stable=True)[: self.count]] = False
         return kept
 
     def kept(self) -> torch.Tensor:
         """
-        ### The elements of those that are left
-        """
-        return self.spread(self.kept_units())
-
-    def spread(self, parts: torch.Tensor) -> torch.Tensor:
-        """
-        ### `(units,)` to `(rows, 1, ...)` along the first axis, or `(1, columns, ...)`
+        ### The elements of those that are left, `(rows, 1, ...)` or `(1, columns, ...)`
         """
         shape = [1] * len(self.shape)
         shape[self.axis] = -1
-        return parts.repeat_interleave(self.shape[self.axis] // self.units()).view(shape)
+        width = self.shape[self.axis] // self.units()
+        return self.kept_units().repeat_interleave(width).view(shape)
 
 
 def axes(module: nn.Module) -> tuple[int, int]:
@@ -352,7 +309,7 @@ class PrunedBias(nn.Module):
         ### The bias with zeros
         """
         (pruned,) = self.follows
-        return pruned.masked(bias, pruned.kept_units(), pruned.score) if pruned.count else bias
+        return pruned.masked(bias, pruned.kept_units()) if pruned.count else bias
 
 
 # ------------------------------------------------------------------------------------------- grids
