@@ -118,12 +118,16 @@ class Distillation:
             theirs = [*outputs(self.teacher, x)]
         mine = [*outputs(self.student, x)]
         loss = (1 - self.logits) * task(mine[-1])
-        learnt, taught = ((each[-1].flatten(0, -2).float() / self.temperature).log_softmax(dim=-1)
-                          for each in (mine, theirs))
+        learnt, taught = (
+            (each[-1].flatten(0, -2).float() / self.temperature)
+            .log_softmax(dim=-1)
+            for each in (mine, theirs))
         distance = F.kl_div(learnt, taught, log_target=True, reduction="batchmean")
         loss = loss + self.logits * self.temperature**2 * distance
         if self.hidden:
-            pairs = list(zip(mine[:-1], [theirs[i] for i in self.keep[:-1]], strict=True))
+            pairs = list(zip(mine[:-1],
+                             [theirs[i] for i in self.keep[:-1]],
+                             strict=True))
             apart = sum(F.mse_loss(a, b) for a, b in pairs)
             loss = loss + self.hidden * apart / max(1, len(pairs))
         return loss

@@ -50,7 +50,10 @@ from zero3.guards.options import expect
 # A module with a `weight`, which torch declares for each of its classes alone.
 Weighted = Any
 # The integers with as many bits as a floating number.
-_INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+_INTEGERS = {
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16}
 # The threshold below all keys.
 NOTHING = -1
 
@@ -84,7 +87,8 @@ class Method(nn.Module):
         #### The two numbers of the state
         """
         # Loading a checkpoint raises its version, or replaces it.
-        if self._known[0] is not self.state or self._known[1] != self.state._version:
+        if (self._known[0] is not self.state
+                or self._known[1] != self.state._version):
             self._known = (self.state, self.state._version, self.state.tolist())
         return self._known[2]
 
@@ -134,7 +138,8 @@ class Pruned(Method):
 
         One is always left: nine tenths of four rows are three of them.
         """
-        return min(round(self.rule.sparsity_at(self.steps) * self.units()), self.units() - 1)
+        return min(round(self.rule.sparsity_at(self.steps) * self.units()),
+                   self.units() - 1)
 
     def units(self) -> int:
         """
@@ -222,7 +227,8 @@ class PrunedFours(Pruned):
         """
         ### The larger two
         """
-        order = self.original.abs().reshape(-1, 4).argsort(dim=1, descending=True, stable=True)
+        order = self.original.abs().reshape(-1, 4).argsort(
+            dim=1, descending=True, stable=True)
         kept = torch.ones_like(order, dtype=torch.bool)
         return kept.scatter_(1, order[:, 2:], False).view(self.shape)
 
@@ -388,8 +394,10 @@ class Quantised(Method):
             return None
         rows = weight.detach().reshape(-1, self.width)
         if bits > 1:
-            return grid(rows.amin(dim=1), rows.amax(dim=1), bits, self.rule.symmetric)
-        means = rows.abs().sum(dim=1) / (rows != 0).sum(dim=1).clamp(min=1)
+            return grid(rows.amin(dim=1), rows.amax(dim=1),
+                        bits, self.rule.symmetric)
+        means = (rows.abs().sum(dim=1)
+                 / (rows != 0).sum(dim=1).clamp(min=1))
         return Grid(bits, means, torch.zeros_like(means, dtype=torch.int32))
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:

@@ -112,7 +112,8 @@ class Line:
         found = x.new_empty(self.size, *x.shape)
         if self.size == 1:
             return found.copy_(x)
-        self.group.together("activations", all_gather_single, found.view(-1), x.reshape(-1))
+        self.group.together("activations", all_gather_single,
+                            found.view(-1), x.reshape(-1))
         self._count("gather", found.nbytes, (self.size - 1) * x.nbytes)
         return found
 
@@ -141,8 +142,10 @@ class Line:
         A rank sends $t-1$ times the bytes of the longest part. All ranks must call it.
         """
         rows = self.all_gather(self.padded(x, dim, size))
-        counts = [self.range(size, place)[1] for place in range(self.size)]
-        parts = [row.narrow(dim, 0, n) for row, n in zip(rows, counts, strict=True)]
+        counts = [self.range(size, place)[1]
+                  for place in range(self.size)]
+        parts = [row.narrow(dim, 0, count)
+                 for row, count in zip(rows, counts, strict=True)]
         return torch.cat(parts, dim)
 
     def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
@@ -202,7 +205,8 @@ class Line:
         for module in streams:
             patterns[module].stream.prepare(module, self)
         tensors = [*model.named_parameters(), *model.named_buffers()]
-        told = {f"`{name}`": (tuple(t.shape), t.dtype) for name, t in tensors}
+        told = {f"`{name}`": (tuple(t.shape), t.dtype)
+                for name, t in tensors}
         same("tensor_parallel", self.group.ranks, self.group.gather(told),
              "build the model alike on all ranks", ValueError)
         for _, tensor in tensors:
@@ -242,7 +246,8 @@ class Line:
         self.compared = True
         raw = [t.detach().cpu().contiguous().view(-1).view(torch.uint8)
                for t in (*tensors, torch.get_rng_state()) if t.numel()]
-        *inputs, numbers = [zlib.crc32(each.numpy().tobytes()) for each in raw]
+        *inputs, numbers = [zlib.crc32(each.numpy().tobytes())
+                            for each in raw]
         told = {"inputs (their checksums)": inputs, "random numbers (their checksum)": numbers}
         same("tensor_parallel", self.group.ranks, self.group.gather(told), "give all ranks of this "
              "mesh dimension the same rows, and the same `torch.manual_seed`", ValueError)
@@ -283,8 +288,10 @@ def _compare_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, *_: o
         return
     # Of no gradient, the norm is zero.
     zero = torch.zeros((), dtype=torch.double, device=next(model.parameters()).device)
-    norms = [p.grad.norm(dtype=torch.double) for p in model.parameters()
-             if id(p) in stepped and id(p) not in parts and p.grad is not None]
+    norms = [p.grad.norm(dtype=torch.double)
+             for p in model.parameters()
+             if id(p) in stepped and id(p) not in parts
+             and p.grad is not None]
     own = torch.stack([zero, *norms]).norm()
     every = line.all_gather(own)
     # An accelerator may add up in another order.

@@ -155,7 +155,8 @@ class Stream:
         last = self.end_of(module)
         border = line.border_of(first)
         for each in dict.fromkeys(self.inside(module, line.patterns)):
-            names = tuple(name for name, p in each._parameters.items() if p is not None)
+            names = tuple(name for name, p in each._parameters.items()
+                          if p is not None)
             if isinstance(each, nn.Dropout):
                 become(each, StreamDropout, border=border)
             elif names and each not in line.patterns:
@@ -179,7 +180,9 @@ class SequenceBorder(Border):
 
         Masks and positions are whole.
         """
-        return [*args[:1], *(kwargs[name] for name in _STATES if name in kwargs)]
+        return [
+            *args[:1],
+            *(kwargs[name] for name in _STATES if name in kwargs)]
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """
@@ -247,9 +250,12 @@ class SequenceBorder(Border):
 
         A rank sends $t-1$ times the bytes of the longest part. All ranks must call it.
         """
-        ranges = [self.line.range(self.length, place) for place in range(self.line.size)]
-        parts = [x.narrow(self.dim, begin, count) for begin, count in ranges]
-        rows = [self.line.padded(part, self.dim, self.length) for part in parts]
+        ranges = [self.line.range(self.length, place)
+                  for place in range(self.line.size)]
+        parts = [x.narrow(self.dim, begin, count)
+                 for begin, count in ranges]
+        rows = [self.line.padded(part, self.dim, self.length)
+                for part in parts]
         total = self.line.reduce_scatter(torch.stack(rows))
         _, count = self.range()
         return total.narrow(self.dim, 0, count).contiguous()
@@ -274,7 +280,8 @@ class StreamBegin(InStream):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         whole, *_ = self.border.states(args, kwargs)
-        args, kwargs = exchanged(args, kwargs, {id(whole): self.border.begin(whole)})
+        args, kwargs = exchanged(
+            args, kwargs, {id(whole): self.border.begin(whole)})
         return super().forward(*args, **kwargs)
 
 
@@ -356,5 +363,6 @@ def exchanged(args: tuple, kwargs: Mapping[str, Any], found: Mapping[int, Any]
 
     * `found` has the new ones, by the `id` of the old ones. One tensor may be several arguments
     """
-    return (tuple(found.get(id(arg), arg) for arg in args),
-            {name: found.get(id(arg), arg) for name, arg in kwargs.items()})
+    return (
+        tuple(found.get(id(arg), arg) for arg in args),
+        {name: found.get(id(arg), arg) for name, arg in kwargs.items()})

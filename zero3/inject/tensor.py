@@ -163,7 +163,8 @@ class Split(Replacement):
         self.border = self.line.border_of(self)
         parts = [*self.pattern.parts(self)]
         values = {name: _attribute(self, name) for name in self.pattern.divided}
-        self.whole_values = {name: value for name, value in values.items() if value is not None}
+        self.whole_values = {name: value for name, value in values.items()
+                             if value is not None}
         for name, value in self.whole_values.items():
             _set_attribute(self, name, value // self.line.size)
         for child, by, dims in parts:
@@ -183,7 +184,8 @@ class Split(Replacement):
         """
         ### $f$ for its inputs, then the module's own forward
         """
-        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+        tensors = [t for t in (*args, *kwargs.values())
+                   if isinstance(t, torch.Tensor)]
         self.line.compare_once(tensors)
         if not self.pattern.columns:
             return super().forward(*args, **kwargs)
