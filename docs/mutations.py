@@ -395,7 +395,7 @@ MUTATIONS = [
     Mutation(
         "mask", "inject/sequence.py", "StreamDropout.forward",
         title="Each rank draws a mask for its own positions",
-        old="        return x * mask_of_part(x, self.p, border.dim, border.length, begin, count)\n",
+        old="        return self.drop(x, self.border.dim, self.border.length, begin)\n",
         new="        return F.dropout(x, self.p)\n",
         breaks="I1", program="split",
         healthy="by positions: outputs that differ from plain PyTorch: 0",

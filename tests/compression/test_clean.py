@@ -80,8 +80,8 @@ def test_a_file_is_as_small_as_the_bits_say_and_gives_the_same_weights(pruned, q
     To the byte beside the header; a reader of the format finds the weights that training computed
     with, to the bit, and so does the cleaned model. Breaks if a code is off by one, or if a pruned
     element is stored.
-    Proves `write`, `Stored`, `Stored.__init__`, `clean.Plan.__init__`, `Stored.encode`,
-    `Stored.forward`, `About`, `Stored.about`, `clean.Plan`, `Plan.store`, `Plan.release`.
+    Proves `write`, `Stored`, `Stored.__init__`, `clean.Plan.__init__`, `stored.store`,
+    `Stored.forward`, `About`, `Grid.codes`, `clean.Plan`, `Plan.store`, `Plan.release`.
     """
     if pruned is None and quantised is None:
         return
@@ -208,7 +208,7 @@ def test_a_model_without_cut_shapes_has_the_same_outputs_to_the_bit():
     """
     plain = layers()
     whole = nn.Sequential(*plain)
-    compress(plain, EVERYTHING | {"2": [Prune(0.5, score="learnt"), Quantize(8)]})
+    compress(plain, EVERYTHING | {"2": [Prune(0.5), Quantize(8)]})
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
     for x in batches(6):
         step(whole, optimizer, x)
@@ -234,9 +234,8 @@ class Three(nn.Module):
 
 BEFORE = {"follows": ("before",)}
 RULES = [
-    Prune(0.4), Prune(0.4, scope="global"), Prune(0.4, score="learnt"), Prune(kind="2:4"),
+    Prune(0.4), Prune(0.4, scope="global"), Prune(kind="2:4"),
     Prune(0.5, "row"), Prune(0.5, "row", follows=("after",)),
-    Prune(0.5, "row", score="learnt", follows=("after",)),
     Prune(0.5, "channel"), Prune(0.5, "channel", **BEFORE), Prune(0.5, "head", heads=4),
     Prune(0.5, "head", heads=4, counts=("heads",), regrow=True, **BEFORE),
     Quantize(8), Quantize(4, symmetric=False), Quantize(4, group=4), Quantize(1),
@@ -288,7 +287,7 @@ def test_any_two_rules_are_cleaned_to_the_same_outputs_and_read_back(layer, tmp_
     In one layer, and in two that follow each other: the outputs before and after, to the bit if no
     shape changes. A model that reads the file computes the same bits. Breaks if a pair of rules is
     cleaned to another model.
-    Proves `clean`, `write`, `read`, `Stored.of`.
+    Proves `clean`, `write`, `read`.
     """
     pairs = [{"layer": [*pair]} for pair in combinations(RULES, 2)]
     if layer is nn.Linear:

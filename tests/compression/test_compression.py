@@ -126,8 +126,7 @@ def test_a_schedule_rises_by_a_cubic_and_bits_fall_in_equal_parts():
     (partial(Quantize, 4, of="input"), "bits"), (partial(Prune, 1.0), "sparsity"),
     (partial(Prune, float("nan")), "sparsity"), (partial(Prune, 0.5, "column"), "kind"),
     (partial(Prune, 0.3, "2:4"), "sparsity"), (partial(Prune, 0.5, "row", scope="global"), "scope"),
-    (partial(Prune, score="best"), "score"), (partial(Prune, 0.5, "head"), "heads"),
-    (partial(Prune, score="learnt", regrow=True), "regrow"),
+    (partial(Prune, 0.5, "head"), "heads"),
     (partial(Prune, follows=("a",)), "follows"), (partial(Prune, 0.5, "row", follows="a"),
                                                   "follows"),
 ])
@@ -219,9 +218,9 @@ def test_the_smallest_elements_are_pruned_and_of_equal_ones_the_earlier():
     """
     The keys of the head, exactly as many as the sparsity says, and no gradient for them. Breaks if
     ties are pruned together, or if a pruned element is trained.
-    Proves `Pruned`, `Pruned.__init__`, `Pruned.forward`, `Pruned.kept`, `Pruned.sizes`,
-    `Pruned.spread`, `Pruned.count`, `Pruned.units`, `Pruned.attach`, `Pruned.original`, `Method`,
-    `PrunedElements`, `PrunedElements.__init__`, `PrunedElements.units`, `PrunedElements.ranked`,
+    Proves `Pruned`, `Pruned.__init__`, `Pruned.forward`, `Pruned.kept`,
+    `Pruned.count`, `Pruned.units`, `Pruned.original`, `Method`,
+    `PrunedElements`, `PrunedElements.__init__`, `PrunedElements.units`,
     `PrunedElements.share`, `PrunedElements.kept`, `PrunedElements.keys`.
     """
     layer = nn.Linear(2, 2, bias=False)
@@ -232,16 +231,15 @@ def test_the_smallest_elements_are_pruned_and_of_equal_ones_the_earlier():
     layer(torch.ones(1, 2)).sum().backward()
     assert layer.parametrizations.weight.original.grad.tolist() == [[0, 1], [1, 1]]
     (method,) = layer.parametrizations.weight[0]
-    keys = method.keys(method.ranked.view(-1))
+    keys = method.keys(method.original.view(-1))
     assert (method.units(), method.count) == (4, 1) and keys.argsort().tolist() == [0, 3, 2, 1]
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         values = torch.randn(4096, dtype=dtype)
         values[::7] = 0
-        pruned = PrunedElements(Prune(0.5), values.view(64, 64))
+        layer = nn.Linear(64, 64, dtype=dtype)
+        pruned = PrunedElements(Prune(0.5), layer)
         order = pruned.keys(values).argsort()
         assert torch.equal(order, values.abs().argsort(stable=True))
-        learnt = PrunedElements(Prune(0.5, score="learnt"), values.view(64, 64))
-        assert torch.equal(learnt.keys(values + 0.0).argsort(), values.argsort(stable=True))
         assert pruned.keys(values).unique().numel() == 4096 and pruned.keys(values).min() >= 0
 
 
@@ -261,7 +259,7 @@ def test_rows_with_their_biases_channels_and_heads_are_pruned_whole():
     """
     By the sum of their magnitudes. Breaks if a bias of a pruned row still speaks.
     Proves `PrunedParts`, `PrunedParts.units`, `PrunedParts.sizes`, `PrunedParts.kept_units`,
-    `PrunedParts.kept`, `PrunedParts.spread`, `PrunedBias`, `PrunedBias.__init__`,
+    `PrunedParts.kept`, `PrunedBias`, `PrunedBias.__init__`,
     `PrunedBias.forward`.
     """
     weight = torch.arange(1.0, 25).view(4, 6)
@@ -280,32 +278,6 @@ def test_rows_with_their_biases_channels_and_heads_are_pruned_whole():
     convolution = nn.Conv2d(4, 2, 3)
     compress([convolution], {"0": [Prune(0.5, "channel")]})
     assert (convolution.weight.abs().sum((0, 2, 3)) == 0).sum() == 2
-
-
-@pytest.mark.parametrize("kind", ["element", "row", "head"])
-def test_a_learnt_score_gets_the_gradient_of_its_mask(kind):
-    """
-    It is that of the mask as a number, for what is pruned too. Breaks if a pruned element could
-    never come back.
-    """
-    torch.manual_seed(0)
-    layer = nn.Linear(6, 4)
-    compress([layer], {"0": [Prune(0.5, kind, heads=2 if kind == "head" else None,
-                                   score="learnt")]})
-    pruned = layer.parametrizations.weight[0][0]
-    stored = layer.parametrizations.weight.original
-    x = torch.randn(3, 6)
-    (layer(x) + 1).square().sum().backward()
-    kept = pruned.kept()
-    mask = kept.float().requires_grad_()
-    bias = layer.parametrizations.bias.original if kind == "row" else layer.bias
-    rows_kept = mask.view(-1) if kind == "row" else 1
-    out = F.linear(x, stored.detach() * mask, bias.detach() * rows_kept)
-    (out + 1).square().sum().backward()
-    expected = mask.grad if kind != "head" else mask.grad.view(2, 3).sum(1)
-    assert torch.allclose(pruned.score.grad.view(-1), expected.view(-1), rtol=1e-5)
-    units = kept.view(-1)[:: 3 if kind == "head" else 1]
-    assert pruned.score.grad.view(-1)[~units].abs().min() > 0
 
 
 @pytest.mark.parametrize("kind", ["element", "row"])
@@ -391,9 +363,6 @@ def test_rows_are_outputs_and_channels_are_inputs_in_layers_that_keep_inputs_fir
         compress([layer], {"0": [Prune(0.5, "head", heads=4)]})
         gone = (layer.weight == 0).flatten(1).all(1).view(4, 2)
         assert gone.all(1).sum() == 2 and gone.any(1).sum() == 2
-    layer = Conv1D(8, 6)
-    compress([layer], {"0": [Prune(0.5, "row", score="learnt")]})
-    assert layer.parametrizations.weight[0][0].score.shape == (6,)
 
 
 def test_one_part_is_left_whatever_the_sparsity():
@@ -564,7 +533,7 @@ EVERYTHING = {
     "0.0": [Prune(0.6, start=1, end=4), Quantize(8, of="input", moving=0.9)],
     "1.0": [Prune(0.5, "row", start=2, regrow=True),
             Quantize(4, group=11, start_bits=8, start=1, end=5)],
-    "2": [Prune(0.5, score="learnt"), Prune(0.5, "head", heads=4), Quantize(8, symmetric=False)],
+    "2": [Prune(0.5), Prune(0.5, "head", heads=4), Quantize(8, symmetric=False)],
 }
 
 
@@ -797,8 +766,8 @@ def resumed(folder, begin, rules):
 
 def test_a_run_resumes_in_the_middle_of_a_schedule(tmp_path):
     """
-    On as many ranks to the bit, on another number to the same masks. Breaks if steps, thresholds,
-    scores or ranges are not in a checkpoint.
+    On as many ranks to the bit, on another number to the same masks. Breaks if steps, thresholds
+    or ranges are not in a checkpoint.
     Proves `compress`.
     """
     straight = run(resumed, 2, tmp_path, 0, EVERYTHING)[0]
@@ -905,7 +874,7 @@ def test_a_quantised_weight_has_a_width():
     """
     Proves `Quantised`.
     """
-    assert Quantised(Quantize(4, group=2), torch.ones(3, 4)).width == 2
+    assert Quantised(Quantize(4, group=2), nn.Linear(4, 3)).width == 2
 
 
 # ---------------------------------------------------------------------------------------- freeing

@@ -208,7 +208,7 @@ def test_two_ranks_train_the_weights_of_the_plain_model(which, more):
     heads share, cross-attention, dropout with the masks of the plain model, biases; alone and with
     other policies. Each rank keeps little more than half of the weights.
     Proves I1, `tensor_parallel`, `Line`, `Line.prepare`, `Line.all_reduce`, `Line.all_gather`,
-    `Line.broadcast`, `Line.twin`, `Pattern`, `Pattern.parts`, `Split`, `Split.forward`,
+    `Line.twin`, `Pattern`, `Pattern.parts`, `Split`, `Split.forward`,
     `Weights`, `Weights.split`, `Weights.end`, `Weights._whole`, `Column`, `Row`,
     `VocabularyEmbedding`, `VocabularyHead`, `SharedConvolution`, `SplitDropout`, `Border`,
     `Border.enter`, `Border.leave`, `Border.states`, `Border.weight`, `Swap`, `identity`,
@@ -253,12 +253,12 @@ def test_ranks_with_some_of_the_positions_train_the_weights_of_the_plain_model(w
     and activations that are computed again in backward.
     Breaks if the gradients of norms or of these biases are not summed, or if a rank draws a mask
     for its own positions alone.
-    Proves I1, `tensor_parallel`, `Stream`, `Stream.begin`, `Stream.ends`, `Stream.border`,
+    Proves I1, `tensor_parallel`, `Stream`, `Stream.begin`, `Stream.end_of`, `Stream.prepare`,
     `Stream.inside`, `SequenceBorder`, `SequenceBorder.states`, `SequenceBorder.enter`,
     `SequenceBorder.leave`, `SequenceBorder.weight`, `SequenceBorder.range`, `SequenceBorder.own`,
     `SequenceBorder.gathered`, `SequenceBorder.summed`, `SequenceBorder.begin`,
     `SequenceBorder.end`, `Stream.blocks_of`, `InStream`, `StreamBegin`, `StreamEnd`,
-    `SummedWeights`, `StreamDropout`, `mask_of_part`, `exchanged`, `own_class`, `become`,
+    `SummedWeights`, `StreamDropout`, `PartialDropout`, `exchanged`, `own_class`, `become`,
     `Line.reduce_scatter`, `Line.border_of`.
     """
     for worst in run(sequence_alone, 2, which, more, length):
@@ -781,7 +781,7 @@ def test_gradients_of_split_weights_are_not_clipped_by_the_norm_of_a_part():
     step compares the gradients of such weights. With ZeRO-3 on one rank beside the split, torch's
     norm is of a part, too. An overflow in one rank's part is one for all.
     Breaks if a rank steps with gradients that the others do not have.
-    Proves `Line.compare_gradients`, `Line._watch_steps`, `shard_gradients._refuse`,
+    Proves `_compare_gradients`, `shard_gradients._refuse`,
     `_agree_on_overflow`.
     """
     for alone, sharded, scale in run(by_parts, 2):

@@ -44,7 +44,7 @@ stages. Each rank has the whole model while it cleans it. Inputs in 8 bits are m
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +57,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zero3.compression.compress import named_modules
 from zero3.compression.freeing import Compressed, drop_hooks
-from zero3.compression.stored import About, Stored, unpack
+from zero3.compression.stored import About, Stored, store, unpack
 from zero3.compression.weights import (
+    Grid,
     Method,
     PrunedElements,
     PrunedFours,
@@ -73,6 +74,8 @@ from zero3.optimizer.stage3 import plain_paths
 from zero3.sharded import ShardedModel, comm_of
 
 Parts = dict[str, dict[str, torch.Tensor]]
+# Which rows and which columns of a weight are left, bool; `None` for all.
+Cut = list[torch.Tensor | None]
 _SIZES = (("out_features", "out_channels", "nf", "embedding_dim"),
           ("in_features", "in_channels", "nx", "num_embeddings"))
 
@@ -98,12 +101,10 @@ def clean(model: nn.Module | Iterable[nn.Module], trained: ShardedModel | None =
     # Look at all weights before one changes.
     plans = {name: Plan(module) for name, module in layers.items()}
     cuts = _cuts(modules)
-    for name, module in modules.items():
-        if name in plans:
-            plans[name].release()
-        if name in cuts:
-            rows, columns = cuts[name]
-            _cut(name, module, rows, columns, plans.get(name))
+    for plan in plans.values():
+        plan.release()
+    for name, cut in cuts.items():
+        _cut(name, modules[name], cut, plans.get(name))
     for name, plan in plans.items():
         plan.store(name)
 
@@ -158,58 +159,46 @@ class Plan:
         """
         self.module = module
         self.kept: torch.Tensor | None = None  # which elements are stored; `None` for all
+        self.grid: Grid | None = None  # what the weight is rounded to
         weight = module.parametrizations.weight.original
-        self.stored = Stored(weight.shape, weight.dtype, None, 0)
         # As in training, because scales are those of the weight so far.
         for method in _methods(module):
             if isinstance(method, (PrunedElements, PrunedFours)) and method.count:
                 self.kept = method.kept()
             if isinstance(method, Quantised):
-                self._look_at_grid(method, weight)
+                self.grid = method.grid(weight)
             weight = method(weight)
-        self.column_numel = weight[0, 0].numel()
-
-    def _look_at_grid(self, method: Quantised, weight: torch.Tensor) -> None:
-        """
-        #### What the weight is rounded to
-        """
-        grid = method.grid(weight)
-        if grid is None:
-            return
-        # Codes of 3 bits are stored in 4.
-        self.stored.bits = next(each for each in (1, 2, 4, 8) if each >= grid.bits)
-        self.stored.least = grid.least
-        self.stored.scales = grid.scales.float().view(len(weight), -1)
-        if not method.rule.symmetric:
-            self.stored.zeros = grid.zeros.to(torch.uint8).view(len(weight), -1)
-        if grid.bits == 1 and bool((weight == 0).any()):
+        if self.grid is not None and self.grid.bits == 1 and bool((weight == 0).any()):
             # A sign of zero has no code.
             self.kept = weight != 0
+        self.column_numel = weight[0, 0].numel()
+        self.row_count = len(weight)
 
     def release(self) -> None:
         """
         ### Make the weight, and the bias, plain parameters
         """
-        for name in [*self.module.parametrizations]:
+        # The bias first, because its mask is that of the weight.
+        for name in reversed([*self.module.parametrizations]):
             parametrize.remove_parametrizations(self.module, name)
         drop_hooks(self.module)
 
-    def cut(self, name: str, rows: torch.Tensor | None, columns: torch.Tensor | None) -> None:
+    def cut(self, name: str, cut: Cut) -> None:
         """
-        ### Cut the mask and the scales of the weight
+        ### Cut the mask and the grid of the weight
         """
         if self.kept is not None:
-            self.kept = _select(self.kept, rows, columns)
-        stored = self.stored
-        if stored.scales is None:
+            self.kept = _select(self.kept, cut)
+        if self.grid is None:
             return
-        count = stored.scales.shape[1]
+        rows, columns = cut
+        scales = self.grid.scales.view(self.row_count, -1)  # (rows, groups)
         groups = None
-        if columns is not None and count > 1:
-            groups = self._groups(name, columns, count)
-        stored.scales = _select(stored.scales, rows, groups)
-        if stored.zeros is not None:
-            stored.zeros = _select(stored.zeros, rows, groups)
+        if columns is not None and scales.shape[1] > 1:
+            groups = self._groups(name, columns, scales.shape[1])
+        zeros = self.grid.zeros.view(scales.shape)
+        self.grid = replace(self.grid, scales=_select(scales, [rows, groups]).flatten(),
+                            zeros=_select(zeros, [rows, groups]).flatten())
 
     def _groups(self, name: str, columns: torch.Tensor, count: int) -> torch.Tensor:
         """
@@ -227,16 +216,10 @@ class Plan:
         """
         ### Store the weight in its bits, if that is less
         """
-        stored = self.stored
-        if stored.bits is None and self.kept is None:
+        if self.grid is None and self.kept is None:
             return
         weight = self.module.weight.detach()
-        stored.shape = weight.shape
-        if stored.scales is not None:
-            stored.scales = stored.scales.reshape(-1, 1)
-        if stored.zeros is not None:
-            stored.zeros = stored.zeros.reshape(-1, 1)
-        codes = stored.encode(weight, self.kept)
+        stored, codes = store(weight, self.kept, self.grid)
         expect(torch.equal(stored(codes), weight), f"clean: `{name}`", "codes of the weight that "
                f"was trained, {weight.dtype}", "others, or NaN", "convert the model to fp32 first",
                RuntimeError)
@@ -254,9 +237,6 @@ def _put(module: Weighted, codes: torch.Tensor, stored: Stored) -> None:
 
 # ------------------------------------------------------------------------------ rows and columns
 
-# Which rows and which columns of a weight are left, bool; `None` for all.
-Cut = list[torch.Tensor | None]
-
 
 def _cuts(modules: dict[str, nn.Module]) -> dict[str, Cut]:
     """
@@ -264,7 +244,10 @@ def _cuts(modules: dict[str, nn.Module]) -> dict[str, Cut]:
     """
     cuts: dict[str, Cut] = {}
     for name, module in modules.items():
-        for method in _cut_by(module):
+        # The rules that remove rows or columns of this weight.
+        removed_by = [method for method in _methods(module)
+                      if isinstance(method, PrunedParts) and method.rule.follows and method.count]
+        for method in removed_by:
             is_row = method.rule.kind == "row"
             kept = method.kept().reshape(-1)
             _add_cut(cuts, modules, name, is_row, kept)
@@ -273,14 +256,6 @@ def _cuts(modules: dict[str, nn.Module]) -> dict[str, Cut]:
             for count in method.rule.counts:
                 _set_count(modules, name, count, int(method.kept_units().sum()))
     return cuts
-
-
-def _cut_by(module: Weighted) -> list[PrunedParts]:
-    """
-    #### The rules that remove rows or columns of a weight
-    """
-    return [method for method in _methods(module)
-            if isinstance(method, PrunedParts) and method.rule.follows and method.count]
 
 
 def _beside(name: str, other: str) -> str:
@@ -321,25 +296,24 @@ def _add_cut(cuts: dict[str, Cut], modules: dict[str, nn.Module], name: str, is_
     cut[along] = kept
 
 
-def _select(weight: torch.Tensor, rows: torch.Tensor | None, columns: torch.Tensor | None
-            ) -> torch.Tensor:
+def _select(weight: torch.Tensor, cut: Cut) -> torch.Tensor:
     """
     #### The rows and columns that are left
     """
+    rows, columns = cut
     weight = weight if rows is None else weight[rows]
     return weight if columns is None else weight[:, columns]
 
 
-def _cut(name: str, module: Weighted, rows: torch.Tensor | None, columns: torch.Tensor | None,
-         plan: Plan | None) -> None:
+def _cut(name: str, module: Weighted, cut: Cut, plan: Plan | None) -> None:
     """
     #### Cut a layer, whose weight is a plain parameter now
     """
     if plan is not None:
-        plan.cut(name, rows, columns)
+        plan.cut(name, cut)
     trains = module.weight.requires_grad
-    module.weight = nn.Parameter(_select(module.weight.detach(), rows, columns), trains)
-    outputs = (rows, columns)[axes(module)[0]]
+    module.weight = nn.Parameter(_select(module.weight.detach(), cut), trains)
+    outputs = cut[axes(module)[0]]
     if outputs is not None and getattr(module, "bias", None) is not None:
         module.bias = nn.Parameter(module.bias.detach()[outputs], trains)
     for axis, attributes in zip(axes(module), _SIZES, strict=True):
@@ -368,7 +342,7 @@ def write(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
     numbers: dict[str, int] = {}
     for prefix, module in modules.items():
         if isinstance(module, Stored):
-            weights[_file_name(prefix, "").removesuffix(".")] = module.about()
+            weights[_file_name(prefix, "").removesuffix(".")] = module.about
         else:
             numbers |= {f"{prefix}.{key}": value for key, value in vars(module).items()
                         if type(value) is int and not key.startswith("_")}
@@ -397,7 +371,7 @@ def read(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
     for name, (module, key, old) in places.items():
         found = {part: tensor.to(old.device) for part, tensor in parts[name].items()}
         if name in weights:
-            _put(module, found.pop("codes"), Stored.of(weights[name], found))
+            _put(module, found.pop("codes"), Stored(weights[name], **found))
         elif isinstance(old, nn.Parameter):
             setattr(module, key, nn.Parameter(found[""], old.requires_grad))
         else:
@@ -471,14 +445,11 @@ def measure(model: nn.Module, example: torch.Tensor, loss: float) -> Size:
     with FlopCounterMode(display=False) as counter:
         model(example)
     tensors = [*model.parameters(), *model.buffers()]
-    left = 0
+    left = sum(p.numel() for p in model.parameters())
     for module in model.modules():
-        left += sum(p.numel() for p in module._parameters.values() if p is not None)
         if isinstance(module, Stored):
-            kept = module.shape.numel()
-            if module.mask is not None:
-                kept = int(unpack(module.mask, 1).sum())
-            left += kept
+            left += (module.shape.numel() if module.mask is None
+                     else int(unpack(module.mask, 1).sum()))
     return Size(sum(t.nbytes for t in tensors), left, counter.get_total_flops() // 2, loss)
 
 

@@ -31,12 +31,11 @@ $$0.1,\; -0.7,\; 0.4,\; -0.2 \quad\to\quad 0,\; -0.7,\; 0.4,\; 0$$
 **Fewer bytes between ranks.** With `Zero3Layer(layer, mesh=Links(weights=Int8()))` an all-gather
 sends 1.03 bytes for an element in place of 4.
 
-**At rest** there are no masks, only 16 bytes for each rule and weight on each rank, and learnt
-scores in shards.
+**At rest** there are no masks, only 16 bytes for each rule and weight on each rank.
 
-**Resume.** Steps and thresholds are buffers, and scores are parameters, so `zero3.save` saves
-them. A run that resumes calls `compress` with the same rules before it loads, and goes on with the
-same masks, on another number of ranks too.
+**Resume.** Steps and thresholds are buffers, so `zero3.save` saves them. A run that resumes calls
+`compress` with the same rules before it loads, and goes on with the same masks, on another number
+of ranks too.
 
 **Run this**: `python -m pytest tests/compression/test_compression.py -k ranks`.
 
@@ -47,7 +46,6 @@ elements, because the ranks would count other numbers than they compute with. A 
 scale skips counts as one.
 """
 
-import copy
 import inspect
 import weakref
 from collections import Counter
@@ -64,7 +62,6 @@ from zero3.compression.rules import Prune, Quantize
 from zero3.compression.thresholds import key_bits, kth_keys, layer_of, own_keys
 from zero3.compression.weights import (
     Method,
-    Pruned,
     PrunedBias,
     PrunedElements,
     PrunedFours,
@@ -72,7 +69,7 @@ from zero3.compression.weights import (
     Quantised,
     QuantisedInput,
     Weighted,
-    axes,
+    axis_of,
 )
 from zero3.guards.moments import Guarded
 from zero3.guards.options import expect
@@ -173,6 +170,7 @@ class Compression:
         self.model = model
         self.all_methods = methods
         self.groups = groups
+        # The steps of each optimizer, and of the one with the most.
         self.taken: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
             weakref.WeakKeyDictionary())
         self.most_taken = 0
@@ -187,14 +185,12 @@ class Compression:
         if not is_twice and self.is_trained_by(optimizer):
             self.follow(optimizer)
 
-    def __deepcopy__(self, memo: dict) -> "Compression":
+    def __getstate__(self) -> tuple:
+        return self.model, self.all_methods, self.groups
+
+    def __setstate__(self, state: tuple) -> None:
         # The copy of a model follows its own optimizer.
-        new = Compression.__new__(Compression)
-        memo[id(self)] = new
-        Compression.__init__(new, copy.deepcopy(self.model, memo),
-                             copy.deepcopy(self.all_methods, memo),
-                             copy.deepcopy(self.groups, memo))
-        return new
+        Compression.__init__(self, *state)
 
     def methods(self, kind: type[Method] = Method) -> Iterator[Any]:
         """
@@ -206,8 +202,14 @@ class Compression:
         """
         ### Whether an optimizer trains a parameter of the model, or its shard
         """
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return any(_is_stepped(param, optimizer, stepped) for param in _params(self.model))
+        layers = _layers_of(_params(self.model))
+        if isinstance(optimizer, Zero3Optimizer):
+            return any(layer.reducer in optimizer.buckets for layer in layers)
+        # A `Zero3Optimizer` steps its shards by an optimizer inside of it, which does not count.
+        shards = [flat.shard for layer in layers if not isinstance(layer.reducer, Bucket)
+                  for flat in layer.flats]
+        trained = {id(p) for p in (*_params(self.model), *shards)}
+        return any(id(p) in trained for group in optimizer.param_groups for p in group["params"])
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """
@@ -245,21 +247,21 @@ class Compression:
         groups = [group for group in self.groups if group[0].count]
         if not groups:
             return
-        layer = _layer_of_any(pruned.ranked for group in groups for pruned in group)
+        layers = _layers_of(pruned.original for group in groups for pruned in group)
 
         def total(counts: torch.Tensor) -> torch.Tensor:
-            if layer is None:
+            if not layers:
                 return counts
+            layer = layers[0]
             # The other rows are those of replicas, which have the same shards.
             rows = layer.comm.numbers(layer, counts)[: layer.comm.world_size]
             return layer.comm.over_stages(layer, rows.sum(dim=0)).sum(dim=0)
 
         own = own_keys([pruned for group in groups for pruned in group])
         keys = [torch.cat([own[pruned] for pruned in group]) for group in groups]
-        sizes = torch.tensor([len(each) for each in keys], device=keys[0].device)
-        lists = torch.arange(len(keys), device=sizes.device).repeat_interleave(sizes)
-        found = kth_keys(torch.cat(keys), lists, [group[0].count for group in groups],
-                         key_bits(groups), total)
+        lists = [torch.full_like(each, number) for number, each in enumerate(keys)]
+        counts = [group[0].count for group in groups]
+        found = kth_keys(torch.cat(keys), torch.cat(lists), counts, key_bits(groups), total)
         for group, threshold in zip(groups, found, strict=True):
             for pruned in group:
                 pruned.state[1] = threshold
@@ -275,8 +277,9 @@ class Compression:
             return
         seen = torch.stack([each.seen for each in inputs])  # (inputs, 2)
         seen[:, 0].neg_()
-        layer = _layer_of_any(_params(self.model))
-        if layer is not None:
+        layers = _layers_of(_params(self.model))
+        if layers:
+            layer = layers[0]
             rows = layer.comm.numbers(layer, seen.view(-1)).amax(dim=0)
             seen = layer.comm.over_stages(layer, rows).amax(dim=0).view_as(seen)
         seen[:, 0].neg_()
@@ -284,25 +287,11 @@ class Compression:
             each.move(new)
 
 
-def _layer_of_any(params: Iterable[torch.Tensor]) -> Guarded | None:
+def _layers_of(params: Iterable[torch.Tensor]) -> list[Guarded]:
     """
-    #### The first sharded layer of these parameters, or none in a plain model
+    #### The sharded layers of these parameters; none in a plain model
     """
-    return next((layer for layer in map(layer_of, params) if layer is not None), None)
-
-
-def _is_stepped(param: nn.Parameter, optimizer: torch.optim.Optimizer, stepped: set[int]) -> bool:
-    """
-    #### Whether an optimizer trains a weight, or its shard
-    """
-    layer = layer_of(param)
-    if layer is None:
-        return id(param) in stepped
-    if isinstance(optimizer, Zero3Optimizer):
-        return layer.reducer in optimizer.buckets
-    # A `Zero3Optimizer` steps its shards by an optimizer inside of it, which does not count.
-    return (not isinstance(layer.reducer, Bucket)
-            and any(id(flat.shard) in stepped for flat in layer.flats))
+    return [*dict.fromkeys(layer for layer in map(layer_of, params) if layer is not None)]
 
 
 # ------------------------------------------------------------------------------------ put in place
@@ -365,18 +354,10 @@ def _suits(rule: Rule, module: Weighted) -> bool:
         return weight.element_size() <= 4
     if rule.kind == "2:4":
         return row_numel % 4 == 0
-    axis = _axis(rule, module)
+    axis = axis_of(rule, module)
     # The second axis of a convolution in groups is that of one group.
     is_whole = axis == 0 or getattr(module, "groups", 1) == 1
     return is_whole and weight.shape[axis] % (rule.heads or 1) == 0
-
-
-def _axis(rule: Prune, module: nn.Module) -> int:
-    """
-    #### The axis of a weight that a rule for rows, channels or heads prunes
-    """
-    outputs, inputs = axes(module)
-    return outputs if rule.kind == "row" else inputs
 
 
 def _order(rule: Rule) -> int:
@@ -392,7 +373,7 @@ def _add(module: Weighted, rules: list[Rule]) -> list[Method]:
     """
     #### Put rules on one layer
     """
-    methods = [_method(rule, module) for rule in sorted(rules, key=_order)]
+    methods = [_class_of(rule)(rule, module) for rule in sorted(rules, key=_order)]
     of_weight = [method for method in methods if not isinstance(method, QuantisedInput)]
     if len(of_weight) < len(methods):
         module.compressed_input = methods[-1]
@@ -402,18 +383,13 @@ def _add(module: Weighted, rules: list[Rule]) -> list[Method]:
     return methods
 
 
-def _method(rule: Rule, module: Weighted) -> Method:
+def _class_of(rule: Rule) -> type[Method]:
     """
     #### What a rule does to a module's weight, or to its input
     """
     if isinstance(rule, Quantize):
-        kind = Quantised if rule.of == "weight" else QuantisedInput
-        return kind(rule, module.weight)
-    if rule.kind == "element":
-        return PrunedElements(rule, module.weight)
-    if rule.kind == "2:4":
-        return PrunedFours(rule, module.weight)
-    return PrunedParts(rule, module.weight, _axis(rule, module))
+        return Quantised if rule.of == "weight" else QuantisedInput
+    return {"element": PrunedElements, "2:4": PrunedFours}.get(rule.kind, PrunedParts)
 
 
 def _add_to_weight(module: Weighted, methods: list[Method]) -> None:
@@ -424,11 +400,9 @@ def _add_to_weight(module: Weighted, methods: list[Method]) -> None:
     module.register_forward_pre_hook(before_forward)
     # Also if it fails, or it would go on to collect weights.
     module.register_forward_hook(after_forward, always_call=True)
+    has_bias = getattr(module, "bias", None) is not None
     for method in methods:
-        if isinstance(method, Pruned):
-            method.attach(module.parametrizations.weight)
-        if isinstance(method, PrunedParts) and method.rule.kind == "row" \
-                and getattr(module, "bias", None) is not None:
+        if has_bias and isinstance(method, PrunedParts) and method.rule.kind == "row":
             parametrize.register_parametrization(module, "bias", PrunedBias(method), unsafe=True)
 
 

@@ -118,12 +118,16 @@ class Distillation:
             theirs = [*outputs(self.teacher, x)]
         mine = [*outputs(self.student, x)]
         loss = (1 - self.logits) * task(mine[-1])
-        learnt, taught = ((each[-1].flatten(0, -2).float() / self.temperature).log_softmax(dim=-1)
-                          for each in (mine, theirs))
+        learnt, taught = (
+            (each[-1].flatten(0, -2).float() / self.temperature)
+            .log_softmax(dim=-1)
+            for each in (mine, theirs))
         distance = F.kl_div(learnt, taught, log_target=True, reduction="batchmean")
         loss = loss + self.logits * self.temperature**2 * distance
         if self.hidden:
-            pairs = list(zip(mine[:-1], [theirs[i] for i in self.keep[:-1]], strict=True))
+            pairs = list(zip(mine[:-1],
+                             [theirs[i] for i in self.keep[:-1]],
+                             strict=True))
             apart = sum(F.mse_loss(a, b) for a, b in pairs)
             loss = loss + self.hidden * apart / max(1, len(pairs))
         return loss
@@ -154,9 +158,8 @@ def _copy(layer: nn.Module, teacher: nn.Module) -> None:
     Gathers both layers, and scatters the student's.
     """
     with _whole(teacher) as theirs, _whole(layer, writeback=True) as mine:
-        plain = {name.replace("parametrizations.", "").removesuffix(".original"): p
-                 for name, p in mine.items()}
-        wanted = {name: p for name, p in plain.items() if not name.endswith(".score")}
+        wanted = {name.replace("parametrizations.", "").removesuffix(".original"): p
+                  for name, p in mine.items()}
         fits = {name: p.shape for name, p in theirs.items()} == {
             name: p.shape for name, p in wanted.items()}
         expect(fits, "distill", "layers that have the same parameters",

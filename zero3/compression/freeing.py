@@ -50,7 +50,7 @@ from zero3.compression.weights import Method
 from zero3.watch import in_backward
 
 
-class Compressed(nn.ModuleList):
+class Compressed(nn.Sequential):
     """
     ## A weight, as its rules make it of the stored one
 
@@ -58,7 +58,7 @@ class Compressed(nn.ModuleList):
     """
 
     def __init__(self, methods: list[Method]):
-        super().__init__(methods)
+        super().__init__(*methods)
         # The weights that were made since the forward of the module began; `None` outside of it.
         self.made: list[torch.Tensor] | None = None
 
@@ -80,9 +80,7 @@ class Compressed(nn.ModuleList):
         """
         ### Apply the rules
         """
-        for method in self:
-            weight = method(weight)
-        return weight
+        return super().forward(weight)
 
 
 def before_forward(module: Any, args: object) -> None:

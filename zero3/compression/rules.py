@@ -88,8 +88,8 @@ class Quantize:
                "pass such a number, or leave it out")
         expect(self.symmetric or self.bits > 1, "Quantize: `symmetric`", "True for 1 bit, which "
                "is a sign", self.symmetric, "pass `symmetric=True`, or more bits")
-        falls = self.start_bits is not None
-        expect(not falls or (whole(self.start_bits, self.bits, 8) and self.end is not None),
+        expect(self.start_bits is None or (whole(self.start_bits, self.bits, 8)
+                                           and self.end is not None),
                "Quantize: `start_bits`", f"from {self.bits} to 8, and an `end`",
                f"{self.start_bits!r} and the end {self.end}", "pass both, or leave both out")
         expect(self.moving is None or (is_input and 0 <= self.moving < 1), "Quantize: `moving`",
@@ -115,9 +115,7 @@ class Prune:
       the layer with its bias; "channel", an input; or "head", a block of inputs
     * `start` and `end` are steps of the optimizer; without `end` the sparsity is reached at once
     * `scope` is "layer", or "global" for elements: then all weights of the rule share one threshold
-    * `score` is "magnitude"; or "learnt": a number for each part, trained with the weights
-    * `regrow` gives pruned elements the gradient that they would have if they were left; not for
-      learnt scores, which bring elements back by themselves
+    * `regrow` gives pruned elements the gradient that they would have if they were left
     * `heads` is how many heads the inputs are made of
     * `follows` are other layers that `clean` makes smaller too, by their names beside this one: for
       rows, those that read them; for channels and heads, those that write them
@@ -131,7 +129,6 @@ class Prune:
     start: int = 0
     end: int | None = None
     scope: str = "layer"
-    score: str = "magnitude"
     regrow: bool = False
     heads: int | None = None
     follows: tuple[str, ...] = ()
@@ -139,25 +136,17 @@ class Prune:
 
     def __post_init__(self) -> None:
         _check_steps("Prune", self.start, self.end)
-        number = isinstance(self.sparsity, (int, float)) and not isinstance(self.sparsity, bool)
-        expect(number and 0 <= self.sparsity < 1, "Prune: `sparsity`", "from 0 to below 1",
-               repr(self.sparsity), "pass the part to prune")
         expect(self.kind in KINDS, "Prune: `kind`", f"one of {KINDS}", repr(self.kind),
                "pass one of these")
-        expect(self.kind != "2:4" or self.sparsity == 0.5, "Prune: `sparsity`", "0.5 for 2:4",
-               self.sparsity, "leave it out")
+        expect(0 <= self.sparsity < 1 and (self.kind != "2:4" or self.sparsity == 0.5),
+               "Prune: `sparsity`", "from 0 to below 1, and 0.5 for 2:4", self.sparsity,
+               "pass the part to prune")
         expect(self.scope == "layer" or (self.scope == "global" and self.kind == "element"),
                "Prune: `scope`", '"layer", or "global" for elements', repr(self.scope),
                "pass one of these")
-        expect(self.score == "magnitude" or (self.score == "learnt" and self.kind != "2:4"),
-               "Prune: `score`", '"magnitude", or "learnt" for all kinds but 2:4',
-               repr(self.score), "pass one of these")
-        expect(self.regrow in (True, False) and not (self.regrow and self.score == "learnt"),
-               "Prune: `regrow`", "True or False, and False for learnt scores", repr(self.regrow),
-               "leave it out")
-        heads = self.heads
-        expect(whole(heads, 2) if self.kind == "head" else heads is None, "Prune: `heads`",
-               "how many there are, for heads only", repr(heads), "pass it with that kind")
+        expect(whole(self.heads, 2) if self.kind == "head" else self.heads is None,
+               "Prune: `heads`", "how many there are, for heads only", repr(self.heads),
+               "pass it with that kind")
         for name in ("follows", "counts"):
             expect(isinstance(getattr(self, name), tuple), f"Prune: `{name}`", "a tuple of names",
                    repr(getattr(self, name)), 'pass one, `("second",)` for instance')

@@ -41,6 +41,8 @@ from typing import TypedDict
 import torch
 from torch import nn
 
+from zero3.compression.weights import Grid
+
 
 class About(TypedDict):
     """
@@ -64,52 +66,33 @@ class Stored(nn.Module):
     scales: torch.Tensor | None
     zeros: torch.Tensor | None
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, bits: int | None, least: int):
+    def __init__(self, about: About, mask: torch.Tensor | None = None,
+                 scales: torch.Tensor | None = None, zeros: torch.Tensor | None = None):
         """
         ### Prepare for a weight
 
-        * `bits` are those of a code; without, codes are the elements
-        * `least` is what the code zero stands for
+        * `about` is what the file says of it
+        * `mask` is `(numel / 8,)` uint8, `scales` `(rows, 1)` fp32, and `zeros` `(rows, 1)` uint8
         """
         super().__init__()
-        self.shape = shape
-        self.dtype = dtype
-        self.bits = bits
-        self.least = least
-        # (numel / 8,) uint8; (rows, 1) fp32; (rows, 1) uint8
-        for name in ("mask", "scales", "zeros"):
-            self.register_buffer(name, None)
-
-    def encode(self, weight: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
-        """
-        ### The codes of a weight, `(bytes,)` uint8 or elements
-
-        * `kept` says which elements are left, of the weight's shape; left out, all
-        """
-        codes = weight
-        if self.scales is not None:
-            rows = weight.reshape(len(self.scales), -1)
-            zeros = 0 if self.zeros is None else self.zeros.float()
-            if self.bits == 1:
-                codes = (rows > 0).to(torch.uint8)
-            else:
-                codes = ((rows / self.scales).round() + zeros - self.least).to(torch.uint8)
-        codes = codes.reshape(-1)
-        if kept is not None:
-            self.mask = pack(kept.reshape(-1).to(torch.uint8), 1)
-            codes = codes[kept.reshape(-1)]
-        return codes.clone() if self.bits is None else pack(codes, self.bits)
+        self.about = about
+        self.shape = torch.Size(about["shape"])
+        self.register_buffer("mask", mask)
+        self.register_buffer("scales", scales)
+        self.register_buffer("zeros", zeros)
 
     def forward(self, codes: torch.Tensor) -> torch.Tensor:
         """
         ### The weight
         """
         numel = self.shape.numel()
+        bits = self.about["bits"]
+        dtype = getattr(torch, self.about["dtype"])
         kept = None if self.mask is None else unpack(self.mask, 1)[:numel].bool()
         # As in training, which rounds weights of 16 bits in fp32.
-        wide = torch.promote_types(self.dtype, torch.float32)
+        wide = torch.promote_types(dtype, torch.float32)
         count = numel if kept is None else int(kept.sum())
-        numbers = (codes if self.bits is None else unpack(codes, self.bits))[:count].to(wide)
+        numbers = (codes if bits is None else unpack(codes, bits))[:count].to(wide)
         if kept is not None:
             numbers = numbers.new_zeros(numel).masked_scatter(kept, numbers)
         if self.scales is not None:
@@ -117,38 +100,45 @@ class Stored(nn.Module):
         if kept is not None:
             # A missing code counts as zero, which stands for another number.
             numbers = torch.where(kept, numbers, 0)
-        return numbers.view(self.shape).to(self.dtype)
+        return numbers.view(self.shape).to(dtype)
 
     def _scaled(self, codes: torch.Tensor) -> torch.Tensor:
         """
         #### The values of codes, `(rows, neighbours)`
         """
         assert self.scales is not None
-        if self.bits == 1:
+        if self.about["bits"] == 1:
             return (2 * codes - 1) * self.scales
         zeros = 0 if self.zeros is None else self.zeros.float()
-        return (codes + self.least - zeros) * self.scales
+        return (codes + self.about["least"] - zeros) * self.scales
 
-    def about(self) -> About:
-        """
-        ### What the file says of this weight
-        """
-        return {"shape": [*self.shape], "dtype": str(self.dtype).removeprefix("torch."),
-                "bits": self.bits, "least": self.least}
 
-    @staticmethod
-    def of(about: About, parts: dict[str, torch.Tensor]) -> "Stored":
-        """
-        ### What a reader makes of it
+def store(weight: torch.Tensor, kept: torch.Tensor | None, grid: Grid | None
+          ) -> tuple[Stored, torch.Tensor]:
+    """
+    ## A weight as codes, `(bytes,)` uint8, or as elements, if it has no grid
 
-        * `about` comes from the method `about`; `parts` are the mask, the scales and the zeros, by
-          name
-        """
-        stored = Stored(torch.Size(about["shape"]), getattr(torch, about["dtype"]), about["bits"],
-                        about["least"])
-        for name, part in parts.items():
-            setattr(stored, name, part)
-        return stored
+    * `kept` says which elements are left, of the weight's shape; left out, all
+    * `grid` is what the weight was rounded to
+    """
+    # Codes of 3 bits are stored in 4.
+    bits = None if grid is None else next(each for each in (1, 2, 4, 8) if each >= grid.bits)
+    stored = Stored({
+        "shape": [*weight.shape],
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "bits": bits,
+        "least": grid.least if grid else 0})
+    codes = weight.reshape(-1)
+    if grid is not None:
+        stored.scales = grid.scales.float().view(-1, 1)
+        if grid.bits > 1 and grid.least == 0:
+            # Not symmetric.
+            stored.zeros = grid.zeros.to(torch.uint8).view(-1, 1)
+        codes = grid.codes(weight.reshape(len(stored.scales), -1)).view(-1)
+    if kept is not None:
+        stored.mask = pack(kept.reshape(-1).to(torch.uint8), 1)
+        codes = codes[kept.reshape(-1)]
+    return stored, codes.clone() if bits is None else pack(codes, bits)
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:

@@ -93,11 +93,11 @@ def own_keys(prunings: list[PrunedElements]) -> dict[PrunedElements, torch.Tenso
     found = {}
     sharded: dict[Guarded, dict[int, PrunedElements]] = {}
     for pruned in prunings:
-        layer = layer_of(pruned.ranked)
+        layer = layer_of(pruned.original)
         if layer is None:
-            found[pruned] = pruned.keys(pruned.ranked.detach().reshape(-1))
+            found[pruned] = pruned.keys(pruned.original.detach().reshape(-1))
         else:
-            sharded.setdefault(layer, {})[id(pruned.ranked)] = pruned
+            sharded.setdefault(layer, {})[id(pruned.original)] = pruned
     for layer, by_param in sharded.items():
         found |= _keys_in_shards(layer, by_param)
     return found
@@ -137,7 +137,7 @@ def key_bits(groups: list[list[PrunedElements]]) -> int:
     """
     ## The bits of the longest key
     """
-    return max(8 * pruned.ranked.dtype.itemsize + pruned.place_bits
+    return max(8 * pruned.original.dtype.itemsize + pruned.place_bits
                for group in groups for pruned in group)
 
 

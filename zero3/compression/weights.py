@@ -29,9 +29,7 @@ Rows, channels, heads and 2:4 need no threshold, because each rank has the gathe
 if it were left, as in [Learning N:M Fine-grained Structured Sparse
 Neural Networks](https://arxiv.org/abs/2102.04010). The gradient ignores the rounding of a quantised
 element: the *straight-through* estimator, of [Estimating or Propagating
-Gradients](https://arxiv.org/abs/1308.3432). A learnt score gets the gradient that the mask would
-have, $\frac{\partial L}{\partial m_i} = w_i \frac{\partial L}{\partial (m_i w_i)}$, as in [Movement
-Pruning](https://arxiv.org/abs/2005.07683), section 3.
+Gradients](https://arxiv.org/abs/1308.3432).
 
 **Run this**: `python -m pytest tests/compression/test_compression.py -k fake`.
 
@@ -45,7 +43,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.parametrize import ParametrizationList
 
 from zero3.compression.rules import Prune, Quantize
 from zero3.guards.options import expect
@@ -53,7 +50,10 @@ from zero3.guards.options import expect
 # A module with a `weight`, which torch declares for each of its classes alone.
 Weighted = Any
 # The integers with as many bits as a floating number.
-_INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+_INTEGERS = {
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16}
 # The threshold below all keys.
 NOTHING = -1
 
@@ -70,27 +70,27 @@ class Method(nn.Module):
     is_traceable = False
     compression: Any
 
-    def __init__(self, rule: Any, device: torch.device):
+    def __init__(self, rule: Any, module: Weighted):
         super().__init__()
         self.rule = rule
-        self.register_buffer("state", torch.tensor([0, NOTHING], device=device))
-        # Its two numbers as Python's, so that reading them waits for the device once in a step.
-        self._numbers = [0, NOTHING]
-        self._from: tuple[torch.Tensor | None, int] = (None, 0)
+        self.register_buffer("state", torch.tensor([0, NOTHING], device=module.weight.device))
+        # Its two numbers as Python's, so that reading them waits for the device once in a step,
+        # behind the buffer and the version that they are of.
+        self._known: tuple[torch.Tensor | None, int, list[int]] = (None, 0, [])
 
     def __setstate__(self, state: dict) -> None:
         # The buffer of a copy begins with a version of its own.
-        super().__setstate__(state | {"_from": (None, 0)})
+        super().__setstate__(state | {"_known": (None, 0, [])})
 
     def _read(self) -> list[int]:
         """
         #### The two numbers of the state
         """
         # Loading a checkpoint raises its version, or replaces it.
-        if self._from[0] is not self.state or self._from[1] != self.state._version:
-            self._from = (self.state, self.state._version)
-            self._numbers = self.state.tolist()
-        return self._numbers
+        if (self._known[0] is not self.state
+                or self._known[1] != self.state._version):
+            self._known = (self.state, self.state._version, self.state.tolist())
+        return self._known[2]
 
     @property
     def steps(self) -> int:
@@ -115,32 +115,21 @@ class Pruned(Method):
     ## A weight without its least important parts
     """
 
-    score: nn.Parameter | None
-
-    def __init__(self, rule: Prune, weight: torch.Tensor):
+    def __init__(self, rule: Prune, module: Weighted):
         """
-        ### Prune a weight
+        ### Prune the weight of a module
         """
-        super().__init__(rule, weight.device)
-        self.shape = weight.shape
-        self._stored: tuple[ParametrizationList, ...] = ()
-        self.register_parameter("score", None)
-        if rule.score == "learnt":
-            self.score = nn.Parameter(self.sizes(weight).to(weight.dtype))
-
-    def attach(self, stored: ParametrizationList) -> None:
-        """
-        ### Say which list of parametrizations has the stored weight, `original`
-        """
+        super().__init__(rule, module)
         # In a tuple, because a module inside would be registered twice.
-        self._stored = (stored,)
+        self._module = (module,)
+        self.shape = module.weight.shape
 
     @property
     def original(self) -> torch.Tensor:
         """
         ### The stored weight
         """
-        return self._stored[0].original
+        return self._module[0].parametrizations.weight.original
 
     @property
     def count(self) -> int:
@@ -149,7 +138,8 @@ class Pruned(Method):
 
         One is always left: nine tenths of four rows are three of them.
         """
-        return min(round(self.rule.sparsity_at(self.steps) * self.units()), self.units() - 1)
+        return min(round(self.rule.sparsity_at(self.steps) * self.units()),
+                   self.units() - 1)
 
     def units(self) -> int:
         """
@@ -157,41 +147,22 @@ class Pruned(Method):
         """
         return self.shape.numel()
 
-    def sizes(self, weight: torch.Tensor) -> torch.Tensor:
-        """
-        ### How large each part is
-        """
-        return weight.detach().abs()
-
     def kept(self) -> torch.Tensor:
         """
         ### Which elements are left: bool, of the weight's shape or one that expands to it
         """
         raise NotImplementedError
 
-    def spread(self, parts: torch.Tensor) -> torch.Tensor:
-        """
-        ### A number for each part, in a shape that expands to the weight's
-        """
-        return parts
-
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         """
         ### The weight with zeros
         """
-        if not self.count:
-            return weight
-        score = None if self.score is None else self.spread(self.score)
-        return self.masked(weight, self.kept(), score)
+        return self.masked(weight, self.kept()) if self.count else weight
 
-    def masked(self, values: torch.Tensor, kept: torch.Tensor, score: torch.Tensor | None
-               ) -> torch.Tensor:
+    def masked(self, values: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
         """
         ### Zeros where a part is pruned, with the gradient that the rule asks for
         """
-        if score is not None:
-            # The value of `kept`, with the gradient of the score.
-            return values * (kept + (score - score.detach()))
         found = torch.where(kept, values, 0)
         # With `regrow`, the value of `found` and the gradient of all values.
         return found.detach() + (values - values.detach()) if self.rule.regrow else found
@@ -202,12 +173,12 @@ class PrunedElements(Pruned):
     ## Single elements up to a threshold are pruned
     """
 
-    def __init__(self, rule: Prune, weight: torch.Tensor):
+    def __init__(self, rule: Prune, module: Weighted):
         """
         ### Prune elements of a weight
         """
-        super().__init__(rule, weight)
-        self.share(0, weight.numel())
+        super().__init__(rule, module)
+        self.share(0, module.weight.numel())
 
     def share(self, first: int, numel: int) -> None:
         """
@@ -223,37 +194,25 @@ class PrunedElements(Pruned):
         """
         return self.shared_numel
 
-    @property
-    def ranked(self) -> torch.Tensor:
-        """
-        ### What elements are ranked by: the learnt score, or the stored weight
-        """
-        return self.original if self.score is None else self.score
-
     @torch.no_grad()
     def kept(self) -> torch.Tensor:
         """
         ### Those above the threshold
         """
-        keys = self.keys(self.ranked.reshape(-1))
+        keys = self.keys(self.original.reshape(-1))
         return (keys > self.threshold).view(self.shape)
 
     def keys(self, values: torch.Tensor, first: int = 0) -> torch.Tensor:
         """
         ### Numbers in the order in which elements are pruned: `(n,)` int64, none twice
 
-        * `values` are `(n,)`, a part of what `ranked` returns
+        * `values` are `(n,)`, a part of the stored weight
         * `first` is the place of the first of them in this weight
         """
         first += self.first
         integer = _INTEGERS[values.dtype]
         bits = values.detach().contiguous().view(integer).long()
-        most = torch.iinfo(integer).max
-        if self.score is None:
-            bits = bits & most  # no sign
-        else:
-            # The bits of negative scores have the opposite order, and come before all others.
-            bits = torch.where(bits < 0, most - (bits & most), bits + most + 1)
+        bits &= torch.iinfo(integer).max  # no sign
         places = torch.arange(first, first + len(bits), device=bits.device)
         return (bits << self.place_bits) | places
 
@@ -268,7 +227,8 @@ class PrunedFours(Pruned):
         """
         ### The larger two
         """
-        order = self.original.abs().reshape(-1, 4).argsort(dim=1, descending=True, stable=True)
+        order = self.original.abs().reshape(-1, 4).argsort(
+            dim=1, descending=True, stable=True)
         kept = torch.ones_like(order, dtype=torch.bool)
         return kept.scatter_(1, order[:, 2:], False).view(self.shape)
 
@@ -278,12 +238,12 @@ class PrunedParts(Pruned):
     ## Whole rows, channels or heads
     """
 
-    def __init__(self, rule: Prune, weight: torch.Tensor, axis: int):
+    def __init__(self, rule: Prune, module: Weighted):
         """
         ### Prune parts of a weight along an axis
         """
-        self.axis = axis
-        super().__init__(rule, weight)
+        self.axis = axis_of(rule, module)
+        super().__init__(rule, module)
 
     def units(self) -> int:
         """
@@ -303,24 +263,19 @@ class PrunedParts(Pruned):
         """
         ### Which rows, channels or heads are left: `(units,)` bool
         """
-        sizes = self.sizes(self.original) if self.score is None else self.score
+        sizes = self.sizes(self.original)
         kept = torch.ones_like(sizes, dtype=torch.bool)
         kept[sizes.argsort(stable=True)[: self.count]] = False
         return kept
 
     def kept(self) -> torch.Tensor:
         """
-        ### The elements of those that are left
-        """
-        return self.spread(self.kept_units())
-
-    def spread(self, parts: torch.Tensor) -> torch.Tensor:
-        """
-        ### `(units,)` to `(rows, 1, ...)` along the first axis, or `(1, columns, ...)`
+        ### The elements of those that are left, `(rows, 1, ...)` or `(1, columns, ...)`
         """
         shape = [1] * len(self.shape)
         shape[self.axis] = -1
-        return parts.repeat_interleave(self.shape[self.axis] // self.units()).view(shape)
+        width = self.shape[self.axis] // self.units()
+        return self.kept_units().repeat_interleave(width).view(shape)
 
 
 def axes(module: nn.Module) -> tuple[int, int]:
@@ -333,6 +288,14 @@ def axes(module: nn.Module) -> tuple[int, int]:
                                            nn.modules.conv._ConvTransposeNd))
     is_conv1d = any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
     return (1, 0) if has_inputs_first or is_conv1d else (0, 1)
+
+
+def axis_of(rule: Prune, module: nn.Module) -> int:
+    """
+    ## The axis of a weight that a rule for rows, channels or heads prunes
+    """
+    outputs, inputs = axes(module)
+    return outputs if rule.kind == "row" else inputs
 
 
 class PrunedBias(nn.Module):
@@ -352,7 +315,7 @@ class PrunedBias(nn.Module):
         ### The bias with zeros
         """
         (pruned,) = self.follows
-        return pruned.masked(bias, pruned.kept_units(), pruned.score) if pruned.count else bias
+        return pruned.masked(bias, pruned.kept_units()) if pruned.count else bias
 
 
 # ------------------------------------------------------------------------------------------- grids
@@ -371,6 +334,15 @@ class Grid:
     zeros: torch.Tensor  # (rows,) int32
     least: int = 0
     most: int = 1
+
+    def codes(self, rows: torch.Tensor) -> torch.Tensor:
+        """
+        ### The codes of values that are rounded already, above the least one: uint8
+        """
+        if self.bits == 1:
+            return (rows > 0).to(torch.uint8)
+        codes = (rows / self.scales[:, None]).round() + self.zeros[:, None]
+        return (codes - self.least).to(torch.uint8)
 
 
 @torch.no_grad()
@@ -406,9 +378,9 @@ class Quantised(Method):
     ## A weight in few bits
     """
 
-    def __init__(self, rule: Quantize, weight: torch.Tensor):
-        super().__init__(rule, weight.device)
-        self.width = rule.group or weight[0].numel()
+    def __init__(self, rule: Quantize, module: Weighted):
+        super().__init__(rule, module)
+        self.width = rule.group or module.weight[0].numel()
 
     def grid(self, weight: torch.Tensor) -> Grid | None:
         """
@@ -422,8 +394,10 @@ class Quantised(Method):
             return None
         rows = weight.detach().reshape(-1, self.width)
         if bits > 1:
-            return grid(rows.amin(dim=1), rows.amax(dim=1), bits, self.rule.symmetric)
-        means = rows.abs().sum(dim=1) / (rows != 0).sum(dim=1).clamp(min=1)
+            return grid(rows.amin(dim=1), rows.amax(dim=1),
+                        bits, self.rule.symmetric)
+        means = (rows.abs().sum(dim=1)
+                 / (rows != 0).sum(dim=1).clamp(min=1))
         return Grid(bits, means, torch.zeros_like(means, dtype=torch.int32))
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
@@ -455,9 +429,9 @@ class QuantisedInput(Method):
     bounds: torch.Tensor
     seen: torch.Tensor
 
-    def __init__(self, rule: Quantize, weight: torch.Tensor):
-        super().__init__(rule, weight.device)
-        nothing = torch.tensor([math.inf, -math.inf], device=weight.device)
+    def __init__(self, rule: Quantize, module: Weighted):
+        super().__init__(rule, module)
+        nothing = torch.tensor([math.inf, -math.inf], device=module.weight.device)
         self.register_buffer("bounds", nothing)
         # Of this rank's inputs since the last step.
         self.register_buffer("seen", nothing.clone(), persistent=False)

@@ -62,16 +62,17 @@ def chunked_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: t
     """
     tokens = own.size if own else len(weight)
     counts = targets != ignore_index
+    are_tokens = (targets >= 0) & (targets < tokens)
     # On an accelerator the device checks it, and nobody waits.
-    torch._assert_async((~counts | (targets >= 0) & (targets < tokens)).all(),
+    torch._assert_async((~counts | are_tokens).all(),
                         f"cross_entropy: expected targets from 0 to {tokens - 1}, or "
                         f"{ignore_index}. Got others. What to do: look at the labels.")
     if count is None:
         count = counts.sum()
-    grads = torch.is_grad_enabled()
     first = own.begin if own else 0
-    return _Chunked.apply(hidden, weight, bias, targets, rows, ignore_index, grads, count, split,
-                          first)
+    return _Chunked.apply(
+        hidden, weight, bias, targets, rows, ignore_index,
+        torch.is_grad_enabled(), count, split, first)
 
 
 class _Chunked(torch.autograd.Function):
@@ -80,15 +81,16 @@ class _Chunked(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-                targets: torch.Tensor, rows: int, ignore_index: int, grads: bool,
-                count: torch.Tensor | int, split: Line | None, first: int) -> torch.Tensor:
+    def forward(ctx, hidden: torch.Tensor, weight: torch.Tensor,
+                bias: torch.Tensor | None, targets: torch.Tensor, rows: int,
+                ignore_index: int, grads: bool, count: torch.Tensor | int,
+                split: Line | None, first: int) -> torch.Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        inputs = (hidden, weight, bias)
-        wanted = [grads and t is not None and t.requires_grad for t in inputs]
-        # The gradients of the inputs, of all chunks so far.
-        sums = [torch.zeros_like(t, dtype=wide) if each else None  # type: ignore[arg-type]
-                for t, each in zip(inputs, wanted, strict=True)]
+        # The gradients of the inputs, of all chunks so far; `None` for those that need none.
+        sums = [None if t is None or not (grads and t.requires_grad)
+                else torch.zeros_like(t, dtype=wide)
+                for t in (hidden, weight, bias)]
+        wanted = [total for total in sums if total is not None]
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         for begin in range(0, len(hidden), rows):
             part = slice(begin, begin + rows)
@@ -101,7 +103,7 @@ class _Chunked(torch.autograd.Function):
             total, of_target = _over_ranks(split, logits.logsumexp(1, keepdim=True),
                                            logits.gather(1, target) * is_here)
             loss += ((total - of_target) * counts).sum()
-            if any(wanted):
+            if wanted:
                 # In place: the softmax, minus one at the target.
                 grad = logits.sub_(total).exp_()
                 grad.scatter_add_(1, target, -is_here.to(wide))
@@ -111,9 +113,8 @@ class _Chunked(torch.autograd.Function):
         # If no target counts, the loss is NaN and the gradients are zero, as in torch.
         divisor = torch.as_tensor(count, device=hidden.device)
         divisor = divisor.where(divisor != 0, 1)
-        for summed in sums:
-            if summed is not None:
-                summed.div_(divisor)
+        for total in wanted:
+            total.div_(divisor)
         if split is not None and sums[0] is not None:
             # The conjugate of the exchanges above: hidden states are the same on all ranks.
             sums[0] = split.all_reduce(sums[0])
@@ -142,8 +143,8 @@ def _over_ranks(split: Line | None, total: torch.Tensor, of_target: torch.Tensor
     return found[..., :1].logsumexp(0), found[..., 1:].sum(0)
 
 
-def _add(sums: list[torch.Tensor | None], part: slice, grad: torch.Tensor, hidden: torch.Tensor,
-         weight: torch.Tensor) -> None:
+def _add(sums: list[torch.Tensor | None], part: slice, grad: torch.Tensor,
+         hidden: torch.Tensor, weight: torch.Tensor) -> None:
     """
     #### Add a chunk's part of the gradients of hidden states, weight and bias
 

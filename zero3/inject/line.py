@@ -28,10 +28,10 @@ activations overlaps computation.
 
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -71,7 +71,7 @@ class Line:
         self.model: ShardedModel | None = None
         self.sent_bytes = 0
         self.compared = False
-        # By a parameter: the one that replaced it, weakly.
+        # By a parameter, as long as it lives: the one that replaced it.
         self.twins = WeakTensorKeyDictionary()
         self.patterns: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # of split modules
         self.border = Border(self)
@@ -99,7 +99,8 @@ class Line:
         x = x.clone(memory_format=torch.contiguous_format)
         if self.size > 1:
             self.group.together("parts of a sum", dist.all_reduce, x)
-            self._count("sum", x.nbytes, 2 * (self.size - 1) * x.nbytes // self.size)
+            self._count("sum", x.nbytes,
+                        2 * (self.size - 1) * x.nbytes // self.size)
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -111,7 +112,8 @@ class Line:
         found = x.new_empty(self.size, *x.shape)
         if self.size == 1:
             return found.copy_(x)
-        self.group.together("activations", all_gather_single, found.view(-1), x.reshape(-1))
+        self.group.together("activations", all_gather_single,
+                            found.view(-1), x.reshape(-1))
         self._count("gather", found.nbytes, (self.size - 1) * x.nbytes)
         return found
 
@@ -140,8 +142,10 @@ class Line:
         A rank sends $t-1$ times the bytes of the longest part. All ranks must call it.
         """
         rows = self.all_gather(self.padded(x, dim, size))
-        counts = [self.range(size, place)[1] for place in range(self.size)]
-        parts = [row.narrow(dim, 0, n) for row, n in zip(rows, counts, strict=True)]
+        counts = [self.range(size, place)[1]
+                  for place in range(self.size)]
+        parts = [row.narrow(dim, 0, count)
+                 for row, count in zip(rows, counts, strict=True)]
         return torch.cat(parts, dim)
 
     def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
@@ -194,93 +198,31 @@ class Line:
         patterns = {module: options.pattern for module, options in classes.items()}
         _check_ties(model, patterns)
         self.patterns.update(patterns)
-        self._find_streams(model)
+        streams = [module for module, pattern in patterns.items() if pattern.stream]
+        expect(bool(streams) or not self.sequence, "tensor_parallel: `sequence=True`",
+               "a model with a known stream", f"none in this {type(model).__name__}",
+               "leave `sequence` out, or pass a pattern with a `stream`")
+        for module in streams:
+            patterns[module].stream.prepare(module, self)
         tensors = [*model.named_parameters(), *model.named_buffers()]
-        told = {f"`{name}`": (tuple(t.shape), t.dtype) for name, t in tensors}
+        told = {f"`{name}`": (tuple(t.shape), t.dtype)
+                for name, t in tensors}
         same("tensor_parallel", self.group.ranks, self.group.gather(told),
              "build the model alike on all ranks", ValueError)
         for _, tensor in tensors:
             if not tensor.is_meta:
-                self.broadcast(tensor.detach(), 0)
-        self._watch_steps(model)
+                self._broadcast(tensor.detach())
+        before_steps.add(model, _compare_gradients)
 
-    def _told(self, own: list) -> list[list]:
+    def _broadcast(self, tensor: torch.Tensor) -> None:
         """
-        #### What each rank says of its own (all-gather); all ranks must call it
-        """
-        every = [own] * self.size
-        if self.size > 1:
-            self.group.together("small objects", dist.all_gather_object, every, own)
-        return every
-
-    def _watch_steps(self, model: nn.Module) -> None:
-        """
-        #### Have each step of an optimizer compare gradients first, until the model is sharded
-        """
-        ours = ref(self)  # the line has the sharded model, which has this one
-
-        def compare(split: nn.Module, optimizer: torch.optim.Optimizer, *_: object) -> None:
-            line = ours()
-            if line is not None and line.model is None:
-                line.compare_gradients(split, optimizer)
-
-        before_steps.add(model, compare)
-
-    @torch.no_grad()
-    def compare_gradients(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """
-        ### Refuse a step with other gradients of weights that all ranks have
-
-        * `model` is split and not sharded, and `optimizer` is about to step
-
-        All ranks have computed the same gradients (all-gather of their norm, 8 bytes). If they
-        differ now, each rank has clipped by the norm of its own parts, or the ranks had different
-        batches, and the weights would drift apart. Raises `RuntimeError` on all ranks.
-        """
-        parts = {id(module._parameters[name]) for module in model.modules()
-                 if vars(module).get("line") is self for name in vars(module)["parts"]}
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if self.size == 1 or parts.isdisjoint(stepped):
-            return
-        at = next(model.parameters())
-        grads = [p.grad for p in model.parameters()
-                 if id(p) in stepped - parts and p.grad is not None]
-        norms = [grad.norm(dtype=torch.double).view(1) for grad in grads]
-        own = torch.cat([*norms, torch.zeros(1, dtype=torch.double, device=at.device)]).norm()
-        every = self.all_gather(own)
-        # An accelerator may add up in another order.
-        alike = torch.allclose(every, every[:1], rtol=1e-5, equal_nan=True)
-        expect(alike, "a step of a split model", "the same gradients of the weights that ranks "
-               f"{self.group.ranks} all have", f"norms {every.tolist()}", "`wrap` the model, and "
-               "clip by `Zero3Optimizer(clip_grad_norm=)` or `model.clip_grad_norm_`, because "
-               "torch's `clip_grad_norm_` knows the parts of this rank alone; give all ranks of "
-               "this mesh dimension the same rows", RuntimeError)
-
-    def _find_streams(self, model: nn.Module) -> None:
-        """
-        #### Note which modules compute with some of the positions only
-        """
-        streams = {module: pattern.stream for module, pattern in self.patterns.items()
-                   if pattern.stream}
-        expect(bool(streams) or not self.sequence, "tensor_parallel: `sequence=True`",
-               "a model with a known stream", f"none in this {type(model).__name__}",
-               "leave `sequence` out, or pass a pattern with a `stream`")
-        for module, stream in streams.items():
-            problem = stream.problem(module, self.patterns)
-            expect(not problem, "tensor_parallel: `sequence=True`", "modules that treat each "
-                   f"position by itself in `{type(module).__name__}`", problem,
-                   "leave `sequence` out")
-            inside = [*stream.inside(module, self.patterns)]
-            self.borders.update(dict.fromkeys(inside, stream.border(self)))
-
-    def broadcast(self, tensor: torch.Tensor, place: int) -> None:
-        """
-        ### Give all ranks the values that one of them has; all ranks must call it
+        #### Give all ranks the values that the first one has; all ranks must call it
         """
         if self.size > 1 and tensor.numel():
             whole = tensor.contiguous()
-            self.group.together("first values", dist.broadcast, whole.view(-1).view(torch.uint8),
-                                group_src=place)
+            # In bytes, because gloo does not know every data type.
+            data = whole.view(-1).view(torch.uint8)
+            self.group.together("first values", dist.broadcast, data, group_src=0)
             tensor.copy_(whole)
 
     def twin(self, param: nn.Parameter, make: Operation) -> nn.Parameter:
@@ -289,12 +231,9 @@ class Line:
 
         * `make` makes the values of the new one from those of the old one
         """
-        known = self.twins.get(param)
-        found = known() if known else None
-        if found is None:
-            found = nn.Parameter(make(param.detach()), param.requires_grad)
-            self.twins[param] = ref(found)
-        return found
+        if param not in self.twins:
+            self.twins[param] = nn.Parameter(make(param.detach()), param.requires_grad)
+        return self.twins[param]
 
     def compare_once(self, tensors: list[torch.Tensor]) -> None:
         """
@@ -307,7 +246,8 @@ class Line:
         self.compared = True
         raw = [t.detach().cpu().contiguous().view(-1).view(torch.uint8)
                for t in (*tensors, torch.get_rng_state()) if t.numel()]
-        *inputs, numbers = [zlib.crc32(each.numpy().tobytes()) for each in raw]
+        *inputs, numbers = [zlib.crc32(each.numpy().tobytes())
+                            for each in raw]
         told = {"inputs (their checksums)": inputs, "random numbers (their checksum)": numbers}
         same("tensor_parallel", self.group.ranks, self.group.gather(told), "give all ranks of this "
              "mesh dimension the same rows, and the same `torch.manual_seed`", ValueError)
@@ -327,6 +267,43 @@ def _check_ties(model: nn.Module, patterns: dict[nn.Module, Any]) -> None:
                    f"`{path}.{name}`, which is tied to one", "untie it, or leave the policy out")
 
 
+@torch.no_grad()
+def _compare_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """
+    #### Refuse a step with other gradients of weights that all ranks have
+
+    * `model` is split, and `optimizer` is about to step. A sharded model compares by itself
+
+    All ranks have computed the same gradients (all-gather of their norm, 8 bytes). If they differ
+    now, each rank has clipped by the norm of its own parts, or the ranks had different batches, and
+    the weights would drift apart. Raises `RuntimeError` on all ranks.
+    """
+    split = [module for module in model.modules() if isinstance(vars(module).get("line"), Line)]
+    line = vars(split[0])["line"] if split else None
+    if line is None or line.size == 1 or line.model is not None:
+        return
+    parts = {id(module._parameters[name]) for module in split for name in vars(module)["parts"]}
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if parts.isdisjoint(stepped):
+        return
+    # Of no gradient, the norm is zero.
+    zero = torch.zeros((), dtype=torch.double, device=next(model.parameters()).device)
+    norms = [p.grad.norm(dtype=torch.double)
+             for p in model.parameters()
+             if id(p) in stepped and id(p) not in parts
+             and p.grad is not None]
+    own = torch.stack([zero, *norms]).norm()
+    every = line.all_gather(own)
+    # An accelerator may add up in another order.
+    alike = torch.allclose(every, every[:1], rtol=1e-5, equal_nan=True)
+    expect(alike, "a step of a split model", "the same gradients of the weights that ranks "
+           f"{line.group.ranks} all have", f"norms {every.tolist()}", "`wrap` the model, and clip "
+           "by `Zero3Optimizer(clip_grad_norm=)` or `model.clip_grad_norm_`, because torch's "
+           "`clip_grad_norm_` knows the parts of this rank alone; give all ranks of this mesh "
+           "dimension the same rows", RuntimeError)
+
+
+@dataclass(eq=False)
 class Border:
     """
     ## What is exchanged where the split layers begin and end: $f$ and $g$
@@ -335,8 +312,7 @@ class Border:
     positions on each.
     """
 
-    def __init__(self, line: Line):
-        self.line = line
+    line: Line
 
     def __deepcopy__(self, memo: dict) -> "Border":
         return self

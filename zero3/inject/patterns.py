@@ -42,25 +42,37 @@ _QKV = ("query", "key", "value")
 PATTERNS: Mapping[str | type, Pattern] = {
     # `query` is a module with a `linear`, or in Primer EZ a list of this module and a convolution.
     f"{LABML}.mha.MultiHeadAttention": Pattern(
-        columns=tuple(f"{x}{of}linear" for x in _QKV for of in (".", ".0.")), rows=("output",),
+        columns=tuple(f"{x}{of}linear" for x in _QKV for of in (".", ".0.")),
+        rows=("output",),
         divided=tuple(f"{x}{of}heads" for x in _QKV for of in (".", ".0.")),
-        shared=tuple(f"{x}.1.conv" for x in _QKV), dropouts=(("dropout", 3),)),
+        shared=tuple(f"{x}.1.conv" for x in _QKV),
+        dropouts=(("dropout", 3),)),
     f"{LABML}.feed_forward.FeedForward": Pattern(
-        columns=("layer1", "linear_v"), rows=("layer2",), dropouts=(("dropout", -1),)),
+        columns=("layer1", "linear_v"),
+        rows=("layer2",),
+        dropouts=(("dropout", -1),)),
     f"{LABML}.models.EmbeddingsWithPositionalEncoding": Pattern(embeddings=("linear",)),
     f"{LABML}.models.EmbeddingsWithLearnedPositionalEncoding": Pattern(embeddings=("linear",)),
     f"{LABML}.models.Generator": Pattern(heads=("projection",)),
     f"{MODELS}.gpt2.modeling_gpt2.GPT2Attention": Pattern(
         # Queries, keys and values together; with cross-attention queries alone, in `q_attn`.
-        columns=("c_attn", "q_attn"), rows=("c_proj",), block="split_size",
-        zero=("attn_dropout.p",), after=("resid_dropout",),
+        columns=("c_attn", "q_attn"),
+        rows=("c_proj",),
+        block="split_size",
+        zero=("attn_dropout.p",),
+        after=("resid_dropout",),
         divided=("num_heads", "split_size", "c_attn.nf", "q_attn.nf")),
     f"{MODELS}.gpt2.modeling_gpt2.GPT2MLP": Pattern(
-        columns=("c_fc",), rows=("c_proj",), divided=("c_fc.nf",), after=("dropout",)),
+        columns=("c_fc",),
+        rows=("c_proj",),
+        divided=("c_fc.nf",),
+        after=("dropout",)),
     f"{MODELS}.gpt2.modeling_gpt2.GPT2LMHeadModel": Pattern(
         embeddings=("transformer.wte",), heads=("lm_head",)),
     **{f"{MODELS}.bert.modeling_bert.Bert{which}Attention": Pattern(
-        columns=_QKV, zero=("dropout.p",), divided=("num_attention_heads", "all_head_size"))
+        columns=_QKV,
+        zero=("dropout.p",),
+        divided=("num_attention_heads", "all_head_size"))
        for which in ("Self", "Cross")},
     f"{MODELS}.bert.modeling_bert.BertSelfOutput": Pattern(
         rows=("dense",), after=("dropout", "LayerNorm")),
@@ -71,7 +83,8 @@ PATTERNS: Mapping[str | type, Pattern] = {
        for module, name in _LIKE_LLAMA
        for part, pattern in (
            ("Attention", Pattern(
-               columns=("q_proj", "k_proj", "v_proj"), rows=("o_proj",),
+               columns=("q_proj", "k_proj", "v_proj"),
+               rows=("o_proj",),
                divisible=("config.num_attention_heads", "config.num_key_value_heads"),
                zero=("attention_dropout",))),
            ("MLP", Pattern(columns=("gate_proj", "up_proj"), rows=("down_proj",))),

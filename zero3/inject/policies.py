@@ -91,17 +91,19 @@ class Attention(Replacement):
         over_keys = isinstance(module.softmax, nn.Softmax) and module.softmax.dim == 1
         return "" if over_keys else f"its softmax is {module.softmax}"
 
-    def forward(self: Any, *, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-                mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self: Any, *, query: torch.Tensor, key: torch.Tensor,
+                value: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """
         ### As labml's, `(positions, batch, features)` to the same shape
         """
         if mask is not None:
             # (queries, keys, batch, 1) to (batch, 1, queries, keys)
-            mask = self.prepare_mask(mask, query.shape, key.shape).permute(2, 3, 0, 1) != 0
+            mask = (self.prepare_mask(mask, query.shape, key.shape)
+                    .permute(2, 3, 0, 1) != 0)
         # (positions, batch, heads, d_k) to (batch, heads, positions, d_k)
-        q, k, v = (_side_by_side(project(x).permute(1, 2, 0, 3)) for project, x in (
-            (self.query, query), (self.key, key), (self.value, value)))
+        q, k, v = (
+            _side_by_side(x.permute(1, 2, 0, 3))
+            for x in (self.query(query), self.key(key), self.value(value)))
         x = F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale)
         return self.output(x.permute(2, 0, 1, 3).flatten(2))
 
@@ -270,13 +272,18 @@ class CrossEntropy(Replacement):
         head = self.get_output_embeddings()
         # Each position predicts the next token.
         hidden = output.last_hidden_state[:, :-1].flatten(0, 1)
-        loss = chunked_cross_entropy(hidden, head.weight, labels[:, 1:].flatten(), head.bias,
-                                     rows=self.rows, count=count,
-                                     split=vars(head).get("line"), own=part_of(head, "weight"))
+        loss = chunked_cross_entropy(
+            hidden, head.weight, labels[:, 1:].flatten(), head.bias,
+            rows=self.rows,
+            count=count,
+            split=vars(head).get("line"),
+            own=part_of(head, "weight"))
         outputs = import_module("transformers.modeling_outputs")
         return outputs.CausalLMOutputWithPast(
-            loss=loss, past_key_values=output.past_key_values,
-            hidden_states=output.hidden_states, attentions=output.attentions)
+            loss=loss,
+            past_key_values=output.past_key_values,
+            hidden_states=output.hidden_states,
+            attentions=output.attentions)
 
 
 def tensor_parallel(mesh: DeviceMesh, more: Mapping[str | type, Pattern] | None = None, *,

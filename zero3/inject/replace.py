@@ -192,7 +192,7 @@ def _check(model: nn.Module, policies: list[Policy], lines: list[Finding], stric
            "they are, or leave the policy out")
     for policy in policies:
         found = any(line.policy == policy.name for line in lines)
-        kinds = ", ".join(_told(kind) for kind in policy.replaces)
+        kinds = ", ".join(str(getattr(kind, "__name__", kind)) for kind in policy.replaces)
         expect(found, f"inject: the policy `{policy.name}`", f"modules of {kinds}",
                f"none in this {type(model).__name__}", "leave the policy out, or pass it the class "
                "that has the same forward")
@@ -241,9 +241,11 @@ def _problem(module: nn.Module, policy: Policy) -> str:
     base: Any = policy.base_of(kind)
     # Methods of the replaced class, which the new forward stands for.
     methods = {name for name, value in vars(base).items() if callable(value)} - {"__init__"}
-    subclasses = [c for c in kind.__mro__ if issubclass(c, base) and c is not base
+    subclasses = [c for c in kind.__mro__
+                  if issubclass(c, base) and c is not base
                   and not issubclass(c, Replacement)]
-    for owner, names in [*((c.__name__, vars(c)) for c in subclasses), ("this one", vars(module))]:
+    owners = [(subclass.__name__, vars(subclass)) for subclass in subclasses]
+    for owner, names in (*owners, ("this one", vars(module))):
         if other := methods & {*names}:
             return f"{owner} has a `{min(other)}` of its own"
     options: Any = policy.new_class(kind)
@@ -273,10 +275,7 @@ def own_class(module: nn.Module) -> type:
     """
     ## The class that a module has without policies
     """
-    kind = type(module)
-    for _, inside in _replacements(kind):
-        kind = inside
-    return kind
+    return next(kind for kind in type(module).__mro__ if not issubclass(kind, Replacement))
 
 
 def full_name(kind: type) -> str:
@@ -284,7 +283,3 @@ def full_name(kind: type) -> str:
     ## The name of a class with its module's, as policies and patterns give it
     """
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _told(kind: str | type) -> str:
-    return kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__

@@ -87,13 +87,11 @@ class Stream:
     # Modules that use other sequences. Blocks must not have them.
     absent: tuple[str, ...] = ("crossattention", "src_attn")
 
-    def ends(self, module: nn.Module) -> tuple[nn.Module, nn.Module]:
+    def end_of(self, module: nn.Module) -> nn.Module:
         """
-        ### The module that the stream begins with, and the one that it ends with
+        ### The module that the stream ends with
         """
-        blocks = self.blocks_of(module)
-        last = module.get_submodule(self.last) if self.last else blocks[-1]
-        return blocks[0], last
+        return module.get_submodule(self.last) if self.last else self.blocks_of(module)[-1]
 
     def blocks_of(self, module: nn.Module) -> list[nn.Module]:
         """
@@ -108,7 +106,7 @@ class Stream:
         * `split` has the patterns of split modules. What is inside of such a module has all
           positions, unless it comes after the last split layer
         """
-        waiting = [*self.blocks_of(module), self.ends(module)[1]]
+        waiting = [*self.blocks_of(module), self.end_of(module)]
         while waiting:
             each = waiting.pop()
             yield each
@@ -137,17 +135,28 @@ class Stream:
                 return f"its {kind.__name__} has a `forward` of its own"
         return ""
 
-    def border(self, line: Line) -> "SequenceBorder":
-        return SequenceBorder(line, self.dim)
+    def prepare(self, module: nn.Module, line: Line) -> None:
+        """
+        ### Note which modules compute with some of the positions only
+
+        Raises `ValueError` if the stream cannot be split.
+        """
+        problem = self.problem(module, line.patterns)
+        expect(not problem, "tensor_parallel: `sequence=True`", "modules that treat each position "
+               f"by itself in `{type(module).__name__}`", problem, "leave `sequence` out")
+        border = SequenceBorder(line, self.dim)
+        line.borders.update(dict.fromkeys(self.inside(module, line.patterns), border))
 
     def begin(self, module: nn.Module, line: Line) -> None:
         """
         ### Give the modules of the stream their new classes
         """
-        first, last = self.ends(module)
+        first = self.blocks_of(module)[0]
+        last = self.end_of(module)
         border = line.border_of(first)
         for each in dict.fromkeys(self.inside(module, line.patterns)):
-            names = tuple(name for name, p in each._parameters.items() if p is not None)
+            names = tuple(name for name, p in each._parameters.items()
+                          if p is not None)
             if isinstance(each, nn.Dropout):
                 become(each, StreamDropout, border=border)
             elif names and each not in line.patterns:
@@ -156,16 +165,14 @@ class Stream:
         become(last, StreamEnd, border=border)
 
 
+@dataclass(eq=False)
 class SequenceBorder(Border):
     """
     ## $f$ and $g$ between some of the positions and all of them
     """
 
-    def __init__(self, line: Line, dim: int):
-        super().__init__(line)
-        self.dim = dim
-        # Positions in the sequences of the current pass.
-        self.length = 0
+    dim: int  # the dimension of positions
+    length: int = 0  # of the sequences of the current pass
 
     def states(self, args: tuple, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """
@@ -173,7 +180,9 @@ class SequenceBorder(Border):
 
         Masks and positions are whole.
         """
-        return [*args[:1], *(kwargs[name] for name in _STATES if name in kwargs)]
+        return [
+            *args[:1],
+            *(kwargs[name] for name in _STATES if name in kwargs)]
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """
@@ -241,9 +250,12 @@ class SequenceBorder(Border):
 
         A rank sends $t-1$ times the bytes of the longest part. All ranks must call it.
         """
-        ranges = [self.line.range(self.length, place) for place in range(self.line.size)]
-        parts = [x.narrow(self.dim, begin, count) for begin, count in ranges]
-        rows = [self.line.padded(part, self.dim, self.length) for part in parts]
+        ranges = [self.line.range(self.length, place)
+                  for place in range(self.line.size)]
+        parts = [x.narrow(self.dim, begin, count)
+                 for begin, count in ranges]
+        rows = [self.line.padded(part, self.dim, self.length)
+                for part in parts]
         total = self.line.reduce_scatter(torch.stack(rows))
         _, count = self.range()
         return total.narrow(self.dim, 0, count).contiguous()
@@ -268,7 +280,8 @@ class StreamBegin(InStream):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         whole, *_ = self.border.states(args, kwargs)
-        args, kwargs = exchanged(args, kwargs, {id(whole): self.border.begin(whole)})
+        args, kwargs = exchanged(
+            args, kwargs, {id(whole): self.border.begin(whole)})
         return super().forward(*args, **kwargs)
 
 
@@ -303,39 +316,44 @@ class SummedWeights(InStream):
             attributes.update(before)
 
 
-class StreamDropout(InStream):
+class PartialDropout(Replacement):
     """
-    ## Dropout of some of the positions, with the mask of the plain model
+    ## Dropout of a part of a tensor, with the mask of the plain model
     """
 
     p: float
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def drop(self, x: torch.Tensor, dim: int, size: int, begin: int) -> torch.Tensor:
+        """
+        ### Zeros where the plain model has them
+
+        * `x` is the part that begins at `begin`, of a tensor with `size` elements along `dim`
+
+        Each rank draws the mask of the whole tensor, in the same order as the plain model.
+        """
         if not self.training or not self.p:
             return x
-        border = self.border
-        begin, count = border.range()
-        return x * mask_of_part(x, self.p, border.dim, border.length, begin, count)
+        shape = [*x.shape]
+        shape[dim] = size
+        # A mask is drawn in the order of memory, so the whole mask has the order that `x` has.
+        order = sorted(range(x.dim()), key=x.stride, reverse=True)
+        ones = x.detach().new_ones([shape[each] for each in order])
+        mask = F.dropout(ones, self.p)
+        mask = mask.permute([order.index(each) for each in range(x.dim())])
+        return x * mask.narrow(dim, begin, x.shape[dim])
 
 
-def mask_of_part(x: torch.Tensor, p: float, dim: int, size: int, begin: int, count: int
-                 ) -> torch.Tensor:
+class StreamDropout(PartialDropout):
     """
-    ## The part of a dropout mask that is for this rank
-
-    * `x` is the part of a tensor with `size` elements along `dim`; it begins at `begin`, with
-      `count` elements
-    * `p` is the probability of a zero; other elements are $1 / (1 - p)$
-
-    Each rank draws the whole mask, in the same order as the plain model.
+    ## Dropout of some of the positions
     """
-    shape = [*x.shape]
-    shape[dim] = size
-    # A mask is drawn in the order of memory, so the whole mask has the order that `x` has.
-    order = sorted(range(x.dim()), key=x.stride, reverse=True)
-    ones = x.detach().new_ones([shape[each] for each in order])
-    mask = F.dropout(ones, p).permute([order.index(each) for each in range(x.dim())])
-    return mask.narrow(dim, begin, count)
+
+    all_or_none = True
+    border: SequenceBorder
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        begin, _ = self.border.range()
+        return self.drop(x, self.border.dim, self.border.length, begin)
 
 
 def exchanged(args: tuple, kwargs: Mapping[str, Any], found: Mapping[int, Any]
@@ -345,5 +363,6 @@ def exchanged(args: tuple, kwargs: Mapping[str, Any], found: Mapping[int, Any]
 
     * `found` has the new ones, by the `id` of the old ones. One tensor may be several arguments
     """
-    return (tuple(found.get(id(arg), arg) for arg in args),
-            {name: found.get(id(arg), arg) for name, arg in kwargs.items()})
+    return (
+        tuple(found.get(id(arg), arg) for arg in args),
+        {name: found.get(id(arg), arg) for name, arg in kwargs.items()})

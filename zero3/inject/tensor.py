@@ -62,7 +62,7 @@ have the same batch and the same random numbers; they compare both in the first 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -74,7 +74,10 @@ from zero3.comm.parts import WeightPart
 from zero3.guards.options import expect
 from zero3.inject.line import Border, Line, Swap
 from zero3.inject.replace import Replacement, become, full_name
-from zero3.inject.sequence import Stream, exchanged, mask_of_part
+from zero3.inject.sequence import PartialDropout, Stream, exchanged
+
+# Of each split parameter of a layer: the dimension that is split, and the number of blocks.
+Dims = dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -101,17 +104,18 @@ class Pattern:
     after: tuple[str, ...] = ()
     stream: Stream | None = None
 
-    def parts(self, module: nn.Module
-              ) -> Iterator[tuple[Any, type["Weights"], dict[str, tuple[int, int]]]]:
+    def parts(self, module: nn.Module) -> Iterator[tuple[Any, type["Weights"], Dims]]:
         """
         ### The split layers of a module
 
         Yields each layer, its replacement, and its split parameters with dimension and blocks.
         """
-        for names, by, dim in ((self.columns, Column, 0), (self.rows, Row, 1),
-                               (self.embeddings, VocabularyEmbedding, 0),
-                               (self.heads, VocabularyHead, 0),
-                               (self.shared, SharedConvolution, None)):
+        for names, by, dim in (
+                (self.columns, Column, 0),
+                (self.rows, Row, 1),
+                (self.embeddings, VocabularyEmbedding, 0),
+                (self.heads, VocabularyHead, 0),
+                (self.shared, SharedConvolution, None)):
             for child in (_attribute(module, name) for name in names):
                 if child is None:
                     continue
@@ -157,13 +161,12 @@ class Split(Replacement):
         if self.pattern.stream:
             self.pattern.stream.begin(self, self.line)
         self.border = self.line.border_of(self)
-        self.whole_values = {}
         parts = [*self.pattern.parts(self)]
-        for name in self.pattern.divided:
-            value = _attribute(self, name)
-            if value is not None:
-                self.whole_values[name] = value
-                _set_attribute(self, name, value // self.line.size)
+        values = {name: _attribute(self, name) for name in self.pattern.divided}
+        self.whole_values = {name: value for name, value in values.items()
+                             if value is not None}
+        for name, value in self.whole_values.items():
+            _set_attribute(self, name, value // self.line.size)
         for child, by, dims in parts:
             expect(not isinstance(child, Replacement), "tensor_parallel", "plain layers",
                    f"a {type(child).__name__}", "leave the other policy out", RuntimeError)
@@ -181,7 +184,8 @@ class Split(Replacement):
         """
         ### $f$ for its inputs, then the module's own forward
         """
-        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+        tensors = [t for t in (*args, *kwargs.values())
+                   if isinstance(t, torch.Tensor)]
         self.line.compare_once(tensors)
         if not self.pattern.columns:
             return super().forward(*args, **kwargs)
@@ -209,11 +213,9 @@ class Weights(Replacement):
     bias: torch.Tensor | None
 
     @classmethod
-    def unfit(cls, module: Any, dims: dict[str, tuple[int, int]], ranks: int) -> str:
+    def unfit(cls, module: Any, dims: Dims, ranks: int) -> str:
         """
         ### Why a layer cannot be split over so many ranks, or an empty string
-
-        * `dims` are as for `split`
         """
         plain: Any = _conv1d(module) or cls.stands_for
         if "forward" in vars(module) or type(module).forward is not plain.forward:
@@ -226,11 +228,10 @@ class Weights(Replacement):
                 return f"has {size} features, for {ranks} ranks"
         return ""
 
-    def split(self, line: Line, dims: dict[str, tuple[int, int]], border: Border) -> None:
+    def split(self, line: Line, dims: Dims, border: Border) -> None:
         """
         ### Keep this rank's part of each of these parameters
 
-        * `dims` has for each parameter the dimension, and the number of blocks
         * `border` is that of the module that this layer is in
         """
         self.line = line
@@ -245,27 +246,19 @@ class Weights(Replacement):
     @torch.no_grad()
     def end(self) -> None:
         """
-        ### Gather the whole weights (a broadcast from each rank; all ranks must call it)
+        ### Gather the whole weights (all-gather; all ranks must call it)
         """
-        line = self.line
         for name, part in self.parts.items():
             own = self.get_parameter(name)
-            self._parameters[name] = line.twin(own, partial(self._whole, part))
+            self._parameters[name] = self.line.twin(own, partial(self._whole, part))
         del self.line, self.border, self.parts
 
     def _whole(self, part: WeightPart, own: torch.Tensor) -> torch.Tensor:
         """
         #### A whole weight, of the parts of all ranks
         """
-        line = self.line
-        whole = own.new_empty(part.shape)
-        for place in range(line.size):
-            begin, count = line.range(part.size, place)
-            theirs = replace(part, begin=begin, end=begin + count)
-            values = own if place == line.place else theirs.take(whole)
-            line.broadcast(values, place)
-            theirs.put(whole, values)
-        return whole
+        box = own.reshape(part.rows, -1, part.width)
+        return self.line.gather_parts(box, 1, part.size).view(part.shape)
 
 
 class Column(Weights):
@@ -302,20 +295,18 @@ class VocabularyEmbedding(Weights):
     padding_idx: int | None
 
     @classmethod
-    def unfit(cls, module: Any, dims: dict[str, tuple[int, int]], ranks: int) -> str:
+    def unfit(cls, module: Any, dims: Dims, ranks: int) -> str:
         if module.max_norm or module.sparse or module.scale_grad_by_freq:
             return f"is {module}"
         return super().unfit(module, dims, ranks)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         part = self.parts["weight"]
-        is_token = ((ids >= 0) & (ids < part.size)).all()
-        if ids.device.type == "cpu":
-            expect(bool(is_token), "an embedding", f"tokens from 0 to {part.size - 1}", f"{ids}",
-                   "look at the data", IndexError)
-        else:
-            # Without waiting for the device.
-            torch._assert_async(is_token)
+        are_tokens = (ids >= 0) & (ids < part.size)
+        # On an accelerator the device checks it, and nobody waits.
+        torch._assert_async(are_tokens.all(),
+                            f"an embedding. Expected: tokens from 0 to {part.size - 1}. "
+                            "Got: others. What to do: look at the data.")
         is_here = (part.begin <= ids) & (ids < part.end)
         own = (ids - part.begin).where(is_here, 0)
         padding = self.padding_idx
@@ -336,8 +327,10 @@ class VocabularyHead(Weights):
         own = F.linear(self.border.enter(x), self.weight, self.bias)
         part = self.parts["weight"]
         # All-gather in forward; in backward each rank keeps its part of the gradient.
-        return Swap.apply(own, lambda x: self.line.gather_parts(x, -1, part.size),
-                          lambda grad: grad[..., part.begin : part.end])
+        return Swap.apply(
+            own,
+            lambda x: self.line.gather_parts(x, -1, part.size),
+            lambda grad: grad[..., part.begin : part.end])
 
 
 class SharedConvolution(Weights):
@@ -356,30 +349,27 @@ class SharedConvolution(Weights):
         return self._conv_forward(x, weight, bias)
 
 
-class SplitDropout(Replacement):
+class SplitDropout(PartialDropout):
     """
-    ## Dropout of some of the heads or features, with the mask of the plain model
-
-    Each rank draws the whole mask and takes its part of it.
+    ## Dropout of some of the heads or features
     """
 
     line: Line
     dim: int
-    p: float
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training or not self.p:
-            return x
         count = x.shape[self.dim]
-        whole = count * self.line.size
-        return x * mask_of_part(x, self.p, self.dim, whole, self.line.place * count, count)
+        return self.drop(x, self.dim, count * self.line.size, count * self.line.place)
 
 
 def _taken(part: WeightPart, dim: int, whole: torch.Tensor) -> torch.Tensor:
     """
     #### This rank's part of a weight that is split along a dimension
     """
-    return part.take(whole).view(*whole.shape[:dim], -1, *whole.shape[dim + 1 :])
+    return part.take(whole).view(
+        *whole.shape[:dim],
+        -1,
+        *whole.shape[dim + 1 :])
 
 
 def _conv1d(module: nn.Module) -> type | None:
