@@ -73,7 +73,7 @@ COMPILE_PEERS = ("zero3", "wrap", "wrap-bucket", "compile-eager", "compile-units
 COMPILE_CASES = ("gpt", "small-layers")
 # What of the package a step goes through.
 TIMED = [f"zero3/{name}.py" for name in (
-    "layer", "flat", "watch", "comm/collectives", "comm/mesh", "sharded", "offload/tiers",
+    "layer", "flat", "watch", "comm/collectives", "comm/order", "sharded", "offload/tiers",
     "estimate/ledger", "optimizer/buckets", "optimizer/stage3", "optimizer/states",
     "whole_model/units", "whole_model/wrap")]
 # And with `--nodes`.

@@ -409,8 +409,7 @@ def on_device(device, shape, nbytes, watched=False, steps=3):
     optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.5, clip_grad_norm=1e9)
     model._follow_optimizer()
     graphs = Graphs("0/0", "")
-    graphs.steps.append(("traced", forward, backward))
-    model._lower(graphs)
+    model._lower(graphs, forward, backward)
     pair = (graphs.forward, graphs.backward)
     found = [[], []]
     if watched:

@@ -258,7 +258,8 @@ def test_ranks_with_some_of_the_positions_train_the_weights_of_the_plain_model(w
     `SequenceBorder.leave`, `SequenceBorder.weight`, `SequenceBorder.range`, `SequenceBorder.own`,
     `SequenceBorder.gathered`, `SequenceBorder.summed`, `SequenceBorder.begin`,
     `SequenceBorder.end`, `Stream.blocks_of`, `InStream`, `StreamBegin`, `StreamEnd`,
-    `SummedWeights`, `StreamDropout`, `PartialDropout`, `exchanged`, `own_class`, `become`,
+    `SummedWeights`, `StreamDropout`, `PartialDropout`, `PartialDropout.drop`, `exchanged`,
+    `own_class`, `become`,
     `Line.reduce_scatter`, `Line.border_of`.
     """
     for worst in run(sequence_alone, 2, which, more, length):

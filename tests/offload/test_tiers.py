@@ -143,7 +143,8 @@ def test_every_model_trains_from_files_as_in_plain_pytorch(world_size, tmp_path)
     """
     All of `tests/cases.py`: layers called twice, out of order, frozen, unused, recomputed, nested.
     Breaks where what was read ahead is taken for what was asked for.
-    Proves I1, I8, `InFile.load`, `InFile.read_async`, `Zero3Layer._backward_event`, `own_modules`.
+    Proves I1, I8, `InFile.load`, `InFile.read_async`, `Zero3Layer._backward_event`, `own_modules`,
+    `Offload.place`, `ShardStates.nbytes`.
     """
     for rank in run(all_cases, world_size, str(tmp_path)):
         # One has parameters in fp32.
