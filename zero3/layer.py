@@ -409,7 +409,7 @@ class Zero3Layer(Sharded):
         too late, its memory would be missing while the layer below computes.
         """
         trainable = sum(len(flat.slots) for flat in self.flats if flat.trains)
-        return self.watch.inputs_left <= 0 and len(self.watch.arrived) == trainable
+        return self.watch.inputs_left == 0 and len(self.watch.arrived) == trainable
 
     # ------------------------------------------------------------------------------------- reduce
 
