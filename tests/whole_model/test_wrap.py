@@ -601,7 +601,7 @@ def test_ranks_that_diverge_get_an_error_that_names_both_layers(debug):
     """
     On each rank: what it was about to gather, and what the other one. Within seconds, and not at a
     time-out. Without `debug` the messages' announcements find it, where there are messages.
-    Proves I6, `Transfer._complete`, `Communicator._begin`, `TracedOrder.compare`.
+    Proves I6, `Transfer._complete`, `Communicator.begin`, `TracedOrder.compare`.
     """
     first, second = run(diverge, 2, debug)
     assert "rank 0: layer 1 (left)" in first and "of layer 2 (right)" in first

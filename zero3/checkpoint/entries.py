@@ -191,6 +191,9 @@ class Entries(Named):
         self.expect(optimizer is None or has_pieces or frozen, "cannot save or load this optimizer",
                     "one of this model's shards", type(optimizer).__name__,
                     "build the optimizer after the model is wrapped, on the wrapped model")
+        has_whole = isinstance(optimizer, Zero3Optimizer) and bool(optimizer.owners.wholes)
+        self.expect(not has_whole, "cannot save or load this optimizer", "states in shards",
+                    "whole ones", "leave the optimizer out")
         # Each rank has these whole: buffers, and frozen parameters outside of layers.
         self.replicated = self._find_replicated(paths)
         # Those of them that are in the checkpoint; `check` fills this in.

@@ -94,7 +94,7 @@ all_to_all_single = dist.all_to_all_single
 # Flat buffers, each with a shard or a receive buffer.
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 # What a rank may be about to do. An announcement has the index in this tuple.
-_ACTIONS = ("gather", "reduce", "norm", "fault", "exchange", "gather from the node")
+_ACTIONS = ("gather", "reduce", "norm", "fault", "exchange", "gather from the node", "pieces")
 # The `layer_idx` of a sender that has no place in a chain or a model.
 ALONE = -1
 # On an accelerator parameters and shards begin at multiples of this many bytes, because one thread
@@ -162,7 +162,7 @@ class Communicator(Peers):
         # The fetch stream waits for the compute stream: the optimizer wrote the shards there, and
         # the memory that is allocated now had its last reader there.
         with self.on(self.fetch_stream):
-            transfer = self._begin([self.group], [sender], "gather", pairs)
+            transfer = self.begin([self.group], [sender], "gather", pairs)
             for full, shard in pairs:
                 self._check_shard(sender, full, shard)
                 allocate(full)
@@ -190,7 +190,7 @@ class Communicator(Peers):
         """
         # The backup stream waits for the compute stream, which wrote the gradients.
         with self.on(self.backup_stream):
-            transfer = self._begin([self.group], senders, "reduce", pairs)
+            transfer = self.begin([self.group], senders, "reduce", pairs)
             transfer.add = self.total
             for i, (grad, buffer) in enumerate(pairs):
                 if self.group.size == 1:
@@ -285,7 +285,7 @@ class Communicator(Peers):
         """
         rows = mine.repeat(group.size, 1)
         with self.on(self.fetch_stream):
-            transfer = self._begin([group], [sender], "norm", [(rows, mine)], options)
+            transfer = self.begin([group], [sender], "norm", [(rows, mine)], options)
             self.gather_rows(transfer, group, rows)
             transfer.count(group, mine.nbytes)
             transfer.done.record()
@@ -370,10 +370,10 @@ class Communicator(Peers):
 
     # ------------------------------------------------------------------- the same on all ranks
 
-    def _begin(self, groups: list[Group], senders: Sequence[Sender], action: str,
-               pairs: Pairs, options: str = "") -> Transfer:
+    def begin(self, groups: list[Group], senders: Sequence[Sender], action: str,
+              pairs: Pairs, options: str = "") -> Transfer:
         """
-        #### Announce what this rank is about to send
+        ### Announce what this rank is about to send
 
         32 bytes to each other rank of these groups, ahead of the data and without waiting.
 
@@ -435,7 +435,7 @@ class Communicator(Peers):
             name = self.labels[idx]
         elif idx != ALONE:
             name = f"layer {idx}"
-        elif action == "norm":
+        elif action in ("norm", "pieces"):
             name = "the gradients"
         else:
             name = "a layer in no chain"
@@ -489,7 +489,7 @@ class Communicator(Peers):
                     step()
         for group in groups:
             with suppress(RuntimeError):
-                in_flight.lose(self._begin([group], [sender], "fault", []))
+                in_flight.lose(self.begin([group], [sender], "fault", []))
 
     # -------------------------------------------------------------------- while a model is wrapped
 

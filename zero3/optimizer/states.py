@@ -550,7 +550,7 @@ class ShardStates:
         Yields the states of the piece's parameter, the moment's name in them, and the view.
         """
         for piece in self.pieces:
-            known = state[piece.param]
+            known = state.get(piece.param, {})
             for name, value in known.items():
                 if name in views and isinstance(value, torch.Tensor):
                     yield known, name, views[name][piece.where]

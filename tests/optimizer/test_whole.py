@@ -1,0 +1,362 @@
+"""
+# Optimizers that need whole matrices: on shards, the bits of plain PyTorch
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.ranks import run
+from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
+from zero3.optimizer.whole import Matrices
+
+BF16 = torch.bfloat16
+MUON = {"optimizer": torch.optim.Muon, "lr": 0.02, "momentum": 0.9}
+ADAMW = {"lr": 0.01, "weight_decay": 0.1, "fused": False}
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB without its moments: the step of a parameter is as long as the parameter"""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad * (p.norm() / p.grad.norm()), alpha=-group["lr"])
+
+
+class Odd(nn.Module):
+    """Parameters of every shape, tied, frozen, empty and unused ones among them"""
+
+    def __init__(self):
+        super().__init__()
+        self.row, self.column = nn.Linear(16, 1, bias=False), nn.Linear(1, 16)
+        self.turned = nn.Parameter(torch.randn(48, 16).t() / 3)
+        self.frozen = nn.Linear(48, 16).requires_grad_(False)
+        self.empty = nn.Parameter(torch.ones(0, 3))
+        self.unused = nn.Linear(16, 3, bias=False)
+        self.tied = nn.Linear(16, 16)
+        self.again = nn.Linear(16, 16)
+        self.again.weight = self.tied.weight
+
+    def forward(self, x):
+        h = x + self.column(torch.tanh(self.row(x))) + self.empty.sum()
+        h = h + self.frozen(torch.tanh(h @ self.turned))
+        return self.again(torch.tanh(self.tied(h)))
+
+
+class Net(nn.Module):
+    """
+    Sizes are multiples of 16, so that parameters of a flat one begin where kernels expect it.
+    Matrix products of others are rounded otherwise, before any optimizer steps
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.blocks = nn.ModuleList([nn.Linear(16, 48), Odd(), nn.Linear(16, 80)])
+        self.head = nn.Linear(80, 32)
+
+    def forward(self, x):
+        h = self.embed(x)
+        h = torch.tanh(self.blocks[0](h))[..., :16]
+        return self.head(self.blocks[2](self.blocks[1](h)))
+
+
+def by_shape(name, p):
+    return MUON if p.ndim == 2 and p.numel() else {"weight_decay": 0.2}
+
+
+def loss_of(model, rows):
+    return model(rows).float().square().mean()
+
+
+class Plain:
+    """Plain PyTorch with fp32 masters, on the mean gradient over ranks, added in their order"""
+
+    def __init__(self, model, group_by, default):
+        self.model = model
+        self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        wide = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+        # In rows, as shards have them: Adafactor adds up a turned matrix in another order.
+        self.masters = {name: nn.Parameter(p.detach().to(wide).contiguous())
+                        for name, p in self.named.items()}
+        self.optimizers = []
+        for name, p in self.named.items():
+            if not p.numel():
+                # Nothing to step, and Adafactor would divide by this number.
+                continue
+            options = {**group_by(name, p)}
+            make = options.pop("optimizer", None)
+            self.optimizers.append((make or torch.optim.AdamW)(
+                [self.masters[name]], **options if make else {**default, **options}))
+
+    def step(self, parts, scale):
+        """
+        `parts` has a list of batches of each rank, one for each micro-batch; `scale(norm)` says by
+        how much to shorten the gradient
+        """
+        grads = dict.fromkeys(self.named)
+        micro = len(parts[0])
+        for i in range(micro):
+            total = dict.fromkeys(self.named)
+            for rank in parts:
+                found = torch.autograd.grad(loss_of(self.model, rank[i]) / micro,
+                                            [*self.named.values()], allow_unused=True)
+                for name, grad in zip(self.named, found, strict=True):
+                    if grad is not None:
+                        grad = grad * (1 / len(parts))
+                        total[name] = grad if total[name] is None else total[name] + grad
+            grads = {name: grad if grads[name] is None or grad is None else grads[name] + grad
+                     for name, grad in total.items()}
+        norm = torch.stack([g.double().norm() for g in grads.values() if g is not None]).norm()
+        factor = scale(norm.item())
+        for name, grad in grads.items():
+            wide = self.masters[name]
+            wide.grad = None if grad is None else grad.to(wide.dtype).contiguous() * factor
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for name, p in self.named.items():
+            p.data.copy_(self.masters[name])
+        return norm.item()
+
+
+def masters_of(optimizer):
+    """All masters by name, whole"""
+    from zero3.optimizer.stage3 import plain_paths
+    paths = plain_paths(optimizer.model)
+    found = {}
+    for states in optimizer.shard_states:
+        with states.in_memory(optimizer.state, write=False) as (master, _):
+            rows = optimizer.comm.numbers(optimizer, master)[: optimizer.comm.world_size].flatten()
+        for slot in states.flat.slots:
+            name = f"{paths[states.layer]}.{slot.names[0]}".strip(".")
+            found[name] = slot.of(rows).clone()
+    return found
+
+
+def layers_of(net):
+    """The same net as a chain"""
+    return [net.embed, nn.Sequential(net.blocks[0], nn.Tanh()), Cut(net.blocks[1]),
+            net.blocks[2], net.head]
+
+
+class Cut(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module_inside = module
+
+    def forward(self, x):
+        return self.module_inside(x[..., :16])
+
+
+def build(kind, dtype):
+    """A plain model, and a sharded one with the same values"""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        net = Net().to(dtype)
+        models.append(net if kind == "wrap" else nn.Sequential(*layers_of(net)))
+    plain, other = models
+    if kind == "wrap":
+        return plain, wrap(other, [nn.Linear, Odd])
+    return plain, Zero3Sequential([Zero3Layer(layer) for layer in other])
+
+
+def batches(step, ranks, micro):
+    rows = torch.randint(32, (ranks * micro, 4), generator=torch.Generator().manual_seed(step))
+    return [[*part] for part in rows.chunk(ranks)]
+
+
+def equal(kind, dtype=torch.float32, clip=None, micro=1, steps=20, group_by=by_shape,
+          first=torch.optim.AdamW, default=ADAMW, **options):
+    plain, model = build(kind, dtype)
+    reference = Plain(plain, group_by if first is torch.optim.AdamW
+                      else lambda name, p: {"optimizer": first, **default, **group_by(name, p)},
+                      default)
+    optimizer = Zero3Optimizer(model, first, group_by=group_by, clip_grad_norm=clip, **default,
+                               **options)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    clipped = 0
+    for step in range(steps):
+        parts = batches(step, ranks, micro)
+        for rows in parts[rank]:
+            optimizer.backward(loss_of(model, rows) / micro)
+        norm = optimizer.step()
+        optimizer.zero_grad()
+        # The factor of this norm, which is the plain one up to the order of its sums.
+        factor = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
+        clipped += factor < 1
+        expected = reference.step(parts, lambda norm, factor=factor: factor)
+        assert norm == pytest.approx(expected, rel=1e-5 if dtype is torch.float32 else 1e-2)
+    found = masters_of(optimizer)
+    assert found.keys() == reference.masters.keys()
+    assert not clip or 0 < clipped, norm
+    return [name for name, value in found.items()
+            if not torch.equal(value, reference.masters[name])]
+
+
+def several(cases):
+    return [equal(*case, **options) for *case, options in cases]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_muon_and_adamw_give_the_bits_of_plain_pytorch(world_size):
+    """
+    All masters after 20 steps, of a chain and of a wrapped model, in fp32 and bf16, with clipping
+    and micro-batches, over rows, columns, tied, turned, frozen, empty and unused parameters. The
+    norm differs from plain PyTorch's in the order of its sums, so both clip by ours. Breaks if a
+    piece is missing or in the wrong place, if a gradient is scaled twice or not at all, or if the
+    owner steps something that plain PyTorch does not.
+    Proves `Owners.step`, `Whole.within`, `Whole.in_shard`, `in_rounds`, `elementwise_first`.
+    """
+    cases = [("chain", torch.float32, 0.05, 2, {}), ("wrap", torch.float32, None, 1, {}),
+             ("chain", BF16, None, 1, {}), ("wrap", BF16, 0.05, 2, {"reduce_dtype": None})]
+    assert run(several, world_size, cases) == [[[]] * len(cases)] * world_size
+
+
+def nothing(name, p):
+    return {}
+
+
+def lamb(name, p):
+    return {"optimizer": Lamb, "lr": 0.05} if name.endswith("weight") else {}
+
+
+def test_a_norm_of_each_parameter_and_factored_moments_are_those_of_the_whole_parameter():
+    """
+    LAMB's step divides by norms of the parameter, and Adafactor keeps one number for each row and
+    column: on shards both would be others. Adafactor is the class of the whole optimizer.
+    Proves `always_whole`, `Owners.step`, `cost`.
+    """
+    factored = {"first": torch.optim.Adafactor, "default": {"lr": 0.05}}
+    cases = [("chain", torch.float32, None, 1, {"group_by": lamb}),
+             ("wrap", torch.float32, 0.05, 1, {**factored, "group_by": nothing})]
+    for world_size in (2, 3):
+        assert run(several, world_size, cases) == [[[]] * 2] * world_size
+
+
+# ------------------------------------------------------------------------------------------ refused
+
+
+def refused(make):
+    with pytest.raises((RuntimeError, ValueError)) as found:
+        make()
+    return str(found.value)
+
+
+def sharded(*layers):
+    return Zero3Sequential([Zero3Layer(layer) for layer in layers])
+
+
+def refusals():
+    line = nn.Linear(4, 4)
+    convolution = nn.Conv1d(2, 2, 3, bias=False)
+    vectors = {"optimizer": torch.optim.Muon}
+    return [
+        refused(lambda: Zero3Optimizer(sharded(line, convolution), group_by=lambda name, p: vectors
+                                       if p.ndim == 3 else {})),
+        refused(lambda: Zero3Optimizer(sharded(nn.Linear(4, 4)), torch.optim.Muon)),
+        refused(lambda: Zero3Optimizer(sharded(nn.Linear(4, 4)), group_by=lambda name, p: {
+            "optimizer": Lamb, "rate": 1.0})),
+        refused(lambda: Zero3Optimizer(
+            sharded(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 0, bias=False))),
+            group_by=lambda name, p: {} if p.numel() else vectors)),
+    ]
+
+
+def test_what_an_optimizer_cannot_step_is_refused_by_name_on_all_ranks():
+    """
+    A parameter with three dimensions and a vector under Muon, as torch refuses them; an option that
+    the class does not have; and a group without elements, which would train nothing. The second
+    rank owns nothing, and raises the same.
+    Proves `Owners._check_groups`.
+    """
+    for number, found in enumerate(run(refusals, 2)):
+        words = (("cannot step `1.weight`", "torch.Size([2, 2, 3])", "group_by=Matrices"),
+                 ("cannot step `0.bias`", "2D parameters", "group_by=Matrices"),
+                 ("cannot step `0.weight`", "unexpected keyword argument 'rate'"),
+                 ("without work", "a parameter with elements", "Muon"))
+        for text, expected in zip(found, words, strict=True):
+            assert f"rank {number}: the optimizer" in text
+            assert all(word in text for word in expected), text
+
+
+class Breaks(torch.optim.SGD):
+    def step(self):
+        if dist.get_rank() == 1:
+            raise ArithmeticError("no such root")
+
+
+def one_owner_fails():
+    model = sharded(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    optimizer = Zero3Optimizer(model, group_by=lambda name, p: {"optimizer": Breaks, "lr": 0.1})
+    model(torch.ones(2, 4)).square().mean().backward()
+    return refused(optimizer.step)
+
+
+def test_an_error_of_one_owner_reaches_all_ranks():
+    """
+    The owner names the parameter. The other rank, whose parameter is stepped, hears of it when it
+    waits for the values.
+    Proves I6, `Owners._step_one`.
+    """
+    first, second = run(one_owner_fails, 2, fresh=True)
+    assert "cannot step `1.weight`" in second and "ArithmeticError: no such root" in second
+    assert "rank 1" in first and "fault" in first
+
+
+# ------------------------------------------------------------------------------------------- choice
+
+
+def test_matrices_says_what_it_has_chosen():
+    """
+    Hidden matrices go to Muon; an embedding, what is tied to it, the head, vectors, and what `but`
+    names do not.
+    Proves `Matrices`.
+    """
+    net = nn.ModuleDict({
+        "wte": nn.Embedding(7, 4), "up": nn.Linear(4, 9), "gate": nn.Linear(4, 9, bias=False),
+        "down": nn.Linear(9, 4), "head": nn.Linear(4, 7)})
+    rule = Matrices(net, but=["gate"], lr=0.02)
+    assert str(rule).splitlines() == [
+        "wte.weight: left out, an embedding", "up.weight: Muon", "up.bias: left out, 1 dimensions",
+        "gate.weight: left out, but `gate`", "down.weight: Muon",
+        "down.bias: left out, 1 dimensions", "head.weight: left out, the last matrix, so the head",
+        "head.bias: left out, 1 dimensions"]
+    assert rule("up.weight", net["up"].weight) == {"optimizer": torch.optim.Muon, "lr": 0.02}
+    assert rule("up.bias", net["up"].bias) == rule("wte.weight", net["wte"].weight) == {}
+    net["head"].weight = net["wte"].weight
+    assert "head.weight: left out, an embedding" in str(Matrices(net))
+    with pytest.raises(ValueError, match="names of parameters or modules"):
+        Matrices(net, but=["lm_head"])
+    with pytest.raises(ValueError, match="a parameter of the plain model"):
+        rule("0.weight", net["up"].weight)
+    with pytest.raises(ValueError, match="Expected: a hidden matrix"):
+        Matrices(nn.Linear(4, 4))
+
+
+def scheduled():
+    rule = Matrices(nn.Sequential(*(nn.Linear(4, 4) for _ in range(2))), lr=0.5)
+    optimizer = Zero3Optimizer(sharded(nn.Linear(4, 4), nn.Linear(4, 4)), group_by=rule, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    optimizer.backward(optimizer.model(torch.ones(2, 4)).square().mean())
+    norm = optimizer.step()
+    scheduler.step()
+    inner = [optimizer.inner, *optimizer.owners.inner.values()]
+    return norm, [[group["lr"] for group in each.param_groups] for each in (optimizer, *inner)]
+
+
+def test_a_scheduler_reaches_all_optimizers():
+    """
+    The param groups are those of the inner optimizers, on ranks that own nothing as well.
+    Proves `Owners.param_groups`.
+    """
+    for norm, rates in run(scheduled, 2):
+        assert norm > 0
+        assert rates == [[0.05, 0.25], [0.05], [0.25]]
