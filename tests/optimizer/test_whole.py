@@ -2,13 +2,16 @@
 # Optimizers that need whole matrices: on shards, the bits of plain PyTorch
 """
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import run
-from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
+from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save, wrap
+from zero3.checkpoint.reader import CheckpointReader, decode, newest
 from zero3.optimizer.whole import Matrices
 
 BF16 = torch.bfloat16
@@ -87,10 +90,9 @@ class Plain:
         self.masters = {name: nn.Parameter(p.detach().to(wide).contiguous())
                         for name, p in self.named.items()}
         self.optimizers = []
-        for name, p in self.named.items():
-            if not p.numel():
-                # Nothing to step, and Adafactor would divide by this number.
-                continue
+        self.trained = [(name, p) for name, p in self.named.items() if p.numel()]
+        # Nothing to step in an empty one, and Adafactor would divide by the number of elements.
+        for name, p in self.trained:
             options = {**group_by(name, p)}
             make = options.pop("optimizer", None)
             self.optimizers.append((make or torch.optim.AdamW)(
@@ -360,3 +362,158 @@ def test_a_scheduler_reaches_all_optimizers():
     for norm, rates in run(scheduled, 2):
         assert norm > 0
         assert rates == [[0.05, 0.25], [0.05], [0.25]]
+
+
+# -------------------------------------------------------------------------------------- checkpoints
+
+
+def tokens(step):
+    return torch.randint(32, (12,), generator=torch.Generator().manual_seed(step))
+
+
+def train(model, optimizer, first, last):
+    """Steps on the same global batches, whatever the number of ranks"""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for step in range(first, last):
+        optimizer.backward(loss_of(model, tokens(step).chunk(ranks)[rank]))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def three_kinds(name, p):
+    """Muon, Adafactor with its rows and columns, and AdamW for the rest"""
+    if p.ndim == 2 and p.numel() and "head" in name:
+        return {"optimizer": torch.optim.Adafactor, "lr": 0.01}
+    return by_shape(name, p)
+
+
+def new(kind="wrap", group_by=three_kinds, **options):
+    _, model = build(kind, torch.float32)
+    return model, Zero3Optimizer(model, group_by=group_by, **ADAMW, **options)
+
+
+def state_of(optimizer):
+    """The states of all whole parameters, by name"""
+    owners = optimizer.owners
+    mine = {whole.name: copy.deepcopy(dict(owners.state_of(whole))) for whole in owners.wholes
+            if owners.state_of(whole)}
+    return {name: state for theirs in optimizer.comm.gather(mine)
+            for name, state in theirs.items()}
+
+
+def saves(folder, options):
+    model, optimizer = new(**options)
+    train(model, optimizer, 0, 3)
+    save(folder, model, optimizer, step=3)
+    return masters_of(optimizer), state_of(optimizer)
+
+
+def loads(folder, options):
+    model, optimizer = new(**options)
+    # Its own states have to go.
+    train(model, optimizer, 7, 8)
+    optimizer.param_groups[-1]["lr"] = 7.0
+    load(folder, model, optimizer)
+    found = masters_of(optimizer), state_of(optimizer)
+    train(model, optimizer, 3, 5)
+    return *found, masters_of(optimizer), [group["lr"] for group in optimizer.param_groups]
+
+
+def alike(one, other):
+    """Whether two trees of tensors have the same bits"""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def test_states_are_saved_by_name_and_resume_on_any_number_of_ranks(tmp_path):
+    """
+    Masters, momentum, the factors of rows and columns and the counts of steps, saved by two ranks
+    and loaded by one, by three, and into a wrapped model: the same bits, in whole shapes. Two ranks
+    go on to the bits of the run that never stopped.
+    Proves `Owners.spread`, `Entries._take_whole`, `Entries._check_whole`.
+    """
+    masters, states = run(saves, 2, tmp_path, {})[0]
+    assert states["head.weight"]["row_var"].shape == (32, 1)
+    assert states["blocks.0.weight"]["momentum_buffer"].shape == (48, 16)
+    expected = run(goes_on, 2)[0]
+    for world_size in (1, 2, 3):
+        for got, state, after, rates in run(loads, world_size, tmp_path, {}):
+            assert alike(got, masters) and alike(state, states)
+            assert rates == [0.01, 0.02, 0.01]
+            assert alike(after, expected) == (world_size == 2)
+
+
+def goes_on():
+    model, optimizer = new()
+    train(model, optimizer, 0, 5)
+    return masters_of(optimizer)
+
+
+def plain_continues(folder):
+    """Plain PyTorch takes over the states of a checkpoint, and both take the same two steps"""
+    model, optimizer = new(group_by=by_shape)
+    load(folder, model, optimizer)
+    plain, _ = build("wrap", torch.float32)
+    reference = Plain(plain, by_shape, ADAMW)
+    checkpoint = CheckpointReader(newest(folder))
+    for (name, p), each in zip(reference.trained, reference.optimizers, strict=True):
+        param = checkpoint.find([name])
+        states = checkpoint.states(param)
+        with torch.no_grad():
+            reference.masters[name].copy_(checkpoint.read_whole(param, "param"))
+            p.copy_(reference.masters[name])
+        moments = {key: checkpoint.read_whole(param, key) for key in states["moments"]}
+        each.state[reference.masters[name]].update({**moments, **decode(states["scalars"])})
+    for step in range(3, 5):
+        train(model, optimizer, step, step + 1)
+        reference.step([[tokens(step)]], lambda norm: 1.0)
+    found = masters_of(optimizer)
+    return [name for name in reference.masters
+            if not torch.equal(found[name], reference.masters[name])]
+
+
+def test_plain_pytorch_goes_on_from_a_checkpoint(tmp_path):
+    """
+    `torch.optim.Muon` and `AdamW` take momentum and counts as they are in the checkpoint, by name
+    and in whole shapes.
+    """
+    run(saves, 3, tmp_path, {"group_by": by_shape})
+    assert run(plain_continues, 1, tmp_path) == [[]]
+
+
+def stops_and_goes_on():
+    model, optimizer = new()
+    train(model, optimizer, 0, 3)
+    saved = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, 3, 5)
+    other, second = new()
+    train(other, second, 7, 8)
+    second.load_state_dict(saved)
+    assert saved["param_groups"][-1]["params"] == []
+    train(other, second, 3, 5)
+    return alike(masters_of(optimizer), masters_of(second)), alike(*map(state_of,
+                                                                        (optimizer, second)))
+
+
+def test_a_state_dict_has_what_this_rank_owns():
+    """
+    The next run on as many ranks goes on to the same bits.
+    Proves `Owners.state_dict`, `Owners.load_state_dict`, `Owners.put_state`.
+    """
+    assert run(stops_and_goes_on, 3) == [(True, True)] * 3
+
+
+def loads_another(folder):
+    model, optimizer = new(group_by=lambda name, p: {"optimizer": Lamb} if p.ndim == 2 and p.numel()
+                           else {"weight_decay": 0.2})
+    return refused(lambda: load(folder, model, optimizer))
+
+
+def test_states_of_another_class_are_refused(tmp_path):
+    """
+    A checkpoint of Muon does not continue with LAMB, which would forget the momentum in silence.
+    """
+    run(saves, 2, tmp_path, {"group_by": by_shape})
+    for text in run(loads_another, 2, tmp_path):
+        assert "stepped by Muon there, and by Lamb here" in text

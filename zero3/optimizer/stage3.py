@@ -905,13 +905,13 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
                     known[piece.param] = {
                         key: _kept(value, in_buffer)
                         for key, value in self.state.get(piece.param, {}).items()}
-        self.expect(not self.owners.wholes, "has no state dict", "states in shards",
-                    "parameters that are stepped whole", "keep the weights alone")
         found = self.inner.state_dict()
         params = [param for group in self.param_groups for param in group["params"]]
         # In the order of the params, whichever of them was stepped first.
         found["state"] = {i: known[params[i]] for i in sorted(found["state"])}
-        return {**found, "masters": masters, "place": self._place,
+        found["param_groups"] += [{**group, "params": []} for group in self.owners.param_groups]
+        return {**found, "masters": masters, "wholes": self.owners.state_dict(),
+                "place": self._place,
                 "cuts": [states.piece_numbers() for states in self.shard_states],
                 "loss_scale": self.loss_scale, "good_steps": self.good_steps,
                 "skipped_steps": self.skipped_steps}
@@ -951,7 +951,11 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
                 # Cut like the saved pieces, between parameters that were used in different steps.
                 states.repartition(numbers, self.state)
             self.regroup()
-        self.inner.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+        # The groups of the wrapped optimizer come first, and so do their numbers.
+        groups = state_dict["param_groups"]
+        count = len(self.inner.param_groups) if len(groups) == len(self.param_groups) else None
+        self.inner.load_state_dict({"state": state_dict["state"], "param_groups": groups[:count]})
+        self.owners.load_state_dict(state_dict.get("wholes", {}), groups[count:])
         self._share_groups()
         for states, saved in zip(self.shard_states, masters, strict=True):
             with states.in_memory(self.state) as (master, _):

@@ -96,6 +96,8 @@ class ShardStates:
     group_indices: list[int]  # the param group of each parameter in the flat one
     spans: list[slice]  # where in the shard each of these is; padding belongs to the one before it
     pieces: list[Piece] = field(default_factory=list)
+    # The parameters that are stepped whole, by number. Each has pieces of its own.
+    wholes: set[int] = field(default_factory=set)
     # (shard_numel,), fp32 or wider, in memory; `None` while it rests in a file.
     master: Any = None
     shard_is_master: bool = False
@@ -624,12 +626,12 @@ class ShardStates:
         * `keys` has one key for each parameter of the flat one
         """
         runs: list[tuple[slice, Any]] = []
-        for span, key in zip(self.spans, keys, strict=True):
+        for i, (span, key) in enumerate(zip(self.spans, keys, strict=True)):
             begin = max(span.start, within.start)
             end = min(span.stop, within.stop)
             if begin >= end:
                 continue
-            if runs and runs[-1][1] == key:
+            if runs and runs[-1][1] == key and i not in self.wholes:
                 begin = runs.pop()[0].start
             runs.append((slice(begin, end), key))
         return runs

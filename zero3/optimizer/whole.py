@@ -13,14 +13,14 @@ $$\text{cost} = \min(m,n)^2 \max(m,n)$$
 
 **Run this**: `python -m pytest tests/optimizer/test_whole.py`.
 
-**Not covered, and what that costs**: checkpoints and `state_dict` of such optimizers, meshes with
-nodes, and matrices that tensor parallelism has split. Each of these is refused by name.
+**Not covered, and what that costs**: meshes with nodes, and matrices that tensor parallelism has
+split. Both are refused by name.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -142,6 +142,15 @@ class Trip:
     grads: dict[Whole, torch.Tensor] = field(default_factory=dict)
 
 
+class Spread(NamedTuple):
+    """
+    ## The state of a whole parameter, as one rank saves it
+    """
+
+    moments: dict[str, torch.Tensor]  # for each the elements of the rank's piece, `(n,)`
+    others: dict[str, object]  # the count of steps, for instance, or a number for each row
+
+
 class Owners:
     """
     ## The owners of whole parameters, and their step
@@ -167,7 +176,7 @@ class Owners:
         self.wholes = [
             Whole(f"{paths[states.layer]}.{slot.names[0]}".strip("."), states, position)
             for states in stepper.shard_states for position, slot in enumerate(states.flat.slots)
-            if states.group_indices[position] in groups and slot.view.numel()]
+            if position in states.wholes and slot.view.numel()]
         # Pieces on their way to the owners, and values on their way back.
         self.coming: list[Trip] = []
         self.going: list[Trip] = []
@@ -444,6 +453,85 @@ class Owners:
         self.stepper.listener.record(self.stepper, event, nbytes, transfer)
         return transfer
 
+    # ---------------------------------------------------------------------------------- bookkeeping
+
+    def state_of(self, whole: Whole) -> dict[str, object]:
+        """
+        ### The state that this rank has of a parameter: what the inner optimizer has, on the owner
+        """
+        inner = self.inner[whole.group_index]
+        return {} if whole.param is None else inner.state.get(whole.param, {})
+
+    def put_state(self, whole: Whole, state: dict[str, object]) -> None:
+        """
+        ### Replace the state of a parameter that this rank owns
+
+        Tensors go to the device of the step.
+        """
+        assert whole.param is not None, "only the owner has a state"
+        found = self.inner[whole.group_index].state
+        found.pop(whole.param, None)
+        if state:
+            found[whole.param] = {
+                key: value.to(self.stepper.device) if isinstance(value, torch.Tensor) else value
+                for key, value in state.items()}
+
+    def state_dict(self) -> dict[int, dict[str, object]]:
+        """
+        ### The states of the parameters that this rank owns, by their numbers
+        """
+        return {i: dict(self.state_of(whole)) for i, whole in enumerate(self.wholes)
+                if self.state_of(whole)}
+
+    def load_state_dict(self, states: dict[int, dict[str, object]], groups: Sequence[Options]
+                        ) -> None:
+        """
+        ### Load these states, and the options of the param groups that are stepped whole
+        """
+        for i, whole in enumerate(self.wholes):
+            if whole.param is not None:
+                self.put_state(whole, states.get(i, {}))
+        for group, saved in zip(self.param_groups, groups, strict=False):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+
+    def spread(self) -> "dict[nn.Parameter, Spread]":
+        """
+        ### The states of all whole parameters, in pieces, for a checkpoint
+
+        Each rank gets the moments of the elements in its shard, by the piece of its master that has
+        them. All ranks call it.
+        """
+        kinds = {i: _kinds(whole, self.state_of(whole)) for i, whole in enumerate(self.wholes)
+                 if self.state_of(whole)}
+        # Only the owner knows which states there are.
+        every = {i: each for theirs in self.comm.group.gather(kinds) for i, each in theirs.items()}
+        found: dict[nn.Parameter, Spread] = {}
+        sends: Messages = []
+        receives: Messages = []
+        nbytes = 0
+        for i, (dtypes, others) in sorted(every.items()):
+            whole = self.wholes[i]
+            span = whole.states.spans[whole.position]
+            where = whole.within(self.comm.rank)
+            # (the elements of this rank and its padding,) for each moment
+            moments = {key: torch.zeros(span.stop - span.start, dtype=dtype,
+                                        device=whole.states.layer.device)
+                       for key, dtype in dtypes.items()}
+            for key, piece in moments.items():
+                nbytes += whole.travelling_numel * piece.itemsize
+                piece = piece[: where.stop - where.start]
+                if whole.param is None:
+                    receives.append((whole.owner, piece))
+                    continue
+                values: torch.Tensor = self.state_of(whole)[key]  # type: ignore[assignment]
+                values = values.to(piece.device).reshape(-1)
+                piece.copy_(values[where])
+                sends += [(rank, values[part]) for rank, part in self._of_others(whole)]
+            found.update({piece.param: Spread(moments, others) for piece in whole.states.pieces
+                          if piece.where == span})
+        self._start("give back", nbytes, sends, receives).wait()
+        return found
+
     def held_tensors(self) -> Iterator[torch.Tensor]:
         """
         ### States of the parameters that this rank owns, and what is on its way, for a `Ledger`
@@ -525,7 +613,7 @@ def elementwise(options: list[Options]) -> list[Options]:
 
 def elementwise_first(options: list[Options], shard_states: Iterable[ShardStates]) -> None:
     """
-    ## Put the param groups that are stepped whole behind all others
+    ## Put the param groups that are stepped whole behind all others, and mark their parameters
 
     So the wrapped optimizer has the first groups, under the same numbers.
     """
@@ -533,6 +621,8 @@ def elementwise_first(options: list[Options], shard_states: Iterable[ShardStates
     options[:] = [options[i] for i in order]
     for states in shard_states:
         states.group_indices = [order.index(i) for i in states.group_indices]
+        states.wholes = {position for position, i in enumerate(states.group_indices)
+                         if "optimizer" in options[i]}
 
 
 class Matrices:
@@ -597,6 +687,16 @@ class Matrices:
         make = _name(self.group["optimizer"])
         return "\n".join(f"{name}: {f'left out, {why}' if why else make}"
                          for name, why in self.reasons.items())
+
+
+def _kinds(whole: Whole, state: dict[str, object]
+           ) -> tuple[dict[str, torch.dtype], dict[str, object]]:
+    """
+    #### The data types of the moments, which have the parameter's shape, and the other states
+    """
+    moments = {key: value.dtype for key, value in state.items() if key != "step"
+               and isinstance(value, torch.Tensor) and value.shape == whole.shape}
+    return moments, {key: value for key, value in state.items() if key not in moments}
 
 
 def _name(make: object) -> str:
