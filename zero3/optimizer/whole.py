@@ -25,6 +25,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
 
 from zero3.comm.collectives import Communicator, Transfer
 from zero3.comm.mesh import node_of
@@ -439,7 +440,7 @@ class Owners:
         elif sends or receives:
             # NCCL starts all messages of a round together, or two ranks could wait for each other.
             ops = [dist.P2POp(op, tensor, group=group, tag=tag, group_peer=rank)
-                   for op, messages in ((dist.irecv, receives), (dist.isend, sends))
+                   for op, messages in ((c10d.irecv, receives), (c10d.isend, sends))
                    for rank, tensor in messages]
             with transfer.starting(*(tensor for _, tensor in (*sends, *receives))) as works:
                 works += dist.batch_isend_irecv(ops)
