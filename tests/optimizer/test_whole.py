@@ -268,6 +268,57 @@ def test_a_norm_of_each_parameter_and_factored_moments_are_those_of_the_whole_pa
         assert run(several, world_size, cases) == [[[]] * 2] * world_size
 
 
+def muon_of(grad):
+    """What Muon subtracts for a gradient, at a learning rate of one"""
+    param = nn.Parameter(torch.zeros_like(grad))
+    param.grad = grad
+    torch.optim.Muon([param], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
+    return [round(-value, 2) for value in param.flatten().tolist()]
+
+
+class Given(torch.autograd.Function):
+    """A loss with a gradient of our choice"""
+
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.tensor([[3.0, 1.0], [1.0, 3.0]])
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 2))
+
+    def forward(self, x):
+        return Given.apply(self.weight) + 0 * x.sum()
+
+
+def halves():
+    layer = Zero3Layer(Two())
+    optimizer = Zero3Optimizer(layer, torch.optim.Muon, lr=1.0, weight_decay=0.0, momentum=0.0,
+                               nesterov=False)
+    optimizer.backward(layer(torch.ones(1)))
+    grad = optimizer.shard_states[0].read_grad().tolist()
+    optimizer.step()
+    return grad, [round(-value, 2) for value in optimizer.shard_states[0].shard.tolist()]
+
+
+def test_the_halves_of_a_matrix_would_be_stepped_in_other_directions():
+    """
+    The numbers at the head of the chapter: what Muon makes of each row alone, and what two ranks
+    make of the matrix.
+    Proves `Owners`, `Trip`, `Stepper`.
+    """
+    grad = torch.tensor([[3.0, 1.0], [1.0, 3.0]])
+    assert [muon_of(grad[:1]), muon_of(grad[1:])] == [[0.65, 0.22], [0.22, 0.65]]
+    assert muon_of(grad) == [0.9, -0.21, -0.21, 0.9]
+    assert run(halves, 2) == [([3.0, 1.0], [0.9, -0.21]), ([1.0, 3.0], [-0.21, 0.9])]
+
+
 # --------------------------------------------------------------------------------------- everywhere
 
 
@@ -433,10 +484,10 @@ LLAMA = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096),
 
 
 @pytest.mark.parametrize("shapes, ranks, most", [
-    (GPT2, 8, 1.15), (LLAMA, 8, 1.15), (LLAMA, 64, 1.15), (GPT2, 64, 1.78)])
+    (GPT2, 8, 1.0), (LLAMA, 8, 1.0), (LLAMA, 64, 1.11), (GPT2, 64, 1.78)])
 def test_the_slowest_owner_has_little_more_than_the_mean(shapes, ranks, most):
     """
-    At most 1.15 times the mean. On 64 ranks GPT-2 has 48 matrices, and the largest alone is 1.78
+    Less than 1.15 times the mean. On 64 ranks GPT-2 has 48 matrices, and the largest alone is 1.78
     times the mean: no assignment does better than that.
     Proves `assign`, `cost`.
     """
@@ -445,8 +496,8 @@ def test_the_slowest_owner_has_little_more_than_the_mean(shapes, ranks, most):
     for owner, each in zip(assign(costs, ranks), costs, strict=True):
         loads[owner] += each
     mean = sum(costs) / ranks
-    assert max(loads) <= most * mean
-    assert max(loads) == max(costs) or most == 1.15
+    assert max(loads) == pytest.approx(most * mean, rel=0.005)
+    assert most < 1.15 or max(loads) == max(costs)
 
 
 # ------------------------------------------------------------------------------------------ refused

@@ -4,17 +4,62 @@ r"""
 `Owners` steps parameters whole, each on one rank, so that Muon, LAMB or Adafactor train a sharded
 model with the bits of plain PyTorch.
 
-A shard has no rows and columns, because a flat parameter is cut anywhere. So each parameter that an
-optimizer has to see whole gets one owner among the ranks that share it. The owner receives the
-pieces of its values and of its gradient, steps it with the plain `torch.optim` optimizer, and sends
-the new values back. Masters stay in the shards. The moments live whole on the owner.
+**A gradient of four numbers on two ranks.** Muon replaces the gradient of a matrix by one with the
+same directions and almost equal singular values (five iterations of
+[Newton-Schulz](https://kellerjordan.github.io/posts/muon/)). A flat parameter is cut anywhere, here
+between the rows of a $2 \times 2$ matrix:
 
-$$\text{cost} = \min(m,n)^2 \max(m,n)$$
+| | rank 0 | rank 1 | |
+|---|---|---|---|
+| gradient, in shards | 3 1 | 1 3 | |
+| Muon of each shard | .65 .22 | .22 .65 | a row alone keeps its direction |
+| **Muon of the matrix** | **.90 -.21** | **-.21 .90** | off the diagonal the sign changes |
 
-**Run this**: `python -m pytest tests/optimizer/test_whole.py`.
+So each such parameter gets one *owner* among the ranks that share it. All ranks send the owner the
+pieces of values and gradient in their shards. It steps the whole tensor with the plain class of
+`torch.optim`, and sends the new values back. Nothing is approximated, so a sharded model trains the
+bits of plain PyTorch. Everything else is stepped in the shards as before:
 
-**Not covered, and what that costs**: meshes with nodes, and matrices that tensor parallelism has
-split. Both are refused by name.
+```python
+rule = Matrices(plain, lr=0.02, weight_decay=0.1)  # from the model before it is sharded
+print(rule)                                        # what it has chosen, and why
+model = wrap(plain, Block)
+optimizer = Zero3Optimizer(model, torch.optim.AdamW, lr=3e-4, group_by=rule, clip_grad_norm=1.0)
+scheduler = CosineAnnealingLR(optimizer, 1000)     # of both optimizers
+optimizer.backward(loss_of(model(x)))
+optimizer.step()
+```
+
+**Who owns what.** A step of Newton-Schulz on $m \times n$ numbers takes time in proportion to
+
+$$\min(m,n)^2 \max(m,n)$$
+
+The most expensive matrix comes first, and each goes to the rank with the least to do. With the
+matrices of Llama 8B on 64 ranks the slowest owner computes 1.11 times the mean, and with those of
+GPT-2 on 8 ranks 1.00 times. On 64 ranks GPT-2 has only 48 matrices, and the largest costs 1.78
+times the mean.
+
+**What rests where.** Gradients are reduced into the shards as always. Masters stay there, so
+checkpoints, tiers and edits of the weights work as they do. Moments live whole on the owner. With
+masters of 4 bytes and gradients of $b_g$ bytes an element that another rank owns costs
+
+$$\underbrace{(4 + b_g)}_{\text{to the owner}} + \underbrace{4}_{\text{back}} \quad \text{bytes}$$
+
+A rank has $\frac{1}{N}$ of a matrix. So with 8 ranks and bf16 a rank sends 1.1 bytes per element in
+a step, beside 5.3 for gathers and the reduce. With masters on the owners it would be 0.4, but
+fp32 weights would be there twice. To gather each gradient on all ranks takes 1.8, and each rank
+would compute all steps and keep all moments.
+
+**Rounds.** Parameters travel in rounds, in which each owner has about as much to compute. The
+pieces of the next round travel while this one is computed, and so do the values of the one before.
+
+**Run this**: `python -m pytest tests/optimizer/test_whole.py -k bits`.
+
+**Not covered, and what that costs**: two rounds are in memory at once, at least two whole matrices.
+Each replica computes all steps. Moments of whole parameters rest in memory when other states are in
+files. The assignment knows the cost of Newton-Schulz only. If an owner's step raises an error,
+other parameters have been stepped already. Meshes with nodes, and matrices that tensor parallelism
+has split, are refused by name.
 """
 
 from collections import defaultdict
