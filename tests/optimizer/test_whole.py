@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks import run
@@ -25,6 +27,7 @@ from zero3 import (
     save,
     wrap,
 )
+from zero3.checkpoint.formats import from_dcp
 from zero3.checkpoint.reader import CheckpointReader, decode, newest
 from zero3.comm.collectives import _ORDER_TAG
 from zero3.comm.parts import WeightPart
@@ -737,6 +740,45 @@ def test_plain_pytorch_goes_on_from_a_checkpoint(tmp_path):
     """
     run(saves, 3, tmp_path, {"group_by": by_shape})
     assert run(plain_continues, 1, tmp_path) == [[]]
+
+
+def from_plain(folder):
+    """A plain run, saved by `torch.distributed.checkpoint`, goes on sharded"""
+    plain, _ = build("wrap", torch.float32)
+    named = [(name, p) for name, p in plain.named_parameters() if p.requires_grad and p.numel()]
+    muon = torch.optim.Muon([p for name, p in named if p.ndim == 2], lr=0.02, momentum=0.9)
+    adamw = torch.optim.AdamW([p for name, p in named if p.ndim != 2],
+                              **{**ADAMW, "weight_decay": 0.2})
+    # An empty parameter takes part, too, because the format lists all of them.
+    adamw.add_param_group({"params": [plain.blocks[1].empty]})
+    for step in range(3):
+        loss_of(plain, tokens(step)).backward()
+        for each in (muon, adamw):
+            each.step()
+            each.zero_grad()
+    if dist.get_rank() == 0:
+        trained = {"model": get_model_state_dict(plain),
+                   "optim": get_optimizer_state_dict(plain, [muon, adamw])}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(trained, checkpoint_id=folder / "plain", no_dist=True)
+            from_dcp(folder / "plain", folder / "ours", 3)
+    dist.barrier()
+    model, optimizer = new(group_by=by_shape)
+    load(folder / "ours", model, optimizer)
+    # The momentum of the plain run, and its values.
+    found = state_of(optimizer)
+    return ([name for name, p in named if p.ndim == 2 and p in muon.state
+             and not torch.equal(found[name]["momentum_buffer"], muon.state[p]["momentum_buffer"])],
+            [name for name, value in masters_of(optimizer).items()
+             if not torch.equal(value, dict(plain.named_parameters())[name])], len(found))
+
+
+def test_a_plain_run_goes_on_sharded(tmp_path):
+    """
+    From two optimizers of torch, by way of `torch.distributed.checkpoint`.
+    """
+    assert run(from_plain, 2, tmp_path) == [([], [], 8)] * 2
 
 
 def stops_and_goes_on():

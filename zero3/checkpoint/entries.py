@@ -687,7 +687,12 @@ class Entries(Named):
         """
         states = flat.states[whole.position]
         read = partial(checkpoint.read, flat.found[whole.position])
-        new = {key: read(key, 0, whole.numel).view(whole.shape) for key in states["moments"]}
+        new: dict[str, object] = {}
+        for key in states["moments"]:
+            moment = read(key, 0, whole.numel).view(whole.shape)
+            # A moment that was saved in the master's data type gets this master's.
+            same = moment.dtype == read("param", 0, 1).dtype
+            new[key] = moment.to(whole.states.master_dtype) if same else moment
         assert self.owners
         self.owners.put_state(whole, {**new, **decode(states["scalars"])})
 

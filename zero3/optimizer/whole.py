@@ -547,6 +547,8 @@ class Owners:
         Each rank gets the moments of the elements in its shard, by the piece of its master that has
         them. All ranks call it.
         """
+        if not self.wholes:
+            return {}
         kinds = {i: _kinds(whole, self.state_of(whole)) for i, whole in enumerate(self.wholes)
                  if self.state_of(whole)}
         # Only the owner knows which states there are.
